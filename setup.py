@@ -17,7 +17,7 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT))
 
-from kvmig.ground.errors import KernelUnavailable  # noqa: E402
+from kvmig.core.errors import KernelUnavailable  # noqa: E402
 from kvmig.kernels import build  # noqa: E402
 
 FOLDER = "kvmig.kernels._lib"

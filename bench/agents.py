@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.units.site import Agent
 from kvmig.controlplane.unit_member import ask
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 
 AWAY_S = 2.0
 """Between an agent's end and the start of the next one."""

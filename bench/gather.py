@@ -36,7 +36,7 @@ from bench.gather_runs import (
     seconds,
     threads_of_torch,
 )
-from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.kernels.face import Device
 
 ORDERS = ("random", "contiguous")

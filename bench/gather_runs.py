@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvmig.ground.errors import KernelUnavailable
-from kvmig.ground.layout import KVLayout, Region, fused
+from kvmig.core.errors import KernelUnavailable
+from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels import select
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.driver import Driver, current_device

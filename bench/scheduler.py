@@ -35,8 +35,8 @@ from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member
 from kvmig.controlplane.policy import POLICIES, policy_of
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ViewBuilder
+from kvmig.core.config import SchedulerConfig
 from kvmig.engines.base import EngineLoad
-from kvmig.ground.config import SchedulerConfig
 
 INSTANCES = (10, 100, 1_000, 10_000)
 REQUESTS = (1, 10, 100, 1_000)

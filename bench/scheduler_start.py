@@ -10,9 +10,9 @@ import time
 from kvmig.cli.processes import Child, running
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members, Pairs
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.link import Client, Server
 
 INSTANCES = 16

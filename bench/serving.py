@@ -53,7 +53,7 @@ from bench.serving_calls import (
 from bench.serving_plot import draw_serving
 from bench.site import all_up
 from kvmig.controlplane.policy import POLICIES
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig_tools.served import Served
 
 TRACE = Path(__file__).parent / "traces" / "sharegpt_600.csv"

@@ -11,7 +11,7 @@ from statistics import fmean, median
 import numpy as np
 
 from bench.arrivals import Arrival
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig_tools.sim.traces import read
 
 FIGURES = ("ttft_ms", "tpot_ms", "e2e_ms")

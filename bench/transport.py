@@ -30,8 +30,8 @@ from rich.table import Table
 
 from bench import report
 from bench.transport_peer import serve
-from kvmig.ground.config import MigrationConfig, Transport
-from kvmig.ground.errors import KvmigError, TransportError
+from kvmig.core.config import MigrationConfig, Transport
+from kvmig.core.errors import KvmigError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.measured import CHUNK_BYTES
 from kvmig.kvtransfer.messages import (

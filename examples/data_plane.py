@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmig.ground.layout import fused
+from kvmig.core.layout import fused
 from kvmig.kernels.copy import address_of, copy_blocks
 from kvmig.kernels.layouts import CacheGroup, kv_layout
 

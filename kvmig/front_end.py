@@ -36,11 +36,11 @@ from kvmig.cli.processes import (
     running,
     say,
 )
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import StartupError
+from kvmig.core.heap import keep_small
+from kvmig.core.secret import Discreet
 from kvmig.gateway.access import access
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.discreet import Discreet
-from kvmig.ground.errors import StartupError
-from kvmig.ground.heap import keep_small
 
 if TYPE_CHECKING:
     from kvmig.cli.forks import SharedForks

@@ -16,9 +16,9 @@ import uvloop
 
 from kvmig.cli.processes import Announcement, begin_loading, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import StopSignals, announce, read_launch
+from kvmig.core.errors import KvmigError, StartupError
 from kvmig.engines.kind import kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
-from kvmig.ground.errors import KvmigError, StartupError
 
 
 async def run(launch: FrontLaunch, descriptor: int) -> None:

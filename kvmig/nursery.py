@@ -36,9 +36,9 @@ from kvmig.cli.forks import (
     serve,
 )
 from kvmig.cli.processes import leave, quiet, say
+from kvmig.core.config import ENGINES, ClusterConfig
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.engines.kind import kind_of
-from kvmig.ground.config import ENGINES, ClusterConfig
-from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 
 FRONT_END = (
     "kvmig.serve", "kvmig.front_process", "kvmig.gateway.app", "kvmig.gateway.metrics",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.placement import moves
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator

@@ -22,9 +22,9 @@ from typing import NamedTuple, TypeVar
 import httpx
 import msgspec
 
-from kvmig.ground.config import MigrationConfig
-from kvmig.ground.discreet import ADMIN_KEY
-from kvmig.ground.errors import ConfigError, KvmigError
+from kvmig.core.config import MigrationConfig
+from kvmig.core.errors import ConfigError, KvmigError
+from kvmig.core.secret import ADMIN_KEY
 from kvmig.placement.file import Placement, read
 from kvmig.placement.learned import Moved, as_many_as, drains, mean, requests_s, step_s
 from kvmig.placement.moves import Leases, Refused, Slot, Step, Wave, placed, plan

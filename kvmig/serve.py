@@ -49,12 +49,12 @@ from kvmig.cli.shapes import (
 )
 from kvmig.controlplane.messages import Member
 from kvmig.controlplane.unit_member import ask
+from kvmig.core.config import ClusterConfig, UnitConfig
+from kvmig.core.errors import ConfigError, KvmigError, TransportError
+from kvmig.core.secret import ADMIN_KEY
 from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind, kind_of
 from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
 from kvmig.gateway.access import is_loopback
-from kvmig.ground.config import ClusterConfig, UnitConfig
-from kvmig.ground.discreet import ADMIN_KEY
-from kvmig.ground.errors import ConfigError, KvmigError, TransportError
 
 
 def main(argv: Sequence[str]) -> int:

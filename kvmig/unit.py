@@ -31,7 +31,7 @@ from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.controlplane.unit_member import ask
 from kvmig.controlplane.unit_messages import Unit
-from kvmig.ground.errors import ConfigError, KvmigError, TransportError
+from kvmig.core.errors import ConfigError, KvmigError, TransportError
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 from kvmig_tools.served import free_port
 
 START_S = 60.0

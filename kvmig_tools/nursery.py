@@ -29,7 +29,7 @@ from kvmig.cli.forks import (
     send_order,
 )
 from kvmig.cli.processes import UNSEEN, how_it_ended
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 
 LOAD_S = 300.0
 """Where nothing is compiled yet it takes a minute, beside others more."""

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvmig.ground.errors import ConfigError, KvmigError
+from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.models import BUNDLED
 from kvmig_tools.demo.client import Api, Chunk, DemoFailed
 from kvmig_tools.served import Served

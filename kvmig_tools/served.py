@@ -19,8 +19,8 @@ import httpx
 
 from kvmig.cli.forks import HANDED
 from kvmig.cli.processes import how_it_ended
-from kvmig.ground.discreet import ADMIN_KEY
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
+from kvmig.core.secret import ADMIN_KEY
 from kvmig.models import BUNDLED
 from kvmig_tools.nursery import ForkedServer, Nursery
 

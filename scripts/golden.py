@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import unified_diff
 from pathlib import Path
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from scripts.golden_outputs import OUTPUTS, SLOW, TEST_IDS, make_environment
 
 MOST_LINES = 16

@@ -173,20 +173,20 @@ def _described(app: Any) -> object:
 def _http_state() -> Any:
     from prometheus_client import CollectorRegistry
 
+    from kvmig.core.config import HttpConfig
+    from kvmig.core.priorities import NORMAL
     from kvmig.gateway.access import access
     from kvmig.gateway.http import HttpState
-    from kvmig.ground.config import HttpConfig
-    from kvmig.ground.priorities import NORMAL
 
     return HttpState(HttpConfig(), access([], "", "127.0.0.1"), (NORMAL,), CollectorRegistry())
 
 
 def metrics() -> Files:
     """Each metric of kvmig's with its type, labels, bounds and help, by kind of process."""
+    from kvmig.core.priorities import NORMAL
     from kvmig.fleet.metrics import FleetMetrics, of_disks, of_models, of_set_aside, of_usage
     from kvmig.gateway.loop_watch import LoopWatch
     from kvmig.gateway.metrics import ClassCollector, InstanceCollector, Metrics, UnitCollector
-    from kvmig.ground.priorities import NORMAL
     from kvmig.proxy.metrics import DoorMetrics
 
     state = _http_state()
@@ -247,10 +247,10 @@ def documents() -> Files:
 
     from kvmig.cli.processes import Announcement, LlumletLaunch
     from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
+    from kvmig.core.config import ClusterConfig
     from kvmig.fleet.settings import ServerLaunch
     from kvmig.fleet.spec import FleetFile, Spec
     from kvmig.front_end import FrontLaunch
-    from kvmig.ground.config import ClusterConfig
     from kvmig.proxy.messages import ProxyLaunch
     from scripts.corpus import example
 

@@ -25,14 +25,14 @@ PAGES: dict[str, tuple[str, ...]] = {
         "kvmig",
         "kvmig.embed.migrator:OnCommit",
         "kvmig.kvtransfer.report",
-        "kvmig.ground.config:Transport,MigrationConfig,SchedulerConfig,ClusterConfig,FaultConfig,"
+        "kvmig.core.config:Transport,MigrationConfig,SchedulerConfig,ClusterConfig,FaultConfig,"
         "LifecycleConfig,ScalingConfig",
-        "kvmig.ground.priorities:PriorityClass",
-        "kvmig.ground.errors",
+        "kvmig.core.priorities:PriorityClass",
+        "kvmig.core.errors",
     ),
     "engine-port": (
         "kvmig.engines.base",
-        "kvmig.ground.layout",
+        "kvmig.core.layout",
         "kvmig.engines.block_copies:BlockCopies,Copies",
     ),
     "conformance": (

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvmig.ground.config import MigrationConfig, Transport
-from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
+from kvmig.core.config import MigrationConfig, Transport
+from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.measured import slot_bytes

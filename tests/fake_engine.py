@@ -15,6 +15,8 @@ from hashlib import blake2b
 import msgspec
 from msgspec.structs import replace
 
+from kvmig.core.errors import MigrationRefused, RequestGone
+from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -25,8 +27,6 @@ from kvmig.engines.base import (
     Stage,
     Tail,
 )
-from kvmig.ground.errors import MigrationRefused, RequestGone
-from kvmig.ground.layout import KVLayout, Region
 
 BLOCK_TOKENS = 4
 TOKEN_BYTES = 16

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvmig.ground.errors import KvmigError
-from kvmig.ground.layout import KVLayout
+from kvmig.core.errors import KvmigError
+from kvmig.core.layout import KVLayout
 from kvmig.kernels import abi, build, cuda, driver, select
 from kvmig.kernels.cuda import Library
 from kvmig.kernels.driver import Driver

@@ -21,12 +21,12 @@ from kvmig.controlplane.messages import (
     Span,
     Welcome,
 )
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import Failure
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.ports import Batch, Item, Observer
 from kvmig.gateway.router import Router
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import Failure
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import VERSION, Hello, Message
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from kvmig.core.config import HttpConfig
+from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.gateway.access import access
 from kvmig.gateway.http import HttpMiddleware, HttpState
-from kvmig.ground.config import HttpConfig
-from kvmig.ground.priorities import NORMAL, PriorityClass
 
 
 def behind_middleware(

@@ -12,7 +12,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from kvmig.ground.errors import KvmigError, TransportError
+from kvmig.core.errors import KvmigError, TransportError
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer

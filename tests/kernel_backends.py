@@ -13,7 +13,7 @@ import os
 import numpy as np
 import pytest
 
-from kvmig.ground.errors import KernelUnavailable
+from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import select
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.face import Kernels

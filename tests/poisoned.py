@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvmig.ground.layout import KVLayout, Region
+from kvmig.core.layout import KVLayout, Region
 from kvmig.kernels.layouts import CacheGroup
 
 POISON = 0xA5

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.adbs import OVERBOOKED, POLICIES, Gate, Job, Shares, Want
+from kvmig.core.errors import ConfigError
 from kvmig.engines.gate import PARTS
-from kvmig.ground.errors import ConfigError
 
 BOTH = Want(prompt=0.0, decode=0.0)
 DECODES = Want(prompt=None, decode=0.0)

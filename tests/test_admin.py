@@ -13,10 +13,10 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 
 from kvmig.controlplane.messages import InUnit, OrderDone, SetGuarantee
+from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.access import access
 from kvmig.gateway.admin import AddBody, admin_api
-from kvmig.ground.config import ClusterConfig, SchedulerConfig
 from kvmig.kvtransfer.messages import Message
 from tests.fake_llumlet import Cluster, cluster
 from tests.waiting import until

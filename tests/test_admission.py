@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvmig.cli.flags import parse, quantity
-from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import ConfigError, MigrationRefused
-from kvmig.ground.layout import KVLayout, Region
+from kvmig.core.config import MigrationConfig
+from kvmig.core.errors import ConfigError, MigrationRefused
+from kvmig.core.layout import KVLayout, Region
 from kvmig.kvtransfer.migrations import admit, kv_bytes
 from kvmig.kvtransfer.report import MigrationReport
 from tests.fake_cluster import Cluster, cluster

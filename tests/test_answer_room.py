@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from kvmig.controlplane.messages import AbortRequests
+from kvmig.core.errors import AnswerTooLarge
 from kvmig.gateway import answer_room
 from kvmig.gateway.answer_room import MOST_LOGPROBS, MOST_TOKENS, AnswerRoom
 from kvmig.gateway.requests import HttpCall, LiveRequest, current_call
 from kvmig.gateway.splice import Splicer
-from kvmig.ground.errors import AnswerTooLarge
 from tests.fake_llumlet import cluster
 
 pytestmark = pytest.mark.usefixtures("small_room")

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvmig.core.errors import KvmigError, UnsupportedLayout
+from kvmig.core.layout import Region
 from kvmig.engines.backing import Madvise, Vmm, group_of, spans
-from kvmig.ground.errors import KvmigError, UnsupportedLayout
-from kvmig.ground.layout import Region
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.vmm import Addresses

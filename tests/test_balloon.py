@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvmig.core.errors import MigrationRefused, RequestGone, StartupError
 from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, Balloon, hold, unshared
-from kvmig.ground.errors import MigrationRefused, RequestGone, StartupError
 from tests.test_vllm_park import resident
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, Pair, assert_same
 from tests.vllm_side import AS_SERVED, Configuration, Side

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvmig.core.layout import Region
 from kvmig.engines.backing import Vmm
-from kvmig.ground.layout import Region
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.vmm import Addresses
 

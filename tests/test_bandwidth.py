@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.errors import MigrationRefused
+from kvmig.core.errors import MigrationRefused
 from kvmig.kvtransfer.bandwidth import BURST_S, FairShare, Throttle
 
 CHUNK = 1000

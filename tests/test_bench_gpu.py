@@ -34,12 +34,12 @@ from bench.gpu.engine_process import Came
 from bench.gpu.moves import slowed, told
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import begin
+from kvmig.core.errors import KvmigError, TransportError
+from kvmig.core.layout import Region
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.transformers import kind
 from kvmig.engines.vllm import kind as vllm_kind
-from kvmig.ground.errors import KvmigError, TransportError
-from kvmig.ground.layout import Region
 from kvmig.kernels.face import Finished, Ids, Pending
 from kvmig.kernels.select import kernels
 from tests.fake_gpu import FakeGpu, FakeKernels

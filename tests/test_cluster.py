@@ -34,14 +34,14 @@ from kvmig.controlplane.messages import (
     SetState,
     StopDrain,
 )
+from kvmig.core.config import ClusterConfig, LifecycleConfig, UnitConfig
+from kvmig.core.errors import ConfigError, StartupError, TransportError
+from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.errors import LauncherGone, OrderFailed
 from kvmig.gateway.launcher import LauncherLink, Membership, News
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
-from kvmig.ground.config import ClusterConfig, LifecycleConfig, UnitConfig
-from kvmig.ground.errors import ConfigError, StartupError, TransportError
-from kvmig.ground.priorities import NORMAL
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello
 from tests.fake_llumlet import Front, decode

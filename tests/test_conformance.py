@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import conftest
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.testing import plugin
 from kvmig.testing.subject import load_factory
 from tests.vllm_side import ENVIRONMENT

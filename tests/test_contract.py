@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from kvmig.core.errors import ContractViolation
 from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Export, Frame, Stage, Tail
 from kvmig.engines.checked import RULES, CheckedServingEngine
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.transformers.payload import Output
-from kvmig.ground.errors import ContractViolation
 from kvmig.kvtransfer.report import MigrationReport
 
 PROMPT, LENGTH = list(range(43)), 60

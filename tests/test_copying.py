@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import MigrationRefused, TransportError
+from kvmig.core.config import MigrationConfig
+from kvmig.core.errors import MigrationRefused, TransportError
 from kvmig.kvtransfer.context import Host, SourceContext
 from kvmig.kvtransfer.copying import ChunkBatcher, QueuedChunk, SharedSlot
 from kvmig.kvtransfer.messages import Bundle, Chunk, Message

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvmig.core.errors import ConfigError
 from kvmig.costs.shares import Device, StepCost, known, load
-from kvmig.ground.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

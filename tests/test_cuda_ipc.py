@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvmig.ground.errors import PeerError, TransportError
+from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.messages import Chunk, Offer

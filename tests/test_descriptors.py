@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.transports import descriptors
 from kvmig.kvtransfer.transports.cuda_ipc import Place
 from kvmig.kvtransfer.transports.descriptors import Donor, take

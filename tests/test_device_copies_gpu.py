@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.block_copies import Blocks
 from kvmig.engines.device_copies import DeviceCopies, load
-from kvmig.ground.layout import KVLayout, Region
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import checksum_fused

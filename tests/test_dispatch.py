@@ -23,9 +23,9 @@ from kvmig.controlplane.dispatch import (
 from kvmig.controlplane.messages import LoadReport, Member
 from kvmig.controlplane.policy import POLICIES
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder, usage
+from kvmig.core.config import PolicyName
+from kvmig.core.errors import NoInstance
 from kvmig.engines.base import ClassLoad, EngineLoad
-from kvmig.ground.config import PolicyName
-from kvmig.ground.errors import NoInstance
 from tests.made_up_instances import instance as made_up
 
 

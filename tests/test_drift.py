@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kvmig.core.errors import ConfigError
 from kvmig.drift import __main__ as command
 from kvmig.drift.checks import BREAKS, READ, Finding, facts, findings
 from kvmig.drift.contract import Contract, load
 from kvmig.drift.source import Tree
 from kvmig.drift.trees import tree
 from kvmig.drift.uses import uses
-from kvmig.ground.errors import ConfigError
 
 ENGINE = {
     "__init__.py": "from engine.core import Core\n",

@@ -18,9 +18,9 @@ from kvmig.cli.environment import (
     with_tree,
     worker_threads,
 )
+from kvmig.core.config import SPARE_FILES
+from kvmig.core.errors import ConfigError
 from kvmig.engines.vllm.kind import KEPT, PRODUCTS_KEPT
-from kvmig.ground.config import SPARE_FILES
-from kvmig.ground.errors import ConfigError
 
 
 def on_cpu(

@@ -10,9 +10,9 @@ import threading
 import pytest
 
 import kvmig
+from kvmig.core.errors import ConfigError, MigrationRefused
 from kvmig.engines.base import Emitted, Frame
 from kvmig.engines.toy import factory
-from kvmig.ground.errors import ConfigError, MigrationRefused
 from tests.test_conformance import ROOT, run_suite
 
 

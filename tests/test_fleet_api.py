@@ -14,6 +14,7 @@ import pytest
 
 from kvmig.accounts.keys import Keys
 from kvmig.accounts.usage import Spool, UsageRecord
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.callers import FORWARDED
 from kvmig.fleet.ledger import merge
@@ -23,7 +24,6 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
-from kvmig.ground.errors import ConfigError
 from tests.fleet_stores import Place
 
 

@@ -20,10 +20,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import text
 
 from kvmig.accounts.keys import KeyTerms
+from kvmig.core.errors import ConfigError
 from kvmig.fleet import migrations
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import SCHEMA, StoreError, Unusable, metadata
-from kvmig.ground.errors import ConfigError
 from tests import postgres
 from tests.fleet_stores import ANNA, Place
 

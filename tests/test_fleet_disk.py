@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvmig.accounts.keys import KeyTerms
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.settings import FleetSettings, make_folders
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
-from kvmig.ground.errors import ConfigError
 from tests.fleet_stores import ANNA, Place
 
 

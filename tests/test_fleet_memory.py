@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvmig.cli.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.memory import Memory
 from kvmig.fleet.spec import Instances, Spec
-from kvmig.ground.errors import ConfigError
 
 WEIGHTS = 1000
 

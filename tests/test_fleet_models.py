@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvmig.core.priorities import NORMAL
 from kvmig.fleet.deployments import InstanceRow, Told, Watched
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
 from kvmig.fleet.memory import Memory
@@ -20,7 +21,6 @@ from kvmig.fleet.room import Host
 from kvmig.fleet.schedule import Floor
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Instances, Spec
-from kvmig.ground.priorities import NORMAL
 from kvmig.proxy.messages import Demand, ModelDemand, Route, Want
 
 

@@ -14,6 +14,7 @@ from sqlalchemy import insert
 from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.keys import KeyGrant, KeyTerms, ModelQuota, Period, quotas_of
 from kvmig.accounts.usage import Spool, UsageRecord
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.quotas import (
     begins_anew,
@@ -27,7 +28,6 @@ from kvmig.fleet.quotas import (
 )
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import grants
-from kvmig.ground.errors import ConfigError
 from tests.examples import examples
 from tests.fleet_stores import ANNA, Place
 

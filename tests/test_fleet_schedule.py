@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.schedule import Floor, floor_at, parse_cron, zone_of
-from kvmig.ground.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import Instances, Spec, changes, fleet_of, merged, read_yaml, spec_of
-from kvmig.ground.errors import ConfigError
 
 
 def given(**more: Any) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from sqlalchemy import delete, text, update
 
 from kvmig.accounts.keys import Keys, KeyTerms
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import FleetFile
 from kvmig.fleet.store import Actor, KeyRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError, api_keys, audit, revisions
-from kvmig.ground.errors import ConfigError
 from tests.fleet_stores import ANNA, Place
 
 # -- models

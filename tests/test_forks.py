@@ -15,7 +15,7 @@ import pytest
 from kvmig.cli.environment import llumlet_environment
 from kvmig.cli.forks import LLUMLET, Fork, Forks, opened_gpu
 from kvmig.cli.processes import UNSEEN, Announcement, Child, Process
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 
 THREADS = 4
 """Of an instance: what it is forked from has one all the same."""

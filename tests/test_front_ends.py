@@ -14,8 +14,8 @@ import pytest
 
 from kvmig import front_end
 from kvmig.cli.processes import running
+from kvmig.core.config import ClusterConfig, LifecycleConfig
 from kvmig.front_end import FrontEnds, FrontLaunch
-from kvmig.ground.config import ClusterConfig, LifecycleConfig
 
 PATIENCE_S = 60.0
 STUB = """
@@ -123,7 +123,7 @@ NOBODY_LISTENS = """
 import asyncio, os, socket, sys
 from kvmig import front_process
 from kvmig.front_end import FrontLaunch
-from kvmig.ground.config import ClusterConfig
+from kvmig.core.config import ClusterConfig
 
 class Started:
     def __init__(self, *_): pass

@@ -21,7 +21,7 @@ from kvmig.controlplane.messages import (
     Requests,
     Welcome,
 )
-from kvmig.ground.errors import PeerError, TransportError
+from kvmig.core.errors import PeerError, TransportError
 from kvmig.kvtransfer.destination_machine import SourceMessage, Tombstones
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (

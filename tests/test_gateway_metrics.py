@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvmig.controlplane.messages import InUnit
+from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
 from kvmig.engines.base import EngineLoad, Preempted
 from kvmig.front_end import forget_gauges
 from kvmig.gateway.inventory import InstanceRow
@@ -27,7 +28,6 @@ from kvmig.gateway.metrics import (
     UnitCollector,
     with_instances,
 )
-from kvmig.ground.priorities import NORMAL, PriorityClass, with_normal
 from tests.fake_llumlet import cluster, report
 from tests.waiting import until
 

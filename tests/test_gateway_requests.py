@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvmig.controlplane.messages import Fence, Fenced, Resolved
+from kvmig.core.errors import PeerError
 from kvmig.gateway import requests
 from kvmig.gateway.errors import (
     AmbiguousRequest,
@@ -20,7 +21,6 @@ from kvmig.gateway.errors import (
 from kvmig.gateway.questions import Questions
 from kvmig.gateway.requests import PATIENCE_S, Crashes, LiveRequest, RequestTable, Verdict, call_of
 from kvmig.gateway.splice import Splicer
-from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.wire import Frame
 

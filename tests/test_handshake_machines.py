@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from kvmig.core.errors import InvalidTransition
 from kvmig.engines import base
 from kvmig.engines.base import Stage, Tail
-from kvmig.ground.errors import InvalidTransition
 from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.headroom import headroom_blocks, load_within
+from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.engines.base import StepTime
-from kvmig.ground.priorities import NORMAL, PriorityClass
 
 LINE = [StepTime(1000, 10.0), StepTime(3000, 20.0)]
 times = st.lists(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmig.core.config import ClusterConfig, FaultConfig, check
+from kvmig.core.errors import ConfigError
 from kvmig.gateway.instances import Health, Listening
-from kvmig.ground.config import ClusterConfig, FaultConfig, check
-from kvmig.ground.errors import ConfigError
 
 PERIOD_S = 0.2
 SILENT_S = 1.5

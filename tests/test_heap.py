@@ -12,8 +12,8 @@ from asyncio import Event
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.heap import keep_small
-from kvmig.ground.trimming import GROWN, LITTLE, PAUSE_S, Trimming
+from kvmig.core.heap import keep_small
+from kvmig.core.trimming import GROWN, LITTLE, PAUSE_S, Trimming
 
 BASE = 100 << 20
 
@@ -85,7 +85,7 @@ async def test_a_process_is_looked_at_until_the_task_is_cancelled() -> None:
 
 FREED = """
 import ctypes
-from kvmig.ground.heap import give_back, resident_bytes
+from kvmig.core.heap import give_back, resident_bytes
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]

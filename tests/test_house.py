@@ -83,7 +83,7 @@ def test_the_import_floors_see_kernels(tmp_path: Path) -> None:
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = {"vllm", "torch", "ray", "fastapi", "transformers", "zmq", "numpy"}
-    out = python("import sys, kvmig, kvmig.ground.config; print(*sys.modules)")
+    out = python("import sys, kvmig, kvmig.core.config; print(*sys.modules)")
     assert heavy & set(out.split()) == set()
 
 

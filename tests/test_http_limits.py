@@ -15,11 +15,11 @@ import httpx
 import pytest
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
+from kvmig.core.config import HttpConfig
 from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.http import Connection, HttpState
 from kvmig.gateway.problems import shorten_value
 from kvmig.gateway.requests import current_call
-from kvmig.ground.config import HttpConfig
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from tests.http_states import behind_middleware
 from tests.skipped_time import skipped_time

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 from kvmig.openai_server.http_task import HttpTask
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.ground.layout import KVLayout, Region, fused
+from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels import select
 from kvmig.kernels.copy import address_of, checksum_fused, copy_blocks
 from kvmig.kernels.select import VARIABLE

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.ground.errors import KernelUnavailable
+from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import abi, build, cuda, driver, ipc, nvrtc
 
 KERNELS = sorted([*nvrtc.GEOMETRY, "kvmig_copy_tma_kernel"])

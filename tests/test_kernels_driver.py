@@ -15,8 +15,8 @@ from ctypes import byref, c_int, c_void_p
 import numpy as np
 import pytest
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable, KvmigError
+from kvmig.core.layout import Region
 from kvmig.kernels import driver, select
 from kvmig.kernels.driver import CopyAttributes, Driver
 from kvmig.kernels.gpu import GpuKernels
@@ -177,7 +177,7 @@ TAKEN_AWAY = """
 import signal
 import pytest
 import numpy as np
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from tests import fake_gpu
 from tests.fake_gpu import DeviceCache, FakeGpu, FakeKernels
 from tests.poisoned import make_cache

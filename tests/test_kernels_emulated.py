@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.layout import Region
+from kvmig.core.layout import Region
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu

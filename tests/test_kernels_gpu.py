@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable, KvmigError
+from kvmig.core.layout import Region
 from kvmig.kernels import cuda, driver, nvrtc
 from kvmig.kernels.call_memory import SMALLEST
 from kvmig.kernels.face import Pending

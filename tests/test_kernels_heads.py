@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvmig.ground.errors import KernelUnavailable
+from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import abi, heads, native
 from kvmig.kernels.heads import Heads, Native, Reference
 

@@ -10,7 +10,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 
 import pytest
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import Driver, current_device
 from tests import fake_gpu

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvmig.ground.errors import UnsupportedLayout
-from kvmig.ground.layout import Region, fused
+from kvmig.core.errors import UnsupportedLayout
+from kvmig.core.layout import Region, fused
 from kvmig.kernels.copy import copy_blocks
 from kvmig.kernels.layouts import ORDERS, CacheGroup, kv_layout, regions
 from tests.poisoned import GUARD, POISON, make_paged, paged

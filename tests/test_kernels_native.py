@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable, KvmigError
+from kvmig.core.layout import Region
 from kvmig.kernels import abi, build, native
 from kvmig.kernels.face import Kernels
 
@@ -62,7 +62,7 @@ def test_a_child_of_a_fork_copies_with_threads_of_its_own() -> None:
     """The threads of the parent, and maybe a lock that they held, are not there any more."""
     code = """
 import os, numpy as np
-from kvmig.ground.layout import Region
+from kvmig.core.layout import Region
 from kvmig.kernels.native import load
 size = 1 << 20
 memory = np.arange(8 * size, dtype=np.uint8)

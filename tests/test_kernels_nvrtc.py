@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvmig.ground.errors import KernelUnavailable
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable
+from kvmig.core.layout import Region
 from kvmig.kernels import build, nvrtc
 from kvmig.kernels.gpu import GpuKernels
 from tests.fake_gpu import FakeGpu

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.ground.errors import ConfigError, KernelUnavailable
+from kvmig.core.errors import ConfigError, KernelUnavailable
 from kvmig.kernels import native, select
 from kvmig.kernels.copy import checksum_fused
 from kvmig.kernels.native import Native

@@ -17,8 +17,8 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable, KvmigError
+from kvmig.core.layout import Region
 from kvmig.kernels.triton_kernels import TritonKernels
 from kvmig.kernels.triton_launch import Launcher, Queued, alignment, power_of_two
 from tests.triton_recorder import Recorder, recording
@@ -59,7 +59,7 @@ def test_the_interpreted_kernels_pass_the_tests_of_every_implementation() -> Non
 ORDER = """
 import numpy as np
 from triton.runtime.interpreter import interpreter_builder as builder
-from kvmig.ground.layout import Region
+from kvmig.core.layout import Region
 from kvmig.kernels.triton_kernels import TritonKernels
 
 source, target = np.arange(6 * 4096, dtype=np.uint8), np.zeros(6 * 4096, np.uint8)

@@ -22,7 +22,7 @@ from kvmig.accounts.keys import (
     new_key,
     parse_key,
 )
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 PEPPER = bytes(range(32))
 NOW = 1000.0

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvmig.controlplane.leases import MIB, Claim, Ledger, Order, Told
 from kvmig.controlplane.quotas import RULES
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 ARENA = 64 * MIB
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.ground.leftovers import FOLDER, of_group, remove, shared_by
+from kvmig.core.shm_cleanup import FOLDER, of_group, remove, shared_by
 
 MAPS = """
 import mmap, sys, time

@@ -19,7 +19,7 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.errors import PeerBehind, PeerError, TransportError
+from kvmig.core.errors import PeerBehind, PeerError, TransportError
 from kvmig.kvtransfer import link
 from kvmig.kvtransfer.link import HANDSHAKE_S, Client, Handshakes, Server
 from kvmig.kvtransfer.messages import VERSION, Abort, Aborted, Hello, PeerMessage, Version

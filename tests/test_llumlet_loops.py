@@ -33,11 +33,11 @@ from kvmig.controlplane.messages import (
     Welcome,
     Why,
 )
+from kvmig.core.config import ClusterConfig, UnitConfig
+from kvmig.core.errors import PeerBehind, TransportError
 from kvmig.engines.base import KVUse, Room
 from kvmig.engines.gate import StepGate
 from kvmig.engines.toy.engine import ToyEngine
-from kvmig.ground.config import ClusterConfig, UnitConfig
-from kvmig.ground.errors import PeerBehind, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport

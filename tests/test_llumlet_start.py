@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from kvmig.controlplane.llumlet import Llumlet
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import StartupError
 from kvmig.engines.base import OnCallDone, OnOutputs
 from kvmig.engines.toy.engine import ToyEngine
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import StartupError
 
 
 class DiesWarmingUp(ToyEngine):

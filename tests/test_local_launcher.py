@@ -11,8 +11,8 @@ import pytest
 from kvmig.cli import local
 from kvmig.cli.local import Host, LocalLauncher, LocalLlumlet
 from kvmig.cli.processes import Child, LlumletLaunch, Process, Spawn
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import ConfigError, StartupError
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import ConfigError, StartupError
 
 
 class FakeProcess:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.layout import KVLayout, Region
+from kvmig.core.layout import KVLayout, Region
 from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, slot_bytes
 from kvmig.kvtransfer.report import MigrationReport, StageReport
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
+from kvmig.core.config import Transport
+from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines import base
-from kvmig.ground.config import Transport
-from kvmig.ground.errors import MigrationRefused, RequestGone
 from kvmig.kvtransfer import migrations
 from kvmig.kvtransfer.messages import (
     Abort,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvmig.ground.config import Transport
+from kvmig.core.config import Transport
 from kvmig.kvtransfer.messages import Chunk
 from tests.fake_cluster import Drop, cluster
 from tests.test_transports_processes import needs_nixl

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 import kvmig
+from kvmig.core.config import MigrationConfig, Transport
+from kvmig.core.errors import KvmigError
+from kvmig.core.layout import KVLayout
 from kvmig.embed import sync
 from kvmig.engines.base import Emitted
-from kvmig.ground.config import MigrationConfig, Transport
-from kvmig.ground.errors import KvmigError
-from kvmig.ground.layout import KVLayout
 from kvmig.testing.interposed import failing
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 

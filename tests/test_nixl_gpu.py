@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvmig.ground.errors import PeerError
+from kvmig.core.errors import PeerError
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import Driver

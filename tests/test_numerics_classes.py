@@ -8,8 +8,8 @@ import pytest
 from kvmig.controlplane.policy import POLICIES, policy_of
 from kvmig.controlplane.scheduler import Rounds, rebalance
 from kvmig.controlplane.view import InstanceView
+from kvmig.core.config import PolicyName, SchedulerConfig
 from kvmig.engines.identity import difference, numerics_class
-from kvmig.ground.config import PolicyName, SchedulerConfig
 from tests.fake_cluster import cluster as nodes
 from tests.fake_engine import FakeEngine
 from tests.made_up_instances import cluster, instance

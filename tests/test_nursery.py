@@ -30,7 +30,7 @@ from kvmig.cli.forks import (
     send_order,
 )
 from kvmig.cli.processes import UNSEEN
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 from kvmig_tools.nursery import Nursery, forked_for
 from tests.leaks import Footprint
 from tests.toys import Toys

@@ -14,10 +14,10 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from kvmig.core.errors import Failure, NoInstance
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
 from kvmig.gateway.access import bearer
 from kvmig.gateway.router import Router
-from kvmig.ground.errors import Failure, NoInstance
 from kvmig.kvtransfer.wire import Frame
 from kvmig.openai_server.answers import ChatAnswer, Piece, Token
 from kvmig.openai_server.bodies import ChatBody

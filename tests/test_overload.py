@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from bench.load.stub import StubEngine
+from kvmig.core.config import ClusterConfig, HttpConfig, check
+from kvmig.core.errors import ConfigError
+from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.gateway.load_shedding import LoadShedding, Overload
 from kvmig.gateway.requests import HttpCall
-from kvmig.ground.config import ClusterConfig, HttpConfig, check
-from kvmig.ground.errors import ConfigError
-from kvmig.ground.priorities import NORMAL, PriorityClass
 from tests.stubbed_front import Stubbed, stubbed_front
 
 LONGEST_S = LoadShedding.LONGEST_S

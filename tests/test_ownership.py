@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from kvmig.controlplane.messages import Discard, Resolve, Span
+from kvmig.core.config import FaultConfig
+from kvmig.core.errors import Failure
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Splicer
-from kvmig.ground.config import FaultConfig
-from kvmig.ground.errors import Failure
 from kvmig.kvtransfer.messages import Message
 
 if TYPE_CHECKING:

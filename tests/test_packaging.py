@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvmig.core.errors import StartupError
 from kvmig.engines.vllm import kind as vllm_kind
-from kvmig.ground.errors import StartupError
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

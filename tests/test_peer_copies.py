@@ -10,9 +10,9 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
+from kvmig.core.errors import KvmigError, TransportError
 from kvmig.engines.block_copies import Blocks, HostCopies
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE, TMA_RUN, DeviceCopies, load
-from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.face import Finished
 from kvmig.kernels.gpu import GpuKernels

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.mux.systems import power_law
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.place import METHODS, main, placed
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.mux.systems import power_law
+from kvmig.core.errors import ConfigError
 from kvmig.costs.shares import StepCost
-from kvmig.ground.errors import ConfigError
 from kvmig.placement.estimator import Estimator, Expected
 from kvmig.placement.greedy import Stuck, best_of_groups, place, used
 from kvmig.placement.meshes import groups, neighbours, packs

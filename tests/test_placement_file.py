@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import at_least, plan_of, read, to_toml
 from kvmig.placement.moves import Lease, Step, Unit, Wave

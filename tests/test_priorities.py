@@ -6,10 +6,9 @@ import msgspec
 import pytest
 
 from kvmig.cli.flags import parse, parse_class
-from kvmig.engines.vllm.kind import scheduling_flags
-from kvmig.ground.config import ClusterConfig, check
-from kvmig.ground.errors import ConfigError
-from kvmig.ground.priorities import (
+from kvmig.core.config import ClusterConfig, check
+from kvmig.core.errors import ConfigError
+from kvmig.core.priorities import (
     NORMAL,
     PriorityClass,
     class_of,
@@ -18,6 +17,7 @@ from kvmig.ground.priorities import (
     with_normal,
     with_priority,
 )
+from kvmig.engines.vllm.kind import scheduling_flags
 
 HIGH = PriorityClass("high", -1, headroom_tokens=1600)
 LOW = PriorityClass("low", 5)

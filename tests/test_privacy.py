@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvmig.core.config import Transport
+from kvmig.core.errors import MigrationRefused
+from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.base import Export, Tail
 from kvmig.engines.block_copies import BlockCopies
-from kvmig.ground.config import Transport
-from kvmig.ground.errors import MigrationRefused
-from kvmig.ground.layout import KVLayout, Region
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
     Aborted,

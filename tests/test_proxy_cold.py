@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.proxy import hold
 from kvmig.proxy.messages import Route
 from tests.proxy_site import EVENT, Deployment, Got, Site, site

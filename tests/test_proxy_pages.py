@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.settings import FleetSettings, check_settings
-from kvmig.ground.errors import ConfigError
 from kvmig.proxy.messages import Route
 from tests.proxy_site import Got, site
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.proxy.priority_choice import Chosen, choose_class
 from kvmig.proxy.refusals import Refused
 from tests.proxy_site import key, site

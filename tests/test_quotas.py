@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.quotas import RULES, Use, fair, kvmig, muxserve
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 
 def use(

@@ -15,7 +15,7 @@ from kvmig.cli.ray_cluster import (
     parse_resources,
     share_of,
 )
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 
 def node(free: dict[str, float], total: dict[str, float] | None = None) -> Node:

@@ -10,8 +10,8 @@ import pytest
 from kvmig.cli.environment import GIB, part_of_memory
 from kvmig.cli.processes import Child, LlumletLaunch, Spawn
 from kvmig.cli.ray_launcher import Order, Supervisor, bound_to, forwarded, node_environment
-from kvmig.ground.config import ClusterConfig, MigrationConfig
-from kvmig.ground.errors import ConfigError
+from kvmig.core.config import ClusterConfig, MigrationConfig
+from kvmig.core.errors import ConfigError
 
 
 def order(**fields: Any) -> Order:

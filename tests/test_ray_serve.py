@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from kvmig.cli import ray_cluster, ray_launcher
-from kvmig.ground.config import RayConfig
-from kvmig.ground.errors import ConfigError
+from kvmig.core.config import RayConfig
+from kvmig.core.errors import ConfigError
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import assert_server_is_empty

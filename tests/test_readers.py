@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from kvmig.core.config import HttpConfig
 from kvmig.gateway.requests import HttpCall, LiveRequest
 from kvmig.gateway.splice import Splicer
-from kvmig.ground.config import HttpConfig
 from tests.stubbed_front import Stubbed, stubbed_front
 from tests.waiting import until
 

@@ -13,7 +13,7 @@ from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.rules import balance
 from kvmig.controlplane.scheduler import UNPAIR, Pairing, Rounds, Scheduler, rebalance
 from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.ground.config import SchedulerConfig
+from kvmig.core.config import SchedulerConfig
 from tests.examples import examples
 from tests.made_up_instances import cluster, instance
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvmig.core.config import ClusterConfig, LifecycleConfig
+from kvmig.core.errors import ConfigError
 from kvmig.engines.vllm.kind import VllmKind
 from kvmig.engines.vllm.remembered import refuse_remembered
-from kvmig.ground.config import ClusterConfig, LifecycleConfig
-from kvmig.ground.errors import ConfigError
 
 
 @pytest.mark.parametrize(

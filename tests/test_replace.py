@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.toy.script import Script
-from kvmig.ground.errors import ConfigError
 from kvmig.placement.file import Placement, read, to_toml
 from kvmig.placement.learned import handshake_s
 from kvmig.placement.moves import Lease, Step

@@ -22,6 +22,8 @@ from kvmig.controlplane.messages import (
     Resolved,
     Submit,
 )
+from kvmig.core.config import ClusterConfig, SchedulerConfig
+from kvmig.core.errors import NoInstance
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.gateway.errors import (
     AlreadyMigrating,
@@ -37,8 +39,6 @@ from kvmig.gateway.errors import (
 )
 from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.gateway.router import Router
-from kvmig.ground.config import ClusterConfig, SchedulerConfig
-from kvmig.ground.errors import NoInstance
 from kvmig.kvtransfer.messages import Message
 from tests.fake_llumlet import (
     SECRET,

@@ -25,13 +25,13 @@ from kvmig.controlplane.messages import (
     Submit,
 )
 from kvmig.controlplane.view import ClusterView, InstanceView
+from kvmig.core.clock import monotonic
+from kvmig.core.config import ClusterConfig, FaultConfig
+from kvmig.core.errors import NoInstance
 from kvmig.engines.base import RequestState
 from kvmig.gateway import ownership, requests, router
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Observer
-from kvmig.ground.clock import monotonic
-from kvmig.ground.config import ClusterConfig, FaultConfig
-from kvmig.ground.errors import NoInstance
 from tests.fake_llumlet import (
     LOAD,
     Cluster,

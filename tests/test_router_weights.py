@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvmig.controlplane.messages import AbortRequests, Submit
+from kvmig.core.config import ClusterConfig, FaultConfig, SchedulerConfig
 from kvmig.engines.base import EngineLoad
-from kvmig.ground.config import ClusterConfig, FaultConfig, SchedulerConfig
 from tests.fake_llumlet import LOAD, Cluster, FakeLlumlet, cluster
 from tests.waiting import until
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Outputs, Span
+from kvmig.core.errors import Failure
 from kvmig.gateway.ports import Arithmetic, Batch, Item, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Broken, Splicer
 from kvmig.gateway.streams import Streams
-from kvmig.ground.errors import Failure
 
 if TYPE_CHECKING:
     from kvmig.gateway.ports import Instances

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.scaling import In, Out, Scaler
 from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.ground.config import ClusterConfig, ScalingConfig, check
-from kvmig.ground.errors import ConfigError
+from kvmig.core.config import ClusterConfig, ScalingConfig, check
+from kvmig.core.errors import ConfigError
 from tests import made_up_instances
 from tests.examples import examples
 

@@ -13,8 +13,8 @@ from kvmig.cli.processes import Child
 from kvmig.cli.scheduler import SchedulerKeeper
 from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import StartupError
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import StartupError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.wire import RefusalCounter
 from tests.waiting import until

@@ -26,9 +26,9 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.scheduler import UNPAIR
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
+from kvmig.core.config import ClusterConfig, SchedulerConfig
+from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
-from kvmig.ground.config import ClusterConfig, SchedulerConfig
-from kvmig.ground.errors import TransportError
 from kvmig.kvtransfer.link import Client, Server
 
 SECRET = b"a secret of the cluster"

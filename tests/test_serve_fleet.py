@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvmig.core.errors import StartupError
 from kvmig.fleet.init import HANG_S
-from kvmig.ground.errors import StartupError
 from tests.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, ended, kill
 from tests.waiting import until
 

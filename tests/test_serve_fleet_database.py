@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 from tests import postgres
 from tests.fleets import ToyFleet, kill
 

@@ -20,7 +20,7 @@ import pytest
 from kvmig.controlplane.leases import MIB
 from kvmig.controlplane.unit_member import ask
 from kvmig.controlplane.unit_messages import Share, Unit
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 

@@ -17,7 +17,7 @@ from kvmig.cli.shapes import (
     shapes_of,
     unit_tokens,
 )
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 
 def parse(argv: list[str]) -> Namespace:

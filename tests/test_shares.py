@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.engines.gate import PARTS, UnitShares
 from kvmig.engines.shares import PERCENTAGE, SmShares, groups_of, open_shares, place_in
-from kvmig.ground.errors import ConfigError, KvmigError
 from kvmig.kernels.green import GreenStream, smallest_groups
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from kvmig.kernels.pinned import Pins
 from kvmig.kernels.side_stream import SideStream
 from tests import fake_gpu

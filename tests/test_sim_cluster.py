@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Pair
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig_tools.sim import cost
 from kvmig_tools.sim.cluster import SimCluster
 from kvmig_tools.sim.cost import CostModel

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig_tools.sim import cost
 from kvmig_tools.sim.lengths import BURSTGPT_IN, BURSTGPT_OUT, SHAREGPT_IN, SHAREGPT_OUT, Quantiles
 from kvmig_tools.sim.traces import read

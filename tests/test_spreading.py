@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Migrated, PauseAhead
+from kvmig.core.errors import Failure
 from kvmig.gateway.ports import Item, Observer
 from kvmig.gateway.requests import RequestTable
 from kvmig.gateway.streams import GIVE_UP_S, Streams
-from kvmig.ground.errors import Failure
 from tests.fake_llumlet import Cluster, FakeLlumlet, Tokens, cluster, decode, report
 from tests.skipped_time import Skip, skipped_time
 

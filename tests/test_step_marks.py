@@ -11,14 +11,14 @@ import pytest
 import torch
 from vllm.v1.engine.core import EngineCoreProc
 
+from kvmig.core.errors import KvmigError
+from kvmig.core.layout import KVLayout
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.device_copies import StepMarks
 from kvmig.engines.steps import CadenceMeter, StepHold
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
-from kvmig.ground.errors import KvmigError
-from kvmig.ground.layout import KVLayout
 from tests.fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.engine

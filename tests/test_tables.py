@@ -21,10 +21,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvmig.core.errors import UnsupportedLayout
 from kvmig.engines.base import HOLE
 from kvmig.engines.vllm.tables import NULL_BLOCK, Sent, Tables
 from kvmig.engines.vllm.units import Page, Units, merged
-from kvmig.ground.errors import UnsupportedLayout
 
 pytestmark = pytest.mark.engine
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.kind import kind_of
 from kvmig.engines.toy.core import Batch, Cache, Request, compute, sample
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.toy.script import Script, ScriptFile
 from kvmig.engines.transformers.payload import Submitted
-from kvmig.ground.errors import ConfigError
 from tests.waiting import until
 
 

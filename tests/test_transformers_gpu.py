@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvmig.core.config import MigrationConfig
+from kvmig.core.errors import ConfigError
 from kvmig.embed.migrator import Migrator
 from kvmig.engines import device_copies
 from kvmig.engines.base import Emitted, Frame
@@ -20,8 +22,6 @@ from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import Output, decode
 from kvmig.engines.transformers.serving import ServingTransformers
-from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import ConfigError
 from tests.fake_gpu import FakeGpu, FakeKernels
 
 pytestmark = pytest.mark.engine

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.transformers import pooled
 from kvmig.engines.transformers.headwise import HeadPlan, HeadwiseAllocator
-from kvmig.ground.errors import ConfigError
 from tests.pool_bench import DRAWN, SECTOR, SECTORS, PoolBench, fields, other_model
 from tests.transformers_bench import benched
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from kvmig.core.errors import ConfigError, StartupError, UnsupportedLayout
 from kvmig.engines.transformers import factory, kind
 from kvmig.engines.transformers.config import EngineConfig, parse
 from kvmig.engines.transformers.model import refuse_windows
@@ -24,7 +25,6 @@ from kvmig.engines.transformers.sampling import (
     key,
     truncated,
 )
-from kvmig.ground.errors import ConfigError, StartupError, UnsupportedLayout
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 from transformers.generation.continuous_batching.requests import RequestState as State
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.transformers import pooled
 from kvmig.engines.transformers.payload import Submitted, encode
 from kvmig.engines.transformers.serving import ServingTransformers
-from kvmig.ground.errors import ConfigError
 from tests.pool_bench import DRAWN, SECTOR, SECTORS, PoolBench, fields, other_model
 from tests.transformers_bench import benched
 

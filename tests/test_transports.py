@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvmig.ground.errors import PeerError, TransportError
+from kvmig.core.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports import nixl, select, shm
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Shape, Staging

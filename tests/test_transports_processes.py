@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.base import Announce, Staging

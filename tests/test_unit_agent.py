@@ -35,8 +35,8 @@ from kvmig.controlplane.unit_messages import (
     to_member,
 )
 from kvmig.controlplane.unit_roll import Roll
+from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
-from kvmig.ground.errors import ConfigError, StartupError, TransportError
 from kvmig.unit import main, shown
 from tests import unit_site
 from tests.unit_site import agent

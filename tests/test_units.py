@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvmig.core.errors import ConfigError, UnsupportedLayout
 from kvmig.engines.block_copies import HostCopies
 from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units, units_of
-from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
 POISON = 0xA5A5
 DIMENSIONS = 32

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines import base
 from kvmig.engines.base import CameBlocks
 from kvmig.engines.vllm.runner import uses_v2
-from kvmig.ground.errors import MigrationRefused, RequestGone
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, TOKENS, Pair, assert_same, preempt
 from tests.vllm_side import Output
 

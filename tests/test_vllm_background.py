@@ -13,7 +13,7 @@ import pytest_asyncio
 from fastapi import FastAPI
 from starlette.types import Message
 
-from kvmig.ground.config import HttpConfig
+from kvmig.core.config import HttpConfig
 from tests.http_states import behind_middleware
 from tests.vllm_application import MODEL, End, EndingRouter, application, client_of
 from tests.waiting import until

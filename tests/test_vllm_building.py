@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.ground.errors import MigrationRefused
+from kvmig.core.errors import MigrationRefused
 from tests.vllm_pair import PROMPT, SEEDED, Pair
 from tests.vllm_side import Configuration
 

@@ -17,12 +17,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.models import registry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.compat import cli_args
 from kvmig.engines.vllm.config import engine_config, refuse_settings
 from kvmig.engines.vllm.embedded import EmbeddedVllm
 from kvmig.engines.vllm.flags import ALLOWED, MEANS_NOTHING, NO_FLAGS, REFUSED
-from kvmig.ground.errors import ConfigError
 from kvmig.models import BUNDLED
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT

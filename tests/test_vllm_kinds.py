@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.ground.errors import MigrationRefused
+from kvmig.core.errors import MigrationRefused
 from tests.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
 from tests.vllm_side import BY_PRIORITY, Output, Side
 

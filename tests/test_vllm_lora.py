@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from kvmig.ground.errors import MigrationRefused
+from kvmig.core.errors import MigrationRefused
 from tests import tiny_lora
 from tests.vllm_pair import PROMPT, SEEDED, Engines, Pair, assert_same
 from tests.vllm_side import Configuration, Side

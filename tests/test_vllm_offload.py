@@ -23,8 +23,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from kvmig.core.errors import RequestGone
 from kvmig.engines.vllm.offload import BeingOffloaded
-from kvmig.ground.errors import RequestGone
 from tests.vllm_pair import SAMPLING, SEEDED, Engines, Pair, assert_same, preempt
 from tests.vllm_side import Configuration, Output, Side
 

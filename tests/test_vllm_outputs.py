@@ -26,6 +26,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.stats import PrefillStats
 
+from kvmig.core.errors import NoInstance
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
@@ -39,7 +40,6 @@ from kvmig.engines.vllm.outputs import (
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.isolation import OwnEntries
 from kvmig.gateway.router import Router
-from kvmig.ground.errors import NoInstance
 from kvmig.models import BUNDLED
 from kvmig.openai_server.vllm import VllmServer
 from tests.environment import environment

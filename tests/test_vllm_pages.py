@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.ground.config import HttpConfig
+from kvmig.core.config import HttpConfig
 from tests.http_states import behind_middleware
 from tests.vllm_application import MODEL, application, client_of
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 
 import pytest
 
-from kvmig.ground.errors import NotParked
+from kvmig.core.errors import NotParked
 from tests.vllm_pair import PROMPT, Engines, Pair
 from tests.vllm_side import Configuration, Side
 

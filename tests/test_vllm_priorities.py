@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvmig.core.errors import RequestGone
 from kvmig.engines.base import Preempted
-from kvmig.ground.errors import RequestGone
 from tests.vllm_pair import SEEDED, Pair
 from tests.vllm_side import BY_PRIORITY, Configuration, Output, Side
 

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
+from kvmig.core.errors import MigrationRefused
 from kvmig.engines.base import Export
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.offload import Offload
@@ -25,7 +26,6 @@ from kvmig.engines.vllm.sides import (
     token_request,
 )
 from kvmig.engines.vllm.tables import Tables
-from kvmig.ground.errors import MigrationRefused
 
 pytestmark = pytest.mark.engine
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from kvmig.core.errors import ConfigError, MigrationRefused, UnsupportedLayout
 from kvmig.engines.vllm import lora
 from kvmig.engines.vllm.config import refuse_experts, refuse_workers, why_not, workers_word
 from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
-from kvmig.ground.errors import ConfigError, MigrationRefused, UnsupportedLayout
 from kvmig.kernels.driver import LIBRARY, _initialised
 from tests import fake_gpu
 

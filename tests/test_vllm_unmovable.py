@@ -17,13 +17,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvmig.controlplane.messages import Pair, Why
 from kvmig.controlplane.victims import next_victim
+from kvmig.core.errors import MigrationRefused, UnsupportedLayout
 from kvmig.engines.base import Emitted, Frame, RequestState
 from kvmig.engines.vllm.building import not_again
 from kvmig.engines.vllm.load import Holdings
 from kvmig.engines.vllm.sides import check_movable, unmovable_engine
 from kvmig.engines.vllm.tables import Tables
 from kvmig.engines.vllm.warmup import warm_up_requests
-from kvmig.ground.errors import MigrationRefused, UnsupportedLayout
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT
 

@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from kvmig.core.errors import StartupError
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import kind
-from kvmig.ground.errors import StartupError
 from kvmig.models import BUNDLED
 from kvmig_tools.served import SMALL, Served
 

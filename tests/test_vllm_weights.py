@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvmig.core.errors import MigrationRefused, StartupError
 from kvmig.engines.identity import updated
-from kvmig.ground.errors import MigrationRefused, StartupError
 from tests import count_down
 from tests.vllm_pair import PROMPT, Pair
 from tests.vllm_side import Configuration

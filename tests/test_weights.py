@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvmig.core.errors import StartupError
 from kvmig.engines import identity
 from kvmig.engines.identity import check_unchanged, identity_of, tensors_of, updated
-from kvmig.ground.errors import StartupError
 from kvmig.models import BUNDLED
 from tests import count_down
 

@@ -17,11 +17,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
 )
 
+from kvmig.core.errors import UnsupportedLayout
 from kvmig.engines.vllm import worker as worker_module
 from kvmig.engines.vllm.memory import SharedCache
 from kvmig.engines.vllm.units import Page
 from kvmig.engines.vllm.worker import describe_cache, repeat_for_drafts, share_cache
-from kvmig.ground.errors import UnsupportedLayout
 
 pytestmark = pytest.mark.engine
 

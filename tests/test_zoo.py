@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvmig.ground.errors import RequestGone
+from kvmig.core.errors import RequestGone
 from tests.vllm_pair import PROMPT, SAMPLING, Engines, Pair, assert_same, preempt
 from tests.vllm_side import AS_SERVED, Configuration, Side
 from tests.zoo import eagle, make

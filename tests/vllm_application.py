@@ -15,10 +15,10 @@ from fastapi import FastAPI
 from vllm.v1.engine import EngineCoreOutput, EngineCoreReadyResponse, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from kvmig.core.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
 from kvmig.gateway.router import Router
-from kvmig.ground.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.models import BUNDLED
 from kvmig.openai_server.vllm import VllmServer
 from tests.environment import environment

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
+from kvmig.core.errors import MigrationRefused
 from kvmig.engines.base import CameBlocks, Export, Tail
-from kvmig.ground.errors import MigrationRefused
 from tests.vllm_side import Configuration, Output, Side, remembered
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from bench import report
 from bench.chaos.place import Place
 from kvmig.controlplane.unit_member import ask
 from kvmig.controlplane.unit_messages import Share
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 
 ARENA = 80 << 20
 """Bytes. Three instances would like more: 600 blocks of 64 KiB each, as without a unit."""

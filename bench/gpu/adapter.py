@@ -11,10 +11,10 @@ from statistics import median
 from bench.gpu.device import POISON, Site
 from bench.gpu.shapes import Shape, ids
 from bench.report import Result
+from kvmig.core.errors import KvmigError
+from kvmig.core.layout import KVLayout
 from kvmig.engines.block_copies import Blocks, Copies, HostCopies
 from kvmig.engines.device_copies import load
-from kvmig.ground.errors import KvmigError
-from kvmig.ground.layout import KVLayout
 from kvmig.kernels.driver import current_device
 from kvmig.kernels.face import Device
 from kvmig.kernels.ipc import view

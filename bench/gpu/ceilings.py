@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.device import Site, note_gpu, options_of
 from bench.report import Result, begin, finish
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from kvmig.kernels import select
 from kvmig.kernels.driver import Driver
 

@@ -13,8 +13,8 @@ import torch
 
 from bench.gpu.device import POISON, Deadline, Site, Way, note_gpu, options_of
 from bench.report import begin, finish, say
-from kvmig.ground.errors import KernelUnavailable, KvmigError
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable, KvmigError
+from kvmig.core.layout import Region
 from kvmig.kernels.reference import Reference
 
 MOST_S = 48.0

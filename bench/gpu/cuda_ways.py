@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.gpu.device import TMA, Way
-from kvmig.ground.layout import Region
+from kvmig.core.layout import Region
 from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Finished, Ids, Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from bench.report import Result, parser, say
+from kvmig.core.errors import KvmigError
+from kvmig.core.layout import Region
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
-from kvmig.ground.errors import KvmigError
-from kvmig.ground.layout import Region
 from kvmig.kernels import select
 from kvmig.kernels.face import Device, Ids, Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels

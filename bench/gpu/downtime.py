@@ -21,7 +21,7 @@ from bench.gpu.device import Site, between_gpus, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.gpu.staging import Name, create, open_named
 from bench.report import begin, finish, table
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 from kvmig.kernels.face import Device, Ids
 from kvmig.kernels.select import kernels
 

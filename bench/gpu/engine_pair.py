@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.engine_process import END_TIMEOUT_S, Came, Setting, run
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 
 START_TIMEOUT_S = 90.0
 CALL_TIMEOUT_S = 60.0

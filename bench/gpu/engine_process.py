@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import torch
 
+from kvmig.core.config import MigrationConfig, Transport
+from kvmig.core.errors import KvmigError, TransportError
 from kvmig.engines.base import Emitted, ServingEngine
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
-from kvmig.ground.config import MigrationConfig, Transport
-from kvmig.ground.errors import KvmigError, TransportError
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.messages import Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations

@@ -17,9 +17,9 @@ import torch
 from bench.gpu.device import TMA, Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
+from kvmig.core.errors import KvmigError
+from kvmig.core.layout import Region
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
-from kvmig.ground.errors import KvmigError
-from kvmig.ground.layout import Region
 from kvmig.kernels.face import Ids
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32, 64, 132)

@@ -20,7 +20,7 @@ from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.gather import taken
 from bench.gpu.shapes import SHAPES, ids
 from bench.report import begin, finish, say, table
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 132)
 BATCH = 32

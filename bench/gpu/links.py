@@ -14,7 +14,7 @@ from bench.gpu.adapter import adapter
 from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 
 WORKERS = (1, 2, 4, 8, 16, 32)
 MIB = 1 << 20

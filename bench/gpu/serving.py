@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from bench.gpu.device import SKIPPED, Deadline, note_gpu, options_of
 from bench.report import Result, begin, dumps, finish, say, table
-from kvmig.ground.errors import KvmigError, StartupError
+from kvmig.core.errors import KvmigError, StartupError
 
 if TYPE_CHECKING:
     from kvmig_tools.nursery import Nursery

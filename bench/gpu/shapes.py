@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvmig.ground.layout import KVLayout, Region, fused
+from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels.face import Ids
 
 

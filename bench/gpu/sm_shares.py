@@ -11,9 +11,9 @@ import torch
 
 from bench.gpu.device import Site
 from bench.report import Result, say
+from kvmig.core.errors import KvmigError
 from kvmig.engines.gate import PARTS
 from kvmig.engines.shares import groups_of
-from kvmig.ground.errors import KvmigError
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.green import GreenStream, smallest_groups, under_mps
 

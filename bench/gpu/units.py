@@ -18,9 +18,9 @@ from bench.gpu.device import Site, note_gpu, options_of
 from bench.gpu.sm_shares import measure as measure_step
 from bench.gpu.sm_shares import on_shares
 from bench.report import Result, begin, finish
+from kvmig.core.layout import Region
 from kvmig.engines.backing import Backing, Madvise, Vmm
 from kvmig.engines.gate import PARTS
-from kvmig.ground.layout import Region
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.vmm import Addresses, page_bytes

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from bench.load.pace import Given, Group, Metronome
 from bench.load.words import BLOCK_TOKENS, Words
+from kvmig.core.errors import MigrationRefused, NotParked
+from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -22,8 +24,6 @@ from kvmig.engines.base import (
     StepTime,
     Tail,
 )
-from kvmig.ground.errors import MigrationRefused, NotParked
-from kvmig.ground.layout import KVLayout, Region
 
 NUM_BLOCKS = 1 << 20
 REQUEST_BLOCKS = 4

@@ -130,5 +130,5 @@ class TransformersWords:
 
 
 def words_of(engine: str) -> Words:
-    """engine: one of `kvmig.ground.config.ENGINES`."""
+    """engine: one of `kvmig.core.config.ENGINES`."""
     return TransformersWords() if engine == "transformers" else VllmWords()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.mux.systems import SEED, muxserve
+from kvmig.core.errors import ConfigError
 from kvmig.costs.shares import load
-from kvmig.ground.errors import ConfigError
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.greedy import Stuck, added
 from kvmig.placement.problem import Llm, Member, Plan, Unit, cluster_of, ordered

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.greedy import Stuck, best_of_groups

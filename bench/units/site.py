@@ -18,7 +18,7 @@ from bench.models import kv_numbers
 from bench.site import all_up
 from kvmig.controlplane.unit_member import ask
 from kvmig.controlplane.unit_messages import Share, Unit
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 from kvmig.models import BUNDLED
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served

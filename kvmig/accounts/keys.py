@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from kvmig.ground.errors import ConfigError
-from kvmig.ground.priorities import CLASS_NAME
+from kvmig.core.errors import ConfigError
+from kvmig.core.priorities import CLASS_NAME
 
 Scope = Literal["infer", "read", "admin"]
 """infer: requests to models. read: keys and usage of the key's own user. admin: the fleet's API."""

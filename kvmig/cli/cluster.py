@@ -22,8 +22,8 @@ from kvmig.controlplane.messages import (
     Scale,
     StopDrain,
 )
-from kvmig.ground.config import ClusterConfig, instance_name
-from kvmig.ground.errors import ConfigError, StartupError
+from kvmig.core.config import ClusterConfig, instance_name
+from kvmig.core.errors import ConfigError, StartupError
 from kvmig.kvtransfer.wire import RefusalCounter
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from kvmig.controlplane.messages import (
     RestartInstances,
     StopDrain,
 )
-from kvmig.ground.errors import PeerError, StartupError, TransportError
+from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello, Message
 

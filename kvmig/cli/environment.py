@@ -13,10 +13,10 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from kvmig.cli import cgroups
+from kvmig.core.config import SEND_BYTES, SPARE_FILES
+from kvmig.core.errors import ConfigError
+from kvmig.core.secret import SECRET
 from kvmig.engines.kind import kind_of
-from kvmig.ground.config import SEND_BYTES, SPARE_FILES
-from kvmig.ground.discreet import SECRET
-from kvmig.ground.errors import ConfigError
 from kvmig.kvtransfer.link import LEAST_BYTES
 
 GIB = 1 << 30

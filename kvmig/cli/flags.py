@@ -13,7 +13,7 @@ import msgspec
 
 from kvmig.cli.processes import say
 from kvmig.cli.ray_cluster import AUTO, checked_address, parse_resources
-from kvmig.ground.config import (
+from kvmig.core.config import (
     ENGINES,
     IN_THE_CLEAR,
     POLICIES,
@@ -31,8 +31,8 @@ from kvmig.ground.config import (
     check,
     instance_number,
 )
-from kvmig.ground.errors import ConfigError
-from kvmig.ground.priorities import PriorityClass, with_normal
+from kvmig.core.errors import ConfigError
+from kvmig.core.priorities import PriorityClass, with_normal
 
 _EPILOG = """Every other flag is the engine's (vLLM's, unless --engine says otherwise) and goes to
 each instance, e.g. --host, --port, --max-model-len, --api-key; `--help=all` lists those too."""

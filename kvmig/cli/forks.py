@@ -37,9 +37,9 @@ from kvmig.cli.environment import take_long, with_tree
 from kvmig.cli.loaded import note
 from kvmig.cli.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
 from kvmig.controlplane.child import lead_group
+from kvmig.core.errors import StartupError
+from kvmig.core.secret import ADMIN_KEY, SECRET
 from kvmig.engines.kind import kind_of
-from kvmig.ground.discreet import ADMIN_KEY, SECRET
-from kvmig.ground.errors import StartupError
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kvmig.controlplane.messages import (
     OrderRefused,
     SetState,
 )
-from kvmig.ground.errors import PeerError, StartupError, TransportError
+from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.wire import RefusalCounter
 

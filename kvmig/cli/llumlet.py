@@ -21,10 +21,10 @@ from kvmig.cli.processes import (
 )
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
+from kvmig.core.errors import KvmigError, StartupError
+from kvmig.core.heap import keep_small
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import kind_of
-from kvmig.ground.errors import KvmigError, StartupError
-from kvmig.ground.heap import keep_small
 
 STOP_S = 3.0
 SWITCH_INTERVAL_S = 0.0005

@@ -12,7 +12,7 @@ from typing import Self
 from kvmig.cli.environment import gpus, llumlet_environment, with_tree, worker_threads
 from kvmig.cli.forks import HANDED, Forks
 from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
-from kvmig.ground.errors import ConfigError, StartupError
+from kvmig.core.errors import ConfigError, StartupError
 from kvmig.kvtransfer.transports.shm import sweep
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from typing import NoReturn, Protocol, Self
 
 import msgspec
 
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.discreet import Discreet
-from kvmig.ground.errors import ConfigError, StartupError
-from kvmig.ground.leftovers import Files, of_group, remove, shared_by
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.secret import Discreet
+from kvmig.core.shm_cleanup import Files, of_group, remove, shared_by
 
 STOP_S = 5.0
 """Between asking a process to end and ending it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 AUTO = "auto"
 PROBE_TIMEOUT_S = 5.0

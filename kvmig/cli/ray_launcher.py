@@ -39,8 +39,8 @@ from kvmig.cli.ray_cluster import (
     needs_of,
     share_of,
 )
-from kvmig.ground.config import ClusterConfig, RayConfig
-from kvmig.ground.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.config import ClusterConfig, RayConfig
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.kvtransfer.transports.shm import sweep
 
 if TYPE_CHECKING:

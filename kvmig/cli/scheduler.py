@@ -27,8 +27,8 @@ from kvmig.cli.processes import (
 from kvmig.controlplane.child import read_launch
 from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused, Scale
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import KvmigError, PeerError, StartupError, TransportError
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import KvmigError, PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvmig.ground.config import instance_name
-from kvmig.ground.errors import ConfigError
+from kvmig.core.config import instance_name
+from kvmig.core.errors import ConfigError
 
 USUAL_BLOCK_TOKENS = 16
 """Divides every block size that vLLM chooses by itself."""

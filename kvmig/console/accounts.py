@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from kvmig.console.common import Json, done, said, show, table_of, time_of, where
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 key_app = typer.Typer(help="Keys of the API.", no_args_is_help=True)
 user_app = typer.Typer(help="Users, who have keys.", no_args_is_help=True)

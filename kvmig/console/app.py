@@ -30,9 +30,9 @@ from kvmig.console.common import (
 )
 from kvmig.console.models import CHECKING, alias_app, model_app, placement_app
 from kvmig.console.usage import usage_app
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
-from kvmig.ground.errors import ConfigError
 
 __all__ = ["Where", "app", "main"]
 

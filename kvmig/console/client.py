@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from kvmig.ground.errors import ConfigError, KvmigError
+from kvmig.core.errors import ConfigError, KvmigError
 
 URL, KEY = "KVMIG_URL", "KVMIG_KEY"
 """Environment variables: the door of a fleet elsewhere, and a key for it."""

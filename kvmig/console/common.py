@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvmig.console.client import Client
+from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.settings import FleetSettings, data_folder
-from kvmig.ground.errors import ConfigError, KvmigError
 
 Parameters = ParamSpec("Parameters")
 

@@ -13,8 +13,8 @@ import msgspec
 import typer
 
 from kvmig.console.common import Json, done, patience, said, show, table_of, time_of, where
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import PATH
-from kvmig.ground.errors import ConfigError
 from kvmig.placement.file import Placement
 
 model_app = typer.Typer(help="Models of the catalogue.", no_args_is_help=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvmig.console.common import Json, day_of, patience, said, show, table_of, where
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 usage_app = typer.Typer(invoke_without_command=True)
 MOST_DAYS = 9999

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.gate import PARTS
-from kvmig.ground.errors import ConfigError
 
 OVERBOOKED = 2
 """Parts that may be booked twice, as in MuxServe."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 
 Launch = TypeVar("Launch", bound=msgspec.Struct)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of, freenesses
 from kvmig.controlplane.view import ClusterView, Column, Columns, InstanceView, Mask, number_of
-from kvmig.ground.errors import NoInstance
+from kvmig.core.errors import NoInstance
 
 _IDLE = 1e12
 """Weight of an idle instance's slack: above all others, and the more the more it has."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvmig.controlplane.messages import Span
+from kvmig.core.errors import PeerError
 from kvmig.engines.base import Emitted
-from kvmig.ground.errors import PeerError
 
 FORWARDED = 4096
 """Requests whose next place is remembered, so that a late abort finds them."""

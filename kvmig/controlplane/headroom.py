@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import linear_regression
 
+from kvmig.core.priorities import PriorityClass
 from kvmig.engines.base import ServingEngine, StepTime
-from kvmig.ground.priorities import PriorityClass
 
 STEP_TIMES_S = 30.0
 """How long decode steps may be measured at the start, once for a model on a device."""

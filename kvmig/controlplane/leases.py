@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmig.controlplane.quotas import PERIOD_S, RULES, Use, fair
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 PERIODS_S = {"kvmig": 0.0, "muxserve": PERIOD_S, "fixed": PERIOD_S}
 """Least time between two applications of a rule."""

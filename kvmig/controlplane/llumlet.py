@@ -47,16 +47,16 @@ from kvmig.controlplane.mover import Mover
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import CHANGE_PERIOD_S, Reporter
 from kvmig.controlplane.unit_member import UnitMember
-from kvmig.engines.base import Emitted, Frame, ServingEngine
-from kvmig.ground.clock import monotonic
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import (
+from kvmig.core.clock import monotonic
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import (
     ConfigError,
     PeerBehind,
     PeerError,
     StartupError,
     TransportError,
 )
+from kvmig.engines.base import Emitted, Frame, ServingEngine
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import VERSION, Hello, Message, PeerMessage

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from kvmig.core.errors import KvmigError
 from kvmig.engines.base import EngineLoad, RequestState
-from kvmig.ground.errors import KvmigError
 from kvmig.kvtransfer.messages import Hello, Message, Version
 from kvmig.kvtransfer.report import MigrationReport
 
@@ -74,7 +74,7 @@ class LoadReport(Message, frozen=True, tag=True):
     bandwidth: float = 0.0
     """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
     refused: dict[str, int] = msgspec.field(default_factory=dict)
-    """Messages that it has refused, by reason (`kvmig.ground.errors.PeerError`)."""
+    """Messages that it has refused, by reason (`kvmig.core.errors.PeerError`)."""
     unmovable: str = ""
     """Why no request can be moved from it or to it; empty when they can."""
     weights: str = ""

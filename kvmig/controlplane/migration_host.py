@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvmig.controlplane.fronts import Fronts, Tracking
 from kvmig.controlplane.messages import ClusterMessage, PauseAhead, Resolve, Resolved
+from kvmig.core.clock import monotonic
+from kvmig.core.config import MigrationConfig
+from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import ServingEngine
-from kvmig.ground.clock import monotonic
-from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.messages import Message, PeerMessage
 from kvmig.kvtransfer.migrations import Migrations

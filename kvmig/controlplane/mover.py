@@ -15,8 +15,8 @@ from typing import Any
 
 from kvmig.controlplane.messages import AT_ONCE, Pair
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
+from kvmig.core.clock import monotonic
 from kvmig.engines.base import RequestState
-from kvmig.ground.clock import monotonic
 from kvmig.kvtransfer.report import MigrationReport
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import socket
 import struct
 from typing import Self
 
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 
 _CREDENTIALS = struct.Struct("3i")
 

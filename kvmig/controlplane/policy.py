@@ -30,7 +30,7 @@ from kvmig.controlplane.rules import (
 )
 from kvmig.controlplane.scheduler import Rounds
 from kvmig.controlplane.victims import VictimRule
-from kvmig.ground.config import PolicyName, SchedulerConfig
+from kvmig.core.config import PolicyName, SchedulerConfig
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 PERIOD_S = 8.0
 """How often MuxServe adapts."""

@@ -17,7 +17,7 @@ import msgspec
 
 from kvmig.controlplane.freeness import batch_size
 from kvmig.controlplane.view import ClusterView, InstanceView
-from kvmig.ground.config import ScalingConfig
+from kvmig.core.config import ScalingConfig
 
 ANSWER_S = 10.0
 """Pause before the same is asked for again: the launcher may be busy, or can't start more."""

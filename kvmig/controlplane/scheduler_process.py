@@ -25,10 +25,10 @@ from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.scaling import In, Out, Scaler
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ClusterView, ViewBuilder
-from kvmig.ground.clock import monotonic
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.discreet import Discreet
-from kvmig.ground.errors import PeerError, StartupError, TransportError
+from kvmig.core.clock import monotonic
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import PeerError, StartupError, TransportError
+from kvmig.core.secret import Discreet
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.messages import Hello
 

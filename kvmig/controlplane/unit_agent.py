@@ -43,7 +43,7 @@ from kvmig.controlplane.unit_messages import (
 )
 from kvmig.controlplane.unit_roll import Roll
 from kvmig.controlplane.unit_turns import UnitTurns
-from kvmig.ground.errors import ConfigError, PeerError, TransportError
+from kvmig.core.errors import ConfigError, PeerError, TransportError
 
 log = logging.getLogger(__name__)
 

@@ -40,10 +40,10 @@ from kvmig.controlplane.unit_messages import (
     to_member,
 )
 from kvmig.controlplane.unit_roll import Roll
+from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
 from kvmig.engines.gate import Grant
 from kvmig.engines.gate import Want as Wanted
-from kvmig.ground.errors import ConfigError, StartupError, TransportError
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import fcntl
 import os
 import struct
 
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 
 _LOCK = struct.Struct("hhqqi4x")
 """struct flock of Linux on 64 bits: kind, whence, start, length, process."""

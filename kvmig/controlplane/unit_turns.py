@@ -18,8 +18,8 @@ from kvmig.controlplane.unit_messages import (
     Want,
     encode,
 )
+from kvmig.core.errors import PeerError, TransportError
 from kvmig.engines.gate import Want as Wanted
-from kvmig.ground.errors import PeerError, TransportError
 
 log = logging.getLogger(__name__)
 

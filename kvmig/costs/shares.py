@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 Coefficient = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import msgspec
 
+from kvmig.core.errors import ConfigError
 from kvmig.drift.checks import BREAKS, Facts, facts, findings
 from kvmig.drift.contract import Contract, load, ref
 from kvmig.drift.source import Tree
 from kvmig.drift.trees import ROOT, newest, numbers, tree
 from kvmig.drift.uses import uses
-from kvmig.ground.errors import ConfigError
 
 CONTRACT = ROOT / "kvmig" / "engines" / "vllm" / "drift.toml"
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvmig.core.errors import ConfigError
 from kvmig.drift.contract import Contract
 from kvmig.drift.routes import unknown_routes
 from kvmig.drift.source import Class, Function, Ref, Tree, attributes_set, flat, targets
 from kvmig.drift.uses import Derived, Uses
-from kvmig.ground.errors import ConfigError
 
 BREAKS, READ = "breaks", "read"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvmig.core.errors import ConfigError
 from kvmig.drift.source import Ref
-from kvmig.ground.errors import ConfigError
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

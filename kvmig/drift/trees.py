@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kvmig.core.errors import ConfigError
 from kvmig.drift.source import Tree
-from kvmig.ground.errors import ConfigError
 
 VERSION = re.compile(r"\d+(\.\d+)+\w*")
 TIMEOUT_S = 900.0

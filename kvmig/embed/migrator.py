@@ -15,9 +15,9 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from kvmig.core.config import MigrationConfig
+from kvmig.core.errors import ConfigError, TransportError
 from kvmig.engines.base import Emitted, Engine, Frame, OnOutputs
-from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import ConfigError, TransportError
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import Message

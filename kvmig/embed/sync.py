@@ -14,9 +14,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from kvmig.core.config import MigrationConfig
 from kvmig.embed.migrator import Migrator, OnCommit
 from kvmig.engines.base import Engine
-from kvmig.ground.config import MigrationConfig
 from kvmig.kvtransfer.report import MigrationReport
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from kvmig.ground.errors import KvmigError, UnsupportedLayout
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KvmigError, UnsupportedLayout
+from kvmig.core.layout import Region
 from kvmig.kernels.vmm import Addresses
 
 _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15

@@ -18,9 +18,9 @@ from typing import Protocol
 
 import msgspec
 
+from kvmig.core.errors import MigrationRefused
+from kvmig.core.layout import KVLayout
 from kvmig.engines.gate import StepGate
-from kvmig.ground.errors import MigrationRefused
-from kvmig.ground.layout import KVLayout
 
 
 class ClassLoad(msgspec.Struct, frozen=True):

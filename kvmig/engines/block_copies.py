@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.ground.errors import RequestGone
-from kvmig.ground.layout import KVLayout, Region, fused
+from kvmig.core.errors import RequestGone
+from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
 
 

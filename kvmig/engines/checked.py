@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from kvmig.core.errors import ContractViolation, KvmigError
+from kvmig.core.layout import KVLayout
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -30,8 +32,6 @@ from kvmig.engines.base import (
     Stage,
     Tail,
 )
-from kvmig.ground.errors import ContractViolation, KvmigError
-from kvmig.ground.layout import KVLayout
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.block_copies import Pass, Plan
-from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels.arrays import Memory, memory_of
 from kvmig.kernels.copy import checked, start_copy
 from kvmig.kernels.driver import Driver

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 
 MOST_BYTES = 4 << 20
 """Bytes that are read of all tensors together, beyond LEAST_BYTES of each."""

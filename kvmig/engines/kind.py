@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import ConfigError
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.gate import UnitShares
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import ConfigError
 
 ALLOW_UNTESTED = "KVMIG_ALLOW_UNTESTED_VLLM"
 """Set in the environment: versions that kvmig wasn't tested with start, too, if they can."""
@@ -102,7 +102,7 @@ class EngineKind(Protocol):
 
 
 def kind_of(name: str) -> EngineKind:
-    """name: one of `kvmig.ground.config.ENGINES`. Nothing else of that kind is imported."""
+    """name: one of `kvmig.core.config.ENGINES`. Nothing else of that kind is imported."""
     if name == "transformers":
         from kvmig.engines.transformers.kind import TransformersKind
 

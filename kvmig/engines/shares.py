@@ -21,8 +21,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.engines.gate import PARTS, UnitShares
-from kvmig.ground.errors import ConfigError, KvmigError
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.green import GreenStream, Resource, smallest_groups, under_mps
 

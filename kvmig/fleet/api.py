@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvmig.accounts.keys import KeyGrant, Keys, KeyTerms, ModelQuota, quotas_of
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.callers import who_calls, who_reads
 from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.models import Model, Models
@@ -38,7 +39,6 @@ from kvmig.fleet.spec import Spec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError
 from kvmig.gateway.problems import as_problem, invalid, problem
-from kvmig.ground.errors import ConfigError
 from kvmig.proxy.messages import QuotaLeft
 from kvmig.replace import ReplaceFailed
 

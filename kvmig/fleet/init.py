@@ -42,6 +42,7 @@ from kvmig.cli.processes import (
     say,
 )
 from kvmig.cli.watchdog import notify_manager
+from kvmig.core.errors import ConfigError, StartupError
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
     Check,
@@ -58,7 +59,6 @@ from kvmig.fleet.orders import (
     order_of,
 )
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
-from kvmig.ground.errors import ConfigError, StartupError
 from kvmig.proxy.messages import ProxyLaunch
 
 FORKS = "kvmig.fleet.forks"

@@ -10,8 +10,8 @@ from sqlalchemy import select
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.keys import Limits, ModelQuota, check_limits
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.tables import models
-from kvmig.ground.errors import ConfigError
 
 SomeLimits = TypeVar("SomeLimits", bound=Limits)
 

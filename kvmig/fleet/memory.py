@@ -12,9 +12,9 @@ from kvmig.cli.environment import (
     total_memory,
     weights_of,
 )
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.room import Host, too_large
 from kvmig.fleet.spec import Spec
-from kvmig.ground.errors import ConfigError
 
 TOY = 128 << 20
 

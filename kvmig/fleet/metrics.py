@@ -15,10 +15,10 @@ from typing import Any, get_args
 import httpx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvmig.core.clock import Clock, monotonic
 from kvmig.fleet.lifecycle import State
 from kvmig.fleet.models import Model, Models
 from kvmig.fleet.tables import StoreError
-from kvmig.ground.clock import Clock, monotonic
 from kvmig.proxy.exposition import Part, merged, parsed
 
 SCRAPE_S = 2.0

@@ -23,6 +23,10 @@ from urllib.parse import quote
 import msgspec
 
 from kvmig.cli.flags import priority_classes
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import USUAL_MOST
+from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.fleet.autoscale import (
     PANIC_S,
     STABLE_S,
@@ -41,10 +45,6 @@ from kvmig.fleet.room import STAY, STAY_S, Plan, Resident, Waiting, plan
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, Spec
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import USUAL_MOST
-from kvmig.ground.errors import ConfigError, StartupError
-from kvmig.ground.priorities import NORMAL, PriorityClass
 from kvmig.proxy.messages import Demand as ProxyDemand
 from kvmig.proxy.messages import ModelCard, Route, RouteState, Want
 

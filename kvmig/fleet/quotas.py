@@ -32,6 +32,7 @@ from kvmig.accounts.keys import (
 )
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord
 from kvmig.cli.environment import take_path
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.pruned import among
 from kvmig.fleet.tables import (
     Database,
@@ -42,7 +43,6 @@ from kvmig.fleet.tables import (
     usage,
     usage_daily,
 )
-from kvmig.ground.errors import ConfigError
 from kvmig.proxy.messages import QuotaLeft
 
 OVER = "the call is over"

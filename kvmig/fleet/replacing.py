@@ -15,9 +15,9 @@ from typing import Literal
 
 import msgspec
 
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.models import Models
 from kvmig.fleet.store import Taken
-from kvmig.ground.errors import ConfigError
 from kvmig.placement.file import Placement, placement_from
 from kvmig.placement.moves import Wave
 from kvmig.placement.observed import adopted, check

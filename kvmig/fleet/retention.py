@@ -15,10 +15,10 @@ from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import bindparam, delete, exists, insert, select
 
+from kvmig.core.clock import monotonic
 from kvmig.fleet.pruned import remember
 from kvmig.fleet.store import Actor
 from kvmig.fleet.tables import Database, StoreError, audit, grants, usage
-from kvmig.ground.clock import monotonic
 
 AT_ONCE = 2_000
 """Rows of a transaction: others wait for its end."""

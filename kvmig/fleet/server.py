@@ -35,6 +35,9 @@ from kvmig.accounts.usage import Damaged, HandOver, Kept, Spool
 from kvmig.cli.environment import gpus, take_path
 from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
+from kvmig.core.clock import monotonic
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.heap import keep_small
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.disk import disks_of
 from kvmig.fleet.ledger import AT_ONCE, Merged, merge, sums, take
@@ -49,9 +52,6 @@ from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
-from kvmig.ground.clock import monotonic
-from kvmig.ground.errors import ConfigError, KvmigError, StartupError
-from kvmig.ground.heap import keep_small
 from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvmig.ground.discreet import Discreet
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
+from kvmig.core.secret import Discreet
 
 DATA = "KVMIG_DATA"
 """Environment variable: the fleet's folder, where `--data` doesn't say."""

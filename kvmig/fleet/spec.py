@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 import msgspec
 import yaml
 
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.schedule import Floor, parse_cron, zone_of
-from kvmig.ground.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 NAMES = (

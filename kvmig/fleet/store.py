@@ -29,6 +29,7 @@ from kvmig.accounts.keys import (
     check_terms,
     new_key,
 )
+from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.limits import changed, check_models, named_of
 from kvmig.fleet.setaside import SetAside, converted
@@ -58,7 +59,6 @@ from kvmig.fleet.tables import (
     revisions,
     users,
 )
-from kvmig.ground.errors import ConfigError, KvmigError
 
 Role = Literal["admin", "user"]
 ROLES: tuple[str, ...] = get_args(Role)

@@ -40,7 +40,7 @@ from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
-from kvmig.ground.errors import ConfigError, KvmigError
+from kvmig.core.errors import ConfigError, KvmigError
 
 SCHEMA = 8
 """The newest migration's number."""

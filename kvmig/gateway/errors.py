@@ -6,7 +6,7 @@ from http import HTTPStatus
 from typing import ClassVar
 
 from kvmig.controlplane.messages import Refusal
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 
 
 class GatewayError(KvmigError):

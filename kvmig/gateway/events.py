@@ -11,12 +11,12 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
+from kvmig.core.clock import monotonic
 from kvmig.gateway.access import Rule
 from kvmig.gateway.admin import PREFIX, Instance, Migration
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.problems import PROBLEMS, guarded
 from kvmig.gateway.router import Router
-from kvmig.ground.clock import monotonic
 
 LOOK_S = 0.2
 """Between two looks at what has changed."""

@@ -25,6 +25,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import BODIES, HEAD_BYTES, HEAD_S, SPARE_FILES, HttpConfig
+from kvmig.core.priorities import PriorityClass, named, names_and_numbers, with_priority
 from kvmig.gateway.access import ADMIN, Access
 from kvmig.gateway.answer_usage import UsageReader
 from kvmig.gateway.background import OpenAnswer
@@ -46,9 +49,6 @@ from kvmig.gateway.request_body import (
 )
 from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.gateway.route_table import ClientRoute, RouteMatch, find_route
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import BODIES, HEAD_BYTES, HEAD_S, SPARE_FILES, HttpConfig
-from kvmig.ground.priorities import PriorityClass, named, names_and_numbers, with_priority
 
 CALL_ID = "x-request-id"
 PRIORITY = "x-vllm-priority"

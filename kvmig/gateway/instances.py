@@ -15,14 +15,14 @@ from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
+from kvmig.core.clock import Clock
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import NoInstance, PeerError, TransportError
 from kvmig.engines.base import Frame
 from kvmig.gateway.errors import InstanceLost, NoDestination, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.turns import Queues
-from kvmig.ground.clock import Clock
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import NoInstance, PeerError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import VERSION, Message
 

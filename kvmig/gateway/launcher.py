@@ -15,10 +15,10 @@ from kvmig.controlplane.messages import (
     MessagesRefused,
     OrderDone,
 )
+from kvmig.core.config import instance_number
+from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.gateway.errors import InstanceLost, LauncherGone, OrderFailed
 from kvmig.gateway.router import Router
-from kvmig.ground.config import instance_number
-from kvmig.ground.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import Message
 

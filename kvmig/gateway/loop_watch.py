@@ -9,7 +9,7 @@ from collections.abc import Callable
 import prometheus_client
 from prometheus_client import CollectorRegistry
 
-from kvmig.ground.clock import Clock, monotonic
+from kvmig.core.clock import Clock, monotonic
 
 logger = logging.getLogger(__name__)
 

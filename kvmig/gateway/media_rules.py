@@ -11,7 +11,7 @@ import ipaddress
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvmig.ground.config import MediaUrls
+from kvmig.core.config import MediaUrls
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _NEVER = [

@@ -19,10 +19,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from kvmig.controlplane.messages import InUnit
+from kvmig.core.priorities import PriorityClass, class_of
 from kvmig.engines.base import Preempted
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.ports import Observer
-from kvmig.ground.priorities import PriorityClass, class_of
 from kvmig.kvtransfer.report import Downtime, MigrationReport
 
 BUCKETS_S = (

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from kvmig.controlplane.messages import AbortRequests, Discard, Resolve, Span, Submit
+from kvmig.core.config import FaultConfig
+from kvmig.core.errors import Failure, NoInstance
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Instances, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Action, Broken, Stale, Switched
-from kvmig.ground.config import FaultConfig
-from kvmig.ground.errors import Failure, NoInstance
 from kvmig.kvtransfer.messages import Message
 
 MAX_RUNS = 16

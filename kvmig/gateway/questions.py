@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvmig.controlplane.messages import Call, CallDone
+from kvmig.core.errors import PeerError
 from kvmig.engines.base import Frame
 from kvmig.gateway.errors import CallFailed, CallTimeout, InstanceLost
-from kvmig.ground.errors import PeerError
 from kvmig.kvtransfer.messages import Message
 
 M = TypeVar("M", bound=Message)

@@ -12,12 +12,12 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from kvmig.core.config import HttpConfig
 from kvmig.gateway.body_bounds import BodyCheck, ModelReach, TooMuch, bound_of
 from kvmig.gateway.body_budget import BodyShare
 from kvmig.gateway.error_stage import RETRY_AFTER_S
 from kvmig.gateway.problems import problem
 from kvmig.gateway.route_table import ClientRoute
-from kvmig.ground.config import HttpConfig
 
 DISCARD_S = 2.0
 """Longest time for what comes of a body that is refused."""

@@ -33,6 +33,9 @@ from kvmig.controlplane.messages import (
     Span,
     Submit,
 )
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import AnswerTooLarge, PeerError
 from kvmig.gateway import answer_room
 from kvmig.gateway.errors import (
     AlreadyMigrating,
@@ -71,9 +74,6 @@ from kvmig.gateway.requests import (
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
 from kvmig.gateway.turns import Turns
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import AnswerTooLarge, PeerError
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.wire import Frame, RefusalCounter

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmig.controlplane.messages import Outputs, Span
+from kvmig.core.clock import Clock
+from kvmig.core.errors import Failure, PeerError
 from kvmig.gateway.ports import Decode, Instances, Item, Observer, Sink
 from kvmig.gateway.quotas import Quotas
 from kvmig.gateway.requests import HttpCall, LiveRequest, RequestTable
 from kvmig.gateway.splice import Action
-from kvmig.ground.clock import Clock
-from kvmig.ground.errors import Failure, PeerError
 
 MOST_S = 1.0
 """Longest time for which a token is held."""

@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvmig.core.errors import NoInstance
 from kvmig.gateway.fair_queue import FairQueue
-from kvmig.ground.errors import NoInstance
 
 QUEUED = 4
 """Requests in an instance's queue, on average, with which no further one goes to any."""

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from kvmig.accounts.usage import HAND_OVER, HandOver, Spool, UsageRecord
+from kvmig.core.clock import Clock, monotonic
 from kvmig.gateway.meter import Meter
-from kvmig.ground.clock import Clock, monotonic
 
 WRITE_S = 1.0
 """Between two writes: what a front end that is killed may have lost of its counts."""

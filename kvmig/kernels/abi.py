@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from pathlib import Path
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable, KvmigError
+from kvmig.core.layout import Region
 from kvmig.kernels.face import Device
 
 ABI_VERSION = 4

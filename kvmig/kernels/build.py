@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmig.ground.errors import KernelUnavailable
+from kvmig.core.errors import KernelUnavailable
 
 CSRC = Path(__file__).parent / "csrc"
 SOURCES = tuple(sorted(CSRC.glob("*_cpu.cpp")))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvmig.ground.layout import Region
+from kvmig.core.layout import Region
 from kvmig.kernels.face import Ids
 
 

@@ -1,6 +1,6 @@
 """Copies of KV blocks between regions of one device's memory, with a checksum a block.
 
-Gather is a copy from the engine's regions to those of a buffer (`ground.layout.fused`),
+Gather is a copy from the engine's regions to those of a buffer (`core.layout.fused`),
 scatter the other way round.
 
 Example: move blocks 7 and 3 into the first two places of `buffer`, and one back:
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvmig.ground.layout import Region
+from kvmig.core.layout import Region
 from kvmig.kernels import checks
 from kvmig.kernels.arrays import address_of, memory_of
 from kvmig.kernels.face import Ids, Kernels, Pending

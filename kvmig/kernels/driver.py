@@ -14,8 +14,8 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 import numpy as np
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable, KvmigError
+from kvmig.core.layout import Region
 from kvmig.kernels.face import Ids
 
 LIBRARY = "libcuda.so.1"

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.ground.layout import Region
+from kvmig.core.layout import Region
 
 Device = Literal["cpu", "cuda"]
 Ids = NDArray[np.int64]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from kvmig.ground.errors import KernelUnavailable
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable
+from kvmig.core.layout import Region
 from kvmig.kernels import abi, face
 from kvmig.kernels.call_memory import CallMemoryPool
 from kvmig.kernels.driver import Driver

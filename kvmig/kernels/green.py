@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import byref, c_int, c_ubyte, c_uint, c_void_p
 
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from kvmig.kernels.driver import Driver
 
 _SMS, _DEFAULT_STREAM, _NON_BLOCKING = 1, 1, 1

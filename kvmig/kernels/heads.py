@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.ground.errors import KernelUnavailable
+from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import abi, native
 
 Ints = NDArray[np.int64]

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from dataclasses import dataclass
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.kernels.driver import Driver
 
 _PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from kvmig.ground.errors import UnsupportedLayout
-from kvmig.ground.layout import KVLayout, Region
+from kvmig.core.errors import UnsupportedLayout
+from kvmig.core.layout import KVLayout, Region
 
 ORDERS = {
     "LBHNC": "LBHNC",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmig.ground.errors import KernelUnavailable
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable
+from kvmig.core.layout import Region
 from kvmig.kernels import abi, build
 from kvmig.kernels.face import Device, Finished, Ids
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvmig.ground.errors import KernelUnavailable
+from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import build, face
 from kvmig.kernels.driver import Driver, current_device, version
 from kvmig.kernels.gpu import GpuKernels

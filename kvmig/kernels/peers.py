@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 
-from kvmig.ground.errors import KernelUnavailable, KvmigError
+from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.kernels.driver import Driver
 
 TIMEOUT_S = 60.0

@@ -10,7 +10,7 @@ import mmap
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from kvmig.kernels.arrays import address_of
 from kvmig.kernels.driver import Driver
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvmig.ground.errors import KernelUnavailable
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable
+from kvmig.core.layout import Region
 from kvmig.kernels.face import Device, Finished, Ids
 
 _GOLDEN = 0x9E3779B97F4A7C15

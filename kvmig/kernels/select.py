@@ -13,8 +13,8 @@ import os
 
 import numpy as np
 
-from kvmig.ground.errors import ConfigError, KernelUnavailable, KvmigError
-from kvmig.ground.layout import Region
+from kvmig.core.errors import ConfigError, KernelUnavailable, KvmigError
+from kvmig.core.layout import Region
 from kvmig.kernels.driver import Driver, current_device
 from kvmig.kernels.face import Device, Kernels
 from kvmig.kernels.gpu import GpuKernels

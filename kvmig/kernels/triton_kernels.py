@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from kvmig.ground.errors import KernelUnavailable
-from kvmig.ground.layout import Region
+from kvmig.core.errors import KernelUnavailable
+from kvmig.core.layout import Region
 from kvmig.kernels import triton_copy
 from kvmig.kernels.face import Device, Finished, Ids, Pending
 from kvmig.kernels.triton_launch import Launcher, alignment, power_of_two

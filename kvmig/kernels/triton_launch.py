@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from kvmig.kernels.face import DONE_TIMEOUT_S, Finished, Pending
 
 VECTOR = 16

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import Driver
 

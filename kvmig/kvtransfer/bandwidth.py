@@ -13,8 +13,8 @@ import asyncio
 from dataclasses import dataclass
 from itertools import count
 
-from kvmig.ground.clock import monotonic
-from kvmig.ground.errors import MigrationRefused
+from kvmig.core.clock import monotonic
+from kvmig.core.errors import MigrationRefused
 
 BURST_S = 0.02
 """A bucket saves up as much as goes in this time at full rate."""

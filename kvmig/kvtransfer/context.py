@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import MigrationConfig
 from kvmig.engines.base import Engine
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import MigrationConfig
 from kvmig.kvtransfer.bandwidth import Throttle
 from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, LeadTime, PauseTime, slot_bytes
 from kvmig.kvtransfer.messages import Message

@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvmig.ground.errors import MigrationRefused, TransportError
+from kvmig.core.errors import MigrationRefused, TransportError
 from kvmig.kvtransfer.context import SourceContext
 from kvmig.kvtransfer.mailbox import Mailbox
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Bundle, Chunk, Message

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import MigrationConfig
+from kvmig.core.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail
 from kvmig.engines.identity import difference
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer import destination_machine as do
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.destination_machine import Action, DestinationMachine, SourceMessage

@@ -23,7 +23,7 @@ from zmq.auth import Authenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from kvmig.ground.errors import PeerBehind, PeerError, TransportError
+from kvmig.core.errors import PeerBehind, PeerError, TransportError
 from kvmig.kvtransfer.messages import VERSION, Hello, Message, Version
 from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame, RefusalCounter
 

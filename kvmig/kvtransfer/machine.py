@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar
 
-from kvmig.ground.errors import InvalidTransition
+from kvmig.core.errors import InvalidTransition
 
 Table = Mapping[StrEnum, Mapping[StrEnum, StrEnum]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvmig.ground.layout import KVLayout
+from kvmig.core.layout import KVLayout
 from kvmig.kvtransfer.report import MigrationReport
 
 WEIGHT = 0.25

@@ -14,11 +14,11 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from kvmig.core.clock import monotonic
+from kvmig.core.config import MigrationConfig
+from kvmig.core.errors import MigrationRefused, PeerError
+from kvmig.core.layout import KVLayout
 from kvmig.engines.base import Engine
-from kvmig.ground.clock import monotonic
-from kvmig.ground.config import MigrationConfig
-from kvmig.ground.errors import MigrationRefused, PeerError
-from kvmig.ground.layout import KVLayout
 from kvmig.kvtransfer.context import Host, SourceContext
 from kvmig.kvtransfer.copying import ChunkBatcher
 from kvmig.kvtransfer.destination import DestinationContext, DestinationSession, Fence

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from kvmig.core.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import Export, too_large
-from kvmig.ground.errors import KvmigError, MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer import source_machine as do
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
 from kvmig.kvtransfer.mailbox import Cancel, Event, Interrupted, Mailbox, PeerLost

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kvmig.ground.clock import Clock
+from kvmig.core.clock import Clock
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageParts, StageReport
 
 

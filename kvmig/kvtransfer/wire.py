@@ -13,7 +13,7 @@ from types import UnionType
 
 import msgspec
 
-from kvmig.ground.errors import InvalidTransition, PeerError
+from kvmig.core.errors import InvalidTransition, PeerError
 from kvmig.kvtransfer.messages import Message
 
 Frame = bytes | bytearray | memoryview

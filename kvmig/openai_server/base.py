@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 
+from kvmig.core.config import ClusterConfig
 from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.isolation import PromptSalts
 from kvmig.gateway.media_rules import MediaRules
 from kvmig.gateway.ports import Batch, Sink
 from kvmig.gateway.router import Router
-from kvmig.ground.config import ClusterConfig
 
 
 class OpenAIServer(Protocol):

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvmig.ground.config import KEEP_ALIVE_S
-from kvmig.ground.errors import StartupError
+from kvmig.core.config import KEEP_ALIVE_S
+from kvmig.core.errors import StartupError
 
 _START_TIMEOUT_S = 60.0
 

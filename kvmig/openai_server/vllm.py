@@ -21,6 +21,7 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.tasks import SupportedTask
 
+from kvmig.core.config import KEEP_ALIVE_S, HttpConfig
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.front import (
@@ -37,7 +38,6 @@ from kvmig.gateway.isolation import OwnEntries, PromptSalts
 from kvmig.gateway.media_rules import MediaRules
 from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
-from kvmig.ground.config import KEEP_ALIVE_S, HttpConfig
 from kvmig.openai_server.body_threads import check_beside_loop
 from kvmig.openai_server.first_error import stop_at_first_error
 from kvmig.openai_server.http_task import HttpTask

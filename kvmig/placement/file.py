@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.placement.estimator import OVERBOOKED, Estimator
 from kvmig.placement.moves import GIB, Lease, Model, Site, Slot, Unit
 from kvmig.placement.problem import Member, Plan, floor_bytes

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.placement.file import PlacedModel, Placement
 from kvmig.placement.moves import Lease, Slot, Step
 

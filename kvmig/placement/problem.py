@@ -12,8 +12,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from kvmig.core.errors import ConfigError
 from kvmig.costs.shares import Device, load
-from kvmig.ground.errors import ConfigError
 
 Objective = Literal["paper", "requests", "slo"]
 """paper: sum of rate x throughput over models, as MuxServe's axis; requests: their throughput;

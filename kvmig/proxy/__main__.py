@@ -9,7 +9,7 @@ import uvloop
 
 from kvmig.cli.processes import Announcement, leave, quiet, say
 from kvmig.controlplane.child import announce, read_launch
-from kvmig.ground.errors import KvmigError, StartupError
+from kvmig.core.errors import KvmigError, StartupError
 from kvmig.proxy.messages import ProxyLaunch
 from kvmig.proxy.process import run
 

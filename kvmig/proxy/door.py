@@ -21,6 +21,8 @@ from starlette.types import Receive, Scope, Send
 from kvmig.accounts.keys import QUOTA_CODE, Denied, KeyGrant, no_model, quota_code
 from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import Exceeded, Limiter, Tallies, headers
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import BODIES, HttpConfig
 from kvmig.gateway import request_body as gateway
 from kvmig.gateway.body_bounds import ROOM, ModelReach
 from kvmig.gateway.body_budget import BodyBudget
@@ -30,8 +32,6 @@ from kvmig.gateway.http import PRIORITY, UNREAD_BYTES
 from kvmig.gateway.probes import LIVE_PATH
 from kvmig.gateway.request_body import BodyRules, check_whole, rules_of
 from kvmig.gateway.requests import HttpCall
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.config import BODIES, HttpConfig
 from kvmig.proxy.admission import Admission, Visit
 from kvmig.proxy.call import NOTHING, Call, Gone, on_lost_nothing
 from kvmig.proxy.calls import Asked, Body, asked, body_of, check_encoding, target

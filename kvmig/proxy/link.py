@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvmig.cli.environment import take_path
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Up, Want
 
 LENGTH_BYTES = 4

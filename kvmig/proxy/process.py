@@ -17,9 +17,9 @@ import uvicorn
 from kvmig.accounts.limits import OwnTallies
 from kvmig.cli.processes import Announcement, say, send_heartbeats
 from kvmig.controlplane.child import StopSignals, announce
-from kvmig.ground.clock import monotonic
-from kvmig.ground.errors import StartupError
-from kvmig.ground.heap import keep_small
+from kvmig.core.clock import monotonic
+from kvmig.core.errors import StartupError
+from kvmig.core.heap import keep_small
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin

@@ -22,7 +22,7 @@ from math import inf
 from pathlib import Path
 
 from kvmig.accounts.limits import MINUTE_S, Arrivals, OwnTally, Tally
-from kvmig.ground.clock import Clock, monotonic
+from kvmig.core.clock import Clock, monotonic
 
 log = logging.getLogger(__name__)
 

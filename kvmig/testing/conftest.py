@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.testing.subject import load_factory
 from kvmig.testing.suite import Suite
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmig.ground.errors import MigrationRefused
+from kvmig.core.errors import MigrationRefused
 from kvmig.testing.suite import Suite
 
 SIZES = (16.5, 3.5, 0.5)

@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.base import Frame, ServingEngine
-from kvmig.ground.errors import ConfigError
 
 
 class Generated(Protocol):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvmig.ground.errors import MigrationRefused, RequestGone
+from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.testing.fullness import empty, fill
 from kvmig.testing.interposed import DESTINATION, SOURCE, failing, once
 from kvmig.testing.suite import QUICKER, Suite

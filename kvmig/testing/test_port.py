@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.ground.errors import MigrationRefused
+from kvmig.core.errors import MigrationRefused
 from kvmig.testing.suite import Suite
 
 

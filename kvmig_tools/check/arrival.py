@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvmig.ground.config import MigrationConfig
+from kvmig.core.config import MigrationConfig
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer.destination_machine import DestinationMachine, SourceMessage
 from kvmig.kvtransfer.messages import (

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from kvmig.controlplane.messages import Resolve, Resolved
+from kvmig.core.config import MigrationConfig
 from kvmig.engines import base
 from kvmig.engines.base import Stage, Tail
-from kvmig.ground.config import MigrationConfig
 from kvmig.kvtransfer import source_machine as here
 from kvmig.kvtransfer.messages import (
     Abort,

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmig.controlplane.messages import Fence, Fenced, Outputs, Resolve, Resolved, Submit
+from kvmig.core.config import FaultConfig
+from kvmig.core.errors import Failure, NoInstance
 from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.instances import TICK_S
 from kvmig.gateway.ownership import Ownership
@@ -17,8 +19,6 @@ from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.router import FENCE_TIMEOUT_S, HOLD_S
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
-from kvmig.ground.config import FaultConfig
-from kvmig.ground.errors import Failure, NoInstance
 from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.source_machine import LEAP
 from kvmig.kvtransfer.wire import Frame

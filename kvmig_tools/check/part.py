@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from kvmig_tools.check.freeze import freeze
 
 Kind = Literal["go", "token", "timer", "verdict", "lease", "hold"]

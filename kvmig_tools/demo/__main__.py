@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 from kvmig_tools.demo.client import Api, DemoFailed
 from kvmig_tools.demo.run import Moved, marks, unmoved
 from kvmig_tools.demo.screen import Screen, committed

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from kvmig.ground.errors import KvmigError
+from kvmig.core.errors import KvmigError
 
 TIMEOUT_S = 60.0
 

@@ -10,8 +10,8 @@ from kvmig.controlplane.messages import Member
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ClusterView, ViewBuilder
-from kvmig.ground.config import ScalingConfig
-from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.core.config import ScalingConfig
+from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig_tools.sim.cost import CostModel
 from kvmig_tools.sim.engine import SimEngine
 from kvmig_tools.sim.events import EventQueue

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 
 class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

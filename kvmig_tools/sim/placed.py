@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import plan_of, read
 from kvmig.placement.problem import Llm, check, cluster_of, models_of

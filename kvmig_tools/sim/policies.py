@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.controlplane.policy import POLICIES, Policy
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):

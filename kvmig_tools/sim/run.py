@@ -13,8 +13,8 @@ from time import perf_counter
 import msgspec
 
 from kvmig.controlplane.policy import Policy, policy_of
-from kvmig.ground.config import ScalingConfig, SchedulerConfig, check_scaling
-from kvmig.ground.priorities import NORMAL, PriorityClass
+from kvmig.core.config import ScalingConfig, SchedulerConfig, check_scaling
+from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig_tools.sim import cost, traces
 from kvmig_tools.sim.cluster import SimCluster
 from kvmig_tools.sim.outcomes import Outcomes

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvmig.controlplane.scaling import In, Out, Scaler
 from kvmig.controlplane.view import ClusterView
-from kvmig.ground.config import ScalingConfig
+from kvmig.core.config import ScalingConfig
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.llumlet import SimLlumlet
 

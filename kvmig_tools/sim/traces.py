@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig_tools.sim.request import SimRequest
 
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")

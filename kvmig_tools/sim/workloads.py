@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import RandomState
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 from kvmig_tools.sim import lengths
 from kvmig_tools.sim.lengths import Lengths
 from kvmig_tools.sim.request import SimRequest

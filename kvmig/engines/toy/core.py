@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.transformers.payload import Submitted
-from kvmig.ground.layout import KVLayout, Region
 
 VOCABULARY = 256
 HALF = 8

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvmig.core.errors import MigrationRefused, NotParked, RequestGone
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -36,7 +37,6 @@ from kvmig.engines.identity import numerics_class
 from kvmig.engines.toy.core import VOCABULARY, Batch, Cache, Request
 from kvmig.engines.toy.script import ScriptFile
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode, encode
-from kvmig.ground.errors import MigrationRefused, NotParked, RequestGone
 
 STEP_MS = 1.0
 

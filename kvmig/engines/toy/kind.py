@@ -11,14 +11,14 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import ConfigError
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import api_keys
 from kvmig.engines.toy.core import VOCABULARY
 from kvmig.engines.toy.engine import STEP_MS, ToyEngine
 from kvmig.engines.toy.script import ScriptFile
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import ConfigError
 
 WAIT_S = 0.05
 

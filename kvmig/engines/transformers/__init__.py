@@ -40,11 +40,11 @@ def pooled(
     from kvmig.engines.transformers.kind import check_version
 
     check_version()
+    from kvmig.core.errors import ConfigError
     from kvmig.engines.transformers.config import parse
     from kvmig.engines.transformers.model import read_config
     from kvmig.engines.transformers.pool import Cut, Pool, shape_of
     from kvmig.engines.transformers.serving import ServingTransformers
-    from kvmig.ground.errors import ConfigError
 
     if cut not in get_args(Cut):
         raise ConfigError(

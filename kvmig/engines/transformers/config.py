@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.identity import identity_of
-from kvmig.ground.errors import ConfigError
 from kvmig.models import BUNDLED
 
 

@@ -23,9 +23,9 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 from transformers.generation.continuous_batching.cache_allocators.cache_pool import RegularTrees
 
+from kvmig.core.layout import Region
 from kvmig.engines.block_copies import Pass
 from kvmig.engines.transformers.pool import TRASH, Pool, Share
-from kvmig.ground.layout import Region
 
 
 class HeadShare(Share):

@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.config import EngineConfig
 from kvmig.engines.transformers.config import parse as parse_config
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import ConfigError, KvmigError, StartupError
 
 
 class TransformersKind:

@@ -23,11 +23,11 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
+from kvmig.core.errors import ConfigError, UnsupportedLayout
 from kvmig.engines.transformers.cache import PooledCache
 from kvmig.engines.transformers.config import EngineConfig
 from kvmig.engines.transformers.pool import Pool, Share
 from kvmig.engines.transformers.sampling import Logprobs, add_sampling
-from kvmig.ground.errors import ConfigError, UnsupportedLayout
 
 NAME = "kvmig"
 """The name of `MigratingScheduler` for `ContinuousBatchingConfig.scheduler_type`."""

@@ -31,8 +31,8 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.transformers.config import EngineConfig
-from kvmig.ground.errors import ConfigError
 from kvmig.kernels.heads import Heads, heads
 
 Cut = Literal["sectors", "head-wise"]

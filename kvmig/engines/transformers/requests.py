@@ -13,6 +13,8 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestState as State
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from kvmig.core.errors import MigrationRefused
+from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.engines.block_copies import Blocks as Whole
 from kvmig.engines.block_copies import Plan
@@ -20,8 +22,6 @@ from kvmig.engines.transformers.headwise import HeadPlan, HeadwiseAllocator
 from kvmig.engines.transformers.payload import Output, Submitted
 from kvmig.engines.transformers.pool import Share
 from kvmig.engines.transformers.sampling import Logprobs
-from kvmig.ground.errors import MigrationRefused
-from kvmig.ground.layout import KVLayout, Region
 
 
 class Blocks:

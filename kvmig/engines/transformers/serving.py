@@ -15,6 +15,7 @@ import torch
 import transformers
 from msgspec.structs import replace
 
+from kvmig.core.errors import ConfigError, MigrationRefused, NotParked
 from kvmig.engines import device_copies
 from kvmig.engines.base import (
     Cadence,
@@ -54,7 +55,6 @@ from kvmig.engines.transformers.requests import (
     request_states,
 )
 from kvmig.engines.transformers.sides import Destination, Source
-from kvmig.ground.errors import ConfigError, MigrationRefused, NotParked
 from kvmig.kernels.driver import current_device
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from transformers.generation.continuous_batching.requests import RequestState as State
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import Export, Stage, Tail
 from kvmig.engines.transformers.payload import Progress, Submitted, encode
 from kvmig.engines.transformers.requests import Held, RequestTable, all_tokens, make_state
-from kvmig.ground.errors import MigrationRefused, RequestGone
 
 
 @dataclass

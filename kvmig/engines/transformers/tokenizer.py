@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 
 class Tokenizer:

@@ -24,7 +24,7 @@ from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker import utils
 
-from kvmig.ground.errors import StartupError
+from kvmig.core.errors import StartupError
 from kvmig.kernels import driver
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.vmm import Addresses, page_bytes

@@ -28,12 +28,12 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from kvmig.core.errors import KvmigError
 from kvmig.engines.backing import Backing
 from kvmig.engines.base import EngineLoad, KVUse, Room
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.gate import StepGate
 from kvmig.engines.vllm.tables import Tables
-from kvmig.ground.errors import KvmigError
 
 log = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from kvmig.core.errors import MigrationRefused
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.lora import replaced_since
-from kvmig.ground.errors import MigrationRefused
 
 T = TypeVar("T")
 

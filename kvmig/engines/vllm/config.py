@@ -18,10 +18,10 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 
+from kvmig.core.errors import ConfigError, KernelUnavailable
 from kvmig.engines.identity import identity_of, numerics_class, updated
 from kvmig.engines.vllm.flags import REFUSED, SLEEP
 from kvmig.engines.vllm.runner import WORKER_TIMEOUT_S, uses_v2
-from kvmig.ground.errors import ConfigError, KernelUnavailable
 from kvmig.kernels.peers import unreached
 
 

@@ -31,6 +31,7 @@ from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
 
+from kvmig.core.shm_cleanup import remove, shared_by
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.grammar_caches import SaltedGrammars
@@ -43,7 +44,6 @@ from kvmig.engines.vllm.lora import (
     unloaded_output,
 )
 from kvmig.engines.vllm.worker import end_at_once
-from kvmig.ground.leftovers import remove, shared_by
 
 if TYPE_CHECKING:
     from kvmig.engines.vllm.phase import Phase

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm.front import decode_outputs
 from kvmig.engines.vllm.serving import ServingVllm
 from kvmig.engines.vllm.sides import encode_request, token_request
-from kvmig.ground.errors import ConfigError
 
 _STEPS = threading.RLock()
 """vLLM keeps what a step works on (forward context, workspaces, a CPU's scratch buffer) once a

@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NoReturn
 
+from kvmig.core.errors import ConfigError
 from kvmig.engines.kind import api_keys, check_model, set_offline
-from kvmig.ground.errors import ConfigError
 
 _UNKNOWN = "kvmig doesn't know it, nor what it does to requests that move"
 

@@ -39,6 +39,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.errors import AnswerTooLarge, Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm.answer_sizes import (
     logprobs_of_each_token,
@@ -57,8 +59,6 @@ from kvmig.engines.vllm.outputs import (
 )
 from kvmig.engines.vllm.slices import Slices
 from kvmig.engines.vllm.texts import bound_texts, check_words
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.errors import AnswerTooLarge, Failure, NoInstance, QuotaUsedUp
 
 logger = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.errors import Failure
 from kvmig.engines.grammar_bounds import GrammarTooLarge, check_grammar
 from kvmig.engines.vllm.outputs import failure
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.errors import Failure
 
 log = logging.getLogger(__name__)
 

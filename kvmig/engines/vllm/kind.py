@@ -17,14 +17,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.priorities import PriorityClass
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.remembered import refuse_remembered
-from kvmig.ground.config import ClusterConfig
-from kvmig.ground.errors import ConfigError, KvmigError, StartupError
-from kvmig.ground.priorities import PriorityClass
 
 
 class VllmKind:

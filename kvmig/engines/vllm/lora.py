@@ -24,8 +24,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from kvmig.core.errors import MigrationRefused
 from kvmig.engines.identity import identity_of
-from kvmig.ground.errors import MigrationRefused
 
 _MARK = "@"
 """Between a name and what makes it an engine's own; front ends' names may have it, too."""

@@ -17,14 +17,14 @@ from vllm.config import VllmConfig
 from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+from kvmig.core.errors import KvmigError, NotParked, UnsupportedLayout
+from kvmig.core.layout import KVLayout, Region
 from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies, Blocks, Copies, HostCopies, Plan
 from kvmig.engines.vllm import worker
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.tables import Tables, layer_names
 from kvmig.engines.vllm.units import RankCache, UnitMap, Units, strips_of, units_of, whole_blocks
-from kvmig.ground.errors import KvmigError, NotParked, UnsupportedLayout
-from kvmig.ground.layout import KVLayout, Region
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import Driver

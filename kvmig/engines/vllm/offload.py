@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from kvmig.ground.errors import MigrationRefused
+from kvmig.core.errors import MigrationRefused
 
 
 class BeingOffloaded(MigrationRefused):

@@ -19,7 +19,7 @@ from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestError, Requ
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
-from kvmig.ground.errors import Failure
+from kvmig.core.errors import Failure
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 _OFF = ("", "0", "false")
 _VARIABLES = {

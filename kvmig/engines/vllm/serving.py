@@ -20,6 +20,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvmig.core.errors import MigrationRefused, NotParked, UnsupportedLayout
 from kvmig.engines.backing import Backing, Madvise, Vmm
 from kvmig.engines.base import (
     Cadence,
@@ -77,7 +78,6 @@ from kvmig.engines.vllm.warmup import (
     warm_up_requests,
     write_profile,
 )
-from kvmig.ground.errors import MigrationRefused, NotParked, UnsupportedLayout
 
 T = TypeVar("T")
 _WARM_UP_TIMEOUT_S = 300.0

@@ -26,12 +26,12 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import Stage, Tail
 from kvmig.engines.vllm import lora, runner
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.offload import Offload
 from kvmig.engines.vllm.tables import Sent, Tables
-from kvmig.ground.errors import MigrationRefused, RequestGone
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
 """Speculative methods with no state beside tokens and KV cache, but for the drafts of one step."""

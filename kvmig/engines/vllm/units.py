@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvmig.core.errors import ConfigError, UnsupportedLayout
+from kvmig.core.layout import Region
 from kvmig.engines.block_copies import Pass
-from kvmig.ground.errors import ConfigError, UnsupportedLayout
-from kvmig.ground.layout import Region
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.vllm.units import LayerCache, Page, RankCache, merged
-from kvmig.ground.errors import KvmigError, UnsupportedLayout
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import Driver
 

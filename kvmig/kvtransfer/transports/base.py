@@ -24,7 +24,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from kvmig.ground.errors import PeerError, TransportError
+from kvmig.core.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.wire import Frame
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvmig.ground.errors import KvmigError, PeerError, TransportError
+from kvmig.core.errors import KvmigError, PeerError, TransportError
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.side_stream import SideStream

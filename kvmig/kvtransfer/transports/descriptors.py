@@ -12,7 +12,7 @@ from threading import Thread
 
 import msgspec
 
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.wire import RefusalCounter
 
 SECRET_BYTES = 16

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from kvmig.ground.errors import PeerError, TransportError
+from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import Driver

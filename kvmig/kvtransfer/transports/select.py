@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmig.ground.config import IN_THE_CLEAR, MigrationConfig, Transport
-from kvmig.ground.errors import TransportError
+from kvmig.core.config import IN_THE_CLEAR, MigrationConfig, Transport
+from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging

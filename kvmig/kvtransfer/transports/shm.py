@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvmig.ground.errors import TransportError
+from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
     Announce,

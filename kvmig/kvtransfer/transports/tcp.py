@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from kvmig.ground.errors import PeerError
+from kvmig.core.errors import PeerError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Channel, HostChannel, HostStaging, Inbox
 

@@ -8,8 +8,8 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
-from kvmig.ground.clock import Clock, monotonic
-from kvmig.ground.trimming import Trimming
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.trimming import Trimming
 
 LOOK_S = 2.0
 """Between two looks at how large the process is."""

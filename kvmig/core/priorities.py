@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvmig.ground.errors import ConfigError
+from kvmig.core.errors import ConfigError
 
 CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _FLAG = "--priority-class"

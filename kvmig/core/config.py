@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 import msgspec
 
-from kvmig.ground.errors import ConfigError
-from kvmig.ground.priorities import NORMAL, PriorityClass, check_classes
+from kvmig.core.errors import ConfigError
+from kvmig.core.priorities import NORMAL, PriorityClass, check_classes
 
 PolicyName = Literal[
     "kvmig",
