@@ -78,8 +78,12 @@ LINT = (
     Check("import floors", ("lint-imports", "--no-logo")),
 )
 DRIFT = (
-    Check("drift of the vLLM that is supported", ("python", "-m", "kvmig.drift")),
-    Check("drift of the newest vLLM", ("python", "-m", "kvmig.drift", "--newest"), must_pass=False),
+    Check("drift of the vLLM that is supported", ("python", "-m", "kvmig_tools.drift")),
+    Check(
+        "drift of the newest vLLM",
+        ("python", "-m", "kvmig_tools.drift", "--newest"),
+        must_pass=False,
+    ),
 )
 NEXT = "0.33.0"
 """The other vLLM that is supported; its Python runs on the installed one's kernels. Each check

@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "replace": ("kvmig.replace", "--help"),
     "unit": ("kvmig.unit", "--help"),
     "shared-fork-server": ("kvmig.nursery",),
-    "drift": ("kvmig.drift", "--help"),
+    "drift": ("kvmig_tools.drift", "--help"),
     "check": ("kvmig_tools.check", "--help"),
     "demo": ("kvmig_tools.demo", "--help"),
     "draw-handshake": ("kvmig_tools.draw_handshake", "--help"),

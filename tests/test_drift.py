@@ -1,4 +1,5 @@
-"""`kvmig.drift` finds each kind of change that breaks an adapter, or changes what it relies on."""
+"""`kvmig_tools.drift` finds each kind of change that breaks an adapter, or changes what it relies
+on."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvmig.core.errors import ConfigError
-from kvmig.drift import __main__ as command
-from kvmig.drift.checks import BREAKS, READ, Finding, facts, findings
-from kvmig.drift.contract import Contract, load
-from kvmig.drift.source import Tree
-from kvmig.drift.trees import tree
-from kvmig.drift.uses import uses
+from kvmig_tools.drift import __main__ as command
+from kvmig_tools.drift.checks import BREAKS, READ, Finding, facts, findings
+from kvmig_tools.drift.contract import Contract, load
+from kvmig_tools.drift.source import Tree
+from kvmig_tools.drift.trees import tree
+from kvmig_tools.drift.uses import uses
 
 ENGINE = {
     "__init__.py": "from engine.core import Core\n",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.drift.source import Tree
+from kvmig_tools.drift.source import Tree
 
 ROOT = Path(__file__).resolve().parent.parent
 TOUR = (ROOT / "docs" / "tour.md").read_text()

@@ -1,6 +1,6 @@
 """Routes of vLLM's server that are known, and closed to a fleet's clients. Pure.
 
-`python -m kvmig.drift` reports a route of a new vLLM that is neither in the table of clients'
+`python -m kvmig_tools.drift` reports a route of a new vLLM that is neither in the table of clients'
 routes nor here.
 """
 

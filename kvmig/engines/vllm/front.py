@@ -225,7 +225,8 @@ class RoutingClient(AsyncMPClient):
     """vLLM's asyncio engine-core client with a router in place of its sockets.
 
     The base's `__init__` isn't run: it binds sockets, waits there for each engine's word and starts
-    a thread that watches processes. What reachable methods read instead, `kvmig.drift` follows.
+    a thread that watches processes. What reachable methods read instead, `kvmig_tools.drift`
+    follows.
     """
 
     def __init__(

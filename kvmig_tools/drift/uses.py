@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmig.drift.contract import Contract
-from kvmig.drift.source import Class, Function, Ref, targets
+from kvmig_tools.drift.contract import Contract
+from kvmig_tools.drift.source import Class, Function, Ref, targets
 
 
 @dataclass(frozen=True)

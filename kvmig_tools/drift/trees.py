@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvmig.core.errors import ConfigError
-from kvmig.drift.source import Tree
+from kvmig_tools.drift.source import Tree
 
 VERSION = re.compile(r"\d+(\.\d+)+\w*")
 TIMEOUT_S = 900.0

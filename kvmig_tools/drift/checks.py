@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.drift.contract import Contract
-from kvmig.drift.routes import unknown_routes
-from kvmig.drift.source import Class, Function, Ref, Tree, attributes_set, flat, targets
-from kvmig.drift.uses import Derived, Uses
+from kvmig_tools.drift.contract import Contract
+from kvmig_tools.drift.routes import unknown_routes
+from kvmig_tools.drift.source import Class, Function, Ref, Tree, attributes_set, flat, targets
+from kvmig_tools.drift.uses import Derived, Uses
 
 BREAKS, READ = "breaks", "read"
 

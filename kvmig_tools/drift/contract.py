@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.drift.source import Ref
+from kvmig_tools.drift.source import Ref
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

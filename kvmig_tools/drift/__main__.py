@@ -1,9 +1,9 @@
 """What another version of an engine changes under kvmig's adapter.
 
-    python -m kvmig.drift                  # the versions that kvmig supports
-    python -m kvmig.drift 0.33.0 FOLDER    # these; a version is fetched from the registry
-    python -m kvmig.drift --newest         # the newest in the registry
-    python -m kvmig.drift 0.33.0 --accept  # ... and note what it is now as read and accepted
+    python -m kvmig_tools.drift                  # the versions that kvmig supports
+    python -m kvmig_tools.drift 0.33.0 FOLDER    # these; a version is fetched from the registry
+    python -m kvmig_tools.drift --newest         # the newest in the registry
+    python -m kvmig_tools.drift 0.33.0 --accept  # ... and note what it is now as read and accepted
 
 A version is compared with its own lock file or, if it has none, with the newest one before it. Exit
 status: 0 if nothing drifted, 1 if something did, 2 if it can't be told.
@@ -23,11 +23,11 @@ from pathlib import Path
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.drift.checks import BREAKS, Facts, facts, findings
-from kvmig.drift.contract import Contract, load, ref
-from kvmig.drift.source import Tree
-from kvmig.drift.trees import ROOT, newest, numbers, tree
-from kvmig.drift.uses import uses
+from kvmig_tools.drift.checks import BREAKS, Facts, facts, findings
+from kvmig_tools.drift.contract import Contract, load, ref
+from kvmig_tools.drift.source import Tree
+from kvmig_tools.drift.trees import ROOT, newest, numbers, tree
+from kvmig_tools.drift.uses import uses
 
 CONTRACT = ROOT / "kvmig" / "engines" / "vllm" / "drift.toml"
 
@@ -35,7 +35,7 @@ CONTRACT = ROOT / "kvmig" / "engines" / "vllm" / "drift.toml"
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
-        "python -m kvmig.drift",
+        "python -m kvmig_tools.drift",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             names = [*names, newest(contract.distributions)]
         drifted = [report(contract, name, options.accept, known) for name in names]
     except ConfigError as error:
-        print(f"kvmig.drift: {error}", file=sys.stderr)
+        print(f"kvmig_tools.drift: {error}", file=sys.stderr)
         return 2
     return int(any(drifted))
 
