@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvmig.controlplane.llumlet import Llumlet
-    from kvmig.embed.migrator import Migrator
-    from kvmig.embed.sync import SyncMigrator
+    from kvmig.migrator import Migrator, SyncMigrator
 
 __version__ = "0.1.0"
 __all__ = ["Llumlet", "Migrator", "SyncMigrator", "__version__"]
 
 _HOMES = {
     "Llumlet": "kvmig.controlplane.llumlet",
-    "Migrator": "kvmig.embed.migrator",
-    "SyncMigrator": "kvmig.embed.sync",
+    "Migrator": "kvmig.migrator",
+    "SyncMigrator": "kvmig.migrator",
 }
 
 

@@ -23,7 +23,7 @@ TARGET = ROOT / "docs" / "signatures.txt"
 PAGES: dict[str, tuple[str, ...]] = {
     "embedding": (
         "kvmig",
-        "kvmig.embed.migrator:OnCommit",
+        "kvmig.migrator:OnCommit",
         "kvmig.kvtransfer.report",
         "kvmig.core.config:Transport,MigrationConfig,SchedulerConfig,ClusterConfig,FaultConfig,"
         "LifecycleConfig,ScalingConfig",

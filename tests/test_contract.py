@@ -14,12 +14,12 @@ import pytest
 from msgspec import structs
 
 from kvmig.core.errors import ContractViolation
-from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Export, Frame, Stage, Tail
 from kvmig.engines.checked import RULES, CheckedServingEngine
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.transformers.payload import Output
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.migrator import Migrator
 
 PROMPT, LENGTH = list(range(43)), 60
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 import kvmig
+from kvmig import migrator as migrator_module
 from kvmig.core.config import MigrationConfig, Transport
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import KVLayout
-from kvmig.embed import sync
 from kvmig.engines.base import Emitted
 from kvmig.testing.interposed import failing
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
@@ -104,9 +104,9 @@ async def test_an_engine_without_any_blocks_to_move_is_one_of_a_migrator_too() -
 def test_a_callback_that_holds_the_loop_does_not_hold_who_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sync, "END_S", 0.05)
+    monkeypatch.setattr(migrator_module, "END_S", 0.05)
     held = threading.Event()
-    migrator = sync.SyncMigrator({})
+    migrator = migrator_module.SyncMigrator({})
     migrator.run(migrator.migrator.close())
     migrator._loop.call_soon_threadsafe(held.wait)
     with pytest.raises(TimeoutError, match=r"has held the migrator's event loop for 0.05 s"):

@@ -15,13 +15,13 @@ import torch
 
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError
-from kvmig.embed.migrator import Migrator
 from kvmig.engines import device_copies
 from kvmig.engines.base import Emitted, Frame
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import Output, decode
 from kvmig.engines.transformers.serving import ServingTransformers
+from kvmig.migrator import Migrator
 from tests.fake_gpu import FakeGpu, FakeKernels
 
 pytestmark = pytest.mark.engine

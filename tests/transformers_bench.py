@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from kvmig.core.config import MigrationConfig
-from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Frame
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.engines.transformers.serving import ServingTransformers
+from kvmig.migrator import Migrator
 
 PATIENT = MigrationConfig(transport="tcp", reply_timeout_ms=20000, lease_ms=60000)
 

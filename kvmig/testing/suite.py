@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvmig.core.config import MigrationConfig
-from kvmig.embed.migrator import Migrator
 from kvmig.engines.base import Emitted, Frame
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.migrator import Migrator
 from kvmig.testing.interposed import InterposedEngine, nothing
 from kvmig.testing.subject import EngineUnderTest, Factory
 

@@ -1,1 +1,0 @@
-"""Migration for stacks that embed kvmig: no launcher, HTTP server, Ray or sockets."""
