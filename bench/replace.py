@@ -1,8 +1,8 @@
 """A placement is changed while clients stream: what they see of it, and what a plan is worth.
 
 Three models (`kvmig.serve` with real vLLM each) share two units of a host; 60 clients stream from
-them, one answer after the other, each token checked. `python -m kvmig.replace` takes the site from
-placement A to B and back: each unit has room for two instances, so models move in turns.
+them, one answer after the other, each token checked. `python -m kvmig.placement.executor` takes the
+site from placement A to B and back: each unit has room for two instances, so models move in turns.
 
 Of each client in each leg: its longest wait between two tokens, over its median wait in an equally
 long window without a change just before. Then the same with faults, at each wave of the plan: the
@@ -299,10 +299,10 @@ class Leg:
 
 
 class Executor:
-    """`python -m kvmig.replace` as a process."""
+    """`python -m kvmig.placement.executor` as a process."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.words = [sys.executable, "-m", "kvmig.replace", *words]
+        self.words = [sys.executable, "-m", "kvmig.placement.executor", *words]
         self.process: asyncio.subprocess.Process | None = None
 
     async def lines(self, *more: str) -> AsyncIterator[str]:

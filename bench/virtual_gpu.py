@@ -2,8 +2,8 @@
 
 Real: vLLM's scheduler, its blocks and preemptions, the step gate before each step
 (`kvmig.engines.vllm.phase`), and who decides (`kvmig.controlplane.turns`).
-Modelled: how long a step takes, by `kvmig.costs` for its parts, batch and tokens, and by what runs
-beside it (`kvmig_tools.sim.unit.Crowd`); nothing is computed, and every token is the same.
+Modelled: how long a step takes, by `kvmig.placement` for its parts, batch and tokens, and by what
+runs beside it (`kvmig_tools.sim.unit.Crowd`); nothing is computed, and every token is the same.
 
 All engines are in this process and step when their job begins; the clock then jumps from event to
 event. So a run is the same on a busy machine as on an idle one, and sockets take no part.
@@ -27,7 +27,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from kvmig.controlplane.adbs import Kind, Shares
 from kvmig.controlplane.quotas import PERIOD_S, RULES, Use
 from kvmig.controlplane.turns import Answer, Turns
-from kvmig.costs.shares import Device, StepCost
 from kvmig.engines.gate import NOTHING, PARTS, Grant, Want
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
@@ -35,6 +34,7 @@ from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.phase import Phase
 from kvmig.engines.vllm.sides import token_request
 from kvmig.models import BUNDLED
+from kvmig.placement.step_costs import Device, StepCost
 from kvmig_tools.sim.unit import MOST_SEQUENCES, PREFILL_TOKENS, SHARED, Crowd
 
 BLOCK_TOKENS = 32

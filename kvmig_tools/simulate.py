@@ -44,10 +44,10 @@ def parser() -> argparse.ArgumentParser:
         "--placement",
         type=Path,
         metavar="FILE.toml",
-        help="instead of a trace: what kvmig.place wrote, under its models' rates",
+        help="instead of a trace: what kvmig.placement wrote, under its models' rates",
     )
-    add("--models", type=Path, metavar="FILE.toml", help="with --placement, as for kvmig.place")
-    add("--cluster", metavar="NODESxGPUS:DEVICE", help="with --placement, as for kvmig.place")
+    add("--models", type=Path, metavar="FILE.toml", help="with --placement, as for kvmig.placement")
+    add("--cluster", metavar="NODESxGPUS:DEVICE", help="with --placement, as for kvmig.placement")
     add(
         "--trace",
         help=f"{', '.join(WORKLOADS)}, or a CSV file with arrival_s,input_tokens,output_tokens",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvmig.place import placed
+from kvmig.placement.__main__ import placed
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.problem import Unit, cluster_of, models_of
 from scripts.draw_processes import BLUE, GREEN, INK, LINE, PAPER, SOFT, text

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvmig.costs.shares import load
+from kvmig.placement.step_costs import load
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.core.errors import ConfigError
-from kvmig.costs.shares import Device, StepCost, known, load
+from kvmig.placement.step_costs import Device, StepCost, known, load
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_request_alone_takes_the_fewest_gpus(device: Device) -> None:
 def test_a_wrong_file_is_refused_with_its_field(
     tmp_path: Path, change: tuple[str, str], sentence: str
 ) -> None:
-    good = Path("kvmig/costs/a100-80g.toml").read_text()
+    good = Path("kvmig/placement/a100-80g.toml").read_text()
     assert change[0] in good
     file = tmp_path / "wrong.toml"
     file.write_text(good.replace(*change, 1))

@@ -1,4 +1,4 @@
-"""`python -m kvmig.place`: what it prints, what it writes, what it refuses."""
+"""`python -m kvmig.placement`: what it prints, what it writes, what it refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from bench.mux.systems import power_law
 from kvmig.core.errors import ConfigError
-from kvmig.place import METHODS, main, placed
+from kvmig.placement.__main__ import METHODS, main, placed
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import read, where
@@ -215,7 +215,9 @@ def test_what_cant_be_done_from_a_placement_is_refused(
 
 
 def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m kvmig.place --models {EXAMPLE} --cluster 1x8:a100-80g | true"
+    command = (
+        f"{sys.executable} -m kvmig.placement --models {EXAMPLE} --cluster 1x8:a100-80g | true"
+    )
     ended = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60,
         check=False,

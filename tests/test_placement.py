@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from bench.mux.systems import power_law
 from kvmig.core.errors import ConfigError
-from kvmig.costs.shares import StepCost
 from kvmig.placement.estimator import Estimator, Expected
 from kvmig.placement.greedy import Stuck, best_of_groups, place, used
 from kvmig.placement.meshes import groups, neighbours, packs
 from kvmig.placement.problem import Llm, Member, Objective, Plan, Unit, check, cluster_of, models_of
 from kvmig.placement.search import search
+from kvmig.placement.step_costs import StepCost
 from tests.examples import examples
 from tests.placement_cases import best_value, small_case
 

@@ -1,4 +1,5 @@
-"""`python -m kvmig.replace`: what it sees, what it orders, and what it does after failures."""
+"""`python -m kvmig.placement.executor`: what it sees, what it orders, and what it does after
+failures."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 
 from kvmig.core.errors import ConfigError
 from kvmig.engines.toy.script import Script
+from kvmig.placement.executor import Deployment, ReplaceFailed, Replacing, Settings, main
 from kvmig.placement.file import Placement, read, to_toml
 from kvmig.placement.learned import handshake_s
 from kvmig.placement.moves import Lease, Step
@@ -28,7 +30,6 @@ from kvmig.placement.observed import (
     observed,
     unfinished,
 )
-from kvmig.replace import Deployment, ReplaceFailed, Replacing, Settings, main
 from tests.toys import Toys
 from tests.waiting import until
 
@@ -311,7 +312,7 @@ async def replacing(site: Site, target: Placement, said: list[str]) -> AsyncIter
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmig.replace.AFTER_FAILURE_S", 0.01)
+    monkeypatch.setattr("kvmig.placement.executor.AFTER_FAILURE_S", 0.01)
 
 
 async def test_a_placement_is_reached_wave_by_wave() -> None:

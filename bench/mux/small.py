@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from bench.mux.systems import SEED, muxserve
 from kvmig.core.errors import ConfigError
-from kvmig.costs.shares import load
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.greedy import Stuck, added
 from kvmig.placement.problem import Llm, Member, Plan, Unit, cluster_of, ordered
+from kvmig.placement.step_costs import load
 from kvmig_tools.sim.mux import Load, Outcome, poisson, simulate
 
 SEND_S = 200.0

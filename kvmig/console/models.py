@@ -264,7 +264,7 @@ def remove_alias(name: str, as_json: Json = False) -> None:
 @placement_app.command("set")
 @said
 def set_placement(
-    file: Annotated[Path, typer.Argument(help="As `python -m kvmig.place --out` writes it.")],
+    file: Annotated[Path, typer.Argument(help="As `python -m kvmig.placement --out` writes it.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -39,8 +39,8 @@ from kvmig.fleet.spec import Spec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError
 from kvmig.gateway.problems import as_problem, invalid, problem
+from kvmig.placement.executor import ReplaceFailed
 from kvmig.proxy.messages import QuotaLeft
-from kvmig.replace import ReplaceFailed
 
 PREFIX = "/kvmig/v2"
 LOG_LINES = 1000
@@ -467,7 +467,9 @@ class PlacementBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    placement: Body = Field(description="As the file that `python -m kvmig.place --out` writes.")
+    placement: Body = Field(
+        description="As the file that `python -m kvmig.placement --out` writes."
+    )
     dry_run: bool = Field(default=False, description="Only plan.")
 
 

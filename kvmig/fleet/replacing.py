@@ -1,4 +1,5 @@
-"""A placement of the fleet's models, reached and kept: `kvmig.replace` inside the server.
+"""A placement of the fleet's models, reached and kept: `kvmig.placement.executor` inside the
+server.
 
 What is wanted is in the database. The server plans before it wants it, carries the plan out by the
 deployments' own orders, and looks again now and then: an instance that is gone comes back where the
@@ -18,11 +19,11 @@ import msgspec
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.models import Models
 from kvmig.fleet.store import Taken
+from kvmig.placement.executor import Deployment, ReplaceFailed, Replacing, Settings
 from kvmig.placement.file import Placement, placement_from
 from kvmig.placement.moves import Wave
 from kvmig.placement.observed import adopted, check
 from kvmig.placement.told import way_to_text
-from kvmig.replace import Deployment, ReplaceFailed, Replacing, Settings
 
 START_S = 10.0
 """Of an instance whose model has not been seen to start."""

@@ -1,4 +1,4 @@
-"""A placement as a file: what `python -m kvmig.place --out` writes, and people by hand. Pure.
+"""A placement as a file: what `python -m kvmig.placement --out` writes, and people by hand. Pure.
 
 [[units]]
 name = "left"

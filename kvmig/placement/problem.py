@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.costs.shares import Device, load
+from kvmig.placement.step_costs import Device, load
 
 Objective = Literal["paper", "requests", "slo"]
 """paper: sum of rate x throughput over models, as MuxServe's axis; requests: their throughput;

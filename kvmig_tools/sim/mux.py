@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import default_rng
 
-from kvmig.costs.shares import Device
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.problem import Llm, Plan
+from kvmig.placement.step_costs import Device
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.request import SimRequest
 from kvmig_tools.sim.unit import SimUnit, Tenant

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from kvmig.controlplane.adbs import Gate, Job, Shares, Want
 from kvmig.controlplane.quotas import PERIOD_S, RULES, Use
-from kvmig.costs.shares import Device
 from kvmig.engines.gate import PARTS
+from kvmig.placement.step_costs import Device
 from kvmig_tools.sim.batch import DecodeBatch
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.request import SimRequest

@@ -1,5 +1,5 @@
-"""`python -m kvmig.replace --to placement.toml --deployment chat=http://...`: from where instances
-are to where a placement has them, while they serve.
+"""`python -m kvmig.placement.executor --to placement.toml --deployment chat=http://...`: from where
+instances are to where a placement has them, while they serve.
 
 It looks, plans, gives the orders of one wave, waits until they are done, and looks again: whatever
 fails or changes meanwhile, the next plan begins with what is. Killed at any moment it leaves
@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser("python -m kvmig.replace", description=__doc__)
+    flags = argparse.ArgumentParser("python -m kvmig.placement.executor", description=__doc__)
     add = flags.add_argument
     add("--to", type=Path, required=True, metavar="FILE.toml", help="the placement to reach")
     add(

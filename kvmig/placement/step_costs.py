@@ -1,6 +1,6 @@
 """Step times of models on a share of a GPU's SMs, and what models hold there. Pure.
 
-A device is a TOML file with the fields of `Device`; kvmig/costs has those that come with kvmig.
+A device is a TOML file with the fields of `Device`; kvmig/placement has those that come with kvmig.
 Sizes in bytes, times in seconds, shares in (0, 1]; the coefficients in a file are milliseconds.
 """
 
@@ -117,7 +117,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def known() -> list[str]:
     """Names of the devices that come with kvmig."""
-    folder = files("kvmig.costs").iterdir()
+    folder = files("kvmig.placement").iterdir()
     return sorted(one.name.removesuffix(".toml") for one in folder if one.name.endswith(".toml"))
 
 
@@ -129,7 +129,7 @@ def load(name: str) -> Device:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"device {name} can't be read: {error}") from error
     elif name in known():
-        text = files("kvmig.costs").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+        text = files("kvmig.placement").joinpath(f"{name}.toml").read_text(encoding="utf-8")
     else:
         raise ConfigError(
             f"device is {name!r:.100}, must be {' or '.join(known())} or a .toml file"

@@ -1,4 +1,4 @@
-"""`python -m kvmig.place`: which models share which GPUs of a cluster. Starts nothing."""
+"""`python -m kvmig.placement`: which models share which GPUs of a cluster. Starts nothing."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _lines(args: argparse.Namespace) -> Iterable[str]:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser("python -m kvmig.place", description=__doc__)
+    flags = argparse.ArgumentParser("python -m kvmig.placement", description=__doc__)
     add = flags.add_argument
     add(
         "--models",

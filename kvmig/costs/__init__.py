@@ -1,1 +1,0 @@
-"""How long steps take on a share of a device, and what models hold there."""
