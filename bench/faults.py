@@ -57,7 +57,7 @@ def llumlets(served: Served) -> dict[str, psutil.Process]:
     assert served.process is not None
     found = {}
     for child in psutil.Process(served.process.pid).children(recursive=True):
-        if "kvmig.cli.llumlet" in " ".join(child.cmdline()):
+        if "kvmig.launcher.llumlet_main" in " ".join(child.cmdline()):
             for file in child.open_files():
                 name = Path(file.path).name.split("-")
                 if "+" in file.mode and len(name) > 2:

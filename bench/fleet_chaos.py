@@ -197,7 +197,7 @@ class Nemesis:
             "server killed": lambda: self._kill("kvmig.fleet.server"),
             "proxy killed": self._kill_proxy,
             "front end killed": lambda: self._kill("--served-model-name="),
-            "instance killed": lambda: self._kill("kvmig.cli.llumlet"),
+            "instance killed": lambda: self._kill("kvmig.launcher.llumlet_main"),
             "server stopped": self._stop_server,
             "database locked": self._lock,
             "database full": self._fill,

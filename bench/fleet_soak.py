@@ -54,8 +54,8 @@ PARTS = {
     "kvmig.fleet.forks": "fork server",
     "kvmig.proxy": "proxy",
     "kvmig.nursery": "nursery",
-    "kvmig.cli.llumlet": "instance",
-    "kvmig.cli.scheduler": "scheduler",
+    "kvmig.launcher.llumlet_main": "instance",
+    "kvmig.launcher.scheduler": "scheduler",
     "kvmig.front_process": "front end",
     "kvmig.serve": "launcher",
 }

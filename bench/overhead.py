@@ -210,7 +210,7 @@ def tables(windows: list[Window], rounds: list[Round]) -> list[Table]:
 def plain_environment() -> dict[str, str]:
     """What plain vLLM needs to run here as kvmig's engines do, all cores for one instance."""
     return {
-        # As kvmig.cli.environment gives them to its one instance.
+        # As kvmig.launcher.environment gives them to its one instance.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "VLLM_LOGGING_LEVEL": "ERROR",

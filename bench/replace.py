@@ -257,7 +257,7 @@ class Site:
         }  # fmt: skip
         for one in psutil.Process(server.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if not any("kvmig.cli.llumlet" in word for word in one.cmdline()):
+                if not any("kvmig.launcher.llumlet_main" in word for word in one.cmdline()):
                     continue
                 listens = {at.laddr.port for at in one.net_connections("tcp")
                            if at.status == psutil.CONN_LISTEN}  # fmt: skip

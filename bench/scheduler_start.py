@@ -7,13 +7,13 @@ import contextlib
 import secrets
 import time
 
-from kvmig.cli.processes import Child, running
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members, Pairs
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
 from kvmig.kvtransfer.link import Client, Server
+from kvmig.launcher.processes import Child, running
 
 INSTANCES = 16
 REPORT_S = 0.05
@@ -33,7 +33,7 @@ async def seconds_to_first_pair() -> float:
         for number, server in enumerate(servers)
     ]
     launch = SchedulerLaunch(secret, ClusterConfig(instances=INSTANCES))
-    child = await Child.start("scheduler", running("kvmig.cli.scheduler", {}), launch)
+    child = await Child.start("scheduler", running("kvmig.launcher.scheduler", {}), launch)
     try:
         endpoint = await child.ready(START_S)
         client = Client(endpoint, secret, "launcher", "launcher", ClusterMessage)

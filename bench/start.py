@@ -24,7 +24,7 @@ from kvmig_tools.nursery import Nursery, forked_for
 from kvmig_tools.served import Served
 
 INSTANCES = (1, 2, 3)
-INSTANCE = "kvmig.cli.llumlet"
+INSTANCE = "kvmig.launcher.llumlet_main"
 TIMEOUT_S = 120.0
 
 

@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvmig.accounts.usage import Spool
-from kvmig.cli.processes import (
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import StartupError
+from kvmig.core.heap import keep_small
+from kvmig.core.secret import Discreet
+from kvmig.gateway.access import access
+from kvmig.launcher.processes import (
     HEARTBEAT_TIMEOUT_S,
     Child,
     Heartbeats,
@@ -36,16 +41,11 @@ from kvmig.cli.processes import (
     running,
     say,
 )
-from kvmig.core.config import ClusterConfig
-from kvmig.core.errors import StartupError
-from kvmig.core.heap import keep_small
-from kvmig.core.secret import Discreet
-from kvmig.gateway.access import access
 
 if TYPE_CHECKING:
-    from kvmig.cli.forks import SharedForks
     from kvmig.gateway.quotas import Quotas
     from kvmig.gateway.usage import UsageWriter
+    from kvmig.launcher.forks import SharedForks
 
 COLLECT = (20_000, 20, 50)
 """Thresholds of Python's garbage collector. With the default ones it walks all streams again and
@@ -74,7 +74,7 @@ class FrontLaunch(Discreet, frozen=True, kw_only=True):
     listening: int = -1
     """Descriptor of the port's socket, for a front end in a process of its own."""
     heartbeat: int = -1
-    """Descriptor for `kvmig.cli.processes.send_heartbeats`, for such a front end."""
+    """Descriptor for `kvmig.launcher.processes.send_heartbeats`, for such a front end."""
 
 
 class FrontEnd:

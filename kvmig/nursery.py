@@ -17,14 +17,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kvmig.cli.environment import (
+from kvmig.core.config import ENGINES, ClusterConfig
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.engines.kind import kind_of
+from kvmig.launcher.environment import (
     gpus,
     llumlet_environment,
     raise_open_files,
     take_path,
     worker_threads,
 )
-from kvmig.cli.forks import (
+from kvmig.launcher.forks import (
     ENGINE,
     INSTANCES,
     SERVERS,
@@ -35,10 +38,7 @@ from kvmig.cli.forks import (
     load,
     serve,
 )
-from kvmig.cli.processes import leave, quiet, say
-from kvmig.core.config import ENGINES, ClusterConfig
-from kvmig.core.errors import ConfigError, KvmigError, StartupError
-from kvmig.engines.kind import kind_of
+from kvmig.launcher.processes import leave, quiet, say
 
 FRONT_END = (
     "kvmig.serve", "kvmig.front_process", "kvmig.gateway.app", "kvmig.gateway.metrics",

@@ -20,10 +20,18 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from kvmig.cli import flags as kvmig_flags
-from kvmig.cli.cluster import Cluster
-from kvmig.cli.control import Control
-from kvmig.cli.environment import (
+from kvmig.controlplane.messages import Member
+from kvmig.controlplane.unit_member import ask
+from kvmig.core.config import ClusterConfig, UnitConfig
+from kvmig.core.errors import ConfigError, KvmigError, TransportError
+from kvmig.core.secret import ADMIN_KEY
+from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind, kind_of
+from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
+from kvmig.gateway.access import is_loopback
+from kvmig.launcher import flags as kvmig_flags
+from kvmig.launcher.cluster import Cluster
+from kvmig.launcher.control import Control
+from kvmig.launcher.environment import (
     available_memory,
     cluster_secret,
     memory_flags,
@@ -33,12 +41,12 @@ from kvmig.cli.environment import (
     too_few_files,
     weights_of,
 )
-from kvmig.cli.forks import HANDED, SharedForks
-from kvmig.cli.local import Host
-from kvmig.cli.processes import Launcher, begin_loading, leave, quiet, say, send_heartbeats
-from kvmig.cli.ray_launcher import RayLauncher
-from kvmig.cli.scheduler import SchedulerKeeper
-from kvmig.cli.shapes import (
+from kvmig.launcher.forks import HANDED, SharedForks
+from kvmig.launcher.local import Host
+from kvmig.launcher.processes import Launcher, begin_loading, leave, quiet, say, send_heartbeats
+from kvmig.launcher.ray_launcher import RayLauncher
+from kvmig.launcher.scheduler import SchedulerKeeper
+from kvmig.launcher.shapes import (
     Shapes,
     Trees,
     own_flags,
@@ -47,14 +55,6 @@ from kvmig.cli.shapes import (
     shapes_of,
     unit_tokens,
 )
-from kvmig.controlplane.messages import Member
-from kvmig.controlplane.unit_member import ask
-from kvmig.core.config import ClusterConfig, UnitConfig
-from kvmig.core.errors import ConfigError, KvmigError, TransportError
-from kvmig.core.secret import ADMIN_KEY
-from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind, kind_of
-from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
-from kvmig.gateway.access import is_loopback
 
 
 def main(argv: Sequence[str]) -> int:

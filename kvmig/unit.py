@@ -20,10 +20,6 @@ from typing import NoReturn
 
 import uvloop
 
-from kvmig.cli.environment import take_path
-from kvmig.cli.flags import quantity
-from kvmig.cli.processes import leave, quiet, say
-from kvmig.cli.watchdog import notify_manager
 from kvmig.controlplane.adbs import POLICIES
 from kvmig.controlplane.leases import MIB, Ledger
 from kvmig.controlplane.quotas import RULES
@@ -32,6 +28,10 @@ from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.controlplane.unit_member import ask
 from kvmig.controlplane.unit_messages import Unit
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
+from kvmig.launcher.environment import take_path
+from kvmig.launcher.flags import quantity
+from kvmig.launcher.processes import leave, quiet, say
+from kvmig.launcher.watchdog import notify_manager
 
 
 def main(argv: Sequence[str]) -> int:

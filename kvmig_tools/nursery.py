@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvmig.cli.forks import (
+from kvmig.core.errors import StartupError
+from kvmig.launcher.forks import (
     HANDED,
     SERVERS,
     Ended,
@@ -28,8 +29,7 @@ from kvmig.cli.forks import (
     likeness,
     send_order,
 )
-from kvmig.cli.processes import UNSEEN, how_it_ended
-from kvmig.core.errors import StartupError
+from kvmig.launcher.processes import UNSEEN, how_it_ended
 
 LOAD_S = 300.0
 """Where nothing is compiled yet it takes a minute, beside others more."""

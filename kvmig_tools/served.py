@@ -17,10 +17,10 @@ from typing import IO, Any, Self
 
 import httpx
 
-from kvmig.cli.forks import HANDED
-from kvmig.cli.processes import how_it_ended
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import ADMIN_KEY
+from kvmig.launcher.forks import HANDED
+from kvmig.launcher.processes import how_it_ended
 from kvmig.models import BUNDLED
 from kvmig_tools.nursery import ForkedServer, Nursery
 

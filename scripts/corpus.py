@@ -20,11 +20,11 @@ from msgspec import inspect
 
 from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.usage import HAND_OVER, HandOver
-from kvmig.cli.forks import ForkNews, ForkOrder
 from kvmig.controlplane.messages import ClusterMessage
 from kvmig.controlplane.unit_messages import ToAgent, ToMember
 from kvmig.fleet.orders import News, Order
 from kvmig.kvtransfer.messages import VERSION, Message, PeerMessage
+from kvmig.launcher.forks import ForkNews, ForkOrder
 from kvmig.proxy.messages import Down, Up
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "corpus"

@@ -245,12 +245,12 @@ def documents() -> Files:
     """Launch documents and files, every field filled in, and with what fields are by default."""
     import msgspec
 
-    from kvmig.cli.processes import Announcement, LlumletLaunch
     from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
     from kvmig.core.config import ClusterConfig
     from kvmig.fleet.settings import ServerLaunch
     from kvmig.fleet.spec import FleetFile, Spec
     from kvmig.front_end import FrontLaunch
+    from kvmig.launcher.processes import Announcement, LlumletLaunch
     from kvmig.proxy.messages import ProxyLaunch
     from scripts.corpus import example
 

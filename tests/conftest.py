@@ -13,8 +13,8 @@ from typing import TypeVar
 import pytest
 from hypothesis import settings
 
-from kvmig.cli.processes import begin_loading, end_loading
 from kvmig.fleet.store import Store
+from kvmig.launcher.processes import begin_loading, end_loading
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests import fake_gpu, postgres

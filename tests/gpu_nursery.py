@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvmig import nursery
-from kvmig.cli import processes
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.vllm.kind import VllmKind
@@ -34,6 +33,7 @@ from kvmig.kernels import driver
 from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.machine import Machine
 from kvmig.kvtransfer.transports import select
+from kvmig.launcher import processes
 from tests import fake_gpu
 
 ORDERS = "KVMIG_TEST_ORDERS"

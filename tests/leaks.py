@@ -77,7 +77,7 @@ class Footprint:
     def llumlets(self) -> dict[str, psutil.Process]:
         """By instance: those that may write the instance's shared memory."""
         found = {}
-        for one in self.named("kvmig.cli.llumlet"):
+        for one in self.named("kvmig.launcher.llumlet_main"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 for file in one.open_files():
                     if "+" in file.mode and (name := _INSTANCE.search(file.path)):

@@ -16,9 +16,9 @@ import httpx
 import msgspec
 
 from kvmig.accounts.keys import KeyGrant, KeyTerms, Limits, new_key
-from kvmig.cli.environment import take_path
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import HttpConfig
+from kvmig.launcher.environment import take_path
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin

@@ -8,8 +8,6 @@ from http import HTTPStatus
 import msgspec
 import pytest
 
-from kvmig.cli.environment import cluster_secret
-from kvmig.cli.processes import LlumletLaunch
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import IN_THE_CLEAR, ClusterConfig, MigrationConfig, Transport, check
 from kvmig.core.errors import ConfigError, TransportError
@@ -19,6 +17,8 @@ from kvmig.gateway.access import access
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
+from kvmig.launcher.environment import cluster_secret
+from kvmig.launcher.processes import LlumletLaunch
 
 HERE = {"host": "127.0.0.1:8000"}
 

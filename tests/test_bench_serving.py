@@ -12,8 +12,8 @@ from bench import report, serving
 from bench.arrivals import Arrival
 from bench.serving_calls import Answer, Call, Run, answer_of, calls_of, summarise
 from bench.serving_plot import draw_serving
-from kvmig.cli.flags import parse
 from kvmig.core.errors import ConfigError
+from kvmig.launcher.flags import parse
 
 
 def calls(count: int, rate: float = 2.0, high: float = 0.0, longest: int = 3000) -> list[Call]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.cli import cgroups
-from kvmig.cli.cgroups import cores, memory_left, memory_limit
+from kvmig.launcher import cgroups
+from kvmig.launcher.cgroups import cores, memory_left, memory_limit
 
 GIB = 1 << 30
 
@@ -123,7 +123,7 @@ def limited() -> Iterator[tuple[str, ...]]:
 
 def test_an_instance_is_planned_for_the_container_and_its_cores(limited: tuple[str, ...]) -> None:
     ask = (
-        "from kvmig.cli.environment import available_memory, total_memory, worker_threads\n"
+        "from kvmig.launcher.environment import available_memory, total_memory, worker_threads\n"
         "print(total_memory(), available_memory() < 3 << 30, worker_threads([1]))"
     )
     command = [*limited, "taskset", "-c", "0", sys.executable, "-c", ask]

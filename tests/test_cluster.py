@@ -14,11 +14,6 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvmig.cli import cluster, control, instance
-from kvmig.cli.cluster import Cluster
-from kvmig.cli.control import Control
-from kvmig.cli.processes import Handle, LlumletLaunch
-from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import (
     AddInstances,
     ClusterMessage,
@@ -44,6 +39,11 @@ from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello
+from kvmig.launcher import cluster, control, instance
+from kvmig.launcher.cluster import Cluster
+from kvmig.launcher.control import Control
+from kvmig.launcher.processes import Handle, LlumletLaunch
+from kvmig.launcher.shapes import InstanceShape, Shapes
 from tests.fake_llumlet import Front, decode
 from tests.waiting import PATIENCE_S, until
 

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvmig.cli.environment import (
+from kvmig.core.config import SPARE_FILES
+from kvmig.core.errors import ConfigError
+from kvmig.engines.vllm.kind import KEPT, PRODUCTS_KEPT
+from kvmig.launcher.environment import (
     GIB,
     instance_environment,
     llumlet_environment,
@@ -18,9 +21,6 @@ from kvmig.cli.environment import (
     with_tree,
     worker_threads,
 )
-from kvmig.core.config import SPARE_FILES
-from kvmig.core.errors import ConfigError
-from kvmig.engines.vllm.kind import KEPT, PRODUCTS_KEPT
 
 
 def on_cpu(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.cli.flags import RENAMED, parse, parser
+from kvmig.launcher.flags import RENAMED, parse, parser
 
 
 def test_a_renamed_flag_is_taken_under_its_old_name_and_says_so(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvmig.cli.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.memory import Memory
 from kvmig.fleet.spec import Instances, Spec
+from kvmig.launcher.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
 
 WEIGHTS = 1000
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmig.cli.environment import take_long
-from kvmig.cli.forks import _ready
 from kvmig.fleet.orders import MESSAGE_BYTES, Load, News, Order, Start, order_of
 from kvmig.fleet.server import InitLink
+from kvmig.launcher.environment import take_long
+from kvmig.launcher.forks import _ready
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import cast
 import psutil
 import pytest
 
-from kvmig.cli.environment import llumlet_environment
-from kvmig.cli.forks import LLUMLET, Fork, Forks, opened_gpu
-from kvmig.cli.processes import UNSEEN, Announcement, Child, Process
 from kvmig.core.errors import StartupError
+from kvmig.launcher.environment import llumlet_environment
+from kvmig.launcher.forks import LLUMLET, Fork, Forks, opened_gpu
+from kvmig.launcher.processes import UNSEEN, Announcement, Child, Process
 
 THREADS = 4
 """Of an instance: what it is forked from has one all the same."""
@@ -221,7 +221,7 @@ async def test_one_that_can_not_tell_gives_way(
     old = await waiting.begin(forks)
     server = psutil.Process(old.pid).parent()
     assert server is not None
-    monkeypatch.setattr("kvmig.cli.forks.LOADED", "time")  # a module without main
+    monkeypatch.setattr("kvmig.launcher.forks.LOADED", "time")  # a module without main
     forks.renew("")
     new = await waiting.begin(forks)
 

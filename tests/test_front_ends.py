@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvmig import front_end
-from kvmig.cli.processes import running
 from kvmig.core.config import ClusterConfig, LifecycleConfig
 from kvmig.front_end import FrontEnds, FrontLaunch
+from kvmig.launcher.processes import running
 
 PATIENCE_S = 60.0
 STUB = """

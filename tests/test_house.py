@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.cli.flags import parser
+from kvmig.launcher.flags import parser
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvmig"

@@ -42,7 +42,7 @@ def test_one_whose_launcher_has_gone_before_it_was_told_what_to_be_ends_in_silen
     heard, announced = os.pipe()
     os.close(heard)
     done = subprocess.run(
-        [sys.executable, "-m", "kvmig.cli.llumlet", str(announced)],
+        [sys.executable, "-m", "kvmig.launcher.llumlet_main", str(announced)],
         input="", pass_fds=(announced,), capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     os.close(announced)

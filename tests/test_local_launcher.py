@@ -8,11 +8,11 @@ from typing import cast
 import msgspec
 import pytest
 
-from kvmig.cli import local
-from kvmig.cli.local import Host, LocalLauncher, LocalLlumlet
-from kvmig.cli.processes import Child, LlumletLaunch, Process, Spawn
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import ConfigError, StartupError
+from kvmig.launcher import local
+from kvmig.launcher.local import Host, LocalLauncher, LocalLlumlet
+from kvmig.launcher.processes import Child, LlumletLaunch, Process, Spawn
 
 
 class FakeProcess:
@@ -90,7 +90,7 @@ async def test_what_a_killed_instance_shared_goes_with_it(monkeypatch: pytest.Mo
         raise OSError("even then")
 
     monkeypatch.setattr(Child, "stop", stop)
-    monkeypatch.setattr("kvmig.cli.local.sweep", lambda: swept.append(True))
+    monkeypatch.setattr("kvmig.launcher.local.sweep", lambda: swept.append(True))
     with pytest.raises(OSError, match="even then"):
         await LocalLlumlet.__new__(LocalLlumlet).stop()
     assert swept == [True]

@@ -63,9 +63,9 @@ def far_apart(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Ite
         with Served(
             flags, log=logs / "log", host=front.address, enter=front.enter, admin_key="admin"
         ) as served:
-            assert len(ray.running("kvmig.cli.llumlet")) == 2
+            assert len(ray.running("kvmig.launcher.llumlet_main")) == 2
             yield served
-        assert not ray.running("kvmig.cli.llumlet")
+        assert not ray.running("kvmig.launcher.llumlet_main")
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from kvmig.cli.forks import (
+from kvmig.core.errors import StartupError
+from kvmig.launcher.forks import (
     HANDED,
     Ended,
     Forked,
@@ -29,8 +30,7 @@ from kvmig.cli.forks import (
     likeness,
     send_order,
 )
-from kvmig.cli.processes import UNSEEN
-from kvmig.core.errors import StartupError
+from kvmig.launcher.processes import UNSEEN
 from kvmig_tools.nursery import Nursery, forked_for
 from tests.leaks import Footprint
 from tests.toys import Toys
@@ -202,7 +202,7 @@ DIFFERENT: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_a_fork_could_not_change_is_told_apart(name: str) -> None:
-    script = "import json; from kvmig.cli.forks import likeness; print(json.dumps(likeness()))"
+    script = "import json; from kvmig.launcher.forks import likeness; print(json.dumps(likeness()))"
     done = subprocess.run(
         [sys.executable, "-c", script],
         preexec_fn=DIFFERENT[name],
@@ -229,7 +229,7 @@ def test_a_server_and_its_instances_are_forked_and_ended_as_if_started(
 ) -> None:
     with Toys([], tmp_path, nursery=toy_nursery) as served:
         footprint = Footprint.of(served)
-        parents = {one.ppid() for one in footprint.named("kvmig.cli.llumlet")}
+        parents = {one.ppid() for one in footprint.named("kvmig.launcher.llumlet_main")}
         assert served.process is not None
         parents.add(psutil.Process(served.process.pid).ppid())
         assert toy_nursery.process is not None
@@ -245,7 +245,7 @@ def test_instances_of_a_launcher_that_is_killed_go_with_it(
 ) -> None:
     with Toys([], tmp_path, nursery=toy_nursery) as served:
         footprint = Footprint.of(served)
-        assert len(footprint.named("kvmig.cli.llumlet")) == 2
+        assert len(footprint.named("kvmig.launcher.llumlet_main")) == 2
         assert served.stop(signal.SIGKILL) == -9
     footprint.assert_gone(PATIENCE_S)
 
@@ -260,7 +260,7 @@ def test_a_server_goes_on_without_its_nursery_and_its_instances_come_back(tmp_pa
         nursery.process.kill()
         nursery.process.wait()
         footprint = Footprint.of(served)
-        llumlet, *_ = footprint.named("kvmig.cli.llumlet")
+        llumlet, *_ = footprint.named("kvmig.launcher.llumlet_main")
         llumlet.kill()
         until(lambda: "is gone (nobody saw how)" in served.output())
         until(lambda: states() == ["serving"] * 2)
@@ -323,7 +323,7 @@ def test_a_server_that_a_fork_could_not_be_like_starts_in_the_usual_way(
     with Toys([], tmp_path, nursery=toy_nursery, environment=other) as served:
         assert isinstance(served.process, subprocess.Popen)
         children = psutil.Process(served.process.pid).children(recursive=True)
-        assert [one for one in children if "kvmig.cli.llumlet" in " ".join(one.cmdline())]
+        assert [one for one in children if "kvmig.launcher.llumlet_main" in " ".join(one.cmdline())]
         words = "differs in the environment of instances; this server starts its own"
         assert words in served.output()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvmig.cli.flags import parse, parse_class
 from kvmig.core.config import ClusterConfig, check
 from kvmig.core.errors import ConfigError
 from kvmig.core.priorities import (
@@ -18,6 +17,7 @@ from kvmig.core.priorities import (
     with_priority,
 )
 from kvmig.engines.vllm.kind import scheduling_flags
+from kvmig.launcher.flags import parse, parse_class
 
 HIGH = PriorityClass("high", -1, headroom_tokens=1600)
 LOW = PriorityClass("low", 5)

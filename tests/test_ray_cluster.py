@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.cli.ray_cluster import (
+from kvmig.core.errors import ConfigError
+from kvmig.launcher.ray_cluster import (
     Node,
     actor_options,
     check_room,
@@ -15,7 +16,6 @@ from kvmig.cli.ray_cluster import (
     parse_resources,
     share_of,
 )
-from kvmig.core.errors import ConfigError
 
 
 def node(free: dict[str, float], total: dict[str, float] | None = None) -> Node:

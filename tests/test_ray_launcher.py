@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmig.cli.environment import GIB, part_of_memory
-from kvmig.cli.processes import Child, LlumletLaunch, Spawn
-from kvmig.cli.ray_launcher import Order, Supervisor, bound_to, forwarded, node_environment
 from kvmig.core.config import ClusterConfig, MigrationConfig
 from kvmig.core.errors import ConfigError
+from kvmig.launcher.environment import GIB, part_of_memory
+from kvmig.launcher.processes import Child, LlumletLaunch, Spawn
+from kvmig.launcher.ray_launcher import Order, Supervisor, bound_to, forwarded, node_environment
 
 
 def order(**fields: Any) -> Order:

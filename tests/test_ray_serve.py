@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from kvmig.cli import ray_cluster, ray_launcher
 from kvmig.core.config import RayConfig
 from kvmig.core.errors import ConfigError
+from kvmig.launcher import ray_cluster, ray_launcher
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import assert_server_is_empty
@@ -76,7 +76,7 @@ def llumlets(cluster: Cluster) -> list[psutil.Process]:
         process
         for raylet in raylets
         for process in psutil.Process(raylet).children(recursive=True)
-        if "kvmig.cli.llumlet" in " ".join(process.cmdline())
+        if "kvmig.launcher.llumlet_main" in " ".join(process.cmdline())
     ]
 
 

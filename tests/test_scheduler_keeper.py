@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvmig.cli import scheduler
-from kvmig.cli.processes import Child
-from kvmig.cli.scheduler import SchedulerKeeper
 from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.launcher import scheduler
+from kvmig.launcher.processes import Child
+from kvmig.launcher.scheduler import SchedulerKeeper
 from tests.waiting import until
 
 SECRET = b"a secret of 16 b"

@@ -113,7 +113,7 @@ class Process:
 
 def start(descriptor: int, launch: bytes, stderr: int | None = None) -> subprocess.Popen[bytes]:
     popen = subprocess.Popen(
-        [sys.executable, "-m", "kvmig.cli.scheduler", str(descriptor)],
+        [sys.executable, "-m", "kvmig.launcher.scheduler", str(descriptor)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stderr=stderr,
@@ -268,6 +268,6 @@ def test_what_can_not_be_started_is_said_in_one_sentence(launch: bytes, sentence
 
 
 def test_its_imports_are_light() -> None:
-    code = "import sys, kvmig.cli.scheduler; print({'torch', 'vllm'} & set(sys.modules))"
+    code = "import sys, kvmig.launcher.scheduler; print({'torch', 'vllm'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     assert done.stdout == b"set()\n"

@@ -177,7 +177,9 @@ class Start:
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             found = [
-                one for one in self.running() if "kvmig.cli.llumlet" in " ".join(one.cmdline())
+                one
+                for one in self.running()
+                if "kvmig.launcher.llumlet_main" in " ".join(one.cmdline())
             ]
             if len(found) > instance:
                 return found[instance]

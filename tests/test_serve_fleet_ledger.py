@@ -249,7 +249,7 @@ async def test_what_moves_or_runs_again_is_what_the_answer_says(ledger: Ledger) 
             scale = {"min": 1, "max": 1}
             await asyncio.to_thread(fleet.ask, "POST", f"models/{GENERATES}/scale", scale)
         else:
-            kill((await asyncio.to_thread(fleet.processes, "kvmig.cli.llumlet"))[0])
+            kill((await asyncio.to_thread(fleet.processes, "kvmig.launcher.llumlet_main"))[0])
         for call_id, answer in await asyncio.gather(*calls):
             assert answer.status_code == 200, answer.text
             assert await ledger.row(call_id) == (told(answer), "finished")

@@ -79,7 +79,7 @@ async def test_a_stream_that_moves_is_counted_once(fleet: ToyFleet, key: str) ->
         await stream.reach(8)
     assert fleet.ask("POST", "models/a/scale", {"min": 1, "max": 1}).status_code == 200
     # Else streams end where they are: an instance that drains isn't serving either.
-    await until(lambda: len(fleet.processes("kvmig.cli.llumlet")) == 1)
+    await until(lambda: len(fleet.processes("kvmig.launcher.llumlet_main")) == 1)
     fleet.hold(None)
     assert [await stream.task for stream in streams] == [counted(60, start) for start in range(8)]
     found = await asyncio.to_thread(used, fleet, key, 480)

@@ -105,7 +105,7 @@ async def test_of_an_instance_that_is_killed_nothing_runs_and_of_one_that_is_rem
 
 
 async def test_of_a_scheduler_that_is_killed_nothing_is_said(served: Toys) -> None:
-    (scheduler,) = Footprint.of(served).named("kvmig.cli.scheduler")
+    (scheduler,) = Footprint.of(served).named("kvmig.launcher.scheduler")
     await knock(scheduler)
     await until(served, lambda found: found.get(REFUSED), process="scheduler")
     scheduler.kill()

@@ -61,7 +61,7 @@ async def look(client: httpx.AsyncClient, model: str) -> Seen:
 async def test_health_is_ready_exactly_while_calls_are_answered(served: Served) -> None:
     stream = Stream(served, PATH, count_from(100, 600))
     await stream.reach(1)
-    (llumlet,) = Footprint.of(served).named("kvmig.cli.llumlet")
+    (llumlet,) = Footprint.of(served).named("kvmig.launcher.llumlet_main")
     llumlet.kill()
     seen: list[Seen] = []
     async with (

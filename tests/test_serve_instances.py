@@ -184,7 +184,8 @@ async def test_a_rolling_restart_under_load_loses_no_stream(several: Toys) -> No
     listed = {row["pid"]: row["id"] for row in (await rows(several)).values()}
     titles = {one.pid: " ".join(one.cmdline()) for one in llumlets(several)}
     assert {pid: f"{listed[pid]} of {several.model} at {several.url}" for pid in before} == {
-        pid: title.partition("kvmig.cli.llumlet ")[2].rstrip() for pid, title in titles.items()
+        pid: title.partition("kvmig.launcher.llumlet_main ")[2].rstrip()
+        for pid, title in titles.items()
     }
     said = len(several.output())
     begun: list[int] = []
@@ -262,7 +263,7 @@ def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
 
 def llumlets(served: Served) -> list[psutil.Process]:
     """The processes of its instances."""
-    return Footprint.of(served).named("kvmig.cli.llumlet")
+    return Footprint.of(served).named("kvmig.launcher.llumlet_main")
 
 
 async def test_load_adds_an_instance_and_its_end_takes_one_away(elastic: Toys) -> None:

@@ -65,7 +65,7 @@ async def test_embeddings_whose_instances_all_die_fail_and_the_server_serves_on(
 
     async with httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as client:
         before = vector(await embed(client, server))
-        llumlets = Footprint.of(server).named("kvmig.cli.llumlet")
+        llumlets = Footprint.of(server).named("kvmig.launcher.llumlet_main")
         assert len(llumlets) == 2
         for one in llumlets:
             one.suspend()

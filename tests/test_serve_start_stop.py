@@ -130,7 +130,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Toys, Footp
     flags.append("--max-restarts=0")
     with Toys(flags, tmp_path_factory.mktemp("even")) as served:
         deadline = time.monotonic() + PATIENCE_S
-        while not Footprint.of(served).named("kvmig.cli.scheduler"):
+        while not Footprint.of(served).named("kvmig.launcher.scheduler"):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         yield served, Footprint.of(served)
@@ -176,7 +176,7 @@ async def test_a_killed_scheduler_comes_back_and_serving_goes_on(
     even: tuple[Toys, Footprint],
 ) -> None:
     served, footprint = even
-    (scheduler,) = footprint.named("kvmig.cli.scheduler")
+    (scheduler,) = footprint.named("kvmig.launcher.scheduler")
     with served.held(HELD):
         stream = Stream(served, PATH, count_from(10, TOKENS))
         await stream.reach(HELD)
@@ -185,7 +185,7 @@ async def test_a_killed_scheduler_comes_back_and_serving_goes_on(
     assert (await stream.end()).tokens == TOKENS
 
     async with asyncio.timeout(PATIENCE_S):
-        while not (again := Footprint.of(served).named("kvmig.cli.scheduler")):
+        while not (again := Footprint.of(served).named("kvmig.launcher.scheduler")):
             assert (await run_unmoved(served, PATH, count_from(20, 20))).tokens == 20
     assert again != [scheduler]
     await asyncio.to_thread(assert_server_is_empty, served)
@@ -222,7 +222,7 @@ async def test_without_any_instance_the_server_ends_with_exit_code_1(
     even: tuple[Toys, Footprint],
 ) -> None:
     served, footprint = even
-    for process in footprint.named("kvmig.cli.llumlet"):
+    for process in footprint.named("kvmig.launcher.llumlet_main"):
         process.kill()
 
     assert await ended(served) == 1

@@ -182,7 +182,7 @@ async def test_a_stream_goes_on_elsewhere_when_its_instance_is_killed(served: Se
     await place(served, stream, "i1")
     (killed,) = [
         one
-        for one in Footprint.of(served).named("kvmig.cli.llumlet")
+        for one in Footprint.of(served).named("kvmig.launcher.llumlet_main")
         if any("-i1-" in file.path and "+" in file.mode for file in one.open_files())
     ]
     killed.kill()

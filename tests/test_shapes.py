@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.cli.shapes import (
+from kvmig.core.errors import ConfigError
+from kvmig.launcher.shapes import (
     InstanceShape,
     Trees,
     own_flags,
@@ -17,7 +18,6 @@ from kvmig.cli.shapes import (
     shapes_of,
     unit_tokens,
 )
-from kvmig.core.errors import ConfigError
 
 
 def parse(argv: list[str]) -> Namespace:

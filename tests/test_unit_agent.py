@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmig.cli.environment import take_path
 from kvmig.controlplane.leases import MIB, Claim, Ledger
 from kvmig.controlplane.messages import InUnit
 from kvmig.controlplane.packets import Packets
@@ -37,6 +36,7 @@ from kvmig.controlplane.unit_messages import (
 from kvmig.controlplane.unit_roll import Roll
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
+from kvmig.launcher.environment import take_path
 from kvmig.unit import main, shown
 from tests import unit_site
 from tests.unit_site import agent

@@ -8,11 +8,11 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from kvmig.cli.environment import take_path
 from kvmig.controlplane.leases import MIB, Ledger
 from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.controlplane.unit_member import UnitMember
+from kvmig.launcher.environment import take_path
 
 
 @contextlib.asynccontextmanager

@@ -14,9 +14,9 @@ from bench.chaos.place import Place
 
 MODULES = {
     "kvmig.serve": "launcher",
-    "kvmig.cli.forks": "fork-server",
-    "kvmig.cli.llumlet": "instance",
-    "kvmig.cli.scheduler": "scheduler",
+    "kvmig.launcher.forks": "fork-server",
+    "kvmig.launcher.llumlet_main": "instance",
+    "kvmig.launcher.scheduler": "scheduler",
     "kvmig.front_process": "front-end",
     "kvmig.unit": "unit-agent",
 }

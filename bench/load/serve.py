@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import uvloop
 
 from bench.load.orders import Orders, Start, Started
-from kvmig.cli import flags as kvmig_flags
-from kvmig.cli.cluster import Cluster
-from kvmig.cli.processes import STOP_S, Handle, LlumletLaunch, leave, quiet
-from kvmig.cli.shapes import Shapes, shapes_of
 from kvmig.engines.kind import kind_of
 from kvmig.front_end import FrontLaunch
+from kvmig.launcher import flags as kvmig_flags
+from kvmig.launcher.cluster import Cluster
+from kvmig.launcher.processes import STOP_S, Handle, LlumletLaunch, leave, quiet
+from kvmig.launcher.shapes import Shapes, shapes_of
 from kvmig.serve import Server, listening
 
 

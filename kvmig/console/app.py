@@ -13,8 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from kvmig import __version__
-from kvmig.cli.environment import cores
-from kvmig.cli.flags import quantity
 from kvmig.console.accounts import key_app, user_app
 from kvmig.console.client import KEY, Client, Failed
 from kvmig.console.common import (
@@ -33,6 +31,8 @@ from kvmig.console.usage import usage_app
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
+from kvmig.launcher.environment import cores
+from kvmig.launcher.flags import quantity
 
 __all__ = ["Where", "app", "main"]
 

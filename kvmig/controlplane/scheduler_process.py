@@ -47,7 +47,7 @@ class SchedulerLaunch(Discreet, frozen=True):
     secret: bytes
     config: ClusterConfig
     heartbeat: int = -1
-    """Descriptor for `kvmig.cli.processes.send_heartbeats`; -1: nobody listens."""
+    """Descriptor for `kvmig.launcher.processes.send_heartbeats`; -1: nobody listens."""
 
 
 class SchedulerReady(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ class EngineKind(Protocol):
     takes_units: bool
     """Whether its instances can differ in shape (`MigrationConfig.unit_tokens`)."""
     shares_memory: bool
-    """Whether it takes the flags of `kvmig.cli.environment.memory_flags`."""
+    """Whether it takes the flags of `kvmig.launcher.environment.memory_flags`."""
 
     def prepare(self) -> None:
         """Check the version and set the environment, before anything of it is imported.

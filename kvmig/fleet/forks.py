@@ -1,7 +1,7 @@
 """`python -m kvmig.fleet.forks DESCRIPTOR`: what a fleet's server and proxies are forked from.
 
 It has their libraries loaded, so that one that dies is back without loading them again, and so that
-all of them share that memory. For init only, by `kvmig.cli.forks`.
+all of them share that memory. For init only, by `kvmig.launcher.forks`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from kvmig.cli.forks import Loaded, make_forkable, serve, tell
-from kvmig.cli.processes import leave, say
 from kvmig.fleet.init import PROXY, SERVER
+from kvmig.launcher.forks import Loaded, make_forkable, serve, tell
+from kvmig.launcher.processes import leave, say
 
 USED = (
     SERVER, PROXY, "sqlalchemy.dialects.sqlite.pysqlite", "uvicorn.protocols.http.httptools_impl",

@@ -27,21 +27,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvmig.cli.environment import raise_open_files, take_long, take_port
-from kvmig.cli.forks import HANDED, ForkOrder, ForkServer, join
-from kvmig.cli.processes import (
-    Child,
-    Heartbeats,
-    Process,
-    deaths_in_a_row,
-    first_of,
-    hangs,
-    how_it_ended,
-    quiet,
-    restart_pause,
-    say,
-)
-from kvmig.cli.watchdog import notify_manager
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
@@ -59,6 +44,21 @@ from kvmig.fleet.orders import (
     order_of,
 )
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
+from kvmig.launcher.environment import raise_open_files, take_long, take_port
+from kvmig.launcher.forks import HANDED, ForkOrder, ForkServer, join
+from kvmig.launcher.processes import (
+    Child,
+    Heartbeats,
+    Process,
+    deaths_in_a_row,
+    first_of,
+    hangs,
+    how_it_ended,
+    quiet,
+    restart_pause,
+    say,
+)
+from kvmig.launcher.watchdog import notify_manager
 from kvmig.proxy.messages import ProxyLaunch
 
 FORKS = "kvmig.fleet.forks"
@@ -248,7 +248,7 @@ async def end_now(process: asyncio.subprocess.Process) -> None:
 
 
 def environment_of(settings: FleetSettings) -> dict[str, str]:
-    """Of nurseries and deployments, which must have the same (see `kvmig.cli.forks`)."""
+    """Of nurseries and deployments, which must have the same (see `kvmig.launcher.forks`)."""
     # A thread count that instances of all deployments share, for it is read at the import.
     return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}
 

@@ -5,16 +5,16 @@ Only the host's: what a model takes of a GPU's is the engine's business.
 
 from __future__ import annotations
 
-from kvmig.cli.environment import (
+from kvmig.core.errors import ConfigError
+from kvmig.fleet.room import Host, too_large
+from kvmig.fleet.spec import Spec
+from kvmig.launcher.environment import (
     CPU_KV_MOST,
     available_memory,
     fixed_memory,
     total_memory,
     weights_of,
 )
-from kvmig.core.errors import ConfigError
-from kvmig.fleet.room import Host, too_large
-from kvmig.fleet.spec import Spec
 
 TOY = 128 << 20
 

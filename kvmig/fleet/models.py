@@ -22,7 +22,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvmig.cli.flags import priority_classes
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import USUAL_MOST
 from kvmig.core.errors import ConfigError, StartupError
@@ -45,6 +44,7 @@ from kvmig.fleet.room import STAY, STAY_S, Plan, Resident, Waiting, plan
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, Spec
+from kvmig.launcher.flags import priority_classes
 from kvmig.proxy.messages import Demand as ProxyDemand
 from kvmig.proxy.messages import ModelCard, Route, RouteState, Want
 

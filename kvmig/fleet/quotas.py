@@ -31,7 +31,6 @@ from kvmig.accounts.keys import (
     quotas_of,
 )
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord
-from kvmig.cli.environment import take_path
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.pruned import among
 from kvmig.fleet.tables import (
@@ -43,6 +42,7 @@ from kvmig.fleet.tables import (
     usage,
     usage_daily,
 )
+from kvmig.launcher.environment import take_path
 from kvmig.proxy.messages import QuotaLeft
 
 OVER = "the call is over"

@@ -32,8 +32,6 @@ from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, limited_by
 from kvmig.accounts.limits import Bucket
 from kvmig.accounts.usage import Damaged, HandOver, Kept, Spool
-from kvmig.cli.environment import gpus, take_path
-from kvmig.cli.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
@@ -52,6 +50,8 @@ from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
+from kvmig.launcher.environment import gpus, take_path
+from kvmig.launcher.processes import Announcement, leave, quiet, say, send_heartbeats
 from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import (
@@ -523,7 +523,7 @@ async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -
 
 def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of its
-    end of the socket to init, and for `kvmig.cli.processes.send_heartbeats`.
+    end of the socket to init, and for `kvmig.launcher.processes.send_heartbeats`.
     """
     descriptors = words[-3:]
     if not 3 <= len(words) <= 4 or not all(map(str.isdecimal, descriptors)):

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from kvmig.cli.environment import take_path
 from kvmig.core.errors import ConfigError
+from kvmig.launcher.environment import take_path
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Up, Want
 
 LENGTH_BYTES = 4

@@ -8,15 +8,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from kvmig.cli.processes import (
-    Handle,
-    Launcher,
-    LlumletLaunch,
-    deaths_in_a_row,
-    first_of,
-    restart_pause,
-    say,
-)
 from kvmig.controlplane.messages import (
     ClusterMessage,
     LoadReport,
@@ -28,9 +19,18 @@ from kvmig.controlplane.messages import (
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.launcher.processes import (
+    Handle,
+    Launcher,
+    LlumletLaunch,
+    deaths_in_a_row,
+    first_of,
+    restart_pause,
+    say,
+)
 
 if TYPE_CHECKING:
-    from kvmig.cli.cluster import Cluster
+    from kvmig.launcher.cluster import Cluster
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The launcher's processes: how one prints, loads and ends, how it is started, watched and ended.
 
 A launcher places, starts and ends llumlets, on this host or on the nodes of a Ray cluster; when,
-how many and how often again is decided by `kvmig.cli.cluster`. The scheduler and the front ends
-always run on this host, as a `Child`.
+how many and how often again is decided by `kvmig.launcher.cluster`. The scheduler and the front
+ends always run on this host, as a `Child`.
 """
 
 from __future__ import annotations

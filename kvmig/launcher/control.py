@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvmig.cli.cluster import Cluster
 from kvmig.controlplane.messages import (
     AddInstances,
     ClusterMessage,
@@ -24,6 +23,7 @@ from kvmig.controlplane.messages import (
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Hello, Message
+from kvmig.launcher.cluster import Cluster
 
 Order = AddInstances | DrainInstance | StopDrain | RestartInstances
 

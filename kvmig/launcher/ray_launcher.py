@@ -1,7 +1,7 @@
 """The launcher of a Ray cluster: each llumlet on a node that has the resources it takes.
 
-Ray places, and tells when an actor is gone. An actor isn't restarted by Ray: `kvmig.cli.cluster`
-starts an instance again, and Ray may place it elsewhere.
+Ray places, and tells when an actor is gone. An actor isn't restarted by Ray:
+`kvmig.launcher.cluster` starts an instance again, and Ray may place it elsewhere.
 
 The actor, a `Supervisor`, starts the llumlet as its child. The engine is not in Ray's worker but in
 the very process that a local launcher starts, so that its crash is a child's end and not the
@@ -20,16 +20,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from kvmig.cli import ray_cluster
-from kvmig.cli.environment import (
+from kvmig.core.config import ClusterConfig, RayConfig
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.kvtransfer.transports.shm import sweep
+from kvmig.launcher import ray_cluster
+from kvmig.launcher.environment import (
     llumlet_environment,
     memory_flags,
     part_of_memory,
     weights_of,
     with_tree,
 )
-from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, running
-from kvmig.cli.ray_cluster import (
+from kvmig.launcher.processes import STOP_S, Child, Handle, LlumletLaunch, running
+from kvmig.launcher.ray_cluster import (
     Node,
     Resources,
     actor_options,
@@ -39,9 +42,6 @@ from kvmig.cli.ray_cluster import (
     needs_of,
     share_of,
 )
-from kvmig.core.config import ClusterConfig, RayConfig
-from kvmig.core.errors import ConfigError, KvmigError, StartupError
-from kvmig.kvtransfer.transports.shm import sweep
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -313,7 +313,7 @@ class Supervisor:
             engine_argv=[*_memory_flags(order, environment), *order.launch.engine_argv],
         )
         name = f"instance {launch.instance}"
-        spawn = running("kvmig.cli.llumlet", environment, title=launch.title)
+        spawn = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
         self._child = await Child.start(name, spawn, launch)
 
     async def ready(self, timeout_s: float) -> str:

@@ -1,6 +1,6 @@
 """The scheduler's process, and its keeper in the launcher.
 
-The process is `python -m kvmig.cli.scheduler [TITLE] DESCRIPTOR`, for the launcher only.
+The process is `python -m kvmig.launcher.scheduler [TITLE] DESCRIPTOR`, for the launcher only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvmig.cli.processes import (
+from kvmig.controlplane.child import read_launch
+from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused, Scale
+from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import KvmigError, PeerError, StartupError, TransportError
+from kvmig.kvtransfer.link import Client
+from kvmig.launcher.processes import (
     HEARTBEAT_TIMEOUT_S,
     Child,
     Heartbeats,
@@ -24,15 +30,9 @@ from kvmig.cli.processes import (
     say,
     send_heartbeats,
 )
-from kvmig.controlplane.child import read_launch
-from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused, Scale
-from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
-from kvmig.core.config import ClusterConfig
-from kvmig.core.errors import KvmigError, PeerError, StartupError, TransportError
-from kvmig.kvtransfer.link import Client
 
 if TYPE_CHECKING:
-    from kvmig.cli.cluster import Cluster
+    from kvmig.launcher.cluster import Cluster
 
 
 SCHEDULER_TIMEOUT_S = 30.0
@@ -77,7 +77,7 @@ class SchedulerKeeper:
     async def _live_with(self, heartbeats: Heartbeats) -> None:
         launch = SchedulerLaunch(self._secret, self._config, heartbeats.descriptor)
         title = f"of {self._cluster.whose}" if self._cluster.whose else ""
-        spawn = running("kvmig.cli.scheduler", os.environ, [heartbeats.descriptor], title)
+        spawn = running("kvmig.launcher.scheduler", os.environ, [heartbeats.descriptor], title)
         child = await Child.start("scheduler", spawn, launch)
         hearing: asyncio.Task[str] | None = None
         try:
@@ -154,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
     """Launch document on stdin, readiness on the file descriptor that is the last word."""
     logging.basicConfig(format="%(asctime)s scheduler %(levelname)s %(message)s")
     if not 2 <= len(argv) <= 3 or not argv[-1].isdecimal():
-        print("usage: python -m kvmig.cli.scheduler [TITLE] DESCRIPTOR", file=sys.stderr)
+        print("usage: python -m kvmig.launcher.scheduler [TITLE] DESCRIPTOR", file=sys.stderr)
         return 2
     try:
         asyncio.run(run(read_launch(SchedulerLaunch), int(argv[-1])))

@@ -9,9 +9,6 @@ from types import MappingProxyType
 
 import msgspec
 
-from kvmig.cli.instance import Deadline, Instance
-from kvmig.cli.processes import Launcher, LlumletLaunch, say
-from kvmig.cli.shapes import InstanceShape, Shapes
 from kvmig.controlplane.messages import (
     AddInstances,
     DrainInstance,
@@ -25,6 +22,9 @@ from kvmig.controlplane.messages import (
 from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.launcher.instance import Deadline, Instance
+from kvmig.launcher.processes import Launcher, LlumletLaunch, say
+from kvmig.launcher.shapes import InstanceShape, Shapes
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""`python -m kvmig.cli.llumlet [TITLE] DESCRIPTOR`: one instance, for the launcher only."""
+"""`python -m kvmig.launcher.llumlet_main [TITLE] DESCRIPTOR`: one instance, for the launcher
+only."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from collections.abc import Sequence
 
 import uvloop
 
-from kvmig.cli.processes import (
+from kvmig.controlplane.child import announce, read_launch, until_stopped
+from kvmig.controlplane.llumlet import Llumlet
+from kvmig.core.errors import KvmigError, StartupError
+from kvmig.core.heap import keep_small
+from kvmig.engines.gate import UnitShares
+from kvmig.engines.kind import kind_of
+from kvmig.launcher.processes import (
     Announcement,
     LlumletLaunch,
     begin_loading,
@@ -19,12 +26,6 @@ from kvmig.cli.processes import (
     quiet,
     say,
 )
-from kvmig.controlplane.child import announce, read_launch, until_stopped
-from kvmig.controlplane.llumlet import Llumlet
-from kvmig.core.errors import KvmigError, StartupError
-from kvmig.core.heap import keep_small
-from kvmig.engines.gate import UnitShares
-from kvmig.engines.kind import kind_of
 
 STOP_S = 3.0
 SWITCH_INTERVAL_S = 0.0005
@@ -78,7 +79,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
 def main(words: Sequence[str]) -> int:
     """Launch document on stdin, the announcement on the file descriptor that is the last word."""
     if not 1 <= len(words) <= 2 or not words[-1].isdecimal():
-        print("usage: python -m kvmig.cli.llumlet [TITLE] DESCRIPTOR", file=sys.stderr)
+        print("usage: python -m kvmig.launcher.llumlet_main [TITLE] DESCRIPTOR", file=sys.stderr)
         return 2
     descriptor = int(words[-1])
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -3,8 +3,8 @@
 Importing vLLM takes seconds of a core, for every instance again. The fork server does it once,
 while the launcher itself reads its flags; an instance is then a fork of it, also one that comes
 later or comes back. `Forks` is the launcher's side; the fork server itself is
-`python -m kvmig.cli.forks DESCRIPTOR ENGINE`, for the launcher only. One for all launchers of a
-host is `python -m kvmig.nursery`; a launcher is handed its socket in `HANDED`.
+`python -m kvmig.launcher.forks DESCRIPTOR ENGINE`, for the launcher only. One for all launchers of
+a host is `python -m kvmig.nursery`; a launcher is handed its socket in `HANDED`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pathlib import Path
 import msgspec
 import setproctitle
 
-from kvmig.cli.environment import take_long, with_tree
-from kvmig.cli.loaded import note
-from kvmig.cli.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
 from kvmig.controlplane.child import lead_group
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import ADMIN_KEY, SECRET
 from kvmig.engines.kind import kind_of
+from kvmig.launcher.environment import take_long, with_tree
+from kvmig.launcher.loaded import note
+from kvmig.launcher.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ ENGINE = "engine"
 INSTANCES, SERVERS = "the environment of instances", "the environment of servers"
 """What a `Loaded` names besides `likeness`; environments by their `digest`."""
 NO_FILE_S = 0.2
-LLUMLET = "kvmig.cli.llumlet"
-ENGINES = "kvmig.cli.forks"
-LOADED = "kvmig.cli.loaded"
+LLUMLET = "kvmig.launcher.llumlet_main"
+ENGINES = "kvmig.launcher.forks"
+LOADED = "kvmig.launcher.loaded"
 DESCRIPTORS = Path("/proc/self/fd")
 GPUS = "/dev/nvidia"
 """Files of NVIDIA's driver, opened by cuInit: it fails in a fork of who has called it."""

@@ -11,8 +11,6 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from kvmig.cli.processes import say
-from kvmig.cli.ray_cluster import AUTO, checked_address, parse_resources
 from kvmig.core.config import (
     ENGINES,
     IN_THE_CLEAR,
@@ -33,6 +31,8 @@ from kvmig.core.config import (
 )
 from kvmig.core.errors import ConfigError
 from kvmig.core.priorities import PriorityClass, with_normal
+from kvmig.launcher.processes import say
+from kvmig.launcher.ray_cluster import AUTO, checked_address, parse_resources
 
 _EPILOG = """Every other flag is the engine's (vLLM's, unless --engine says otherwise) and goes to
 each instance, e.g. --host, --port, --max-model-len, --api-key; `--help=all` lists those too."""

@@ -12,12 +12,12 @@ import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from kvmig.cli import cgroups
 from kvmig.core.config import SEND_BYTES, SPARE_FILES
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SECRET
 from kvmig.engines.kind import kind_of
 from kvmig.kvtransfer.link import LEAST_BYTES
+from kvmig.launcher import cgroups
 
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from kvmig.cli.environment import gpus, llumlet_environment, with_tree, worker_threads
-from kvmig.cli.forks import HANDED, Forks
-from kvmig.cli.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.kvtransfer.transports.shm import sweep
+from kvmig.launcher.environment import gpus, llumlet_environment, with_tree, worker_threads
+from kvmig.launcher.forks import HANDED, Forks
+from kvmig.launcher.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class LocalLauncher:
                     return await self._forks.fork(environment, stdin, announced, launch.title)
                 except StartupError as error:
                     log.warning("%s; this instance starts by itself, which takes longer", error)
-            spawned = running("kvmig.cli.llumlet", environment, title=launch.title)
+            spawned = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
             return await spawned(stdin, announced)
 
         try:

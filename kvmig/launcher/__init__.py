@@ -1,0 +1,1 @@
+"""Starts, keeps and ends a cluster's processes, by kvmig's own flags."""
