@@ -1,5 +1,5 @@
 """`python -m kvmig`: the same as the command `kvmig`."""
 
-from kvmig.console.app import main
+from kvmig.cli.app import main
 
 main()

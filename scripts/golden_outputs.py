@@ -108,7 +108,7 @@ def console_helps() -> Files:
     import typer
     from typer.testing import CliRunner
 
-    from kvmig.console.app import app
+    from kvmig.cli.app import app
 
     found = {}
 

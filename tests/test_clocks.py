@@ -8,7 +8,7 @@ from tests.test_house import MODULES, PACKAGE
 
 WALL = re.compile(r"\btime\.time\(|\btime_ns\(|datetime\.(?:now|utcnow|today)\(|CLOCK_REALTIME")
 SHOWN = {
-    "console/usage.py",
+    "cli/usage.py",
     "engines/vllm/sides.py", "kvtransfer/timeline.py",
     "openai_server/answers.py", "openai_server/routes.py",
     "fleet/store.py", "proxy/process.py",

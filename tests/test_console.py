@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from kvmig import __version__
 from kvmig.accounts.keys import Keys
-from kvmig.console import app as console
-from kvmig.console.client import KEY, Client
-from kvmig.console.common import day_of
+from kvmig.cli import app as console
+from kvmig.cli.client import KEY, Client
+from kvmig.cli.common import day_of
 from kvmig.fleet import init
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.memory import Memory

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvmig.console.app import app
+from kvmig.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text()

@@ -97,7 +97,7 @@ def run_without(blocked: tuple[str, ...], code: str) -> subprocess.CompletedProc
 @pytest.mark.parametrize(
     "code",
     [
-        "import kvmig.console.app as it; sys.argv = ['kvmig', '--help']; it.main()",
+        "import kvmig.cli.app as it; sys.argv = ['kvmig', '--help']; it.main()",
         "import kvmig.serve as it; sys.exit(it.main(['--help']))",
         "import kvmig.serve as it; sys.exit(it.main(['--check', 'm', '--engine', 'toy']))",
         "import kvmig.fleet.init, kvmig.fleet.server, kvmig.proxy.__main__, kvmig.unit",

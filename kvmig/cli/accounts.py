@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvmig.console.common import Json, done, said, show, table_of, time_of, where
+from kvmig.cli.common import Json, done, said, show, table_of, time_of, where
 from kvmig.core.errors import ConfigError
 
 key_app = typer.Typer(help="Keys of the API.", no_args_is_help=True)

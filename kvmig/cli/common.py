@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvmig.console.client import Client
+from kvmig.cli.client import Client
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.settings import FleetSettings, data_folder
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from kvmig import __version__
-from kvmig.console.accounts import key_app, user_app
-from kvmig.console.client import KEY, Client, Failed
-from kvmig.console.common import (
+from kvmig.cli.accounts import key_app, user_app
+from kvmig.cli.client import KEY, Client, Failed
+from kvmig.cli.common import (
     Json,
     Where,
     patience,
@@ -26,8 +26,8 @@ from kvmig.console.common import (
     time_of,
     where,
 )
-from kvmig.console.models import CHECKING, alias_app, model_app, placement_app
-from kvmig.console.usage import usage_app
+from kvmig.cli.models import CHECKING, alias_app, model_app, placement_app
+from kvmig.cli.usage import usage_app
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml

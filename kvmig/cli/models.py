@@ -12,7 +12,7 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from kvmig.console.common import Json, done, patience, said, show, table_of, time_of, where
+from kvmig.cli.common import Json, done, patience, said, show, table_of, time_of, where
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import PATH
 from kvmig.placement.file import Placement

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvmig.console.common import Json, day_of, patience, said, show, table_of, where
+from kvmig.cli.common import Json, day_of, patience, said, show, table_of, where
 from kvmig.core.errors import ConfigError
 
 usage_app = typer.Typer(invoke_without_command=True)
