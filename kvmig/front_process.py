@@ -16,7 +16,7 @@ import uvloop
 
 from kvmig.controlplane.child import StopSignals, announce, read_launch
 from kvmig.core.errors import KvmigError, StartupError
-from kvmig.engines.kind import kind_of
+from kvmig.engines.registry import kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
 from kvmig.launcher.processes import Announcement, begin_loading, leave, quiet, say, send_heartbeats
 

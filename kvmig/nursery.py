@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from kvmig.core.config import ENGINES, ClusterConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
-from kvmig.engines.kind import kind_of
+from kvmig.engines.registry import kind_of
 from kvmig.launcher.environment import (
     gpus,
     llumlet_environment,

@@ -25,7 +25,8 @@ from kvmig.controlplane.unit_member import ask
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.secret import ADMIN_KEY
-from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind, kind_of
+from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind
+from kvmig.engines.registry import kind_of
 from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
 from kvmig.gateway.access import is_loopback
 from kvmig.launcher import flags as kvmig_flags

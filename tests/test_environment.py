@@ -10,6 +10,7 @@ import pytest
 
 from kvmig.core.config import SPARE_FILES
 from kvmig.core.errors import ConfigError
+from kvmig.engines.registry import with_tree
 from kvmig.engines.vllm.kind import KEPT, PRODUCTS_KEPT
 from kvmig.launcher.environment import (
     GIB,
@@ -18,7 +19,6 @@ from kvmig.launcher.environment import (
     memory_flags,
     raise_open_files,
     too_few_files,
-    with_tree,
     worker_threads,
 )
 

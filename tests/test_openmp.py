@@ -12,7 +12,7 @@ from kvmig.engines.vllm.kind import preloaded
 
 COMPUTES_ON_TWO_THREADS = """
 import os, time, torch
-from kvmig.engines.vllm.kind import let_team_go
+from kvmig.engines.vllm.openmp import let_team_go
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -46,7 +46,7 @@ def test_the_team_of_a_thread_goes_and_comes_again_when_it_computes() -> None:
 
 @pytest.mark.engine
 def test_without_an_openmp_library_nothing_happens() -> None:
-    program = "from kvmig.engines.vllm.kind import let_team_go; let_team_go(); print('alive')"
+    program = "from kvmig.engines.vllm.openmp import let_team_go; let_team_go(); print('alive')"
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(
         [sys.executable, "-c", program],

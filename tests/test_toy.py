@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.core.errors import ConfigError
-from kvmig.engines.kind import kind_of
+from kvmig.engines.registry import kind_of
 from kvmig.engines.toy.core import Batch, Cache, Request, compute, sample
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.toy.script import Script, ScriptFile
@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 def test_its_start_imports_nothing_of_a_real_engine() -> None:
     code = (
         "import sys\n"
-        "from kvmig.engines.kind import kind_of\n"
+        "from kvmig.engines.registry import kind_of\n"
         "import kvmig.serve, kvmig.launcher.llumlet_main, kvmig.gateway.app\n"
         "import kvmig.openai_server.token_server, kvmig.engines.toy.kind\n"
         "kind = kind_of('toy'); kind.prepare(); kind.load(); kind.make(['toy'], 0)\n"

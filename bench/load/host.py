@@ -17,7 +17,7 @@ from bench.load.stub import StubEngine
 from bench.load.words import words_of
 from kvmig.controlplane.child import until_stopped
 from kvmig.controlplane.llumlet import Llumlet
-from kvmig.engines.kind import kind_of
+from kvmig.engines.registry import kind_of
 
 CLOSE_S = 3.0
 

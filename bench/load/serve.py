@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import uvloop
 
 from bench.load.orders import Orders, Start, Started
-from kvmig.engines.kind import kind_of
+from kvmig.engines.registry import kind_of
 from kvmig.front_end import FrontLaunch
 from kvmig.launcher import flags as kvmig_flags
 from kvmig.launcher.cluster import Cluster

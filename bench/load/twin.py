@@ -14,7 +14,7 @@ import sys
 
 import uvloop
 
-from kvmig.engines.kind import kind_of
+from kvmig.engines.registry import kind_of
 
 
 def main(argv: list[str]) -> None:

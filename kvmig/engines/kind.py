@@ -101,21 +101,6 @@ class EngineKind(Protocol):
         ...
 
 
-def kind_of(name: str) -> EngineKind:
-    """name: one of `kvmig.core.config.ENGINES`. Nothing else of that kind is imported."""
-    if name == "transformers":
-        from kvmig.engines.transformers.kind import TransformersKind
-
-        return TransformersKind()
-    if name == "toy":
-        from kvmig.engines.toy.kind import ToyKind
-
-        return ToyKind()
-    from kvmig.engines.vllm.kind import VllmKind
-
-    return VllmKind()
-
-
 API_KEY_VARIABLE = "VLLM_API_KEY"
 """vLLM's variable with a key; the flag goes before it."""
 

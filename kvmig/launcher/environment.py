@@ -15,7 +15,7 @@ from pathlib import Path
 from kvmig.core.config import SEND_BYTES, SPARE_FILES
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SECRET
-from kvmig.engines.kind import kind_of
+from kvmig.engines.registry import kind_of
 from kvmig.kvtransfer.link import LEAST_BYTES
 from kvmig.launcher import cgroups
 
@@ -195,14 +195,6 @@ def llumlet_environment(
     if not gpu_ids:
         environment |= kind_of(engine).on_cpu(environment)
     return environment
-
-
-def with_tree(engine: str, environment: Mapping[str, str], tree: str) -> dict[str, str]:
-    """The environment of a process whose engine is that in the folder `tree`; empty: installed."""
-    if not tree:
-        return dict(environment)
-    path = os.pathsep.join(filter(None, (tree, environment.get("PYTHONPATH", ""))))
-    return {**environment, "PYTHONPATH": path, **kind_of(engine).apart(tree, environment)}
 
 
 def instance_environment(

@@ -36,8 +36,8 @@ import setproctitle
 from kvmig.controlplane.child import lead_group
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import ADMIN_KEY, SECRET
-from kvmig.engines.kind import kind_of
-from kvmig.launcher.environment import take_long, with_tree
+from kvmig.engines.registry import kind_of, with_tree
+from kvmig.launcher.environment import take_long
 from kvmig.launcher.loaded import note
 from kvmig.launcher.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
 

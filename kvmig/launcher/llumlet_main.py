@@ -15,7 +15,7 @@ from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.errors import KvmigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.engines.gate import UnitShares
-from kvmig.engines.kind import kind_of
+from kvmig.engines.registry import kind_of
 from kvmig.launcher.processes import (
     Announcement,
     LlumletLaunch,

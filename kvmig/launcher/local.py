@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvmig.core.errors import ConfigError, StartupError
+from kvmig.engines.registry import with_tree
 from kvmig.kvtransfer.transports.shm import sweep
-from kvmig.launcher.environment import gpus, llumlet_environment, with_tree, worker_threads
+from kvmig.launcher.environment import gpus, llumlet_environment, worker_threads
 from kvmig.launcher.forks import HANDED, Forks
 from kvmig.launcher.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
 

@@ -22,15 +22,10 @@ import msgspec
 
 from kvmig.core.config import ClusterConfig, RayConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.engines.registry import with_tree
 from kvmig.kvtransfer.transports.shm import sweep
 from kvmig.launcher import ray_cluster
-from kvmig.launcher.environment import (
-    llumlet_environment,
-    memory_flags,
-    part_of_memory,
-    weights_of,
-    with_tree,
-)
+from kvmig.launcher.environment import llumlet_environment, memory_flags, part_of_memory, weights_of
 from kvmig.launcher.processes import STOP_S, Child, Handle, LlumletLaunch, running
 from kvmig.launcher.ray_cluster import (
     Node,

@@ -35,7 +35,6 @@ from kvmig.core.shm_cleanup import remove, shared_by
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.grammar_caches import SaltedGrammars
-from kvmig.engines.vllm.kind import let_team_go
 from kvmig.engines.vllm.lora import (
     Adapters,
     decode_adapter,
@@ -43,6 +42,7 @@ from kvmig.engines.vllm.lora import (
     replaced_waiting,
     unloaded_output,
 )
+from kvmig.engines.vllm.openmp import let_team_go
 from kvmig.engines.vllm.worker import end_at_once
 
 if TYPE_CHECKING:
