@@ -139,7 +139,7 @@ def of_fleet(model: str, folder: Path, proxies: int, repeats: int) -> list[dict[
 def memory(fleet: FleetUp) -> float:
     """Of the model's processes, in MiB; what they share with others counts by its part."""
     assert fleet.process is not None
-    stay = {pid for words in ("kvmig.fleet", "kvmig.proxy", "kvmig.nursery")
+    stay = {pid for words in ("kvmig.fleet", "kvmig.proxy", "kvmig.launcher.shared_fork_server")
             for pid in fleet.processes(words)}  # fmt: skip
     every = psutil.Process(fleet.process.pid).children(recursive=True)
     return sum(one.memory_full_info().pss for one in every if one.pid not in stay) / (1 << 20)

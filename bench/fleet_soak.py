@@ -51,9 +51,9 @@ ENDS = 6
 MIB = 1 << 20
 PARTS = {
     "kvmig.fleet.server": "server",
-    "kvmig.fleet.forks": "fork server",
+    "kvmig.fleet.fork_server": "fork server",
     "kvmig.proxy": "proxy",
-    "kvmig.nursery": "nursery",
+    "kvmig.launcher.shared_fork_server": "nursery",
     "kvmig.launcher.llumlet_main": "instance",
     "kvmig.launcher.scheduler": "scheduler",
     "kvmig.front_process": "front end",

@@ -38,7 +38,13 @@ SAMPLE_S = 5.0
 MIB = 1 << 20
 WARM = 0.2
 """Share of the time before growth counts."""
-STAY = ("kvmig up", "kvmig.fleet.server", "kvmig.fleet.forks", "kvmig.proxy", "kvmig.nursery")
+STAY = (
+    "kvmig up",
+    "kvmig.fleet.server",
+    "kvmig.fleet.fork_server",
+    "kvmig.proxy",
+    "kvmig.launcher.shared_fork_server",
+)
 """Words of the command lines of processes that stay."""
 
 

@@ -13,7 +13,7 @@ from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
 from kvmig.kvtransfer.link import Client, Server
-from kvmig.launcher.processes import Child, running
+from kvmig.process.supervisor import Child, running
 
 INSTANCES = 16
 REPORT_S = 0.05

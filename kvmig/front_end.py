@@ -28,24 +28,23 @@ from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
 from kvmig.core.secret import Discreet
 from kvmig.gateway.access import access
-from kvmig.launcher.processes import (
+from kvmig.process.child import end_loading, say
+from kvmig.process.supervisor import (
     HEARTBEAT_TIMEOUT_S,
     Child,
     Heartbeats,
     Process,
     deaths_in_a_row,
-    end_loading,
     first_of,
     hangs,
     restart_pause,
     running,
-    say,
 )
 
 if TYPE_CHECKING:
     from kvmig.gateway.quotas import Quotas
     from kvmig.gateway.usage import UsageWriter
-    from kvmig.launcher.forks import SharedForks
+    from kvmig.process.fork_server import SharedForks
 
 COLLECT = (20_000, 20, 50)
 """Thresholds of Python's garbage collector. With the default ones it walks all streams again and
@@ -74,7 +73,7 @@ class FrontLaunch(Discreet, frozen=True, kw_only=True):
     listening: int = -1
     """Descriptor of the port's socket, for a front end in a process of its own."""
     heartbeat: int = -1
-    """Descriptor for `kvmig.launcher.processes.send_heartbeats`, for such a front end."""
+    """Descriptor for `kvmig.process.child.send_heartbeats`, for such a front end."""
 
 
 class FrontEnd:

@@ -14,11 +14,20 @@ from collections.abc import Sequence
 import msgspec
 import uvloop
 
-from kvmig.controlplane.child import StopSignals, announce, read_launch
 from kvmig.core.errors import KvmigError, StartupError
 from kvmig.engines.registry import kind_of
 from kvmig.front_end import FrontEnd, FrontLaunch
-from kvmig.launcher.processes import Announcement, begin_loading, leave, quiet, say, send_heartbeats
+from kvmig.process.child import (
+    Announcement,
+    StopSignals,
+    announce,
+    begin_loading,
+    leave,
+    quiet,
+    read_launch,
+    say,
+    send_heartbeats,
+)
 
 
 async def run(launch: FrontLaunch, descriptor: int) -> None:

@@ -36,15 +36,11 @@ from kvmig.launcher.environment import (
     available_memory,
     cluster_secret,
     memory_flags,
-    raise_open_files,
-    take_path,
-    take_port,
     too_few_files,
     weights_of,
 )
-from kvmig.launcher.forks import HANDED, SharedForks
+from kvmig.launcher.launch import Launcher
 from kvmig.launcher.local import Host
-from kvmig.launcher.processes import Launcher, begin_loading, leave, quiet, say, send_heartbeats
 from kvmig.launcher.ray_launcher import RayLauncher
 from kvmig.launcher.scheduler import SchedulerKeeper
 from kvmig.launcher.shapes import (
@@ -56,6 +52,9 @@ from kvmig.launcher.shapes import (
     shapes_of,
     unit_tokens,
 )
+from kvmig.process.child import begin_loading, leave, quiet, say, send_heartbeats
+from kvmig.process.fork_server import HANDED, SharedForks
+from kvmig.process.sockets import raise_open_files, take_path, take_port
 
 
 def main(argv: Sequence[str]) -> int:

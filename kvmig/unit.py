@@ -28,10 +28,10 @@ from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.controlplane.unit_member import ask
 from kvmig.controlplane.unit_messages import Unit
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
-from kvmig.launcher.environment import take_path
 from kvmig.launcher.flags import quantity
-from kvmig.launcher.processes import leave, quiet, say
-from kvmig.launcher.watchdog import notify_manager
+from kvmig.process.child import leave, quiet, say
+from kvmig.process.sockets import take_path
+from kvmig.process.watchdog import notify_manager
 
 
 def main(argv: Sequence[str]) -> int:

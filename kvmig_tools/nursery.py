@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from kvmig.core.errors import StartupError
-from kvmig.launcher.forks import (
+from kvmig.process.fork_server import (
     HANDED,
     SERVERS,
     Ended,
@@ -29,7 +29,7 @@ from kvmig.launcher.forks import (
     likeness,
     send_order,
 )
-from kvmig.launcher.processes import UNSEEN, how_it_ended
+from kvmig.process.supervisor import UNSEEN, how_it_ended
 
 LOAD_S = 300.0
 """Where nothing is compiled yet it takes a minute, beside others more."""
@@ -37,7 +37,7 @@ END_S = 10.0
 
 
 class Nursery:
-    """`python -m kvmig.nursery` for one engine, ended at the end of the block.
+    """`python -m kvmig.launcher.shared_fork_server` for one engine, ended at the end of the block.
 
     module: one that does the same in its place.
     """
@@ -46,7 +46,7 @@ class Nursery:
         self,
         engine: str,
         environment: Mapping[str, str] = os.environ,
-        module: str = "kvmig.nursery",
+        module: str = "kvmig.launcher.shared_fork_server",
     ) -> None:
         self._module = module
         self._folder = tempfile.TemporaryDirectory(prefix="kvmig-nursery-")

@@ -19,9 +19,9 @@ import httpx
 
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import ADMIN_KEY
-from kvmig.launcher.forks import HANDED
-from kvmig.launcher.processes import how_it_ended
 from kvmig.models import BUNDLED
+from kvmig.process.fork_server import HANDED
+from kvmig.process.supervisor import how_it_ended
 from kvmig_tools.nursery import ForkedServer, Nursery
 
 START_TIMEOUT_S = 300.0

@@ -24,7 +24,7 @@ from kvmig.controlplane.messages import ClusterMessage
 from kvmig.controlplane.unit_messages import ToAgent, ToMember
 from kvmig.fleet.orders import News, Order
 from kvmig.kvtransfer.messages import VERSION, Message, PeerMessage
-from kvmig.launcher.forks import ForkNews, ForkOrder
+from kvmig.process.fork_server import ForkNews, ForkOrder
 from kvmig.proxy.messages import Down, Up
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "corpus"

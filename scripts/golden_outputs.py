@@ -48,7 +48,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "place": ("kvmig.placement", "--help"),
     "replace": ("kvmig.placement.executor", "--help"),
     "unit": ("kvmig.unit", "--help"),
-    "shared-fork-server": ("kvmig.nursery",),
+    "shared-fork-server": ("kvmig.launcher.shared_fork_server",),
     "drift": ("kvmig_tools.drift", "--help"),
     "check": ("kvmig_tools.check", "--help"),
     "demo": ("kvmig_tools.demo", "--help"),
@@ -250,7 +250,8 @@ def documents() -> Files:
     from kvmig.fleet.settings import ServerLaunch
     from kvmig.fleet.spec import FleetFile, Spec
     from kvmig.front_end import FrontLaunch
-    from kvmig.launcher.processes import Announcement, LlumletLaunch
+    from kvmig.launcher.launch import LlumletLaunch
+    from kvmig.process.child import Announcement
     from kvmig.proxy.messages import ProxyLaunch
     from scripts.corpus import example
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 
 from kvmig.fleet.store import Store
-from kvmig.launcher.processes import begin_loading, end_loading
+from kvmig.process.child import begin_loading, end_loading
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests import fake_gpu, postgres

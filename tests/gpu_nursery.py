@@ -1,5 +1,6 @@
-"""`python -m tests.gpu_nursery vllm SOCKET`: `kvmig.nursery`, whose instances have their KV caches
-on GPUs of the tests' own, and do what a test orders by files in $KVMIG_TEST_ORDERS:
+"""`python -m tests.gpu_nursery vllm SOCKET`: `kvmig.launcher.shared_fork_server`, whose instances
+have their KV caches on GPUs of the tests' own, and do what a test orders by files in
+$KVMIG_TEST_ORDERS:
 
 - `environment`: variables of instances that start from now on, such as those of the fake GPUs;
 - `source copying`, as any state of a handshake's side: a `Blow` for whoever enters that next.
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvmig import nursery
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.vllm.kind import VllmKind
@@ -33,7 +33,8 @@ from kvmig.kernels import driver
 from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.machine import Machine
 from kvmig.kvtransfer.transports import select
-from kvmig.launcher import processes
+from kvmig.launcher import shared_fork_server
+from kvmig.process import child, supervisor
 from tests import fake_gpu
 
 ORDERS = "KVMIG_TEST_ORDERS"
@@ -84,7 +85,7 @@ class Orders:
 
 
 def main(words: Sequence[str]) -> int:
-    """As `kvmig.nursery`."""
+    """As `kvmig.launcher.shared_fork_server`."""
     folder = Path(os.environ[ORDERS])
     load, make, init, go = VllmKind.load, VllmKind.make, Machine.__init__, Machine.go
 
@@ -133,9 +134,9 @@ def main(words: Sequence[str]) -> int:
     patch.setattr(VllmKind, "make", make_on_gpu)
     patch.setattr(Machine, "__init__", begun)
     patch.setattr(Machine, "go", gone)
-    patch.setattr(processes, "PAUSES_S", (0.1,))
+    patch.setattr(supervisor, "PAUSES_S", (0.1,))
     patch.setattr(select, "LOOK_S", 0.2)
-    return nursery.main(words)
+    return shared_fork_server.main(words)
 
 
 def put_on_gpu(steps_overlap: bool, shared: bool) -> None:
@@ -178,4 +179,4 @@ def words_of(engine: Any) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    processes.leave(main(sys.argv[1:]))
+    child.leave(main(sys.argv[1:]))

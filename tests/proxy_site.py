@@ -18,8 +18,8 @@ import msgspec
 from kvmig.accounts.keys import KeyGrant, KeyTerms, Limits, new_key
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import HttpConfig
-from kvmig.launcher.environment import take_path
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
+from kvmig.process.sockets import take_path
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory

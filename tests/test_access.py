@@ -18,7 +18,7 @@ from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from kvmig.launcher.environment import cluster_secret
-from kvmig.launcher.processes import LlumletLaunch
+from kvmig.launcher.launch import LlumletLaunch
 
 HERE = {"host": "127.0.0.1:8000"}
 

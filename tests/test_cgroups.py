@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.launcher import cgroups
-from kvmig.launcher.cgroups import cores, memory_left, memory_limit
+from kvmig.process import cgroups
+from kvmig.process.cgroups import cores, memory_left, memory_limit
 
 GIB = 1 << 30
 

@@ -42,8 +42,9 @@ from kvmig.kvtransfer.messages import Hello
 from kvmig.launcher import cluster, control, instance
 from kvmig.launcher.cluster import Cluster
 from kvmig.launcher.control import Control
-from kvmig.launcher.processes import Handle, LlumletLaunch
+from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.shapes import InstanceShape, Shapes
+from kvmig.process.supervisor import Handle
 from tests.fake_llumlet import Front, decode
 from tests.waiting import PATIENCE_S, until
 

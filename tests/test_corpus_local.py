@@ -24,7 +24,7 @@ from kvmig.gateway.meter import Meter
 from kvmig.gateway.quotas import Quotas
 from kvmig.gateway.requests import HttpCall
 from kvmig.gateway.usage import UsageWriter
-from kvmig.launcher.forks import ForkNews, ForkOrder, hear_news, send_order, tell
+from kvmig.process.fork_server import ForkNews, ForkOrder, hear_news, send_order, tell
 from kvmig.proxy.link import ProxyLinks, ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Want
 from scripts.corpus import CORPUS, PROTOCOLS, example, local_messages, name_of

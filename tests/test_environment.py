@@ -17,10 +17,10 @@ from kvmig.launcher.environment import (
     instance_environment,
     llumlet_environment,
     memory_flags,
-    raise_open_files,
     too_few_files,
     worker_threads,
 )
+from kvmig.process.sockets import raise_open_files
 
 
 def on_cpu(

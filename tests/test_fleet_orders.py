@@ -12,8 +12,8 @@ import pytest
 
 from kvmig.fleet.orders import MESSAGE_BYTES, Load, News, Order, Start, order_of
 from kvmig.fleet.server import InitLink
-from kvmig.launcher.environment import take_long
-from kvmig.launcher.forks import _ready
+from kvmig.process.fork_server import _ready
+from kvmig.process.sockets import take_long
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.launcher.environment import llumlet_environment
-from kvmig.launcher.forks import LLUMLET, Fork, Forks, opened_gpu
-from kvmig.launcher.processes import UNSEEN, Announcement, Child, Process
+from kvmig.process.child import Announcement
+from kvmig.process.fork_server import LLUMLET, Fork, Forks, opened_gpu
+from kvmig.process.supervisor import UNSEEN, Child, Process
 
 THREADS = 4
 """Of an instance: what it is forked from has one all the same."""
@@ -221,7 +222,7 @@ async def test_one_that_can_not_tell_gives_way(
     old = await waiting.begin(forks)
     server = psutil.Process(old.pid).parent()
     assert server is not None
-    monkeypatch.setattr("kvmig.launcher.forks.LOADED", "time")  # a module without main
+    monkeypatch.setattr("kvmig.process.fork_server.LOADED", "time")  # a module without main
     forks.renew("")
     new = await waiting.begin(forks)
 

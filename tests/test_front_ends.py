@@ -15,7 +15,7 @@ import pytest
 from kvmig import front_end
 from kvmig.core.config import ClusterConfig, LifecycleConfig
 from kvmig.front_end import FrontEnds, FrontLaunch
-from kvmig.launcher.processes import running
+from kvmig.process.supervisor import running
 
 PATIENCE_S = 60.0
 STUB = """

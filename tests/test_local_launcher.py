@@ -11,8 +11,9 @@ import pytest
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher import local
+from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.local import Host, LocalLauncher, LocalLlumlet
-from kvmig.launcher.processes import Child, LlumletLaunch, Process, Spawn
+from kvmig.process.supervisor import Child, Process, Spawn
 
 
 class FakeProcess:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from kvmig.core.errors import StartupError
-from kvmig.launcher.forks import (
+from kvmig.process.fork_server import (
     HANDED,
     Ended,
     Forked,
@@ -30,7 +30,7 @@ from kvmig.launcher.forks import (
     likeness,
     send_order,
 )
-from kvmig.launcher.processes import UNSEEN
+from kvmig.process.supervisor import UNSEEN
 from kvmig_tools.nursery import Nursery, forked_for
 from tests.leaks import Footprint
 from tests.toys import Toys
@@ -202,7 +202,9 @@ DIFFERENT: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_a_fork_could_not_change_is_told_apart(name: str) -> None:
-    script = "import json; from kvmig.launcher.forks import likeness; print(json.dumps(likeness()))"
+    script = (
+        "import json; from kvmig.process.fork_server import likeness; print(json.dumps(likeness()))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script],
         preexec_fn=DIFFERENT[name],
@@ -333,7 +335,7 @@ def test_a_server_that_a_fork_could_not_be_like_starts_in_the_usual_way(
 
 def started(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvmig.nursery", *words],
+        [sys.executable, "-m", "kvmig.launcher.shared_fork_server", *words],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
 
@@ -342,7 +344,9 @@ def started(*words: str) -> subprocess.CompletedProcess[str]:
 def test_what_it_is_started_with_is_checked(words: list[str]) -> None:
     done = started(*words)
     assert done.returncode == 2
-    assert done.stderr.startswith("kvmig: usage: python -m kvmig.nursery ENGINE SOCKET; ENGINE is")
+    assert done.stderr.startswith(
+        "kvmig: usage: python -m kvmig.launcher.shared_fork_server ENGINE SOCKET; ENGINE is"
+    )
 
 
 def test_a_socket_that_another_listens_on_is_left_alone(toy_nursery: Nursery) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from kvmig.launcher.processes import (
+from kvmig.process.child import Announcement
+from kvmig.process.supervisor import (
     PAUSES_S,
     STABLE_S,
-    Announcement,
     Child,
     deaths_in_a_row,
     restart_pause,
@@ -34,7 +34,7 @@ def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_kvmigs_warnings_are_shown_and_of_libraries_only_errors() -> None:
     done = run(
         "import logging\n"
-        "from kvmig.launcher.processes import quiet\n"
+        "from kvmig.process.child import quiet\n"
         "quiet('i7')\n"
         "logging.getLogger('library').warning('hush')\n"
         "logging.getLogger('library').error('loud')\n"
@@ -49,7 +49,7 @@ def test_kvmigs_warnings_are_shown_and_of_libraries_only_errors() -> None:
 
 WARN = (
     "import warnings\n"
-    "from kvmig.launcher.processes import quiet\n"
+    "from kvmig.process.child import quiet\n"
     "quiet('i7')\n"
     "warnings.warn('some day', FutureWarning)\n"
 )
@@ -63,7 +63,7 @@ def test_warnings_of_coming_changes_are_shown_to_who_asks_only() -> None:
 def test_no_garbage_is_collected_while_a_process_loads_and_what_it_loaded_is_never_walked() -> None:
     done = run(
         "import gc\n"
-        "from kvmig.launcher.processes import begin_loading, end_loading\n"
+        "from kvmig.process.child import begin_loading, end_loading\n"
         "begin_loading()\n"
         "print(gc.isenabled())\n"
         "loaded = [[] for _ in range(100_000)]\n"
@@ -77,7 +77,7 @@ def test_no_garbage_is_collected_while_a_process_loads_and_what_it_loaded_is_nev
 def test_a_process_that_ends_collects_no_garbage_whoever_calls_for_it() -> None:
     done = run(
         "import gc, weakref\n"
-        "from kvmig.launcher.processes import end_collecting\n"
+        "from kvmig.process.child import end_collecting\n"
         "class Garbage: pass\n"
         "def made():\n"
         "    one = Garbage()\n"
@@ -97,7 +97,7 @@ def test_a_process_that_ends_collects_no_garbage_whoever_calls_for_it() -> None:
 def test_a_process_leaves_with_its_status_and_all_that_it_printed() -> None:
     done = run(
         "import atexit\n"
-        "from kvmig.launcher.processes import leave\n"
+        "from kvmig.process.child import leave\n"
         "atexit.register(print, 'torn down')\n"
         "print('said', end='')\n"
         "leave(3)\n"
@@ -108,7 +108,7 @@ def test_a_process_leaves_with_its_status_and_all_that_it_printed() -> None:
 
 def test_output_that_nobody_can_take_stops_nobody() -> None:
     script = (
-        "from kvmig.launcher.processes import leave, say\n"
+        "from kvmig.process.child import leave, say\n"
         "for n in range(1000):\n"
         "    say('a line of progress')\n"
         "leave(3)\n"
@@ -122,7 +122,7 @@ def test_output_that_nobody_can_take_stops_nobody() -> None:
 def test_a_line_is_one_write_so_that_those_of_several_processes_stay_lines() -> None:
     done = run(
         "import sys\n"
-        "from kvmig.launcher.processes import say\n"
+        "from kvmig.process.child import say\n"
         "class Writes(list):\n"
         "    def write(self, text):\n"
         "        self.extend([text] if text else [])\n"

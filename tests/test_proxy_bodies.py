@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmig.launcher.environment import take_path
+from kvmig.process.sockets import take_path
 from tests.proxy_site import Got, key, site
 from tests.waiting import until
 

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from kvmig.launcher.processes import Child, Process
+from kvmig.process.supervisor import Child, Process
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import Demand, Figures, ProxyLaunch, Route, Snapshot, Want
 from tests.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key

@@ -10,8 +10,9 @@ import pytest
 from kvmig.core.config import ClusterConfig, MigrationConfig
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.environment import GIB, part_of_memory
-from kvmig.launcher.processes import Child, LlumletLaunch, Spawn
+from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.ray_launcher import Order, Supervisor, bound_to, forwarded, node_environment
+from kvmig.process.supervisor import Child, Spawn
 
 
 def order(**fields: Any) -> Order:

@@ -15,8 +15,8 @@ from kvmig.core.errors import StartupError
 from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.wire import RefusalCounter
 from kvmig.launcher import scheduler
-from kvmig.launcher.processes import Child
 from kvmig.launcher.scheduler import SchedulerKeeper
+from kvmig.process.supervisor import Child
 from tests.waiting import until
 
 SECRET = b"a secret of 16 b"

@@ -237,12 +237,14 @@ async def test_a_nursery_that_hangs_is_ended_and_what_it_has_forked_goes_on(
     starts = fleet.get("status")["starts"]
     async with fleet.client() as client:
         await answer(client, ask("a"))
-        nursery = min(fleet.processes("kvmig.nursery"))  # what it forks has its name for a moment
+        nursery = min(
+            fleet.processes("kvmig.launcher.shared_fork_server")
+        )  # what it forks has its name for a moment
         os.kill(nursery, signal.SIGSTOP)
         await until(lambda: ended(nursery))
         assert await answer(client, ask("a", 10, 5)) == counted(10, 5)
         assert await answer(client, ask("b")) == counted(10)
-    assert fleet.processes("kvmig.nursery") not in ([], [nursery])
+    assert fleet.processes("kvmig.launcher.shared_fork_server") not in ([], [nursery])
     assert fleet.get("status")["starts"] == starts + 2
 
 
@@ -250,7 +252,7 @@ async def test_server_and_proxy_that_die_with_what_they_were_forked_from_are_sta
     fleet: ToyFleet,
 ) -> None:
     fleet.add_toy("a")
-    words = "kvmig.fleet.forks", "kvmig.fleet.server", "kvmig.proxy"
+    words = "kvmig.fleet.fork_server", "kvmig.fleet.server", "kvmig.proxy"
     (forks,), (server,), (proxy,) = map(fleet.processes, words)
     for one in (forks, server, proxy):
         kill(one)

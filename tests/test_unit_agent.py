@@ -36,7 +36,7 @@ from kvmig.controlplane.unit_messages import (
 from kvmig.controlplane.unit_roll import Roll
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
-from kvmig.launcher.environment import take_path
+from kvmig.process.sockets import take_path
 from kvmig.unit import main, shown
 from tests import unit_site
 from tests.unit_site import agent

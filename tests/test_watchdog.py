@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.launcher.watchdog import PERIOD, SOCKET, notify_manager
+from kvmig.process.watchdog import PERIOD, SOCKET, notify_manager
 
 
 async def test_a_manager_hears_that_the_process_is_ready_and_that_it_lives(

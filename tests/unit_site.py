@@ -12,7 +12,7 @@ from kvmig.controlplane.leases import MIB, Ledger
 from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.controlplane.unit_member import UnitMember
-from kvmig.launcher.environment import take_path
+from kvmig.process.sockets import take_path
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from bench.chaos.place import Place
 
 MODULES = {
     "kvmig.serve": "launcher",
-    "kvmig.launcher.forks": "fork-server",
+    "kvmig.process.fork_server": "fork-server",
     "kvmig.launcher.llumlet_main": "instance",
     "kvmig.launcher.scheduler": "scheduler",
     "kvmig.front_process": "front-end",

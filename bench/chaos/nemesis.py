@@ -20,7 +20,7 @@ from bench.chaos.cast import Cast, connections, sever
 from bench.chaos.hooks import ARMED, FIRED, NOW
 from bench.chaos.place import Place
 from bench.chaos.plan import AGENT, PROCESSES, Fault
-from kvmig.launcher.processes import HEARTBEAT_TIMEOUT_S, LOOKS
+from kvmig.process.supervisor import HEARTBEAT_TIMEOUT_S, LOOKS
 from kvmig_tools.served import Served
 
 LATE_S = 0.3

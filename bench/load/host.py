@@ -15,9 +15,9 @@ from bench.load.orders import Answer, Done, GetLog, Log, Order, SetRate, Start, 
 from bench.load.pace import Metronome
 from bench.load.stub import StubEngine
 from bench.load.words import words_of
-from kvmig.controlplane.child import until_stopped
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.engines.registry import kind_of
+from kvmig.process.child import until_stopped
 
 CLOSE_S = 3.0
 

@@ -8,7 +8,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvmig.launcher.processes import LlumletLaunch
+from kvmig.launcher.launch import LlumletLaunch
 
 TIMEOUT_MS = 120_000
 

@@ -18,8 +18,10 @@ from kvmig.engines.registry import kind_of
 from kvmig.front_end import FrontLaunch
 from kvmig.launcher import flags as kvmig_flags
 from kvmig.launcher.cluster import Cluster
-from kvmig.launcher.processes import STOP_S, Handle, LlumletLaunch, leave, quiet
+from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.shapes import Shapes, shapes_of
+from kvmig.process.child import leave, quiet
+from kvmig.process.supervisor import STOP_S, Handle
 from kvmig.serve import Server, listening
 
 

@@ -21,8 +21,8 @@ import zmq.asyncio
 from bench.load.orders import Answer, Done, GetLog, Log, Order, SetRate, obey
 from bench.load.pace import Given, Group, Metronome
 from bench.load.words import VllmWords
-from kvmig.controlplane.child import until_stopped
 from kvmig.engines.registry import kind_of
+from kvmig.process.child import until_stopped
 
 
 class Core:

@@ -30,7 +30,7 @@ from bench.replace import counted
 from bench.units.site import MIB, PATIENCE_S, Site, cores
 from kvmig.controlplane.leases import Ledger
 from kvmig.controlplane.unit_agent import UnitAgent
-from kvmig.launcher.environment import take_path
+from kvmig.process.sockets import take_path
 
 ARENA = 128 * MIB
 CALLS = 4

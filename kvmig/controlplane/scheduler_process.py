@@ -12,7 +12,6 @@ import logging
 import msgspec
 import zmq
 
-from kvmig.controlplane.child import announce, until_stopped
 from kvmig.controlplane.messages import (
     ClusterMessage,
     LoadReport,
@@ -31,6 +30,7 @@ from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.core.secret import Discreet
 from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.messages import Hello
+from kvmig.process.child import announce, until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SchedulerLaunch(Discreet, frozen=True):
     secret: bytes
     config: ClusterConfig
     heartbeat: int = -1
-    """Descriptor for `kvmig.launcher.processes.send_heartbeats`; -1: nobody listens."""
+    """Descriptor for `kvmig.process.child.send_heartbeats`; -1: nobody listens."""
 
 
 class SchedulerReady(msgspec.Struct, frozen=True):

@@ -44,9 +44,10 @@ from kvmig.fleet.orders import (
     order_of,
 )
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
-from kvmig.launcher.environment import raise_open_files, take_long, take_port
-from kvmig.launcher.forks import HANDED, ForkOrder, ForkServer, join
-from kvmig.launcher.processes import (
+from kvmig.process.child import quiet, say
+from kvmig.process.fork_server import HANDED, ForkOrder, ForkServer, join
+from kvmig.process.sockets import raise_open_files, take_long, take_port
+from kvmig.process.supervisor import (
     Child,
     Heartbeats,
     Process,
@@ -54,14 +55,12 @@ from kvmig.launcher.processes import (
     first_of,
     hangs,
     how_it_ended,
-    quiet,
     restart_pause,
-    say,
 )
-from kvmig.launcher.watchdog import notify_manager
+from kvmig.process.watchdog import notify_manager
 from kvmig.proxy.messages import ProxyLaunch
 
-FORKS = "kvmig.fleet.forks"
+FORKS = "kvmig.fleet.fork_server"
 BEATS = "--heartbeat-descriptor"
 """Of a deployment: its number follows as the last word."""
 SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
@@ -192,7 +191,7 @@ class Nurseries:
             await end_now(before)  # it may hang, and hold the address
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "kvmig.nursery", engine, address,
+                sys.executable, "-m", "kvmig.launcher.shared_fork_server", engine, address,
                 env=environment, stdin=subprocess.PIPE,
             )  # fmt: skip
         except OSError as error:
@@ -248,7 +247,7 @@ async def end_now(process: asyncio.subprocess.Process) -> None:
 
 
 def environment_of(settings: FleetSettings) -> dict[str, str]:
-    """Of nurseries and deployments, which must have the same (see `kvmig.launcher.forks`)."""
+    """Of nurseries and deployments, which must have the same (see `kvmig.process.fork_server`)."""
     # A thread count that instances of all deployments share, for it is read at the import.
     return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}
 

@@ -42,7 +42,7 @@ from kvmig.fleet.tables import (
     usage,
     usage_daily,
 )
-from kvmig.launcher.environment import take_path
+from kvmig.process.sockets import take_path
 from kvmig.proxy.messages import QuotaLeft
 
 OVER = "the call is over"

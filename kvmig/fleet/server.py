@@ -32,7 +32,6 @@ from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, limited_by
 from kvmig.accounts.limits import Bucket
 from kvmig.accounts.usage import Damaged, HandOver, Kept, Spool
-from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.core.heap import keep_small
@@ -50,8 +49,18 @@ from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
-from kvmig.launcher.environment import gpus, take_path
-from kvmig.launcher.processes import Announcement, leave, quiet, say, send_heartbeats
+from kvmig.launcher.environment import gpus
+from kvmig.process.child import (
+    Announcement,
+    announce,
+    leave,
+    quiet,
+    read_launch,
+    say,
+    send_heartbeats,
+    until_stopped,
+)
+from kvmig.process.sockets import take_path
 from kvmig.proxy import messages
 from kvmig.proxy.link import ProxyLinks
 from kvmig.proxy.messages import (
@@ -523,7 +532,7 @@ async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -
 
 def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of its
-    end of the socket to init, and for `kvmig.launcher.processes.send_heartbeats`.
+    end of the socket to init, and for `kvmig.process.child.send_heartbeats`.
     """
     descriptors = words[-3:]
     if not 3 <= len(words) <= 4 or not all(map(str.isdecimal, descriptors)):

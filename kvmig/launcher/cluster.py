@@ -23,8 +23,9 @@ from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.kvtransfer.wire import RefusalCounter
 from kvmig.launcher.instance import Deadline, Instance
-from kvmig.launcher.processes import Launcher, LlumletLaunch, say
+from kvmig.launcher.launch import Launcher, LlumletLaunch
 from kvmig.launcher.shapes import InstanceShape, Shapes
+from kvmig.process.child import say
 
 log = logging.getLogger(__name__)
 

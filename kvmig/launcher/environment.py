@@ -7,17 +7,16 @@ import os
 import resource
 import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from kvmig.core.config import SEND_BYTES, SPARE_FILES
+from kvmig.core.config import SPARE_FILES
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SECRET
 from kvmig.engines.registry import kind_of
 from kvmig.kvtransfer.link import LEAST_BYTES
-from kvmig.launcher import cgroups
+from kvmig.process import cgroups
 
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4
@@ -39,7 +38,7 @@ cache's size is given, it means nothing else."""
 def cluster_secret(environment: MutableMapping[str, str]) -> bytes:
     """Take the user's out of the environment, so that no child inherits it, or make one.
 
-    Children get secrets on their stdin (`controlplane.child`): neither flags nor environment have
+    Children get secrets on their stdin (`process.child`): neither flags nor environment have
     them. Raises ConfigError if the user's is too short.
     """
     given = environment.pop(SECRET, "").encode()
@@ -48,64 +47,6 @@ def cluster_secret(environment: MutableMapping[str, str]) -> bytes:
             f"{SECRET} has {len(given)} bytes, must have {LEAST_BYTES} or more, or be left out"
         )
     return given or secrets.token_bytes(32)
-
-
-def take_port(host: str | None, port: int) -> socket.socket:
-    """Bind `host`:`port`, before anything slow starts. Raises ConfigError naming both."""
-    address = host or "127.0.0.1"
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted sockets inherit it; by default the kernel gives each up to several MB.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
-    try:
-        sock.bind((address, port))
-        sock.listen(1024)
-    except (OSError, OverflowError) as error:
-        sock.close()
-        raise ConfigError(f"--port {port} on {address} can't be used: {error}") from error
-    return sock
-
-
-def take_path(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """Listen on a Unix socket that only this user can connect to; whoever closes it, unlinks it.
-
-    A socket that nobody listens on any more is taken over. Raises OSError.
-    """
-    sock = socket.socket(socket.AF_UNIX, kind)
-    try:
-        _remove_unused(Path(path), kind)
-        sock.bind(path)
-        Path(path).chmod(0o600)
-        sock.listen(1024)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _remove_unused(path: Path, kind: socket.SocketKind) -> None:
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX, kind) as probe:
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                path.unlink()
-
-
-def raise_open_files() -> int:
-    """Let this process and its children open as many files as the machine allows; how many."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
-
-
-LONG_BYTES = 1 << 20
-
-
-def take_long(sock: socket.socket) -> None:
-    """Let packets of a Unix socket be as long as Linux allows: twice its net.core.wmem_max."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONG_BYTES)
 
 
 def too_few_files(allowed: int, max_waiting: int, front_ends: int) -> str:

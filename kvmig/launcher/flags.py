@@ -31,8 +31,8 @@ from kvmig.core.config import (
 )
 from kvmig.core.errors import ConfigError
 from kvmig.core.priorities import PriorityClass, with_normal
-from kvmig.launcher.processes import say
 from kvmig.launcher.ray_cluster import AUTO, checked_address, parse_resources
+from kvmig.process.child import say
 
 _EPILOG = """Every other flag is the engine's (vLLM's, unless --engine says otherwise) and goes to
 each instance, e.g. --host, --port, --max-model-len, --api-key; `--help=all` lists those too."""

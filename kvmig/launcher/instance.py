@@ -19,15 +19,9 @@ from kvmig.controlplane.messages import (
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.wire import RefusalCounter
-from kvmig.launcher.processes import (
-    Handle,
-    Launcher,
-    LlumletLaunch,
-    deaths_in_a_row,
-    first_of,
-    restart_pause,
-    say,
-)
+from kvmig.launcher.launch import Launcher, LlumletLaunch
+from kvmig.process.child import say
+from kvmig.process.supervisor import Handle, deaths_in_a_row, first_of, restart_pause
 
 if TYPE_CHECKING:
     from kvmig.launcher.cluster import Cluster

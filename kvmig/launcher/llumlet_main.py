@@ -10,21 +10,23 @@ from collections.abc import Sequence
 
 import uvloop
 
-from kvmig.controlplane.child import announce, read_launch, until_stopped
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.errors import KvmigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.engines.gate import UnitShares
 from kvmig.engines.registry import kind_of
-from kvmig.launcher.processes import (
+from kvmig.launcher.launch import LlumletLaunch
+from kvmig.process.child import (
     Announcement,
-    LlumletLaunch,
+    announce,
     begin_loading,
     end_collecting,
     end_loading,
     leave,
     quiet,
+    read_launch,
     say,
+    until_stopped,
 )
 
 STOP_S = 3.0

@@ -13,8 +13,9 @@ from kvmig.core.errors import ConfigError, StartupError
 from kvmig.engines.registry import with_tree
 from kvmig.kvtransfer.transports.shm import sweep
 from kvmig.launcher.environment import gpus, llumlet_environment, worker_threads
-from kvmig.launcher.forks import HANDED, Forks
-from kvmig.launcher.processes import STOP_S, Child, Handle, LlumletLaunch, Process, running
+from kvmig.launcher.launch import LlumletLaunch
+from kvmig.process.fork_server import HANDED, Forks
+from kvmig.process.supervisor import STOP_S, Child, Handle, Process, running
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from kvmig.engines.registry import with_tree
 from kvmig.kvtransfer.transports.shm import sweep
 from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import llumlet_environment, memory_flags, part_of_memory, weights_of
-from kvmig.launcher.processes import STOP_S, Child, Handle, LlumletLaunch, running
+from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.ray_cluster import (
     Node,
     Resources,
@@ -37,6 +37,7 @@ from kvmig.launcher.ray_cluster import (
     needs_of,
     share_of,
 )
+from kvmig.process.supervisor import STOP_S, Child, Handle, running
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

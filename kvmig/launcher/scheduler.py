@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvmig.controlplane.child import read_launch
 from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused, Scale
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import KvmigError, PeerError, StartupError, TransportError
 from kvmig.kvtransfer.link import Client
-from kvmig.launcher.processes import (
+from kvmig.process.child import read_launch, say, send_heartbeats
+from kvmig.process.supervisor import (
     HEARTBEAT_TIMEOUT_S,
     Child,
     Heartbeats,
@@ -27,8 +27,6 @@ from kvmig.launcher.processes import (
     hangs,
     restart_pause,
     running,
-    say,
-    send_heartbeats,
 )
 
 if TYPE_CHECKING:

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 
 import uvloop
 
-from kvmig.controlplane.child import announce, read_launch
 from kvmig.core.errors import KvmigError, StartupError
-from kvmig.launcher.processes import Announcement, leave, quiet, say
+from kvmig.process.child import Announcement, announce, leave, quiet, read_launch, say
 from kvmig.proxy.messages import ProxyLaunch
 from kvmig.proxy.process import run
 
 
 def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of the
-    port's socket, and for `kvmig.launcher.processes.send_heartbeats`.
+    port's socket, and for `kvmig.process.child.send_heartbeats`.
     """
     descriptors = words[-3:]
     if not 3 <= len(words) <= 4 or not all(map(str.isdecimal, descriptors)):

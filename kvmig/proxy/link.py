@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.launcher.environment import take_path
+from kvmig.process.sockets import take_path
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Up, Want
 
 LENGTH_BYTES = 4

@@ -15,12 +15,11 @@ import msgspec
 import uvicorn
 
 from kvmig.accounts.limits import OwnTallies
-from kvmig.controlplane.child import StopSignals, announce
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
-from kvmig.launcher.processes import Announcement, say, send_heartbeats
 from kvmig.openai_server.http_task import HttpTask, uvicorn_server
+from kvmig.process.child import Announcement, StopSignals, announce, say, send_heartbeats
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory

@@ -3,8 +3,9 @@
 Importing vLLM takes seconds of a core, for every instance again. The fork server does it once,
 while the launcher itself reads its flags; an instance is then a fork of it, also one that comes
 later or comes back. `Forks` is the launcher's side; the fork server itself is
-`python -m kvmig.launcher.forks DESCRIPTOR ENGINE`, for the launcher only. One for all launchers of
-a host is `python -m kvmig.nursery`; a launcher is handed its socket in `HANDED`.
+`python -m kvmig.process.fork_server DESCRIPTOR ENGINE`, for the launcher only. One for all
+launchers of a host is `python -m kvmig.launcher.shared_fork_server`; a launcher is handed its
+socket in `HANDED`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from pathlib import Path
 import msgspec
 import setproctitle
 
-from kvmig.controlplane.child import lead_group
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import ADMIN_KEY, SECRET
 from kvmig.engines.registry import kind_of, with_tree
-from kvmig.launcher.environment import take_long
-from kvmig.launcher.loaded import note
-from kvmig.launcher.processes import UNSEEN, begin_loading, end_loading, leave, quiet, say
+from kvmig.process.child import begin_loading, end_loading, lead_group, leave, quiet, say
+from kvmig.process.loaded_files import note
+from kvmig.process.sockets import take_long
+from kvmig.process.supervisor import UNSEEN
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +59,8 @@ INSTANCES, SERVERS = "the environment of instances", "the environment of servers
 """What a `Loaded` names besides `likeness`; environments by their `digest`."""
 NO_FILE_S = 0.2
 LLUMLET = "kvmig.launcher.llumlet_main"
-ENGINES = "kvmig.launcher.forks"
-LOADED = "kvmig.launcher.loaded"
+ENGINES = "kvmig.process.fork_server"
+LOADED = "kvmig.process.loaded_files"
 DESCRIPTORS = Path("/proc/self/fd")
 GPUS = "/dev/nvidia"
 """Files of NVIDIA's driver, opened by cuInit: it fails in a fork of who has called it."""
@@ -470,7 +471,7 @@ class SharedForks:
 
 
 class Fork:
-    """A `processes.Process` whose parent is the fork server, which tells how it ends.
+    """A `supervisor.Process` whose parent is the fork server, which tells how it ends.
 
     That it ended is seen here, too: a fork server may die, or hang.
     """

@@ -1,10 +1,11 @@
-"""`python -m kvmig.nursery ENGINE SOCKET`: one fork server for all servers of a host.
+"""`python -m kvmig.launcher.shared_fork_server ENGINE SOCKET`: one fork server for all servers of a
+host.
 
 It loads what instances and front ends of that engine need, then listens on SOCKET until its stdin
 ends, and serves until its last client has gone. A `kvmig.serve` with KVMIG_FORK_SERVER=SOCKET
 forks its instances there; whoever sends a `ForkOrder` for `kvmig.serve` has that forked, too, and
 it serves within a second. Only the user who started the nursery may connect. A process that a fork
-couldn't be like (`forks.likeness`) is started in the usual way.
+couldn't be like (`fork_server.likeness`) is started in the usual way.
 """
 
 from __future__ import annotations
@@ -20,14 +21,9 @@ from typing import NoReturn
 from kvmig.core.config import ENGINES, ClusterConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.engines.registry import kind_of
-from kvmig.launcher.environment import (
-    gpus,
-    llumlet_environment,
-    raise_open_files,
-    take_path,
-    worker_threads,
-)
-from kvmig.launcher.forks import (
+from kvmig.launcher.environment import gpus, llumlet_environment, worker_threads
+from kvmig.process.child import leave, quiet, say
+from kvmig.process.fork_server import (
     ENGINE,
     INSTANCES,
     SERVERS,
@@ -38,7 +34,7 @@ from kvmig.launcher.forks import (
     load,
     serve,
 )
-from kvmig.launcher.processes import leave, quiet, say
+from kvmig.process.sockets import raise_open_files, take_path
 
 FRONT_END = (
     "kvmig.serve", "kvmig.front_process", "kvmig.gateway.app", "kvmig.gateway.metrics",
@@ -51,7 +47,10 @@ API = {"vllm": "kvmig.openai_server.vllm"}
 def main(words: Sequence[str]) -> int:
     """Exit code 0 after the end of stdin, 2 for what is wrong before it listens."""
     if not 2 <= len(words) <= 3 or words[0] not in ENGINES:
-        say(f"usage: python -m kvmig.nursery ENGINE SOCKET; ENGINE is one of {', '.join(ENGINES)}")
+        say(
+            "usage: python -m kvmig.launcher.shared_fork_server ENGINE SOCKET;"
+            f" ENGINE is one of {', '.join(ENGINES)}"
+        )
         return 2
     engine, address = words[:2]
     if len(words) == 2:

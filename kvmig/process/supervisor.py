@@ -1,29 +1,23 @@
-"""The launcher's processes: how one prints, loads and ends, how it is started, watched and ended.
+"""The parent's side of a child process: how it is started, watched, restarted and ended.
 
-A launcher places, starts and ends llumlets, on this host or on the nodes of a Ray cluster; when,
-how many and how often again is decided by `kvmig.launcher.cluster`. The scheduler and the front
-ends always run on this host, as a `Child`.
+The child's side is `kvmig.process.child`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import logging
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NoReturn, Protocol, Self
+from typing import Protocol, Self
 
 import msgspec
 
-from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import ConfigError, StartupError
-from kvmig.core.secret import Discreet
 from kvmig.core.shm_cleanup import Files, of_group, remove, shared_by
+from kvmig.process.child import Announcement
 
 STOP_S = 5.0
 """Between asking a process to end and ending it."""
@@ -33,118 +27,11 @@ PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Before the first restart in a row, the second, ...; the last one repeats."""
 STABLE_S = 60.0
 """A process that has served for so long starts a new row with its next death."""
-HEARTBEAT_S = 1.0
 HEARTBEAT_TIMEOUT_S = 10.0
 """As long as for an instance (see docs/operations.md)."""
 LOOKS = 4
 """Within the timeout. One that finds no heartbeat proves little: the launcher itself may have
 stood still."""
-
-
-# -- in each process
-
-
-def say(text: str, who: str = "kvmig") -> None:
-    """Print one line of progress for whoever started us; it is lost where nobody can take it.
-
-    A full disk, or a reader that has gone, is no reason not to serve.
-    """
-    with contextlib.suppress(OSError):
-        # In one write: several processes say their lines at the same place.
-        print(f"{who}: {text}\n", end="", file=sys.stderr, flush=True)
-
-
-def quiet(name: str) -> None:
-    """Log kvmig's warnings, and of libraries only errors; to be called before vLLM is imported.
-
-    name: of this process, in each line. vLLM has a logger of its own: VLLM_LOGGING_LEVEL.
-    """
-    logging.basicConfig(format=f"%(asctime)s {name} %(levelname)s %(message)s", level=logging.ERROR)
-    logging.getLogger("kvmig").setLevel(logging.WARNING)
-    # torch's C++ side, which warns of every NUMA binding.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Libraries tell each other of coming changes; `python -W` and PYTHONWARNINGS still show them.
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore", FutureWarning)
-
-
-def begin_loading() -> None:
-    """Collect no garbage until `end_loading`.
-
-    What an engine's libraries make while they are imported stays, and to walk it again and again
-    is a fifth of the time that they take.
-    """
-    gc.disable()
-
-
-def end_loading() -> None:
-    """Collect garbage again, but never walk what is there by now: that would stop this process,
-    or copy the pages that its forks share, for tens of ms each time.
-
-    Of what imports leave behind 3 % is garbage, and stays.
-    """
-    gc.freeze()
-    gc.enable()
-
-
-def end_collecting() -> None:
-    """Collect no garbage any more: this process ends.
-
-    vLLM's engines call the collector twice when they close, so that another engine of the process
-    finds the memory free. It walks all that was ever made, and copies the pages that forks share:
-    a second and a half of a core, which the instances that go on have a use for.
-    """
-    gc.disable()
-    vars(gc)["collect"] = lambda generation=2: 0
-
-
-def leave(status: int) -> NoReturn:
-    """End the process, once everything of ours is closed.
-
-    The interpreter's own end would only tear down torch and Triton, which takes seconds and
-    prints pages about objects that nobody frees.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # see `say`
-            stream.flush()
-    os._exit(status)
-
-
-# -- llumlets, wherever they run
-
-
-class LlumletLaunch(Discreet, frozen=True, kw_only=True):
-    """Everything that a llumlet must know to start (JSON; the secret in base64)."""
-
-    cluster: str
-    """Names this cluster's shared memory."""
-    instance: str
-    secret: bytes
-    config: ClusterConfig
-    engine_argv: list[str]
-    """MODEL and the engine's flags."""
-    engine_tree: str = ""
-    """Folder whose build of the engine goes before the installed one; empty: none does."""
-    gpus: tuple[str, ...] = ()
-    """Ids of its GPUs; none: the launcher chooses."""
-    unit: str = ""
-    """Name of where it is in a placement; only told to people and planners."""
-    whose: str = ""
-    """Model and address of its server, for its title."""
-
-    @property
-    def title(self) -> str:
-        """What `ps` shows behind the module's name: one of several clusters on a host is known."""
-        return f"{self.instance} of {self.whose}" if self.whose else self.instance
-
-
-class Announcement(msgspec.Struct, frozen=True):
-    """A child's one answer: its endpoint, or the sentence that says why it can't start."""
-
-    endpoint: str = ""
-    failed: str = ""
-    refused: bool = False
-    """Whether it failed by what it was told to use, so that another try is in vain."""
 
 
 class Handle(Protocol):
@@ -168,54 +55,6 @@ class Handle(Protocol):
         May be called twice.
         """
         ...
-
-
-class Launcher(Protocol):
-    """Starts llumlets. `open`, then `llumlet` as often as wanted, then `close`."""
-
-    async def open(self) -> None:
-        """Check what it needs, and free what killed clusters have left.
-
-        Raises ConfigError or StartupError; nothing is left then.
-        """
-        ...
-
-    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
-        """Start an instance with so many workers, each on a GPU or a share of the cores.
-
-        launch.instance may be the name of an earlier one that has ended. The launcher may
-        change what depends on the place: the addresses to bind to. Raises StartupError
-        when there is no place or no process; `Handle.ready` says the rest.
-        """
-        ...
-
-    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
-        """Refuse GPUs that an instance with so many workers can't be given; none are right.
-
-        Raises ConfigError.
-        """
-        ...
-
-    def renew(self, tree: str) -> None:
-        """Start llumlets from now on from what is on disk now: kvmig, libraries.
-
-        tree: of the engine that most of them will be (`LlumletLaunch`). Raises StartupError.
-        """
-        ...
-
-    async def renewed(self) -> None:
-        """Wait until the next llumlet needs not wait for what `renew` began.
-
-        What fails of that fails when a llumlet is started.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Free what is left. All handles were stopped before. May be called twice."""
-        ...
-
-
-# -- child processes of this one
 
 
 class Process(Protocol):
@@ -254,7 +93,7 @@ def running(
 
 
 class Child:
-    """A `Handle`: one process, which leads a group of its own (see `controlplane.child`)."""
+    """A `Handle`: one process, which leads a group of its own (see `process.child`)."""
 
     def __init__(self, name: str, process: Process, told: int, announced: int) -> None:
         """told: the end that we write of its stdin. announced: where we read its announcement."""
@@ -459,11 +298,3 @@ async def hangs(
         await heartbeats.begun()
     await heartbeats.fail(timeout_s)
     return f"no heartbeat for {timeout_s:g} s"
-
-
-async def send_heartbeats(descriptor: int) -> None:
-    """Run in the child until it is cancelled."""
-    while True:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody listens any more
-            os.write(descriptor, b".")
-        await asyncio.sleep(HEARTBEAT_S)

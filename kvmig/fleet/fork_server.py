@@ -1,7 +1,8 @@
-"""`python -m kvmig.fleet.forks DESCRIPTOR`: what a fleet's server and proxies are forked from.
+"""`python -m kvmig.fleet.fork_server DESCRIPTOR`: what a fleet's server and proxies are forked
+from.
 
 It has their libraries loaded, so that one that dies is back without loading them again, and so that
-all of them share that memory. For init only, by `kvmig.launcher.forks`.
+all of them share that memory. For init only, by `kvmig.process.fork_server`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvmig.fleet.init import PROXY, SERVER
-from kvmig.launcher.forks import Loaded, make_forkable, serve, tell
-from kvmig.launcher.processes import leave, say
+from kvmig.process.child import leave, say
+from kvmig.process.fork_server import Loaded, make_forkable, serve, tell
 
 USED = (
     SERVER, PROXY, "sqlalchemy.dialects.sqlite.pysqlite", "uvicorn.protocols.http.httptools_impl",

@@ -1,0 +1,84 @@
+"""What starts llumlets: the port that the launcher uses, and what each llumlet must know.
+
+A launcher places, starts and ends llumlets, on this host or on the nodes of a Ray cluster; when,
+how many and how often again is decided by `kvmig.launcher.cluster`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvmig.core.config import ClusterConfig
+from kvmig.core.secret import Discreet
+from kvmig.process.supervisor import Handle
+
+
+class LlumletLaunch(Discreet, frozen=True, kw_only=True):
+    """Everything that a llumlet must know to start (JSON; the secret in base64)."""
+
+    cluster: str
+    """Names this cluster's shared memory."""
+    instance: str
+    secret: bytes
+    config: ClusterConfig
+    engine_argv: list[str]
+    """MODEL and the engine's flags."""
+    engine_tree: str = ""
+    """Folder whose build of the engine goes before the installed one; empty: none does."""
+    gpus: tuple[str, ...] = ()
+    """Ids of its GPUs; none: the launcher chooses."""
+    unit: str = ""
+    """Name of where it is in a placement; only told to people and planners."""
+    whose: str = ""
+    """Model and address of its server, for its title."""
+
+    @property
+    def title(self) -> str:
+        """What `ps` shows behind the module's name: one of several clusters on a host is known."""
+        return f"{self.instance} of {self.whose}" if self.whose else self.instance
+
+
+class Launcher(Protocol):
+    """Starts llumlets. `open`, then `llumlet` as often as wanted, then `close`."""
+
+    async def open(self) -> None:
+        """Check what it needs, and free what killed clusters have left.
+
+        Raises ConfigError or StartupError; nothing is left then.
+        """
+        ...
+
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+        """Start an instance with so many workers, each on a GPU or a share of the cores.
+
+        launch.instance may be the name of an earlier one that has ended. The launcher may
+        change what depends on the place: the addresses to bind to. Raises StartupError
+        when there is no place or no process; `Handle.ready` says the rest.
+        """
+        ...
+
+    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+        """Refuse GPUs that an instance with so many workers can't be given; none are right.
+
+        Raises ConfigError.
+        """
+        ...
+
+    def renew(self, tree: str) -> None:
+        """Start llumlets from now on from what is on disk now: kvmig, libraries.
+
+        tree: of the engine that most of them will be (`LlumletLaunch`). Raises StartupError.
+        """
+        ...
+
+    async def renewed(self) -> None:
+        """Wait until the next llumlet needs not wait for what `renew` began.
+
+        What fails of that fails when a llumlet is started.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Free what is left. All handles were stopped before. May be called twice."""
+        ...

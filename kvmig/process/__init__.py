@@ -1,0 +1,1 @@
+"""Processes: how one is started, watched, forked and ended, and its sockets."""

@@ -1,0 +1,68 @@
+"""Sockets that a process listens on, and the files that it may open."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from pathlib import Path
+
+from kvmig.core.config import SEND_BYTES
+from kvmig.core.errors import ConfigError
+
+
+def take_port(host: str | None, port: int) -> socket.socket:
+    """Bind `host`:`port`, before anything slow starts. Raises ConfigError naming both."""
+    address = host or "127.0.0.1"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted sockets inherit it; by default the kernel gives each up to several MB.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    try:
+        sock.bind((address, port))
+        sock.listen(1024)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ConfigError(f"--port {port} on {address} can't be used: {error}") from error
+    return sock
+
+
+def take_path(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    """Listen on a Unix socket that only this user can connect to; whoever closes it, unlinks it.
+
+    A socket that nobody listens on any more is taken over. Raises OSError.
+    """
+    sock = socket.socket(socket.AF_UNIX, kind)
+    try:
+        _remove_unused(Path(path), kind)
+        sock.bind(path)
+        Path(path).chmod(0o600)
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_unused(path: Path, kind: socket.SocketKind) -> None:
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
+def raise_open_files() -> int:
+    """Let this process and its children open as many files as the machine allows; how many."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+LONG_BYTES = 1 << 20
+
+
+def take_long(sock: socket.socket) -> None:
+    """Let packets of a Unix socket be as long as Linux allows: twice its net.core.wmem_max."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONG_BYTES)
