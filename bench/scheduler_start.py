@@ -12,8 +12,8 @@ from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
-from kvmig.kvtransfer.link import Client, Server
 from kvmig.process.supervisor import Child, running
+from kvmig.rpc.zmq_sockets import Client, Server
 
 INSTANCES = 16
 REPORT_S = 0.05

@@ -32,7 +32,6 @@ from bench import report
 from bench.transport_peer import serve
 from kvmig.core.config import MigrationConfig, Transport
 from kvmig.core.errors import KvmigError, TransportError
-from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.measured import CHUNK_BYTES
 from kvmig.kvtransfer.messages import (
     PAYLOAD_SLOT,
@@ -45,7 +44,8 @@ from kvmig.kvtransfer.messages import (
 )
 from kvmig.kvtransfer.transports.base import Channel, Staging
 from kvmig.kvtransfer.transports.select import open_staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.zmq_sockets import Client
 
 KB = 1 << 10
 SIZES = [128 * KB << 2 * step for step in range(6)] + [256 * KB * KB]

@@ -6,10 +6,10 @@ import asyncio
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 
-from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.messages import Chunk, ChunkDone, PeerMessage, Refused, Reserve, Reserved
 from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import open_offer
+from kvmig.rpc.zmq_sockets import Server
 
 
 def serve(pipe: Connection, secret: bytes, nbytes: int) -> None:

@@ -22,10 +22,10 @@ from kvmig.core.errors import ConfigError, TransportError
 from kvmig.engines.base import Emitted, Engine, Frame, OnOutputs
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.measured import slot_bytes
-from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.select import Site, open_staging
+from kvmig.rpc.messages import Message
 
 OnCommit = Callable[[str, str], None]
 """(request_id, destination), just before the request runs there: the place to assign it to a

@@ -23,9 +23,10 @@ from kvmig.accounts.usage import HAND_OVER, HandOver
 from kvmig.controlplane.messages import ClusterMessage
 from kvmig.controlplane.unit_messages import ToAgent, ToMember
 from kvmig.fleet.orders import News, Order
-from kvmig.kvtransfer.messages import VERSION, Message, PeerMessage
+from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.process.fork_server import ForkNews, ForkOrder
 from kvmig.proxy.messages import Down, Up
+from kvmig.rpc.messages import VERSION, Message
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "corpus"
 TYPES: tuple[type[Message], ...] = tuple(

@@ -11,13 +11,14 @@ from typing import Any
 from kvmig.core.config import MigrationConfig, Transport
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.kvtransfer.context import Host
-from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.measured import slot_bytes
-from kvmig.kvtransfer.messages import Hello, Message, PeerMessage
+from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.select import open_staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.messages import Hello, Message
+from kvmig.rpc.zmq_sockets import Client, Server
 from tests.fake_engine import FakeEngine
 from tests.skipped_time import Skip, skipped_time
 from tests.waiting import PATIENCE_S, until

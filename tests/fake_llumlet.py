@@ -27,9 +27,9 @@ from kvmig.core.errors import Failure
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.ports import Batch, Item, Observer
 from kvmig.gateway.router import Router
-from kvmig.kvtransfer.link import Server
-from kvmig.kvtransfer.messages import VERSION, Hello, Message
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
+from kvmig.rpc.messages import VERSION, Hello, Message
+from kvmig.rpc.zmq_sockets import Server
 from tests.waiting import PATIENCE_S, until
 
 SECRET = b"a secret of the cluster"

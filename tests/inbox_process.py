@@ -18,7 +18,7 @@ from kvmig.kernels.driver import Driver
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Staging
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
 from tests import fake_gpu
 
 TIMEOUT_S = 20.0

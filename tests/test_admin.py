@@ -17,7 +17,7 @@ from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.engines.base import EngineLoad
 from kvmig.gateway.access import access
 from kvmig.gateway.admin import AddBody, admin_api
-from kvmig.kvtransfer.messages import Message
+from kvmig.rpc.messages import Message
 from tests.fake_llumlet import Cluster, cluster
 from tests.waiting import until
 

@@ -37,14 +37,14 @@ from kvmig.gateway.errors import LauncherGone, OrderFailed
 from kvmig.gateway.launcher import LauncherLink, Membership, News
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
-from kvmig.kvtransfer.link import Server
-from kvmig.kvtransfer.messages import Hello
 from kvmig.launcher import cluster, control, instance
 from kvmig.launcher.cluster import Cluster
 from kvmig.launcher.control import Control
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.shapes import InstanceShape, Shapes
 from kvmig.process.supervisor import Handle
+from kvmig.rpc.messages import Hello
+from kvmig.rpc.zmq_sockets import Server
 from tests.fake_llumlet import Front, decode
 from tests.waiting import PATIENCE_S, until
 

@@ -16,9 +16,10 @@ from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, TransportError
 from kvmig.kvtransfer.context import Host, SourceContext
 from kvmig.kvtransfer.copying import ChunkBatcher, QueuedChunk, SharedSlot
-from kvmig.kvtransfer.messages import Bundle, Chunk, Message
+from kvmig.kvtransfer.messages import Bundle, Chunk
 from kvmig.kvtransfer.transports.base import Announce, Channel, Staging
 from kvmig.kvtransfer.transports.tcp import TcpStaging
+from kvmig.rpc.messages import Message
 from tests.fake_cluster import cluster
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.waiting import until

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from kvmig.controlplane.messages import ClusterMessage
-from kvmig.kvtransfer.messages import VERSION, PeerMessage, Version
-from kvmig.kvtransfer.wire import Codec
+from kvmig.kvtransfer.messages import PeerMessage
+from kvmig.rpc.codec import Codec
+from kvmig.rpc.messages import VERSION, Version
 from scripts.corpus import CORPUS, TYPES, example, name_of, recorded
 
 FILES = sorted(CORPUS.glob("[0-9]*/*.msgpack"))

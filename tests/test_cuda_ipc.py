@@ -21,7 +21,7 @@ from kvmig.kvtransfer.transports import cuda_ipc
 from kvmig.kvtransfer.transports.base import Inbox, Staging
 from kvmig.kvtransfer.transports.cuda_ipc import Origin, Place
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu
 from tests.inbox_process import Destination, digest, write

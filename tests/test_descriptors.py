@@ -15,7 +15,7 @@ from kvmig.kvtransfer.transports import descriptors
 from kvmig.kvtransfer.transports.cuda_ipc import Place
 from kvmig.kvtransfer.transports.descriptors import Donor, take
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
-from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.rpc.codec import RefusalCounter
 
 WAIT_S = 20.0
 

@@ -21,7 +21,7 @@ from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.transports.base import unmap
 from kvmig.kvtransfer.transports.cuda_ipc import GpuMemory
-from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.rpc.codec import RefusalCounter
 from tests import fake_gpu
 from tests.fake_gpu import HIGHEST, DeviceCache, FakeGpu, FakeKernels
 from tests.poisoned import make_cache

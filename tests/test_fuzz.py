@@ -23,7 +23,6 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.kvtransfer.destination_machine import SourceMessage, Tombstones
-from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
@@ -33,14 +32,14 @@ from kvmig.kvtransfer.messages import (
     Commit,
     Committed,
     FirstToken,
-    Hello,
-    Message,
     PeerMessage,
     Refused,
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.wire import Codec
+from kvmig.rpc.codec import Codec
+from kvmig.rpc.messages import Hello, Message
+from kvmig.rpc.zmq_sockets import Client
 from scripts.corpus import TYPES, example, recorded
 from tests import fake_llumlet
 from tests.fake_cluster import cluster

@@ -21,8 +21,8 @@ from kvmig.gateway.errors import (
 from kvmig.gateway.questions import Questions
 from kvmig.gateway.requests import PATIENCE_S, Crashes, LiveRequest, RequestTable, Verdict, call_of
 from kvmig.gateway.splice import Splicer
-from kvmig.kvtransfer.messages import Message
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.messages import Message
 
 
 def entry(request_id: str, external_id: str) -> LiveRequest:

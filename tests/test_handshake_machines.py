@@ -21,12 +21,12 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Commit,
     Committed,
-    Message,
     Refused,
     Reserve,
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import Release, Resume, SendAbort, SourceMachine, enough
+from kvmig.rpc.messages import Message
 
 TAIL = Tail([9], 33, 3, b"")
 EXPORT = base.Export("r", 30, [])

@@ -20,10 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import PeerBehind, PeerError, TransportError
-from kvmig.kvtransfer import link
-from kvmig.kvtransfer.link import HANDSHAKE_S, Client, Handshakes, Server
-from kvmig.kvtransfer.messages import VERSION, Abort, Aborted, Hello, PeerMessage, Version
-from kvmig.kvtransfer.wire import MAX_FRAMES, Codec
+from kvmig.kvtransfer.messages import Abort, Aborted, PeerMessage
+from kvmig.rpc import zmq_sockets
+from kvmig.rpc.codec import MAX_FRAMES, Codec
+from kvmig.rpc.messages import VERSION, Hello, Version
+from kvmig.rpc.zmq_sockets import HANDSHAKE_S, Client, Handshakes, Server
 from tests.waiting import until
 
 SECRET = b"a secret of the cluster"
@@ -46,7 +47,7 @@ async def linked(secret: bytes = SECRET, name: str = "b") -> AsyncIterator[tuple
 
 CLOSED_AT_ONCE = """
 import asyncio, uvloop
-from kvmig.kvtransfer.link import Server
+from kvmig.rpc.zmq_sockets import Server
 from kvmig.kvtransfer.messages import PeerMessage
 
 async def main():
@@ -92,7 +93,7 @@ async def test_a_send_after_the_close_is_refused_and_leaves_nothing_to_complain_
 
 
 async def test_who_does_not_read_is_told_from_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "HIGH_WATER", 2)
+    monkeypatch.setattr(zmq_sockets, "HIGH_WATER", 2)
     async with linked() as (server, client):
         sender, *_ = await server.recv()
 
@@ -215,8 +216,8 @@ async def test_a_port_in_use_is_an_error_and_leaves_nothing() -> None:
 
 def test_keys_need_a_secret_of_some_length_and_never_show_it() -> None:
     with pytest.raises(ValueError, match="at least 16"):
-        link.derive(b"short")
-    derived = link.derive(SECRET)
+        zmq_sockets.derive(b"short")
+    derived = zmq_sockets.derive(SECRET)
     assert derived.server.public != derived.client.public
     assert derived.server.secret.decode() not in repr(derived)
 
@@ -225,7 +226,7 @@ async def test_the_secret_and_keys_are_never_logged(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.DEBUG)
     async with linked() as (server, _):
         await server.recv()
-    derived = link.derive(SECRET)
+    derived = zmq_sockets.derive(SECRET)
     for secret in (SECRET, derived.server.secret, derived.client.secret):
         assert secret.decode() not in caplog.text
 
@@ -317,8 +318,8 @@ def null(stranger: zmq.Socket[bytes]) -> None:
 
 
 BY_ZEROMQ = {
-    "a key of its own": with_curve(link.derive(SECRET).server.public),
-    "another server's key": with_curve(link.derive(b"a secret of others").server.public),
+    "a key of its own": with_curve(zmq_sockets.derive(SECRET).server.public),
+    "another server's key": with_curve(zmq_sockets.derive(b"a secret of others").server.public),
     "a name and a password": plain,
     "no key": null,
 }

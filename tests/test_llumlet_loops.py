@@ -38,10 +38,10 @@ from kvmig.core.errors import PeerBehind, TransportError
 from kvmig.engines.base import KVUse, Room
 from kvmig.engines.gate import StepGate
 from kvmig.engines.toy.engine import ToyEngine
-from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
+from kvmig.rpc.messages import Message
+from kvmig.rpc.zmq_sockets import Client
 from tests.fake_llumlet import report
 from tests.unit_site import agent
 from tests.waiting import until

@@ -18,12 +18,12 @@ from kvmig.kvtransfer.messages import (
     Commit,
     Committed,
     FirstToken,
-    Message,
     Refused,
     Reserve,
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import QUESTIONS
+from kvmig.rpc.messages import Message
 from tests.fake_cluster import Cluster, cluster, dropping, failing
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.waiting import PATIENCE_S, until

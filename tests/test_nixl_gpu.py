@@ -20,7 +20,7 @@ from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.base import Inbox, Shape, Staging
 from kvmig.kvtransfer.transports.nixl import NixlInbox, NixlStaging, Place
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
 from tests import fake_gpu
 from tests.test_peer_copies import IDS, INTO, End
 from tests.test_transports_processes import needs_nixl

@@ -18,11 +18,11 @@ from kvmig.core.errors import Failure, NoInstance
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
 from kvmig.gateway.access import bearer
 from kvmig.gateway.router import Router
-from kvmig.kvtransfer.wire import Frame
 from kvmig.openai_server.answers import ChatAnswer, Piece, Token
 from kvmig.openai_server.bodies import ChatBody
 from kvmig.openai_server.generation import Backend, Choices, Generation, RequestQueues
 from kvmig.openai_server.routes import openai_api
+from kvmig.rpc.codec import Frame
 from tests.byte_tokens import EOS, Bytes
 from tests.http_states import behind_middleware
 

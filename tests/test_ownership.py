@@ -13,7 +13,7 @@ from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Splicer
-from kvmig.kvtransfer.messages import Message
+from kvmig.rpc.messages import Message
 
 if TYPE_CHECKING:
     from kvmig.gateway.ports import Instances

@@ -17,7 +17,7 @@ from kvmig.engines.base import Cadence
 from kvmig.engines.steps import limit_s
 from kvmig.gateway.streams import MOST_S, Ramp
 from kvmig.kvtransfer.measured import LeadTime, MeasuredPause, PauseTime
-from kvmig.kvtransfer.messages import Message, Reserve
+from kvmig.kvtransfer.messages import Reserve
 from kvmig.kvtransfer.pause import (
     MOST_STEPS,
     NEAR,
@@ -27,6 +27,7 @@ from kvmig.kvtransfer.pause import (
     put_off_ms,
     spread,
 )
+from kvmig.rpc.messages import Message
 from tests.fake_cluster import Cluster, cluster
 from tests.fake_engine import BLOCK_TOKENS, FakeEngine
 from tests.waiting import until

@@ -21,7 +21,7 @@ from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports.base import Channel, Staging
 from kvmig.kvtransfer.transports.cuda_ipc import GpuMemory
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
-from kvmig.kvtransfer.wire import Frame, RefusalCounter
+from kvmig.rpc.codec import Frame, RefusalCounter
 from tests.fake_gpu import DeviceCache, FakeGpu, FakeKernels
 from tests.inbox_process import Destination, digest
 from tests.poisoned import make_cache

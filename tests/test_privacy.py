@@ -20,7 +20,6 @@ from kvmig.core.errors import MigrationRefused
 from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.base import Export, Tail
 from kvmig.engines.block_copies import BlockCopies
-from kvmig.kvtransfer.link import Client
 from kvmig.kvtransfer.messages import (
     Aborted,
     Chunk,
@@ -32,6 +31,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.transports import tcp
+from kvmig.rpc.zmq_sockets import Client
 from tests.fake_cluster import SECRET, cluster, failing
 from tests.fake_engine import BLOCK_BYTES, BLOCK_TOKENS, FakeEngine, kv
 

@@ -39,7 +39,7 @@ from kvmig.gateway.errors import (
 )
 from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.gateway.router import Router
-from kvmig.kvtransfer.messages import Message
+from kvmig.rpc.messages import Message
 from tests.fake_llumlet import (
     SECRET,
     Cluster,

@@ -12,11 +12,11 @@ from kvmig.controlplane.messages import ClusterMessage, Member, Members, Message
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
-from kvmig.kvtransfer.link import Server
-from kvmig.kvtransfer.wire import RefusalCounter
 from kvmig.launcher import scheduler
 from kvmig.launcher.scheduler import SchedulerKeeper
 from kvmig.process.supervisor import Child
+from kvmig.rpc.codec import RefusalCounter
+from kvmig.rpc.zmq_sockets import Server
 from tests.waiting import until
 
 SECRET = b"a secret of 16 b"

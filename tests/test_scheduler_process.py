@@ -29,7 +29,7 @@ from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
-from kvmig.kvtransfer.link import Client, Server
+from kvmig.rpc.zmq_sockets import Client, Server
 
 SECRET = b"a secret of the cluster"
 SCHEDULER = SchedulerConfig(interval_ms=20, source_below=3, destination_above=6, min_gain=1)

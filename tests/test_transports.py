@@ -21,7 +21,7 @@ from kvmig.kvtransfer.transports.descriptors import Ticket
 from kvmig.kvtransfer.transports.select import Inboxes, Site, open_offer, open_staging
 from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, sweep
 from kvmig.kvtransfer.transports.tcp import TcpStaging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
 from tests.waiting import until
 
 CLUSTER = f"test{os.getpid()}"

@@ -16,7 +16,7 @@ from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.base import Announce, Staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
 from tests.inbox_process import Destination, digest, staging_of, write
 
 SLOTS, SIZE = 2, 300_000

@@ -18,7 +18,6 @@ import pytest
 
 from kvmig.controlplane.leases import MIB, Claim, Ledger
 from kvmig.controlplane.messages import InUnit
-from kvmig.controlplane.packets import Packets
 from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.controlplane.unit_member import UnitMember, ask
 from kvmig.controlplane.unit_messages import (
@@ -37,6 +36,7 @@ from kvmig.controlplane.unit_roll import Roll
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
 from kvmig.process.sockets import take_path
+from kvmig.rpc.unix_packets import Packets
 from kvmig.unit import main, shown
 from tests import unit_site
 from tests.unit_site import agent

@@ -12,7 +12,6 @@ import pytest
 
 from kvmig.controlplane.adbs import Shares
 from kvmig.controlplane.leases import MIB, Claim
-from kvmig.controlplane.packets import Packets
 from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_gate import UnitGate
 from kvmig.controlplane.unit_member import UnitMember
@@ -29,6 +28,7 @@ from kvmig.controlplane.unit_messages import (
 from kvmig.engines.base import KVUse
 from kvmig.engines.entrance import Entrance
 from kvmig.engines.gate import EVERYTHING, Grant, Want
+from kvmig.rpc.unix_packets import Packets
 from tests import unit_site
 from tests.unit_site import agent
 from tests.waiting import until

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
-from kvmig.kvtransfer.link import Client, Server
 from kvmig.kvtransfer.machine import Machine
-from kvmig.kvtransfer.messages import Chunk, Hello, Message, PeerMessage
+from kvmig.kvtransfer.messages import Chunk, PeerMessage
 from kvmig.kvtransfer.transports.shm import ShmInbox
 from kvmig.kvtransfer.transports.tcp import TcpInbox
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.messages import Hello, Message
+from kvmig.rpc.zmq_sockets import Client, Server
 
 FOLDER = "KVMIG_CHAOS"
 """Environment variable: the folder."""

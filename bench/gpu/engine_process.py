@@ -18,10 +18,11 @@ from kvmig.engines.base import Emitted, ServingEngine
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
 from kvmig.kvtransfer.context import Host
-from kvmig.kvtransfer.messages import Message, PeerMessage
+from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.transports.select import Site, open_staging
-from kvmig.kvtransfer.wire import Codec, Frame
+from kvmig.rpc.codec import Codec, Frame
+from kvmig.rpc.messages import Message
 
 CLIENT = 1
 LIVE, BLOCKING = "live", "blocking"

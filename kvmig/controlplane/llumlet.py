@@ -57,13 +57,14 @@ from kvmig.core.errors import (
     TransportError,
 )
 from kvmig.engines.base import Emitted, Frame, ServingEngine
-from kvmig.kvtransfer.link import Server
 from kvmig.kvtransfer.measured import slot_bytes
-from kvmig.kvtransfer.messages import VERSION, Hello, Message, PeerMessage
+from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.select import open_staging, site_of
-from kvmig.kvtransfer.wire import REFUSED
+from kvmig.rpc.codec import REFUSED
+from kvmig.rpc.messages import VERSION, Hello, Message
+from kvmig.rpc.zmq_sockets import Server
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ import msgspec
 
 from kvmig.core.errors import KvmigError
 from kvmig.engines.base import EngineLoad, RequestState
-from kvmig.kvtransfer.messages import Hello, Message, Version
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.rpc.messages import Hello, Message, Version
 
 # -- what a llumlet tells everyone who said hello
 

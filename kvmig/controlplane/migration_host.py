@@ -12,11 +12,12 @@ from kvmig.core.clock import monotonic
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import ServingEngine
-from kvmig.kvtransfer.link import Client, Server
-from kvmig.kvtransfer.messages import Message, PeerMessage
+from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.transports.base import Staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.messages import Message
+from kvmig.rpc.zmq_sockets import Client, Server
 
 log = logging.getLogger(__name__)
 

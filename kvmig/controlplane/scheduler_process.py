@@ -28,9 +28,9 @@ from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.core.secret import Discreet
-from kvmig.kvtransfer.link import Client, Server
-from kvmig.kvtransfer.messages import Hello
 from kvmig.process.child import announce, until_stopped
+from kvmig.rpc.messages import Hello
+from kvmig.rpc.zmq_sockets import Client, Server
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import msgspec
 
 from kvmig.controlplane.leases import Claim, Ledger, Told
-from kvmig.controlplane.packets import Packets, credentials
 from kvmig.controlplane.turns import Turns
 from kvmig.controlplane.unit_messages import (
     MOST_BYTES,
@@ -44,6 +43,7 @@ from kvmig.controlplane.unit_messages import (
 from kvmig.controlplane.unit_roll import Roll
 from kvmig.controlplane.unit_turns import UnitTurns
 from kvmig.core.errors import ConfigError, PeerError, TransportError
+from kvmig.rpc.unix_packets import Packets, credentials
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable
 from kvmig.controlplane.adbs import Shares
 from kvmig.controlplane.leases import Claim
 from kvmig.controlplane.messages import InUnit
-from kvmig.controlplane.packets import Packets
 from kvmig.controlplane.unit_gate import UnitGate
 from kvmig.controlplane.unit_messages import (
     MOST_BYTES,
@@ -44,6 +43,7 @@ from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
 from kvmig.engines.gate import Grant
 from kvmig.engines.gate import Want as Wanted
+from kvmig.rpc.unix_packets import Packets
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from kvmig.gateway.errors import InstanceLost, NoDestination, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.turns import Queues
-from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.messages import VERSION, Message
+from kvmig.rpc.messages import VERSION, Message
+from kvmig.rpc.zmq_sockets import Client
 
 RETRY_S = 0.5
 """Between two attempts to connect."""

@@ -19,8 +19,8 @@ from kvmig.core.config import instance_number
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.gateway.errors import InstanceLost, LauncherGone, OrderFailed
 from kvmig.gateway.router import Router
-from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.messages import Message
+from kvmig.rpc.messages import Message
+from kvmig.rpc.zmq_sockets import Client
 
 RETRY_S = 0.5
 """Between two attempts to connect to the launcher."""

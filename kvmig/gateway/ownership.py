@@ -21,7 +21,7 @@ from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Instances, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Action, Broken, Stale, Switched
-from kvmig.kvtransfer.messages import Message
+from kvmig.rpc.messages import Message
 
 MAX_RUNS = 16
 """Most runs of one request whose tokens get lost though its instances live."""

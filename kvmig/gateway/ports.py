@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from kvmig.core.errors import Failure
 from kvmig.engines.base import Frame
-from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
+from kvmig.rpc.messages import Message
 
 
 class Item(Protocol):

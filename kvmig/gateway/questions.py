@@ -12,7 +12,7 @@ from kvmig.controlplane.messages import Call, CallDone
 from kvmig.core.errors import PeerError
 from kvmig.engines.base import Frame
 from kvmig.gateway.errors import CallFailed, CallTimeout, InstanceLost
-from kvmig.kvtransfer.messages import Message
+from kvmig.rpc.messages import Message
 
 M = TypeVar("M", bound=Message)
 Payload = list[memoryview]

@@ -74,9 +74,9 @@ from kvmig.gateway.requests import (
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
 from kvmig.gateway.turns import Turns
-from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.wire import Frame, RefusalCounter
+from kvmig.rpc.codec import Frame, RefusalCounter
+from kvmig.rpc.messages import Message
 
 HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""

@@ -12,9 +12,9 @@ from kvmig.core.config import MigrationConfig
 from kvmig.engines.base import Engine
 from kvmig.kvtransfer.bandwidth import Throttle
 from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, LeadTime, PauseTime, slot_bytes
-from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.transports.base import Staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.messages import Message
 
 
 class Host(Protocol):

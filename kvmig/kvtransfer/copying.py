@@ -22,11 +22,12 @@ from msgspec.structs import replace
 from kvmig.core.errors import MigrationRefused, TransportError
 from kvmig.kvtransfer.context import SourceContext
 from kvmig.kvtransfer.mailbox import Mailbox
-from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Bundle, Chunk, Message
+from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Bundle, Chunk
 from kvmig.kvtransfer.report import StageParts
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Channel, Staging
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.messages import Message
 
 Send = Callable[[Message, Sequence[Frame]], None]
 

@@ -23,9 +23,10 @@ from kvmig.kvtransfer import destination_machine as do
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.destination_machine import Action, DestinationMachine, SourceMessage
 from kvmig.kvtransfer.mailbox import Cancel
-from kvmig.kvtransfer.messages import Chunk, FirstToken, Message, Reserve, Reserved
+from kvmig.kvtransfer.messages import Chunk, FirstToken, Reserve, Reserved
 from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import Inboxes
+from kvmig.rpc.messages import Message
 
 log = logging.getLogger(__name__)
 

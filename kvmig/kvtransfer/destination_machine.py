@@ -21,11 +21,11 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Commit,
     Committed,
-    Message,
     Refused,
     Reserve,
     Reserved,
 )
+from kvmig.rpc.messages import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.source_machine import Action
+from kvmig.rpc.messages import Message
 
 
 class Cancel(msgspec.Struct, frozen=True):

@@ -7,55 +7,10 @@ epoch is used twice for a request.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import msgspec
 
 from kvmig.engines.base import Cadence, Export, Tail
-
-
-class Version(NamedTuple):
-    """A version of the wire protocol.
-
-    major is raised when a message changes in a way that an older peer would misread; minor when
-    a message gets a field, with a default, or when there is a new message. Unknown fields are
-    ignored, missing fields have their defaults, unknown messages are refused and counted: so
-    neighbours in minor work together.
-    """
-
-    major: int
-    minor: int
-
-    def understands(self, other: Version) -> bool:
-        """Whether both may be in one cluster: a rolling upgrade goes one minor at a time."""
-        return self.major == other.major and abs(self.minor - other.minor) <= 1
-
-    def __str__(self) -> str:
-        return f"{self.major}.{self.minor}"
-
-
-VERSION = Version(3, 1)
-"""The version of this code. Its messages are recorded under tests/corpus: `scripts/corpus.py`."""
-
-
-class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of everything on a control socket."""
-
-
-class Hello(Message, frozen=True, tag=True):
-    """First message on every connection."""
-
-    protocol: int
-    """Major number of the sender's version."""
-    role: str
-    """gateway, scheduler or peer."""
-    name: str
-    minor: int = 0
-
-    @property
-    def version(self) -> Version:
-        """The version that the sender speaks."""
-        return Version(self.protocol, self.minor)
+from kvmig.rpc.messages import Hello, Message
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -86,7 +41,7 @@ class Reserve(Message, frozen=True, tag=True):
     """The source's numerics class: must agree, too, unless `inexact`."""
     inexact: bool = False
     """The request may go on where logits round differently."""
-    offers: list[Offer] = []
+    offers: list[Offer] = msgspec.field(default_factory=list)
     last: bool = False
     """The pause comes next: be ready."""
 
@@ -134,7 +89,7 @@ class Chunk(Message, frozen=True, tag=True):
     """Nobody decodes the request meanwhile."""
     offset: int = 0
     """Where the bytes begin in the slot, behind other migrations' chunks (see Bundle)."""
-    places: list[int] = []
+    places: list[int] = msgspec.field(default_factory=list)
     """Each block's place among the request's; empty: from `first` on, one after the other."""
 
 

@@ -34,7 +34,6 @@ from kvmig.kvtransfer.messages import (
     Committed,
     Expect,
     FirstToken,
-    Message,
     Refused,
     Reserve,
     Reserved,
@@ -45,7 +44,8 @@ from kvmig.kvtransfer.source_machine import Epochs
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.select import Inboxes, site_of
-from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.rpc.codec import RefusalCounter
+from kvmig.rpc.messages import Message
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,10 @@ from kvmig.engines.steps import limit_s
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
 from kvmig.kvtransfer.mailbox import Mailbox
 from kvmig.kvtransfer.measured import MeasuredPause
-from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Expect, Message, Reserve, Reserved
+from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Expect, Reserve, Reserved
 from kvmig.kvtransfer.timeline import Move, Timeline
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.messages import Message
 
 MOST_STEPS = 16
 """Steps over which a pause is spread; what is left of a longer one stays one gap."""

@@ -21,11 +21,11 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
-from kvmig.kvtransfer.wire import RefusalCounter
 from kvmig.launcher.instance import Deadline, Instance
 from kvmig.launcher.launch import Launcher, LlumletLaunch
 from kvmig.launcher.shapes import InstanceShape, Shapes
 from kvmig.process.child import say
+from kvmig.rpc.codec import RefusalCounter
 
 log = logging.getLogger(__name__)
 

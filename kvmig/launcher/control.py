@@ -21,9 +21,9 @@ from kvmig.controlplane.messages import (
     StopDrain,
 )
 from kvmig.core.errors import PeerError, StartupError, TransportError
-from kvmig.kvtransfer.link import Server
-from kvmig.kvtransfer.messages import Hello, Message
 from kvmig.launcher.cluster import Cluster
+from kvmig.rpc.messages import Hello, Message
+from kvmig.rpc.zmq_sockets import Server
 
 Order = AddInstances | DrainInstance | StopDrain | RestartInstances
 

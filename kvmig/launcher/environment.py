@@ -15,8 +15,8 @@ from kvmig.core.config import SPARE_FILES
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SECRET
 from kvmig.engines.registry import kind_of
-from kvmig.kvtransfer.link import LEAST_BYTES
 from kvmig.process import cgroups
+from kvmig.rpc.zmq_sockets import LEAST_BYTES
 
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4

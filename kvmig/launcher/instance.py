@@ -17,11 +17,11 @@ from kvmig.controlplane.messages import (
     SetState,
 )
 from kvmig.core.errors import PeerError, StartupError, TransportError
-from kvmig.kvtransfer.link import Client
-from kvmig.kvtransfer.wire import RefusalCounter
 from kvmig.launcher.launch import Launcher, LlumletLaunch
 from kvmig.process.child import say
 from kvmig.process.supervisor import Handle, deaths_in_a_row, first_of, restart_pause
+from kvmig.rpc.codec import RefusalCounter
+from kvmig.rpc.zmq_sockets import Client
 
 if TYPE_CHECKING:
     from kvmig.launcher.cluster import Cluster

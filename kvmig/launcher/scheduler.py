@@ -16,7 +16,6 @@ from kvmig.controlplane.messages import ClusterMessage, Member, Members, Message
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import KvmigError, PeerError, StartupError, TransportError
-from kvmig.kvtransfer.link import Client
 from kvmig.process.child import read_launch, say, send_heartbeats
 from kvmig.process.supervisor import (
     HEARTBEAT_TIMEOUT_S,
@@ -28,6 +27,7 @@ from kvmig.process.supervisor import (
     restart_pause,
     running,
 )
+from kvmig.rpc.zmq_sockets import Client
 
 if TYPE_CHECKING:
     from kvmig.launcher.cluster import Cluster

@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING
 from kvmig.core.config import MigrationConfig
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer.destination_machine import DestinationMachine, SourceMessage
-from kvmig.kvtransfer.messages import (
-    Aborted,
-    Committed,
-    Message,
-    Refused,
-    Reserve,
-)
+from kvmig.kvtransfer.messages import Aborted, Committed, Refused, Reserve
+from kvmig.rpc.messages import Message
 from kvmig_tools.check.part import Letter, Move, Violation
 
 if TYPE_CHECKING:

@@ -23,12 +23,12 @@ from kvmig.kvtransfer.messages import (
     Chunk,
     Commit,
     Committed,
-    Message,
     Refused,
     Reserve,
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import S, SourceMachine
+from kvmig.rpc.messages import Message
 from kvmig_tools.check.part import Letter, Lost, Move
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.router import FENCE_TIMEOUT_S, HOLD_S
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
-from kvmig.kvtransfer.messages import Message
 from kvmig.kvtransfer.source_machine import LEAP
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
+from kvmig.rpc.messages import Message
 from kvmig_tools.check.part import Facts, Letter, Lost, Move, Part, Violation
 from kvmig_tools.check.site import Left, Piece
 

@@ -26,8 +26,9 @@ from kvmig.kvtransfer.destination_machine import (
     SourceMessage,
     Tombstones,
 )
-from kvmig.kvtransfer.messages import ChunkDone, Message, Reserve
+from kvmig.kvtransfer.messages import ChunkDone, Reserve
 from kvmig.kvtransfer.source_machine import QUESTIONS, Epochs, SourceMachine
+from kvmig.rpc.messages import Message
 from kvmig_tools.check.arrival import Arrival, answered
 from kvmig_tools.check.departure import Departure
 from kvmig_tools.check.engine import Engine, Slot

@@ -21,12 +21,12 @@ from kvmig.kvtransfer.messages import (
     ChunkDone,
     Commit,
     Committed,
-    Message,
     Refused,
     Reserve,
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import SourceMachine
+from kvmig.rpc.messages import Message
 from kvmig_tools.sim.engine import SimEngine
 from kvmig_tools.sim.events import Action, EventQueue
 from kvmig_tools.sim.network import Copying, Network

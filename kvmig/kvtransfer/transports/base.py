@@ -26,7 +26,7 @@ import msgspec
 
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
-from kvmig.kvtransfer.wire import Frame
+from kvmig.rpc.codec import Frame
 
 CLOSED = -1
 """Stands in the queue of free slots after close, to wake everyone who waits."""

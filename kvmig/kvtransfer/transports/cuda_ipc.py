@@ -28,7 +28,7 @@ from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, Staging, check_slot
 from kvmig.kvtransfer.transports.descriptors import Donor, Ticket, gone, take
 from kvmig.kvtransfer.transports.worker import Worker
-from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.rpc.codec import RefusalCounter
 
 NAME = "cuda-ipc"
 NONCE_BYTES = 16

@@ -13,7 +13,7 @@ from threading import Thread
 import msgspec
 
 from kvmig.core.errors import TransportError
-from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.rpc.codec import RefusalCounter
 
 SECRET_BYTES = 16
 TIMEOUT_S = 2.0

@@ -14,7 +14,7 @@ from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
-from kvmig.kvtransfer.wire import RefusalCounter
+from kvmig.rpc.codec import RefusalCounter
 
 LOOK_S = 5.0
 """Between two looks for sources that have ended: what is held for them may be a GPU's memory."""

@@ -14,7 +14,7 @@ from types import UnionType
 import msgspec
 
 from kvmig.core.errors import InvalidTransition, PeerError
-from kvmig.kvtransfer.messages import Message
+from kvmig.rpc.messages import Message
 
 Frame = bytes | bytearray | memoryview
 

@@ -24,8 +24,8 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvmig.core.errors import PeerBehind, PeerError, TransportError
-from kvmig.kvtransfer.messages import VERSION, Hello, Message, Version
-from kvmig.kvtransfer.wire import MAX_FRAME, Codec, Frame, RefusalCounter
+from kvmig.rpc.codec import MAX_FRAME, Codec, Frame, RefusalCounter
+from kvmig.rpc.messages import VERSION, Hello, Message, Version
 
 HIGH_WATER = 10_000
 """Messages queued to one peer; one more is an error, not more memory."""

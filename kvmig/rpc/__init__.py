@@ -1,0 +1,1 @@
+"""How kvmig's processes talk: sockets, framing, and the messages that all have."""
