@@ -25,12 +25,12 @@ from bench import report
 from bench.mux import small
 from bench.mux.small import Policy
 from bench.report import Target
-from kvmig.controlplane.adbs import Shares
 from kvmig.engines.gate import PARTS
 from kvmig.engines.vllm import flags
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.problem import Member, Unit, cluster_of
 from kvmig.placement.step_costs import Device
+from kvmig.sharing.policies import Shares
 from kvmig_tools.sim.mux import Load
 from kvmig_tools.sim.unit import parts
 

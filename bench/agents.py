@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.units.site import Agent
-from kvmig.controlplane.unit_member import ask
 from kvmig.core.errors import TransportError
+from kvmig.sharing.member import ask
 
 AWAY_S = 2.0
 """Between an agent's end and the start of the next one."""

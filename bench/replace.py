@@ -12,7 +12,7 @@ wanted. kvmig runs no request a third time that may have crashed two instances, 
 until all answers have ended that the last one may have met.
 
 On a host without GPUs a unit is a name, and its memory what the placement's file says. With
---agents each unit has an agent (`kvmig.unit`) that leases KV cache. Then the placements have
+--agents each unit has an agent (`kvmig.sharing`) that leases KV cache. Then the placements have
 quotas, too, which change on the way, and what is killed at each wave is the agent of the unit
 that the wave is about; another one is started soon after.
 """

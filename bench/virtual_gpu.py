@@ -1,7 +1,7 @@
 """A GPU in virtual time, shared by real vLLM engines: a bench's, on any machine.
 
 Real: vLLM's scheduler, its blocks and preemptions, the step gate before each step
-(`kvmig.engines.vllm.phase`), and who decides (`kvmig.controlplane.turns`).
+(`kvmig.engines.vllm.phase`), and who decides (`kvmig.sharing.step_scheduler`).
 Modelled: how long a step takes, by `kvmig.placement` for its parts, batch and tokens, and by what
 runs beside it (`kvmig_tools.sim.unit.Crowd`); nothing is computed, and every token is the same.
 
@@ -24,9 +24,6 @@ from vllm.v1.executor import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvmig.controlplane.adbs import Kind, Shares
-from kvmig.controlplane.quotas import PERIOD_S, RULES, Use
-from kvmig.controlplane.turns import Answer, Turns
 from kvmig.engines.gate import NOTHING, PARTS, Grant, Want
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
@@ -35,6 +32,9 @@ from kvmig.engines.vllm.phase import Phase
 from kvmig.engines.vllm.sides import token_request
 from kvmig.models import BUNDLED
 from kvmig.placement.step_costs import Device, StepCost
+from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use
+from kvmig.sharing.policies import Kind, Shares
+from kvmig.sharing.step_scheduler import Answer, Turns
 from kvmig_tools.sim.unit import MOST_SEQUENCES, PREFILL_TOKENS, SHARED, Crowd
 
 BLOCK_TOKENS = 32
@@ -271,8 +271,8 @@ class VirtualUnit:
         policy: str,
         rule: str,
     ) -> None:
-        """quotas: bytes, at first; their sum is the arena. rule: of `kvmig.controlplane.quotas`, or
-        `SHARED`: who comes first takes what is free."""
+        """quotas: bytes, at first; their sum is the arena. rule: of `kvmig.sharing.memory_quotas`,
+        or `SHARED`: who comes first takes what is free."""
         self.engines = {one.name: one for one in engines}
         self.now = 0.0
         self._turns = Turns(policy, math.inf)

@@ -21,7 +21,6 @@ import msgspec
 import uvloop
 
 from kvmig.controlplane.messages import Member
-from kvmig.controlplane.unit_member import ask
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.secret import ADMIN_KEY
@@ -55,6 +54,7 @@ from kvmig.launcher.shapes import (
 from kvmig.process.child import begin_loading, leave, quiet, say, send_heartbeats
 from kvmig.process.fork_server import HANDED, SharedForks
 from kvmig.process.sockets import raise_open_files, take_path, take_port
+from kvmig.sharing.member import ask
 
 
 def main(argv: Sequence[str]) -> int:

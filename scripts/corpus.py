@@ -21,12 +21,12 @@ from msgspec import inspect
 from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.usage import HAND_OVER, HandOver
 from kvmig.controlplane.messages import ClusterMessage
-from kvmig.controlplane.unit_messages import ToAgent, ToMember
 from kvmig.fleet.orders import News, Order
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.process.fork_server import ForkNews, ForkOrder
 from kvmig.proxy.messages import Down, Up
 from kvmig.rpc.messages import VERSION, Message
+from kvmig.sharing.messages import ToAgent, ToMember
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "corpus"
 TYPES: tuple[type[Message], ...] = tuple(

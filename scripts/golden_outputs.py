@@ -47,7 +47,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "serve-all-vllm": ("kvmig.serve", "--help=all"),
     "place": ("kvmig.placement", "--help"),
     "replace": ("kvmig.placement.executor", "--help"),
-    "unit": ("kvmig.unit", "--help"),
+    "unit": ("kvmig.sharing", "--help"),
     "shared-fork-server": ("kvmig.launcher.shared_fork_server",),
     "drift": ("kvmig_tools.drift", "--help"),
     "check": ("kvmig_tools.check", "--help"),

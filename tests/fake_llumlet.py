@@ -11,7 +11,6 @@ import msgspec
 
 from kvmig.controlplane.messages import (
     ClusterMessage,
-    InUnit,
     ListRequests,
     LoadReport,
     Migrate,
@@ -30,6 +29,7 @@ from kvmig.gateway.router import Router
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
 from kvmig.rpc.messages import VERSION, Hello, Message
 from kvmig.rpc.zmq_sockets import Server
+from kvmig.sharing.messages import InUnit
 from tests.waiting import PATIENCE_S, until
 
 SECRET = b"a secret of the cluster"

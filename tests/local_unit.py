@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvmig.controlplane.adbs import Shares
-from kvmig.controlplane.turns import Answer, Turns
-from kvmig.controlplane.unit_gate import UnitGate
 from kvmig.engines.gate import Want
+from kvmig.sharing.policies import Shares
+from kvmig.sharing.step_gate import UnitGate
+from kvmig.sharing.step_scheduler import Answer, Turns
 
 
 class LocalUnit:

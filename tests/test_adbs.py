@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.adbs import OVERBOOKED, POLICIES, Gate, Job, Shares, Want
 from kvmig.core.errors import ConfigError
 from kvmig.engines.gate import PARTS
+from kvmig.sharing.policies import OVERBOOKED, POLICIES, Gate, Job, Shares, Want
 
 BOTH = Want(prompt=0.0, decode=0.0)
 DECODES = Want(prompt=None, decode=0.0)

@@ -11,9 +11,10 @@ import pytest
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, MigrationRefused
 from kvmig.core.layout import KVLayout, Region
+from kvmig.core.quantities import quantity
 from kvmig.kvtransfer.migrations import admit, kv_bytes
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.launcher.flags import parse, quantity
+from kvmig.launcher.flags import parse
 from tests.fake_cluster import Cluster, cluster
 from tests.fake_engine import BLOCK_BYTES
 from tests.waiting import PATIENCE_S, until

@@ -60,8 +60,8 @@ def test_a_step_takes_what_the_costs_say_and_decodes_ride_along_with_prompts() -
 
 @pytest.mark.long
 def test_requests_of_two_engines_take_turns_and_all_end() -> None:
-    from kvmig.controlplane.adbs import Shares
     from kvmig.engines.vllm import flags
+    from kvmig.sharing.policies import Shares
 
     device = load("a100-80g")
     quotas = {"a": 8e9, "b": 8e9}

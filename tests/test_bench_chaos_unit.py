@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.chaos.unit import whole
-from kvmig.controlplane.unit_messages import Share
+from kvmig.sharing.messages import Share
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from kvmig.controlplane.messages import (
     ClusterMessage,
     DrainInstance,
     Evacuate,
-    InUnit,
     LoadReport,
     Member,
     Members,
@@ -45,6 +44,7 @@ from kvmig.launcher.shapes import InstanceShape, Shapes
 from kvmig.process.supervisor import Handle
 from kvmig.rpc.messages import Hello
 from kvmig.rpc.zmq_sockets import Server
+from kvmig.sharing.messages import InUnit
 from tests.fake_llumlet import Front, decode
 from tests.waiting import PATIENCE_S, until
 

@@ -15,7 +15,6 @@ import pytest
 
 from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.usage import HAND_OVER, HandOver
-from kvmig.controlplane.unit_messages import MOST_BYTES, ToAgent, ToMember, to_agent, to_member
 from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of, order_of
 from kvmig.fleet.quotas import QuotaSocket
 from kvmig.fleet.server import InitLink
@@ -27,6 +26,7 @@ from kvmig.process.fork_server import ForkNews, ForkOrder, hear_news, send_order
 from kvmig.proxy.link import ProxyLinks, ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Want
 from kvmig.rpc.unix_packets import Packets
+from kvmig.sharing.messages import MOST_BYTES, ToAgent, ToMember, to_agent, to_member
 from scripts.corpus import CORPUS, PROTOCOLS, example, local_messages, name_of
 from tests.waiting import until
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.adbs import POLICIES, Shares
-from kvmig.controlplane.turns import Turns
-from kvmig.controlplane.unit_gate import UnitGate
 from kvmig.engines.entrance import Entrance
 from kvmig.engines.gate import EVERYTHING, NOTHING, PARTS, Grant, Want
+from kvmig.sharing.policies import POLICIES, Shares
+from kvmig.sharing.step_gate import UnitGate
+from kvmig.sharing.step_scheduler import Turns
 from tests.local_unit import LocalUnit
 
 PROMPTS = Want(100, 0, oldest_prompt=1.0)

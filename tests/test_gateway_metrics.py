@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvmig.controlplane.messages import InUnit
 from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
 from kvmig.engines.base import EngineLoad, Preempted
 from kvmig.front_end import forget_gauges
@@ -28,6 +27,7 @@ from kvmig.gateway.metrics import (
     UnitCollector,
     with_instances,
 )
+from kvmig.sharing.messages import InUnit
 from tests.fake_llumlet import cluster, report
 from tests.waiting import until
 

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmig.controlplane.leases import MIB, Claim, Ledger, Order, Told
-from kvmig.controlplane.quotas import RULES
 from kvmig.core.errors import ConfigError
+from kvmig.sharing.lease_ledger import MIB, Claim, Ledger, Order, Told
+from kvmig.sharing.memory_quotas import RULES
 
 ARENA = 64 * MIB
 

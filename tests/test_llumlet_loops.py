@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 
-from kvmig.controlplane.leases import MIB
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.controlplane.messages import (
     AbortRequests,
@@ -42,6 +41,7 @@ from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
 from kvmig.rpc.messages import Message
 from kvmig.rpc.zmq_sockets import Client
+from kvmig.sharing.lease_ledger import MIB
 from tests.fake_llumlet import report
 from tests.unit_site import agent
 from tests.waiting import until

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.quotas import RULES, Use, fair, kvmig, muxserve
 from kvmig.core.errors import ConfigError
+from kvmig.sharing.memory_quotas import RULES, Use, fair, kvmig, muxserve
 
 
 def use(

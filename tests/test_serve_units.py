@@ -17,10 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from kvmig.controlplane.leases import MIB
-from kvmig.controlplane.unit_member import ask
-from kvmig.controlplane.unit_messages import Share, Unit
 from kvmig.core.errors import TransportError
+from kvmig.sharing.lease_ledger import MIB
+from kvmig.sharing.member import ask
+from kvmig.sharing.messages import Share, Unit
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
@@ -38,7 +38,7 @@ PROMPT = 220
 
 
 class Agent:
-    """`python -m kvmig.unit`, which may die; ended at the end of the block."""
+    """`python -m kvmig.sharing`, which may die; ended at the end of the block."""
 
     def __init__(self, path: Path, arena: int = ARENA) -> None:
         self.path, self.arena = path, arena
@@ -54,7 +54,7 @@ class Agent:
     def start(self) -> None:
         words = (str(self.path), f"--memory={self.arena}B", "--end-with-stdin")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvmig.unit", *words], stdin=subprocess.PIPE
+            [sys.executable, "-m", "kvmig.sharing", *words], stdin=subprocess.PIPE
         )
         self.until(lambda unit: True)
 

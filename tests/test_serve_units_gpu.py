@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.controlplane.leases import MIB
-from kvmig.controlplane.unit_messages import Unit
+from kvmig.sharing.lease_ledger import MIB
+from kvmig.sharing.messages import Unit
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests import fake_gpu

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvmig.controlplane.adbs import POLICIES
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.problem import Llm, Member, Unit, cluster_of
 from kvmig.placement.step_costs import Device, load
+from kvmig.sharing.policies import POLICIES
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.mux import Load, Outcome, poisson, share_gpt, simulate
 from kvmig_tools.sim.request import SimRequest

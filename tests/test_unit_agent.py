@@ -16,28 +16,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmig.controlplane.leases import MIB, Claim, Ledger
-from kvmig.controlplane.messages import InUnit
-from kvmig.controlplane.unit_agent import UnitAgent
-from kvmig.controlplane.unit_member import UnitMember, ask
-from kvmig.controlplane.unit_messages import (
+from kvmig.core.errors import ConfigError, StartupError, TransportError
+from kvmig.engines.base import KVUse
+from kvmig.process.sockets import take_path
+from kvmig.rpc.unix_packets import Packets
+from kvmig.sharing.__main__ import main, shown
+from kvmig.sharing.agent import UnitAgent
+from kvmig.sharing.lease_ledger import MIB, Claim, Ledger
+from kvmig.sharing.member import UnitMember, ask
+from kvmig.sharing.member_locks import Roll
+from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
     Ask,
     Held,
     Hello,
+    InUnit,
     Refused,
     Share,
     Unit,
     encode,
     to_member,
 )
-from kvmig.controlplane.unit_roll import Roll
-from kvmig.core.errors import ConfigError, StartupError, TransportError
-from kvmig.engines.base import KVUse
-from kvmig.process.sockets import take_path
-from kvmig.rpc.unix_packets import Packets
-from kvmig.unit import main, shown
 from tests import unit_site
 from tests.unit_site import agent
 from tests.waiting import until
@@ -262,7 +262,7 @@ async def test_a_member_that_may_not_come_back_keeps_nobody_from_growing(path: P
 def test_two_processes_of_one_number_are_both_in_the_roll(tmp_path: Path) -> None:
     """As of two containers."""
     enters = (
-        "import os, sys; from kvmig.controlplane.unit_roll import Roll; os.getpid = lambda: 7;"
+        "import os, sys; from kvmig.sharing.member_locks import Roll; os.getpid = lambda: 7;"
         " Roll(sys.argv[1]).enter(); print(flush=True); sys.stdin.read()"
     )
     path = str(tmp_path / "unit")
@@ -313,7 +313,7 @@ async def test_a_member_whose_process_is_gone_leaves_its_lease(path: Path) -> No
 
 JOINS = """
 import socket, sys
-from kvmig.controlplane.unit_messages import VERSION, Hello, encode
+from kvmig.sharing.messages import VERSION, Hello, encode
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(sys.argv[1])
 sock.send(encode(Hello(VERSION, "other", "llama", 4 << 20, 64 << 20, 1 << 20)))
@@ -425,7 +425,7 @@ async def test_another_users_process_is_not_let_in(
 @pytest.fixture
 def process(path: Path) -> Iterator[subprocess.Popen[str]]:
     made = subprocess.Popen(
-        [sys.executable, "-m", "kvmig.unit", str(path), "--memory", "64MiB", "--end-with-stdin"],
+        [sys.executable, "-m", "kvmig.sharing", str(path), "--memory", "64MiB", "--end-with-stdin"],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

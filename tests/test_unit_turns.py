@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.controlplane.adbs import Shares
-from kvmig.controlplane.leases import MIB, Claim
-from kvmig.controlplane.turns import Turns
-from kvmig.controlplane.unit_gate import UnitGate
-from kvmig.controlplane.unit_member import UnitMember
-from kvmig.controlplane.unit_messages import (
+from kvmig.engines.base import KVUse
+from kvmig.engines.entrance import Entrance
+from kvmig.engines.gate import EVERYTHING, Grant, Want
+from kvmig.rpc.unix_packets import Packets
+from kvmig.sharing.lease_ledger import MIB, Claim
+from kvmig.sharing.member import UnitMember
+from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
     Done,
@@ -25,10 +26,9 @@ from kvmig.controlplane.unit_messages import (
     encode,
     to_member,
 )
-from kvmig.engines.base import KVUse
-from kvmig.engines.entrance import Entrance
-from kvmig.engines.gate import EVERYTHING, Grant, Want
-from kvmig.rpc.unix_packets import Packets
+from kvmig.sharing.policies import Shares
+from kvmig.sharing.step_gate import UnitGate
+from kvmig.sharing.step_scheduler import Turns
 from tests import unit_site
 from tests.unit_site import agent
 from tests.waiting import until

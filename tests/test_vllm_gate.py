@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvmig.controlplane.adbs import Shares
 from kvmig.engines.gate import EVERYTHING, Grant, Want
+from kvmig.sharing.policies import Shares
 from tests.local_unit import LocalUnit
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, Pair, assert_same
 from tests.vllm_side import Side

@@ -8,11 +8,11 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from kvmig.controlplane.leases import MIB, Ledger
-from kvmig.controlplane.turns import Turns
-from kvmig.controlplane.unit_agent import UnitAgent
-from kvmig.controlplane.unit_member import UnitMember
 from kvmig.process.sockets import take_path
+from kvmig.sharing.agent import UnitAgent
+from kvmig.sharing.lease_ledger import MIB, Ledger
+from kvmig.sharing.member import UnitMember
+from kvmig.sharing.step_scheduler import Turns
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ MODULES = {
     "kvmig.launcher.llumlet_main": "instance",
     "kvmig.launcher.scheduler": "scheduler",
     "kvmig.front_process": "front-end",
-    "kvmig.unit": "unit-agent",
+    "kvmig.sharing": "unit-agent",
 }
 
 

@@ -23,9 +23,9 @@ from msgspec.structs import replace
 
 from bench import report
 from bench.chaos.place import Place
-from kvmig.controlplane.unit_member import ask
-from kvmig.controlplane.unit_messages import Share
 from kvmig.core.errors import TransportError
+from kvmig.sharing.member import ask
+from kvmig.sharing.messages import Share
 
 ARENA = 80 << 20
 """Bytes. Three instances would like more: 600 blocks of 64 KiB each, as without a unit."""
@@ -93,7 +93,7 @@ class Unit:
     def _start(self) -> None:
         words = (str(self.path), f"--memory={ARENA}B", "--end-with-stdin")
         self._process = subprocess.Popen(
-            [*self.place.enter, sys.executable, "-m", "kvmig.unit", *words],
+            [*self.place.enter, sys.executable, "-m", "kvmig.sharing", *words],
             env={**os.environ, **self.place.environment},
             stdin=subprocess.PIPE,
         )

@@ -28,9 +28,9 @@ from bench.client import session
 from bench.models import model_flags
 from bench.replace import counted
 from bench.units.site import MIB, PATIENCE_S, Site, cores
-from kvmig.controlplane.leases import Ledger
-from kvmig.controlplane.unit_agent import UnitAgent
 from kvmig.process.sockets import take_path
+from kvmig.sharing.agent import UnitAgent
+from kvmig.sharing.lease_ledger import Ledger
 
 ARENA = 128 * MIB
 CALLS = 4

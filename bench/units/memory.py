@@ -31,7 +31,7 @@ from bench.units.site import (
     cores,
     share,
 )
-from kvmig.controlplane.unit_messages import Unit
+from kvmig.sharing.messages import Unit
 
 SAMPLE_S = 0.1
 LONGEST = 1216

@@ -34,8 +34,8 @@ from bench.client import session
 from bench.models import model_flags
 from bench.replace import counted
 from bench.units.site import BLOCK_BYTES, BLOCK_TOKENS, Agent, Site
-from kvmig.controlplane.unit_member import ask
-from kvmig.controlplane.unit_messages import Unit
+from kvmig.sharing.member import ask
+from kvmig.sharing.messages import Unit
 
 MODELS = ("a", "b", "c")
 ARMS = ("kvmig", "fixed")

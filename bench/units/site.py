@@ -16,10 +16,10 @@ import psutil
 
 from bench.models import kv_numbers
 from bench.site import all_up
-from kvmig.controlplane.unit_member import ask
-from kvmig.controlplane.unit_messages import Share, Unit
 from kvmig.core.errors import TransportError
 from kvmig.models import BUNDLED
+from kvmig.sharing.member import ask
+from kvmig.sharing.messages import Share, Unit
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
@@ -43,7 +43,7 @@ BLOCK_BYTES = block_bytes(BUNDLED)
 
 
 class Agent:
-    """`python -m kvmig.unit` with an arena of so many bytes."""
+    """`python -m kvmig.sharing` with an arena of so many bytes."""
 
     def __init__(self, path: Path, arena: int, rule: str = "kvmig", policy: str = "adbs") -> None:
         self.path = str(path)
@@ -52,7 +52,7 @@ class Agent:
             "--end-with-stdin",
         )  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvmig.unit", *words], stdin=subprocess.PIPE
+            [sys.executable, "-m", "kvmig.sharing", *words], stdin=subprocess.PIPE
         )
         self.until(lambda unit: True)
 

@@ -29,10 +29,10 @@ from kvmig.cli.common import (
 from kvmig.cli.models import CHECKING, alias_app, model_app, placement_app
 from kvmig.cli.usage import usage_app
 from kvmig.core.errors import ConfigError
+from kvmig.core.quantities import quantity
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
 from kvmig.launcher.environment import cores
-from kvmig.launcher.flags import quantity
 
 __all__ = ["Where", "app", "main"]
 

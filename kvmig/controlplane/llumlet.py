@@ -12,10 +12,8 @@ from typing import Any
 
 import msgspec
 
-from kvmig.controlplane.adbs import Shares
 from kvmig.controlplane.fronts import Fronts, Tracking
 from kvmig.controlplane.headroom import measured_headroom
-from kvmig.controlplane.leases import Claim
 from kvmig.controlplane.messages import (
     URGENT,
     AbortRequests,
@@ -46,7 +44,6 @@ from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.mover import Mover
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import CHANGE_PERIOD_S, Reporter
-from kvmig.controlplane.unit_member import UnitMember
 from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import (
@@ -65,6 +62,9 @@ from kvmig.kvtransfer.transports.select import open_staging, site_of
 from kvmig.rpc.codec import REFUSED
 from kvmig.rpc.messages import VERSION, Hello, Message
 from kvmig.rpc.zmq_sockets import Server
+from kvmig.sharing.lease_ledger import Claim
+from kvmig.sharing.member import UnitMember
+from kvmig.sharing.policies import Shares
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from kvmig.core.errors import KvmigError
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import Hello, Message, Version
+from kvmig.sharing.messages import InUnit
 
 # -- what a llumlet tells everyone who said hello
 
@@ -33,25 +34,6 @@ class Welcome(Message, frozen=True, tag=True):
     def version(self) -> Version:
         """The version that the llumlet speaks."""
         return Version(self.protocol, self.minor)
-
-
-class InUnit(msgspec.Struct, frozen=True):
-    """What an instance has of the unit that it is in. Bytes."""
-
-    lease: int
-    """What it has not given back."""
-    wanted: int
-    """By all its requests, those that wait, too."""
-    guarantee: int
-    """What it gets back whenever it wants it."""
-    waited_s: float
-    """Seconds that its steps have waited for their turn since its start."""
-    connected: bool
-    """Whether the unit's agent is there."""
-    used: int = 0
-    """By requests that run."""
-    asked: int | None = None
-    """The guarantee that it was told to ask for; 0: a fair part. None: an older llumlet's."""
 
 
 class LoadReport(Message, frozen=True, tag=True):

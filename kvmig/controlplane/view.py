@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.controlplane.messages import InUnit, LoadReport, Member
+from kvmig.controlplane.messages import LoadReport, Member
 from kvmig.engines.base import ClassLoad, EngineLoad, GroupLoad
+from kvmig.sharing.messages import InUnit
 
 Column = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -1,6 +1,6 @@
 """The step gate: an engine that shares a device asks before each step what it may compute.
 
-Whoever decides for the device (`kvmig.controlplane.turns`) answers with a `Grant`. Here are the
+Whoever decides for the device (`kvmig.sharing.step_scheduler`) answers with a `Grant`. Here are the
 words and the port; how an engine's thread waits: `kvmig.engines.entrance`.
 """
 

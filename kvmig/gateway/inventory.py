@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvmig.controlplane.freeness import instance_freeness
-from kvmig.controlplane.messages import InUnit, Member, Requests, Welcome
+from kvmig.controlplane.messages import Member, Requests, Welcome
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import Preempted, RequestState
 from kvmig.gateway.errors import AmbiguousRequest
 from kvmig.gateway.requests import LiveRequest, call_of
+from kvmig.sharing.messages import InUnit
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from kvmig.controlplane.messages import InUnit
 from kvmig.core.priorities import PriorityClass, class_of
 from kvmig.engines.base import Preempted
 from kvmig.gateway.inventory import InstanceRow
 from kvmig.gateway.ports import Observer
 from kvmig.kvtransfer.report import Downtime, MigrationReport
+from kvmig.sharing.messages import InUnit
 
 BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,

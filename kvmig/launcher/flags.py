@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -31,6 +29,7 @@ from kvmig.core.config import (
 )
 from kvmig.core.errors import ConfigError
 from kvmig.core.priorities import PriorityClass, with_normal
+from kvmig.core.quantities import quantity
 from kvmig.launcher.ray_cluster import AUTO, checked_address, parse_resources
 from kvmig.process.child import say
 
@@ -56,13 +55,6 @@ _OF_SOME = re.compile(r"(?P<name>i\d+|[^/]+(?=:\s)):\s*(?P<path>.*)")
 _INSTANCE = re.compile(r"i\d+")
 SHARES = [str(percent) for percent in range(10, 101, 10)]
 FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
-_STEPS = {"K": 1, "M": 2, "G": 3, "T": 4}
-UNITS = {
-    "B": 1.0,
-    **{f"{letter}B": 1000.0**power for letter, power in _STEPS.items()},
-    **{f"{letter}iB": 1024.0**power for letter, power in _STEPS.items()},
-}
-"""Bytes of each."""
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -211,27 +203,6 @@ def parse_class(words: str) -> PriorityClass:
             f"--priority-class {found.name}: target is {found.target_ms:g}, must be more than 0"
         )
     return found
-
-
-def quantity(unit: str) -> Callable[[str], float]:
-    """A parser of a flag's value: bytes; a number without a unit is in `unit`.
-
-    Example: `quantity("MB")` takes 500 and 0.5GB for 5e8.
-    """
-
-    def parse(text: str) -> float:
-        found = re.fullmatch(r"([0-9.eE+-]+) *([A-Za-z]*?)(/s)?", text.strip())
-        try:
-            value = float(found[1]) * UNITS[found[2] or unit] if found else math.nan
-        except (ValueError, KeyError):
-            value = math.nan
-        if not 0 <= value < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} must be a number of {unit}, or one with a unit: {', '.join(UNITS)}"
-            )
-        return value
-
-    return parse
 
 
 class _Parser(argparse.ArgumentParser):
@@ -437,7 +408,7 @@ def _add_unit(root: _Parser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="share the KV cache of the unit whose agent, `python -m kvmig.unit`, listens there;"
+        help="share the KV cache of the unit whose agent, `python -m kvmig.sharing`, listens there;"
         " besides, 'iN: PATH' for an instance that is in another unit, 'NAME: PATH' for those that"
         " are there in a placement (--instance-unit)",
     )

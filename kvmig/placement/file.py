@@ -62,8 +62,8 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of that node; none: the host's CPUs."""
     models: list[PlacedModel] = []
     arena_bytes: int = 0
-    """KV cache that its agent (`kvmig.unit`) leases, so that quotas change while instances serve;
-    0: it has none, and they don't."""
+    """KV cache that its agent (`kvmig.sharing`) leases, so that quotas change while instances
+    serve; 0: it has none, and they don't."""
 
     @property
     def called(self) -> str:

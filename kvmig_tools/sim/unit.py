@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvmig.controlplane.adbs import Gate, Job, Shares, Want
-from kvmig.controlplane.quotas import PERIOD_S, RULES, Use
 from kvmig.engines.gate import PARTS
 from kvmig.placement.step_costs import Device
+from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use
+from kvmig.sharing.policies import Gate, Job, Shares, Want
 from kvmig_tools.sim.batch import DecodeBatch
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.request import SimRequest

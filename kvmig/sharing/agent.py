@@ -1,9 +1,9 @@
 """A unit's agent: the process that tells the instances of a host how much KV cache each may have,
 and who of them computes next.
 
-It decides nothing: `kvmig.controlplane.leases` does, and `kvmig.controlplane.turns`. It holds no
-memory of theirs, so its end stops nobody: members keep what they have, connect again, and tell the
-next agent, which leases nothing more until all whose processes live have. A member that is
+It decides nothing: `kvmig.sharing.lease_ledger` does, and `kvmig.sharing.step_scheduler`. It holds
+no memory of theirs, so its end stops nobody: members keep what they have, connect again, and tell
+the next agent, which leases nothing more until all whose processes live have. A member that is
 connected no more keeps its lease until its process is gone.
 """
 
@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvmig.controlplane.leases import Claim, Ledger, Told
-from kvmig.controlplane.turns import Turns
-from kvmig.controlplane.unit_messages import (
+from kvmig.core.errors import ConfigError, PeerError, TransportError
+from kvmig.rpc.unix_packets import Packets, credentials
+from kvmig.sharing.lease_ledger import Claim, Ledger, Told
+from kvmig.sharing.member_locks import Roll
+from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
     Ask,
@@ -40,16 +42,14 @@ from kvmig.controlplane.unit_messages import (
     encode,
     to_agent,
 )
-from kvmig.controlplane.unit_roll import Roll
-from kvmig.controlplane.unit_turns import UnitTurns
-from kvmig.core.errors import ConfigError, PeerError, TransportError
-from kvmig.rpc.unix_packets import Packets, credentials
+from kvmig.sharing.step_grants import UnitTurns
+from kvmig.sharing.step_scheduler import Turns
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
 """From its start until it leases what nobody has claimed, at least: members of an agent that has
-died are back by then (`kvmig.controlplane.unit_member.RETRY_S`), but for one that is stopped."""
+died are back by then (`kvmig.sharing.member.RETRY_S`), but for one that is stopped."""
 TICK_S = 0.5
 NO_FILE_S = 0.5
 """Between two looks at the rule while nobody tells anything."""

@@ -12,11 +12,14 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 
-from kvmig.controlplane.adbs import Shares
-from kvmig.controlplane.leases import Claim
-from kvmig.controlplane.messages import InUnit
-from kvmig.controlplane.unit_gate import UnitGate
-from kvmig.controlplane.unit_messages import (
+from kvmig.core.errors import ConfigError, StartupError, TransportError
+from kvmig.engines.base import KVUse
+from kvmig.engines.gate import Grant
+from kvmig.engines.gate import Want as Wanted
+from kvmig.rpc.unix_packets import Packets
+from kvmig.sharing.lease_ledger import Claim
+from kvmig.sharing.member_locks import Roll
+from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
     Ask,
@@ -28,6 +31,7 @@ from kvmig.controlplane.unit_messages import (
     GuaranteeSet,
     Held,
     Hello,
+    InUnit,
     Lease,
     Recalled,
     Refused,
@@ -38,12 +42,8 @@ from kvmig.controlplane.unit_messages import (
     encode,
     to_member,
 )
-from kvmig.controlplane.unit_roll import Roll
-from kvmig.core.errors import ConfigError, StartupError, TransportError
-from kvmig.engines.base import KVUse
-from kvmig.engines.gate import Grant
-from kvmig.engines.gate import Want as Wanted
-from kvmig.rpc.unix_packets import Packets
+from kvmig.sharing.policies import Shares
+from kvmig.sharing.step_gate import UnitGate
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""`python -m kvmig.unit PATH --memory 1GiB`: the agent of a unit, whose instances share KV cache.
+"""`python -m kvmig.sharing PATH --memory 1GiB`: the agent of a unit, whose instances share KV
+cache.
 
 It listens on the Unix socket PATH, to processes of its own user only, until SIGTERM or Ctrl-C.
 `kvmig.serve --unit PATH` makes the instances of a deployment members. With --show it only says what
@@ -20,18 +21,18 @@ from typing import NoReturn
 
 import uvloop
 
-from kvmig.controlplane.adbs import POLICIES
-from kvmig.controlplane.leases import MIB, Ledger
-from kvmig.controlplane.quotas import RULES
-from kvmig.controlplane.turns import Turns
-from kvmig.controlplane.unit_agent import UnitAgent
-from kvmig.controlplane.unit_member import ask
-from kvmig.controlplane.unit_messages import Unit
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
-from kvmig.launcher.flags import quantity
+from kvmig.core.quantities import quantity
 from kvmig.process.child import leave, quiet, say
 from kvmig.process.sockets import take_path
 from kvmig.process.watchdog import notify_manager
+from kvmig.sharing.agent import UnitAgent
+from kvmig.sharing.lease_ledger import MIB, Ledger
+from kvmig.sharing.member import ask
+from kvmig.sharing.memory_quotas import RULES
+from kvmig.sharing.messages import Unit
+from kvmig.sharing.policies import POLICIES
+from kvmig.sharing.step_scheduler import Turns
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Of the flags."""
-    made = _Parser(prog="python -m kvmig.unit", description=__doc__, allow_abbrev=False)
+    made = _Parser(prog="python -m kvmig.sharing", description=__doc__, allow_abbrev=False)
     made.add_argument("path", metavar="PATH", help="the Unix socket that members connect to")
     made.add_argument(
         "--memory",

@@ -24,7 +24,7 @@ class UnitMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class Hello(UnitMessage, frozen=True, tag=True):
-    """I am this instance. Bytes; see `kvmig.controlplane.leases.Claim`."""
+    """I am this instance. Bytes; see `kvmig.sharing.lease_ledger.Claim`."""
 
     version: int
     instance: str
@@ -38,7 +38,7 @@ class Hello(UnitMessage, frozen=True, tag=True):
 
 
 class Held(UnitMessage, frozen=True, tag=True):
-    """This is what I have. Bytes; see `kvmig.controlplane.leases.Told`."""
+    """This is what I have. Bytes; see `kvmig.sharing.lease_ledger.Told`."""
 
     seq: int
     lease: int
@@ -63,7 +63,7 @@ class Ask(UnitMessage, frozen=True, tag=True):
 
 class Gated(UnitMessage, frozen=True, tag=True):
     """I ask before each step. Parts of the device that my steps take, see
-    `kvmig.controlplane.adbs.Shares`."""
+    `kvmig.sharing.policies.Shares`."""
 
     prefill: int
     decode: int
@@ -169,3 +169,22 @@ ToMember = Lease | GuaranteeSet | Refused | Unit | Granted | Recalled | Crowd
 encode = msgspec.msgpack.Encoder().encode
 to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
+
+
+class InUnit(msgspec.Struct, frozen=True):
+    """What an instance has of the unit that it is in. Bytes."""
+
+    lease: int
+    """What it has not given back."""
+    wanted: int
+    """By all its requests, those that wait, too."""
+    guarantee: int
+    """What it gets back whenever it wants it."""
+    waited_s: float
+    """Seconds that its steps have waited for their turn since its start."""
+    connected: bool
+    """Whether the unit's agent is there."""
+    used: int = 0
+    """By requests that run."""
+    asked: int | None = None
+    """The guarantee that it was told to ask for; 0: a fair part. None: an older llumlet's."""

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvmig.controlplane.adbs import Shares
-from kvmig.controlplane.turns import Answer, Turns
-from kvmig.controlplane.unit_messages import (
+from kvmig.core.errors import PeerError, TransportError
+from kvmig.engines.gate import Want as Wanted
+from kvmig.sharing.messages import (
     Crowd,
     Done,
     Gated,
@@ -18,8 +18,8 @@ from kvmig.controlplane.unit_messages import (
     Want,
     encode,
 )
-from kvmig.core.errors import PeerError, TransportError
-from kvmig.engines.gate import Want as Wanted
+from kvmig.sharing.policies import Shares
+from kvmig.sharing.step_scheduler import Answer, Turns
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvmig.controlplane.quotas import PERIOD_S, RULES, Use, fair
 from kvmig.core.errors import ConfigError
+from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use, fair
 
 PERIODS_S = {"kvmig": 0.0, "muxserve": PERIOD_S, "fixed": PERIOD_S}
 """Least time between two applications of a rule."""

@@ -10,9 +10,9 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
-from kvmig.controlplane.adbs import NOTHING, Gate, Job, Kind, Shares
-from kvmig.controlplane.adbs import Want as Wish
 from kvmig.engines.gate import PARTS, Grant, Want
+from kvmig.sharing.policies import NOTHING, Gate, Job, Kind, Shares
+from kvmig.sharing.policies import Want as Wish
 
 JOB_S = 5.0
 """A job that hasn't ended after so long is taken as ended: its engine hangs, or is stopped."""
