@@ -39,12 +39,12 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from bench import report
 from bench.hostile_bodies import HostileCall, hostile_calls, ordinary_call
 from bench.models import NAMES, model_flags, model_folder
+from kvmig.asgi.access import access
 from kvmig.core.config import HttpConfig
 from kvmig.core.errors import NoInstance
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
-from kvmig.gateway.access import access
 from kvmig.gateway.http import HttpState
 from kvmig.gateway.router import Router
 from kvmig.openai_server.vllm import VllmServer

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvmig.accounts.usage import Spool
+from kvmig.asgi.access import access
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
 from kvmig.core.secret import Discreet
-from kvmig.gateway.access import access
 from kvmig.process.child import end_loading, say
 from kvmig.process.supervisor import (
     HEARTBEAT_TIMEOUT_S,
@@ -64,7 +64,7 @@ class FrontLaunch(Discreet, frozen=True, kw_only=True):
     """The launcher's endpoint."""
     secret: bytes
     admin_key: str = ""
-    """The admin API's key; empty: see `kvmig.gateway.access`."""
+    """The admin API's key; empty: see `kvmig.asgi.access`."""
     whose: str = ""
     """Model and address of the server, for the titles of its processes."""
     config: ClusterConfig

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
+from kvmig.asgi.access import is_loopback
 from kvmig.controlplane.messages import Member
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
@@ -27,7 +28,6 @@ from kvmig.core.secret import ADMIN_KEY
 from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind
 from kvmig.engines.registry import kind_of
 from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
-from kvmig.gateway.access import is_loopback
 from kvmig.launcher import flags as kvmig_flags
 from kvmig.launcher.cluster import Cluster
 from kvmig.launcher.control import Control

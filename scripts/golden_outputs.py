@@ -134,8 +134,8 @@ def environment_variables() -> Files:
 
 def descriptions() -> Files:
     """/openapi.json of a fleet's server and of each kind of front end, and clients' routes."""
+    from kvmig.asgi.route_table import CLIENT_ROUTES
     from kvmig.fleet.api import make_app
-    from kvmig.gateway.route_table import CLIENT_ROUTES
 
     return {
         "fleet.json": pretty(make_app(Mock()).openapi()),
@@ -173,9 +173,9 @@ def _described(app: Any) -> object:
 def _http_state() -> Any:
     from prometheus_client import CollectorRegistry
 
+    from kvmig.asgi.access import access
     from kvmig.core.config import HttpConfig
     from kvmig.core.priorities import NORMAL
-    from kvmig.gateway.access import access
     from kvmig.gateway.http import HttpState
 
     return HttpState(HttpConfig(), access([], "", "127.0.0.1"), (NORMAL,), CollectorRegistry())

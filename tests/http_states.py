@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from kvmig.asgi.access import access
 from kvmig.core.config import HttpConfig
 from kvmig.core.priorities import NORMAL, PriorityClass
-from kvmig.gateway.access import access
 from kvmig.gateway.http import HttpMiddleware, HttpState
 
 

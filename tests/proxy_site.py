@@ -16,9 +16,9 @@ import httpx
 import msgspec
 
 from kvmig.accounts.keys import KeyGrant, KeyTerms, Limits, new_key
+from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import HttpConfig
-from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.process.sockets import take_path
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin

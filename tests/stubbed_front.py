@@ -16,17 +16,17 @@ from prometheus_client import CollectorRegistry
 from bench.load.pace import Metronome
 from bench.load.stub import StubEngine
 from bench.load.words import TransformersWords
+from kvmig.asgi.access import access
+from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.config import ClusterConfig, HttpConfig, MigrationConfig
 from kvmig.core.priorities import PriorityClass
-from kvmig.gateway.access import access
 from kvmig.gateway.app import extend
 from kvmig.gateway.http import HttpMiddleware, HttpState
 from kvmig.gateway.launcher import LauncherLink, Membership
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router
 from kvmig.openai_server.generation import Backend, RequestQueues, decode_outputs
-from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.openai_server.routes import openai_api
 from tests.byte_tokens import Bytes
 

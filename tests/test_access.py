@@ -8,12 +8,12 @@ from http import HTTPStatus
 import msgspec
 import pytest
 
+from kvmig.asgi.access import access
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import IN_THE_CLEAR, ClusterConfig, MigrationConfig, Transport, check
 from kvmig.core.errors import ConfigError, TransportError
 from kvmig.engines.kind import API_KEY_VARIABLE, api_keys
 from kvmig.front_end import FrontLaunch
-from kvmig.gateway.access import access
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging

@@ -12,10 +12,10 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from kvmig.asgi.access import access
 from kvmig.controlplane.messages import OrderDone, SetGuarantee
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.engines.base import EngineLoad
-from kvmig.gateway.access import access
 from kvmig.gateway.admin import AddBody, admin_api
 from kvmig.rpc.messages import Message
 from kvmig.sharing.messages import InUnit

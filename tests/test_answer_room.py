@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from kvmig.asgi import answer_room
+from kvmig.asgi.answer_room import MOST_LOGPROBS, MOST_TOKENS, AnswerRoom
+from kvmig.asgi.call import HttpCall, current_call
 from kvmig.controlplane.messages import AbortRequests
 from kvmig.core.errors import AnswerTooLarge
-from kvmig.gateway import answer_room
-from kvmig.gateway.answer_room import MOST_LOGPROBS, MOST_TOKENS, AnswerRoom
-from kvmig.gateway.requests import HttpCall, LiveRequest, current_call
+from kvmig.gateway.requests import LiveRequest
 from kvmig.gateway.splice import Splicer
 from tests.fake_llumlet import cluster
 

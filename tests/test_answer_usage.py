@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.gateway.answer_usage import Usage, UsageReader
-from kvmig.gateway.route_table import Api
+from kvmig.asgi.answer_usage import Usage, UsageReader
+from kvmig.asgi.route_table import Api
 
 JSON, EVENTS = "application/json", "text/event-stream; charset=utf-8"
 

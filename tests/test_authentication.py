@@ -8,8 +8,8 @@ from contextlib import closing
 import httpx
 import pytest
 
+from kvmig.asgi.access import access
 from kvmig.core.config import BODIES, HttpConfig
-from kvmig.gateway.access import access
 from tests.stubbed_front import Stubbed, stubbed_front
 
 KEY = "the key of a tenant"

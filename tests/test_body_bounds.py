@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.gateway.body_bounds import (
+from kvmig.asgi.body_bounds import (
     DEPTH,
     MEDIA,
     TURNS,
@@ -21,7 +21,7 @@ from kvmig.gateway.body_bounds import (
     bound_of,
     largest_size,
 )
-from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute, find_route
+from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute, find_route
 
 REACH = ModelReach(tokens=131_072, longest=128)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.gateway.body_budget import BodyBudget, BodyShare
+from kvmig.asgi.body_budget import BodyBudget, BodyShare
 
 
 def test_one_account_alone_takes_half_and_others_are_still_served() -> None:

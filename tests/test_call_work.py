@@ -15,8 +15,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.renderers.inputs.preprocess import prompt_to_seq
 
-from kvmig.gateway.call_work import CallWork, sequences_of, work_of
-from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute, find_route
+from kvmig.asgi.call_work import CallWork, sequences_of, work_of
+from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute, find_route
 
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 IDS = st.lists(st.integers(0, 2**31), min_size=1, max_size=4)

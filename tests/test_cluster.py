@@ -14,6 +14,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from kvmig.asgi.errors import LauncherGone, OrderFailed
 from kvmig.controlplane.messages import (
     AddInstances,
     ClusterMessage,
@@ -32,7 +33,6 @@ from kvmig.core.config import ClusterConfig, LifecycleConfig, UnitConfig
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import EngineLoad
-from kvmig.gateway.errors import LauncherGone, OrderFailed
 from kvmig.gateway.launcher import LauncherLink, Membership, News
 from kvmig.gateway.metrics import Metrics
 from kvmig.gateway.router import Router

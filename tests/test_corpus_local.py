@@ -15,12 +15,12 @@ import pytest
 
 from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.usage import HAND_OVER, HandOver
+from kvmig.asgi.call import HttpCall
 from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of, order_of
 from kvmig.fleet.quotas import QuotaSocket
 from kvmig.fleet.server import InitLink
 from kvmig.gateway.meter import Meter
 from kvmig.gateway.quotas import Quotas
-from kvmig.gateway.requests import HttpCall
 from kvmig.gateway.usage import UsageWriter
 from kvmig.process.fork_server import ForkNews, ForkOrder, hear_news, send_order, tell
 from kvmig.proxy.link import ProxyLinks, ServerLink

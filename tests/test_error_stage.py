@@ -13,10 +13,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmig.accounts.keys import QUOTA_CODE, QUOTA_WORDS
-from kvmig.gateway.error_forms import ApiError, error_body, error_event, read_error, read_event
-from kvmig.gateway.error_stage import ErrorStage
-from kvmig.gateway.requests import HttpCall
-from kvmig.gateway.route_table import Api
+from kvmig.asgi.call import HttpCall
+from kvmig.asgi.error_forms import ApiError, error_body, error_event, read_error, read_event
+from kvmig.asgi.error_stage import ErrorStage
+from kvmig.asgi.route_table import Api
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": []}
 APIS: tuple[Api, ...] = ("openai", "responses", "messages", "cohere")

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.errors import StartupError
 from kvmig.fleet.deployments import InstanceRow, Told, Watched
-from kvmig.gateway.body_bounds import ModelReach
 from kvmig.proxy.messages import ModelCard
 from tests.waiting import until
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import Message
 
+from kvmig.asgi.call import HttpCall
 from kvmig.gateway.background import OpenAnswer
-from kvmig.gateway.requests import HttpCall
 from tests.waiting import until
 
 LAST: Message = {"type": "http.response.body", "body": b"{}", "more_body": False}

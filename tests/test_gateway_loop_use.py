@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from kvmig.asgi.call import HttpCall
 from kvmig.core.config import HttpConfig
 from kvmig.gateway.http import HttpState
 from kvmig.gateway.loop_use import (
@@ -27,7 +28,6 @@ from kvmig.gateway.loop_use import (
     StallRecord,
     TimedCoroutine,
 )
-from kvmig.gateway.requests import HttpCall
 from tests.http_states import behind_middleware
 
 BODY = b"x" * LARGE_BYTES

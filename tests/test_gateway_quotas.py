@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from kvmig.accounts.allowances import FIRST, Ask, Granted
+from kvmig.asgi.call import HttpCall
 from kvmig.core.errors import NoInstance, QuotaUsedUp
 from kvmig.gateway import quotas
 from kvmig.gateway.meter import Meter
 from kvmig.gateway.quotas import Quotas
-from kvmig.gateway.requests import HttpCall
 
 
 class Granter:

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvmig.controlplane.messages import Fence, Fenced, Resolved
-from kvmig.core.errors import PeerError
-from kvmig.gateway import requests
-from kvmig.gateway.errors import (
+from kvmig.asgi.errors import (
     AmbiguousRequest,
     CallTimeout,
     InstanceLost,
     RequestFinished,
     UnknownRequest,
 )
+from kvmig.controlplane.messages import Fence, Fenced, Resolved
+from kvmig.core.errors import PeerError
+from kvmig.gateway import requests
 from kvmig.gateway.questions import Questions
 from kvmig.gateway.requests import PATIENCE_S, Crashes, LiveRequest, RequestTable, Verdict, call_of
 from kvmig.gateway.splice import Splicer

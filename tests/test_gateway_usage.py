@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from kvmig.accounts.usage import HAND_OVER, RESERVE_BYTES, HandOver, Spool, UsageRecord
+from kvmig.asgi.call import HttpCall
 from kvmig.gateway import usage
 from kvmig.gateway.meter import Meter
-from kvmig.gateway.requests import HttpCall
 from kvmig.gateway.usage import UsageWriter
 
 

@@ -15,12 +15,13 @@ import httpx
 import pytest
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
+from kvmig.asgi.body_bounds import ModelReach
+from kvmig.asgi.call import current_call
+from kvmig.asgi.connection import Connection
+from kvmig.asgi.problems import shorten_value
+from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.config import HttpConfig
-from kvmig.gateway.body_bounds import ModelReach
-from kvmig.gateway.http import Connection, HttpState
-from kvmig.gateway.problems import shorten_value
-from kvmig.gateway.requests import current_call
-from kvmig.openai_server.http_task import HttpTask, uvicorn_server
+from kvmig.gateway.http import HttpState
 from tests.http_states import behind_middleware
 from tests.skipped_time import skipped_time
 from tests.waiting import until

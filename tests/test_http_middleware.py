@@ -15,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
+from kvmig.asgi.call import accepted, current_call, current_call_id
+from kvmig.asgi.priority import PRIORITY, checked_body
 from kvmig.core.priorities import PriorityClass, with_normal
-from kvmig.gateway.http import PRIORITY, accepted, checked_body
 from kvmig.gateway.probes import probe_routes
-from kvmig.gateway.requests import current_call, current_call_id, priority_of_call
+from kvmig.gateway.requests import priority_of_call
 from tests.http_states import behind_middleware
 
 

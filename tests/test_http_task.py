@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
+from kvmig.asgi.uvicorn_task import HttpTask
 from kvmig.core.errors import StartupError
-from kvmig.openai_server.http_task import HttpTask
 
 
 class Server:

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from kvmig.asgi.call import HttpCall, current_call
 from kvmig.core.config import ClusterConfig, HttpConfig, check
 from kvmig.core.errors import ConfigError
 from kvmig.engines.transformers.kind import TransformersKind, engine_fields, parse
 from kvmig.engines.vllm.kind import VllmKind
 from kvmig.gateway.isolation import OwnEntries, PromptSalts, current_tenant, make_salt
-from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.models import BUNDLED
 from tests.http_states import behind_middleware
 

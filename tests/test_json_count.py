@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.gateway.json_count import JsonCounter, count_values
+from kvmig.asgi.json_count import JsonCounter, count_values
 
 TEXT = st.text(st.sampled_from('a",:[]{}\\\n\u00e9\U0001f600'))
 DOCUMENTS = st.recursive(

@@ -10,7 +10,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvmig.gateway.body_budget import BodyBudget
+from kvmig.asgi.body_budget import BodyBudget
 from kvmig.gateway.loop_watch import LoopWatch
 
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from kvmig.asgi.call import HttpCall
 from kvmig.gateway.media_budget import MediaBudget
 from kvmig.gateway.media_room import CallMedia, MediaRoom, NoPlace
-from kvmig.gateway.requests import HttpCall
 
 
 def call_of(room: MediaRoom, tenant: str) -> CallMedia:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from kvmig.accounts.usage import UsageRecord
+from kvmig.asgi.answer_usage import Usage
+from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Outputs, Span
-from kvmig.gateway.answer_usage import Usage
 from kvmig.gateway.meter import Meter
 from kvmig.gateway.ports import NOT_BEGUN, Batch, Observer
-from kvmig.gateway.requests import BeamSearch, HttpCall, LiveRequest, RequestTable
+from kvmig.gateway.requests import BeamSearch, LiveRequest, RequestTable
 from kvmig.gateway.splice import Splicer
 from kvmig.gateway.streams import Streams
 from tests.fake_llumlet import Tokens

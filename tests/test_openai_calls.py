@@ -14,9 +14,9 @@ import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
 
+from kvmig.asgi.access import bearer
 from kvmig.core.errors import Failure, NoInstance
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
-from kvmig.gateway.access import bearer
 from kvmig.gateway.router import Router
 from kvmig.openai_server.answers import ChatAnswer, Piece, Token
 from kvmig.openai_server.bodies import ChatBody

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvmig.asgi.errors import AmbiguousRequest
 from kvmig.controlplane.messages import Requests
 from kvmig.engines.base import RequestState
-from kvmig.gateway.errors import AmbiguousRequest
 from kvmig.gateway.inventory import find_other, others_requests
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import Discard, Resolve, Span
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure
-from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable

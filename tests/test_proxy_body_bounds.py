@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmig.gateway.body_bounds import ModelReach, widest
+from kvmig.asgi.body_bounds import ModelReach, widest
 from kvmig.proxy.directory import Directory
 from kvmig.proxy.messages import ModelCard, Route, Snapshot
 from tests.proxy_site import PEPPER, Site, key, site

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvmig.accounts.keys import KeyGrant
-from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute
+from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute
 from kvmig.proxy.messages import Keys, Route
 from tests.proxy_site import Deployment, Got, Site, key, site
 from tests.waiting import until

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from kvmig.asgi.call import HttpCall
 from kvmig.core.config import HttpConfig
-from kvmig.gateway.requests import HttpCall, LiveRequest
+from kvmig.gateway.requests import LiveRequest
 from kvmig.gateway.splice import Splicer
 from tests.stubbed_front import Stubbed, stubbed_front
 from tests.waiting import until

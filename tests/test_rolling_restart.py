@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from kvmig.asgi.errors import OrderFailed
 from kvmig.controlplane.messages import AddInstances, RestartInstances, StopDrain
-from kvmig.gateway.errors import OrderFailed
 from tests.test_cluster import BUSY, IDLE, World, asks, drain, guarantee, world
 from tests.waiting import until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.gateway.route_table import CLIENT_ROUTES, WORK_PATHS, ClientRoute, find_route
+from kvmig.asgi.route_table import CLIENT_ROUTES, WORK_PATHS, ClientRoute, find_route
 
 
 @pytest.mark.parametrize("route", CLIENT_ROUTES, ids=lambda one: f"{one.method} {one.path}")

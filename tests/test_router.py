@@ -7,6 +7,19 @@ from math import inf
 
 import pytest
 
+from kvmig.asgi.call import HttpCall, current_call
+from kvmig.asgi.errors import (
+    AlreadyMigrating,
+    AmbiguousRequest,
+    CallFailed,
+    CallTimeout,
+    InstanceLost,
+    MigrationDisabled,
+    RequestFinished,
+    SameInstance,
+    UnknownInstance,
+    UnknownRequest,
+)
 from kvmig.controlplane.messages import (
     AbortRequests,
     Call,
@@ -25,19 +38,6 @@ from kvmig.controlplane.messages import (
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import EngineLoad, RequestState
-from kvmig.gateway.errors import (
-    AlreadyMigrating,
-    AmbiguousRequest,
-    CallFailed,
-    CallTimeout,
-    InstanceLost,
-    MigrationDisabled,
-    RequestFinished,
-    SameInstance,
-    UnknownInstance,
-    UnknownRequest,
-)
-from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.gateway.router import Router
 from kvmig.rpc.messages import Message
 from tests.fake_llumlet import (

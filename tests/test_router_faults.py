@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import (
     AbortRequests,
@@ -30,7 +31,6 @@ from kvmig.core.config import ClusterConfig, FaultConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import RequestState
 from kvmig.gateway import ownership, requests, router
-from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Observer
 from tests.fake_llumlet import (
     LOAD,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute
+from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute
 from kvmig_tools.served import SMALL
 from tests import tiny_judges
 from tests.fleets import ToyFleet, kill, socket_of

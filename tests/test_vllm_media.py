@@ -20,9 +20,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.connector import MediaConnector
 
 from bench.hostile_bodies import png
+from kvmig.asgi.call import HttpCall, current_call
 from kvmig.engines.vllm import flags
 from kvmig.gateway.media_room import PLACES, MediaRoom
-from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.openai_server import vllm_media
 from kvmig.openai_server.media_fetch import NOT_FETCHED
 from kvmig.openai_server.vllm_media import FILE_NOT_READ

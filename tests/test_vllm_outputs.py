@@ -26,6 +26,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.stats import PrefillStats
 
+from kvmig.asgi.errors import InstanceLost
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
@@ -37,7 +38,6 @@ from kvmig.engines.vllm.outputs import (
     check_failure,
     failure,
 )
-from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.isolation import OwnEntries
 from kvmig.gateway.router import Router
 from kvmig.models import BUNDLED

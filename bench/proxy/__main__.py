@@ -50,7 +50,7 @@ from bench.load.rounds import BODY, IN_FLIGHT
 from bench.load.sites import Setup, Site
 from bench.proxy.others import Make, install_litellm, litellm, nginx, wait_for
 from kvmig.accounts.keys import KeyGrant, new_key
-from kvmig.gateway.http import most_clients
+from kvmig.asgi.connection import most_clients
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.messages import ProxyLaunch, Route, Snapshot
 from kvmig_tools.served import free_port

@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvmig.accounts.keys import KeyGrant, Keys, KeyTerms, ModelQuota, quotas_of
+from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.callers import who_calls, who_reads
 from kvmig.fleet.ledger import FIELDS, sums
@@ -38,7 +39,6 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Taken
 from kvmig.fleet.tables import StoreError
-from kvmig.gateway.problems import as_problem, invalid, problem
 from kvmig.placement.executor import ReplaceFailed
 from kvmig.proxy.messages import QuotaLeft
 

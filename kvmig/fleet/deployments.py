@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.errors import StartupError
-from kvmig.gateway.body_bounds import ModelReach
 from kvmig.proxy.messages import ModelCard
 
 RETRY_S = 0.05

@@ -13,12 +13,12 @@ import msgspec
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from kvmig.asgi.access import Rule
+from kvmig.asgi.body_bounds import ModelReach
+from kvmig.asgi.problems import PROBLEMS, ErrorBody, Responses, guarded
 from kvmig.controlplane.messages import AddInstances, DrainInstance, RestartInstances, StopDrain
-from kvmig.gateway.access import Rule
-from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.inventory import InstanceRow, RequestRow
 from kvmig.gateway.launcher import LauncherLink
-from kvmig.gateway.problems import PROBLEMS, ErrorBody, Responses, guarded
 from kvmig.gateway.router import RECENT, Router
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.sharing.messages import InUnit

@@ -8,9 +8,10 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
+from kvmig.asgi.connection import Connection
 from kvmig.gateway.admin import admin_api, instances_api
 from kvmig.gateway.events import events_api
-from kvmig.gateway.http import Connection, HttpState
+from kvmig.gateway.http import HttpState
 from kvmig.gateway.inventory import InstanceRow, cluster_rows
 from kvmig.gateway.launcher import LauncherLink, Membership
 from kvmig.gateway.metrics import Exposition

@@ -11,7 +11,7 @@ import asyncio
 
 from starlette.types import Message, Receive, Send
 
-from kvmig.gateway.requests import HttpCall
+from kvmig.asgi.call import HttpCall
 
 END_S = 5.0
 """For work that was cancelled."""

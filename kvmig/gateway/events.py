@@ -11,11 +11,11 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
+from kvmig.asgi.access import Rule
+from kvmig.asgi.problems import PROBLEMS, guarded
 from kvmig.core.clock import monotonic
-from kvmig.gateway.access import Rule
 from kvmig.gateway.admin import PREFIX, Instance, Migration
 from kvmig.gateway.inventory import InstanceRow
-from kvmig.gateway.problems import PROBLEMS, guarded
 from kvmig.gateway.router import Router
 
 LOOK_S = 0.2

@@ -1,4 +1,4 @@
-"""HTTP calls: the connection, and the one middleware that every call passes before its application.
+"""The one middleware that every HTTP call passes before its application.
 
 A call gets its id; then, in this order, it is refused if its client may not call, if nothing is
 taken now, if its body is too large or too slow, if its priority is unknown, or if too many requests
@@ -7,61 +7,50 @@ wait already. Who isn't let in hears so before anything of the body is kept, cou
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
-import re
-import resource
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, ClassVar, Self, cast
 
-import msgspec
 import prometheus_client
 from prometheus_client import CollectorRegistry
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from kvmig.core.clock import Clock, monotonic
-from kvmig.core.config import BODIES, HEAD_BYTES, HEAD_S, SPARE_FILES, HttpConfig
-from kvmig.core.priorities import PriorityClass, named, names_and_numbers, with_priority
-from kvmig.gateway.access import ADMIN, Access
-from kvmig.gateway.answer_usage import UsageReader
-from kvmig.gateway.background import OpenAnswer
-from kvmig.gateway.body_bounds import ModelReach, largest_size
-from kvmig.gateway.body_budget import BodyBudget
-from kvmig.gateway.call_work import work_of
-from kvmig.gateway.error_forms import api_of
-from kvmig.gateway.error_stage import ErrorStage
-from kvmig.gateway.load_shedding import LoadShedding
-from kvmig.gateway.loop_use import LARGE_BYTES, LoopUse
-from kvmig.gateway.problems import denial, problem, shorten_value
-from kvmig.gateway.request_body import (
+from kvmig.asgi.access import ADMIN, Access
+from kvmig.asgi.answer_usage import UsageReader
+from kvmig.asgi.body_bounds import ModelReach, largest_size
+from kvmig.asgi.body_budget import BodyBudget
+from kvmig.asgi.call import CALL_ID, HttpCall, accepted, current_call
+from kvmig.asgi.call_work import work_of
+from kvmig.asgi.connection import SCOPE
+from kvmig.asgi.error_forms import api_of
+from kvmig.asgi.error_stage import ErrorStage
+from kvmig.asgi.priority import PRIORITY, UnknownPriority, checked_body, checked_header
+from kvmig.asgi.problems import denial, problem, shorten_value
+from kvmig.asgi.request_body import (
     RETRY_AFTER,
+    UNREAD_BYTES,
     BodyRules,
     Refused,
     discard,
     read_body,
     rules_of,
 )
-from kvmig.gateway.requests import HttpCall, current_call
-from kvmig.gateway.route_table import ClientRoute, RouteMatch, find_route
+from kvmig.asgi.route_table import ClientRoute, RouteMatch, find_route
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import BODIES, HttpConfig
+from kvmig.core.priorities import PriorityClass
+from kvmig.gateway.background import OpenAnswer
+from kvmig.gateway.load_shedding import LoadShedding
+from kvmig.gateway.loop_use import LARGE_BYTES, LoopUse
 
-CALL_ID = "x-request-id"
-PRIORITY = "x-vllm-priority"
-PRIORITY_FIELD = "priority"
 ACCOUNT = "x-kvmig-account"
 TENANT = "x-kvmig-tenant"
 QUOTA = "x-kvmig-quota"
 TRUNCATED = "x-kvmig-truncated"
 """Of an answer that ends before its time: why."""
-SCOPE = "kvmig.call"
-"""Key of an ASGI scope's `HttpCall`; the connection looks for it there."""
-UNREAD_BYTES = 1 << 20
-"""Bytes of a denied call's body that are taken, and dropped, so that its client sees the answer."""
 
 
 @dataclass
@@ -262,20 +251,6 @@ def usage_reader(scope: Scope) -> UsageReader | None:
     return UsageReader(found.route.api) if found is not None and charged else None
 
 
-# -- the call's id
-
-_GOOD = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,126}[\x21-\x7e])?")
-
-
-def accepted(given: str | None) -> str:
-    """The client's id if it is printable ASCII of at most 128 characters, else a new one.
-
-    vLLM bases its request ids on it. Two live calls with one id don't confuse anything: sequences
-    have ids of their own, and the call's id is ambiguous.
-    """
-    return given if given is not None and _GOOD.fullmatch(given) else uuid.uuid4().hex
-
-
 # -- who may call, and when
 
 
@@ -337,19 +312,6 @@ def first(message: Message, receive: Receive) -> Receive:
     return next_message
 
 
-# -- the priority: vLLM's request models have a field for it, and a header that goes before it. Both
-# must name a configured class. A call without one is of the class of priority 0.
-
-
-class UnknownPriority(ValueError):
-    """`param`: the field or header that is to blame."""
-
-    def __init__(self, param: str, value: Any, classes: Sequence[PriorityClass]) -> None:
-        allowed = names_and_numbers(classes)
-        super().__init__(f"{param} is {shorten_value(value)}, must be {allowed}")
-        self.param = param
-
-
 def check_priority(
     state: HttpState, headers: MutableHeaders, message: Message
 ) -> tuple[Message, int]:
@@ -370,49 +332,6 @@ def check_priority(
     except UnknownPriority as error:
         raise Refused(problem(HTTPStatus.BAD_REQUEST, str(error), error.param)) from error
     return message, number
-
-
-def checked_body(body: bytes, classes: Sequence[PriorityClass]) -> tuple[bytes, int]:
-    """`body` with the number of the class that it names, or itself; and the number.
-
-    What is no JSON object is the engine's to refuse. Raises UnknownPriority.
-    """
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return body, 0
-    if PRIORITY_FIELD not in fields:
-        return body, 0
-    try:
-        value = msgspec.json.decode(fields[PRIORITY_FIELD])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        cut = bytes(fields[PRIORITY_FIELD])[:100].decode(errors="replace")
-        raise UnknownPriority(PRIORITY_FIELD, cut, classes) from None
-    number = number_of(PRIORITY_FIELD, value, classes)
-    if number == value:
-        return body, number
-    return msgspec.json.encode({**fields, PRIORITY_FIELD: number}), number
-
-
-def checked_header(given: str, classes: Sequence[PriorityClass]) -> int:
-    """The number of the class that the header names. Raises UnknownPriority."""
-    try:
-        value: int | str = int(given)
-    except ValueError:
-        value = given
-    return number_of(PRIORITY, value, classes)
-
-
-def number_of(param: str, value: Any, classes: Sequence[PriorityClass]) -> int:
-    """The number of the class that `value`, a name or a number, means. Raises UnknownPriority."""
-    found = None
-    if isinstance(value, str):
-        found = named(classes, value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        found = with_priority(classes, value)
-    if found is None:
-        raise UnknownPriority(param, value, classes)
-    return found.priority
 
 
 # -- how much it is, and how much there is already
@@ -454,138 +373,3 @@ def check_load(state: HttpState, priority: int, account: str, sequences: int) ->
     )
     answer = {"Retry-After": str(overload.retry_after_s)}
     raise Refused(problem(HTTPStatus.TOO_MANY_REQUESTS, sentence, headers=answer))
-
-
-# -- the connection
-
-REQUEST_TIMEOUT, HEADERS_TOO_LARGE = 408, 431
-
-
-def most_clients(each: int) -> float:
-    """Connections that this process has files for. each: files that one of them takes."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return math.inf
-    return (files - min(SPARE_FILES, files // 4)) // each
-
-
-class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP connection, with bounds on a head's size and time, and on a pause in reading.
-
-    uvicorn waits for a call's headers for ever, and keeps whatever comes of them; and for ever for
-    a client that doesn't read its answer. This class has no limits of its own: a front end serves
-    with one that has, see `limited`. `on_refusal` hears of answers before there is a call.
-    """
-
-    each: ClassVar[int] = 1
-    """Files that the process has open for one connection."""
-    most: ClassVar[float] = math.inf
-    """Connections at once; one more is closed: the process needs files for more than clients."""
-    head_bytes: ClassVar[int] = HEAD_BYTES
-    head_s: ClassVar[float] = HEAD_S
-    send_timeout_s: ClassVar[float] = HttpConfig().send_timeout_s
-    on_refusal: ClassVar[Callable[[int], None]] = staticmethod(lambda status: None)
-
-    _in_head = True
-    _came = 0
-    _late: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-    _paused: HttpCall | None = None
-
-    @classmethod
-    def limited(cls, send_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Self]:
-        """The connections of one front end: uvicorn makes them, and gives them nothing else."""
-        own = {
-            "most": most_clients(cls.each),
-            "send_timeout_s": send_timeout_s,
-            "on_refusal": staticmethod(on_refusal),
-        }
-        return type(cls.__name__, (cls,), own)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > self.most:
-            transport.abort()
-        else:
-            self._begin_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end_head()
-        self._end_pause()
-        if (call := self._call()) is not None:
-            call.lose_client()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The client hasn't read for so long that everything in between is full."""
-        super().pause_writing()
-        self._end_pause()
-        self._unread = self.loop.call_later(self.send_timeout_s, self.transport.abort)
-        self._paused = self._call()
-        if self._paused is not None:
-            self._paused.stopped_reading()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._end_pause()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
-            # A read is small: what it has beyond the last call's body counts too much at most once.
-            self._came += len(data)
-            if self._came > self.head_bytes:
-                self._refuse(HEADERS_TOO_LARGE, f"Headers of more than {self.head_bytes} bytes.")
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._begin_head()
-
-    def on_headers_complete(self) -> None:
-        self._end_head()
-        super().on_headers_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        type(self).on_refusal(400)
-        super().send_400_response(msg)
-
-    def _call(self) -> HttpCall | None:
-        """The one that is answered, or was last."""
-        return cast("dict[str, HttpCall]", self.scope or {}).get(SCOPE)
-
-    def _begin_head(self) -> None:
-        self._in_head, self._came = True, 0
-        if self._late is None:
-            self._late = self.loop.call_later(self.head_s, self._too_late)
-
-    def _end_head(self) -> None:
-        self._in_head = False
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-    def _end_pause(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
-        if self._paused is not None:
-            self._paused.reads_again()
-            self._paused = None
-
-    def _too_late(self) -> None:
-        self._late = None
-        self._refuse(REQUEST_TIMEOUT, f"No headers within {self.head_s:g} s.")
-
-    def _refuse(self, status: int, sentence: str) -> None:
-        if self.transport.is_closing():
-            return
-        type(self).on_refusal(status)
-        # Between two answers only: else it would end up inside of one. (None before the first.)
-        if self.cycle is None or self.cycle.response_complete:  # type: ignore[redundant-expr]
-            body = sentence.encode()
-            head = STATUS_LINE[status] + (
-                b"content-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-                % len(body)
-            )
-            self.transport.write(head + body)
-        self.transport.close()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvmig.asgi.errors import InstanceLost, NoDestination, UnknownInstance
 from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
@@ -19,7 +20,6 @@ from kvmig.core.clock import Clock
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import NoInstance, PeerError, TransportError
 from kvmig.engines.base import Frame
-from kvmig.gateway.errors import InstanceLost, NoDestination, UnknownInstance
 from kvmig.gateway.inventory import InstanceRow, instance_row
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic
 from kvmig.gateway.turns import Queues

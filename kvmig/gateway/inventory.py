@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from kvmig.asgi.errors import AmbiguousRequest
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import Member, Requests, Welcome
 from kvmig.controlplane.view import InstanceView
 from kvmig.engines.base import Preempted, RequestState
-from kvmig.gateway.errors import AmbiguousRequest
 from kvmig.gateway.requests import LiveRequest, call_of
 from kvmig.sharing.messages import InUnit
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, MutableMapping
 from hashlib import sha256
 from typing import TypeVar
 
-from kvmig.gateway.requests import current_call
+from kvmig.asgi.call import current_call
 
 Value = TypeVar("Value")
 SALT_LENGTH = 32

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 
+from kvmig.asgi.errors import InstanceLost, LauncherGone, OrderFailed
 from kvmig.controlplane.messages import (
     ClusterMessage,
     Evacuate,
@@ -17,7 +18,6 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.config import instance_number
 from kvmig.core.errors import PeerError, StartupError, TransportError
-from kvmig.gateway.errors import InstanceLost, LauncherGone, OrderFailed
 from kvmig.gateway.router import Router
 from kvmig.rpc.messages import Message
 from kvmig.rpc.zmq_sockets import Client

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from kvmig.gateway.requests import HttpCall, current_call
+from kvmig.asgi.call import HttpCall, current_call
 
 LARGE_BYTES = 16_384
 """Calls with smaller bodies aren't timed."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from kvmig.accounts.usage import Status, UsageRecord
-from kvmig.gateway.answer_usage import Usage
-from kvmig.gateway.requests import BeamSearch, HttpCall, LiveRequest
+from kvmig.asgi.answer_usage import Usage
+from kvmig.asgi.call import HttpCall
+from kvmig.gateway.requests import BeamSearch, LiveRequest
 
 
 @dataclass(eq=False)

@@ -14,10 +14,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import AbortRequests, Discard, Resolve, Span, Submit
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
-from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.ports import Instances, Observer
 from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Action, Broken, Stale, Switched

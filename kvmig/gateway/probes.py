@@ -9,14 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvmig.asgi.problems import problem
+from kvmig.asgi.request_body import RETRY_AFTER
+from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.gateway.http import HttpState, why_closed
-from kvmig.gateway.problems import problem
-from kvmig.gateway.request_body import RETRY_AFTER
 
 READY_PATHS = ("/health", "/ping")
 """200 where a call would be taken, else 503 with the reason. The second is SageMaker's."""
-LIVE_PATH = "/live"
-"""200 from a process that answers at all, also while it stops."""
 
 
 def probe_routes(http: HttpState, broken: Callable[[], bool]) -> list[Route]:

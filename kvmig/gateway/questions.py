@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvmig.asgi.errors import CallFailed, CallTimeout, InstanceLost
 from kvmig.controlplane.messages import Call, CallDone
 from kvmig.core.errors import PeerError
 from kvmig.engines.base import Frame
-from kvmig.gateway.errors import CallFailed, CallTimeout, InstanceLost
 from kvmig.rpc.messages import Message
 
 M = TypeVar("M", bound=Message)

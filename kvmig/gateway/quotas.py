@@ -10,11 +10,11 @@ from collections.abc import Callable, Hashable, Sequence
 import msgspec
 
 from kvmig.accounts.allowances import Allowance, Ask, Granted
+from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Span
 from kvmig.core.errors import NoInstance, QuotaUsedUp
 from kvmig.gateway.meter import Meter
 from kvmig.gateway.ports import Item
-from kvmig.gateway.requests import HttpCall
 
 ANSWER_S = 5.0
 """For one answer; it is asked again on another connection."""

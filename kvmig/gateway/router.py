@@ -14,6 +14,19 @@ from collections.abc import Coroutine, Mapping, Sequence
 from msgspec.structs import replace
 
 from kvmig.accounts.allowances import Allowance
+from kvmig.asgi import answer_room
+from kvmig.asgi.call import HttpCall, current_call, current_call_id
+from kvmig.asgi.errors import (
+    AlreadyMigrating,
+    CallTimeout,
+    InstanceLost,
+    MigrationDisabled,
+    OrderFailed,
+    RequestFinished,
+    SameInstance,
+    UnknownInstance,
+    UnknownRequest,
+)
 from kvmig.controlplane.messages import (
     CallDone,
     Fence,
@@ -36,18 +49,6 @@ from kvmig.controlplane.messages import (
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import AnswerTooLarge, PeerError
-from kvmig.gateway import answer_room
-from kvmig.gateway.errors import (
-    AlreadyMigrating,
-    CallTimeout,
-    InstanceLost,
-    MigrationDisabled,
-    OrderFailed,
-    RequestFinished,
-    SameInstance,
-    UnknownInstance,
-    UnknownRequest,
-)
 from kvmig.gateway.instances import Fleet, Instance
 from kvmig.gateway.inventory import (
     OthersRequest,
@@ -62,12 +63,9 @@ from kvmig.gateway.ports import Decode, Item, Observer, Sink
 from kvmig.gateway.questions import Questions
 from kvmig.gateway.quotas import Output, Quotas
 from kvmig.gateway.requests import (
-    HttpCall,
     LiveRequest,
     RequestTable,
     call_of,
-    current_call,
-    current_call_id,
     current_search,
     priority_of_call,
 )
@@ -365,7 +363,7 @@ class Router:
         """Move a request, named by its own id or its call's, and wait for the report.
 
         destination: None: the one with the most room. inexact: also to an instance where its
-        tokens may differ. Raises what `kvmig.gateway.errors` names when it can't start.
+        tokens may differ. Raises what `kvmig.asgi.errors` names when it can't start.
         """
         if not self._config.scheduler.migration:
             raise MigrationDisabled("migration is off: the server runs with --no-migration")

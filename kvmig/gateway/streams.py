@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Outputs, Span
 from kvmig.core.clock import Clock
 from kvmig.core.errors import Failure, PeerError
 from kvmig.gateway.ports import Decode, Instances, Item, Observer, Sink
 from kvmig.gateway.quotas import Quotas
-from kvmig.gateway.requests import HttpCall, LiveRequest, RequestTable
+from kvmig.gateway.requests import LiveRequest, RequestTable
 from kvmig.gateway.splice import Action
 
 MOST_S = 1.0

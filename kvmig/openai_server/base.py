@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 
+from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.config import ClusterConfig
-from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.isolation import PromptSalts
 from kvmig.gateway.media_rules import MediaRules
 from kvmig.gateway.ports import Batch, Sink

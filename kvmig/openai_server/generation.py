@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Send
 
+from kvmig.asgi.errors import GatewayError
+from kvmig.asgi.problems import problem
 from kvmig.core.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
-from kvmig.gateway.errors import GatewayError
 from kvmig.gateway.ports import Batch, Item
-from kvmig.gateway.problems import problem
 from kvmig.gateway.requests import priority_of_call
 from kvmig.gateway.router import Router
 from kvmig.openai_server.answers import Answer, Piece, Token, usage

@@ -13,11 +13,11 @@ from fastapi import APIRouter, Request, Response
 from msgspec.structs import replace
 from starlette.responses import JSONResponse
 
+from kvmig.asgi.access import Rule
+from kvmig.asgi.call import current_call_id
+from kvmig.asgi.errors import GatewayError
+from kvmig.asgi.problems import PROBLEMS, guarded, shorten_value
 from kvmig.engines.transformers.payload import Submitted
-from kvmig.gateway.access import Rule
-from kvmig.gateway.errors import GatewayError
-from kvmig.gateway.problems import PROBLEMS, guarded, shorten_value
-from kvmig.gateway.requests import current_call_id
 from kvmig.openai_server.answers import (
     EVENTS,
     Answer,

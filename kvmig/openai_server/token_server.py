@@ -15,15 +15,15 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
+from kvmig.asgi.access import bearer
+from kvmig.asgi.body_bounds import ModelReach
+from kvmig.asgi.problems import as_problem
+from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.engines.transformers.payload import Output
-from kvmig.gateway.access import bearer
-from kvmig.gateway.body_bounds import ModelReach
 from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.ports import Batch
-from kvmig.gateway.problems import as_problem
 from kvmig.gateway.router import Router
 from kvmig.openai_server.generation import Backend, RequestQueues, Tokenizer, decode_outputs
-from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.openai_server.routes import openai_api
 
 

@@ -21,6 +21,8 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.tasks import SupportedTask
 
+from kvmig.asgi.body_bounds import TOKEN_BYTES, ModelReach
+from kvmig.asgi.uvicorn_task import HttpTask
 from kvmig.core.config import KEEP_ALIVE_S, HttpConfig
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
@@ -32,7 +34,6 @@ from kvmig.engines.vllm.front import (
     cut_output,
     decode_outputs,
 )
-from kvmig.gateway.body_bounds import TOKEN_BYTES, ModelReach
 from kvmig.gateway.http import HttpMiddleware
 from kvmig.gateway.isolation import OwnEntries, PromptSalts
 from kvmig.gateway.media_rules import MediaRules
@@ -40,7 +41,6 @@ from kvmig.gateway.ports import Batch
 from kvmig.gateway.router import Router
 from kvmig.openai_server.body_threads import check_beside_loop
 from kvmig.openai_server.first_error import stop_at_first_error
-from kvmig.openai_server.http_task import HttpTask
 from kvmig.openai_server.vllm_answers import make_beside_loop
 from kvmig.openai_server.vllm_background import end_background_responses
 from kvmig.openai_server.vllm_beams import count_beams_as_one

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
+from kvmig.asgi.call import current_call
 from kvmig.gateway.isolation import OwnEntries
-from kvmig.gateway.requests import current_call
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
-from kvmig.gateway.error_forms import read_error
-from kvmig.gateway.requests import current_call
+from kvmig.asgi.call import current_call
+from kvmig.asgi.error_forms import read_error
 
 _as_vllm_has_it = GenerateBaseServing.create_streaming_error_response
 

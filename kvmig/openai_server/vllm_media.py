@@ -25,11 +25,11 @@ from vllm.multimodal.media.base import MediaIO
 from vllm.multimodal.media.connector import MediaConnector
 from vllm.renderers import base as vllm_renderers
 
+from kvmig.asgi.call import HttpCall, current_call
 from kvmig.core.config import HttpConfig
 from kvmig.gateway.media_budget import MediaBudget, MediaCost, MediaTooLarge
 from kvmig.gateway.media_room import CallMedia, MediaRoom, NoPlace
 from kvmig.gateway.media_rules import MediaRefused, MediaRules
-from kvmig.gateway.requests import HttpCall, current_call
 from kvmig.openai_server.media_fetch import MOST_BYTES, MOST_REDIRECTS, fetch_media
 from kvmig.openai_server.vllm_decoding import bound_decoding, decode_within, field_of
 from kvmig.openai_server.vllm_tensors import bound_tensors

@@ -13,11 +13,12 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from kvmig.gateway import request_body as gateway
-from kvmig.gateway.body_budget import BodyShare
-from kvmig.gateway.error_forms import EventNumbers, api_of
-from kvmig.gateway.http import CALL_ID, Connection, accepted
-from kvmig.gateway.route_table import Api
+from kvmig.asgi import request_body as gateway
+from kvmig.asgi.body_budget import BodyShare
+from kvmig.asgi.call import CALL_ID, accepted
+from kvmig.asgi.connection import Connection
+from kvmig.asgi.error_forms import EventNumbers, api_of
+from kvmig.asgi.route_table import Api
 from kvmig.proxy.calls import error_body, error_event, heartbeat, unnamed
 from kvmig.proxy.refusals import Refused
 from kvmig.proxy.relay import LAST_CHUNK, Chunked, Head, Nobody, Unchunked, Upstream

@@ -16,10 +16,10 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Raw
 
-from kvmig.gateway import error_forms
-from kvmig.gateway.error_forms import ApiError
-from kvmig.gateway.problems import shorten_value
-from kvmig.gateway.route_table import CLIENT_ROUTES, Api, ClientRoute, find_route
+from kvmig.asgi import error_forms
+from kvmig.asgi.error_forms import ApiError
+from kvmig.asgi.problems import shorten_value
+from kvmig.asgi.route_table import CLIENT_ROUTES, Api, ClientRoute, find_route
 from kvmig.proxy.forms import Form, form_of
 from kvmig.proxy.refusals import Refused, bad
 

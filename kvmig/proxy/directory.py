@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.keys import Keys as KnownKeys
-from kvmig.gateway.body_bounds import ModelReach, widest
+from kvmig.asgi.body_bounds import ModelReach, widest
 from kvmig.proxy.answer_ids import model_of_answer, new_answer_id
 from kvmig.proxy.messages import Aliases, Keys, Known, Route, Routes, Snapshot
 

@@ -21,17 +21,17 @@ from starlette.types import Receive, Scope, Send
 from kvmig.accounts.keys import QUOTA_CODE, Denied, KeyGrant, no_model, quota_code
 from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import Exceeded, Limiter, Tallies, headers
+from kvmig.asgi import request_body as gateway
+from kvmig.asgi.body_bounds import ROOM, ModelReach
+from kvmig.asgi.body_budget import BodyBudget
+from kvmig.asgi.call import HttpCall
+from kvmig.asgi.call_work import sequences_of
+from kvmig.asgi.error_stage import ErrorStage
+from kvmig.asgi.priority import PRIORITY
+from kvmig.asgi.request_body import UNREAD_BYTES, BodyRules, check_whole, rules_of
+from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
-from kvmig.gateway import request_body as gateway
-from kvmig.gateway.body_bounds import ROOM, ModelReach
-from kvmig.gateway.body_budget import BodyBudget
-from kvmig.gateway.call_work import sequences_of
-from kvmig.gateway.error_stage import ErrorStage
-from kvmig.gateway.http import PRIORITY, UNREAD_BYTES
-from kvmig.gateway.probes import LIVE_PATH
-from kvmig.gateway.request_body import BodyRules, check_whole, rules_of
-from kvmig.gateway.requests import HttpCall
 from kvmig.proxy.admission import Admission, Visit
 from kvmig.proxy.call import NOTHING, Call, Gone, on_lost_nothing
 from kvmig.proxy.calls import Asked, Body, asked, body_of, check_encoding, target

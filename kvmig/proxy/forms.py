@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from kvmig.gateway.problems import shorten_value
+from kvmig.asgi.problems import shorten_value
 from kvmig.proxy.refusals import bad
 
 KIND = "multipart/form-data"

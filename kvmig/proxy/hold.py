@@ -11,7 +11,7 @@ from http import HTTPStatus
 from math import ceil
 from typing import Literal, NamedTuple
 
-from kvmig.gateway.body_budget import BodyBudget, BodyShare
+from kvmig.asgi.body_budget import BodyBudget, BodyShare
 from kvmig.proxy.messages import ModelDemand, Route
 from kvmig.proxy.refusals import Refused
 

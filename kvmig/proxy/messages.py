@@ -10,10 +10,10 @@ import msgspec
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.limits import Left
+from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.config import HttpConfig
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.core.secret import Discreet
-from kvmig.gateway.body_bounds import ModelReach
 
 RouteState = Literal["cold", "starting", "ready", "failed", "off"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from kvmig.asgi.priority import PRIORITY_FIELD, UnknownPriority, checked_header, number_of
 from kvmig.core.priorities import PriorityClass, class_of
-from kvmig.gateway.http import PRIORITY_FIELD, UnknownPriority, checked_header, number_of
 from kvmig.proxy.refusals import Refused, bad
 
 NORMAL_NUMBER = 0

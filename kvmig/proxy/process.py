@@ -15,10 +15,10 @@ import msgspec
 import uvicorn
 
 from kvmig.accounts.limits import OwnTallies
+from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
-from kvmig.openai_server.http_task import HttpTask, uvicorn_server
 from kvmig.process.child import Announcement, StopSignals, announce, say, send_heartbeats
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from kvmig.gateway.error_forms import read_error
+from kvmig.asgi.error_forms import read_error
 from kvmig.proxy.refusals import Refused
 
 HEAD_BYTES = 1 << 16

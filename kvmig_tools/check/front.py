@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import Fence, Fenced, Outputs, Resolve, Resolved, Submit
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
-from kvmig.gateway.errors import InstanceLost
 from kvmig.gateway.instances import TICK_S
 from kvmig.gateway.ownership import Ownership
 from kvmig.gateway.ports import NOT_BEGUN, Arithmetic, Batch, Item, Observer

@@ -14,10 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvmig.asgi.access import Denied, Rule
+from kvmig.asgi.error_forms import type_of
+from kvmig.asgi.errors import GatewayError
 from kvmig.core.errors import KvmigError
-from kvmig.gateway.access import Denied, Rule
-from kvmig.gateway.error_forms import type_of
-from kvmig.gateway.errors import GatewayError
 
 MOST = 100
 """Characters of a value in an error's sentence."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from kvmig.accounts.keys import QUOTA_CODE, QUOTA_WORDS
-from kvmig.gateway.route_table import Api
+from kvmig.asgi.route_table import Api
 
 EDGE_BYTES = 50
 """Longer than an event's number with its name."""

@@ -101,3 +101,7 @@ def find_route(method: str, path: str) -> RouteMatch | None:
         if found is not None and route.method == method and found["id"] not in (".", ".."):
             return RouteMatch(route, found["id"])
     return None
+
+
+LIVE_PATH = "/live"
+"""200 from a process that answers at all, also while it stops."""

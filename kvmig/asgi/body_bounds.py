@@ -13,8 +13,8 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
-from kvmig.gateway.json_count import JsonCounter, count_values
-from kvmig.gateway.route_table import CLIENT_ROUTES, ClientRoute
+from kvmig.asgi.json_count import JsonCounter, count_values
+from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute
 
 ROOM = 1_000_000
 """Bytes of a body for all but its prompt: tools, schemas, biases, further short prompts."""

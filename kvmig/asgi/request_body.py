@@ -12,16 +12,19 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from kvmig.asgi.body_bounds import BodyCheck, ModelReach, TooMuch, bound_of
+from kvmig.asgi.body_budget import BodyShare
+from kvmig.asgi.error_stage import RETRY_AFTER_S
+from kvmig.asgi.problems import problem
+from kvmig.asgi.route_table import ClientRoute
 from kvmig.core.config import HttpConfig
-from kvmig.gateway.body_bounds import BodyCheck, ModelReach, TooMuch, bound_of
-from kvmig.gateway.body_budget import BodyShare
-from kvmig.gateway.error_stage import RETRY_AFTER_S
-from kvmig.gateway.problems import problem
-from kvmig.gateway.route_table import ClientRoute
 
 DISCARD_S = 2.0
 """Longest time for what comes of a body that is refused."""
 RETRY_AFTER = {"Retry-After": str(RETRY_AFTER_S)}
+
+UNREAD_BYTES = 1 << 20
+"""Bytes of a denied call's body that are taken, and dropped, so that its client sees the answer."""
 
 
 class Refused(Exception):

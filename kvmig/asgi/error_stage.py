@@ -12,7 +12,8 @@ from http import HTTPStatus
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmig.gateway.error_forms import (
+from kvmig.asgi.call import HttpCall
+from kvmig.asgi.error_forms import (
     ApiError,
     EventNumbers,
     error_body,
@@ -22,8 +23,7 @@ from kvmig.gateway.error_forms import (
     read_event,
     stream_end,
 )
-from kvmig.gateway.requests import HttpCall
-from kvmig.gateway.route_table import Api
+from kvmig.asgi.route_table import Api
 
 logger = logging.getLogger(__name__)
 

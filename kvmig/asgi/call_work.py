@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Raw
 
-from kvmig.gateway.route_table import ClientRoute
+from kvmig.asgi.route_table import ClientRoute
 
 COUNTED = 100_000
 """Items that are counted one by one; of a list that may have more, the most that it may have."""

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from typing import Any, NamedTuple
 
-from kvmig.gateway.route_table import Api
+from kvmig.asgi.route_table import Api
 
 _KEY = b'"usage":'
 """Within a JSON string the quotes would be escaped: where this stands, it is a field's name."""

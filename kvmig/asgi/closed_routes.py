@@ -6,7 +6,7 @@ routes nor here.
 
 from __future__ import annotations
 
-from kvmig.gateway.route_table import CLIENT_ROUTES
+from kvmig.asgi.route_table import CLIENT_ROUTES
 
 _OPERATORS = """
 /abort_requests /inference/v1/abort_requests /collective_rpc /pause /resume /sleep /wake_up

@@ -15,8 +15,8 @@ from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvmig.asgi.route_table import find_route
 from kvmig.core.secret import ADMIN_KEY
-from kvmig.gateway.route_table import find_route
 
 PROXIED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """Headers by which a proxy says for whom it speaks."""

@@ -1,0 +1,1 @@
+"""HTTP calls: connection, body, routes and errors, for front ends and proxies."""
