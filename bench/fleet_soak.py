@@ -56,7 +56,7 @@ PARTS = {
     "kvmig.launcher.shared_fork_server": "nursery",
     "kvmig.launcher.llumlet_main": "instance",
     "kvmig.launcher.scheduler": "scheduler",
-    "kvmig.front_process": "front end",
+    "kvmig.frontend.process_main": "front end",
     "kvmig.serve": "launcher",
 }
 """By words of the command line; the first that is there."""

@@ -80,7 +80,11 @@ FAULTS: tuple[Fault, ...] = (
     "server", "server", "server", "proxy", "proxy", "front end", "lock", "full", "read-only",
     "scale", "revoke",
 )  # fmt: skip
-WORDS = {"server": "kvmig.fleet.server", "proxy": "kvmig.proxy", "front end": "kvmig.front_process"}
+WORDS = {
+    "server": "kvmig.fleet.server",
+    "proxy": "kvmig.proxy",
+    "front end": "kvmig.frontend.process_main",
+}
 """Of the command line of each."""
 BREAKS = ("proxy", "front end")
 """Whose death ends streams."""

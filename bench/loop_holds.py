@@ -45,9 +45,9 @@ from kvmig.core.errors import NoInstance
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
-from kvmig.gateway.http import HttpState
-from kvmig.gateway.router import Router
-from kvmig.openai_server.vllm import VllmServer
+from kvmig.frontend.middleware import HttpState
+from kvmig.frontend.openai.vllm.server import VllmServer
+from kvmig.frontend.router import Router
 
 MODEL = "m"
 HOLD_MS = 20.0

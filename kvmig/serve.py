@@ -27,7 +27,7 @@ from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.secret import ADMIN_KEY
 from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind
 from kvmig.engines.registry import kind_of
-from kvmig.front_end import FrontEnd, FrontEnds, FrontLaunch
+from kvmig.frontend.server import FrontEnd
 from kvmig.launcher import flags as kvmig_flags
 from kvmig.launcher.cluster import Cluster
 from kvmig.launcher.control import Control
@@ -38,6 +38,7 @@ from kvmig.launcher.environment import (
     too_few_files,
     weights_of,
 )
+from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
 from kvmig.launcher.launch import Launcher
 from kvmig.launcher.local import Host
 from kvmig.launcher.ray_launcher import RayLauncher

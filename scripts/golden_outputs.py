@@ -146,7 +146,7 @@ def descriptions() -> Files:
 
 
 async def _token_description() -> object:
-    from kvmig.openai_server.token_server import TokenServer
+    from kvmig.frontend.openai.token_server import TokenServer
 
     args = Namespace(model="model", served_model_name=None, api_key=[], max_model_len=0)
     with socket.socket() as sock:
@@ -164,7 +164,7 @@ async def _vllm_description() -> object:
 
 def _described(app: Any) -> object:
     """With kvmig's own routes."""
-    from kvmig.gateway.app import extend
+    from kvmig.frontend.app import extend
 
     extend(app, _http_state(), Mock(), Mock(), Mock(), "model")
     return app.openapi()
@@ -176,7 +176,7 @@ def _http_state() -> Any:
     from kvmig.asgi.access import access
     from kvmig.core.config import HttpConfig
     from kvmig.core.priorities import NORMAL
-    from kvmig.gateway.http import HttpState
+    from kvmig.frontend.middleware import HttpState
 
     return HttpState(HttpConfig(), access([], "", "127.0.0.1"), (NORMAL,), CollectorRegistry())
 
@@ -185,8 +185,8 @@ def metrics() -> Files:
     """Each metric of kvmig's with its type, labels, bounds and help, by kind of process."""
     from kvmig.core.priorities import NORMAL
     from kvmig.fleet.metrics import FleetMetrics, of_disks, of_models, of_set_aside, of_usage
-    from kvmig.gateway.loop_watch import LoopWatch
-    from kvmig.gateway.metrics import ClassCollector, InstanceCollector, Metrics, UnitCollector
+    from kvmig.frontend.loop_watch import LoopWatch
+    from kvmig.frontend.metrics import ClassCollector, InstanceCollector, Metrics, UnitCollector
     from kvmig.proxy.metrics import DoorMetrics
 
     state = _http_state()
@@ -249,7 +249,7 @@ def documents() -> Files:
     from kvmig.core.config import ClusterConfig
     from kvmig.fleet.settings import ServerLaunch
     from kvmig.fleet.spec import FleetFile, Spec
-    from kvmig.front_end import FrontLaunch
+    from kvmig.launcher.front_ends import FrontLaunch
     from kvmig.launcher.launch import LlumletLaunch
     from kvmig.process.child import Announcement
     from kvmig.proxy.messages import ProxyLaunch

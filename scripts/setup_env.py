@@ -68,7 +68,7 @@ print(runpy.run_path(str(torch.with_name("version.py")))["cuda"])
 """
 """Prints the version of CUDA that torch was built with, or None; importing it all takes seconds."""
 
-SERVES = "import kvmig.engines.vllm.serving, kvmig.openai_server.vllm"
+SERVES = "import kvmig.engines.vllm.serving, kvmig.frontend.openai.vllm.server"
 
 
 class SetupError(Exception):

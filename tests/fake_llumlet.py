@@ -24,8 +24,8 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import Failure
 from kvmig.engines.base import EngineLoad
-from kvmig.gateway.ports import Batch, Item, Observer
-from kvmig.gateway.router import Router
+from kvmig.frontend.ports import Batch, Item, Observer
+from kvmig.frontend.router import Router
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
 from kvmig.rpc.messages import VERSION, Hello, Message
 from kvmig.rpc.zmq_sockets import Server

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from kvmig.asgi.access import access
 from kvmig.core.config import HttpConfig
 from kvmig.core.priorities import NORMAL, PriorityClass
-from kvmig.gateway.http import HttpMiddleware, HttpState
+from kvmig.frontend.middleware import HttpMiddleware, HttpState
 
 
 def behind_middleware(

@@ -25,8 +25,8 @@ def _value(name: str) -> int:
 def measure() -> dict[str, tuple[int, int]]:
     from vllm.multimodal.media.image import ImageMediaIO
 
-    from kvmig.gateway.media_budget import MediaBudget
-    from kvmig.openai_server.vllm_decoding import bound_decoding, decode_within
+    from kvmig.frontend.media_budget import MediaBudget
+    from kvmig.frontend.openai.vllm.decoding import bound_decoding, decode_within
 
     bound_decoding()
     trim = ctypes.CDLL("libc.so.6").malloc_trim

@@ -21,13 +21,13 @@ from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.config import ClusterConfig, HttpConfig, MigrationConfig
 from kvmig.core.priorities import PriorityClass
-from kvmig.gateway.app import extend
-from kvmig.gateway.http import HttpMiddleware, HttpState
-from kvmig.gateway.launcher import LauncherLink, Membership
-from kvmig.gateway.metrics import Metrics
-from kvmig.gateway.router import Router
-from kvmig.openai_server.generation import Backend, RequestQueues, decode_outputs
-from kvmig.openai_server.routes import openai_api
+from kvmig.frontend.app import extend
+from kvmig.frontend.launcher_link import LauncherLink, Membership
+from kvmig.frontend.metrics import Metrics
+from kvmig.frontend.middleware import HttpMiddleware, HttpState
+from kvmig.frontend.openai.generation import Backend, RequestQueues, decode_outputs
+from kvmig.frontend.openai.routes import openai_api
+from kvmig.frontend.router import Router
 from tests.byte_tokens import Bytes
 
 if TYPE_CHECKING:

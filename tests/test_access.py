@@ -13,11 +13,11 @@ from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import IN_THE_CLEAR, ClusterConfig, MigrationConfig, Transport, check
 from kvmig.core.errors import ConfigError, TransportError
 from kvmig.engines.kind import API_KEY_VARIABLE, api_keys
-from kvmig.front_end import FrontLaunch
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
 from kvmig.launcher.environment import cluster_secret
+from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.launcher.launch import LlumletLaunch
 
 HERE = {"host": "127.0.0.1:8000"}

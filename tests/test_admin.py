@@ -16,7 +16,7 @@ from kvmig.asgi.access import access
 from kvmig.controlplane.messages import OrderDone, SetGuarantee
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.engines.base import EngineLoad
-from kvmig.gateway.admin import AddBody, admin_api
+from kvmig.frontend.admin import AddBody, admin_api
 from kvmig.rpc.messages import Message
 from kvmig.sharing.messages import InUnit
 from tests.fake_llumlet import Cluster, cluster

@@ -11,8 +11,8 @@ from kvmig.asgi.answer_room import MOST_LOGPROBS, MOST_TOKENS, AnswerRoom
 from kvmig.asgi.call import HttpCall, current_call
 from kvmig.controlplane.messages import AbortRequests
 from kvmig.core.errors import AnswerTooLarge
-from kvmig.gateway.requests import LiveRequest
-from kvmig.gateway.splice import Splicer
+from kvmig.frontend.requests import LiveRequest
+from kvmig.frontend.splice import Splicer
 from tests.fake_llumlet import cluster
 
 pytestmark = pytest.mark.usefixtures("small_room")

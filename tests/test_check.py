@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Tail
-from kvmig.gateway.ownership import Ownership
-from kvmig.gateway.splice import Splicer
+from kvmig.frontend.ownership import Ownership
+from kvmig.frontend.splice import Splicer
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer import source_machine
 from kvmig.kvtransfer import source_machine as here

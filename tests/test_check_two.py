@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.controlplane.fronts import Tracking
-from kvmig.gateway.requests import RequestTable
+from kvmig.frontend.requests import RequestTable
 from kvmig.kvtransfer.destination_machine import Attempt, Tombstones
 from kvmig.kvtransfer.messages import Reserve
 from kvmig.kvtransfer.source_machine import Epochs

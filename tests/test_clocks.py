@@ -10,7 +10,7 @@ WALL = re.compile(r"\btime\.time\(|\btime_ns\(|datetime\.(?:now|utcnow|today)\(|
 SHOWN = {
     "cli/usage.py",
     "engines/vllm/sides.py", "kvtransfer/timeline.py",
-    "openai_server/answers.py", "openai_server/routes.py",
+    "frontend/openai/answers.py", "frontend/openai/routes.py",
     "fleet/store.py", "proxy/process.py",
 }  # fmt: skip
 """Where it is only told to people, to clients, or to vLLM as a request's arrival (which vLLM

@@ -33,9 +33,9 @@ from kvmig.core.config import ClusterConfig, LifecycleConfig, UnitConfig
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import EngineLoad
-from kvmig.gateway.launcher import LauncherLink, Membership, News
-from kvmig.gateway.metrics import Metrics
-from kvmig.gateway.router import Router
+from kvmig.frontend.launcher_link import LauncherLink, Membership, News
+from kvmig.frontend.metrics import Metrics
+from kvmig.frontend.router import Router
 from kvmig.launcher import cluster, control, instance
 from kvmig.launcher.cluster import Cluster
 from kvmig.launcher.control import Control

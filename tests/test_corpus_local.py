@@ -19,9 +19,9 @@ from kvmig.asgi.call import HttpCall
 from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of, order_of
 from kvmig.fleet.quotas import QuotaSocket
 from kvmig.fleet.server import InitLink
-from kvmig.gateway.meter import Meter
-from kvmig.gateway.quotas import Quotas
-from kvmig.gateway.usage import UsageWriter
+from kvmig.frontend.meter import Meter
+from kvmig.frontend.quotas import Quotas
+from kvmig.frontend.usage_writer import UsageWriter
 from kvmig.process.fork_server import ForkNews, ForkOrder, hear_news, send_order, tell
 from kvmig.proxy.link import ProxyLinks, ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Want

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import NoInstance
-from kvmig.gateway.fair_queue import FairQueue
-from kvmig.gateway.turns import FRESH, QUEUED, Queues, Turns
+from kvmig.frontend.dispatch_turns import FRESH, QUEUED, Queues, Turns
+from kvmig.frontend.fair_queue import FairQueue
 
 
 def test_the_first_of_another_tenant_waits_for_one_request_and_not_for_all() -> None:

@@ -8,7 +8,7 @@ from fastapi import Body, FastAPI
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
-from kvmig.openai_server.first_error import stop_at_first_error
+from kvmig.frontend.openai.vllm.first_error import stop_at_first_error
 
 
 class Word(BaseModel):

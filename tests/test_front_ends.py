@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmig import front_end
 from kvmig.core.config import ClusterConfig, LifecycleConfig
-from kvmig.front_end import FrontEnds, FrontLaunch
+from kvmig.launcher import front_ends
+from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
 from kvmig.process.supervisor import running
 
 PATIENCE_S = 60.0
@@ -63,9 +63,9 @@ class Site:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     made = Site(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(front_end, "running", lambda _, *rest: running("stub", *rest))
-    monkeypatch.setattr(front_end, "say", made.say)
-    monkeypatch.setattr(front_end, "HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(front_ends, "running", lambda _, *rest: running("stub", *rest))
+    monkeypatch.setattr(front_ends, "say", made.say)
+    monkeypatch.setattr(front_ends, "HEARTBEAT_TIMEOUT_S", 1.0)
     return made
 
 
@@ -122,7 +122,7 @@ async def test_one_that_cannot_start_again_is_tried_again(site: Site, sock: sock
 NOBODY_LISTENS = """
 import asyncio, os, socket, sys
 from kvmig import front_process
-from kvmig.front_end import FrontLaunch
+from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.core.config import ClusterConfig
 
 class Started:

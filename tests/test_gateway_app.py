@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from kvmig.gateway.app import describe_beside_streams
+from kvmig.frontend.app import describe_beside_streams
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message
 
 from kvmig.asgi.call import HttpCall
-from kvmig.gateway.background import OpenAnswer
+from kvmig.frontend.background import OpenAnswer
 from tests.waiting import until
 
 LAST: Message = {"type": "http.response.body", "body": b"{}", "more_body": False}

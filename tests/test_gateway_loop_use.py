@@ -17,8 +17,7 @@ from starlette.routing import Route
 
 from kvmig.asgi.call import HttpCall
 from kvmig.core.config import HttpConfig
-from kvmig.gateway.http import HttpState
-from kvmig.gateway.loop_use import (
+from kvmig.frontend.loop_use import (
     CLOSED_S,
     LARGE_BYTES,
     MOST,
@@ -28,6 +27,7 @@ from kvmig.gateway.loop_use import (
     StallRecord,
     TimedCoroutine,
 )
+from kvmig.frontend.middleware import HttpState
 from tests.http_states import behind_middleware
 
 BODY = b"x" * LARGE_BYTES

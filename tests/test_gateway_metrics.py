@@ -17,9 +17,8 @@ from prometheus_client.registry import Collector
 
 from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
 from kvmig.engines.base import EngineLoad, Preempted
-from kvmig.front_end import forget_gauges
-from kvmig.gateway.inventory import InstanceRow
-from kvmig.gateway.metrics import (
+from kvmig.frontend.inventory import InstanceRow
+from kvmig.frontend.metrics import (
     ClassCollector,
     Exposition,
     InstanceCollector,
@@ -27,6 +26,7 @@ from kvmig.gateway.metrics import (
     UnitCollector,
     with_instances,
 )
+from kvmig.launcher.front_ends import forget_gauges
 from kvmig.sharing.messages import InUnit
 from tests.fake_llumlet import cluster, report
 from tests.waiting import until

@@ -13,9 +13,9 @@ import pytest
 from kvmig.accounts.allowances import FIRST, Ask, Granted
 from kvmig.asgi.call import HttpCall
 from kvmig.core.errors import NoInstance, QuotaUsedUp
-from kvmig.gateway import quotas
-from kvmig.gateway.meter import Meter
-from kvmig.gateway.quotas import Quotas
+from kvmig.frontend import quotas
+from kvmig.frontend.meter import Meter
+from kvmig.frontend.quotas import Quotas
 
 
 class Granter:

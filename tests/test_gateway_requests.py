@@ -17,10 +17,10 @@ from kvmig.asgi.errors import (
 )
 from kvmig.controlplane.messages import Fence, Fenced, Resolved
 from kvmig.core.errors import PeerError
-from kvmig.gateway import requests
-from kvmig.gateway.questions import Questions
-from kvmig.gateway.requests import PATIENCE_S, Crashes, LiveRequest, RequestTable, Verdict, call_of
-from kvmig.gateway.splice import Splicer
+from kvmig.frontend import requests
+from kvmig.frontend.pending_calls import Questions
+from kvmig.frontend.requests import PATIENCE_S, Crashes, LiveRequest, RequestTable, Verdict, call_of
+from kvmig.frontend.splice import Splicer
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import Message
 

@@ -13,9 +13,9 @@ import pytest
 
 from kvmig.accounts.usage import HAND_OVER, RESERVE_BYTES, HandOver, Spool, UsageRecord
 from kvmig.asgi.call import HttpCall
-from kvmig.gateway import usage
-from kvmig.gateway.meter import Meter
-from kvmig.gateway.usage import UsageWriter
+from kvmig.frontend import usage_writer
+from kvmig.frontend.meter import Meter
+from kvmig.frontend.usage_writer import UsageWriter
 
 
 class Disk:
@@ -113,7 +113,7 @@ async def test_what_nobody_takes_is_kept_and_calls_are_refused_until_it_is_writt
         writer = writer_in(tmp_path, str(tmp_path / "s"), now)
         call_of(writer)
         await writer.write()
-        now.at += usage.PATIENCE_S
+        now.at += usage_writer.PATIENCE_S
         assert writer.refusal() == ""
         now.at += 0.1
         assert writer.refusal() == "what calls use can't be kept (no room is left), try again"
@@ -126,7 +126,7 @@ async def test_what_nobody_takes_is_kept_and_calls_are_refused_until_it_is_writt
 async def test_no_more_counts_wait_than_there_is_room_for(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage, "MOST", 2)
+    monkeypatch.setattr(usage_writer, "MOST", 2)
     writer = writer_in(tmp_path)
     for _ in range(3):
         call_of(writer)
@@ -149,7 +149,7 @@ async def test_the_last_records_have_room_in_reserve(tmp_path: Path, disk: Disk)
 async def test_what_is_lost_in_the_end_is_said_with_its_number(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(usage, "LAST_S", -1.0)
+    monkeypatch.setattr(usage_writer, "LAST_S", -1.0)
     writer = writer_in(tmp_path)
     for _ in range(3):
         call_of(writer).told = None

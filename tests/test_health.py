@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvmig.core.config import ClusterConfig, FaultConfig, check
 from kvmig.core.errors import ConfigError
-from kvmig.gateway.instances import Health, Listening
+from kvmig.frontend.instances import Health, Listening
 
 PERIOD_S = 0.2
 SILENT_S = 1.5

@@ -21,7 +21,7 @@ from kvmig.asgi.connection import Connection
 from kvmig.asgi.problems import shorten_value
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.config import HttpConfig
-from kvmig.gateway.http import HttpState
+from kvmig.frontend.middleware import HttpState
 from tests.http_states import behind_middleware
 from tests.skipped_time import skipped_time
 from tests.waiting import until

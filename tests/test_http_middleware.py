@@ -18,8 +18,8 @@ from starlette.routing import Route
 from kvmig.asgi.call import accepted, current_call, current_call_id
 from kvmig.asgi.priority import PRIORITY, checked_body
 from kvmig.core.priorities import PriorityClass, with_normal
-from kvmig.gateway.probes import probe_routes
-from kvmig.gateway.requests import priority_of_call
+from kvmig.frontend.probes import probe_routes
+from kvmig.frontend.requests import priority_of_call
 from tests.http_states import behind_middleware
 
 

@@ -19,7 +19,7 @@ from kvmig.core.config import ClusterConfig, HttpConfig, check
 from kvmig.core.errors import ConfigError
 from kvmig.engines.transformers.kind import TransformersKind, engine_fields, parse
 from kvmig.engines.vllm.kind import VllmKind
-from kvmig.gateway.isolation import OwnEntries, PromptSalts, current_tenant, make_salt
+from kvmig.frontend.isolation import OwnEntries, PromptSalts, current_tenant, make_salt
 from kvmig.models import BUNDLED
 from tests.http_states import behind_middleware
 

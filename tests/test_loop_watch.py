@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvmig.asgi.body_budget import BodyBudget
-from kvmig.gateway.loop_watch import LoopWatch
+from kvmig.frontend.loop_watch import LoopWatch
 
 
 async def test_a_loop_that_stands_still_is_counted_with_those_whose_bodies_were_in(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.gateway.image_costs import ImageLook, image_cost, scale_of
-from kvmig.gateway.media_budget import MediaBudget, MediaCost, MediaTooLarge
+from kvmig.frontend.image_costs import ImageLook, image_cost, scale_of
+from kvmig.frontend.media_budget import MediaBudget, MediaCost, MediaTooLarge
 
 MEGA = 1_000_000
 

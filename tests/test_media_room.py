@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from kvmig.asgi.call import HttpCall
-from kvmig.gateway.media_budget import MediaBudget
-from kvmig.gateway.media_room import CallMedia, MediaRoom, NoPlace
+from kvmig.frontend.media_budget import MediaBudget
+from kvmig.frontend.media_room import CallMedia, MediaRoom, NoPlace
 
 
 def call_of(room: MediaRoom, tenant: str) -> CallMedia:

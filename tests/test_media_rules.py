@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.gateway.media_rules import MediaRefused, MediaRules, is_public
-from kvmig.openai_server.media_fetch import NOT_FETCHED, fetch_media
+from kvmig.frontend.media_rules import MediaRefused, MediaRules, is_public
+from kvmig.frontend.openai.media_fetch import NOT_FETCHED, fetch_media
 
 HERE = MediaRules("public", ("localhost",))
 """The operator has named this machine."""

@@ -9,15 +9,15 @@ from kvmig.accounts.usage import UsageRecord
 from kvmig.asgi.answer_usage import Usage
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Outputs, Span
-from kvmig.gateway.meter import Meter
-from kvmig.gateway.ports import NOT_BEGUN, Batch, Observer
-from kvmig.gateway.requests import BeamSearch, LiveRequest, RequestTable
-from kvmig.gateway.splice import Splicer
-from kvmig.gateway.streams import Streams
+from kvmig.frontend.meter import Meter
+from kvmig.frontend.ports import NOT_BEGUN, Batch, Observer
+from kvmig.frontend.requests import BeamSearch, LiveRequest, RequestTable
+from kvmig.frontend.splice import Splicer
+from kvmig.frontend.streams import Streams
 from tests.fake_llumlet import Tokens
 
 if TYPE_CHECKING:
-    from kvmig.gateway.ports import Instances, Sink
+    from kvmig.frontend.ports import Instances, Sink
 
 
 class Front:

@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from kvmig.asgi.access import bearer
 from kvmig.core.errors import Failure, NoInstance
 from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
-from kvmig.gateway.router import Router
-from kvmig.openai_server.answers import ChatAnswer, Piece, Token
-from kvmig.openai_server.bodies import ChatBody
-from kvmig.openai_server.generation import Backend, Choices, Generation, RequestQueues
-from kvmig.openai_server.routes import openai_api
+from kvmig.frontend.openai.answers import ChatAnswer, Piece, Token
+from kvmig.frontend.openai.bodies import ChatBody
+from kvmig.frontend.openai.generation import Backend, Choices, Generation, RequestQueues
+from kvmig.frontend.openai.routes import openai_api
+from kvmig.frontend.router import Router
 from kvmig.rpc.codec import Frame
 from tests.byte_tokens import EOS, Bytes
 from tests.http_states import behind_middleware

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.openai_server.text import Detokenizer, StopStrings
+from kvmig.frontend.openai.text import Detokenizer, StopStrings
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 

@@ -7,7 +7,7 @@ import pytest
 from kvmig.asgi.errors import AmbiguousRequest
 from kvmig.controlplane.messages import Requests
 from kvmig.engines.base import RequestState
-from kvmig.gateway.inventory import find_other, others_requests
+from kvmig.frontend.inventory import find_other, others_requests
 
 
 def told(*run_ids: str, front: str = "b", instance: str = "i0") -> dict[str, Requests]:

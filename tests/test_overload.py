@@ -14,7 +14,7 @@ from kvmig.asgi.call import HttpCall
 from kvmig.core.config import ClusterConfig, HttpConfig, check
 from kvmig.core.errors import ConfigError
 from kvmig.core.priorities import NORMAL, PriorityClass
-from kvmig.gateway.load_shedding import LoadShedding, Overload
+from kvmig.frontend.load_shedding import LoadShedding, Overload
 from tests.stubbed_front import Stubbed, stubbed_front
 
 LONGEST_S = LoadShedding.LONGEST_S

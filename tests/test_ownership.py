@@ -9,14 +9,14 @@ from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import Discard, Resolve, Span
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure
-from kvmig.gateway.ownership import Ownership
-from kvmig.gateway.ports import Observer
-from kvmig.gateway.requests import LiveRequest, RequestTable
-from kvmig.gateway.splice import Splicer
+from kvmig.frontend.ownership import Ownership
+from kvmig.frontend.ports import Observer
+from kvmig.frontend.requests import LiveRequest, RequestTable
+from kvmig.frontend.splice import Splicer
 from kvmig.rpc.messages import Message
 
 if TYPE_CHECKING:
-    from kvmig.gateway.ports import Instances
+    from kvmig.frontend.ports import Instances
 
 
 class Sends:

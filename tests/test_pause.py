@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
 from kvmig.engines.steps import limit_s
-from kvmig.gateway.streams import MOST_S, Ramp
+from kvmig.frontend.streams import MOST_S, Ramp
 from kvmig.kvtransfer.measured import LeadTime, MeasuredPause, PauseTime
 from kvmig.kvtransfer.messages import Reserve
 from kvmig.kvtransfer.pause import (

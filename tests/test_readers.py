@@ -6,8 +6,8 @@ import asyncio
 
 from kvmig.asgi.call import HttpCall
 from kvmig.core.config import HttpConfig
-from kvmig.gateway.requests import LiveRequest
-from kvmig.gateway.splice import Splicer
+from kvmig.frontend.requests import LiveRequest
+from kvmig.frontend.splice import Splicer
 from tests.stubbed_front import Stubbed, stubbed_front
 from tests.waiting import until
 

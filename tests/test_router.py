@@ -38,7 +38,7 @@ from kvmig.controlplane.messages import (
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import EngineLoad, RequestState
-from kvmig.gateway.router import Router
+from kvmig.frontend.router import Router
 from kvmig.rpc.messages import Message
 from tests.fake_llumlet import (
     SECRET,
@@ -206,7 +206,7 @@ async def test_outputs_that_were_aborted_before_they_came_out_are_dropped_in_sil
 async def test_an_instance_that_does_not_list_its_requests_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvmig.gateway.router.LIST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvmig.frontend.router.LIST_TIMEOUT_S", 0.05)
     async with cluster() as it:
         a = await it.submit()
         del a.on[ListRequests]

@@ -30,8 +30,8 @@ from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig, FaultConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import RequestState
-from kvmig.gateway import ownership, requests, router
-from kvmig.gateway.ports import Observer
+from kvmig.frontend import ownership, requests, router
+from kvmig.frontend.ports import Observer
 from tests.fake_llumlet import (
     LOAD,
     Cluster,

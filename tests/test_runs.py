@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Outputs, Span
 from kvmig.core.errors import Failure
-from kvmig.gateway.ports import Arithmetic, Batch, Item, Observer
-from kvmig.gateway.requests import LiveRequest, RequestTable
-from kvmig.gateway.splice import Broken, Splicer
-from kvmig.gateway.streams import Streams
+from kvmig.frontend.ports import Arithmetic, Batch, Item, Observer
+from kvmig.frontend.requests import LiveRequest, RequestTable
+from kvmig.frontend.splice import Broken, Splicer
+from kvmig.frontend.streams import Streams
 
 if TYPE_CHECKING:
-    from kvmig.gateway.ports import Instances
+    from kvmig.frontend.ports import Instances
 
 INSTANCES = "abc"
 

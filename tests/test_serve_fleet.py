@@ -216,7 +216,7 @@ async def test_a_front_end_that_dies_or_hangs_leaves_the_instances(
     stream = Streamed(fleet, ask("a", 60))
     await stream.reach(8)
     starts = fleet.get("status")["starts"]
-    (front,) = fleet.processes("kvmig.front_process")
+    (front,) = fleet.processes("kvmig.frontend.process_main")
     os.kill(front, how)
     await asyncio.wait([stream.task])
     fleet.hold(None)
@@ -225,7 +225,7 @@ async def test_a_front_end_that_dies_or_hangs_leaves_the_instances(
     async with fleet.client() as client:
         assert await answer(client, ask("a")) == counted(10)
     assert fleet.get("status")["starts"] == starts, "the model was loaded again"
-    assert fleet.processes("kvmig.front_process") not in ([], [front])
+    assert fleet.processes("kvmig.frontend.process_main") not in ([], [front])
 
 
 @pytest.mark.long

@@ -57,7 +57,7 @@ async def test_a_deployment_that_is_stopped_costs_its_own_part_only(fleet: ToyFl
     async with fleet.client() as client:
         for model in "ab":
             await answer(client, ask(model, 10))
-    (stopped,) = fleet.processes("kvmig.front_process of b ")
+    (stopped,) = fleet.processes("kvmig.frontend.process_main of b ")
     os.kill(stopped, signal.SIGSTOP)
     await asyncio.sleep(CACHE_S)
     try:
@@ -96,7 +96,7 @@ async def until_counted(fleet: ToyFleet, name: str, calls: float) -> None:
             await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize("gone", ["kvmig.proxy", "kvmig.front_process", "kvmig.serve"])
+@pytest.mark.parametrize("gone", ["kvmig.proxy", "kvmig.frontend.process_main", "kvmig.serve"])
 async def test_of_a_process_that_is_killed_no_gauge_counts_a_call(
     fleet: ToyFleet, gone: str
 ) -> None:

@@ -132,7 +132,7 @@ async def test_what_a_killed_front_end_was_granted_is_given_back(fleet: ToyFleet
     fleet.hold(5)
     stream = Streamed(fleet, ask("a", 300), key)
     await stream.reach(5)
-    fronts = fleet.processes("kvmig.front_process")
+    fronts = fleet.processes("kvmig.frontend.process_main")
     fleet.hold(None)
     for front in fronts:
         kill(front)

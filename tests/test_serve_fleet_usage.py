@@ -156,7 +156,7 @@ async def test_a_deployment_whose_disk_is_full_hands_its_counts_over_before_it_e
     fleet.add_toy("a")
     async with fleet.client(key) as http:
         await answer(http, ask("a", 5))
-        async with full(fleet.processes("kvmig.front_process")):
+        async with full(fleet.processes("kvmig.frontend.process_main")):
             for _ in range(10):
                 await answer(http, ask("a", 30))
             deleted = await asyncio.to_thread(fleet.ask, "DELETE", "models/a")
@@ -172,7 +172,10 @@ async def test_calls_are_refused_while_nobody_can_keep_what_they_use(
     answers: list[httpx.Response] = []
     async with fleet.client(key) as http:
         await answer(http, ask("a", 5))
-        pids = [*fleet.processes("kvmig.front_process"), *fleet.processes("kvmig.fleet.server")]
+        pids = [
+            *fleet.processes("kvmig.frontend.process_main"),
+            *fleet.processes("kvmig.fleet.server"),
+        ]
         async with full(pids), asyncio.timeout(PATIENCE_S):
             while not answers or answers[-1].is_success:
                 answers.append(await http.post(PATH, json=ask("a", 10)))

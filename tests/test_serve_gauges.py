@@ -115,7 +115,7 @@ async def test_of_a_scheduler_that_is_killed_nothing_is_said(served: Toys) -> No
 async def test_of_a_front_end_that_is_killed_no_stream_runs_and_no_gauge_is_kept(
     served: Toys,
 ) -> None:
-    front, other = Footprint.of(served).named("kvmig.front_process")
+    front, other = Footprint.of(served).named("kvmig.frontend.process_main")
     instance = next(iter(Footprint.of(served).llumlets().values()))
     await knock(instance)
     await until(served, lambda found: found.get(REFUSED), times=8)
@@ -128,4 +128,4 @@ async def test_of_a_front_end_that_is_killed_no_stream_runs_and_no_gauge_is_kept
         await until(served, lambda found: not any(path.exists() for path in kept))
     await asyncio.gather(*(stream.end() for stream in started), return_exceptions=True)
     await until(served, lambda found: not OF_WORK & found.keys(), times=8)
-    assert other in Footprint.of(served).named("kvmig.front_process")
+    assert other in Footprint.of(served).named("kvmig.frontend.process_main")

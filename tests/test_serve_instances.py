@@ -103,7 +103,7 @@ async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
 ) -> None:
     with several.held(HELD):
         started = await streams(several, 6)
-        first, second = Footprint.of(several).named("kvmig.front_process")
+        first, second = Footprint.of(several).named("kvmig.frontend.process_main")
         first.kill()
         deadline = time.monotonic() + PATIENCE_S
         while "front end 0 is ready" not in several.output() and (
@@ -120,7 +120,7 @@ async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
         if not isinstance(end, BaseException):
             assert end.tokens == TOKENS
             counted(end, 100 * n)
-    assert second in Footprint.of(several).named("kvmig.front_process")
+    assert second in Footprint.of(several).named("kvmig.frontend.process_main")
     await asyncio.to_thread(assert_server_is_empty, several)  # those of the dead were aborted
 
 

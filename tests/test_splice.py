@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Span
-from kvmig.gateway import splice
-from kvmig.gateway.ports import Item
-from kvmig.gateway.splice import Action, Broken, Fed, Splicer, Stale, Switched
+from kvmig.frontend import splice
+from kvmig.frontend.ports import Item
+from kvmig.frontend.splice import Action, Broken, Fed, Splicer, Stale, Switched
 from kvmig.kvtransfer.source_machine import LEAP
 
 

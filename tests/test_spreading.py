@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Migrated, PauseAhead
 from kvmig.core.errors import Failure
-from kvmig.gateway.ports import Item, Observer
-from kvmig.gateway.requests import RequestTable
-from kvmig.gateway.streams import GIVE_UP_S, Streams
+from kvmig.frontend.ports import Item, Observer
+from kvmig.frontend.requests import RequestTable
+from kvmig.frontend.streams import GIVE_UP_S, Streams
 from tests.fake_llumlet import Cluster, FakeLlumlet, Tokens, cluster, decode, report
 from tests.skipped_time import Skip, skipped_time
 
 if TYPE_CHECKING:
-    from kvmig.gateway.ports import Instances
+    from kvmig.frontend.ports import Instances
 
 SOURCE, DESTINATION = 0, 1
 TURNS = 5

@@ -155,8 +155,8 @@ def test_its_start_imports_nothing_of_a_real_engine() -> None:
     code = (
         "import sys\n"
         "from kvmig.engines.registry import kind_of\n"
-        "import kvmig.serve, kvmig.launcher.llumlet_main, kvmig.gateway.app\n"
-        "import kvmig.openai_server.token_server, kvmig.engines.toy.kind\n"
+        "import kvmig.serve, kvmig.launcher.llumlet_main, kvmig.frontend.app\n"
+        "import kvmig.frontend.openai.token_server, kvmig.engines.toy.kind\n"
         "kind = kind_of('toy'); kind.prepare(); kind.load(); kind.make(['toy'], 0)\n"
         "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     )

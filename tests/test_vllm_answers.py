@@ -12,7 +12,8 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from kvmig.openai_server import body_threads, vllm_answers
+from kvmig.frontend.openai import body_threads
+from kvmig.frontend.openai.vllm import answers
 from tests.vllm_application import MODEL, application, client_of
 
 pytestmark = pytest.mark.engine
@@ -71,19 +72,19 @@ async def test_a_large_answer_is_made_on_another_thread_and_says_the_same(
     path, fields = CALLS[name]
     body = {"model": MODEL, "max_tokens": TOKENS, **fields}
     threads: list[str] = []
-    spell: Callable[[Any], Any] = vllm_answers._spell
+    spell: Callable[[Any], Any] = answers._spell
 
     def noted(answer: Any) -> Any:
         threads.append(threading.current_thread().name)
         return spell(answer)
 
-    monkeypatch.setattr(vllm_answers, "_spell", noted)
+    monkeypatch.setattr(answers, "_spell", noted)
     async with application(put=put) as (app, _), client_of(app) as client:
-        monkeypatch.setattr(vllm_answers, "MANY", 10**9)
+        monkeypatch.setattr(answers, "MANY", 10**9)
         at_once = await client.post(path, json=body)
         assert threads == []
-        monkeypatch.setattr(vllm_answers, "MANY", 16)
-        monkeypatch.setattr(vllm_answers, "PIECE", 7)
+        monkeypatch.setattr(answers, "MANY", 16)
+        monkeypatch.setattr(answers, "PIECE", 7)
         beside = await client.post(path, json=body)
     assert at_once.status_code == 200, at_once.text
     (thread,) = threads

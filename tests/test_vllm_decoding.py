@@ -20,9 +20,9 @@ from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
-from kvmig.gateway.media_budget import MediaBudget, MediaTooLarge
-from kvmig.openai_server import vllm_decoding
-from kvmig.openai_server.vllm_decoding import bound_decoding, decode_within
+from kvmig.frontend.media_budget import MediaBudget, MediaTooLarge
+from kvmig.frontend.openai.vllm import decoding
+from kvmig.frontend.openai.vllm.decoding import bound_decoding, decode_within
 from tests.media_files import IMAGES
 
 pytestmark = pytest.mark.engine
@@ -71,7 +71,7 @@ def test_frames_of_a_video_that_take_too_much_are_refused_before_they_are_decode
 
 def test_a_video_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bound_decoding()
-    monkeypatch.setattr(vllm_decoding, "FRAMES_PIXELS", 1 << 20)
+    monkeypatch.setattr(decoding, "FRAMES_PIXELS", 1 << 20)
     load = VideoMediaIO(ImageMediaIO(), num_frames=2).load_bytes
     data = video(40, (64, 64))
     with pytest.raises(VLLMValidationError, match="allowed are 16 frames"):
@@ -88,7 +88,7 @@ def test_no_more_of_a_recording_is_decoded_than_there_is_room_for(
         asked.append(max_decode_bytes)
         return np.zeros(5_000_000, np.float32), 16_000
 
-    monkeypatch.setattr(vllm_decoding, "_audio_as_vllm", load_audio)
+    monkeypatch.setattr(decoding, "_audio_as_vllm", load_audio)
     budget = MediaBudget(60_000_000)
     load = AudioMediaIO().load_bytes
     for _ in range(3):
@@ -120,8 +120,8 @@ def test_a_recording_whose_header_does_not_say_how_long_it_is_is_cut_by_its_size
         asked.append(max_duration_s)
 
     monkeypatch.setattr(vllm_audio, "AudioDecoder", decoder)
-    monkeypatch.setattr(vllm_decoding, "_torchcodec_as_vllm", load)
-    vllm_decoding._load_torchcodec(
+    monkeypatch.setattr(decoding, "_torchcodec_as_vllm", load)
+    decoding._load_torchcodec(
         BytesIO(b""), sr=None, max_duration_s=600.0, max_decode_bytes=10_000_000
     )
     assert asked == [pytest.approx(seconds, rel=0.01)]

@@ -22,10 +22,10 @@ from vllm.multimodal.media.connector import MediaConnector
 from bench.hostile_bodies import png
 from kvmig.asgi.call import HttpCall, current_call
 from kvmig.engines.vllm import flags
-from kvmig.gateway.media_room import PLACES, MediaRoom
-from kvmig.openai_server import vllm_media
-from kvmig.openai_server.media_fetch import NOT_FETCHED
-from kvmig.openai_server.vllm_media import FILE_NOT_READ
+from kvmig.frontend.media_room import PLACES, MediaRoom
+from kvmig.frontend.openai.media_fetch import NOT_FETCHED
+from kvmig.frontend.openai.vllm import media
+from kvmig.frontend.openai.vllm.media import FILE_NOT_READ
 from tests.environment import environment
 from tests.media_files import IMAGES, OTHERS
 from tests.tiny_blip2 import make
@@ -176,9 +176,9 @@ async def test_images_of_one_prompt_count_together() -> None:
     refused = [one for one in found if isinstance(one, VLLMValidationError)]
     assert [one in refused for one in found] == [False] * 4 + [True] * 2
     assert refused[0].parameter == "image_url"
-    assert vllm_media._loading.room.free == PLACES - 1
+    assert media._loading.room.free == PLACES - 1
     call.leave()
-    assert vllm_media._loading.room.free == PLACES
+    assert media._loading.room.free == PLACES
 
 
 @pytest.mark.parametrize("kind", IMAGES)
@@ -241,14 +241,14 @@ async def test_every_place_is_given_back(app: FastAPI) -> None:
         for path in bodies(""):
             await client.post(path, json=bodies(data_url(SMALL))[path])
             await client.post(path, json=bodies("data:image/png;base64,abcd")[path])
-    assert vllm_media._loading.room.free == PLACES
+    assert media._loading.room.free == PLACES
 
 
 async def test_images_are_decoded_while_no_more_calls_do_than_there_are_places(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = MediaRoom(places=0, wait_s=0.05)
-    monkeypatch.setattr(vllm_media._loading, "room", room)
+    monkeypatch.setattr(media._loading, "room", room)
     async with client_of(app) as client:
         answer = await client.post("/tokenize", json=bodies(data_url(SMALL))["/tokenize"])
     assert answer.status_code == 503, answer.text
@@ -279,7 +279,7 @@ async def test_images_of_embeddings_are_bounded_as_those_of_chats(
         answer = await client.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert "(--max-media)" in answer.json()["error"]["message"]
-    assert vllm_media._loading.room.free == PLACES
+    assert media._loading.room.free == PLACES
 
 
 async def test_an_image_of_an_embedding_is_decoded_in_its_calls_place(
@@ -287,7 +287,7 @@ async def test_an_image_of_an_embedding_is_decoded_in_its_calls_place(
 ) -> None:
     chat = bodies(data_url(SMALL))["/v1/chat/completions"]
     body = {"model": MODEL, "messages": chat["messages"]}
-    monkeypatch.setattr(vllm_media._loading, "room", MediaRoom(places=0, wait_s=0.05))
+    monkeypatch.setattr(media._loading, "room", MediaRoom(places=0, wait_s=0.05))
     async with client_of(embeds) as client:
         answer = await client.post("/v1/embeddings", json=body)
     assert answer.status_code == 503, answer.text

@@ -38,10 +38,10 @@ from kvmig.engines.vllm.outputs import (
     check_failure,
     failure,
 )
-from kvmig.gateway.isolation import OwnEntries
-from kvmig.gateway.router import Router
+from kvmig.frontend.isolation import OwnEntries
+from kvmig.frontend.openai.vllm.server import VllmServer
+from kvmig.frontend.router import Router
 from kvmig.models import BUNDLED
-from kvmig.openai_server.vllm import VllmServer
 from tests.environment import environment
 from tests.test_vllm_multimodal import with_image
 from tests.vllm_pair import Pair

@@ -16,7 +16,7 @@ from vllm.multimodal.media.image import ImageEmbeddingMediaIO
 from vllm.multimodal.media.video import VideoEmbeddingMediaIO
 from vllm.renderers.embed_utils import safe_load_prompt_embeds
 
-from kvmig.openai_server.vllm_tensors import bound_tensors
+from kvmig.frontend.openai.vllm.tensors import bound_tensors
 
 pytestmark = pytest.mark.engine
 

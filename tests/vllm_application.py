@@ -18,9 +18,9 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from kvmig.core.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
-from kvmig.gateway.router import Router
+from kvmig.frontend.openai.vllm.server import VllmServer
+from kvmig.frontend.router import Router
 from kvmig.models import BUNDLED
-from kvmig.openai_server.vllm import VllmServer
 from tests.environment import environment
 from tests.http_states import behind_middleware
 from tests.vllm_side import ENVIRONMENT

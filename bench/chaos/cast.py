@@ -17,7 +17,7 @@ MODULES = {
     "kvmig.process.fork_server": "fork-server",
     "kvmig.launcher.llumlet_main": "instance",
     "kvmig.launcher.scheduler": "scheduler",
-    "kvmig.front_process": "front-end",
+    "kvmig.frontend.process_main": "front-end",
     "kvmig.sharing": "unit-agent",
 }
 

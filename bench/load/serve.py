@@ -15,9 +15,9 @@ import uvloop
 
 from bench.load.orders import Orders, Start, Started
 from kvmig.engines.registry import kind_of
-from kvmig.front_end import FrontLaunch
 from kvmig.launcher import flags as kvmig_flags
 from kvmig.launcher.cluster import Cluster
+from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.shapes import Shapes, shapes_of
 from kvmig.process.child import leave, quiet

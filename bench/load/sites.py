@@ -129,7 +129,7 @@ class Site:
                 time.sleep(0.2)
         if self.setup.server != "vllm":
             every = process.descendants(self._served)
-            fronts = [pid for pid, words in every.items() if "kvmig.front_process" in words]
+            fronts = [pid for pid, words in every.items() if "kvmig.frontend.process_main" in words]
             self.front_ends = fronts or [self._served]
 
     @property

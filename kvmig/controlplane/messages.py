@@ -81,7 +81,7 @@ class Submit(Message, frozen=True, tag=True):
     """Front end: run this request (payload frames: the adapter's encoding)."""
 
     request_id: str
-    """The run's own id, see `kvmig.gateway.requests.LiveRequest`."""
+    """The run's own id, see `kvmig.frontend.requests.LiveRequest`."""
     output_token_ids: tuple[int, ...] = ()
     """Tokens of a request that ran elsewhere: it goes on after these."""
 

@@ -37,10 +37,10 @@ from kvmig.process.fork_server import (
 from kvmig.process.sockets import raise_open_files, take_path
 
 FRONT_END = (
-    "kvmig.serve", "kvmig.front_process", "kvmig.gateway.app", "kvmig.gateway.metrics",
-    "kvmig.gateway.router",
+    "kvmig.serve", "kvmig.frontend.process_main", "kvmig.frontend.app", "kvmig.frontend.metrics",
+    "kvmig.frontend.router",
 )  # fmt: skip
-API = {"vllm": "kvmig.openai_server.vllm"}
+API = {"vllm": "kvmig.frontend.openai.vllm.server"}
 """Of a front end, by engine; others' is `token_server`."""
 
 
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> int:
         kind_of(engine).prepare()
         # Before it loads: what is on disk now, and the environment as launchers have it then.
         alike = {**likeness(), ENGINE: engine, SERVERS: words[2], INSTANCES: digest(os.environ)}
-        if why := load(engine, [*FRONT_END, API.get(engine, "kvmig.openai_server.token_server")]):
+        if why := load(engine, [*FRONT_END, API.get(engine, "kvmig.frontend.openai.token_server")]):
             raise StartupError(f"{engine} can't be forked: {why}")
         with listening(address) as sock:
             return serve([], Listening(sock, sys.stdin.fileno(), Loaded(alike)))

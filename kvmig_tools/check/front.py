@@ -1,6 +1,6 @@
 """The front end's part in one request: table, streams and ownership as they run.
 
-The glue is that of `kvmig.gateway.router`.
+The glue is that of `kvmig.frontend.router`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import Fence, Fenced, Outputs, Resolve, Resolved, Submit
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
-from kvmig.gateway.instances import TICK_S
-from kvmig.gateway.ownership import Ownership
-from kvmig.gateway.ports import NOT_BEGUN, Arithmetic, Batch, Item, Observer
-from kvmig.gateway.requests import LiveRequest, RequestTable
-from kvmig.gateway.router import FENCE_TIMEOUT_S, HOLD_S
-from kvmig.gateway.splice import Splicer
-from kvmig.gateway.streams import Streams
+from kvmig.frontend.instances import TICK_S
+from kvmig.frontend.ownership import Ownership
+from kvmig.frontend.ports import NOT_BEGUN, Arithmetic, Batch, Item, Observer
+from kvmig.frontend.requests import LiveRequest, RequestTable
+from kvmig.frontend.router import FENCE_TIMEOUT_S, HOLD_S
+from kvmig.frontend.splice import Splicer
+from kvmig.frontend.streams import Streams
 from kvmig.kvtransfer.source_machine import LEAP
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import Message

@@ -6,8 +6,8 @@ any more; where it still may, a time-out means that it is late, which is a fault
 
 from __future__ import annotations
 
-from kvmig.gateway.instances import RETRY_S
-from kvmig.gateway.requests import RequestTable
+from kvmig.frontend.instances import RETRY_S
+from kvmig.frontend.requests import RequestTable
 from kvmig_tools.check.cluster import DEAD, Cluster, Edge, State, Step, ends, part_name
 from kvmig_tools.check.faults import Faults
 from kvmig_tools.check.front import Front

@@ -119,7 +119,7 @@ class ToyKind:
 
 
 class ByteTokenizer:
-    """Each byte of a text is a token: `kvmig.openai_server.generation.Tokenizer`."""
+    """Each byte of a text is a token: `kvmig.frontend.openai.generation.Tokenizer`."""
 
     max_tokens: int | None = None
     vocabulary = VOCABULARY

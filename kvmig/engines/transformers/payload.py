@@ -45,7 +45,7 @@ class Logprob(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct):
-    """The output of one step for one request; an `Item` of `kvmig.gateway.ports`."""
+    """The output of one step for one request; an `Item` of `kvmig.frontend.ports`."""
 
     request_id: str
     token_ids: list[int]

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 class RequestRouter(Protocol):
-    """The part of `kvmig.gateway.router.Router` that the client needs."""
+    """The part of `kvmig.frontend.router.Router` that the client needs."""
 
     async def submit(
         self,
@@ -91,7 +91,7 @@ class RequestRouter(Protocol):
 
 
 class CallSalts(Protocol):
-    """The part of `kvmig.gateway.isolation.PromptSalts` that the client needs."""
+    """The part of `kvmig.frontend.isolation.PromptSalts` that the client needs."""
 
     def salt_of(self, given: str | None) -> str: ...
 

@@ -1,0 +1,1 @@
+"""A front end: HTTP, router, streams, admin API and metrics."""

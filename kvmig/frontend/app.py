@@ -1,0 +1,75 @@
+"""Extends the engine's HTTP application: admin API, metrics, limits of connections."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.routing import Route
+
+from kvmig.asgi.connection import Connection
+from kvmig.frontend.admin import admin_api, instances_api
+from kvmig.frontend.events import events_api
+from kvmig.frontend.inventory import InstanceRow, cluster_rows
+from kvmig.frontend.launcher_link import LauncherLink, Membership
+from kvmig.frontend.metrics import Exposition
+from kvmig.frontend.middleware import HttpState
+from kvmig.frontend.probes import probe_routes
+from kvmig.frontend.router import Router
+
+
+def extend(
+    app: FastAPI,
+    http: HttpState,
+    router: Router,
+    membership: Membership,
+    launcher: LauncherLink,
+    model: str,
+) -> None:
+    """Add kvmig's routes and state to `app`, before it serves; `HttpMiddleware` is there already.
+
+    Our /metrics, /health and /ping take the place of its own.
+    """
+    rows_of_router = router.fleet.rows
+
+    def rows() -> list[InstanceRow]:
+        return cluster_rows(rows_of_router(), membership.members)
+
+    app.include_router(admin_api(router, rows, model, http.access.admin, http.reach))
+    app.include_router(instances_api(launcher, rows, model, http.access.admin))
+    app.include_router(
+        events_api(router, rows, model, http.access.admin, closed=lambda: http.closed)
+    )
+    exposition = Exposition(
+        http.registry, http.priorities, rows_of_router, router.fleet.engine_indexes
+    )
+
+    async def metrics(_: Request) -> Response:
+        return Response(await exposition.text(), media_type=CONTENT_TYPE_LATEST)
+
+    engine = getattr(app.state, "engine_client", None)  # vLLM's
+    probes = probe_routes(http, lambda: engine is not None and engine.errored)
+    app.router.routes[:0] = [Route("/metrics", metrics), *probes]
+    describe_beside_streams(app)
+    app.state.kvmig = http
+    app.state.connection = Connection.limited(http.config.send_timeout_s, http.count)
+
+
+def describe_beside_streams(app: FastAPI) -> None:
+    """Let a thread make the description of the API, once: that of vLLM's takes a second or two."""
+    original = next(
+        (one for one in app.routes if isinstance(one, Route) and one.path == app.openapi_url), None
+    )
+    if original is None:  # the server doesn't describe itself
+        return
+    content = b""
+
+    async def description(request: Request) -> Response:
+        nonlocal content
+        if not content:
+            await asyncio.to_thread(app.openapi)  # which keeps it
+            content = bytes((await original.endpoint(request)).body)
+        return Response(content, media_type="application/json")
+
+    app.router.routes.insert(0, Route(original.path, description))

@@ -1,0 +1,75 @@
+"""GET /kvmig/v1/events: what happens in the cluster, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import StreamingResponse
+
+from kvmig.asgi.access import Rule
+from kvmig.asgi.problems import PROBLEMS, guarded
+from kvmig.core.clock import monotonic
+from kvmig.frontend.admin import PREFIX, Instance, Migration
+from kvmig.frontend.inventory import InstanceRow
+from kvmig.frontend.router import Router
+
+LOOK_S = 0.2
+"""Between two looks at what has changed."""
+HEARTBEAT_S = 5.0
+"""A listener hears something at least this often."""
+
+
+def events_api(
+    router: Router,
+    rows: Callable[[], Sequence[InstanceRow]],
+    model: str,
+    rule: Rule,
+    closed: Callable[[], bool],
+) -> APIRouter:
+    """The route; rows, model, rule as in `admin_api`. closed: whether the server stops."""
+    api = APIRouter(
+        prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS, route_class=guarded(rule, ())
+    )
+
+    async def stream() -> AsyncIterator[bytes]:
+        told: tuple[bool, dict[str, dict[str, Any]]] = False, {}
+        said, reports = -HEARTBEAT_S, router.reported
+        while not closed():
+            every = {row.id: Instance.of(row, model).model_dump() for row in rows()}
+            now = router.parked, every
+            fresh, reports = router.reported - reports, router.reported
+            newest = list(itertools.islice(reversed(router.reports), fresh))
+            for report in reversed(newest):
+                yield event("migration", Migration.of(report).model_dump())
+            if now != told or fresh or monotonic() - said >= HEARTBEAT_S:
+                shown = {
+                    "live": len(router.live()) + router.held,
+                    "parked": now[0],
+                    "data": [*every.values()],
+                }
+                yield event("instances", shown)
+                told, said = now, monotonic()
+            await asyncio.sleep(LOOK_S)
+        yield event("closed", {})
+
+    @api.get("/events", response_class=StreamingResponse)
+    async def events() -> StreamingResponse:
+        """`instances` now and whenever one changes, at least every 5 s; `migration` as each ends.
+
+        `instances`: `live`, the requests of this front end, `parked`, and `data` as GET /instances
+        has it.
+        `closed`: the server stops.
+        """
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    return api
+
+
+def event(name: str, data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,0 +1,486 @@
+"""The instances of a front end: their connections, their health, where a new request goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvmig.asgi.errors import InstanceLost, NoDestination, UnknownInstance
+from kvmig.controlplane.dispatch import NewRequest, allowed
+from kvmig.controlplane.freeness import instance_freeness
+from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
+from kvmig.controlplane.policy import policy_of
+from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
+from kvmig.core.clock import Clock
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import NoInstance, PeerError, TransportError
+from kvmig.engines.base import Frame
+from kvmig.frontend.dispatch_turns import Queues
+from kvmig.frontend.inventory import InstanceRow, instance_row
+from kvmig.frontend.ports import NOT_BEGUN, Arithmetic
+from kvmig.rpc.messages import VERSION, Message
+from kvmig.rpc.zmq_sockets import Client
+
+RETRY_S = 0.5
+"""Between two attempts to connect."""
+TICK_S = 0.2
+"""Longest time between two looks for silent instances."""
+AILMENTS = ("hung", "failed")
+"""States of load reports under which an instance's requests had better run elsewhere."""
+
+log = logging.getLogger(__name__)
+
+
+class Instance:
+    """One instance: its connection, made again whenever it is lost, and its health.
+
+    welcome: the instance's answer to our Hello, while the connection lives. health: None until the
+    instance is heard of over the present connection; only those with health are dispatched to.
+    """
+
+    def __init__(
+        self, name: str, index: int, endpoint: str, secret: bytes, front: str, listener: Listener
+    ) -> None:
+        """front: this front end's name."""
+        self.name = name
+        self.index = index
+        self.endpoint = endpoint
+        self.welcome: Welcome | None = None
+        self.health: Health | None = None
+        self._secret = secret
+        self._front = front
+        self._listener = listener
+        self._client: Client | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._closed = False
+        self._up = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name=f"link to {name}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the instance is connected: it welcomed us over the present connection."""
+        return self.welcome is not None
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Weights and numerics of the instance, as last told."""
+        if self.health is not None and self.health.arithmetic is not None:
+            return self.health.arithmetic
+        return Arithmetic("" if self.welcome is None else self.welcome.weights)
+
+    async def connected(self, timeout_s: float) -> Welcome:
+        """Wait for the instance's Welcome. Raises InstanceLost."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._up.wait()
+        except TimeoutError as error:
+            message = f"instance {self.name} at {self.endpoint} did not answer Hello"
+            raise InstanceLost(f"{message} within {timeout_s:g} s") from error
+        assert self.welcome is not None
+        return self.welcome
+
+    def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Queue a message. Raises InstanceLost if it isn't connected or can't take more."""
+        if self._client is None or self.welcome is None:
+            raise InstanceLost(f"instance {self.name} is not connected")
+        try:
+            self._client.send(message, payload)
+        except TransportError as error:
+            raise InstanceLost(f"instance {self.name}: {error}") from error
+
+    def drop(self, reason: str) -> None:
+        """Give this connection up and tell the listener; a new one is tried."""
+        self._lose(reason)
+        if self._serving is not None:
+            self._serving.cancel()
+
+    async def close(self) -> None:
+        """Disconnect for good; the listener hears nothing of it."""
+        self._closed = True
+        self.welcome = self._client = None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            self._serving = asyncio.create_task(self._serve())
+            try:
+                await self._serving
+            except asyncio.CancelledError:
+                if self._closed:
+                    raise
+            except (TransportError, PeerError) as error:
+                self._lose(str(error))
+            except Exception as error:
+                log.exception("instance %s: handling its messages failed", self.name)
+                self._lose(f"internal error: {error!r}")
+            await asyncio.sleep(RETRY_S)
+
+    def _lose(self, reason: str) -> None:
+        welcomed = self.welcome
+        self.welcome = self._client = None
+        self._up.clear()
+        if welcomed is not None:
+            self._listener.on_lost(self, reason)
+
+    async def _serve(self) -> None:
+        """Hand all that comes over one connection to the listener.
+
+        A message that can't be taken costs the connection: its content is lost, like tokens.
+        """
+        client = Client(self.endpoint, self._secret, "gateway", self._front, ClusterMessage)
+        try:
+            self._client = client
+            while True:
+                try:
+                    message, payload = await client.recv()
+                except PeerError as error:
+                    self._listener.on_refused(self, error)
+                    if self.welcome is None:
+                        raise
+                    log.warning("ignored from instance %s: %s", self.name, error)
+                    continue
+                if isinstance(message, Welcome):
+                    self._greet(message)
+                    continue
+                if self.welcome is None:
+                    continue
+                try:
+                    self._listener.on_message(self, message, payload)
+                except PeerError as error:
+                    self._listener.on_refused(self, error)
+                    raise
+                except msgspec.MsgspecError as error:
+                    name = type(message).__name__
+                    refused = PeerError(f"{name} can't be used: {error}", "unusable")
+                    self._listener.on_refused(self, refused)
+                    raise refused from error
+        finally:
+            client.close()
+
+    def _greet(self, welcome: Welcome) -> None:
+        if not VERSION.understands(welcome.version) or welcome.instance != self.name:
+            raise PeerError(
+                f"{self.endpoint} is {welcome.instance} with protocol {welcome.version}, "
+                f"not {self.name} with {VERSION}"
+            )
+        self.welcome = welcome
+        self._up.set()
+
+
+class Listener(Protocol):
+    """The router, as instances tell it what comes over their connections."""
+
+    def on_message(self, instance: Instance, message: Message, payload: list[memoryview]) -> None:
+        """A message came after the instance's Welcome."""
+        ...
+
+    def on_refused(self, instance: Instance, error: PeerError) -> None:
+        """A message came that can't be read, or taken."""
+        ...
+
+    def on_lost(self, instance: Instance, reason: str) -> None:
+        """The connection is gone, and what was on its way with it. Called once a connection."""
+        ...
+
+
+class Health:
+    """State of a connected instance, from its Welcome or first report on. Pure."""
+
+    def __init__(self, listening: Listening) -> None:
+        self.state = ""
+        """From the last load report; empty before."""
+        self.arithmetic: Arithmetic | None = None
+        """From the last load report; None before."""
+        self._listening = listening
+        self.heard()
+
+    def heard(self) -> None:
+        """The instance said something."""
+        self._heard_s = self._listening.total_s
+
+    @property
+    def silence_s(self) -> float:
+        """For how long the instance has been silent, up to a period more than it was."""
+        return self._listening.total_s - self._heard_s
+
+    def ailment(self, heartbeat_timeout_s: float) -> str:
+        """silent, hung or failed; empty for an instance that can be relied on."""
+        if self.silence_s > heartbeat_timeout_s:
+            return "silent"
+        return self.state if self.state in AILMENTS else ""
+
+
+class Listening:
+    """A clock of the time during which this process listened, to measure silence by. Pure.
+
+    While this process itself stood still no instance was silent: its messages are still unread.
+    """
+
+    def __init__(self, period_s: float, now: float) -> None:
+        """period_s: time between two ticks; now: in any clock, as for `tick`."""
+        self.total_s = 0.0
+        self._period_s = period_s
+        self._ticked = now
+
+    def tick(self, now: float) -> None:
+        """Count the time since the last tick, two periods at most: after longer, we slept."""
+        self.total_s += min(now - self._ticked, 2 * self._period_s)
+        self._ticked = now
+
+
+class Fleet:
+    """Instances by name, in the order in which they were added; each keeps its engine index.
+
+    An instance is alive while it is connected. Only those that report are dispatched to; one that
+    was lost comes back with its next report. An instance is fit while it also says enough, and
+    nothing bad (`Health`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        secret: bytes,
+        config: ClusterConfig,
+        clock: Clock,
+        lost_after_s: float,
+        listener: Listener,
+    ) -> None:
+        """name: this front end's. Call `tick` every `tick_s`."""
+        self.block_tokens = 16
+        """Tokens a KV block, as load reports count; set by the front end once an engine told it."""
+        self.preferred = ""
+        """Weights under which new requests had better begin; empty: no matter which."""
+        self._name = name
+        self._secret = secret
+        self._clock = clock
+        self._silent_after_s = config.faults.heartbeat_timeout_s
+        self._lost_after_s = lost_after_s
+        self._listener = listener
+        policy = policy_of(config.scheduler)
+        self._dispatch = policy.dispatcher()
+        self._view = ViewBuilder(headroom=policy.headroom)
+        self._instances: dict[str, Instance] = {}
+        self._indexes: dict[str, int] = {}
+        """Engine indexes of all instances that ever were."""
+        self.tick_s = min(TICK_S, self._silent_after_s / 4)
+        self._listening = Listening(self.tick_s, clock())
+
+    async def add(
+        self, name: str, endpoint: str, timeout_s: float, index: int | None = None
+    ) -> bytes:
+        """Connect; see `Router.add_instance`."""
+        if name in self._instances:
+            raise ValueError(f"instance {name} was added before")
+        index = self._indexes.setdefault(name, len(self._indexes) if index is None else index)
+        made = Instance(name, index, endpoint, self._secret, self._name, self._listener)
+        self._instances[name] = made
+        try:
+            welcome = await made.connected(timeout_s)
+        except BaseException:
+            await self.remove(name)
+            raise
+        if made.health is None:
+            self._join(made)
+        return welcome.engine
+
+    async def remove(self, name: str) -> bool:
+        """Disconnect; whether there was one."""
+        instance = self._instances.pop(name, None)
+        if instance is None:
+            return False
+        self.forget(instance)
+        await instance.close()
+        return True
+
+    async def close(self) -> None:
+        """Disconnect from all."""
+        await asyncio.gather(*(one.close() for one in self._instances.values()))
+
+    # -- what is known of them
+
+    @property
+    def alive(self) -> list[str]:
+        """Connected instances."""
+        return [name for name, one in self._instances.items() if one.alive]
+
+    def vacant(self) -> bool:
+        """Whether no instance is connected and has reported: new requests can't be taken."""
+        return not any(one.alive and one.health is not None for one in self._instances.values())
+
+    def fit(self, name: str) -> bool:
+        """Whether the instance can be relied on."""
+        one = self._instances.get(name)
+        known = one is not None and one.alive and one.health is not None
+        return known and not self._ailment(name)
+
+    def any_fit(self) -> bool:
+        """Whether some instance can be relied on."""
+        return any(self.fit(name) for name in self._instances)
+
+    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool:
+        """Whether another fit instance takes requests, also those that have begun so."""
+        return any(
+            one.health is not None
+            and one.health.state == "serving"
+            and begun.goes_on(one.arithmetic)
+            for name, one in self._instances.items()
+            if name != instance and self.fit(name)
+        )
+
+    def roomiest(self, source: str, inexact: bool = False) -> str:
+        """Where a request of this instance finds the most room. Raises NoDestination.
+
+        inexact: where nothing rounds alike, also where its tokens may differ.
+        """
+        exact = self.arithmetic(source)
+        others = [
+            one
+            for one in self._view.view(self._clock()).instances
+            if one.instance != source and self.fit(one.instance) and one.state == "serving"
+        ]
+        for begun in (exact, exact._replace(numerics="")) if inexact else (exact,):
+            able = [one for one in others if begun.goes_on(self.arithmetic(one.instance))]
+            if able:
+                return max(able, key=instance_freeness).instance
+        raise NoDestination(
+            f"no instance serves besides {source} that its requests could be moved to"
+        )
+
+    def ailing(self) -> dict[str, str]:
+        """Connected instances that aren't fit: silent, hung or failed."""
+        return {name: ill for name in self.alive if (ill := self._ailment(name))}
+
+    def _ailment(self, name: str) -> str:
+        health = self._instances[name].health
+        return "" if health is None else health.ailment(self._silent_after_s)
+
+    def arithmetic(self, instance: str) -> Arithmetic:
+        """Weights and numerics of the instance, as last told."""
+        one = self._instances.get(instance)
+        return Arithmetic("") if one is None else one.arithmetic
+
+    def index(self, instance: str) -> int:
+        """The engine index of the instance, also after it was removed."""
+        return self._indexes[instance]
+
+    def engine_indexes(self) -> dict[int, str]:
+        """Instance by engine index, those that are gone included."""
+        return {index: name for name, index in self._indexes.items()}
+
+    def endpoint(self, instance: str) -> str:
+        """The instance's endpoint. Raises UnknownInstance."""
+        if instance not in self._instances:
+            known = ", ".join(self._instances)
+            raise UnknownInstance(f"there is no instance {instance}, only {known}")
+        return self._instances[instance].endpoint
+
+    def waiting(self, priority: int) -> int:
+        """Requests in instances' queues, of any front end, that aren't after this priority."""
+        loads = (one.load for one in self._view.view(self._clock()).instances)
+        return sum(
+            sum(one.waiting for one in load.classes if one.priority <= priority)
+            if load.classes
+            else load.waiting * (priority >= 0)
+            for load in loads
+            if load.waiting
+        )
+
+    def queues(self) -> Queues:
+        """How many wait in the queues of instances that may get more."""
+        serving = [
+            one for one in self._view.view(self._clock()).instances if self.fit(one.instance)
+        ]
+        return Queues(len(serving), sum(one.load.waiting for one in serving))
+
+    def rows(self) -> list[InstanceRow]:
+        """All instances as last heard of."""
+        known = {one.instance: one for one in self._view.view(self._clock()).instances}
+        return [
+            instance_row(
+                one.index,
+                known.get(name) or InstanceView(instance=name, endpoint=one.endpoint),
+                self._ailment(name) if one.alive else "lost",
+                one.welcome,
+            )
+            for name, one in self._instances.items()
+        ]
+
+    # -- what is sent to them
+
+    def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+        """Queue a message, at once. Raises InstanceLost."""
+        one = self._instances.get(instance)
+        if one is None:
+            raise InstanceLost(f"instance {instance} was removed")
+        one.send(message, payload)
+
+    def dispatch(
+        self,
+        tokens: int,
+        priority: int,
+        message: Message,
+        payload: Sequence[Frame],
+        *,
+        fit: bool = False,
+        begun: Arithmetic = NOT_BEGUN,
+    ) -> str:
+        """Send a request of so many tokens where the policy wants it. Raises NoInstance.
+
+        fit: only to a fit instance. begun: what computed its tokens so far.
+        """
+        now = self._clock()
+        demand_blocks = math.ceil((tokens + 1) / self.block_tokens)
+        while True:
+            try:
+                request = NewRequest(demand_blocks, priority, *begun, preferred=self.preferred)
+                view = self._view.view(now)
+                if fit:
+                    well = [one for one in view.instances if self.fit(one.instance)]
+                    view = ClusterView(now, well, view.stale_after_s)
+                instance = self._dispatch.pick(allowed(view, request), request).instance
+                self._instances[instance].send(message, payload)
+            except NoInstance:
+                raise NoInstance("no instance is connected that could take the request") from None
+            except InstanceLost as lost:
+                log.warning("a request goes elsewhere: %s", lost)
+                self.forget(self._instances[instance])
+                continue
+            self._view.dispatched(instance, demand_blocks, now)
+            return instance
+
+    # -- what they tell
+
+    def report(self, report: LoadReport) -> None:
+        """Take an instance's load report."""
+        instance = self._instances.get(report.instance)
+        if instance is None:
+            return
+        health = instance.health or self._join(instance)
+        health.arithmetic = Arithmetic(report.weights, report.numerics)
+        health.state = report.state
+        self._view.report(report, self._clock())
+
+    def _join(self, instance: Instance) -> Health:
+        self._view.join(Member(instance.name, instance.endpoint))
+        instance.health = health = Health(self._listening)
+        return health
+
+    def forget(self, instance: Instance) -> None:
+        """Dispatch nothing to the instance until its next report."""
+        instance.health = None
+        self._view.leave(instance.name)
+
+    def tick(self) -> None:
+        """Let time pass; give up connections over which nothing has come for long."""
+        self._listening.tick(self._clock())
+        for instance in self._instances.values():
+            silence_s = 0.0 if instance.health is None else instance.health.silence_s
+            if silence_s > self._lost_after_s:
+                self.forget(instance)
+                instance.drop(f"nothing was heard for {silence_s:.1f} s")

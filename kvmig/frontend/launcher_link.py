@@ -1,0 +1,218 @@
+"""The launcher, as a front end hears it: who the instances are, and orders about them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+from kvmig.asgi.errors import InstanceLost, LauncherGone, OrderFailed
+from kvmig.controlplane.messages import (
+    ClusterMessage,
+    Evacuate,
+    Member,
+    Members,
+    MessagesRefused,
+    OrderDone,
+)
+from kvmig.core.config import instance_number
+from kvmig.core.errors import PeerError, StartupError, TransportError
+from kvmig.frontend.router import Router
+from kvmig.rpc.messages import Message
+from kvmig.rpc.zmq_sockets import Client
+
+RETRY_S = 0.5
+"""Between two attempts to connect to the launcher."""
+INSTANCE_RETRY_S = 1.0
+"""Before an instance that didn't answer is connected to again."""
+ORDER_TIMEOUT_S = 30.0
+"""The launcher answers at once, but for the time that vLLM takes to read flags."""
+
+log = logging.getLogger(__name__)
+
+
+News = Members | Evacuate | MessagesRefused | PeerError
+"""What a front end hears of the launcher; PeerError: a message that it can't take."""
+
+
+class LauncherLink:
+    """The connection to the launcher. Make it inside a running event loop; `close` it.
+
+    name: the front end's. hear: takes what the launcher tells, `Membership.hear`.
+    """
+
+    def __init__(
+        self, endpoint: str, secret: bytes, name: str, hear: Callable[[News], None]
+    ) -> None:
+        self._endpoint = endpoint
+        self._secret = secret
+        self._name = name
+        self._hear = hear
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
+        self._client: Client | None = None
+        self._task = asyncio.create_task(self._run(), name="link to the launcher")
+
+    async def order(self, make: Callable[[int], Message]) -> tuple[str, ...]:
+        """Give an order, made from its number; returns the instances that it is about.
+
+        Raises OrderFailed with the launcher's sentence, or LauncherGone.
+        """
+        call_id = next(self._ids)
+        answer: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = answer
+        try:
+            if self._client is None:
+                raise LauncherGone("the launcher is not connected")
+            self._client.send(make(call_id))
+            async with asyncio.timeout(ORDER_TIMEOUT_S):
+                done = await answer
+        except TransportError as error:
+            raise LauncherGone(f"the launcher is gone: {error}") from error
+        except TimeoutError as error:
+            raise LauncherGone(
+                f"the launcher did not answer within {ORDER_TIMEOUT_S:g} s"
+            ) from error
+        finally:
+            del self._waiting[call_id]
+        if done.refused:
+            raise OrderFailed(done.refused, done.error)
+        return done.instances
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            client = Client(self._endpoint, self._secret, "gateway", self._name, ClusterMessage)
+            self._client = client
+            try:
+                await self._listen(client)
+            except TransportError as error:
+                log.warning("the launcher is lost: %s", error)
+            except Exception:  # a new connection begins with all that the launcher knows
+                log.exception("what the launcher told could not be done")
+            finally:
+                self._client = None
+                client.close()
+                for answer in self._waiting.values():
+                    if not answer.done():
+                        answer.set_exception(TransportError("connection lost"))
+            await asyncio.sleep(RETRY_S)
+
+    async def _listen(self, client: Client) -> None:
+        while True:
+            try:
+                message, _ = await client.recv()
+            except PeerError as error:
+                log.warning("ignored from the launcher: %s", error)
+                self._hear(error)
+                continue
+            match message:
+                case Members() | Evacuate() | MessagesRefused():
+                    self._hear(message)
+                case OrderDone():
+                    answer = self._waiting.get(message.call_id)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+                case _:
+                    name = type(message).__name__
+                    log.warning("the launcher sent %s", name)
+                    self._hear(PeerError(f"{name} isn't for a front end"))
+
+
+class Membership:
+    """Keeps the router's instances those that the launcher names: they come, go and come again.
+
+    Make it inside a running event loop; `close` it. members: as last told.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self.members: Sequence[Member] = ()
+        self._router = router
+        self._following: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        """By instance: its endpoint, and the task that holds it in the router."""
+        self._ended: set[asyncio.Task[None]] = set()
+        self._described: dict[str, bytes] = {}
+        self._changed = asyncio.Event()
+
+    async def first(self, timeout_s: float) -> list[bytes]:
+        """Wait until all that serve are connected; returns the engines' descriptions.
+
+        Raises StartupError.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._described or self._described.keys() != self._following.keys():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise StartupError(f"no instance to connect to within {timeout_s:g} s") from error
+        return list(self._described.values())
+
+    async def close(self) -> None:
+        """Stop following; the router drops all instances."""
+        self.members = ()
+        tasks = [task for _, task in self._following.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._ended, return_exceptions=True)
+
+    def hear(self, news: News) -> None:
+        """Take what the launcher tells."""
+        match news:
+            case Members():
+                self._take(news)
+            case Evacuate():
+                self._router.evacuate(news.instance, ends=news.ends)
+            case MessagesRefused():
+                self._router.messages_refused(news.process, news.counts)
+            case PeerError():
+                self._router.refused(news)
+
+    def _take(self, members: Members) -> None:
+        """Follow these instances. A new endpoint is a new start, which knows of none before."""
+        self.members = members.members
+        self._router.fleet.preferred = members.weights
+        if self.members and all(one.state == "failed" for one in self.members):
+            self._router.give_up("no instance is left")
+        wanted = {one.instance: one.endpoint for one in members.members if one.endpoint}
+        before: dict[str, asyncio.Task[None]] = {}
+        for name, (endpoint, task) in list(self._following.items()):
+            if wanted.get(name) != endpoint:
+                del self._following[name]
+                self._described.pop(name, None)
+                task.cancel()
+                self._ended.add(task)
+                task.add_done_callback(self._ended.discard)
+                before[name] = task
+        for name, endpoint in wanted.items():
+            if name not in self._following:
+                work = self._follow(name, endpoint, before.get(name))
+                task = asyncio.create_task(work, name=f"follow {name}")
+                self._following[name] = (endpoint, task)
+        self._changed.set()
+
+    async def _follow(self, name: str, endpoint: str, before: asyncio.Task[None] | None) -> None:
+        """Hold the instance in the router until cancelled."""
+        if before is not None:
+            await asyncio.wait([before])
+        try:
+            while True:
+                try:
+                    self._described[name] = await self._router.add_instance(
+                        name, endpoint, index=instance_number(name)
+                    )
+                    break
+                except InstanceLost as error:
+                    log.warning("%s", error)
+                    await asyncio.sleep(INSTANCE_RETRY_S)
+            self._changed.set()
+            await asyncio.Event().wait()
+        finally:
+            # One that left when it was told to isn't named any more, or starts again as told.
+            crashed = any(one.instance == name and not one.ordered for one in self.members)
+            await self._router.remove_instance(name, crashed=crashed)

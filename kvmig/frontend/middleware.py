@@ -1,0 +1,375 @@
+"""The one middleware that every HTTP call passes before its application.
+
+A call gets its id; then, in this order, it is refused if its client may not call, if nothing is
+taken now, if its body is too large or too slow, if its priority is unknown, or if too many requests
+wait already. Who isn't let in hears so before anything of the body is kept, counted or parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import prometheus_client
+from prometheus_client import CollectorRegistry
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvmig.asgi.access import ADMIN, Access
+from kvmig.asgi.answer_usage import UsageReader
+from kvmig.asgi.body_bounds import ModelReach, largest_size
+from kvmig.asgi.body_budget import BodyBudget
+from kvmig.asgi.call import CALL_ID, HttpCall, accepted, current_call
+from kvmig.asgi.call_work import work_of
+from kvmig.asgi.connection import SCOPE
+from kvmig.asgi.error_forms import api_of
+from kvmig.asgi.error_stage import ErrorStage
+from kvmig.asgi.priority import PRIORITY, UnknownPriority, checked_body, checked_header
+from kvmig.asgi.problems import denial, problem, shorten_value
+from kvmig.asgi.request_body import (
+    RETRY_AFTER,
+    UNREAD_BYTES,
+    BodyRules,
+    Refused,
+    discard,
+    read_body,
+    rules_of,
+)
+from kvmig.asgi.route_table import ClientRoute, RouteMatch, find_route
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.config import BODIES, HttpConfig
+from kvmig.core.priorities import PriorityClass
+from kvmig.frontend.background import OpenAnswer
+from kvmig.frontend.load_shedding import LoadShedding
+from kvmig.frontend.loop_use import LARGE_BYTES, LoopUse
+
+ACCOUNT = "x-kvmig-account"
+TENANT = "x-kvmig-tenant"
+QUOTA = "x-kvmig-quota"
+TRUNCATED = "x-kvmig-truncated"
+"""Of an answer that ends before its time: why."""
+
+
+@dataclass
+class HttpState:
+    """Limits, rules and counts that all calls of one front end share; `app.state.kvmig`.
+
+    vacant, queued and overloaded: the router's and the metrics', see `LoadShedding.refusal`.
+    """
+
+    config: HttpConfig
+    access: Access
+    priorities: Sequence[PriorityClass]
+    registry: CollectorRegistry
+    closed: bool = False
+    """The server stops and takes no new requests."""
+    vacant: Callable[[], bool] = lambda: False
+    """Whether there is no instance."""
+    queued: Callable[[int], int] = lambda priority: 0
+    """Requests in instances' queues that aren't after this priority."""
+    overloaded: Callable[[int], None] = lambda priority: None
+    """Counts a call that was answered 429."""
+    begin_work: Callable[[HttpCall], object] = lambda call: None
+    """Hears of each call that engines shall work for."""
+    uncounted: Callable[[], str] = lambda: ""
+    """Why no such call is taken, for nobody would count it; empty: they are."""
+    clock: Clock = monotonic
+    keyed: bool = False
+    """Whether calls without a proxy's word have keys of their own."""
+    reach: ModelReach | None = None
+    """What the model can use; None: it isn't known, and bounds nothing."""
+    budget: BodyBudget = field(init=False)
+    """Of bodies of calls whose prompts the engine doesn't have yet."""
+    shedding: LoadShedding = field(init=False)
+    loop_use: LoopUse = field(init=False)
+    _refused: prometheus_client.Counter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.budget = BodyBudget(BODIES * self.config.max_body)
+        self.shedding = LoadShedding(self.config.max_waiting)
+        self.loop_use = LoopUse(self.clock)
+        self._refused = prometheus_client.Counter(
+            "kvmig_http_refused_total",
+            "Calls that were answered with an error of the client's, by status: 401 and 403 "
+            "(not allowed), 408 and 431 (slow or too large heads, slow bodies), 413, 422, ...",
+            ("status",),
+            registry=self.registry,
+        )
+
+    def learn(self, reach: ModelReach) -> None:
+        """From now on bodies are bounded by what the model can use, too."""
+        self.reach = reach
+        self.budget.most = BODIES * min(self.config.max_body, largest_size(reach))
+
+    def body_rules(self, found: RouteMatch | None, headers: MutableHeaders) -> BodyRules:
+        """What holds for the body of such a call."""
+        route = None if found is None else found.route
+        return rules_of(self.config, self.reach, route, headers)
+
+    def payer(self, call: HttpCall, headers: MutableHeaders) -> str:
+        """Whose part of the room for bodies a call's body takes; empty: nobody's is known."""
+        given = headers.get("authorization", "")
+        if call.tenant or not self.keyed or not given:
+            return call.tenant
+        return f"key {hashlib.blake2b(given.encode(), digest_size=8).hexdigest()}"
+
+    def account(self, headers: MutableHeaders) -> str:
+        """The key that a call counts for, as a proxy says it; on a port nobody is believed."""
+        return headers.get(ACCOUNT, "") if self.config.uds else ""
+
+    def tenant(self, headers: MutableHeaders) -> str:
+        """The user whose key that is, in the same way."""
+        return headers.get(TENANT, "") if self.config.uds else ""
+
+    def quota(self, headers: MutableHeaders) -> bool:
+        """Whether that key has a quota."""
+        return bool(self.config.quota_socket and self.config.uds and headers.get(QUOTA))
+
+    def count(self, status: int) -> None:
+        """Count an answer that begins, if it is an error of the client's."""
+        if 400 <= status < 500:
+            self._refused.labels(str(status)).inc()
+
+
+class HttpMiddleware:
+    """Pure ASGI, outside of the engine's application. `app.state.kvmig`: its `HttpState`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        state: HttpState = scope["app"].state.kvmig
+        # A copy: the server's own list stays as it came.
+        headers = MutableHeaders(raw=list(scope["headers"]))
+        call = scope[SCOPE] = HttpCall(
+            accepted(headers.get(CALL_ID)),
+            state.account(headers),
+            state.tenant(headers),
+            quota=state.quota(headers),
+        )
+        headers[CALL_ID] = call.call_id
+
+        reader = usage_reader(scope)
+        answer = OpenAnswer(call, send)
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = MutableHeaders(scope=message)
+                own[CALL_ID] = call.call_id
+                call.status = message["status"]
+                if call.truncated and call.status == HTTPStatus.OK:
+                    own[TRUNCATED] = call.truncated.encode("ascii", "replace").decode()
+                state.count(call.status)
+                if reader is not None:
+                    reader.begin(own.get("content-type", ""))
+            elif message["type"] == "http.response.body" and reader is not None:
+                reader.take(message.get("body", b""))
+            await answer.send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                call.end_answer()
+                call.told = None if reader is None else reader.told()
+
+        token = current_call.set(call)
+        try:
+            inner = {**scope, "headers": headers.raw}
+            if scope["type"] == "websocket":
+                await self.app(inner, receive, send_counted)
+            else:
+                # A call with an account comes from a fleet's door.
+                worded = bool(call.account)
+                stage = ErrorStage(api_of(route_path(scope)), call, send_counted, worded=worded)
+                await self._serve(state, call, inner, headers, receive, stage)
+                await answer.wait(receive)
+        finally:
+            if call.account:
+                call.end_background()
+            current_call.reset(token)
+            call.leave()
+
+    async def _serve(
+        self,
+        state: HttpState,
+        call: HttpCall,
+        scope: Scope,
+        headers: MutableHeaders,
+        receive: Receive,
+        stage: ErrorStage,
+    ) -> None:
+        path = route_path(scope)
+        found = find_route(scope["method"], path)
+        payer = state.payer(call, headers)
+        try:
+            check_access(state, scope["method"], path, headers)
+            if scope["method"] == "POST":
+                check_open(state, scope["path"])
+                check_stalls(state, payer)
+            call.body = state.budget.enter(payer)
+            rules = state.body_rules(found, headers)
+            message = await read_body(rules, call.body, headers, receive)
+            if message is None:
+                return  # the client has left
+            priority, sequences = 0, 1
+            if scope["method"] == "POST":
+                message, priority = check_priority(state, headers, message)
+                call.priority = priority if PRIORITY in headers else None
+            if found is not None and found.route.works:
+                check_counted(state)
+                sequences = check_work(state, found.route, message["body"])
+                check_load(state, priority, call.account, sequences)
+        except Refused as refused:
+            if refused.unread and "expect" not in headers:
+                # Whoever asks before sending hasn't sent it yet.
+                await discard(receive, refused.unread)
+            await refused.answer(scope, receive, stage.send)
+            return
+        if found is not None and found.route.works:
+            state.begin_work(call)
+            shedding, clock, account = state.shedding, state.clock, call.account
+            call.enter(lambda by: shedding.hold(priority, by, clock(), account), sequences)
+        timed = payer if len(message["body"]) >= LARGE_BYTES else ""
+        receive = first(message, receive)
+        del message  # a form is read piece by piece, and not kept
+        await state.loop_use.run(call, timed, stage.run(self.app, scope, receive))
+
+
+def route_path(scope: Scope) -> str:
+    """The path within the application."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def usage_reader(scope: Scope) -> UsageReader | None:
+    """For the answer of a call that is charged; None: this one isn't."""
+    found = None if scope["type"] != "http" else find_route(scope["method"], route_path(scope))
+    charged = found is not None and found.route.charge != "nothing"
+    return UsageReader(found.route.api) if found is not None and charged else None
+
+
+# -- who may call, and when
+
+
+def check_access(state: HttpState, method: str, path: str, headers: MutableHeaders) -> None:
+    """Raises Refused, 401 or 403, for a call that isn't allowed."""
+    denied = state.access.denied(method, path, headers)
+    if denied is not None:
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        raise Refused(denial(denied), UNREAD_BYTES if has_body else 0)
+
+
+def check_open(state: HttpState, path: str) -> None:
+    """Raises Refused, 503, while the server stops or has no instance for a POST.
+
+    An operator may ask for instances when there is none.
+    """
+    sentence = why_closed(state)
+    if sentence is None or (path.startswith(ADMIN) and not state.closed):
+        return
+    raise Refused(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=RETRY_AFTER))
+
+
+def check_stalls(state: HttpState, payer: str) -> None:
+    """Raises Refused, 429, for an account whose calls have held up everybody's again and again."""
+    if closed_s := state.loop_use.stalls.closed_s(payer, state.clock()):
+        again_s = math.ceil(closed_s)
+        sentence = (
+            "calls of this account held up all others three times within a minute, try again in"
+            f" {again_s} s"
+        )
+        status, answer = HTTPStatus.TOO_MANY_REQUESTS, {"Retry-After": str(again_s)}
+        raise Refused(problem(status, sentence, headers=answer), UNREAD_BYTES)
+
+
+def check_counted(state: HttpState) -> None:
+    """Raises Refused, 503, while what calls use can't be kept."""
+    if sentence := state.uncounted():
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        raise Refused(problem(status, sentence, headers=RETRY_AFTER))
+
+
+def why_closed(state: HttpState) -> str | None:
+    """Why no call of a client is taken now; None: calls are taken."""
+    if state.closed:
+        return "the server is stopping and takes no new requests"
+    return "no instance is there to run it" if state.vacant() else None
+
+
+# -- the body
+
+
+def first(message: Message, receive: Receive) -> Receive:
+    """`message`, then whatever `receive` gives."""
+    pending = [message]
+
+    async def next_message() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return next_message
+
+
+def check_priority(
+    state: HttpState, headers: MutableHeaders, message: Message
+) -> tuple[Message, int]:
+    """The body and the header with numbers in place of names, and the call's number.
+
+    Raises Refused, 400.
+    """
+    number = 0
+    try:
+        if "json" in headers.get("content-type", "").lower():
+            body, number = checked_body(message["body"], state.priorities)
+            if "content-length" in headers:
+                headers["content-length"] = str(len(body))
+            message = {**message, "body": body}
+        if (given := headers.get(PRIORITY)) is not None:
+            number = checked_header(given, state.priorities)
+            headers[PRIORITY] = str(number)
+    except UnknownPriority as error:
+        raise Refused(problem(HTTPStatus.BAD_REQUEST, str(error), error.param)) from error
+    return message, number
+
+
+# -- how much it is, and how much there is already
+
+
+def check_work(state: HttpState, route: ClientRoute, body: bytes) -> int:
+    """The sequences that the call asks for. Raises Refused, 400, for too many of one call."""
+    work = work_of(route, body)
+    for name, value, most, flag in (
+        ("n", work.n, state.config.max_n, "--max-n"),
+        (work.field, work.prompts, state.config.max_prompts, "--max-prompts"),
+    ):
+        if value > most:
+            shown = shorten_value(value)
+            what = f"n is {shown}" if name == "n" else f"{name} has {shown} prompts"
+            sentence = f"{what}, allowed are {most} a call ({flag})"
+            raise Refused(problem(HTTPStatus.BAD_REQUEST, sentence, name))
+    return work.sequences
+
+
+def check_load(state: HttpState, priority: int, account: str, sequences: int) -> None:
+    """Raises Refused: 429 with Retry-After while too many wait, 400 for more than may ever wait."""
+    limit = state.shedding.limit
+    if limit and sequences > limit:
+        sentence = (
+            f"the call asks for {sequences} sequences (n times its prompts), allowed to wait are"
+            f" {limit} (--max-waiting): send fewer in a call"
+        )
+        raise Refused(problem(HTTPStatus.BAD_REQUEST, sentence))
+    queued, now = state.queued(priority), state.clock()
+    overload = state.shedding.refusal(priority, queued, now, account, sequences)
+    if overload is None:
+        return
+    state.overloaded(priority)
+    whose = " of its account" if overload.own else ""
+    sentence = (
+        f"{overload.waiting} requests{whose} wait for their first token, allowed are"
+        f" {overload.allowed} (--max-waiting): try again in {overload.retry_after_s} s"
+    )
+    answer = {"Retry-After": str(overload.retry_after_s)}
+    raise Refused(problem(HTTPStatus.TOO_MANY_REQUESTS, sentence, headers=answer))

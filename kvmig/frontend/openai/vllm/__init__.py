@@ -1,0 +1,1 @@
+"""vLLM's own OpenAI application on kvmig's router."""

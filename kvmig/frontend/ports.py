@@ -1,0 +1,141 @@
+"""Ports of the gateway: outputs, the sink of streams, instances, and an observer that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvmig.core.errors import Failure
+from kvmig.engines.base import Frame
+from kvmig.kvtransfer.report import MigrationReport
+from kvmig.rpc.messages import Message
+
+
+class Item(Protocol):
+    """Tokens of one request from one step (vLLM: `EngineCoreOutput`, as it is)."""
+
+    request_id: str
+    """The run's id, as submitted; the front end puts the request's own in its place."""
+
+    @property
+    def new_token_ids(self) -> Sequence[int]:
+        """The new tokens, in order."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether these are the request's last tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A decoded `Outputs` payload.
+
+    items: one a span of the message, in the same order; meta: the engine's own
+    (vLLM: statistics), handed through with the batch, never with a held item.
+    """
+
+    items: Sequence[Item]
+    meta: object = None
+    cached: Mapping[str, int] = field(default_factory=dict)
+    """Of runs whose first tokens these are: prompt tokens that the prefix cache had."""
+
+
+class Decode(Protocol):
+    """The adapter's decoder of `Outputs` payloads."""
+
+    def __call__(self, payload: Sequence[memoryview]) -> Batch:
+        """May keep views into `payload`."""
+        ...
+
+
+class Sink(Protocol):
+    """End of all streams: the engine's front half. Called on the event loop; must not block."""
+
+    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+        """Tokens in their right order. index: the engine index of the instance they are from."""
+        ...
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """End requests after the tokens that were delivered, for their length."""
+        ...
+
+    def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
+        """End requests that get no more tokens; `reason` is a sentence for the client."""
+        ...
+
+
+class Arithmetic(NamedTuple):
+    """Weights and numerics of an instance: a stream that has begun there goes on with the same."""
+
+    weights: str = ""
+    """Identity of the weights; empty: nothing has been computed, or it isn't known."""
+    numerics: str = ""
+    """The numerics class; empty: no matter which."""
+
+    def goes_on(self, there: Arithmetic) -> bool:
+        """Whether a stream that has begun so may go on there."""
+        return self.weights in ("", there.weights) and self.numerics in ("", there.numerics)
+
+
+NOT_BEGUN = Arithmetic()
+
+
+class Instances(Protocol):
+    """The part of `kvmig.frontend.instances.Fleet`, described there, that decisions need."""
+
+    @property
+    def alive(self) -> list[str]: ...
+    def fit(self, instance: str) -> bool: ...
+    def any_fit(self) -> bool: ...
+    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool: ...
+    def ailing(self) -> dict[str, str]: ...
+    def index(self, instance: str) -> int: ...
+    def arithmetic(self, instance: str) -> Arithmetic: ...
+    def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None: ...
+    def dispatch(
+        self,
+        tokens: int,
+        priority: int,
+        message: Message,
+        payload: Sequence[Frame],
+        *,
+        fit: bool = False,
+        begun: Arithmetic = NOT_BEGUN,
+    ) -> str: ...
+
+
+class Observer:
+    """Hears what happens, and counts nothing; `kvmig.frontend.metrics.Metrics` counts."""
+
+    def migrated(self, report: MigrationReport, priority: int | None) -> None:
+        """A migration ended. priority: the request's, if it is one of this front end's."""
+
+    def switched(self, gap_s: float | None) -> None:
+        """A stream went over to a new owner; the gap is None when no token came before."""
+
+    def began(self, priority: int, ttft_s: float) -> None:
+        """A request's first token came, so long after the request."""
+
+    def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
+        """A request's last token came, the `tokens`th, `decode_s` after the first."""
+
+    def missing(self, instance: str, ailment: str) -> None:
+        """An instance became silent, hung, failed or lost."""
+
+    def ran_again(self, tokens: int) -> None:
+        """A request runs again on another instance; so many tokens are to be recomputed."""
+
+    def poisoned(self) -> None:
+        """A request was failed because instances crashed or hung while they ran it."""
+
+    def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
+        """A process has refused so many messages since its start, by reason. Told often."""
+
+    def gone(self, instance: str) -> None:
+        """An instance is there no more, or another one of its name will be."""
+
+    def unread(self) -> None:
+        """A request was failed because its client didn't read."""

@@ -1,0 +1,189 @@
+"""A front end: an OpenAI server on all instances, in the launcher's process or its own.
+
+A front end knows the launcher by its socket only, so it may run anywhere.
+`kvmig.launcher.front_ends` keeps several running, each in a process of its own, behind one port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvmig.asgi.access import access
+from kvmig.core.heap import keep_small
+from kvmig.launcher.front_ends import FrontLaunch
+from kvmig.process.child import end_loading, say
+
+if TYPE_CHECKING:
+    from kvmig.frontend.quotas import Quotas
+    from kvmig.frontend.usage_writer import UsageWriter
+
+COLLECT = (20_000, 20, 50)
+"""Thresholds of Python's garbage collector. With the default ones it walks all streams again and
+again: with 10,000 streams that costs a fifth of a front end's time, and frees little."""
+GRACE_S = 2.0
+"""Time for connections to close once no request runs any more."""
+
+
+class FrontEnd:
+    """One front end, made inside a running event loop: `start`, maybe `drain`, then `close`."""
+
+    def __init__(
+        self,
+        launch: FrontLaunch,
+        args: Namespace,
+        sock: socket.socket,
+        own_signals: Callable[[], None],
+    ) -> None:
+        """args: `launch.engine_argv`, parsed. sock: listening; closed with the front end.
+
+        own_signals: puts the process's signal handlers in place.
+        """
+        from prometheus_client import REGISTRY
+
+        from kvmig.frontend.isolation import PromptSalts
+        from kvmig.frontend.launcher_link import LauncherLink, Membership
+        from kvmig.frontend.loop_watch import LoopWatch
+        from kvmig.frontend.meter import Meter
+        from kvmig.frontend.metrics import Metrics
+        from kvmig.frontend.middleware import HttpState
+        from kvmig.frontend.openai.base import openai_server
+        from kvmig.frontend.quotas import Quotas
+        from kvmig.frontend.router import Router
+        from kvmig.frontend.usage_writer import UsageWriter
+
+        self._launch = launch
+        self._args = args
+        self._sock = sock
+        self._own_signals = own_signals
+        config = launch.config
+        salts = PromptSalts(launch.secret) if config.http.isolate_users else None
+        self._server = openai_server(config, launch.engine_argv, args, sock, salts)
+        metrics = Metrics(REGISTRY, config.priorities)
+        names = args.served_model_name or [args.model]
+        self._model = names[0]
+        self._usage: UsageWriter | None = None
+        if config.http.usage_spool:
+            meter = Meter(self._model, time.time)
+            path = Path(config.http.usage_spool, f"{launch.name}.sqlite")
+            self._usage = UsageWriter(meter, path, config.http.quota_socket)
+        self._quotas: Quotas | None = None
+        if config.http.quota_socket and self._usage is not None:
+            socket_path = config.http.quota_socket
+            self._quotas = Quotas(self._usage.meter, launch.name, socket_path, self._server.cut)
+        self._router = Router(
+            launch.name,
+            launch.secret,
+            config,
+            self._server.sink,
+            self._server.decode,
+            observer=metrics,
+            meter=None if self._usage is None else self._usage.meter,
+            quotas=self._quotas,
+        )
+        self._http = HttpState(
+            config.http,
+            access(args.api_key, launch.admin_key, bound_to(sock)),
+            config.priorities,
+            REGISTRY,
+            vacant=self._router.fleet.vacant,
+            queued=self._router.fleet.waiting,
+            overloaded=metrics.refused,
+            keyed=bool(args.api_key),
+        )
+        if args.api_key and launch.admin_key:  # the server's own look comes after ours
+            args.api_key = [*args.api_key, launch.admin_key]
+        if self._usage is not None:
+            self._http.begin_work = self._usage.meter.enter
+            self._http.uncounted = self._usage.refusal
+        self._membership = Membership(self._router)
+        self._launcher = LauncherLink(
+            launch.launcher, launch.secret, launch.name, self._membership.hear
+        )
+        self._started = False
+        self._writing: asyncio.Task[None] | None = None
+        self._watch = LoopWatch(REGISTRY, self._http.budget.take_seen)
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Return once requests are taken: the launcher has named the instances, and they answer.
+
+        Raises KvmigError; `close` it then, too.
+        """
+        from kvmig.frontend.app import extend
+
+        config = self._launch.config
+        await self._server.load()  # while the instances load theirs
+        end_loading()
+        ready = await self._membership.first(config.start_timeout_s)
+        block_tokens = self._server.learn(ready)
+        # What instances report in, see `engines.vllm.load`.
+        self._router.fleet.block_tokens = config.migration.unit_tokens or block_tokens
+        if self._usage is not None:
+            self._writing = asyncio.create_task(self._usage.run(), name="usage")
+        self._started = True
+        app = await self._server.make_app(self._router)
+        self._http.learn(self._server.reach())
+        extend(app, self._http, self._router, self._membership, self._launcher, self._model)
+        gc.collect()
+        gc.freeze()  # what is there by now stays
+        gc.set_threshold(*COLLECT)
+        self._http.loop_use.watch(asyncio.get_running_loop())
+        await self._server.serve(app, self._own_signals)
+        self._watching = [
+            asyncio.create_task(self._watch.run(), name="loop watch"),
+            asyncio.create_task(keep_small(), name="heap"),
+        ]
+
+    async def ended(self) -> None:
+        """Wait until the HTTP server has stopped by itself."""
+        await self._server.ended()
+
+    async def drain(self, at_once: asyncio.Event) -> None:
+        """Take nothing new; wait for live requests to end, for the timeout, or for `at_once`."""
+        self._http.closed = True
+        running, timeout_s = len(self._router.live()), self._launch.config.shutdown_timeout_s
+        if running:
+            say(f"stopping: {running} requests run, at most {timeout_s:g} s")
+        waits = [asyncio.create_task(at_once.wait()), asyncio.create_task(self._empty())]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
+
+    async def close(self) -> None:
+        """End what still runs, stop serving, disconnect."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        self._http.loop_use.close(asyncio.get_running_loop())
+        self._router.give_up("the server stops")
+        if self._started:
+            await self._server.stop(GRACE_S)
+        await self._launcher.close()
+        await self._membership.close()
+        await self._router.close()
+        if self._quotas is not None:
+            await self._quotas.close()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+            assert self._usage is not None
+            await self._usage.close()  # nothing is counted any more
+        self._sock.close()
+
+    async def _empty(self) -> None:
+        while self._router.live() or self._router.held:  # noqa: ASYNC110 - the end of the last one is no event
+            await asyncio.sleep(0.05)
+
+
+def bound_to(sock: socket.socket) -> str:
+    """The address of the machine that it listens on, or a Unix socket's path."""
+    name = sock.getsockname()
+    address: str = name if isinstance(name, str) else name[0]
+    return address

@@ -1,1 +1,0 @@
-"""The door: routing requests to instances, splicing streams, the admin API."""

@@ -1,0 +1,211 @@
+"""Front ends in processes of their own: what each must know, and what keeps them running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvmig.accounts.usage import Spool
+from kvmig.core.config import ClusterConfig
+from kvmig.core.errors import StartupError
+from kvmig.core.secret import Discreet
+from kvmig.process.child import end_loading, say
+from kvmig.process.supervisor import (
+    HEARTBEAT_TIMEOUT_S,
+    Child,
+    Heartbeats,
+    Process,
+    deaths_in_a_row,
+    first_of,
+    hangs,
+    restart_pause,
+    running,
+)
+
+if TYPE_CHECKING:
+    from kvmig.process.fork_server import SharedForks
+
+
+log = logging.getLogger(__name__)
+
+
+class FrontLaunch(Discreet, frozen=True, kw_only=True):
+    """Everything that a front end must know to start (JSON; the secret in base64)."""
+
+    name: str
+    """Unique among the front ends of all times: llumlets tell them apart by it."""
+    launcher: str
+    """The launcher's endpoint."""
+    secret: bytes
+    admin_key: str = ""
+    """The admin API's key; empty: see `kvmig.asgi.access`."""
+    whose: str = ""
+    """Model and address of the server, for the titles of its processes."""
+    config: ClusterConfig
+    engine_argv: list[str]
+    """MODEL and the engine's flags."""
+    listening: int = -1
+    """Descriptor of the port's socket, for a front end in a process of its own."""
+    heartbeat: int = -1
+    """Descriptor for `kvmig.process.child.send_heartbeats`, for such a front end."""
+
+
+def forget_gauges(folder: Path, pid: int) -> None:
+    """Drop what a front end that is gone has set of prometheus_client's gauges.
+
+    What it has counted stays: sums go on.
+    """
+    for one in folder.glob(f"gauge_*_{pid}.db"):
+        one.unlink(missing_ok=True)
+
+
+MODULE = "kvmig.frontend.process_main"
+CLOSE_S = 5.0
+"""Time for a front end to close, once nothing runs any more."""
+
+
+class FrontEnds:
+    """Front ends in processes of their own, used like one `FrontEnd`.
+
+    All listen on one socket, so no connection waits for one that is gone. A front end that dies or
+    hangs is started again; its streams are over, for their connections were its own.
+    """
+
+    def __init__(
+        self, launch: FrontLaunch, sock: socket.socket, forks: SharedForks | None = None
+    ) -> None:
+        """launch: of each front end, but for the name. sock: listening; the caller closes it.
+
+        forks: what they are forked from; None: each loads the engine's libraries by itself.
+        """
+        self._launch = launch
+        self._forks = forks
+        self._names: dict[int, str] = {}
+        self._sock = sock
+        self._children: dict[int, Child] = {}
+        self._heartbeats: dict[int, Heartbeats] = {}
+        self._keeping: list[asyncio.Task[None]] = []
+        self._metrics: tempfile.TemporaryDirectory[str] | None = None
+        self._environment = dict(os.environ)
+        if launch.config.lifecycle.front_ends > 1:  # a single one sums nothing up
+            self._metrics = tempfile.TemporaryDirectory(prefix="kvmig-metrics-")
+            self._environment["PROMETHEUS_MULTIPROC_DIR"] = self._metrics.name
+
+    async def start(self) -> None:
+        """Return once all take requests. Raises StartupError; `close` it then, too."""
+        numbers = range(self._launch.config.lifecycle.front_ends)
+        await asyncio.gather(*map(self._begin, numbers))
+        for number in numbers:
+            self._keeping.append(asyncio.create_task(self._keep(number)))
+        end_loading()
+
+    async def ended(self) -> None:
+        """Never: they are started again."""
+        await asyncio.Event().wait()
+
+    async def drain(self, at_once: asyncio.Event) -> None:
+        """Let all take nothing new; wait for live requests, for the timeout, or for `at_once`."""
+        self._stop_keeping()
+        for child in self._children.values():
+            child.terminate()
+        ends = [asyncio.create_task(child.ended()) for child in self._children.values()]
+        all_ended = asyncio.gather(*ends)
+        hurry = asyncio.create_task(at_once.wait())
+        timeout_s = self._launch.config.shutdown_timeout_s + CLOSE_S
+        await asyncio.wait(
+            (all_ended, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurry.cancel()
+        all_ended.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End them all."""
+        self._stop_keeping()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*map(self._end, list(self._children)))
+        if self._metrics is not None:
+            self._metrics.cleanup()
+        if self._forks is not None:
+            self._forks.close()
+
+    def _stop_keeping(self) -> None:
+        for task in self._keeping:
+            task.cancel()
+
+    async def _begin(self, number: int) -> None:
+        """Start a front end, and wait until it takes requests. Raises StartupError."""
+        heartbeats = self._heartbeats[number] = Heartbeats()
+        shared = [self._sock.fileno(), heartbeats.descriptor]
+        launch = msgspec.structs.replace(
+            self._launch,
+            name=f"front-{secrets.token_hex(4)}",
+            listening=shared[0],
+            heartbeat=shared[1],
+        )
+        self._names[number] = launch.name
+        child = await Child.start(f"front end {number}", partial(self._spawn, shared), launch)
+        self._children[number] = child
+        await child.ready(launch.config.start_timeout_s)
+
+    async def _spawn(self, shared: list[int], stdin: int, announced: int) -> Process:
+        title = f"of {self._launch.whose}" if self._launch.whose else ""
+        if self._forks is not None:
+            try:
+                descriptors = (stdin, 1, 2, announced, *shared)
+                return await self._forks.fork(MODULE, self._environment, descriptors, title)
+            except StartupError as error:
+                log.warning("%s; a front end starts by itself, which takes longer", error)
+        return await running(MODULE, self._environment, shared, title)(stdin, announced)
+
+    async def _end(self, number: int, timeout_s: float = CLOSE_S) -> None:
+        if (child := self._children.pop(number, None)) is not None:
+            await child.stop(timeout_s)
+            if self._metrics is not None:
+                forget_gauges(Path(self._metrics.name), child.pid)
+            self._leave_spool(self._names[number])
+        if (heartbeats := self._heartbeats.pop(number, None)) is not None:
+            heartbeats.close()
+
+    def _leave_spool(self, name: str) -> None:
+        """Let the fleet's server know that nobody writes this front end's spool any more."""
+        if not (folder := self._launch.config.http.usage_spool):
+            return
+        try:
+            Spool(Path(folder, f"{name}.sqlite")).leave()
+        except OSError as error:  # then it is counted to its end when the deployment ends
+            log.warning("%s", error)
+
+    async def _keep(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        began, deaths = loop.time(), 0
+        how = await self._dies(number)
+        while True:
+            deaths = deaths_in_a_row(deaths, loop.time() - began)
+            pause_s = restart_pause(deaths)
+            say(f"front end {number} is gone ({how}), it starts again in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+            began = loop.time()
+            try:
+                await self._begin(number)
+                say(f"front end {number} is ready")
+                how = await self._dies(number)
+            except StartupError as error:
+                await self._end(number)  # it may be there still, but not ready
+                how = str(error)
+
+    async def _dies(self, number: int) -> str:
+        """Wait until the front end ends or hangs, and end it; how."""
+        hanging = hangs(self._heartbeats[number], HEARTBEAT_TIMEOUT_S)
+        how = await first_of(self._children[number].ended(), hanging)
+        await self._end(number, 0.0)
+        return how
