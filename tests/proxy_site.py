@@ -20,10 +20,10 @@ from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import HttpConfig
 from kvmig.process.sockets import take_path
+from kvmig.proxy.app import Door
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory
-from kvmig.proxy.door import Door
 from kvmig.proxy.messages import Route, Routes, Snapshot
 
 PEPPER = b"p" * 32

@@ -23,7 +23,7 @@ from kvmig.frontend.meter import Meter
 from kvmig.frontend.quotas import Quotas
 from kvmig.frontend.usage_writer import UsageWriter
 from kvmig.process.fork_server import ForkNews, ForkOrder, hear_news, send_order, tell
-from kvmig.proxy.link import ProxyLinks, ServerLink
+from kvmig.proxy.control_link import ProxyLinks, ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Want
 from kvmig.rpc.unix_packets import Packets
 from kvmig.sharing.messages import MOST_BYTES, ToAgent, ToMember, to_agent, to_member

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from kvmig.core.priorities import NORMAL, PriorityClass
-from kvmig.proxy import hold
+from kvmig.proxy import activator
 from kvmig.proxy.messages import Route
 from tests.proxy_site import EVENT, Deployment, Got, Site, site
 from tests.waiting import until
@@ -211,7 +211,7 @@ async def test_a_waiting_stream_hears_signs_of_life_of_its_apis_kind(
 async def test_signs_of_life_come_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hold, "BEAT_S", 0.05)
+    monkeypatch.setattr(activator, "BEAT_S", 0.05)
     async with site(tmp_path) as door:
         door.tell(cold(heartbeat_after_s=0.05))
         async with (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmig.proxy.hold import BEAT_S, Counted, Counts, Go, Hold, Stay, Waiter, verdict
+from kvmig.proxy.activator import BEAT_S, Counted, Counts, Go, Hold, Stay, Waiter, verdict
 from kvmig.proxy.messages import Route, RouteState
 from kvmig.proxy.refusals import Refused
 

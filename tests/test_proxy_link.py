@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.core.errors import ConfigError
-from kvmig.proxy.link import ProxyLinks, ServerLink
+from kvmig.proxy.control_link import ProxyLinks, ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, ModelDemand, Route, Routes, Snapshot, Want
 from tests.waiting import until
 

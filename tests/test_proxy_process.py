@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvmig.process.supervisor import Child, Process
-from kvmig.proxy.link import ProxyLinks
+from kvmig.proxy.control_link import ProxyLinks
 from kvmig.proxy.messages import Demand, Figures, ProxyLaunch, Route, Snapshot, Want
 from tests.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key
 from tests.waiting import until

@@ -219,7 +219,7 @@ async def test_a_deployment_that_breaks_off_before_its_answer_is_said_to(
 async def test_a_call_whose_deployment_hangs_is_answered_when_a_start_would_have_been_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmig.proxy.door.LOOK_S", 0.05)
+    monkeypatch.setattr("kvmig.proxy.app.LOOK_S", 0.05)
 
     async def hangs(got: Got) -> None:
         await asyncio.sleep(30)
@@ -239,7 +239,7 @@ async def test_a_call_whose_deployment_hangs_is_answered_when_a_start_would_have
 async def test_a_slow_answer_of_a_deployment_that_is_replaced_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmig.proxy.door.LOOK_S", 0.02)
+    monkeypatch.setattr("kvmig.proxy.app.LOOK_S", 0.02)
 
     async def slow(got: Got) -> None:
         await asyncio.sleep(0.5)

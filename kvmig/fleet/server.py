@@ -62,7 +62,7 @@ from kvmig.process.child import (
 )
 from kvmig.process.sockets import take_path
 from kvmig.proxy import messages
-from kvmig.proxy.link import ProxyLinks
+from kvmig.proxy.control_link import ProxyLinks
 from kvmig.proxy.messages import (
     Aliases,
     Demand,

@@ -1,4 +1,5 @@
-"""What the server of a fleet and its proxies tell each other (msgpack, see `kvmig.proxy.link`)."""
+"""What the server of a fleet and its proxies tell each other (msgpack, see
+`kvmig.proxy.control_link`)."""
 
 from __future__ import annotations
 

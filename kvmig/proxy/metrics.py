@@ -8,7 +8,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from kvmig.proxy.hold import Counts
+from kvmig.proxy.activator import Counts
 
 
 class DoorMetrics:

@@ -20,11 +20,11 @@ from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
 from kvmig.process.child import Announcement, StopSignals, announce, say, send_heartbeats
+from kvmig.proxy.app import Door
 from kvmig.proxy.call import DoorConnection
+from kvmig.proxy.control_link import ServerLink
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory
-from kvmig.proxy.door import Door
-from kvmig.proxy.link import ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, ProxyLaunch, Snapshot, Spent, Want
 from kvmig.proxy.shared_tallies import SharedTallies
 

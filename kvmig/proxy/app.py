@@ -1,7 +1,8 @@
 """The clients' door: a key, a model, a route; then the call's bytes go to the model's deployment.
 
-A model that is not there yet is wanted from the server, and the call is held meanwhile (`hold`).
-What a key allows is asked of `admission`, from a call's head on and after each of its waits.
+A model that is not there yet is wanted from the server, and the call is held meanwhile
+(`activator`). What a key allows is asked of `admission`, from a call's head on and after each of
+its waits.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from kvmig.asgi.request_body import UNREAD_BYTES, BodyRules, check_whole, rules_
 from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
+from kvmig.proxy.activator import Counted, Counts, Go, Hold, Stay, Waiter, left_s, verdict
 from kvmig.proxy.admission import Admission, Visit
 from kvmig.proxy.call import NOTHING, Call, Gone, on_lost_nothing
 from kvmig.proxy.calls import Asked, Body, asked, body_of, check_encoding, target
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import Directory, Found
 from kvmig.proxy.exposition import merged, parsed
-from kvmig.proxy.hold import Counted, Counts, Go, Hold, Stay, Waiter, left_s, verdict
 from kvmig.proxy.messages import Down, ModelDemand, Route, Routes, Spent
 from kvmig.proxy.metrics import DoorMetrics
 from kvmig.proxy.priority_choice import Chosen, choose_class
