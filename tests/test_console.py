@@ -21,10 +21,10 @@ from kvmig.accounts.keys import Keys
 from kvmig.cli import app as console
 from kvmig.cli.client import KEY, Client
 from kvmig.cli.common import day_of
-from kvmig.fleet import init
+from kvmig.fleet import supervisor
 from kvmig.fleet.api import Backend, make_app
-from kvmig.fleet.memory import Memory
-from kvmig.fleet.models import Models
+from kvmig.fleet.controller import Models
+from kvmig.fleet.host_memory import Memory
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store
@@ -344,7 +344,7 @@ def test_memory_is_given_with_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyP
         seen.append(settings.memory)
         return 0
 
-    monkeypatch.setattr(init, "up", up)
+    monkeypatch.setattr(supervisor, "up", up)
     CliRunner().invoke(console.app, [f"--data={tmp_path}", "up", "--memory", "5GB"])
     assert seen == [5_000_000_000]
 
@@ -509,7 +509,7 @@ def test_models_processes_get_no_password_of_the_database(
         seen.append((settings.database, os.environ.get(console.DATABASE), os.environ.get(KEY)))
         return 0
 
-    monkeypatch.setattr(init, "up", up)
+    monkeypatch.setattr(supervisor, "up", up)
     environment = {console.DATABASE: "postgresql+psycopg://a:b@c/d", KEY: "kv-x"}
     done = CliRunner().invoke(console.app, [f"--data={tmp_path}", "up"], env=environment)
     assert done.exit_code == 0, done.output

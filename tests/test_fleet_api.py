@@ -17,9 +17,9 @@ from kvmig.accounts.usage import Spool, UsageRecord
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.callers import FORWARDED
+from kvmig.fleet.controller import Models
+from kvmig.fleet.host_memory import Memory
 from kvmig.fleet.ledger import merge
-from kvmig.fleet.memory import Memory
-from kvmig.fleet.models import Models
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.store import Store

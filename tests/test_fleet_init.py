@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.fleet import init
-from kvmig.fleet.init import last_sentence, size_of, turn_log
+from kvmig.fleet import supervisor
 from kvmig.fleet.orders import Check, Deployed, Running, Start
 from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.supervisor import last_sentence, size_of, turn_log
 from tests.waiting import until
 
 
@@ -42,9 +42,9 @@ async def test_a_check_of_flags_that_does_not_end_is_ended(
         hangs.append(await asyncio.create_subprocess_exec("sleep", "600", process_group=0))
         return hangs[0]
 
-    monkeypatch.setattr(init, "CHECK_S", 0.1 if how == "it takes too long" else 60)
+    monkeypatch.setattr(supervisor, "CHECK_S", 0.1 if how == "it takes too long" else 60)
     with socket.socket() as sock:
-        one = init.Init(FleetSettings(data=str(tmp_path)), sock)
+        one = supervisor.Init(FleetSettings(data=str(tmp_path)), sock)
         monkeypatch.setattr(one, "_forked", forked)
         checking = asyncio.create_task(one._check(Check("c", "toy", ())))
         await until(lambda: hangs)
@@ -57,7 +57,9 @@ async def test_a_check_of_flags_that_does_not_end_is_ended(
 
 def test_the_next_server_hears_of_a_deployment_that_is_just_being_forked() -> None:
     start = Start("d1", "toy", (), "a note", "/log")
-    assert init.running([init.Deployment(start)]) == Running((Deployed("d1", "toy", "a note", 0),))
+    assert supervisor.running([supervisor.Deployment(start)]) == Running(
+        (Deployed("d1", "toy", "a note", 0),)
+    )
 
 
 def test_without_a_log_there_is_none(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_without_a_log_there_is_none(tmp_path: Path) -> None:
 def test_a_long_log_is_kept_once_and_begun_anew_for_who_appends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(init, "LOG_BYTES", 10)
+    monkeypatch.setattr(supervisor, "LOG_BYTES", 10)
     log = tmp_path / "qwen2.5.log"
     with log.open("a") as file:
         file.write("a line that is long\n")

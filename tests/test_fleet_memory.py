@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.memory import Memory
+from kvmig.fleet.host_memory import Memory
 from kvmig.fleet.spec import Instances, Spec
 from kvmig.launcher.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
 

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig.fleet import metrics
+from kvmig.fleet.controller import Model, Models, Note, Wanted
 from kvmig.fleet.metrics import FleetMetrics
-from kvmig.fleet.models import Model, Models, Note, Wanted
 from kvmig.fleet.spec import Spec
 from kvmig.fleet.tables import StoreError
 from kvmig.proxy.exposition import merged, parsed

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from kvmig.core.priorities import NORMAL
+from kvmig.fleet.capacity import Host
+from kvmig.fleet.controller import WANT_S, Models, Note, Wanted, classes_of
 from kvmig.fleet.deployments import InstanceRow, Told, Watched
+from kvmig.fleet.host_memory import Memory
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
-from kvmig.fleet.memory import Memory
-from kvmig.fleet.models import WANT_S, Models, Note, Wanted, classes_of
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
-from kvmig.fleet.room import Host
 from kvmig.fleet.schedule import Floor
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Instances, Spec
@@ -468,7 +468,7 @@ async def test_more_instances_come_when_more_requests_run(
 async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmig.fleet.models.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvmig.fleet.controller.PAUSE_S", 0.0)
     await serving(bench, instances=Instances(min=2, max=2))
     ordered: list[object] = []
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.fleet.room import Host, Plan, Resident, Waiting, free, plan
+from kvmig.fleet.capacity import Host, Plan, Resident, Waiting, free, plan
 
 HOST = Host(total=20, available=1000)
 NOW = 100.0

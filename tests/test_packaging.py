@@ -99,7 +99,8 @@ def run_without(blocked: tuple[str, ...], code: str) -> subprocess.CompletedProc
         "import kvmig.cli.app as it; sys.argv = ['kvmig', '--help']; it.main()",
         "import kvmig.serve as it; sys.exit(it.main(['--help']))",
         "import kvmig.serve as it; sys.exit(it.main(['--check', 'm', '--engine', 'toy']))",
-        "import kvmig.fleet.init, kvmig.fleet.server, kvmig.proxy.__main__, kvmig.sharing.__main__",
+        "import kvmig.fleet.supervisor, kvmig.fleet.server; import kvmig.proxy.__main__"
+        "; import kvmig.sharing.__main__",
     ],
 )
 def test_the_commands_work_where_no_extra_is_installed(code: str) -> None:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvmig.core.errors import StartupError
-from kvmig.fleet.init import HANG_S
+from kvmig.fleet.supervisor import HANG_S
 from tests.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, ended, kill
 from tests.waiting import until
 

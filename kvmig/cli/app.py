@@ -120,7 +120,7 @@ def up(
     ] = None,
 ) -> None:
     """Serve a fleet until Ctrl-C."""
-    from kvmig.fleet.init import up as run
+    from kvmig.fleet.supervisor import up as run
 
     for secret in (DATABASE, KEY):  # models' processes need neither
         os.environ.pop(secret, None)

@@ -30,10 +30,10 @@ from kvmig.accounts.keys import KeyGrant, Keys, KeyTerms, ModelQuota, quotas_of
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.callers import who_calls, who_reads
+from kvmig.fleet.controller import Model, Models
 from kvmig.fleet.ledger import FIELDS, sums
-from kvmig.fleet.models import Model, Models
+from kvmig.fleet.placement_controller import Replacer, Wanted
 from kvmig.fleet.quotas import left
-from kvmig.fleet.replacing import Replacer, Wanted
 from kvmig.fleet.retention import Retention, day_before, prune
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Spec, fleet_of, spec_of

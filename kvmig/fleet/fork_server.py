@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from kvmig.fleet.init import PROXY, SERVER
+from kvmig.fleet.supervisor import PROXY, SERVER
 from kvmig.process.child import leave, say
 from kvmig.process.fork_server import Loaded, make_forkable, serve, tell
 

@@ -16,8 +16,8 @@ import httpx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvmig.core.clock import Clock, monotonic
+from kvmig.fleet.controller import Model, Models
 from kvmig.fleet.lifecycle import State
-from kvmig.fleet.models import Model, Models
 from kvmig.fleet.tables import StoreError
 from kvmig.proxy.exposition import Part, merged, parsed
 

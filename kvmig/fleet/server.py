@@ -36,14 +36,14 @@ from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.fleet.api import Backend, make_app
+from kvmig.fleet.controller import Models, Wanted, words
 from kvmig.fleet.disk import disks_of
+from kvmig.fleet.host_memory import Memory
 from kvmig.fleet.ledger import AT_ONCE, Merged, merge, sums, take
-from kvmig.fleet.memory import Memory
 from kvmig.fleet.metrics import FleetMetrics
-from kvmig.fleet.models import Models, Wanted, words
 from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
+from kvmig.fleet.placement_controller import Wanted as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
-from kvmig.fleet.replacing import Wanted as Placed
 from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Spec

@@ -31,7 +31,7 @@ from kvmig.accounts.keys import (
 )
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.copies import copy_sqlite
-from kvmig.fleet.limits import changed, check_models, named_of
+from kvmig.fleet.limit_changes import changed, check_models, named_of
 from kvmig.fleet.setaside import SetAside, converted
 from kvmig.fleet.spec import (
     NAME,

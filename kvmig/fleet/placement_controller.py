@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.models import Models
+from kvmig.fleet.controller import Models
 from kvmig.fleet.store import Taken
 from kvmig.placement.executor import Deployment, ReplaceFailed, Replacing, Settings
 from kvmig.placement.file import Placement, placement_from

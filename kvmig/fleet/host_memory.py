@@ -6,7 +6,7 @@ Only the host's: what a model takes of a GPU's is the engine's business.
 from __future__ import annotations
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.room import Host, too_large
+from kvmig.fleet.capacity import Host, too_large
 from kvmig.fleet.spec import Spec
 from kvmig.launcher.environment import (
     CPU_KV_MOST,

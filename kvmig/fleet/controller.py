@@ -36,11 +36,11 @@ from kvmig.fleet.autoscale import (
     Window,
     decide,
 )
+from kvmig.fleet.capacity import STAY, STAY_S, Plan, Resident, Waiting, plan
 from kvmig.fleet.deployments import Watched
+from kvmig.fleet.host_memory import Memory
 from kvmig.fleet.lifecycle import Life, Seen, State, Wish, asks, awake, turn
-from kvmig.fleet.memory import Memory
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
-from kvmig.fleet.room import STAY, STAY_S, Plan, Resident, Waiting, plan
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, Spec
