@@ -37,7 +37,7 @@ from bench.gather_runs import (
     threads_of_torch,
 )
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.kernels.face import Device
+from kvmig.kernels.api import Device
 
 ORDERS = ("random", "contiguous")
 TOTAL: dict[Device, int] = {"cpu": 128 << 20, "cuda": 4 << 30}

@@ -16,9 +16,9 @@ import torch
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels import select
+from kvmig.kernels.api import Device, Ids, Kernels
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.driver import Driver, current_device
-from kvmig.kernels.face import Device, Ids, Kernels
 from kvmig.kernels.gpu import GpuKernels
 
 CEILING = "plain copy"

@@ -98,8 +98,8 @@ def sort_us() -> float:
 
 def _filled(policy: str, count: int) -> Holdings:
     from kvmig.engines.vllm.load import Holdings
+    from kvmig.engines.vllm.subblocks import Units
     from kvmig.engines.vllm.tables import Tables
-    from kvmig.engines.vllm.units import Units
 
     filled = scheduler(policy)
     holdings = Holdings(filled, Tables(filled, Units(BLOCK_TOKENS)), "")

@@ -28,8 +28,8 @@ from kvmig.engines.gate import NOTHING, PARTS, Grant, Want
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.migration import token_request
 from kvmig.engines.vllm.phase import Phase
-from kvmig.engines.vllm.sides import token_request
 from kvmig.models import BUNDLED
 from kvmig.placement.step_costs import Device, StepCost
 from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use

@@ -50,7 +50,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "kvmig.kernels.copy",
         "kvmig.kernels.layouts",
         "kvmig.kernels.select:kernels",
-        "kvmig.kernels.face",
+        "kvmig.kernels.api",
     ),
     "simulator": ("kvmig_tools.sim.run", "kvmig_tools.sim.cost", "kvmig_tools.sim.policies"),
 }

@@ -13,7 +13,7 @@ import torch
 from kvmig.engines.vllm import allocation, memory, serving
 from kvmig.engines.vllm import worker as real
 from kvmig.engines.vllm.serving import ServingVllm
-from kvmig.engines.vllm.units import RankCache
+from kvmig.engines.vllm.subblocks import RankCache
 from kvmig.kernels import driver, ipc
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.vmm import Addresses

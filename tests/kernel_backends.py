@@ -15,8 +15,8 @@ import pytest
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import select
+from kvmig.kernels.api import Kernels
 from kvmig.kernels.copy import start_copy
-from kvmig.kernels.face import Kernels
 from kvmig.kernels.reference import Reference
 from tests.poisoned import Cache
 

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from kvmig.engines.vllm.units import Page, RankCache
+from kvmig.engines.vllm.subblocks import Page, RankCache
 from kvmig.kernels import ipc
 from kvmig.kernels.ipc import Allocation
 from tests import fake_gpu

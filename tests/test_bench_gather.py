@@ -12,7 +12,7 @@ import torch
 from bench import gather, report
 from bench.gather import Sample
 from bench.gather_runs import IN_PLACE, INDEX_SELECT, SHAPES, Cache, Ceiling, Shape, gathers
-from kvmig.kernels.face import Device
+from kvmig.kernels.api import Device
 
 SAMPLE = Sample("MLA", 18432, "random", False, 1, "cpu", 0, 9.0, 12.0)
 

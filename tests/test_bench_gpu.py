@@ -40,7 +40,7 @@ from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.transformers import kind
 from kvmig.engines.vllm import kind as vllm_kind
-from kvmig.kernels.face import Finished, Ids, Pending
+from kvmig.kernels.api import Finished, Ids, Pending
 from kvmig.kernels.select import kernels
 from tests.fake_gpu import FakeGpu, FakeKernels
 

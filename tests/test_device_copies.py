@@ -16,7 +16,7 @@ from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.block_copies import Blocks, HostCopies
 from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, LONG_RUN, DeviceCopies, load
-from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
+from kvmig.engines.vllm.subblocks import LayerCache, RankCache, UnitMap, Units
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.transports.base import unmap

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels import cuda, driver, nvrtc
+from kvmig.kernels.api import Pending
 from kvmig.kernels.call_memory import SMALLEST
-from kvmig.kernels.face import Pending
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu

@@ -17,7 +17,7 @@ import pytest
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels import abi, build, native
-from kvmig.kernels.face import Kernels
+from kvmig.kernels.api import Kernels
 
 ROOT = Path(__file__).parents[1]
 DRIVERS = sorted((ROOT / "tests" / "native").glob("*_driver.cpp"))

@@ -13,8 +13,8 @@ import pytest
 from kvmig.core.errors import KvmigError, TransportError
 from kvmig.engines.block_copies import Blocks, HostCopies
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE, TMA_RUN, DeviceCopies, load
+from kvmig.kernels.api import Finished
 from kvmig.kernels.arrays import memory_of
-from kvmig.kernels.face import Finished
 from kvmig.kernels.gpu import GpuKernels
 from kvmig.kernels.side_stream import SideStream
 from kvmig.kvtransfer.messages import Chunk

@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvmig.core.errors import UnsupportedLayout
 from kvmig.engines.base import HOLE
+from kvmig.engines.vllm.subblocks import Page, Units, merged
 from kvmig.engines.vllm.tables import NULL_BLOCK, Sent, Tables
-from kvmig.engines.vllm.units import Page, Units, merged
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvmig.core.errors import ConfigError, UnsupportedLayout
 from kvmig.engines.block_copies import HostCopies
-from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units, units_of
+from kvmig.engines.vllm.subblocks import LayerCache, RankCache, UnitMap, Units, units_of
 
 POISON = 0xA5A5
 DIMENSIONS = 32

@@ -14,7 +14,7 @@ from kvmig.core.layout import KVLayout
 from kvmig.engines.block_copies import Blocks
 from kvmig.engines.device_copies import DeviceCopies
 from kvmig.engines.vllm.memory import SharedCache
-from kvmig.engines.vllm.units import whole_blocks
+from kvmig.engines.vllm.subblocks import whole_blocks
 from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging

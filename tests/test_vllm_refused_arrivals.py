@@ -15,9 +15,7 @@ from vllm.v1.request import Request
 from kvmig.core.errors import MigrationRefused
 from kvmig.engines.base import Export
 from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.offload import Offload
-from kvmig.engines.vllm.serving import ServingVllm
-from kvmig.engines.vllm.sides import (
+from kvmig.engines.vllm.migration import (
     Destination,
     Progress,
     check_known,
@@ -25,6 +23,8 @@ from kvmig.engines.vllm.sides import (
     encode_request,
     token_request,
 )
+from kvmig.engines.vllm.offload import Offload
+from kvmig.engines.vllm.serving import ServingVllm
 from kvmig.engines.vllm.tables import Tables
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from kvmig.core.errors import ConfigError, MigrationRefused, UnsupportedLayout
 from kvmig.engines.vllm import lora
 from kvmig.engines.vllm.config import refuse_experts, refuse_workers, why_not, workers_word
-from kvmig.engines.vllm.units import LayerCache, RankCache, UnitMap, Units
+from kvmig.engines.vllm.subblocks import LayerCache, RankCache, UnitMap, Units
 from kvmig.kernels.driver import LIBRARY, _initialised
 from tests import fake_gpu
 

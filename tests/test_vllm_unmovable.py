@@ -21,7 +21,7 @@ from kvmig.core.errors import MigrationRefused, UnsupportedLayout
 from kvmig.engines.base import Emitted, Frame, RequestState
 from kvmig.engines.vllm.building import not_again
 from kvmig.engines.vllm.load import Holdings
-from kvmig.engines.vllm.sides import check_movable, unmovable_engine
+from kvmig.engines.vllm.migration import check_movable, unmovable_engine
 from kvmig.engines.vllm.tables import Tables
 from kvmig.engines.vllm.warmup import warm_up_requests
 from tests.environment import environment

@@ -27,8 +27,8 @@ class Queue:
 
     def __init__(self, policy: str) -> None:
         from kvmig.engines.vllm.load import Holdings
+        from kvmig.engines.vllm.subblocks import Units
         from kvmig.engines.vllm.tables import Tables
-        from kvmig.engines.vllm.units import Units
 
         self.scheduler: Any = queues.scheduler(policy)
         tables = Tables(self.scheduler, Units(queues.BLOCK_TOKENS))

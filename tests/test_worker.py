@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from kvmig.core.errors import UnsupportedLayout
 from kvmig.engines.vllm import worker as worker_module
 from kvmig.engines.vllm.memory import SharedCache
-from kvmig.engines.vllm.units import Page
+from kvmig.engines.vllm.subblocks import Page
 from kvmig.engines.vllm.worker import describe_cache, repeat_for_drafts, share_cache
 
 pytestmark = pytest.mark.engine

@@ -15,8 +15,8 @@ from kvmig.core.errors import KvmigError
 from kvmig.core.layout import KVLayout
 from kvmig.engines.block_copies import Blocks, Copies, HostCopies
 from kvmig.engines.device_copies import load
+from kvmig.kernels.api import Device
 from kvmig.kernels.driver import current_device
-from kvmig.kernels.face import Device
 from kvmig.kernels.ipc import view
 
 REPEATS = 3

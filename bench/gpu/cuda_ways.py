@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from bench.gpu.device import TMA, Way
 from kvmig.core.layout import Region
+from kvmig.kernels.api import Finished, Ids, Kernels, Pending
 from kvmig.kernels.driver import Driver, current_device
-from kvmig.kernels.face import Finished, Ids, Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels
 
 

@@ -21,7 +21,7 @@ from kvmig.core.errors import KvmigError
 from kvmig.core.layout import Region
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.kernels import select
-from kvmig.kernels.face import Device, Ids, Kernels, Pending
+from kvmig.kernels.api import Device, Ids, Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels
 
 TMA = "cuda-tma"

@@ -22,7 +22,7 @@ from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.gpu.staging import Name, create, open_named
 from bench.report import begin, finish, table
 from kvmig.core.errors import TransportError
-from kvmig.kernels.face import Device, Ids
+from kvmig.kernels.api import Device, Ids
 from kvmig.kernels.select import kernels
 
 TOKENS = (256, 1024, 4096, 8192, 16384, 32768)

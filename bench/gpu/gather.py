@@ -20,7 +20,7 @@ from bench.report import Result, begin, finish, say, table
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import Region
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
-from kvmig.kernels.face import Ids
+from kvmig.kernels.api import Ids
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32, 64, 132)
 ORDERS = ("random", "contiguous")

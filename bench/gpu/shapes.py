@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvmig.core.layout import KVLayout, Region, fused
-from kvmig.kernels.face import Ids
+from kvmig.kernels.api import Ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from kvmig.kernels import ipc
+from kvmig.kernels.api import Device
 from kvmig.kernels.driver import Driver
-from kvmig.kernels.face import Device
 
 
 @dataclass(frozen=True, slots=True)

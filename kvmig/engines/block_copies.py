@@ -3,7 +3,7 @@
 `BlockCopies` is what an engine's `gather` and `scatter` may be. It runs one copy after the other
 on a `CopyThread`; a copy is `HostCopies` in this process's memory, `device_copies.DeviceCopies` on
 a GPU. A `Plan` says where the blocks lie: as whole blocks (`Blocks`), or as parts of them that
-engines of other shapes understand (`kvmig.engines.vllm.units`).
+engines of other shapes understand (`kvmig.engines.vllm.subblocks`).
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from contextlib import ExitStack, contextmanager
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.block_copies import Pass, Plan
+from kvmig.kernels.api import Kernels, Pending
 from kvmig.kernels.arrays import Memory, memory_of
 from kvmig.kernels.copy import checked, start_copy
 from kvmig.kernels.driver import Driver
-from kvmig.kernels.face import Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels
 from kvmig.kernels.pinned import Pins
 from kvmig.kernels.select import kernels

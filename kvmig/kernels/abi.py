@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
-from kvmig.kernels.face import Device
+from kvmig.kernels.api import Device
 
 ABI_VERSION = 4
 """KVMIG_ABI_VERSION of the header that these declarations were written for."""

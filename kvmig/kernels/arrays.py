@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvmig.kernels.face import Device
+from kvmig.kernels.api import Device
 
 Buffer = bytes | bytearray | memoryview
 

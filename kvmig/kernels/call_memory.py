@@ -12,8 +12,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from kvmig.kernels.api import DONE_TIMEOUT_S
 from kvmig.kernels.driver import Driver
-from kvmig.kernels.face import DONE_TIMEOUT_S
 
 SMALLEST = 1 << 12
 _SPIN_S = 200e-6

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvmig.core.layout import Region
-from kvmig.kernels.face import Ids
+from kvmig.kernels.api import Ids
 
 
 def block_ids(ids: ArrayLike, blocks: int, side: str) -> Ids:

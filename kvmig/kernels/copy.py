@@ -19,8 +19,8 @@ import numpy as np
 
 from kvmig.core.layout import Region
 from kvmig.kernels import checks
+from kvmig.kernels.api import Ids, Kernels, Pending
 from kvmig.kernels.arrays import address_of, memory_of
-from kvmig.kernels.face import Ids, Kernels, Pending
 from kvmig.kernels.select import kernels
 
 __all__ = ["address_of", "backend", "checksum_fused", "copy_blocks", "start_copy"]

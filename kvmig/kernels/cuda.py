@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.kernels import abi, build, face
+from kvmig.kernels import abi, api, build
 from kvmig.kernels.driver import Driver, current_device, version
 from kvmig.kernels.gpu import GpuKernels
 
@@ -52,7 +52,7 @@ class Library:
         check(self._library.kvmig_checksum(*arguments))
 
 
-def load(device: face.Device) -> GpuKernels:
+def load(device: api.Device) -> GpuKernels:
     """The kernels on the calling thread's GPU (else the first). Raises KernelUnavailable."""
     if device != "cuda":
         raise KernelUnavailable(f"the CUDA library is not for memory of the {device}")

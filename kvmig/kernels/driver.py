@@ -16,7 +16,7 @@ import numpy as np
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
-from kvmig.kernels.face import Ids
+from kvmig.kernels.api import Ids
 
 LIBRARY = "libcuda.so.1"
 NOT_READY = 600

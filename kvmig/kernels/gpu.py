@@ -13,10 +13,10 @@ from typing import Protocol
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
-from kvmig.kernels import abi, face
+from kvmig.kernels import abi, api
+from kvmig.kernels.api import Finished, Ids, Pending
 from kvmig.kernels.call_memory import CallMemoryPool
 from kvmig.kernels.driver import Driver
-from kvmig.kernels.face import Finished, Ids, Pending
 
 _SUM_BYTES = 8
 
@@ -37,7 +37,7 @@ class Launcher(Protocol):
 class GpuKernels:
     """`face.Kernels` on one GPU; from any thread, each on streams of its own."""
 
-    device: face.Device = "cuda"
+    device: api.Device = "cuda"
 
     def __init__(self, launcher: Launcher, device: Driver) -> None:
         self._launcher = launcher

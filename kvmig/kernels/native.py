@@ -12,7 +12,7 @@ import numpy as np
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import abi, build
-from kvmig.kernels.face import Device, Finished, Ids
+from kvmig.kernels.api import Device, Finished, Ids
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cpu.so"
 """Where setup.py puts the library."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.kernels import build, face
+from kvmig.kernels import api, build
 from kvmig.kernels.driver import Driver, current_device, version
 from kvmig.kernels.gpu import GpuKernels
 
@@ -97,7 +97,7 @@ def _wide(*values: int) -> tuple[np.int64, ...]:
     return tuple(np.int64(value) for value in values)
 
 
-def load(device: face.Device) -> GpuKernels:
+def load(device: api.Device) -> GpuKernels:
     """The kernels on the calling thread's GPU (else the first). Raises KernelUnavailable."""
     if device != "cuda":
         raise KernelUnavailable(f"kernels of NVRTC are not for memory of the {device}")

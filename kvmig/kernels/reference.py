@@ -13,7 +13,7 @@ import torch
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
-from kvmig.kernels.face import Device, Finished, Ids
+from kvmig.kernels.api import Device, Finished, Ids
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9

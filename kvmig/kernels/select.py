@@ -15,8 +15,8 @@ import numpy as np
 
 from kvmig.core.errors import ConfigError, KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
+from kvmig.kernels.api import Device, Kernels
 from kvmig.kernels.driver import Driver, current_device
-from kvmig.kernels.face import Device, Kernels
 from kvmig.kernels.gpu import GpuKernels
 
 VARIABLE = "KVMIG_KERNELS"

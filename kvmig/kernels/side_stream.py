@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from kvmig.kernels.api import DONE_TIMEOUT_S
 from kvmig.kernels.driver import Driver
-from kvmig.kernels.face import DONE_TIMEOUT_S
 
 _SPIN_S = 200e-6
 _POLL_S = 50e-6

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import triton_copy
-from kvmig.kernels.face import Device, Finished, Ids, Pending
+from kvmig.kernels.api import Device, Finished, Ids, Pending
 from kvmig.kernels.triton_launch import Launcher, alignment, power_of_two
 
 COPY_TILE = 32 << 10

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvmig.core.errors import KvmigError
-from kvmig.kernels.face import DONE_TIMEOUT_S, Finished, Pending
+from kvmig.kernels.api import DONE_TIMEOUT_S, Finished, Pending
 
 VECTOR = 16
 """Bytes of the widest load."""

@@ -36,6 +36,7 @@ from kvmig.engines.block_copies import BlockCopies, HostCopies
 from kvmig.engines.identity import check_unchanged, numerics_class
 from kvmig.engines.transformers.config import EngineConfig, identify
 from kvmig.engines.transformers.loop import StepLoop
+from kvmig.engines.transformers.migration import Destination, Source
 from kvmig.engines.transformers.model import make_manager
 from kvmig.engines.transformers.payload import (
     MOST_LOGPROBS,
@@ -54,7 +55,6 @@ from kvmig.engines.transformers.requests import (
     make_state,
     request_states,
 )
-from kvmig.engines.transformers.sides import Destination, Source
 from kvmig.kernels.driver import current_device
 
 T = TypeVar("T")

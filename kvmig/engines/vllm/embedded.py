@@ -12,8 +12,8 @@ from vllm.config import VllmConfig
 from kvmig.core.errors import ConfigError
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm.front import decode_outputs
+from kvmig.engines.vllm.migration import encode_request, token_request
 from kvmig.engines.vllm.serving import ServingVllm
-from kvmig.engines.vllm.sides import encode_request, token_request
 
 _STEPS = threading.RLock()
 """vLLM keeps what a step works on (forward context, workspaces, a CPU's scratch buffer) once a
@@ -49,7 +49,7 @@ class EmbeddedVllm(ServingVllm):
     ) -> list[Frame]:
         """A payload for `submit`, of a request that only `max_tokens` ends; greedy without seed.
 
-        Any other `SamplingParams`: `kvmig.engines.vllm.sides.encode_request`.
+        Any other `SamplingParams`: `kvmig.engines.vllm.migration.encode_request`.
         """
         params = SamplingParams(
             temperature=0.0 if seed is None else 1.0,

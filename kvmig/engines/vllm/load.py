@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.base import ClassLoad, EngineLoad, Preempted, RequestState
-from kvmig.engines.vllm.sides import unmovable
+from kvmig.engines.vllm.migration import unmovable
 from kvmig.engines.vllm.tables import Tables
 
 

@@ -23,8 +23,15 @@ from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockCopies, Blocks, Copies, HostCopies, Plan
 from kvmig.engines.vllm import worker
 from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.subblocks import (
+    RankCache,
+    UnitMap,
+    Units,
+    strips_of,
+    units_of,
+    whole_blocks,
+)
 from kvmig.engines.vllm.tables import Tables, layer_names
-from kvmig.engines.vllm.units import RankCache, UnitMap, Units, strips_of, units_of, whole_blocks
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import Driver

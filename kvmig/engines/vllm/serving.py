@@ -55,10 +55,7 @@ from kvmig.engines.vllm.grammars import GrammarLimits
 from kvmig.engines.vllm.groups import one_device
 from kvmig.engines.vllm.load import Holdings, Listing
 from kvmig.engines.vllm.memory import BlockMemory
-from kvmig.engines.vllm.offload import BeingOffloaded, Offload
-from kvmig.engines.vllm.phase import Phase
-from kvmig.engines.vllm.share_streams import streams_for
-from kvmig.engines.vllm.sides import (
+from kvmig.engines.vllm.migration import (
     Destination,
     Progress,
     Source,
@@ -69,6 +66,9 @@ from kvmig.engines.vllm.sides import (
     encode_request,
     unmovable_engine,
 )
+from kvmig.engines.vllm.offload import BeingOffloaded, Offload
+from kvmig.engines.vllm.phase import Phase
+from kvmig.engines.vllm.share_streams import streams_for
 from kvmig.engines.vllm.warmup import (
     Probe,
     StepTimes,

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmig.engines.base import HOLE
-from kvmig.engines.vllm.units import Units
+from kvmig.engines.vllm.subblocks import Units
 
 NULL_BLOCK = 0
 """vLLM's id for a block that a request doesn't have."""

@@ -25,7 +25,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from kvmig.engines.base import StepTime
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.sides import token_request
+from kvmig.engines.vllm.migration import token_request
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKV
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
-from kvmig.engines.vllm.units import LayerCache, Page, RankCache, merged
+from kvmig.engines.vllm.subblocks import LayerCache, Page, RankCache, merged
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import Driver
 
