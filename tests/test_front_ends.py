@@ -121,7 +121,7 @@ async def test_one_that_cannot_start_again_is_tried_again(site: Site, sock: sock
 
 NOBODY_LISTENS = """
 import asyncio, os, socket, sys
-from kvmig import front_process
+from kvmig.frontend import process_main
 from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.core.config import ClusterConfig
 
@@ -132,14 +132,14 @@ class Started:
     async def drain(self, at_once): print("drained", at_once.is_set())
     async def close(self): print("closed")
 
-front_process.FrontEnd = Started
-front_process.kind_of = lambda _: type("Kind", (), {"parse": lambda *_: None})
+process_main.FrontEnd = Started
+process_main.kind_of = lambda _: type("Kind", (), {"parse": lambda *_: None})
 _, heartbeat = os.pipe()
 launch = FrontLaunch(
     name="f", launcher="", secret=b"s", config=ClusterConfig(), engine_argv=[],
     listening=socket.socket().detach(), heartbeat=heartbeat,
 )
-asyncio.run(front_process.run(launch, int(sys.argv[1])))
+asyncio.run(process_main.run(launch, int(sys.argv[1])))
 """
 
 

@@ -71,7 +71,7 @@ async def test_the_gpu_of_an_instance_that_ended_is_free_again(started: list[Fak
 
 async def test_a_start_that_failed_holds_no_gpu(started: list[FakeProcess]) -> None:
     broken = LocalLauncher("test", ["4", "5"], 1, {"BROKEN": "1"})
-    with pytest.raises(StartupError, match="llumlet can't be started"):
+    with pytest.raises(StartupError, match="llumlet_main can't be started"):
         await broken.llumlet(launch("i0"), 1)
 
     assert broken._places == []

@@ -263,7 +263,7 @@ async def test_a_key_that_is_given_an_earlier_end_ends_its_calls_then(tmp_path: 
         changed(door, grant, expires=time.time() + 0.3)
         began = time.monotonic()
         async with asyncio.timeout(3):
-            said = await reader.readuntil(b"0\r\n\r\n")
+            said = await reader.readuntil(b"\r\n0\r\n\r\n")
         writer.close()
     assert b"the API key has expired" in said
     assert 0.2 <= time.monotonic() - began < 0.3 + SOON_S

@@ -243,6 +243,8 @@ async def test_a_killed_proxy_and_a_killed_server_forget_no_requests_of_the_last
 
 async def test_a_key_that_is_shown_is_known_at_the_door(fleet: ToyFleet) -> None:
     fleet.add_toy("a")
+    async with fleet.client() as http:  # the proxy knows the model: it is linked to the server
+        assert (await http.post(PATH, json=ask("a"))).status_code == 200
     (proxy,) = fleet.processes("kvmig.proxy")
     os.kill(proxy, signal.SIGSTOP)
     try:
