@@ -38,7 +38,7 @@ from kvmig.core.errors import KvmigError, TransportError
 from kvmig.core.layout import Region
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.engines.kind import ALLOW_UNTESTED
-from kvmig.engines.transformers import kind
+from kvmig.engines.transformers import versions
 from kvmig.engines.vllm import kind as vllm_kind
 from kvmig.kernels.api import Finished, Ids, Pending
 from kvmig.kernels.select import kernels
@@ -261,7 +261,7 @@ def test_without_a_package_the_part_is_skipped_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str
 ) -> None:
     if installed == "msgspec":
-        monkeypatch.setattr(kind, "version", lambda name: "5.17.0")
+        monkeypatch.setattr(versions, "version", lambda name: "5.17.0")
         reason = "transformers 5.17.0 is not supported; kvmig needs transformers 5.19.x"
     else:
         monkeypatch.setattr(migration_part, "find_spec", lambda name: None)

@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from kvmig.launcher.flags import parser
@@ -67,6 +69,14 @@ def test_the_folders_at_the_root_are_links_into_the_package(name: str) -> None:
 def test_files_stay_small() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in MODULES}
     assert {path: count for path, count in lines.items() if count >= MAX_LINES} == {}
+
+
+def test_files_do_not_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers count, too: a Protocol replaces them."""
+    graph = grimp.build_graph("kvmig", "kvmig.kernels", cache_dir=None)
+    TopologicalSorter(
+        {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    ).prepare()
 
 
 def test_the_import_floors_see_kernels(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvmig.engines.gate import EVERYTHING, Grant, Want
+from kvmig.engines.vllm.phase import Phase
 from kvmig.sharing.policies import Shares
 from tests.local_unit import LocalUnit
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, Pair, assert_same
@@ -137,8 +138,9 @@ async def test_where_nothing_decodes_prompts_are_held(gated: tuple[Pair, LocalUn
     pair.a.step()  # both grants are of no use
     assert time.monotonic() - began >= 0.05
     assert gate.ended == 2
-    assert pair.a.core.phase is not None
-    assert pair.a.core.phase.entrance.unanswered == 1
+    phase = pair.a.core.phase
+    assert isinstance(phase, Phase)
+    assert phase.entrance.unanswered == 1
     gate.alone = True
     await pair.finish("one")
 
@@ -282,7 +284,7 @@ async def test_a_gate_that_never_answers_stops_nobody(gated: tuple[Pair, LocalUn
     began = time.monotonic()
     assert_same(await pair.there_and_back(PROMPT), unmoved)
     phase = pair.a.core.phase
-    assert phase is not None
+    assert isinstance(phase, Phase)
     assert phase.entrance.unanswered > 10
     assert time.monotonic() - began < 5.0
 

@@ -21,7 +21,7 @@ import torch
 from bench.gpu.device import SKIPPED, Deadline, note_gpu, options_of
 from bench.report import Result, begin, dumps, finish, say, table
 from kvmig.core.errors import KvmigError, StartupError
-from kvmig.engines.transformers.kind import check_version
+from kvmig.engines.transformers.versions import check_version
 
 TOKENS = (256, 1024, 4096, 8192, 16384, 32768)
 BLOCK_TOKENS = 16

@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from kvmig.accounts.allowances import Allowance
 from kvmig.asgi.call import HttpCall, current_call
@@ -15,9 +15,6 @@ from kvmig.asgi.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.engines.base import Frame
 from kvmig.frontend.ports import NOT_BEGUN, Arithmetic
 from kvmig.frontend.splice import Splicer
-
-if TYPE_CHECKING:
-    from kvmig.frontend.meter import Meter
 
 REMEMBERED = 4096
 """Names of ended requests, up to three of each, that are still told apart from unknown ones."""
@@ -234,11 +231,21 @@ def priority_of_call(asked: int) -> int:
     return asked if call is None or call.priority is None else call.priority
 
 
+class RequestObserver(Protocol):
+    """Learns when each request begins and ends: `kvmig.frontend.meter.Meter`."""
+
+    def began(self, request: LiveRequest) -> None:
+        """The request is in the table now."""
+
+    def ended(self, request: LiveRequest, failed: bool) -> None:
+        """The request has left the table. failed: its client gets an error."""
+
+
 class RequestTable:
     """All live requests by id, and the ids of those that ended lately."""
 
-    def __init__(self, meter: Meter | None = None) -> None:
-        """meter: hears of every request."""
+    def __init__(self, meter: RequestObserver | None = None) -> None:
+        """meter: learns of every request."""
         self._meter = meter
         self.live: dict[str, LiveRequest] = {}
         """Live requests by request id; read only."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -22,9 +22,6 @@ from kvmig.process.child import say
 from kvmig.process.supervisor import Handle, deaths_in_a_row, first_of, restart_pause
 from kvmig.rpc.codec import RefusalCounter
 from kvmig.rpc.zmq_sockets import Client
-
-if TYPE_CHECKING:
-    from kvmig.launcher.cluster import Cluster
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +48,32 @@ class Deadline(NamedTuple):
     """Whether requests whose weights no other instance has end then."""
 
 
+class InstanceOwner(Protocol):
+    """What an instance needs of all the others: `kvmig.launcher.cluster.Cluster`."""
+
+    @property
+    def refusals(self) -> RefusalCounter:
+        """Counts the messages that the launcher refuses."""
+
+    def changed(self) -> None:
+        """Report the members to everybody: the instance has another state."""
+
+    def left(self, instance: Instance) -> None:
+        """Take the instance out: it is empty or dead."""
+
+    def others_serve(self, instance: Instance) -> bool:
+        """Whether there is another one that its requests can go to."""
+
+    def evacuate(self, instance: Instance, *, ends: bool) -> None:
+        """Let its requests go on elsewhere. ends: those that no other instance has the weights of
+        end with an error."""
+
+
 class Instance:
     """One instance, restarted whenever it dies, until `close` or until it is given up."""
 
     def __init__(
-        self, launch: LlumletLaunch, workers: int, launcher: Launcher, cluster: Cluster
+        self, launch: LlumletLaunch, workers: int, launcher: Launcher, cluster: InstanceOwner
     ) -> None:
         """launch, workers: for `launcher.llumlet`, at each start of its process."""
         self.name = launch.instance

@@ -15,7 +15,7 @@ def factory(**config: Any) -> ServingTransformers:
     Raises StartupError for a version of transformers that is not supported, ConfigError for a
     field that can't be used, UnsupportedLayout for a model whose KV cache can't be moved.
     """
-    from kvmig.engines.transformers.kind import check_version
+    from kvmig.engines.transformers.versions import check_version
 
     check_version()
     from kvmig.engines.transformers.config import parse
@@ -37,7 +37,7 @@ def pooled(
     Raises what `factory` does, and ConfigError for engines that can't share, or not in so few
     bytes: nothing is loaded then.
     """
-    from kvmig.engines.transformers.kind import check_version
+    from kvmig.engines.transformers.versions import check_version
 
     check_version()
     from kvmig.core.errors import ConfigError

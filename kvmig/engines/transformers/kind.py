@@ -6,8 +6,6 @@ import argparse
 import importlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +17,7 @@ from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.config import EngineConfig
 from kvmig.engines.transformers.config import parse as parse_config
+from kvmig.engines.transformers.versions import check_version
 
 
 class TransformersKind:
@@ -181,26 +180,3 @@ def parse(argv: list[str]) -> Namespace:
 def engine_fields(args: Namespace) -> dict[str, Any]:
     """The fields that `kvmig.engines.transformers.factory` takes."""
     return {"model": args.model} | {field: getattr(args, flag) for flag, field in _FIELDS.items()}
-
-
-SUPPORTED = ("5.19.",)
-PACKAGES = ("transformers", "torch", "jinja2", "psutil")
-"""Of the extra `transformers`."""
-"""Version prefixes. Continuous batching's internals move with every minor release."""
-
-
-def check_version() -> str:
-    """Return the installed version; StartupError names the supported ones otherwise."""
-    supported = ", ".join(prefix + "x" for prefix in SUPPORTED)
-    for package in PACKAGES:
-        if find_spec(package) is None:
-            raise StartupError(
-                f'{package} is not installed: pip install "kvmig[transformers]"'
-                f" (kvmig needs transformers {supported}), or choose another --engine"
-            )
-    installed = version("transformers")
-    if not installed.startswith(SUPPORTED):
-        raise StartupError(
-            f"transformers {installed} is not supported; kvmig needs transformers {supported}"
-        )
-    return installed

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -45,15 +45,22 @@ from kvmig.engines.vllm.lora import (
 from kvmig.engines.vllm.openmp import let_team_go
 from kvmig.engines.vllm.worker import end_at_once
 
-if TYPE_CHECKING:
-    from kvmig.engines.vllm.phase import Phase
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Deliver = Callable[[tuple[int, EngineCoreOutputs]], None]
 _CALL = object()
 _LOOK_S = 0.5
 """How often the files of adapters that requests wait for are looked at."""
+
+
+class StepGuard(Protocol):
+    """Decides when the next step may be made, and what it may compute: `phase.Phase`."""
+
+    throttles: bool
+    """Whether the present step leaves prompts alone."""
+
+    def step(self) -> bool:
+        """Make one step when it may be made; whether it computed anything."""
 
 
 class StepCore(EngineCoreProc):
@@ -91,7 +98,7 @@ class StepCore(EngineCoreProc):
         """When their files are looked at again."""
         self.cadence_meter = CadenceMeter()
         self.hold = StepHold()
-        self.phase: Phase | None = None
+        self.phase: StepGuard | None = None
         """Where others share the device: says what each step may compute."""
         with patch.object(core_module, "StructuredOutputManager", SaltedGrammars):
             super().__init__(

@@ -12,17 +12,13 @@ import queue
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from kvmig.engines.entrance import Entrance
 from kvmig.engines.gate import EVERYTHING, NOTHING, Grant, StepGate, Want
-
-if TYPE_CHECKING:
-    from kvmig.engines.vllm.core import StepCore
-
+from kvmig.engines.vllm.core import StepCore
 
 RETRY_S = 0.05
 """How long prompts aren't asked for after a step that couldn't start the next one, unless another
