@@ -12,10 +12,15 @@ from kvmig.fleet.autoscale import (
     Demand,
     Sample,
     Scaling,
+    ScalingOrder,
     ScalingRule,
     Window,
+    counted,
     decide,
+    next_order,
+    one_less_holds,
 )
+from kvmig.fleet.deployments import InstanceRow
 
 RULE = ScalingRule(least=0, most=10, target=4)
 
@@ -119,3 +124,35 @@ def test_it_is_always_within_the_bounds(
     for number, load in enumerate(loads):
         state = decide(state, rule, steady(load, state.wanted), 7.0 * number)
         assert max(1, least) <= state.wanted <= rule.most
+
+
+def row(state: str = "serving", used: int = 0, running: int = 0, number: int = 0) -> InstanceRow:
+    """An instance of 100 blocks."""
+    return InstanceRow(f"i{number}", state, blocks_total=100, blocks_used=used, running=running)
+
+
+def test_instances_that_leave_or_failed_are_not_counted() -> None:
+    assert counted([row(), row("starting"), row("draining"), row("failed")]) == 2
+
+
+def test_the_survivors_hold_what_is_there_and_what_it_may_grow_by() -> None:
+    assert one_less_holds([row(used=30, running=3), row(used=20, running=2)])
+    assert not one_less_holds([row(used=31, running=3), row(used=20, running=2)])
+    assert not one_less_holds([row(used=30, running=3), row(used=20, running=3)])
+
+
+@pytest.mark.parametrize(
+    ("instances", "wanted", "order"),
+    [
+        ([row()], 1, None),
+        ([row()], 3, ScalingOrder(2, [])),
+        ([row(), row("starting")], 1, ScalingOrder(-1, [])),
+        ([row(), row("draining")], 1, None),
+        ([row(), row("failed", number=7)], 1, ScalingOrder(0, ["i7"])),
+        ([row(), row("failed", number=7)], 2, ScalingOrder(1, ["i7"])),
+    ],
+)
+def test_one_order_leads_towards_the_number_that_is_wanted(
+    instances: list[InstanceRow], wanted: int, order: ScalingOrder | None
+) -> None:
+    assert next_order(instances, wanted) == order

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 Kind = Literal["concurrency", "rps"]
 Reason = Literal["load", "min", "max", "schedule", "room"]
@@ -28,6 +28,8 @@ FASTEST = 10
 """Times as many as are ready at most, in one step."""
 COOLDOWN_S = 30.0
 """Least time from the last change to a step down."""
+GROWTH = 10.0
+"""Blocks by which each request could still grow on the survivors of a step down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class Window:
     def rate(self, now: float, span_s: float) -> float:
         """Mean arrivals a second in the last `span_s`."""
         return sum(one.arrivals * _part(one, now, span_s) for one in self._samples) / span_s
+
+    def load(self, kind: Kind, now: float, span_s: float) -> float:
+        """What a rule of that kind counts, in the last `span_s`."""
+        return (self.concurrency if kind == "concurrency" else self.rate)(now, span_s)
 
 
 def _part(sample: Sample, now: float, span_s: float) -> float:
@@ -147,3 +153,50 @@ def _step_down(before: Scaling, rule: ScalingRule, wanted: int, demand: Demand, 
         return rule.most
     steady = demand.ready >= before.wanted and now - before.changed_at >= COOLDOWN_S
     return max(wanted, before.wanted - 1) if steady and demand.holds else before.wanted
+
+
+class InstanceLoad(Protocol):
+    """What counts here of one instance, as the deployment reports it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def blocks_total(self) -> int: ...
+    @property
+    def blocks_used(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+
+
+def counted(instances: Sequence[InstanceLoad]) -> int:
+    """How many of a deployment's instances serve, or will."""
+    return sum(one.state not in ("draining", "failed") for one in instances)
+
+
+def one_less_holds(instances: Sequence[InstanceLoad]) -> bool:
+    """Whether the blocks of all but the largest instance hold the requests that are there, and what
+    these may still grow by."""
+    used = sum(one.blocks_used for one in instances)
+    most = max(one.blocks_total for one in instances)
+    left = sum(one.blocks_total for one in instances) - most - used
+    return left >= GROWTH * sum(one.running + one.waiting for one in instances)
+
+
+class ScalingOrder(NamedTuple):
+    """What the deployment is asked to do next."""
+
+    more: int
+    """Instances to add; negative: one is to be drained."""
+    failed: Sequence[str]
+    """Instances to take out first: the deployment has given them up."""
+
+
+def next_order(instances: Sequence[InstanceLoad], wanted: int) -> ScalingOrder | None:
+    """The step from these instances towards as many as are wanted; None: nothing is to be done."""
+    failed = [one.id for one in instances if one.state == "failed"]
+    more = wanted - counted(instances)
+    return ScalingOrder(more, failed) if failed or more else None

@@ -32,9 +32,13 @@ from kvmig.fleet.autoscale import (
     Demand,
     Sample,
     Scaling,
+    ScalingOrder,
     ScalingRule,
     Window,
+    counted,
     decide,
+    next_order,
+    one_less_holds,
 )
 from kvmig.fleet.capacity import STAY, STAY_S, Plan, Resident, Waiting, plan
 from kvmig.fleet.deployments import Watched
@@ -56,8 +60,6 @@ STARTS = 9
 """Of which the median is told to clients that wait."""
 PAUSE_S = 10.0
 """After an order about instances that was refused, or one that has failed."""
-GROWTH = 10.0
-"""Blocks by which each request could still grow on the survivors of a step down."""
 WANT_S = 2.0
 """A proxy repeats that somebody waits within it."""
 
@@ -541,53 +543,55 @@ class Models:
     # -- instances
 
     def _scale(self, model: Model, now: float) -> None:
-        spec, watched = model.wanted.spec, model.watched
-        if watched is None or model.life.state != "serving":
+        watched = model.watched
+        if watched is None or not self._scales(model, watched):
             return
-        rows = watched.told.data
-        counted = [one for one in rows if one.state not in ("draining", "failed")]
-        failed = [one.id for one in rows if one.state == "failed"]
-        if spec.instances.target_kind == "freeness" or not counted or spec.name in self._placed:
-            return
-        rule = scaling_rule(spec)
-        kind = rule.kind
-        measure = model.window.concurrency if kind == "concurrency" else model.window.rate
-        used = sum(one.blocks_used for one in rows)
-        most = max(one.blocks_total for one in rows)
-        left = sum(one.blocks_total for one in rows) - most - used
-        batch = sum(one.running + one.waiting for one in rows)
-        demand = Demand(
-            ready=watched.serving,
-            stable=measure(now, STABLE_S),
-            panic=measure(now, PANIC_S),
-            holds=left >= GROWTH * batch,
-            floor=self._floor(spec),
-            room=max(len(counted), model.scaling.wanted) + self._plan.free // max(1, model.claim),
-        )
-        decided = decide(model.scaling, rule, demand, now)
-        if decided.why and decided != model.scaling and decided.wanted != model.scaling.wanted:
-            way = "up" if decided.wanted > model.scaling.wanted else "down"
+        before = model.scaling
+        rule, demand = scaling_rule(model.wanted.spec), self._demand(model, watched, now)
+        model.scaling = decided = decide(before, rule, demand, now)
+        if decided.wanted != before.wanted:
+            way = "up" if decided.wanted > before.wanted else "down"
             model.scaled[way, decided.reason] += 1
             self._note(model, decided.why)
-        model.scaling = decided
-        if model.ordering is not None and not model.ordering.done():
+        order = next_order(watched.told.data, decided.wanted)
+        if order is None or (model.ordering is not None and not model.ordering.done()):
             return
-        if failed or decided.wanted != len(counted):
-            work = self._set_instances(model, watched, decided.wanted - len(counted), failed)
-            model.ordering = asyncio.create_task(work, name=f"scale {model.wanted.name}")
+        work = self._set_instances(model, watched, order)
+        model.ordering = asyncio.create_task(work, name=f"scale {model.wanted.name}")
 
-    async def _set_instances(
-        self, model: Model, watched: Watched, more: int, failed: Sequence[str]
-    ) -> None:
-        """One step. failed: given up by the deployment; another one takes the place later."""
+    def _scales(self, model: Model, watched: Watched) -> bool:
+        """Whether the number of its instances is decided here, and can be decided now."""
+        spec = model.wanted.spec
+        return (
+            model.life.state == "serving"
+            and spec.instances.target_kind != "freeness"
+            and spec.name not in self._placed
+            and counted(watched.told.data) > 0
+        )
+
+    def _demand(self, model: Model, watched: Watched, now: float) -> Demand:
+        spec, rows = model.wanted.spec, watched.told.data
+        kind = scaling_rule(spec).kind
+        most = max(counted(rows), model.scaling.wanted)
+        return Demand(
+            ready=watched.serving,
+            stable=model.window.load(kind, now, STABLE_S),
+            panic=model.window.load(kind, now, PANIC_S),
+            holds=one_less_holds(rows),
+            floor=self._floor(spec),
+            room=most + self._plan.free // max(1, model.claim),
+        )
+
+    async def _set_instances(self, model: Model, watched: Watched, order: ScalingOrder) -> None:
+        """One step. Another instance takes the place of a failed one later."""
         try:
-            if failed:
-                for instance in failed:
+            if order.failed:
+                for instance in order.failed:
                     self._note(model, f"instance {instance} has failed, and is taken out")
                     await watched.drain(instance)
                 await asyncio.sleep(PAUSE_S)
-            elif more > 0:
-                await watched.add(more)
+            elif order.more > 0:
+                await watched.add(order.more)
             else:
                 await self._drain_one(watched)
         except StartupError as error:

@@ -171,52 +171,87 @@ def memory_flags(
     weights: int,
     arena: int = 0,
 ) -> list[str]:
-    """vLLM flags that share the machine's memory among instances; [] if the user said how.
+    """vLLM flags that share the machine's memory among instances; none that the user has given.
 
-    A number of blocks (--num-gpu-blocks-override) says nothing about memory: with it alone
-    vLLM still wants its whole share free.
+    |                    | --gpu-memory-utilization  | --kv-cache-memory-bytes     |
+    |--------------------|---------------------------|-----------------------------|
+    | on GPUs            | part of a GPU, if shared, | -                           |
+    |                    | unless a size is given    |                             |
+    | on GPUs, in units  | GPU_FREE_SHARE            | the arena                   |
+    | on a CPU           | -                         | part of the memory,         |
+    |                    |                           | unless a share is given     |
+    | on a CPU, in units | -                         | the arena                   |
+
+    A number of blocks (--num-gpu-blocks-override) says nothing about memory: with it alone vLLM
+    still wants its whole share free.
 
     kv_bytes: --kv-cache-memory-bytes, if given: a worker's; workers: of each instance;
     weights: bytes of the model on disk. arena: KV cache that instances share with others, which
     is no part of theirs; 0: they don't. Raises ConfigError if there isn't enough.
     """
-    by_share = any(word.split("=")[0] == "--gpu-memory-utilization" for word in argv)
-    total = sum(workers)
-    if gpu_count and arena:
-        flags = [] if by_share else ["--gpu-memory-utilization", GPU_FREE_SHARE]
-        return flags if kv_bytes is not None else [*flags, "--kv-cache-memory-bytes", str(arena)]
+    share_given = any(word.split("=")[0] == "--gpu-memory-utilization" for word in argv)
     if gpu_count:
-        per_gpu = -(-total // gpu_count)
-        if by_share or kv_bytes is not None or per_gpu == 1:
-            return []
-        return ["--gpu-memory-utilization", f"{GPU_SHARE / per_gpu:.3f}"]
-    fixed = [fixed_memory(count, weights) for count in workers]
-    space = environment.get("VLLM_CPU_KVCACHE_SPACE", "")
-    kv = int(space) * GIB if kv_bytes is None and space.isdecimal() else kv_bytes
+        per_gpu = -(-sum(workers) // gpu_count)
+        return _gpu_flags(per_gpu, arena, share_given, size_given=kv_bytes is not None)
+    given = kv_bytes
+    if given is None and (space := environment.get("VLLM_CPU_KVCACHE_SPACE", "")).isdecimal():
+        given = int(space) * GIB
     if arena:
-        if sum(fixed) > available:
-            raise ConfigError(
-                f"not enough memory for {len(workers)} instances: each needs"
-                f" {max(fixed) / GIB:.1f} GiB beside its KV cache and {available / GIB:.1f} GiB are"
-                " available, lower --instances"
-            )
-        return [] if kv is not None else ["--kv-cache-memory-bytes", str(arena)]
-    if kv is None:
-        if by_share:
-            return []
-        kv = min(CPU_KV_MOST, int((available - sum(fixed)) * CPU_KV_SHARE / total))
-        flags = ["--kv-cache-memory-bytes", str(kv)]
-    else:
-        flags = []
-    least = CPU_KV_LEAST if flags else 0  # what a given size holds the engine knows
-    if kv < least or sum(fixed) + total * kv > available:
-        need = max(fixed) + max(workers) * max(kv, least)
+        _check_fixed(workers, weights, available)
+        return [] if given is not None else _size_flag(arena)
+    if given is not None:
+        # The engine knows what a given size holds.
+        _check_memory(workers, weights, available, given, least=0)
+        return []
+    if share_given:
+        return []
+    fixed = sum(fixed_memory(count, weights) for count in workers)
+    part = min(CPU_KV_MOST, int((available - fixed) * CPU_KV_SHARE / sum(workers)))
+    _check_memory(workers, weights, available, part, least=CPU_KV_LEAST)
+    return _size_flag(part)
+
+
+def _gpu_flags(per_gpu: int, arena: int, share_given: bool, *, size_given: bool) -> list[str]:
+    """per_gpu: workers on each GPU."""
+    if arena:
+        share = [] if share_given else _share_flag(GPU_FREE_SHARE)
+        return share if size_given else [*share, *_size_flag(arena)]
+    if share_given or size_given or per_gpu == 1:
+        return []
+    return _share_flag(f"{GPU_SHARE / per_gpu:.3f}")
+
+
+def _share_flag(share: str) -> list[str]:
+    return ["--gpu-memory-utilization", share]
+
+
+def _size_flag(kv_bytes: int) -> list[str]:
+    return ["--kv-cache-memory-bytes", str(kv_bytes)]
+
+
+def _check_fixed(workers: Sequence[int], weights: int, available: int) -> None:
+    """Whether instances fit, whose KV cache is no part of this. Raises ConfigError."""
+    fixed = [fixed_memory(count, weights) for count in workers]
+    if sum(fixed) > available:
+        raise ConfigError(
+            f"not enough memory for {len(workers)} instances: each needs"
+            f" {max(fixed) / GIB:.1f} GiB beside its KV cache and {available / GIB:.1f} GiB are"
+            " available, lower --instances"
+        )
+
+
+def _check_memory(
+    workers: Sequence[int], weights: int, available: int, kv_bytes: int, *, least: int
+) -> None:
+    """Whether instances fit. kv_bytes: of a worker, which must have `least`. Raises ConfigError."""
+    fixed = [fixed_memory(count, weights) for count in workers]
+    if kv_bytes < least or sum(fixed) + sum(workers) * kv_bytes > available:
+        need = max(fixed) + max(workers) * max(kv_bytes, least)
         raise ConfigError(
             f"not enough memory for {len(workers)} instances: each needs {need / GIB:.1f} GiB and "
             f"{available / GIB:.1f} GiB are available, lower --instances or "
             "--kv-cache-memory-bytes"
         )
-    return flags
 
 
 def fixed_memory(workers: int, weights: int) -> int:

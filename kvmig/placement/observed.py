@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,35 +94,15 @@ def adopted(placement: Placement, rows: Rows) -> dict[str, dict[str, str]]:
 
     Only a host's CPUs can be meant by several units. Raises ConfigError where no unit is left.
     """
-    models = placement.models()
-    size = {name: one.held_bytes + one.kv_bytes for name, one in models.items()}
     there = [(name, row) for name, listed in rows.items() for row in listed
              if row.state != "failed"]  # fmt: skip
     homeless = [(name, row.id) for name, row in there if not row.unit]
+    size = {name: one.held_bytes + one.kv_bytes for name, one in placement.models().items()}
     room = Counter({one.called: one.memory_bytes for one in placement.units})
     for name, row in there:
         room[row.unit] -= size[name]
-    looks = itertools.count()
-
-    def units_from(at: int, taken: frozenset[Slot], room: Counter[str]) -> list[str] | None:
-        """For homeless ones from the at-th on."""
-        if at == len(homeless):
-            return []
-        name = homeless[at][0]
-        wanted_first = sorted(
-            (one for one in placement.units if not one.gpus),
-            key=lambda unit: all(one.name != name for one in unit.models),
-        )
-        for unit in (one.called for one in wanted_first):
-            if (name, unit) in taken or room[unit] < size[name] or next(looks) > MOST_LOOKS:
-                continue
-            less = Counter(room)
-            less[unit] -= size[name]
-            if (rest := units_from(at + 1, taken | {(name, unit)}, less)) is not None:
-                return [unit, *rest]
-        return None
-
-    units = units_from(0, frozenset((name, row.unit) for name, row in there), room)
+    search = _UnitSearch(placement, [name for name, _ in homeless], size)
+    units = search.units_from(0, frozenset((name, row.unit) for name, row in there), room)
     if units is None:
         listed = ", ".join(f"{name} {one}" for name, one in homeless)
         raise ConfigError(
@@ -133,6 +112,51 @@ def adopted(placement: Placement, rows: Rows) -> dict[str, dict[str, str]]:
     for (name, one), unit in zip(homeless, units, strict=True):
         found[name][one] = unit
     return found
+
+
+class _UnitSearch:
+    """Finds a unit for each of some instances, by backtracking."""
+
+    def __init__(
+        self, placement: Placement, homeless: Sequence[str], size: Mapping[str, int]
+    ) -> None:
+        """homeless: the models of the instances. size: bytes of an instance, by model."""
+        self._hosts = [one for one in placement.units if not one.gpus]
+        self._homeless = homeless
+        self._size = size
+        self._looks = 0
+
+    def units_from(
+        self, at: int, taken: frozenset[Slot], room: Mapping[str, int]
+    ) -> list[str] | None:
+        """Units for the instances from the at-th on; None: there is no way to place them all.
+
+        taken: where models have an instance. room: bytes that are left, by unit.
+        """
+        if at == len(self._homeless):
+            return []
+        name = self._homeless[at]
+        for unit in self._candidates(name):
+            if (name, unit) in taken or room[unit] < self._size[name] or self._tired():
+                continue
+            left = {**room, unit: room[unit] - self._size[name]}
+            rest = self.units_from(at + 1, taken | {(name, unit)}, left)
+            if rest is not None:
+                return [unit, *rest]
+        return None
+
+    def _candidates(self, name: str) -> list[str]:
+        """Units by name, first those for which the placement has the model."""
+        wanted_first = sorted(
+            self._hosts, key=lambda unit: all(one.name != name for one in unit.models)
+        )
+        return [one.called for one in wanted_first]
+
+    def _tired(self) -> bool:
+        """Whether it has looked often enough."""
+        tired = self._looks > MOST_LOOKS
+        self._looks += 1
+        return tired
 
 
 def observed(placement: Placement, rows: Rows) -> Observed:
