@@ -25,12 +25,11 @@ from bench import report
 from bench.mux import small
 from bench.mux.small import Policy
 from bench.report import Target
-from kvmig.engines.gate import PARTS
+from kvmig.engines.gate import PARTS, ComputeShares
 from kvmig.engines.vllm import flags
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.problem import Member, Unit, cluster_of
 from kvmig.placement.step_costs import Device
-from kvmig.sharing.policies import Shares
 from kvmig_tools.sim.mux import Load
 from kvmig_tools.sim.unit import parts
 
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = estimator.cluster.device
     quotas = {one.name: part.kv_bytes for one, part in zip(MODELS, expected, strict=True)}
     shares = {
-        one.name: Shares(PARTS, parts(part.share))
+        one.name: ComputeShares(PARTS, parts(part.share))
         for one, part in zip(MODELS, expected, strict=True)
     }
     loads = small.loads(MODELS, seconds)

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.executor import Executor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvmig.engines.gate import NOTHING, PARTS, Grant, Want
+from kvmig.engines.gate import PARTS, ComputeShares, StepGrant, StepKind, StepRequest
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.core import StepCore
@@ -33,8 +34,7 @@ from kvmig.engines.vllm.phase import Phase
 from kvmig.models import BUNDLED
 from kvmig.placement.step_costs import Device, StepCost
 from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use
-from kvmig.sharing.policies import Kind, Shares
-from kvmig.sharing.step_scheduler import Answer, Turns
+from kvmig.sharing.step_scheduler import Turns
 from kvmig_tools.sim.unit import MOST_SEQUENCES, PREFILL_TOKENS, SHARED, Crowd
 
 BLOCK_TOKENS = 32
@@ -123,17 +123,17 @@ class Pass:
         self.answers = 0
         self.alone = False
         self.on_answer: Callable[[], None] = lambda: None
-        self.granted: Grant | None = None
+        self.granted: StepGrant | None = None
 
-    def ask(self, want: Want) -> None:
+    def ask(self, want: StepRequest) -> None:
         """It was."""
 
-    def answer(self) -> Grant | None:
+    def answer(self) -> StepGrant | None:
         """What the unit has granted."""
         grant, self.granted = self.granted, None
         return grant
 
-    def again(self) -> Grant | None:
+    def again(self) -> StepGrant | None:
         """Each step is granted anew."""
         return None
 
@@ -219,7 +219,7 @@ class VirtualEngine:
         self.core.add(request)
         self.core._handle_client_request(*self.core.input_queue.get_nowait())
 
-    def step(self, grant: Grant) -> Batch:
+    def step(self, grant: StepGrant) -> Batch:
         """One step of vLLM's, now; what it was given."""
         self.gate.granted, self.came = grant, []
         self.worker.batch = Batch()
@@ -252,7 +252,7 @@ class Seen:
     preempted: Mapping[str, int]
     held: Mapping[str, float]
     """Mean bytes that each engine's requests held while requests came."""
-    job_seconds: Mapping[tuple[str, Kind], float]
+    job_seconds: Mapping[tuple[str, StepKind], float]
     steps: int
     shares: dict[str, float] = field(default_factory=dict)
     """Of `held`."""
@@ -266,7 +266,7 @@ class VirtualUnit:
         device: Device,
         gpus: int,
         engines: Iterable[VirtualEngine],
-        shares: Mapping[str, Shares],
+        shares: Mapping[str, ComputeShares],
         quotas: Mapping[str, float],
         policy: str,
         rule: str,
@@ -339,10 +339,10 @@ class VirtualUnit:
         for name, engine in self.engines.items():
             if name not in self._busy:
                 self._make_room(engine)
-                want = engine.phase.want()
-                self._turns.ask(name, next(self._numbers), NOTHING if want.nothing else want)
-        for answer in self._turns.grants(self.now):
-            self._begin(answer)
+                request = replace(engine.phase.want(), number=next(self._numbers))
+                self._turns.ask(name, request)
+        for name, grant in self._turns.grants(self.now).items():
+            self._begin(self.engines[name], grant)
 
     def _make_room(self, engine: VirtualEngine) -> None:
         if self._rule == SHARED:
@@ -351,24 +351,22 @@ class VirtualUnit:
             free = self._quotas[engine.name] - engine.held_bytes
         engine.may_take(free)
 
-    def _begin(self, answer: Answer) -> None:
-        engine = self.engines[answer.member]
+    def _begin(self, engine: VirtualEngine, grant: StepGrant) -> None:
         self._make_room(engine)  # others have begun meanwhile
-        batch = engine.step(answer.grant)
+        batch = engine.step(grant)
         self._steps += 1
         seconds = LOST_S
         if batch.prompt_tokens or batch.decodes:
-            share = (answer.grant.parts or PARTS) / PARTS
+            share = (grant.parts or PARTS) / PARTS
             cache = batch.context * engine.token_bytes
             reads = 0 if batch.prompt_tokens else engine.weights + cache
             alone = job_s(engine.cost, batch, share)
             seconds = self._crowd.begin(engine.name, alone, self._turns.booked, reads)
         self._busy.add(engine.name)
         came = engine.came
-        self._at(self.now + seconds, lambda: self._end(answer, came))
+        self._at(self.now + seconds, lambda: self._end(engine, grant, came))
 
-    def _end(self, answer: Answer, came: list[tuple[str, bool]]) -> None:
-        engine = self.engines[answer.member]
+    def _end(self, engine: VirtualEngine, grant: StepGrant, came: list[tuple[str, bool]]) -> None:
         self._crowd.end(engine.name)
         for name, finished in came:
             told = engine.told[name]
@@ -377,7 +375,7 @@ class VirtualUnit:
             if finished:
                 told.finished = self.now
         self._busy.discard(engine.name)
-        self._turns.done(engine.name, answer.number, self.now)
+        self._turns.done(engine.name, grant.number, self.now)
 
     def _adapt(self) -> None:
         """Quotas by the live rule, as long as anything is here."""

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvmig.core.config import UnitConfig
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.gate import UnitShares
 from kvmig.engines.vllm.kind import VllmKind
 from kvmig.kernels import driver
 from kvmig.kernels.driver import Driver
@@ -97,16 +97,12 @@ def main(words: Sequence[str]) -> int:
         load(kind)
 
     def make_on_gpu(
-        kind: VllmKind,
-        argv: list[str],
-        unit_tokens: int,
-        shared: bool = False,
-        shares: UnitShares | None = None,
+        kind: VllmKind, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
         if (told := folder / ENVIRONMENT).exists():
             os.environ.update(json.loads(told.read_text()))
-        put_on_gpu("--async-scheduling" in argv, shared)
-        made = make(kind, argv, unit_tokens, shared, shares)
+        put_on_gpu("--async-scheduling" in argv, unit is not None)
+        made = make(kind, argv, unit_tokens, unit)
         (folder / f"engine {os.getpid()}").write_text(json.dumps(words_of(made)))
         return made
 

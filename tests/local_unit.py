@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvmig.engines.gate import Want
-from kvmig.sharing.policies import Shares
+from kvmig.engines.gate import ComputeShares, StepGrant, StepRequest
 from kvmig.sharing.step_gate import UnitGate
-from kvmig.sharing.step_scheduler import Answer, Turns
+from kvmig.sharing.step_scheduler import Turns
 
 
 class LocalUnit:
@@ -20,11 +19,11 @@ class LocalUnit:
         self.turns = Turns(policy, 60.0)
         self.silent = False
         self.gates: dict[str, UnitGate] = {}
-        self.told: list[Answer] = []
-        """Every grant, in order."""
+        self.told: list[tuple[str, StepGrant]] = []
+        """Every grant and its member, in order."""
         self._lock = threading.RLock()
 
-    def join(self, member: str, shares: Shares, limit_s: float = 10.0) -> UnitGate:
+    def join(self, member: str, shares: ComputeShares, limit_s: float = 10.0) -> UnitGate:
         """The gate of a new member."""
         with self._lock:
             self.turns.join(member, shares)
@@ -43,8 +42,8 @@ class LocalUnit:
                 one.crowd(alone=len(self.gates) == 1)
         self._act(lambda: None)
 
-    def _ask(self, member: str, number: int, want: Want) -> None:
-        self._act(lambda: self.turns.ask(member, number, want))
+    def _ask(self, member: str, request: StepRequest) -> None:
+        self._act(lambda: self.turns.ask(member, request))
 
     def _done(self, member: str, number: int) -> None:
         self._act(lambda: self.turns.done(member, number, time.monotonic()))
@@ -52,10 +51,10 @@ class LocalUnit:
     def _act(self, what: Callable[[], None]) -> None:
         with self._lock:
             what()
-            answers = [] if self.silent else self.turns.grants(time.monotonic())
-            recalls = [] if self.silent else self.turns.recalls(time.monotonic())
-            self.told += answers
-            for answer in answers:
-                self.gates[answer.member].heard(answer.number, answer.grant)
-            for recall in recalls:
-                self.gates[recall.member].recalled(recall.number)
+            grants = {} if self.silent else self.turns.grants(time.monotonic())
+            recalls = {} if self.silent else self.turns.recalls(time.monotonic())
+            self.told += grants.items()
+            for name, grant in grants.items():
+                self.gates[name].heard(grant)
+            for name, number in recalls.items():
+                self.gates[name].recalled(number)

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
-from kvmig.engines.gate import PARTS
-from kvmig.sharing.policies import OVERBOOKED, POLICIES, Gate, Job, Shares, Want
+from kvmig.engines.gate import PARTS, ComputeShares, StepRequest
+from kvmig.sharing.policies import OVERBOOKED, POLICIES, Gate, Job
 
-BOTH = Want(prompt=0.0, decode=0.0)
-DECODES = Want(prompt=None, decode=0.0)
-PROMPTS = Want(prompt=0.0, decode=None)
+BOTH = StepRequest(prompt_tokens=1, decodes=1)
+DECODES = StepRequest(prompt_tokens=0, decodes=1)
+PROMPTS = StepRequest(prompt_tokens=1, decodes=0)
 
 
 def gate(policy: str = "adbs", **decode: int) -> Gate:
-    return Gate(policy, {name: Shares(PARTS, parts) for name, parts in decode.items()})
+    return Gate(policy, {name: ComputeShares(PARTS, parts) for name, parts in decode.items()})
 
 
 def test_prompts_go_first_and_take_turns() -> None:
@@ -82,8 +82,8 @@ def test_an_end_that_was_counted_already_ends_nothing_else() -> None:
 
 def test_fcfs_does_one_thing_at_a_time_for_the_oldest_request() -> None:
     it = gate("fcfs", a=4, b=4)
-    it.want("a", Want(prompt=None, decode=5.0))
-    it.want("b", Want(prompt=None, decode=2.0))
+    it.want("a", StepRequest(prompt_tokens=0, decodes=1, oldest_decode=5.0))
+    it.want("b", StepRequest(prompt_tokens=0, decodes=1, oldest_decode=2.0))
     (only,) = it.grants()
     assert only == Job("b", "decode", PARTS)
 
@@ -113,7 +113,13 @@ def test_without_a_gate_everybody_goes_at_once() -> None:
     assert [one.kind for one in it.grants()] == ["prefill"] * 4
 
 
-wants = st.builds(Want, st.none() | st.floats(0, 9), st.none() | st.floats(0, 9))
+wants = st.builds(
+    StepRequest,
+    prompt_tokens=st.integers(0, 1),
+    decodes=st.integers(0, 1),
+    oldest_prompt=st.floats(0, 9),
+    oldest_decode=st.floats(0, 9),
+)
 events = st.lists(
     st.tuples(st.sampled_from("abcd"), st.sampled_from(["want", "done", "left"]), wants),
     max_size=60,
@@ -123,7 +129,7 @@ parts = st.fixed_dictionaries({name: st.integers(1, 10) for name in "abcd"})
 
 @given(policy=st.sampled_from(sorted(POLICIES)), decode=parts, events=events)
 def test_whatever_happens_a_model_has_one_job_and_the_sms_are_booked_as_allowed(
-    policy: str, decode: dict[str, int], events: list[tuple[str, str, Want]]
+    policy: str, decode: dict[str, int], events: list[tuple[str, str, StepRequest]]
 ) -> None:
     it = gate(policy, **decode)
     for model, what, want in events:

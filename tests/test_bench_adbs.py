@@ -60,8 +60,8 @@ def test_a_step_takes_what_the_costs_say_and_decodes_ride_along_with_prompts() -
 
 @pytest.mark.long
 def test_requests_of_two_engines_take_turns_and_all_end() -> None:
+    from kvmig.engines.gate import ComputeShares
     from kvmig.engines.vllm import flags
-    from kvmig.sharing.policies import Shares
 
     device = load("a100-80g")
     quotas = {"a": 8e9, "b": 8e9}
@@ -71,7 +71,7 @@ def test_requests_of_two_engines_take_turns_and_all_end() -> None:
         from bench.virtual_gpu import Coming, VirtualEngine, VirtualUnit
 
         engines = [VirtualEngine(name, "llama-7b", device, 4, 16e9) for name in quotas]
-    shares = dict.fromkeys(quotas, Shares(10, 4))
+    shares = dict.fromkeys(quotas, ComputeShares(10, 4))
     unit = VirtualUnit(device, 4, engines, shares, quotas, "adbs", "kvmig")
     seen = unit.run([Coming(0.1 * at, "ab"[at % 2], 200, 50 + at) for at in range(40)])
     assert all(

@@ -12,19 +12,27 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvmig.engines.entrance import Entrance
-from kvmig.engines.gate import EVERYTHING, NOTHING, PARTS, Grant, Want
-from kvmig.sharing.policies import POLICIES, Shares
+from kvmig.engines.gate import (
+    EVERYTHING,
+    NOTHING,
+    PARTS,
+    ComputeShares,
+    StepGrant,
+    StepRequest,
+)
+from kvmig.sharing.policies import POLICIES
 from kvmig.sharing.step_gate import UnitGate
 from kvmig.sharing.step_scheduler import Turns
 from tests.local_unit import LocalUnit
 
-PROMPTS = Want(100, 0, oldest_prompt=1.0)
-DECODES = Want(0, 3, oldest_decode=1.0)
-BOTH = Want(100, 3, 1.0, 1.0)
-DECODE = Grant(prompts=False, decodes=True)
-STANDING = Grant(prompts=False, decodes=True, stands=True)
+PROMPTS = StepRequest(prompt_tokens=100, decodes=0, oldest_prompt=1.0)
+DECODES = StepRequest(prompt_tokens=0, decodes=3, oldest_decode=1.0)
+BOTH = StepRequest(prompt_tokens=100, decodes=3, oldest_prompt=1.0, oldest_decode=1.0)
+DECODE = StepGrant(prompts=False, decodes=True)
+STANDING = StepGrant(prompts=False, decodes=True, stands=True)
 
 
 class Gate:
@@ -35,20 +43,20 @@ class Gate:
         self.waited_s = 0.0
         self.on_answer: Callable[[], None] = lambda: None
         self.alone = False
-        self.asked: list[Want] = []
+        self.asked: list[StepRequest] = []
         self.ended = 0
-        self.next: Grant | None = None
-        self.standing: Grant | None = None
+        self.next: StepGrant | None = None
+        self.standing: StepGrant | None = None
 
-    def ask(self, want: Want) -> None:
+    def ask(self, want: StepRequest) -> None:
         self.asked.append(want)
 
-    def answer(self) -> Grant | None:
+    def answer(self) -> StepGrant | None:
         grant, self.next = self.next, None
         self.answers += grant is not None
         return grant
 
-    def again(self) -> Grant | None:
+    def again(self) -> StepGrant | None:
         return self.standing
 
     def done(self) -> None:
@@ -208,21 +216,24 @@ def test_an_engine_that_can_compute_nothing_looks_ever_less_often() -> None:
 # -- numbers
 
 
+def answer_to(number: int, grant: StepGrant) -> StepGrant:
+    return replace(grant, number=number)
+
+
 class Wire:
     """What a gate sends."""
 
     def __init__(self) -> None:
-        self.wants: list[tuple[int, Want]] = []
+        self.wants: list[StepRequest] = []
         self.dones: list[int] = []
-        self.gate = UnitGate(lambda number, want: self.wants.append((number, want)),
-                             self.dones.append)  # fmt: skip
+        self.gate = UnitGate(self.wants.append, self.dones.append)
 
 
 def test_an_answer_to_a_question_that_was_taken_back_frees_its_parts_at_once() -> None:
     wire = Wire()
     wire.gate.ask(DECODES)
     wire.gate.ask(NOTHING)
-    wire.gate.heard(1, DECODE)
+    wire.gate.heard(answer_to(1, DECODE))
     assert wire.gate.answer() is None
     assert wire.dones == [1]
 
@@ -230,10 +241,10 @@ def test_an_answer_to_a_question_that_was_taken_back_frees_its_parts_at_once() -
 def test_an_answer_that_nobody_took_is_given_back_with_the_next_question() -> None:
     wire = Wire()
     wire.gate.ask(DECODES)
-    wire.gate.heard(1, DECODE)
+    wire.gate.heard(answer_to(1, DECODE))
     wire.gate.ask(BOTH)
     assert wire.dones == [1]
-    assert wire.wants[-1] == (2, BOTH)
+    assert wire.wants[-1] == replace(BOTH, number=2)
 
 
 def test_taking_back_what_was_never_asked_tells_nobody() -> None:
@@ -246,8 +257,8 @@ def standing() -> Wire:
     """One whose engine makes its first step with a grant that stands."""
     wire = Wire()
     wire.gate.ask(DECODES)
-    wire.gate.heard(1, STANDING)
-    assert wire.gate.answer() == STANDING
+    wire.gate.heard(answer_to(1, STANDING))
+    assert wire.gate.answer() == answer_to(1, STANDING)
     return wire
 
 
@@ -255,8 +266,8 @@ def test_a_grant_that_stands_is_good_for_steps_that_nobody_hears_of() -> None:
     wire = standing()
     for _ in range(3):
         wire.gate.done()
-        assert wire.gate.again() == STANDING
-    assert (wire.wants, wire.dones) == ([(1, DECODES)], [])
+        assert wire.gate.again() == answer_to(1, STANDING)
+    assert (wire.wants, wire.dones) == ([replace(DECODES, number=1)], [])
 
 
 def test_a_grant_that_is_called_back_between_two_steps_is_given_back_at_once() -> None:
@@ -279,9 +290,9 @@ def test_a_grant_that_is_called_back_in_a_step_is_given_back_at_its_end() -> Non
 def test_a_grant_that_is_called_back_before_it_was_taken_is_good_for_one_step() -> None:
     wire = Wire()
     wire.gate.ask(DECODES)
-    wire.gate.heard(1, STANDING)
+    wire.gate.heard(answer_to(1, STANDING))
     wire.gate.recalled(1)
-    assert wire.gate.answer() == DECODE
+    assert wire.gate.answer() == answer_to(1, DECODE)
     wire.gate.done()
     assert (wire.gate.again(), wire.dones) == (None, [1])
 
@@ -308,88 +319,89 @@ def test_a_grant_stands_no_more_once_its_agent_has_gone() -> None:
 def test_grants_of_decodes_stand_until_somebody_is_left_waiting() -> None:
     turns = Turns(job_s=5.0)
     for name in ("a", "b", "c"):
-        turns.join(name, Shares(10, 4))
+        turns.join(name, ComputeShares(10, 4))
     for name in ("a", "b"):
-        turns.ask(name, 1, DECODES)
-    assert [one.grant.stands for one in turns.grants(0.0)] == [True, True]
-    assert turns.recalls(0.0) == []
+        turns.ask(name, replace(DECODES, number=1))
+    assert [one.stands for one in turns.grants(0.0).values()] == [True, True]
+    assert turns.recalls(0.0) == {}
     assert turns.next_overdue() is None
-    turns.ask("c", 1, PROMPTS)
-    assert turns.grants(100.0) == []
-    assert turns.recalls(100.0) == [("a", 1), ("b", 1)]
-    assert turns.recalls(100.0) == [], "once"
+    turns.ask("c", replace(PROMPTS, number=1))
+    assert turns.grants(100.0) == {}
+    assert turns.recalls(100.0) == {"a": 1, "b": 1}
+    assert turns.recalls(100.0) == {}, "once"
     assert turns.next_overdue() == 105.0
     turns.done("a", 1, 100.1)
-    turns.ask("a", 2, DECODES)
+    turns.ask("a", replace(DECODES, number=2))
     turns.done("b", 1, 100.1)
-    (answer,) = turns.grants(100.1)
-    assert (answer.member, answer.grant.stands) == ("c", False)
+    ((member, grant),) = turns.grants(100.1).items()
+    assert (member, grant.stands) == ("c", False)
     turns.done("c", 1, 100.2)
-    assert [(one.member, one.grant.stands) for one in turns.grants(100.2)] == [("a", True)]
+    ((member, grant),) = turns.grants(100.2).items()
+    assert (member, grant.stands) == ("a", True)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "round-robin"])
 def test_where_one_computes_at_a_time_no_grant_stands_while_two_want(policy: str) -> None:
     turns = Turns(policy)
     for name in ("a", "b"):
-        turns.join(name, Shares(10, 4))
-        turns.ask(name, 1, DECODES)
-    (first,) = turns.grants(0.0)
-    assert not first.grant.stands
+        turns.join(name, ComputeShares(10, 4))
+        turns.ask(name, replace(DECODES, number=1))
+    (first,) = turns.grants(0.0).values()
+    assert not first.stands
 
 
 def test_a_member_that_dies_frees_its_parts() -> None:
     turns = Turns()
     for name in ("a", "b"):
-        turns.join(name, Shares(10, 10))
-        turns.ask(name, 1, PROMPTS)
-    (first,) = turns.grants(0.0)
-    assert (first.member, first.grant.prompts) == ("a", True)
+        turns.join(name, ComputeShares(10, 10))
+        turns.ask(name, replace(PROMPTS, number=1))
+    ((first, grant),) = turns.grants(0.0).items()
+    assert (first, grant.prompts) == ("a", True)
     turns.left("a")
-    assert [one.member for one in turns.grants(0.1)] == ["b"]
+    assert list(turns.grants(0.1)) == ["b"]
     assert turns.members == ["b"]
 
 
 def test_a_job_whose_end_nobody_says_ends_after_a_limit() -> None:
     turns = Turns(job_s=5.0)
     for name in ("a", "b"):
-        turns.join(name, Shares(10, 10))
-        turns.ask(name, 1, PROMPTS)
+        turns.join(name, ComputeShares(10, 10))
+        turns.ask(name, replace(PROMPTS, number=1))
     turns.grants(0.0)
     assert turns.next_overdue() == 5.0
-    assert turns.grants(4.9) == []
-    assert [one.member for one in turns.grants(5.0)] == ["b"]
+    assert turns.grants(4.9) == {}
+    assert list(turns.grants(5.0)) == ["b"]
     assert turns.overdue == 1
     turns.done("a", 1, 6.0)  # it lives again
-    turns.ask("a", 2, DECODES)
+    turns.ask("a", replace(DECODES, number=2))
     turns.done("b", 1, 6.0)
-    assert [one.member for one in turns.grants(6.0)] == ["a"]
+    assert list(turns.grants(6.0)) == ["a"]
     assert turns.job_seconds == {("a", "prefill"): 5.0, ("b", "prefill"): 1.0}
 
 
 def test_a_question_that_came_before_the_end_of_the_last_job_is_kept() -> None:
     turns = Turns()
-    turns.join("a", Shares(10, 4))
-    turns.ask("a", 1, DECODES)
+    turns.join("a", ComputeShares(10, 4))
+    turns.ask("a", replace(DECODES, number=1))
     turns.grants(0.0)
-    turns.ask("a", 2, BOTH)
-    assert turns.grants(0.1) == []
+    turns.ask("a", replace(BOTH, number=2))
+    assert turns.grants(0.1) == {}
     turns.done("a", 1, 0.2)
-    (again,) = turns.grants(0.2)
-    assert (again.number, again.grant.prompts) == (2, True)
+    (again,) = turns.grants(0.2).values()
+    assert (again.number, again.prompts) == (2, True)
 
 
 def test_turns_survive_who_comes_and_goes() -> None:
     turns = Turns("round-robin")
     for name in ("b", "d"):
-        turns.join(name, Shares(10, 10))
-    turns.ask("b", 1, DECODES)
+        turns.join(name, ComputeShares(10, 10))
+    turns.ask("b", replace(DECODES, number=1))
     turns.grants(0.0)
-    turns.join("a", Shares(10, 10))
-    turns.ask("a", 1, DECODES)
-    turns.ask("d", 1, DECODES)
+    turns.join("a", ComputeShares(10, 10))
+    turns.ask("a", replace(DECODES, number=1))
+    turns.ask("d", replace(DECODES, number=1))
     turns.done("b", 1, 1.0)
-    assert [one.member for one in turns.grants(1.0)] == ["d"]
+    assert list(turns.grants(1.0)) == ["d"]
 
 
 def test_engines_of_several_threads_never_book_too_much_and_always_get_their_turns() -> None:
@@ -420,7 +432,7 @@ def test_engines_of_several_threads_never_book_too_much_and_always_get_their_tur
         gate.ask(NOTHING)
 
     for name in "abc":
-        unit.join(name, Shares(10, 5))
+        unit.join(name, ComputeShares(10, 5))
     threads = [threading.Thread(target=engine, args=(one, random.Random(one))) for one in "abc"]
     for thread in threads:
         thread.start()
@@ -444,11 +456,11 @@ steps = st.lists(
 
 @given(policy=st.sampled_from(sorted(POLICIES)), steps=steps)
 def test_whatever_happens_what_is_granted_ends_and_everybody_gets_a_turn(
-    policy: str, steps: list[tuple[str, str, Want]]
+    policy: str, steps: list[tuple[str, str, StepRequest]]
 ) -> None:
     unit = LocalUnit(policy)
     for name, what, want in [*[(name, "join", BOTH) for name in "abc"], *steps]:
-        gate = unit.gates.get(name) or unit.join(name, Shares(10, 5))
+        gate = unit.gates.get(name) or unit.join(name, ComputeShares(10, 5))
         if what == "ask":
             gate.ask(want)
         elif what == "back":

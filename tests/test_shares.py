@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvmig.core.errors import ConfigError, KvmigError
-from kvmig.engines.gate import PARTS, UnitShares
+from kvmig.engines.gate import PARTS, ComputeShares
 from kvmig.engines.shares import PERCENTAGE, SmShares, groups_of, open_shares, place_in
 from kvmig.kernels.green import GreenStream, smallest_groups
 from tests import fake_gpu
@@ -48,7 +48,7 @@ def test_a_third_engine_begins_where_the_first_ends() -> None:
 
 def test_work_on_a_streams_share_takes_whole_groups_of_sms_rounded_down(gpu: FakeGpu) -> None:
     assert [group.sms for group in smallest_groups(gpu)] == [GROUP] * (SMS // GROUP)
-    shares = SmShares(gpu, UnitShares(8, 5))
+    shares = SmShares(gpu, ComputeShares(8, 5), "unit")
     assert {parts: stream.sms for parts, stream in shares.streams.items()} == {8: 32, 5: 16}
     for stream in shares.streams.values():
         assert len(gpu.sms(stream.handle)) == stream.sms
@@ -59,27 +59,27 @@ def test_engines_of_one_unit_take_other_sms_and_one_that_ends_leaves_its_own(gpu
     def sms(one: SmShares) -> set[int]:
         return gpu.sms(one.streams[4].handle)
 
-    first, second = (SmShares(gpu, UnitShares(10, 4, "unit")) for _ in range(2))
-    elsewhere = SmShares(gpu, UnitShares(10, 4, "another unit"))
+    first, second = (SmShares(gpu, ComputeShares(10, 4), "unit") for _ in range(2))
+    elsewhere = SmShares(gpu, ComputeShares(10, 4), "another unit")
     assert not sms(first) & sms(second)
     assert sms(first) == sms(elsewhere)
     left = sms(first)
     first.close()
-    again = SmShares(gpu, UnitShares(10, 4, "unit"))
+    again = SmShares(gpu, ComputeShares(10, 4), "unit")
     assert sms(again) == left
     for one in (second, elsewhere, again):
         one.close()
 
 
 def test_a_share_of_all_sms_needs_no_stream(gpu: FakeGpu) -> None:
-    shares = SmShares(gpu, UnitShares(10, 10))
+    shares = SmShares(gpu, ComputeShares(10, 10), "unit")
     assert shares.streams == {}
     shares.close()
 
 
 def test_a_share_smaller_than_the_smallest_group_is_refused_in_one_sentence(gpu: FakeGpu) -> None:
     with pytest.raises(ConfigError) as refused:
-        open_shares(gpu, UnitShares(8, 1))
+        open_shares(gpu, ComputeShares(8, 1), "unit")
     assert str(refused.value) == (
         "--unit-shares is 80,10: 10 % are less than the 8 SMs that this GPU gives at least,"
         " must be 20 or more"
@@ -90,13 +90,13 @@ def test_a_gpu_too_small_for_any_share_says_so(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVMIG_FAKE_SMS", "7")
-    told = open_shares(gpu, UnitShares(8, 4))
+    told = open_shares(gpu, ComputeShares(8, 4), "unit")
     assert told == "cuDevSmResourceSplitByCount: invalid resource configuration (CUDA error 915)"
 
 
 def test_without_mps_shares_limit_no_sms(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVMIG_FAKE_MPS")
-    told = open_shares(gpu, UnitShares(8, 4))
+    told = open_shares(gpu, ComputeShares(8, 4), "unit")
     assert told == "no daemon of MPS is there, so the engines on this GPU take turns"
 
 
@@ -104,7 +104,7 @@ def test_beside_a_percentage_of_mps_shares_limit_no_sms(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PERCENTAGE, "60")
-    told = open_shares(gpu, UnitShares(8, 4))
+    told = open_shares(gpu, ComputeShares(8, 4), "unit")
     assert told == f"{PERCENTAGE} is 60, which limits all of its steps alike"
 
 
@@ -124,7 +124,7 @@ def test_a_driver_without_such_streams_is_told_and_nothing_is_left_behind(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_library", Old(gpu._library))
-    told = open_shares(gpu, UnitShares(8, 4))
+    told = open_shares(gpu, ComputeShares(8, 4), "unit")
     assert told == "NVIDIA's driver is too old: it has no cuGreenCtxStreamCreate"
 
 
@@ -135,7 +135,7 @@ def test_a_driver_without_such_streams_is_told_and_nothing_is_left_behind(
 )  # fmt: skip
 def test_a_driver_that_fails_leaves_nothing_behind(gpu: FakeGpu, name: str) -> None:
     fake_gpu.fail(name)
-    assert str(open_shares(gpu, UnitShares(8, 4, "unit"))).startswith(name)
+    assert str(open_shares(gpu, ComputeShares(8, 4), "unit")).startswith(name)
     fake_gpu.fail("")
     with place_in("unit") as place:
         assert place == 0

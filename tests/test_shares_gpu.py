@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvmig.engines.gate import Grant, UnitShares
+from kvmig.core.config import UnitConfig
+from kvmig.engines.gate import StepGrant
 from kvmig.engines.vllm import serving, share_streams
 from kvmig.engines.vllm.share_streams import NO_SMS
 from kvmig.kernels.driver import Driver
@@ -24,9 +25,10 @@ from tests.vllm_side import Configuration, Side
 pytestmark = pytest.mark.engine
 
 SMS = 40
-SHARES = UnitShares(8, 4, "unit")
-PROMPTS = Grant(prompts=True, decodes=True, parts=SHARES.prefill)
-DECODES = Grant(prompts=False, decodes=True, parts=SHARES.decode)
+SHARES = (8, 4)
+UNIT = UnitConfig(path="unit", shares=SHARES)
+PROMPTS = StepGrant(prompts=True, decodes=True, parts=SHARES[0])
+DECODES = StepGrant(prompts=False, decodes=True, parts=SHARES[1])
 TAKEN = {"prompts": 32, "decodes": 16, "all": SMS}
 
 
@@ -86,12 +88,12 @@ def on_gpu(engines: Engines) -> Iterator[tuple[Side, Torch]]:
         side.engine._close_streams()
 
 
-def as_on_a_gpu(config: Any, wanted: UnitShares | None) -> Any:
+def as_on_a_gpu(config: Any, unit: UnitConfig | None) -> Any:
     told = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cuda"),
         compilation_config=config.compilation_config,
     )
-    return share_streams.streams_for(told, wanted)
+    return share_streams.streams_for(told, unit)
 
 
 @pytest.fixture
@@ -196,7 +198,7 @@ def test_an_engine_that_does_not_start_gives_its_sms_back(on_gpu: tuple[Side, To
 
     def start() -> None:
         compilation = SimpleNamespace(cudagraph_mode=None)
-        with as_on_a_gpu(SimpleNamespace(compilation_config=compilation), SHARES):
+        with as_on_a_gpu(SimpleNamespace(compilation_config=compilation), UNIT):
             assert fake_gpu.held()["greens"] == before["greens"] + 2
             raise RuntimeError("no model")
 
@@ -207,5 +209,5 @@ def test_an_engine_that_does_not_start_gives_its_sms_back(on_gpu: tuple[Side, To
 
 def test_an_engine_on_a_cpu_says_that_it_has_no_sms(on_gpu: tuple[Side, Torch]) -> None:
     config: Any = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
-    with share_streams.streams_for(config, SHARES) as told:
+    with share_streams.streams_for(config, UNIT) as told:
         assert told == NO_SMS

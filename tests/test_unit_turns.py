@@ -12,7 +12,7 @@ import pytest
 
 from kvmig.engines.base import KVUse
 from kvmig.engines.entrance import Entrance
-from kvmig.engines.gate import EVERYTHING, Grant, Want
+from kvmig.engines.gate import EVERYTHING, ComputeShares, StepGrant, StepRequest
 from kvmig.rpc.unix_packets import Packets
 from kvmig.sharing.lease_ledger import MIB, Claim
 from kvmig.sharing.member import UnitMember
@@ -20,21 +20,19 @@ from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
     Done,
-    Gated,
     Hello,
     Refused,
     encode,
     to_member,
 )
-from kvmig.sharing.policies import Shares
 from kvmig.sharing.step_gate import UnitGate
 from kvmig.sharing.step_scheduler import Turns
 from tests import unit_site
 from tests.unit_site import agent
 from tests.waiting import until
 
-PROMPTS = Want(100, 0, oldest_prompt=1.0)
-DECODES = Want(0, 3, oldest_decode=1.0)
+PROMPTS = StepRequest(prompt_tokens=100, decodes=0, oldest_prompt=1.0)
+DECODES = StepRequest(prompt_tokens=0, decodes=3, oldest_decode=1.0)
 PATIENCE_S = 20.0
 
 
@@ -45,7 +43,7 @@ async def resize(quota: int, limit: int) -> None:
 @contextlib.asynccontextmanager
 async def joined(path: Path, name: str, decode: int = 6) -> AsyncIterator[UnitGate]:
     claim = Claim("llama", 4 * MIB, 64 * MIB, MIB, 0)
-    shares = Shares(10, decode)
+    shares = ComputeShares(10, decode)
     one = UnitMember(
         str(path), name, claim, lambda: KVUse(0, 0, 0, 0), lambda on_use: None, resize, shares
     )
@@ -53,8 +51,8 @@ async def joined(path: Path, name: str, decode: int = 6) -> AsyncIterator[UnitGa
         yield one.gate
 
 
-async def grant_of(gate: UnitGate) -> Grant:
-    found: list[Grant] = []
+async def grant_of(gate: UnitGate) -> StepGrant:
+    found: list[StepGrant] = []
 
     def look() -> bool:
         grant = gate.answer()
@@ -151,13 +149,13 @@ async def test_an_agent_that_dies_lets_everybody_step(path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (Gated(11, 4), r"shares are \(11, 4\), must be 1 to 10"),
-        (Gated(4, 0), r"shares are \(4, 0\), must be 1 to 10"),
+        (ComputeShares(11, 4), r"shares are \(11, 4\), must be 1 to 10"),
+        (ComputeShares(4, 0), r"shares are \(4, 0\), must be 1 to 10"),
         (Done(1), "Done isn't expected before Gated"),
     ],
 )
 async def test_what_can_not_be_is_refused_in_one_sentence(
-    path: Path, message: Gated | Done, why: str
+    path: Path, message: ComputeShares | Done, why: str
 ) -> None:
     async with agent(path, turns=Turns()), joined(path, "a") as a:
         packets = Packets.connect(str(path), MOST_BYTES)

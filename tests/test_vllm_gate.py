@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvmig.engines.gate import EVERYTHING, Grant, Want
+from kvmig.engines.gate import EVERYTHING, ComputeShares, StepGrant, StepRequest
 from kvmig.engines.vllm.phase import Phase
-from kvmig.sharing.policies import Shares
 from tests.local_unit import LocalUnit
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, Pair, assert_same
 from tests.vllm_side import Side
 
 pytestmark = pytest.mark.engine
 
-ALL = Shares(10, 10)
+ALL = ComputeShares(10, 10)
 OTHER = [60 + number * number % 70 for number in range(200)]
 FAR = LONG[::-1]
 """It begins with nothing that another one begins with."""
@@ -37,7 +36,7 @@ async def gated(pair: Pair) -> AsyncIterator[tuple[Pair, LocalUnit]]:
 
 def share(unit: LocalUnit, pair: Pair, **limits: float) -> None:
     for name, side in (("a", pair.a), ("b", pair.b)):
-        side.engine.share(unit.join(name, Shares(10, 6), **limits))
+        side.engine.share(unit.join(name, ComputeShares(10, 6), **limits))
 
 
 async def settled(pair: Pair) -> None:
@@ -50,21 +49,21 @@ async def settled(pair: Pair) -> None:
 class Scripted:
     """A gate whose answers a test has written."""
 
-    def __init__(self, *grants: Grant, limit_s: float = 5.0) -> None:
+    def __init__(self, *grants: StepGrant, limit_s: float = 5.0) -> None:
         self.limit_s, self.alone, self.answers = limit_s, False, 0
         self.waited_s = 0.0
         self.on_answer = lambda: None
         self.grants = list(grants)
-        self.wants: list[Want] = []
+        self.wants: list[StepRequest] = []
         self.ended = 0
 
-    def ask(self, want: Want) -> None:
+    def ask(self, want: StepRequest) -> None:
         self.wants.append(want)
 
-    def answer(self) -> Grant | None:
+    def answer(self) -> StepGrant | None:
         return self.grants.pop(0) if self.grants else None
 
-    def again(self) -> Grant | None:
+    def again(self) -> StepGrant | None:
         return None
 
     def done(self) -> None:
@@ -74,8 +73,8 @@ class Scripted:
         pass
 
 
-PROMPTS = Grant(prompts=True, decodes=False)
-DECODES = Grant(prompts=False, decodes=True)
+PROMPTS = StepGrant(prompts=True, decodes=False)
+DECODES = StepGrant(prompts=False, decodes=True)
 
 
 @pytest.mark.parametrize("params", [SAMPLING["greedy"], SEEDED], ids=["greedy", "seeded"])
@@ -86,8 +85,8 @@ async def test_gated_engines_and_migrations_between_them_change_nothing(
     unmoved = await pair.unmoved(PROMPT, **params)
     share(unit, pair)
     assert_same(await pair.there_and_back(PROMPT, **params), unmoved)
-    assert {one.member for one in unit.told} == {"a", "b"}
-    assert {one.grant.prompts for one in unit.told} == {True, False}
+    assert {name for name, _ in unit.told} == {"a", "b"}
+    assert {grant.prompts for _, grant in unit.told} == {True, False}
     assert all(one.stands for one in unit.turns._running.values())
 
 
@@ -151,7 +150,7 @@ async def test_a_grant_that_comes_as_the_last_other_one_leaves_is_given_back(
     pair, _ = gated
 
     class Last(Scripted):
-        def answer(self) -> Grant | None:
+        def answer(self) -> StepGrant | None:
             self.alone = True
             return super().answer()
 
@@ -208,7 +207,8 @@ async def test_a_grant_of_few_tokens_makes_small_chunks_and_starves_no_decode(
     unmoved = await pair.unmoved(FAR)
     for number in range(2):
         await pair.run(pair.a, f"there {number}", PROMPT, until=1)
-    gate = Scripted(*[Grant(True, True, tokens=34)] * 2, *[Grant(True, True, tokens=1)] * 2)
+    few, one = (StepGrant(prompts=True, decodes=True, tokens=most) for most in (34, 1))
+    gate = Scripted(few, few, one, one)
     pair.a.engine.share(gate)
     pair.submit(pair.a, "long", FAR)
     await settled(pair)
@@ -255,7 +255,7 @@ async def test_a_held_engine_still_takes_requests_aborts_and_calls_and_doesnt_sp
     await settled(pair)
     blocker = unit.join("blocker", ALL)
     share(unit, pair, limit_s=60.0)
-    blocker.ask(Want(10, 0, 1.0))
+    blocker.ask(StepRequest(prompt_tokens=10, decodes=0, oldest_prompt=1.0))
     assert blocker.answer() is not None
     held = Threaded(pair.a)
     try:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvmig.core.config import UnitConfig
 from kvmig.engines.base import Emitted, Frame
-from kvmig.engines.gate import UnitShares
 from kvmig.models import BUNDLED
 from tests.environment import environment
 
@@ -68,7 +68,8 @@ class Configuration:
     """Whether the one worker is a process of its own."""
     shared: bool = False
     """Whether its KV cache can shrink and grow."""
-    shares: UnitShares | None = None
+    shares: tuple[int, int] | None = None
+    """Of the device, that its steps keep to."""
 
 
 BY_PRIORITY = Configuration(
@@ -102,9 +103,8 @@ def start(wanted: Configuration) -> ServingVllm:
         config.parallel_config.distributed_executor_backend = "mp"
     # vLLM's CPU platform turns it off; the machinery is the same as on a GPU.
     config.scheduler_config.async_scheduling = wanted.async_scheduling
-    engine = ServingVllm(
-        config, unit_tokens=wanted.unit_tokens, shared=wanted.shared, shares=wanted.shares
-    )
+    unit = UnitConfig(path="unit", shares=wanted.shares) if wanted.shared else None
+    engine = ServingVllm(config, unit_tokens=wanted.unit_tokens, unit=unit)
     # Once a process is enough; a second time it trips over numba, which ngram drafts bring.
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     return engine

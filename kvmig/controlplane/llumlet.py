@@ -54,6 +54,7 @@ from kvmig.core.errors import (
     TransportError,
 )
 from kvmig.engines.base import Emitted, Frame, ServingEngine
+from kvmig.engines.gate import ComputeShares
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.report import MigrationReport
@@ -64,7 +65,6 @@ from kvmig.rpc.messages import VERSION, Hello, Message
 from kvmig.rpc.zmq_sockets import Server
 from kvmig.sharing.lease_ledger import Claim
 from kvmig.sharing.member import UnitMember
-from kvmig.sharing.policies import Shares
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Llumlet:
             lambda: sharing.use,
             sharing.watch,
             lambda quota, limit: sharing.resize(quota, limit, patience_s),
-            None if unit.shares is None else Shares(*unit.shares),
+            None if unit.shares is None else ComputeShares(*unit.shares),
         )
         if unit.shares is not None:
             await sharing.gated(self._member.gate)

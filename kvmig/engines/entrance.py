@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvmig.engines.gate import EVERYTHING, NOTHING, Grant, StepGate, Want
+from kvmig.engines.gate import EVERYTHING, NOTHING, StepGate, StepGrant, StepRequest
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Entrance:
         self._stands = False
         """A grant that stands may be held."""
 
-    def enter(self, look: Callable[[], Want]) -> Grant | None:
+    def enter(self, look: Callable[[], StepRequest]) -> StepGrant | None:
         """What the next step may compute; None: there is nothing to compute any more.
 
         look: what it could, now. Waits at most `limit_s`.
@@ -64,7 +64,9 @@ class Entrance:
         finally:
             gate.waited_s += time.monotonic() - began
 
-    def _wait(self, want: Want, look: Callable[[], Want], deadline: float) -> Grant | None:
+    def _wait(
+        self, want: StepRequest, look: Callable[[], StepRequest], deadline: float
+    ) -> StepGrant | None:
         gate, asked = self.gate, want
         gate.ask(asked)
         while True:
@@ -96,7 +98,7 @@ class Entrance:
                 gate.ask(NOTHING)
                 return None
 
-    def _go_on(self, want: Want, now: float) -> Grant:
+    def _go_on(self, want: StepRequest, now: float) -> StepGrant:
         """Without a grant; ask now and then, for the answer's sake alone."""
         self.unanswered += 1
         if now >= self._probe_at:

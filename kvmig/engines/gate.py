@@ -1,13 +1,14 @@
 """The step gate: an engine that shares a device asks before each step what it may compute.
 
-Whoever decides for the device (`kvmig.sharing.step_scheduler`) answers with a `Grant`. Here are the
-words and the port; how an engine's thread waits: `kvmig.engines.entrance`.
+Whoever decides for the device (`kvmig.sharing.step_scheduler`) answers a `StepRequest` with a
+`StepGrant`. Both travel to and from the unit's agent as they are (`kvmig.sharing.messages`), under
+the tags that they have there. How an engine's thread waits: `kvmig.engines.entrance`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -16,10 +17,16 @@ PARTS = 10
 LIMIT_S = 1.0
 """How long a step waits for its grant, unless a gate says otherwise."""
 
+StepKind = Literal["prefill", "decode"]
 
-class Want(msgspec.Struct, frozen=True):
-    """What an engine's next step could compute."""
 
+class StepRequest(
+    msgspec.Struct, frozen=True, kw_only=True, tag="Want", forbid_unknown_fields=True
+):
+    """What an engine's next step could compute; it replaces the engine's last request."""
+
+    number: int = 0
+    """The gate counts an engine's requests from 1 on; the engine itself leaves this at 0."""
     prompt_tokens: int
     """Of prompts, at most; 0: nobody waits, or there is no room for who does."""
     decodes: int
@@ -39,22 +46,35 @@ class Want(msgspec.Struct, frozen=True):
         """Whether it wants (prompts, decodes)."""
         return self.prompt_tokens > 0, self.decodes > 0
 
+    def oldest(self, kind: StepKind) -> float | None:
+        """Arrival of the oldest request that such a step would serve; None: it wants none."""
+        if kind == "prefill":
+            return self.oldest_prompt if self.prompt_tokens else None
+        return self.oldest_decode if self.decodes else None
 
-NOTHING = Want(0, 0)
+
+NOTHING = StepRequest(prompt_tokens=0, decodes=0)
 
 
-class UnitShares(NamedTuple):
-    """Parts of the device, 1 to `PARTS`, for steps with prompts and for steps of decodes alone."""
+class ComputeShares(msgspec.Struct, frozen=True, tag="Gated", forbid_unknown_fields=True):
+    """Parts of the device, 1 to `PARTS`, that an engine's steps take.
+
+    Sent to the unit's agent, the message says that the engine asks before each step.
+    """
 
     prefill: int
+    """Of steps with prompts."""
     decode: int
-    unit: str = ""
-    """Path of the unit, whose other engines should get other SMs."""
+    """Of steps of decodes alone."""
 
 
-class Grant(msgspec.Struct, frozen=True):
+class StepGrant(
+    msgspec.Struct, frozen=True, kw_only=True, tag="Granted", forbid_unknown_fields=True
+):
     """What the next step may compute."""
 
+    number: int = 0
+    """Number of the request that this answers."""
     prompts: bool
     decodes: bool
     tokens: int = 0
@@ -64,12 +84,12 @@ class Grant(msgspec.Struct, frozen=True):
     stands: bool = False
     """Until it is called back it is good for further steps that compute no prompts."""
 
-    def suits(self, want: Want) -> bool:
+    def suits(self, want: StepRequest) -> bool:
         """Whether a step with it computes anything."""
         return (self.prompts and want.prompt_tokens > 0) or (self.decodes and want.decodes > 0)
 
 
-EVERYTHING = Grant(prompts=True, decodes=True)
+EVERYTHING = StepGrant(prompts=True, decodes=True)
 
 
 class StepGate(Protocol):
@@ -88,15 +108,15 @@ class StepGate(Protocol):
         """Nobody else computes on the device now: no step asks."""
         ...
 
-    def ask(self, want: Want) -> None:
+    def ask(self, want: StepRequest) -> None:
         """Want this for the next step, instead of what was asked last. Never blocks."""
         ...
 
-    def answer(self) -> Grant | None:
+    def answer(self) -> StepGrant | None:
         """Take the grant for what was asked last, if it came."""
         ...
 
-    def again(self) -> Grant | None:
+    def again(self) -> StepGrant | None:
         """Take a grant that stands for one more step, if nobody has called it back."""
         ...
 

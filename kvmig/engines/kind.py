@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from kvmig.core.config import ClusterConfig
+from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.gate import UnitShares
 
 ALLOW_UNTESTED = "KVMIG_ALLOW_UNTESTED_VLLM"
 """Set in the environment: versions that kvmig wasn't tested with start, too, if they can."""
@@ -86,17 +85,13 @@ class EngineKind(Protocol):
         ...
 
     def make(
-        self,
-        argv: list[str],
-        unit_tokens: int,
-        shared: bool = False,
-        shares: UnitShares | None = None,
+        self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
         """The engine, loaded. Raises StartupError or ConfigError with one sentence.
 
-        unit_tokens: of what it exchanges with other instances; 0: its own blocks. shared: its KV
-        cache has no memory yet, which comes by `ServingEngine.sharing`, if it can. shares: of the
-        device, that its steps keep to where they can.
+        unit_tokens: of what it exchanges with other instances; 0: its own blocks. unit: the KV
+        cache has no memory yet, which comes by `ServingEngine.sharing`, if it can, and steps keep
+        to the unit's shares of the device where they can.
         """
         ...
 

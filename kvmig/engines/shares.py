@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvmig.core.errors import ConfigError, KvmigError
-from kvmig.engines.gate import PARTS, UnitShares
+from kvmig.engines.gate import PARTS, ComputeShares
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.green import GreenStream, Resource, smallest_groups, under_mps
 
@@ -45,12 +45,13 @@ class SmShares:
     """An engine's streams. Raises ConfigError for a share that is less than the GPU's smallest
     group of SMs, KvmigError in the driver's words where that has no such streams."""
 
-    def __init__(self, driver: Driver, wanted: UnitShares) -> None:
+    def __init__(self, driver: Driver, wanted: ComputeShares, unit: str) -> None:
+        """unit: its path; the other engines of the unit should get other SMs."""
         self.streams: dict[int, GreenStream] = {}
         """By parts; a share of all of them has none."""
         groups = smallest_groups(driver)
         with ExitStack() as held:
-            place = held.enter_context(place_in(wanted.unit))
+            place = held.enter_context(place_in(unit))
             for parts in {wanted.prefill, wanted.decode} - {PARTS}:
                 taken = [groups[number] for number in groups_of(parts, place, len(groups))]
                 if not taken:
@@ -64,14 +65,14 @@ class SmShares:
         self._held.close()
 
 
-def open_shares(driver: Driver, wanted: UnitShares) -> SmShares | str:
+def open_shares(driver: Driver, wanted: ComputeShares, unit: str) -> SmShares | str:
     """The streams, or why there are none, in a few words. Raises ConfigError."""
     if os.environ.get(PERCENTAGE, "100") != "100":
         return f"{PERCENTAGE} is {os.environ[PERCENTAGE]}, which limits all of its steps alike"
     try:
         if not under_mps(driver):
             return "no daemon of MPS is there, so the engines on this GPU take turns"
-        return SmShares(driver, wanted)
+        return SmShares(driver, wanted, unit)
     except ConfigError:
         raise
     except KvmigError as error:
@@ -95,7 +96,7 @@ def place_in(unit: str) -> Iterator[int]:
             return
 
 
-def _too_small(wanted: UnitShares, parts: int, groups: Sequence[Resource]) -> str:
+def _too_small(wanted: ComputeShares, parts: int, groups: Sequence[Resource]) -> str:
     size, count = groups[0].sms, len(groups)
     least = -(-PARTS // count)
     return (

@@ -13,7 +13,6 @@ import uvloop
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.errors import KvmigError, StartupError
 from kvmig.core.heap import keep_small
-from kvmig.engines.gate import UnitShares
 from kvmig.engines.registry import kind_of
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.process.child import (
@@ -44,10 +43,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
     kind.load()
     end_loading()
     unit_tokens, unit = launch.config.migration.unit_tokens, launch.config.unit
-    shares = None
-    if unit is not None and unit.shares is not None:
-        shares = UnitShares(*unit.shares, unit.path)
-    engine = kind.make(launch.engine_argv, unit_tokens, unit is not None, shares)
+    engine = kind.make(launch.engine_argv, unit_tokens, unit)
     llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
     stopped = asyncio.ensure_future(until_stopped())
     try:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvmig.core.errors import ConfigError, PeerError, TransportError
+from kvmig.engines.gate import ComputeShares, StepRequest
 from kvmig.rpc.unix_packets import Packets, credentials
 from kvmig.sharing.lease_ledger import Claim, Ledger, Told
 from kvmig.sharing.member_locks import Roll
@@ -28,7 +29,6 @@ from kvmig.sharing.messages import (
     VERSION,
     Ask,
     Done,
-    Gated,
     Guarantee,
     GuaranteeSet,
     Held,
@@ -38,8 +38,8 @@ from kvmig.sharing.messages import (
     Share,
     ToAgent,
     Unit,
-    Want,
     encode,
+    tag_of,
     to_agent,
 )
 from kvmig.sharing.step_grants import UnitTurns
@@ -197,10 +197,10 @@ class UnitAgent:
             case Guarantee() if name:
                 packets.send(encode(self._guarantee(name, message)))
                 self._tell()
-            case Gated() | Want() | Done() if name:
+            case ComputeShares() | StepRequest() | Done() if name:
                 self._turns.handle(name, message, packets.send)
             case _:
-                raise PeerError(f"{type(message).__name__} isn't expected now")
+                raise PeerError(f"{tag_of(message)} isn't expected now")
         return name
 
     # -- members

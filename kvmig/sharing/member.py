@@ -14,8 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
-from kvmig.engines.gate import Grant
-from kvmig.engines.gate import Want as Wanted
+from kvmig.engines.gate import ComputeShares, StepGrant
 from kvmig.rpc.unix_packets import Packets
 from kvmig.sharing.lease_ledger import Claim
 from kvmig.sharing.member_locks import Roll
@@ -25,8 +24,6 @@ from kvmig.sharing.messages import (
     Ask,
     Crowd,
     Done,
-    Gated,
-    Granted,
     Guarantee,
     GuaranteeSet,
     Held,
@@ -35,14 +32,12 @@ from kvmig.sharing.messages import (
     Lease,
     Recalled,
     Refused,
+    ToAgent,
     ToMember,
     Unit,
-    UnitMessage,
-    Want,
     encode,
     to_member,
 )
-from kvmig.sharing.policies import Shares
 from kvmig.sharing.step_gate import UnitGate
 
 log = logging.getLogger(__name__)
@@ -71,12 +66,12 @@ class UnitMember:
         use: Callable[[], KVUse],
         watch: Callable[[Callable[[], None]], None],
         resize: Resize,
-        shares: Shares | None = None,
+        shares: ComputeShares | None = None,
     ) -> None:
         """use: what the engine holds now, cheap; watch: have something called, from any thread,
         when that has changed; resize: returns at once, the engine gives as soon as it can, which
         `use` shows. shares: of its steps; None: it asks for none."""
-        self.gate = UnitGate(self._want, self._done)
+        self.gate = UnitGate(self._say, self._done)
         """For its engine; alone as long as no agent says otherwise."""
         self._shares = shares
         self._sending = threading.Lock()
@@ -179,15 +174,10 @@ class UnitMember:
 
     # -- on the engine's thread: a packet that can't be sent is one that nobody answers
 
-    def _want(self, number: int, want: Wanted) -> None:
-        self._say(
-            Want(number, want.prompt_tokens, want.decodes, want.oldest_prompt, want.oldest_decode)
-        )
-
     def _done(self, number: int) -> None:
         self._say(Done(number))
 
-    def _say(self, message: UnitMessage) -> None:
+    def _say(self, message: ToAgent) -> None:
         with self._sending:
             if self._packets is None:
                 return
@@ -241,7 +231,7 @@ class UnitMember:
         try:
             packets.send(encode(hello))
             if self._shares is not None:
-                packets.send(encode(Gated(*self._shares)))
+                packets.send(encode(self._shares))
         except TransportError:
             packets.close()
             raise
@@ -252,11 +242,8 @@ class UnitMember:
         message = decoded(packet)
         if isinstance(message, Refused):
             raise ConfigError(message.why)
-        if isinstance(message, Granted):
-            grant = Grant(
-                message.prompts, message.decodes, message.tokens, message.parts, message.stands
-            )
-            self.gate.heard(message.number, grant)
+        if isinstance(message, StepGrant):
+            self.gate.heard(message)
         if isinstance(message, Recalled):
             self.gate.recalled(message.number)
         if isinstance(message, Crowd):

@@ -3,13 +3,16 @@
 An instance says Hello with what it is, then Held whenever its use of memory changes; the agent
 answers with Lease, or Refused and the end. Whoever only wants to know says Ask, and gets Unit.
 One that shall be guaranteed another size says Guarantee, and hears GuaranteeSet.
-One that says Gated, too, hears Crowd; while others are there it says Want before each step, gets
-Granted, and says Done; or, where the grant stands, goes on until it hears Recalled.
+One that sends its ComputeShares, too, gets Crowd; while others are there it sends a StepRequest
+before each step, gets a StepGrant, and sends Done; where the grant stands it goes on until it
+gets Recalled.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from kvmig.engines.gate import ComputeShares, StepGrant, StepRequest
 
 VERSION = 3
 MOST_BYTES = 1 << 16
@@ -17,7 +20,7 @@ MOST_BYTES = 1 << 16
 
 
 class UnitMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all."""
+    """Base of all, except the three that the step gate defines."""
 
 
 # -- member to agent
@@ -61,24 +64,6 @@ class Ask(UnitMessage, frozen=True, tag=True):
     version: int
 
 
-class Gated(UnitMessage, frozen=True, tag=True):
-    """I ask before each step. Parts of the device that my steps take, see
-    `kvmig.sharing.policies.Shares`."""
-
-    prefill: int
-    decode: int
-
-
-class Want(UnitMessage, frozen=True, tag=True):
-    """I could compute this now; instead of what I wanted last. See `kvmig.engines.gate.Want`."""
-
-    number: int
-    prompt_tokens: int
-    decodes: int
-    oldest_prompt: float
-    oldest_decode: float
-
-
 class Done(UnitMessage, frozen=True, tag=True):
     """The step that this question's answer was for has ended, or won't be made."""
 
@@ -107,18 +92,6 @@ class GuaranteeSet(UnitMessage, frozen=True, tag=True):
     size: int
     refused: str = ""
     """Why not, in a sentence, and the guarantee is as before; empty: it is so from now on."""
-
-
-class Granted(UnitMessage, frozen=True, tag=True):
-    """Make this step now. See `kvmig.engines.gate.Grant`."""
-
-    number: int
-    """Of the question."""
-    prompts: bool
-    decodes: bool
-    tokens: int
-    parts: int
-    stands: bool = False
 
 
 class Recalled(UnitMessage, frozen=True, tag=True):
@@ -163,10 +136,17 @@ class Unit(UnitMessage, frozen=True, tag=True):
     shares: list[Share]
 
 
-ToAgent = Hello | Held | Guarantee | Ask | Gated | Want | Done
-ToMember = Lease | GuaranteeSet | Refused | Unit | Granted | Recalled | Crowd
+ToAgent = Hello | Held | Guarantee | Ask | ComputeShares | StepRequest | Done
+ToMember = Lease | GuaranteeSet | Refused | Unit | StepGrant | Recalled | Crowd
 
 encode = msgspec.msgpack.Encoder().encode
+
+
+def tag_of(message: ToAgent) -> str:
+    """The message's name on the wire."""
+    return str(message.__struct_config__.tag)
+
+
 to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
 

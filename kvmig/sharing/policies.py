@@ -3,8 +3,8 @@
 A unit's SMs are ten parts, of which some may be booked twice. Engines say what they want; `grants`
 says which jobs begin; `done` ends one. A model has one job at a time: one engine a model.
 
-    gate = Gate("adbs", {"a": Shares(10, 4), "b": Shares(10, 3)})
-    gate.want("a", Want(prompt=0.0, decode=None))
+    gate = Gate("adbs", {"a": ComputeShares(10, 4), "b": ComputeShares(10, 3)})
+    gate.want("a", StepRequest(prompt_tokens=800, decodes=0))
     (job,) = gate.grants()          # a's prompts, on all parts
     gate.done(job)
 """
@@ -13,69 +13,49 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvmig.core.errors import ConfigError
-from kvmig.engines.gate import PARTS
+from kvmig.engines.gate import NOTHING, PARTS, ComputeShares, StepKind, StepRequest
 
 OVERBOOKED = 2
 """Parts that may be booked twice, as in MuxServe."""
 PASSES = 8
 """How often others may begin before a decode step that doesn't fit beside them."""
 
-Kind = Literal["prefill", "decode"]
-
-
-class Shares(NamedTuple):
-    """Parts that a model's jobs take, 1 to `PARTS`."""
-
-    prefill: int
-    decode: int
-
-
-class Want(NamedTuple):
-    """What a model could do now; a time is the arrival of its oldest request that could."""
-
-    prompt: float | None
-    """None: nobody waits, or there is no room for who does."""
-    decode: float | None
-    """None: nothing decodes."""
-
 
 class Job(NamedTuple):
     """One step of one model's engine."""
 
     model: str
-    kind: Kind
+    kind: StepKind
     parts: int
-
-
-NOTHING = Want(None, None)
 
 
 class Gate:
     """One unit's jobs: what is wanted, what runs, whose turn it is."""
 
-    def __init__(self, policy: str, shares: Mapping[str, Shares]) -> None:
+    def __init__(self, policy: str, shares: Mapping[str, ComputeShares]) -> None:
         """Raises ConfigError for an unknown policy, or shares that can't be."""
         if policy not in POLICIES:
             raise ConfigError(f"policy is {policy!r:.100}, must be {' or '.join(POLICIES)}")
         self._policy = POLICIES[policy]
-        self.shares: dict[str, Shares] = {}
+        self.shares: dict[str, ComputeShares] = {}
         self.models: list[str] = []
-        self.wants: dict[str, Want] = {}
+        self.wants: dict[str, StepRequest] = {}
         self.running: dict[str, Job] = {}
         self.passed: Counter[str] = Counter()
         """How often others began while this one didn't fit."""
-        self.turn: dict[Kind, int] = {"prefill": 0, "decode": 0}
+        self.turn: dict[StepKind, int] = {"prefill": 0, "decode": 0}
         """Index of the model that is looked at first."""
         for model in sorted(shares):
             self.join(model, shares[model])
 
-    def join(self, model: str, shares: Shares) -> None:
+    def join(self, model: str, shares: ComputeShares) -> None:
         """A model comes, or has other shares. Raises ConfigError for shares that can't be."""
-        if not all(1 <= parts <= PARTS for parts in shares):
-            raise ConfigError(f"model {model}: shares are {tuple(shares)}, must be 1 to {PARTS}")
+        parts = (shares.prefill, shares.decode)
+        if not all(1 <= one <= PARTS for one in parts):
+            raise ConfigError(f"model {model}: shares are {parts}, must be 1 to {PARTS}")
         self.shares[model] = shares
         self._arrange()
 
@@ -94,7 +74,7 @@ class Gate:
             after = [at for at, model in enumerate(self.models) if model >= due]
             self.turn[kind] = after[0] if after else 0
 
-    def want(self, model: str, want: Want) -> None:
+    def want(self, model: str, want: StepRequest) -> None:
         """What it could do now, instead of what it said last."""
         self.wants[model] = want
 
@@ -128,20 +108,19 @@ class Gate:
         """Whether so many more may be booked."""
         return self.booked + parts <= PARTS + OVERBOOKED or not self.running
 
-    def since(self, model: str, kind: Kind) -> float | None:
+    def since(self, model: str, kind: StepKind) -> float | None:
         """Since when it wants such a job; None: it doesn't, or has a job."""
         if model in self.running:
             return None
-        want = self.wants.get(model, NOTHING)
-        return want.prompt if kind == "prefill" else want.decode
+        return self.wants.get(model, NOTHING).oldest(kind)
 
-    def wanting(self, kind: Kind) -> list[str]:
+    def wanting(self, kind: StepKind) -> list[str]:
         """Models that want such a job, from the one whose turn it is."""
         turn = self.turn[kind]
         ring = self.models[turn:] + self.models[:turn]
         return [one for one in ring if self.since(one, kind) is not None]
 
-    def job(self, model: str, kind: Kind, parts: int | None = None) -> Job:
+    def job(self, model: str, kind: StepKind, parts: int | None = None) -> Job:
         """Its next one; then it is the next model's turn."""
         self.passed[model] = 0
         self.turn[kind] = (self.models.index(model) + 1) % len(self.models)
@@ -217,7 +196,7 @@ def free(gate: Gate) -> Iterator[Job]:
             yield gate.job(model, kind, PARTS)
 
 
-_KINDS: tuple[Kind, ...] = ("prefill", "decode")
+_KINDS: tuple[StepKind, ...] = ("prefill", "decode")
 
 
 def _ring(gate: Gate) -> list[str]:
@@ -226,7 +205,7 @@ def _ring(gate: Gate) -> list[str]:
     return gate.models[turn:] + gate.models[:turn]
 
 
-def _wanted(gate: Gate, model: str) -> Kind | None:
+def _wanted(gate: Gate, model: str) -> StepKind | None:
     """Its prompts, if any wait, else its decode step; None: neither."""
     return next((kind for kind in _KINDS if gate.since(model, kind) is not None), None)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvmig.engines.gate import LIMIT_S, NOTHING, Grant, Want
+from kvmig.engines.gate import LIMIT_S, NOTHING, StepGrant, StepRequest
 
-SendWant = Callable[[int, Want], None]
+SendRequest = Callable[[StepRequest], None]
 SendDone = Callable[[int], None]
 
 
@@ -21,7 +21,7 @@ class UnitGate:
     """Implements `kvmig.engines.gate.StepGate`. `heard`, `recalled`, `crowd` and `close` are for
     any thread."""
 
-    def __init__(self, want: SendWant, done: SendDone, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, want: SendRequest, done: SendDone, limit_s: float = LIMIT_S) -> None:
         """want, done: tell whoever decides, and never block; called on the engine's thread, and
         `done` on any."""
         self.limit_s = limit_s
@@ -35,9 +35,9 @@ class UnitGate:
         """Of the last question."""
         self._open = False
         """It is asked, and not answered."""
-        self._came: Grant | None = None
+        self._came: StepGrant | None = None
         """Its answer, which nobody has taken yet."""
-        self._standing: Grant | None = None
+        self._standing: StepGrant | None = None
         """It was taken, and stands; a call back ends that."""
         self._stepping = False
         """A step is made with it now."""
@@ -46,7 +46,7 @@ class UnitGate:
     def alone(self) -> bool:
         return self._alone
 
-    def ask(self, want: Want) -> None:
+    def ask(self, want: StepRequest) -> None:
         with self._lock:
             held = self._came is not None or self._standing is not None
             back = self._number if held else None
@@ -58,16 +58,16 @@ class UnitGate:
             number = self._number
         if back is not None:
             self._done(back)
-        self._want(number, want)
+        self._want(replace(want, number=number))
 
-    def answer(self) -> Grant | None:
+    def answer(self) -> StepGrant | None:
         with self._lock:
             grant, self._came = self._came, None
             if grant is not None and grant.stands:
                 self._standing, self._stepping = grant, True
         return grant
 
-    def again(self) -> Grant | None:
+    def again(self) -> StepGrant | None:
         with self._lock:
             self._stepping = self._standing is not None
             return self._standing
@@ -84,15 +84,15 @@ class UnitGate:
             self._standing = None
         self.crowd(alone=True)
 
-    def heard(self, number: int, grant: Grant) -> None:
-        """The answer to that question. To one that was taken back: nothing is computed for it."""
+    def heard(self, grant: StepGrant) -> None:
+        """An answer came. To a question that was taken back: nothing is computed for it."""
         with self._lock:
             self.answers += 1
-            stale = number != self._number or not self._open
+            stale = grant.number != self._number or not self._open
             if not stale:
                 self._open, self._came = False, grant
         if stale:
-            self._done(number)
+            self._done(grant.number)
         else:
             self.on_answer()
 

@@ -7,19 +7,9 @@ import logging
 from collections.abc import Callable
 
 from kvmig.core.errors import PeerError, TransportError
-from kvmig.engines.gate import Want as Wanted
-from kvmig.sharing.messages import (
-    Crowd,
-    Done,
-    Gated,
-    Granted,
-    Recalled,
-    UnitMessage,
-    Want,
-    encode,
-)
-from kvmig.sharing.policies import Shares
-from kvmig.sharing.step_scheduler import Answer, Turns
+from kvmig.engines.gate import ComputeShares, StepRequest
+from kvmig.sharing.messages import Crowd, Done, Recalled, ToMember, encode, tag_of
+from kvmig.sharing.step_scheduler import Turns
 
 log = logging.getLogger(__name__)
 
@@ -36,23 +26,17 @@ class UnitTurns:
         self._sends: dict[str, Send] = {}
         self._due: asyncio.TimerHandle | None = None
 
-    def handle(self, name: str, message: Gated | Want | Done, send: Send) -> None:
+    def handle(self, name: str, message: ComputeShares | StepRequest | Done, send: Send) -> None:
         """send: on that member's connection. Raises ConfigError for shares that can't be, and
         PeerError for a question of one that isn't gated."""
-        if isinstance(message, Gated):
-            self.turns.join(name, Shares(message.prefill, message.decode))
+        if isinstance(message, ComputeShares):
+            self.turns.join(name, message)
             self._sends[name] = send
             self._tell_crowd()
         elif name not in self._sends:
-            raise PeerError(f"{type(message).__name__} isn't expected before Gated")
-        elif isinstance(message, Want):
-            want = Wanted(
-                message.prompt_tokens,
-                message.decodes,
-                message.oldest_prompt,
-                message.oldest_decode,
-            )
-            self.turns.ask(name, message.number, want)
+            raise PeerError(f"{tag_of(message)} isn't expected before Gated")
+        elif isinstance(message, StepRequest):
+            self.turns.ask(name, message)
         else:
             self.turns.done(name, message.number, self._loop.time())
         self._grant()
@@ -71,15 +55,15 @@ class UnitTurns:
 
     def _grant(self) -> None:
         now = self._loop.time()
-        for answer in self.turns.grants(now):
-            self._send(answer.member, _granted(answer))
-        for recall in self.turns.recalls(now):
-            self._send(recall.member, Recalled(recall.number))
+        for member, grant in self.turns.grants(now).items():
+            self._send(member, grant)
+        for member, number in self.turns.recalls(now).items():
+            self._send(member, Recalled(number))
         self.close()
         due = self.turns.next_overdue()
         self._due = None if due is None else self._loop.call_at(due, self._grant)
 
-    def _send(self, name: str, message: UnitMessage) -> None:
+    def _send(self, name: str, message: ToMember) -> None:
         try:
             self._sends[name](encode(message))
         except TransportError as error:  # its job ends when it is overdue, or its connection does
@@ -88,10 +72,3 @@ class UnitTurns:
     def _tell_crowd(self) -> None:
         for name in list(self._sends):
             self._send(name, Crowd(len(self._sends)))
-
-
-def _granted(answer: Answer) -> Granted:
-    grant = answer.grant
-    return Granted(
-        answer.number, grant.prompts, grant.decodes, grant.tokens, grant.parts, grant.stands
-    )

@@ -1,7 +1,7 @@
 """A unit's engines and their jobs, as its agent sees them: who asked, who was told what. Pure.
 
-`Gate` decides which jobs begin; here are the engines' words (`Want`, `Grant`), questions by number,
-and an end for jobs of engines that never say theirs. Times are seconds of one clock, passed in.
+`Gate` decides which jobs begin; here are grants, requests by number, and an end for jobs of engines
+that never say theirs. Times are seconds of one clock, passed in.
 """
 
 from __future__ import annotations
@@ -10,27 +10,11 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
-from kvmig.engines.gate import PARTS, Grant, Want
-from kvmig.sharing.policies import NOTHING, Gate, Job, Kind, Shares
-from kvmig.sharing.policies import Want as Wish
+from kvmig.engines.gate import NOTHING, PARTS, ComputeShares, StepGrant, StepKind, StepRequest
+from kvmig.sharing.policies import Gate, Job
 
 JOB_S = 5.0
 """A job that hasn't ended after so long is taken as ended: its engine hangs, or is stopped."""
-
-
-class Answer(NamedTuple):
-    """A grant, and the question that it answers."""
-
-    member: str
-    number: int
-    grant: Grant
-
-
-class Recall(NamedTuple):
-    """The grant that answered this question is good for no step that hasn't begun."""
-
-    member: str
-    number: int
 
 
 class _Running(NamedTuple):
@@ -52,7 +36,7 @@ class Turns:
         self._asked: dict[str, int] = {}
         """The number of each member's question that has no answer yet."""
         self._running: dict[str, _Running] = {}
-        self.job_seconds: defaultdict[tuple[str, Kind], float] = defaultdict(float)
+        self.job_seconds: defaultdict[tuple[str, StepKind], float] = defaultdict(float)
         """Of each member's jobs, by kind."""
         self.overdue = 0
         """Jobs whose end nobody said."""
@@ -67,7 +51,7 @@ class Turns:
         """Parts of all jobs that run."""
         return self._gate.booked
 
-    def join(self, member: str, shares: Shares) -> None:
+    def join(self, member: str, shares: ComputeShares) -> None:
         """An engine comes, or comes again. Raises ConfigError for shares that can't be."""
         self._gate.join(member, shares)
         self.left(member, stays=True)
@@ -80,12 +64,12 @@ class Turns:
         if not stays:
             self._gate.remove(member)
 
-    def ask(self, member: str, number: int, want: Want) -> None:
+    def ask(self, member: str, request: StepRequest) -> None:
         """It wants this, instead of what it asked last."""
         if member not in self._gate.models:
             return
-        self._asked[member] = number
-        self._gate.want(member, _wish(want))
+        self._asked[member] = request.number
+        self._gate.want(member, request)
 
     def done(self, member: str, number: int, now: float) -> None:
         """The job that answered this question has ended; one that was overdue is no more here."""
@@ -93,8 +77,8 @@ class Turns:
         if running is not None and running.number == number:
             self._end(member, running, now)
 
-    def grants(self, now: float) -> list[Answer]:
-        """Jobs that begin now, after those that are overdue have been ended.
+    def grants(self, now: float) -> dict[str, StepGrant]:
+        """Grants of jobs that begin now, by member, after those that are overdue have been ended.
 
         Where nobody is left waiting a decode step's grant stands: whoever has it goes on without
         asking, until `recalls`.
@@ -103,7 +87,7 @@ class Turns:
             if now >= running.ends_by:
                 self.overdue += 1
                 self._end(member, running, now)
-        answers: list[Answer] = []
+        granted: dict[str, StepGrant] = {}
         for job in self._gate.grants():
             number = self._asked.pop(job.model)
             stands = job.kind == "decode" and not self._somebody_waits
@@ -111,20 +95,22 @@ class Turns:
             self._running[job.model] = _Running(job, number, now, stands, ends_by)
             parts = 0 if job.parts >= PARTS else job.parts
             prompts = job.kind == "prefill"
-            grant = Grant(prompts=prompts, decodes=True, parts=parts, stands=stands)
-            answers.append(Answer(job.model, number, grant))
-        return answers
+            granted[job.model] = StepGrant(
+                number=number, prompts=prompts, decodes=True, parts=parts, stands=stands
+            )
+        return granted
 
-    def recalls(self, now: float) -> list[Recall]:
-        """Grants that stand no more, because somebody waits; to be asked for after `grants`."""
+    def recalls(self, now: float) -> dict[str, int]:
+        """Numbers of grants that stand no more, by member, because somebody waits: such a grant is
+        good for no step that hasn't begun. To be asked for after `grants`."""
         if not self._somebody_waits:
-            return []
-        found: list[Recall] = []
+            return {}
+        found: dict[str, int] = {}
         for member, running in self._running.items():
             if running.stands:
                 ends_by = now + self._job_s
                 self._running[member] = running._replace(stands=False, ends_by=ends_by)
-                found.append(Recall(member, running.number))
+                found[member] = running.number
         return found
 
     @property
@@ -143,10 +129,3 @@ class Turns:
         if wish is not None:  # it asked again before it said so
             self._gate.want(member, wish)
         self.job_seconds[member, running.job.kind] += now - running.began
-
-
-def _wish(want: Want) -> Wish:
-    return Wish(
-        prompt=want.oldest_prompt if want.prompt_tokens else None,
-        decode=want.oldest_decode if want.decodes else None,
-    )

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvmig.engines.gate import PARTS
+from kvmig.engines.gate import PARTS, ComputeShares, StepRequest
 from kvmig.placement.step_costs import Device
 from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use
-from kvmig.sharing.policies import Gate, Job, Shares, Want
+from kvmig.sharing.policies import Gate, Job
 from kvmig_tools.sim.batch import DecodeBatch
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.request import SimRequest
@@ -78,12 +78,15 @@ class SimTenant:
         most = min(MOST_SEQUENCES, max(1, int(self.quota / self.request_bytes)))
         return most - self.running
 
-    def want(self) -> Want:
+    def want(self) -> StepRequest:
         """For the gate."""
+        first = self.waiting[0] if self.waiting and self.room > 0 else None
         oldest = next(iter(self.batch.requests.values()), None)
-        return Want(
-            self.waiting[0].arrival if self.waiting and self.room > 0 else None,
-            None if oldest is None else oldest.arrival,
+        return StepRequest(
+            prompt_tokens=0 if first is None else first.tokens,
+            decodes=len(self.batch),
+            oldest_prompt=0.0 if first is None else first.arrival,
+            oldest_decode=0.0 if oldest is None else oldest.arrival,
         )
 
     def count(self, now: float) -> None:
@@ -145,7 +148,7 @@ class SimUnit:
         self._device = device
         self._crowd = Crowd(device.bandwidth * gpus)
         self.tenants = {one.name: SimTenant(one, device, gpus) for one in tenants}
-        self._shares = {one.name: Shares(PARTS, parts(one.decode_share)) for one in tenants}
+        self._shares = {one.name: ComputeShares(PARTS, parts(one.decode_share)) for one in tenants}
         self._gate = Gate(policy, self._shares)
         self._arena = sum(one.quota_bytes for one in tenants)
         self._rule = rule if len(tenants) > 1 else "fixed"

@@ -11,10 +11,9 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from kvmig.core.config import ClusterConfig
+from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import api_keys
 from kvmig.engines.toy.core import VOCABULARY
 from kvmig.engines.toy.engine import STEP_MS, ToyEngine
@@ -98,11 +97,7 @@ class ToyKind:
         return ScriptFile(args.script).read().weights
 
     def make(
-        self,
-        argv: list[str],
-        unit_tokens: int,
-        shared: bool = False,
-        shares: UnitShares | None = None,
+        self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
         args = self.parse(argv)
         script = ScriptFile(args.script)

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvmig.core.config import ClusterConfig
+from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.config import EngineConfig
@@ -75,11 +74,7 @@ class TransformersKind:
         return identify(parse(engine_fields(args)))
 
     def make(
-        self,
-        argv: list[str],
-        unit_tokens: int,
-        shared: bool = False,
-        shares: UnitShares | None = None,
+        self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
         args = parse(argv)
         try:

@@ -16,11 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvmig.core.config import ClusterConfig
+from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.core.priorities import PriorityClass
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.gate import UnitShares
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.remembered import refuse_remembered
@@ -105,11 +104,7 @@ class VllmKind:
         return identity_of_args(args)
 
     def make(
-        self,
-        argv: list[str],
-        unit_tokens: int,
-        shared: bool = False,
-        shares: UnitShares | None = None,
+        self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
         from kvmig.engines.vllm.config import (
             compile_nothing,
@@ -125,9 +120,7 @@ class VllmKind:
         try:
             config = engine_config(args)
             identify = partial(identity_of_args, args)
-            return ServingVllm(
-                config, unit_tokens=unit_tokens, identify=identify, shared=shared, shares=shares
-            )
+            return ServingVllm(config, unit_tokens=unit_tokens, identify=identify, unit=unit)
         except KvmigError:
             raise
         except Exception as error:

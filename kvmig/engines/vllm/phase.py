@@ -17,7 +17,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from kvmig.engines.entrance import Entrance
-from kvmig.engines.gate import EVERYTHING, NOTHING, Grant, StepGate, Want
+from kvmig.engines.gate import EVERYTHING, NOTHING, StepGate, StepGrant, StepRequest
 from kvmig.engines.vllm.core import StepCore
 
 RETRY_S = 0.05
@@ -76,7 +76,7 @@ class Phase:
             self._stuck = head, self._free_blocks, self._clock() + RETRY_S
         return executed
 
-    def want(self) -> Want:
+    def want(self) -> StepRequest:
         """What the next step could compute."""
         scheduler = self._scheduler
         if scheduler.pause_state is PauseState.PAUSED_ALL or not self._core.is_running():
@@ -87,7 +87,7 @@ class Phase:
         if head is not None and self._is_stuck(head):
             head = None
         prompts = begun if head is None else [*begun, head]
-        return Want(
+        return StepRequest(
             prompt_tokens=sum(one.num_tokens - one.num_computed_tokens for one in prompts),
             decodes=len(decoding),
             oldest_prompt=min((one.arrival_time for one in prompts), default=0.0),
@@ -117,7 +117,7 @@ class Phase:
     def _free_blocks(self) -> int:
         return self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def _make(self, grant: Grant) -> bool:
+    def _make(self, grant: StepGrant) -> bool:
         scheduler = self._scheduler
         self.throttles = not grant.prompts
         if self.throttles:

@@ -20,6 +20,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvmig.core.config import UnitConfig
 from kvmig.core.errors import MigrationRefused, NotParked, UnsupportedLayout
 from kvmig.engines.backing import Backing, Madvise, Vmm
 from kvmig.engines.base import (
@@ -38,7 +39,7 @@ from kvmig.engines.base import (
     Tail,
     too_large,
 )
-from kvmig.engines.gate import StepGate, UnitShares
+from kvmig.engines.gate import StepGate
 from kvmig.engines.identity import check_unchanged
 from kvmig.engines.vllm.allocation import without_pages
 from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unshared
@@ -99,17 +100,16 @@ class ServingVllm:
         log_stats: bool = True,
         unit_tokens: int = 0,
         identify: Identify | None = None,
-        shared: bool = False,
-        shares: UnitShares | None = None,
+        unit: UnitConfig | None = None,
     ) -> None:
         """Load the model and take the KV cache: minutes. vLLM's own errors pass through.
 
         unit_tokens: of what is exchanged with other instances; 0: an engine's own block.
         identify: the weights; None: by `config`. Raises StartupError if they change meanwhile.
-        shared, shares: see `kvmig.engines.kind.EngineKind.make`.
+        unit: see `kvmig.engines.kind.EngineKind.make`.
         """
         alone = config.parallel_config.world_size == 1
-        lazily = shared and not unshared(config)
+        lazily = unit is not None and not unshared(config)
         self._identify = identify = identify or partial(identity_of_config, config)
         self._weights = weights = identify()
         """The identity of the weights, on the engine's thread."""
@@ -117,7 +117,7 @@ class ServingVllm:
         with (
             without_pages(device) if lazily else contextlib.nullcontext() as taken,
             one_device() if alone else contextlib.nullcontext(),
-            streams_for(config, shares if lazily else None) as self._streams,
+            streams_for(config, unit if lazily else None) as self._streams,
         ):
             self._core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
         self._addresses = None if taken is None else taken.addresses
@@ -139,7 +139,7 @@ class ServingVllm:
         """Requests that were here when the weights were last updated."""
         try:
             check_unchanged(config.model_config.model, weights, identify())
-            self._open(unit_tokens, weights, shared)
+            self._open(unit_tokens, weights, unit is not None)
         except BaseException:
             self._core.shutdown()  # workers are processes of their own
             self._close_streams()

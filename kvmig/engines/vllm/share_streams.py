@@ -18,7 +18,8 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import parallel_state
 
-from kvmig.engines.gate import UnitShares
+from kvmig.core.config import UnitConfig
+from kvmig.engines.gate import ComputeShares
 from kvmig.engines.shares import SmShares, open_shares
 from kvmig.engines.vllm import worker
 from kvmig.kernels import driver
@@ -31,16 +32,20 @@ NO_SMS = "a CPU has no SMs"
 
 
 @contextmanager
-def streams_for(config: VllmConfig, wanted: UnitShares | None) -> Iterator[ShareStreams | str]:
+def streams_for(config: VllmConfig, unit: UnitConfig | None) -> Iterator[ShareStreams | str]:
     """The streams of an engine that is made meanwhile, in this process, or why it has none, in a
     few words; empty: it wants none. Closed if it fails.
 
     Raises ConfigError for a share that this GPU is too small for.
     """
-    if wanted is None or config.device_config.device_type != "cuda":
-        yield "" if wanted is None else NO_SMS
+    if unit is None or unit.shares is None:
+        yield ""
         return
-    shares = open_shares(Driver(driver.current_device()), wanted)
+    if config.device_config.device_type != "cuda":
+        yield NO_SMS
+        return
+    wanted = ComputeShares(*unit.shares)
+    shares = open_shares(Driver(driver.current_device()), wanted, unit.path)
     if isinstance(shares, str):
         yield shares
         return
@@ -56,7 +61,7 @@ def streams_for(config: VllmConfig, wanted: UnitShares | None) -> Iterator[Share
 class ShareStreams:
     """One engine's, for as long as its graphs live."""
 
-    def __init__(self, shares: SmShares, wanted: UnitShares) -> None:
+    def __init__(self, shares: SmShares, wanted: ComputeShares) -> None:
         self._shares = shares
         self._streams = {
             parts: torch.cuda.ExternalStream(stream.handle)
