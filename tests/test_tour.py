@@ -39,7 +39,10 @@ def test_every_file_that_the_tour_names_is_there() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("journey", ["One request", "One migration", "One round"])
+JOURNEYS = ["One request", "One migration", "One round", "A cold fleet request"]
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
 def test_a_journey_is_numbered_without_a_gap(journey: str) -> None:
     found = hops(journey)
     assert len(found) > 5
