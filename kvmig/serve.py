@@ -52,9 +52,9 @@ from kvmig.launcher.shapes import (
     shapes_of,
     unit_tokens,
 )
-from kvmig.process.child import begin_loading, leave, quiet, say, send_heartbeats
+from kvmig.process.child import begin_loading, call_at_stdin_end, leave, quiet, say, send_heartbeats
 from kvmig.process.fork_server import HANDED, SharedForks
-from kvmig.process.sockets import raise_open_files, take_path, take_port
+from kvmig.process.sockets import listening_at, raise_open_files, take_port
 from kvmig.sharing.member import ask
 
 
@@ -208,16 +208,8 @@ def listening(uds: str, args: Namespace) -> Iterator[socket.socket]:
         with take_port(args.host, args.port) as sock:
             yield sock
         return
-    path = Path(uds).absolute()
-    try:
-        sock = take_path(str(path))
-    except OSError as error:
-        raise ConfigError(f"--uds {uds} can't be used: {error}") from error
-    with sock:
-        try:
-            yield sock
-        finally:
-            path.unlink(missing_ok=True)
+    with listening_at(str(Path(uds).absolute()), f"--uds {uds}") as sock:
+        yield sock
 
 
 def in_units(config: ClusterConfig, tokens: int, kind: EngineKind) -> ClusterConfig:
@@ -311,12 +303,7 @@ class Server:
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, self._signalled)
         if self._config.lifecycle.end_with_stdin:
-            loop.add_reader(sys.stdin.fileno(), self._heard)
-
-    def _heard(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self._stop.set()
+            call_at_stdin_end(self._stop.set)
 
     def _signalled(self) -> None:
         (self._at_once if self._stop.is_set() else self._stop).set()

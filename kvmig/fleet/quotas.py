@@ -31,7 +31,6 @@ from kvmig.accounts.keys import (
     quotas_of,
 )
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord
-from kvmig.core.errors import ConfigError
 from kvmig.fleet.pruned import among
 from kvmig.fleet.tables import (
     Database,
@@ -42,7 +41,7 @@ from kvmig.fleet.tables import (
     usage,
     usage_daily,
 )
-from kvmig.process.sockets import take_path
+from kvmig.process.unix_server import UnixServer
 from kvmig.proxy.messages import QuotaLeft
 
 OVER = "the call is over"
@@ -230,36 +229,15 @@ class QuotaSocket:
         take: Callable[[HandOver], Awaitable[None]],
     ) -> None:
         """answer, take: may raise StoreError; the front end tries again then."""
-        self._path = path
         self._answer = answer
         self._take = take
-        self._server: asyncio.Server | None = None
-        self._closed = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    async def open(self) -> None:
+        self._server = UnixServer(path, self._serve, LINE_BYTES)
+        self.open = self._server.open
         """Raises ConfigError."""
-        try:
-            sock = take_path(self._path)
-        except OSError as error:
-            raise ConfigError(f"{self._path} can't be used: {error}") from error
-        self._server = await asyncio.start_unix_server(self._connected, sock=sock, limit=LINE_BYTES)
+        self.close = self._server.close
+        """Disconnects all."""
 
-    async def close(self) -> None:
-        """Disconnect all."""
-        if self._server is None:
-            return
-        self._server.close()
-        self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():
                 if line.startswith(HAND_OVER):
@@ -269,9 +247,6 @@ class QuotaSocket:
                     continue
                 granted = await self._answer(msgspec.json.decode(line, type=Ask))
                 writer.write(msgspec.json.encode(granted) + b"\n")
-        except asyncio.CancelledError:
-            if not self._closed:  # else it is as it should: asyncio would print a traceback
-                raise
         except (StoreError, msgspec.DecodeError, ValueError, ConnectionError) as error:
             log.warning("quota: %s", error)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ from kvmig.core.config import (
     instance_number,
 )
 from kvmig.core.errors import ConfigError
+from kvmig.core.flag_parser import FlagParser
 from kvmig.core.priorities import PriorityClass, with_normal
 from kvmig.core.quantities import quantity
 from kvmig.launcher.ray_cluster import AUTO, checked_address, parse_resources
@@ -205,15 +206,10 @@ def parse_class(words: str) -> PriorityClass:
     return found
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 class _Group:
     """A group of flags that fill the fields of one config."""
 
-    def __init__(self, root: _Parser, title: str, usual: msgspec.Struct) -> None:
+    def __init__(self, root: FlagParser, title: str, usual: msgspec.Struct) -> None:
         """usual: has the defaults."""
         self._usual = usual
         self.add_argument = root.add_argument_group(title).add_argument
@@ -231,7 +227,7 @@ class _Group:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of kvmig's own flags, in groups."""
-    root = _Parser(
+    root = FlagParser(
         prog="python -m kvmig.serve",
         usage="python -m kvmig.serve MODEL [kvmig's flags] [any flag of vllm serve]",
         description="Serve MODEL on several vLLM instances; requests move between them live.",
@@ -254,7 +250,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _add_cluster(root: _Parser) -> None:
+def _add_cluster(root: FlagParser) -> None:
     group = _Group(root, "cluster", ClusterConfig())
     group.add("--engine", "engine", f"what instances are: {', '.join(ENGINES)}")
     group.add(
@@ -304,7 +300,7 @@ def _add_cluster(root: _Parser) -> None:
     )
 
 
-def _add_http(root: _Parser) -> None:
+def _add_http(root: FlagParser) -> None:
     usual = HttpConfig()
     group = _Group(root, "HTTP", usual)
     group.add(
@@ -380,7 +376,7 @@ def _add_http(root: _Parser) -> None:
     )
 
 
-def _add_ray(root: _Parser) -> None:
+def _add_ray(root: FlagParser) -> None:
     group = root.add_argument_group("many machines")
     group.add_argument(
         "--ray",
@@ -400,7 +396,7 @@ def _add_ray(root: _Parser) -> None:
     )
 
 
-def _add_unit(root: _Parser) -> None:
+def _add_unit(root: FlagParser) -> None:
     usual = UnitConfig(path="")
     group = _Group(root, "KV cache that models share", usual)
     group.add_argument(
@@ -437,7 +433,7 @@ def _add_unit(root: _Parser) -> None:
     )
 
 
-def _add_lifecycle(root: _Parser) -> None:
+def _add_lifecycle(root: FlagParser) -> None:
     group = _Group(root, "instances and front ends", LifecycleConfig())
     group.add_argument(
         "--max-instances",
@@ -498,7 +494,7 @@ def _add_lifecycle(root: _Parser) -> None:
     )
 
 
-def _add_scheduler(root: _Parser) -> None:
+def _add_scheduler(root: FlagParser) -> None:
     group = _Group(root, "scheduler", SchedulerConfig())
     group.add("--policy", "policy", f"where new requests go and what moves: {', '.join(POLICIES)}")
     group.add_argument(
@@ -542,7 +538,7 @@ def _add_scheduler(root: _Parser) -> None:
     )
 
 
-def _add_faults(root: _Parser) -> None:
+def _add_faults(root: FlagParser) -> None:
     group = _Group(root, "faults", FaultConfig())
     group.add(
         "--heartbeat-timeout",
@@ -567,7 +563,7 @@ def _add_faults(root: _Parser) -> None:
     )
 
 
-def _add_migration(root: _Parser) -> None:
+def _add_migration(root: FlagParser) -> None:
     group = _Group(root, "migration", MigrationConfig())
     group.add("--transport", "transport", f"how KV blocks travel: {', '.join(TRANSPORTS)}")
     group.add(

@@ -10,16 +10,14 @@ couldn't be like (`fork_server.likeness`) is started in the usual way.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NoReturn
 
 from kvmig.core.config import ENGINES, ClusterConfig
-from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.errors import KvmigError, StartupError
 from kvmig.engines.registry import kind_of
 from kvmig.launcher.environment import gpus, llumlet_environment, worker_threads
 from kvmig.process.child import leave, quiet, say
@@ -34,7 +32,7 @@ from kvmig.process.fork_server import (
     load,
     serve,
 )
-from kvmig.process.sockets import raise_open_files, take_path
+from kvmig.process.sockets import listening_at, raise_open_files
 
 FRONT_END = (
     "kvmig.serve", "kvmig.frontend.process_main", "kvmig.frontend.app", "kvmig.frontend.metrics",
@@ -63,7 +61,7 @@ def main(words: Sequence[str]) -> int:
         alike = {**likeness(), ENGINE: engine, SERVERS: words[2], INSTANCES: digest(os.environ)}
         if why := load(engine, [*FRONT_END, API.get(engine, "kvmig.frontend.openai.token_server")]):
             raise StartupError(f"{engine} can't be forked: {why}")
-        with listening(address) as sock:
+        with listening_at(address, f"SOCKET {address}", socket.SOCK_SEQPACKET) as sock:
             return serve([], Listening(sock, sys.stdin.fileno(), Loaded(alike)))
     except KvmigError as error:
         say(str(error))
@@ -76,22 +74,6 @@ def start_again(engine: str) -> NoReturn:
     environment = llumlet_environment(engine, gpus(), threads, os.environ)
     command = [sys.executable, *sys.orig_argv[1:], digest(os.environ)]
     os.execve(sys.executable, command, environment)  # noqa: S606
-
-
-@contextlib.contextmanager
-def listening(address: str) -> Iterator[socket.socket]:
-    """A socket there that only this user can connect to. Raises ConfigError."""
-    try:
-        sock = take_path(address, socket.SOCK_SEQPACKET)
-    except OSError as error:
-        raise ConfigError(f"SOCKET {address} can't be used: {error}") from error
-    forker = os.getpid()
-    with sock:
-        try:
-            yield sock
-        finally:
-            if os.getpid() == forker:
-                Path(address).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

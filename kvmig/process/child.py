@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -52,6 +53,19 @@ def announce(descriptor: int, ready: msgspec.Struct) -> None:
         raise StartupError(f"can't announce on descriptor {descriptor}: {error}") from error
 
 
+def call_at_stdin_end(act: Callable[[], None]) -> None:
+    """Have `act` called once when stdin ends, by the running event loop; what comes is dropped."""
+    loop = asyncio.get_running_loop()
+    stdin = sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            act()
+
+    loop.add_reader(stdin, read)
+
+
 async def until_stopped() -> None:
     """Wait for SIGTERM or for the end of the launcher.
 
@@ -60,19 +74,13 @@ async def until_stopped() -> None:
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    stdin = sys.stdin.fileno()
-
-    def heard() -> None:
-        if not os.read(stdin, 4096):
-            stop.set()
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    loop.add_reader(stdin, heard)
+    call_at_stdin_end(stop.set)
     try:
         await stop.wait()
     finally:
-        loop.remove_reader(stdin)
+        loop.remove_reader(sys.stdin.fileno())
         loop.remove_signal_handler(signal.SIGTERM)
 
 
@@ -88,16 +96,14 @@ class StopSignals:
         loop = asyncio.get_running_loop()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         loop.add_signal_handler(signal.SIGTERM, self._signalled)
-        loop.add_reader(sys.stdin.fileno(), self._heard)
+        call_at_stdin_end(self._ended)
 
     def _signalled(self) -> None:
         (self.at_once if self.stop.is_set() else self.stop).set()
 
-    def _heard(self) -> None:
-        if not os.read(sys.stdin.fileno(), 4096):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self.stop.set()
-            self.at_once.set()
+    def _ended(self) -> None:
+        self.stop.set()
+        self.at_once.set()
 
 
 HEARTBEAT_S = 1.0

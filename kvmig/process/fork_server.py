@@ -22,7 +22,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -41,6 +40,7 @@ from kvmig.process.child import begin_loading, end_loading, lead_group, leave, q
 from kvmig.process.loaded_files import note
 from kvmig.process.sockets import take_long
 from kvmig.process.supervisor import UNSEEN
+from kvmig.rpc.unix_peer import is_own_user
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
     try:
         sock.settimeout(JOIN_S)
         sock.connect(address)
-        if user_of(sock) != os.geteuid():
+        if not is_own_user(sock):
             raise StartupError(f"the fork server at {address} is another user's")
         news = hear_news(sock)
         if not isinstance(news, Loaded):
@@ -191,13 +191,6 @@ def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def user_of(sock: socket.socket) -> int:
-    """The user at the other end."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    return int(user)
 
 
 # -- the launcher's side
@@ -659,7 +652,7 @@ class _Forking:
             return
         with contextlib.suppress(OSError):
             client.setblocking(False)
-            if user_of(client) != os.geteuid():
+            if not is_own_user(client):
                 client.close()
                 return
             self.clients.append(client)

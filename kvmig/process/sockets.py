@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvmig.core.config import SEND_BYTES
@@ -42,6 +45,29 @@ def take_path(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket
         sock.close()
         raise
     return sock
+
+
+@contextlib.contextmanager
+def listening_at(
+    path: str, setting: str, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> Iterator[socket.socket]:
+    """A Unix socket like `take_path`'s, closed and unlinked at the end.
+
+    Forks of this process that leave the context, too, unlink nothing. Raises ConfigError.
+
+    setting: where the user gave the path, for the error, such as "--uds PATH".
+    """
+    try:
+        sock = take_path(path, kind)
+    except OSError as error:
+        raise ConfigError(f"{setting} can't be used: {error}") from error
+    owner, file = os.getpid(), Path(path).absolute()
+    with sock:
+        try:
+            yield sock
+        finally:
+            if os.getpid() == owner:
+                file.unlink(missing_ok=True)
 
 
 def _remove_unused(path: Path, kind: socket.SocketKind) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvmig.core.errors import ConfigError
-from kvmig.process.sockets import take_path
+from kvmig.process.unix_server import UnixServer
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Up, Want
 
 LENGTH_BYTES = 4
@@ -55,36 +54,19 @@ class ProxyLinks:
 
         hear: takes what a proxy says, with its name; None: it has gone.
         """
-        self._path = path
         self._first = first
         self._hear = hear
-        self._server: asyncio.Server | None = None
-        self._closed = False
+        self._server = UnixServer(path, self._serve)
         self._writers: dict[str, asyncio.StreamWriter] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def open(self) -> None:
+        self.open = self._server.open
         """Raises ConfigError."""
-        try:
-            sock = take_path(self._path)
-        except OSError as error:
-            raise ConfigError(f"{self._path} can't be used: {error}") from error
-        self._server = await asyncio.start_unix_server(self._connected, sock=sock)
+        self.close = self._server.close
+        """Disconnects all. The socket's file stays, for the next server to take over."""
 
     def tell(self, message: Down) -> None:
         """Tell all proxies."""
         for name, writer in list(self._writers.items()):
             self._send(name, writer, message)
-
-    async def close(self) -> None:
-        """Disconnect all. The socket's file stays, for the next server to take over."""
-        if self._server is None:
-            return
-        self._server.close()
-        self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _send(self, name: str, writer: asyncio.StreamWriter, message: Down) -> None:
         send(writer, message)
@@ -92,11 +74,7 @@ class ProxyLinks:
             log.warning("proxy %s reads nothing", name)
             writer.transport.abort()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name = ""
         try:
             async with asyncio.timeout(HELLO_S):
@@ -106,9 +84,6 @@ class ProxyLinks:
                 self._send(name, writer, message)
             while True:
                 self._hear(name, await receive(reader, Want | Demand | Figures))
-        except asyncio.CancelledError:
-            if not self._closed:  # else it is as it should: asyncio would print a traceback
-                raise
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
         except (ValueError, msgspec.DecodeError) as error:
@@ -117,7 +92,6 @@ class ProxyLinks:
             if self._writers.get(name) is writer:
                 del self._writers[name]
                 self._hear(name, None)
-            writer.close()
 
 
 class ServerLink:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import struct
 from typing import Self
 
 from kvmig.core.errors import TransportError
-
-_CREDENTIALS = struct.Struct("3i")
+from kvmig.rpc.unix_peer import credentials, is_own_user
 
 
 class Packets:
@@ -22,7 +19,7 @@ class Packets:
         self._sock = sock
         self._most_bytes = most_bytes
         self._reading: asyncio.Future[None] | None = None
-        self.process, self.user = credentials(sock)
+        self.process, _ = credentials(sock)
 
     @classmethod
     def connect(cls, path: str, most_bytes: int) -> Self:
@@ -31,14 +28,14 @@ class Packets:
         try:
             sock.setblocking(False)
             sock.connect(path)
-            made = cls(sock, most_bytes)
+            ours = is_own_user(sock)
         except OSError as error:
             sock.close()
             raise TransportError(f"nobody listens at {path}: {error}") from error
-        if made.user != os.geteuid():
-            made.close()
+        if not ours:
+            sock.close()
             raise TransportError(f"another user listens at {path}")
-        return made
+        return cls(sock, most_bytes)
 
     def send(self, packet: bytes) -> None:
         """At once: raises TransportError where the other side has gone, or doesn't read."""
@@ -81,10 +78,3 @@ class Packets:
     def _wake(self) -> None:
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
-
-
-def credentials(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, _ = _CREDENTIALS.unpack(raw)
-    return int(process), int(user)

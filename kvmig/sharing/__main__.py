@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Sequence
 
 import uvloop
 
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
+from kvmig.core.flag_parser import FlagParser
 from kvmig.core.quantities import quantity
-from kvmig.process.child import leave, quiet, say
-from kvmig.process.sockets import take_path
+from kvmig.process.child import call_at_stdin_end, leave, quiet, say
+from kvmig.process.sockets import listening_at
 from kvmig.process.watchdog import notify_manager
 from kvmig.sharing.agent import UnitAgent
 from kvmig.sharing.lease_ledger import MIB, Ledger
@@ -47,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError("--memory is missing, must be the KV cache of all members together")
         ledger = Ledger(int(flags.memory), flags.quotas)
         turns = Turns(flags.policy)
-        with listening(flags.path) as sock:
+        with listening_at(flags.path, f"PATH {flags.path}", socket.SOCK_SEQPACKET) as sock:
             uvloop.run(serve(sock, ledger, turns, flags.path, flags.end_with_stdin))
     except KvmigError as error:
         say(str(error))
@@ -55,14 +52,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """Of the flags."""
-    made = _Parser(prog="python -m kvmig.sharing", description=__doc__, allow_abbrev=False)
+    made = FlagParser(prog="python -m kvmig.sharing", description=__doc__, allow_abbrev=False)
     made.add_argument("path", metavar="PATH", help="the Unix socket that members connect to")
     made.add_argument(
         "--memory",
@@ -115,7 +107,7 @@ async def serve(
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop.set)
     if end_with_stdin:
-        loop.add_reader(sys.stdin.fileno(), _end_at_eof, stop)
+        call_at_stdin_end(stop.set)
     running = asyncio.create_task(UnitAgent(sock, ledger, turns=turns).run())
     signs = asyncio.create_task(notify_manager())
     say(f"unit of {ledger.arena / 2**20:.0f} MiB at {path} (Ctrl-C stops)")
@@ -125,26 +117,6 @@ async def serve(
     stopped.cancel()
     signs.cancel()
     await asyncio.gather(running, stopped, signs, return_exceptions=not running.done())
-
-
-def _end_at_eof(stop: asyncio.Event) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        stop.set()
-
-
-@contextlib.contextmanager
-def listening(path: str) -> Iterator[socket.socket]:
-    """A socket of packets there, that only this user can connect to. Raises ConfigError."""
-    try:
-        sock = take_path(path, socket.SOCK_SEQPACKET)
-    except OSError as error:
-        raise ConfigError(f"PATH {path} can't be used: {error}") from error
-    with sock:
-        try:
-            yield sock
-        finally:
-            Path(path).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

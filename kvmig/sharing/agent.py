@@ -21,7 +21,8 @@ import msgspec
 
 from kvmig.core.errors import ConfigError, PeerError, TransportError
 from kvmig.engines.gate import ComputeShares, StepRequest
-from kvmig.rpc.unix_packets import Packets, credentials
+from kvmig.rpc.unix_packets import Packets
+from kvmig.rpc.unix_peer import credentials
 from kvmig.sharing.lease_ledger import Claim, Ledger, Told
 from kvmig.sharing.member_locks import Roll
 from kvmig.sharing.messages import (

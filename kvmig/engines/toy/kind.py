@@ -9,10 +9,11 @@ import argparse
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError
+from kvmig.core.flag_parser import FlagParser
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.kind import api_keys
 from kvmig.engines.toy.core import VOCABULARY
@@ -22,14 +23,9 @@ from kvmig.engines.toy.script import ScriptFile
 WAIT_S = 0.05
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """MODEL, which may be any word, and flags."""
-    root = _Parser(
+    root = FlagParser(
         prog="kvmig.serve --engine toy",
         allow_abbrev=False,
         add_help=False,

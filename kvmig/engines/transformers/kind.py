@@ -7,10 +7,11 @@ import importlib
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.flag_parser import FlagParser
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.engines.transformers import factory
@@ -103,15 +104,10 @@ SERVED_BLOCKS = 2048
 """KV blocks of an instance, unless told otherwise."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """MODEL and flags, in groups."""
     usual = EngineConfig(num_blocks=SERVED_BLOCKS)
-    root = _Parser(
+    root = FlagParser(
         prog="kvmig.serve --engine transformers",
         allow_abbrev=False,
         add_help=False,

@@ -7,20 +7,19 @@ import contextlib
 import os
 import secrets
 import socket
-import struct
 from threading import Thread
 
 import msgspec
 
 from kvmig.core.errors import TransportError
 from kvmig.rpc.codec import RefusalCounter
+from kvmig.rpc.unix_peer import is_own_user
 
 SECRET_BYTES = 16
 TIMEOUT_S = 2.0
 """For the donor's half of one exchange."""
 WORD_TIMEOUT_S = 0.2
 """For a peer's half: much less, for others wait behind it."""
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -77,7 +76,7 @@ class Donor:
             self._refusals.count_strangers(1)
 
     def _knows(self, peer: socket.socket) -> bool:
-        if not _ours(peer):
+        if not is_own_user(peer):
             return False
         try:
             word = peer.recv(SECRET_BYTES, socket.MSG_WAITALL)
@@ -107,7 +106,7 @@ def take(ticket: Ticket, refusals: RefusalCounter) -> int:
         donor.settimeout(TIMEOUT_S)
         try:
             donor.connect(f"\0{ticket.socket}")
-            if not _ours(donor):
+            if not is_own_user(donor):
                 refusals.count_strangers(1)
                 raise TransportError(f"no descriptor from {ticket.socket}: another user's socket")
             donor.sendall(bytes.fromhex(ticket.secret))
@@ -120,10 +119,3 @@ def take(ticket: Ticket, refusals: RefusalCounter) -> int:
             (descriptor,) = array.array("i", data[:4])
             return descriptor
     raise TransportError(f"no descriptor from {ticket.socket}: it refused")
-
-
-def _ours(peer: socket.socket) -> bool:
-    """Whether a process of this user is at the other end: who connected, or who listens."""
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(raw)
-    return bool(user == os.geteuid())
