@@ -156,6 +156,40 @@ async def test_garbage_is_refused_and_the_server_goes_on() -> None:
         assert (await server.recv())[1] == Aborted("fine")
 
 
+async def test_what_cannot_be_read_is_logged_and_the_next_message_is_handed_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with linked() as (server, client):
+        await client._socket.send_multipart([b"\xc1garbage"])
+        client.send(Aborted("to the server"))
+        arriving = server.messages()
+        assert (await anext(arriving))[1] == hello()
+        sender, message, _ = await anext(arriving)
+        assert message == Aborted("to the server")
+        await server._socket.send_multipart([sender, b"\xc1garbage"])
+        server.send(sender, Aborted("to the client"))
+        refused: list[PeerError] = []
+        message, _ = await anext(client.messages("the other side", refused.append))
+        assert message == Aborted("to the client")
+        assert [one.reason for one in refused] == ["unreadable"]
+    logged = [one.getMessage() for one in caplog.records]
+    assert [one.split("not a message")[0] for one in logged] == [
+        "ignored: ",
+        "ignored from the other side: ",
+    ]
+
+
+async def test_who_refuses_a_message_with_an_error_receives_no_more() -> None:
+    def refuse(error: PeerError) -> None:
+        raise error
+
+    async with linked() as (server, client):
+        sender, *_ = await server.recv()
+        await server._socket.send_multipart([sender, b"\xc1garbage"])
+        with pytest.raises(PeerError, match="not a message"):
+            await anext(client.messages("the other side", refuse))
+
+
 async def test_sending_to_a_client_that_left_raises() -> None:
     async with linked() as (server, client):
         await server.recv()

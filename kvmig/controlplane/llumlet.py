@@ -49,7 +49,6 @@ from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import (
     ConfigError,
     PeerBehind,
-    PeerError,
     StartupError,
     TransportError,
 )
@@ -209,12 +208,7 @@ class Llumlet:
     # -- messages
 
     async def _receive(self) -> None:
-        while True:
-            try:
-                sender, message, payload = await self._server.recv()
-            except PeerError as error:
-                log.warning("ignored: %s", error)
-                continue
+        async for sender, message, payload in self._server.messages():
             try:
                 self._handle(sender, message, payload)
             except TransportError as error:

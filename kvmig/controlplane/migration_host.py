@@ -10,7 +10,7 @@ from kvmig.controlplane.fronts import Fronts, Tracking
 from kvmig.controlplane.messages import ClusterMessage, PauseAhead, Resolve, Resolved
 from kvmig.core.clock import monotonic
 from kvmig.core.config import MigrationConfig
-from kvmig.core.errors import MigrationRefused, PeerError, TransportError
+from kvmig.core.errors import MigrationRefused, TransportError
 from kvmig.engines.base import ServingEngine
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
@@ -72,12 +72,7 @@ class MigrationHost:
 
     async def _hear(self, endpoint: str, client: Client) -> None:
         try:
-            while True:
-                try:
-                    message, payload = await client.recv()
-                except PeerError as error:
-                    log.warning("ignored from peer %s: %s", endpoint, error)
-                    continue
+            async for message, payload in client.messages(f"peer {endpoint}"):
                 self.migrations.receive_reply(endpoint, message, payload)
         except TransportError as error:
             del self._clients[endpoint]

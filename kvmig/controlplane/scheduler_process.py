@@ -96,12 +96,7 @@ class SchedulerProcess:
             if self._scheduler.rebalances or self._scaler is not None:
                 group.create_task(self._rounds())
             group.create_task(self._tell_refusals())
-            while True:
-                try:
-                    sender, message, _ = await self._server.recv()
-                except PeerError as error:
-                    log.warning("ignored: %s", error)
-                    continue
+            async for sender, message, _ in self._server.messages():
                 if isinstance(message, Members):
                     self._launcher = sender
                     self._take(message, group)
@@ -133,7 +128,9 @@ class SchedulerProcess:
             )
             self._clients[member.instance] = client
             try:
-                await self._hear(client)
+                async for message, _ in client.messages(client.endpoint):
+                    if isinstance(message, LoadReport):
+                        self._builder.report(message, monotonic())
             except TransportError as error:
                 complain("llumlet %s: %s", member.instance, error)
                 complain = log.debug  # once is enough until the launcher removes it
@@ -143,16 +140,6 @@ class SchedulerProcess:
                     del self._clients[member.instance]
                 client.close()
             await asyncio.sleep(RETRY_S)
-
-    async def _hear(self, client: Client) -> None:
-        while True:
-            try:
-                message, _ = await client.recv()
-            except PeerError as error:
-                log.warning("ignored from %s: %s", client.endpoint, error)
-                continue
-            if isinstance(message, LoadReport):
-                self._builder.report(message, monotonic())
 
     async def _rounds(self) -> None:
         while True:

@@ -136,15 +136,7 @@ class Instance:
         client = Client(self.endpoint, self._secret, "gateway", self._front, ClusterMessage)
         try:
             self._client = client
-            while True:
-                try:
-                    message, payload = await client.recv()
-                except PeerError as error:
-                    self._listener.on_refused(self, error)
-                    if self.welcome is None:
-                        raise
-                    log.warning("ignored from instance %s: %s", self.name, error)
-                    continue
+            async for message, payload in client.messages(f"instance {self.name}", self._refuse):
                 if isinstance(message, Welcome):
                     self._greet(message)
                     continue
@@ -162,6 +154,12 @@ class Instance:
                     raise refused from error
         finally:
             client.close()
+
+    def _refuse(self, error: PeerError) -> None:
+        """Raises it before the Welcome: then this is no instance of ours."""
+        self._listener.on_refused(self, error)
+        if self.welcome is None:
+            raise error
 
     def _greet(self, welcome: Welcome) -> None:
         if not VERSION.understands(welcome.version) or welcome.instance != self.name:

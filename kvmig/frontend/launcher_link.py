@@ -104,13 +104,7 @@ class LauncherLink:
             await asyncio.sleep(RETRY_S)
 
     async def _listen(self, client: Client) -> None:
-        while True:
-            try:
-                message, _ = await client.recv()
-            except PeerError as error:
-                log.warning("ignored from the launcher: %s", error)
-                self._hear(error)
-                continue
+        async for message, _ in client.messages("the launcher", self._hear):
             match message:
                 case Members() | Evacuate() | MessagesRefused():
                     self._hear(message)

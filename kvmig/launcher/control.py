@@ -80,12 +80,7 @@ class Control:
         self._server.close()
 
     async def _receive(self) -> None:
-        while True:
-            try:
-                sender, message, _ = await self._server.recv()
-            except PeerError as error:
-                log.warning("ignored: %s", error)
-                continue
+        async for sender, message, _ in self._server.messages():
             if isinstance(message, Hello):
                 self._fronts = [*(one for one in self._fronts if one != sender), sender]
                 self._members(self._cluster.members())

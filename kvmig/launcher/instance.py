@@ -16,7 +16,7 @@ from kvmig.controlplane.messages import (
     OrderRefused,
     SetState,
 )
-from kvmig.core.errors import PeerError, StartupError, TransportError
+from kvmig.core.errors import StartupError, TransportError
 from kvmig.launcher.launch import Launcher, LlumletLaunch
 from kvmig.process.child import say
 from kvmig.process.supervisor import Handle, deaths_in_a_row, first_of, restart_pause
@@ -426,24 +426,16 @@ class LlumletLink:
             self._client = client
             try:
                 self._send_state()
-                await self._hear(client)
+                async for message, _ in client.messages(f"instance {self._instance}"):
+                    if isinstance(message, LoadReport):
+                        self.report = message
+                        self._silent_ticks = 0
             except TransportError as error:
                 log.info("instance %s: %s", self._instance, error)
             finally:
                 self._client = None
                 client.close()
             await asyncio.sleep(RETRY_S)
-
-    async def _hear(self, client: Client) -> None:
-        while True:
-            try:
-                message, _ = await client.recv()
-            except PeerError as error:
-                log.warning("ignored from instance %s: %s", self._instance, error)
-                continue
-            if isinstance(message, LoadReport):
-                self.report = message
-                self._silent_ticks = 0
 
     def _send_state(self) -> None:
         if self._client is None or self._state is None:

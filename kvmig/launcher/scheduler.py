@@ -104,20 +104,17 @@ class SchedulerKeeper:
 
     async def _hear(self, link: Client) -> str:
         """Do what it decides; how the connection ended."""
-        while True:
-            try:
-                message, _ = await link.recv()
-            except PeerError as error:
-                log.warning("ignored from the scheduler: %s", error)
-                continue
-            except TransportError as error:
-                await asyncio.sleep(GRACE_S)
-                return str(error)
-            match message:
-                case Scale():
-                    self._cluster.scale(message)
-                case MessagesRefused():
-                    self._cluster.scheduler_refusals = message.counts
+        try:
+            async for message, _ in link.messages("the scheduler"):
+                match message:
+                    case Scale():
+                        self._cluster.scale(message)
+                    case MessagesRefused():
+                        self._cluster.scheduler_refusals = message.counts
+        except TransportError as error:
+            await asyncio.sleep(GRACE_S)
+            return str(error)
+        raise AssertionError("a connection ends with an error")
 
     def _tell(self, members: Sequence[Member]) -> None:
         if self._link is None:

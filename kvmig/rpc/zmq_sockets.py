@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import UnionType
+from typing import TypeVar
 
 import zmq
 import zmq.asyncio
@@ -47,6 +49,10 @@ LOOK_S = 0.1
 """Between two looks at the monitor: so strangers cost the event loop no wake-up each."""
 MOST_EVENTS = 10_000
 """Events of the monitor taken at a look; others have their turn then."""
+
+log = logging.getLogger(__name__)
+
+Arrived = TypeVar("Arrived")
 
 _LOST = (
     zmq.EVENT_DISCONNECTED
@@ -224,6 +230,10 @@ class Server:
             raise
         return sender, message, payload
 
+    def messages(self) -> AsyncIterator[tuple[bytes, Message, list[memoryview]]]:
+        """All that can be read, as from `recv`; the others are logged, and ignored."""
+        return _readable(self.recv, "ignored")
+
     def _greet(self, sender: bytes, hello: Hello) -> None:
         if self._version.understands(hello.version) and hello.name.encode() == sender:
             self._greeted.add(sender)
@@ -331,6 +341,16 @@ class Client:
             raise
         return message, payload
 
+    def messages(
+        self, peer: str, refuse: Callable[[PeerError], None] | None = None
+    ) -> AsyncIterator[tuple[Message, list[memoryview]]]:
+        """All that can be read, as from `recv`; the others are logged, and ignored.
+
+        peer: the other side, for the log. refuse: is called with what is wrong with a message
+        before it is ignored; what it raises ends the iteration. Raises TransportError at the end.
+        """
+        return _readable(self.recv, f"ignored from {peer}", refuse)
+
     def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
         """Queue a message, at once. Raises TransportError if the peer is gone, PeerBehind if
         it is too slow."""
@@ -346,6 +366,23 @@ class Client:
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
+
+
+async def _readable(
+    recv: Callable[[], Awaitable[Arrived]],
+    ignored: str,
+    refuse: Callable[[PeerError], None] | None = None,
+) -> AsyncIterator[Arrived]:
+    """Receive until `recv` raises something else than PeerError. ignored: how such a log begins."""
+    while True:
+        try:
+            arrived = await recv()
+        except PeerError as error:
+            if refuse is not None:
+                refuse(error)
+            log.warning("%s: %s", ignored, error)
+        else:
+            yield arrived
 
 
 class HandshakeCounter:
