@@ -33,7 +33,7 @@ from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, limited_by
 from kvmig.accounts.limits import Bucket
 from kvmig.accounts.usage import Damaged, HandOver, Kept, Spool
 from kvmig.core.clock import monotonic
-from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.controller import Models, Wanted, words
@@ -55,11 +55,11 @@ from kvmig.process.child import (
     announce,
     leave,
     quiet,
-    read_launch,
     say,
     send_heartbeats,
     until_stopped,
 )
+from kvmig.process.child_main import announce_failure, run_child
 from kvmig.process.sockets import take_path
 from kvmig.proxy import messages
 from kvmig.proxy.control_link import ProxyLinks
@@ -534,24 +534,20 @@ def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of its
     end of the socket to init, and for `kvmig.process.child.send_heartbeats`.
     """
-    descriptors = words[-3:]
-    if not 3 <= len(words) <= 4 or not all(map(str.isdecimal, descriptors)):
-        usage = "usage: python -m kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT"
-        print(usage, file=sys.stderr)
-        return 2
-    announced, init, heartbeat = map(int, descriptors)
+    form = "kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT"
+    return run_child(words, form, ServerLaunch, _run, counts=(3,), report=_report)
+
+
+def _run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -> None:
+    quiet("server")
     try:
-        launch = read_launch(ServerLaunch)
-        quiet("server")
         uvloop.run(run(launch, announced, init, heartbeat))
-    except (KvmigError, OSError) as error:
-        try:
-            refused = isinstance(error, ConfigError)
-            announce(announced, Announcement(failed=str(error), refused=refused))
-        except StartupError:  # announced before: it ran, then failed
-            say(str(error))
-        return 1
-    return 0
+    except OSError as error:
+        raise StartupError(str(error)) from error
+
+
+def _report(announced: int, error: Exception) -> None:
+    announce_failure(announced, error, refused=isinstance(error, ConfigError))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import uvloop
 
-from kvmig.core.errors import KvmigError, StartupError
+from kvmig.core.errors import StartupError
 from kvmig.engines.registry import kind_of
 from kvmig.frontend.server import FrontEnd
 from kvmig.launcher.front_ends import FrontLaunch
@@ -25,10 +25,9 @@ from kvmig.process.child import (
     begin_loading,
     leave,
     quiet,
-    read_launch,
-    say,
     send_heartbeats,
 )
+from kvmig.process.child_main import run_child
 
 
 async def run(launch: FrontLaunch, descriptor: int) -> None:
@@ -66,29 +65,17 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Launch document on stdin, readiness on the file descriptor ANNOUNCED."""
-    numbers = [int(word) for word in words if word.isdecimal()]
-    if len(numbers) not in (1, 3) or len(words) - len(numbers) > 1:
-        print(
-            "usage: python -m kvmig.frontend.process_main [TITLE] ANNOUNCED [LISTENING HEARTBEAT]",
-            file=sys.stderr,
-        )
-        return 2
-    descriptor, *own = numbers
+    form = "kvmig.frontend.process_main [TITLE] ANNOUNCED [LISTENING HEARTBEAT]"
     begin_loading()
-    try:
-        launch = read_launch(FrontLaunch)
-        if own:
-            launch = msgspec.structs.replace(launch, listening=own[0], heartbeat=own[1])
-        quiet(launch.name)
-        kind_of(launch.config.engine).prepare()
-        uvloop.run(run(launch, descriptor))
-    except KvmigError as error:
-        try:
-            announce(descriptor, Announcement(failed=str(error)))
-        except StartupError:  # announced before: it ran, then failed
-            say(str(error))
-        return 1
-    return 0
+    return run_child(words, form, FrontLaunch, _run, counts=(3, 1))
+
+
+def _run(launch: FrontLaunch, announced: int, *own: int) -> None:
+    if own:
+        launch = msgspec.structs.replace(launch, listening=own[0], heartbeat=own[1])
+    quiet(launch.name)
+    kind_of(launch.config.engine).prepare()
+    uvloop.run(run(launch, announced))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import asyncio
 import gc
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import uvloop
 
 from kvmig.controlplane.llumlet import Llumlet
-from kvmig.core.errors import KvmigError, StartupError
+from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
 from kvmig.engines.registry import kind_of
 from kvmig.launcher.launch import LlumletLaunch
@@ -23,10 +24,10 @@ from kvmig.process.child import (
     end_loading,
     leave,
     quiet,
-    read_launch,
     say,
     until_stopped,
 )
+from kvmig.process.child_main import announce_failure, run_child
 
 STOP_S = 3.0
 SWITCH_INTERVAL_S = 0.0005
@@ -76,27 +77,16 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Launch document on stdin, the announcement on the file descriptor that is the last word."""
-    if not 1 <= len(words) <= 2 or not words[-1].isdecimal():
-        print("usage: python -m kvmig.launcher.llumlet_main [TITLE] DESCRIPTOR", file=sys.stderr)
-        return 2
-    descriptor = int(words[-1])
+    form = "kvmig.launcher.llumlet_main [TITLE] DESCRIPTOR"
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     begin_loading()
-    launch: LlumletLaunch | None = None
-    try:
-        launch = read_launch(LlumletLaunch)
-        quiet(launch.instance)
-        uvloop.run(run(launch, descriptor))
-    except KvmigError as error:
-        try:
-            announce(descriptor, Announcement(failed=str(error)))
-        except StartupError as lost:
-            waited = not isinstance(lost.__cause__, BrokenPipeError)
-            if launch is not None and waited:  # announced before: it ran, then failed
-                say(str(error))
-            # Else the launcher is gone or ends this start, and nobody waits for an answer.
-        return 1
-    return 0
+    report = partial(announce_failure, said_if_unread=False)
+    return run_child(words, form, LlumletLaunch, _run, report=report)
+
+
+def _run(launch: LlumletLaunch, announced: int) -> None:
+    quiet(launch.instance)
+    uvloop.run(run(launch, announced))
 
 
 if __name__ == "__main__":

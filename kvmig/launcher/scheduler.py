@@ -16,7 +16,8 @@ from kvmig.controlplane.messages import ClusterMessage, Member, Members, Message
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import KvmigError, PeerError, StartupError, TransportError
-from kvmig.process.child import read_launch, say, send_heartbeats
+from kvmig.process.child import say, send_heartbeats
+from kvmig.process.child_main import run_child
 from kvmig.process.supervisor import (
     HEARTBEAT_TIMEOUT_S,
     Child,
@@ -148,15 +149,16 @@ async def run(launch: SchedulerLaunch, descriptor: int) -> None:
 def main(argv: Sequence[str]) -> int:
     """Launch document on stdin, readiness on the file descriptor that is the last word."""
     logging.basicConfig(format="%(asctime)s scheduler %(levelname)s %(message)s")
-    if not 2 <= len(argv) <= 3 or not argv[-1].isdecimal():
-        print("usage: python -m kvmig.launcher.scheduler [TITLE] DESCRIPTOR", file=sys.stderr)
-        return 2
-    try:
-        asyncio.run(run(read_launch(SchedulerLaunch), int(argv[-1])))
-    except KvmigError as error:
-        say(str(error), "kvmig scheduler")
-        return 1
-    return 0
+    form = "kvmig.launcher.scheduler [TITLE] DESCRIPTOR"
+    return run_child(argv[1:], form, SchedulerLaunch, _run, report=_say_failure)
+
+
+def _run(launch: SchedulerLaunch, announced: int) -> None:
+    asyncio.run(run(launch, announced))
+
+
+def _say_failure(_: int, error: Exception) -> None:
+    say(str(error), "kvmig scheduler")
 
 
 if __name__ == "__main__":
