@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
 import logging
 import math
@@ -19,7 +18,6 @@ import shutil
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,6 +73,7 @@ from kvmig.proxy.messages import (
     Spent,
     Want,
 )
+from kvmig.rpc.unix_packets import QueuedPackets
 
 CHECK_S = 180.0
 """For flags to be checked: their engine's libraries may have to be loaded first."""
@@ -94,55 +93,20 @@ class InitLink:
     """The server's end of the socket to init. Make it inside a running event loop."""
 
     def __init__(self, sock: socket.socket, hear: Callable[[News], None]) -> None:
-        self._sock = sock
-        self._hear = hear
-        self._unsent: deque[bytes] = deque()
-        sock.setblocking(False)
-
-    def listen(self) -> None:
-        """Hear what init has said and will say."""
-        asyncio.get_running_loop().add_reader(self._sock, self._read)
+        """hear: takes what init says, from `listen` on."""
+        self._packets = QueuedPackets(
+            sock,
+            MESSAGE_BYTES,
+            lambda packet: hear(news_of(packet)),
+            lambda: None,  # init has gone, and so will this process
+            "an order to init",
+        )
+        self.listen = self._packets.listen
+        self.close = self._packets.close
 
     def order(self, order: Order) -> None:
         """In order; none is lost as long as init lives."""
-        self._unsent.append(encode(order))
-        self._send()
-
-    def close(self) -> None:
-        """Say and hear no more."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._sock)
-        loop.remove_writer(self._sock)
-        self._sock.close()
-
-    def _send(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_writer(self._sock)
-        try:
-            while self._unsent:
-                self._sock.send(self._unsent[0])
-                self._unsent.popleft()
-        except BlockingIOError:
-            loop.add_writer(self._sock, self._send)
-        except OSError as error:
-            if error.errno == errno.EMSGSIZE:  # that one alone can't be sent
-                self._unsent.popleft()
-                log.error("an order to init is too long, and is lost")
-                self._send()
-                return
-            self._unsent.clear()  # init has gone, and so will this process
-
-    def _read(self) -> None:
-        try:
-            message = self._sock.recv(MESSAGE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            message = b""
-        if message:
-            self._hear(news_of(message))
-        else:
-            asyncio.get_running_loop().remove_reader(self._sock)
+        self._packets.send(encode(order))
 
 
 class WithoutSignals(uvicorn.Server):

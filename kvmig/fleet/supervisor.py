@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -21,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +58,7 @@ from kvmig.process.supervisor import (
 )
 from kvmig.process.watchdog import notify_manager
 from kvmig.proxy.messages import ProxyLaunch
+from kvmig.rpc.unix_packets import QueuedPackets
 
 FORKS = "kvmig.fleet.fork_server"
 BEATS = "--heartbeat-descriptor"
@@ -264,9 +264,8 @@ class Init:
         """Of the server and the proxies."""
         self._deployments: dict[str, Deployment] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: socket.socket | None = None
+        self._server: QueuedPackets | None = None
         """Our end of the socket to the server that lives now."""
-        self._unsent: deque[bytes] = deque()
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
 
@@ -334,13 +333,14 @@ class Init:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for one in (ours, theirs):
             take_long(one)
-        ours.setblocking(False)
         self._forget_server()
         with theirs:
             spawn = partial(self._fork, SERVER, (theirs.fileno(), heartbeat))
             child = await Child.start("the server", spawn, ServerLaunch(self._settings))
-        self._server = ours
-        asyncio.get_running_loop().add_reader(ours, self._hear)
+        self._server = QueuedPackets(
+            ours, MESSAGE_BYTES, self._hear, self._forget_server, "news for the server"
+        )
+        self._server.listen()
         self._tell(running(self._deployments.values()))
         return child
 
@@ -381,25 +381,11 @@ class Init:
 
     def _forget_server(self) -> None:
         if self._server is not None:
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self._server)
-            loop.remove_writer(self._server)
             self._server.close()
             self._server = None
-            self._unsent.clear()
 
-    def _hear(self) -> None:
-        assert self._server is not None
-        try:
-            message = self._server.recv(MESSAGE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            message = b""
-        if not message:
-            self._forget_server()
-            return
-        match order_of(message):
+    def _hear(self, packet: bytes) -> None:
+        match order_of(packet):
             case Start() as start:
                 self._task(self._deploy(start), f"deployment {start.deployment}")
             case Stop(deployment, kill):
@@ -413,26 +399,7 @@ class Init:
     def _tell(self, news: News) -> None:
         """To the server; one that is gone asks anew when it is back."""
         if self._server is not None:
-            self._unsent.append(encode(news))
-            self._send()
-
-    def _send(self) -> None:
-        loop = asyncio.get_running_loop()
-        assert self._server is not None
-        loop.remove_writer(self._server)
-        try:
-            while self._unsent:
-                self._server.send(self._unsent[0])
-                self._unsent.popleft()
-        except BlockingIOError:
-            loop.add_writer(self._server, self._send)
-        except OSError as error:
-            if error.errno == errno.EMSGSIZE:
-                self._unsent.popleft()
-                log.error("news for the server is too long, and is lost")
-                self._send()
-                return
-            self._forget_server()
+            self._server.send(encode(news))
 
     # -- deployments
 

@@ -1,13 +1,22 @@
-"""A Unix socket of packets between two processes of one user, on an event loop."""
+"""A Unix socket of packets between two processes of one user, on an event loop.
+
+`Packets` drops what the other side doesn't read in time, `QueuedPackets` keeps it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import socket
+from collections import deque
+from collections.abc import Callable
 from typing import Self
 
 from kvmig.core.errors import TransportError
 from kvmig.rpc.unix_peer import credentials, is_own_user
+
+log = logging.getLogger(__name__)
 
 
 class Packets:
@@ -78,3 +87,77 @@ class Packets:
     def _wake(self) -> None:
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
+
+
+class QueuedPackets:
+    """One connection whose packets wait for the other side. From the loop's thread; to be closed.
+
+    All are sent in order, and none is lost as long as the other side lives.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        most_bytes: int,
+        take: Callable[[bytes], None],
+        gone: Callable[[], None],
+        name: str,
+    ) -> None:
+        """sock: of packets, connected. most_bytes: of one that comes. take: each packet that comes.
+
+        gone: is called when the other side has gone, and may close this. name: of a packet that is
+        sent, for the log.
+        """
+        sock.setblocking(False)
+        self._sock = sock
+        self._most_bytes = most_bytes
+        self._take = take
+        self._gone = gone
+        self._name = name
+        self._unsent: deque[bytes] = deque()
+
+    def listen(self) -> None:
+        """Take what has come and will come."""
+        asyncio.get_running_loop().add_reader(self._sock, self._read)
+
+    def send(self, packet: bytes) -> None:
+        """Send it, now or as soon as the other side has room."""
+        self._unsent.append(packet)
+        self._flush()
+
+    def close(self) -> None:
+        """Send and take no more."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock)
+        loop.remove_writer(self._sock)
+        self._sock.close()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_writer(self._sock)
+        while self._unsent:
+            try:
+                self._sock.send(self._unsent[0])
+            except BlockingIOError:
+                loop.add_writer(self._sock, self._flush)
+                return
+            except OSError as error:
+                if error.errno != errno.EMSGSIZE:
+                    self._unsent.clear()
+                    self._gone()
+                    return
+                log.error("%s is too long, and is lost", self._name)
+            self._unsent.popleft()
+
+    def _read(self) -> None:
+        try:
+            packet = self._sock.recv(self._most_bytes)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if packet:
+            self._take(packet)
+        else:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._gone()
