@@ -184,7 +184,7 @@ def fleet() -> str:
         text(
             206,
             374,
-            "init (kvmig up): holds all of them; nothing outlives it",
+            "supervisor (kvmig up): the parent of all; nothing outlives it",
             size=12,
             anchor="start",
             ink=SOFT,
@@ -195,7 +195,7 @@ def fleet() -> str:
             70,
             188,
             76,
-            ["the door", "keys, models, relay;", "holds while one starts"],
+            ["entry point", "keys, models, relay;", "holds calls during a start"],
             LINE[BLUE],
         ),
         box(220, 208, 220, 128, AMBER, "server"),
@@ -224,18 +224,18 @@ def fleet() -> str:
         ]
     shapes += [
         label(500, 48, ["bytes, on a", "Unix socket"]),
-        box(640, 250, 300, 84, GREY, "nursery"),
+        box(640, 250, 300, 84, GREY, "fork server"),
         text(790, 300, "has vLLM loaded: deployments and", size=12, ink=SOFT),
         text(790, 318, "instances are forks of it", size=12, ink=SOFT),
         arrow([(790, 250), (790, 214)], dashed=True),
-        text(20, 412, "Without the server, streams, warm models and known keys go on. A "
+        text(20, 412, "Without the server, streams, warm models and known keys keep working. A "
              "deployment's own processes: see Architecture.", size=12, anchor="start", ink=SOFT),
     ]  # fmt: skip
     return picture(shapes, width, height, "The processes of a kvmig fleet")
 
 
 def units() -> str:
-    """Two models and the agent of their unit: what each has of the arena."""
+    """Two models and the agent of their unit: what each has of the arena, the memory budget."""
     width, height = 980, 430
     shapes = [
         box(20, 20, 300, 176, GREEN, "kvmig.serve: llama"),
@@ -265,7 +265,7 @@ def units() -> str:
         label(634, 36, ["Lease"]),
         label(346, 84, ["Held"]),
         label(634, 84, ["Held"]),
-        text(20, 250, "the arena: memory of this host", size=14, bold=True, anchor="start"),
+        text(20, 250, "the arena: memory budget of the unit", size=14, bold=True, anchor="start"),
     ]
     at = 20
     for size, fill, words in (
@@ -278,12 +278,12 @@ def units() -> str:
         shapes.append(text(at + size / 2, 294, words))
         at += size
     shapes += [
-        text(20, 346, "What the balloon holds has no pages. A lease shrinks once its pages are "
+        text(20, 346, "Blocks of the balloon have no pages. A lease shrinks once its pages are "
              "given back, and only then another one grows:", size=12, anchor="start", ink=SOFT),
         text(20, 366, "leases never add up to more than the arena.", size=12, anchor="start",
              ink=SOFT),
-        text(20, 396, "Called back: free blocks, then cold prefixes, then blocks of requests that "
-             "move or end, last those of preempted ones.", size=12, anchor="start", ink=SOFT),
+        text(20, 396, "Reclaimed: free blocks, then cold prefixes, then blocks of requests that "
+             "migrate or end, last those of preempted ones.", size=12, anchor="start", ink=SOFT),
     ]  # fmt: skip
     return picture(shapes, width, height, "How models of a unit share the KV cache of a host")
 
