@@ -135,6 +135,8 @@ def _value(kind: inspect.Type) -> object:
     if type(kind) in PLAIN:
         return PLAIN[type(kind)]
     match kind:
+        case inspect.Metadata(type=one):
+            return _value(one)
         case inspect.LiteralType(values=values):
             return values[-1]
         case inspect.ListType(item_type=one):

@@ -14,9 +14,12 @@ from pydantic import ValidationError
 
 from kvmig.asgi.access import access
 from kvmig.controlplane.messages import OrderDone, SetGuarantee
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.engines.base import EngineLoad
 from kvmig.frontend.admin import AddBody, admin_api
+from kvmig.frontend.inventory import cluster_rows
+from kvmig.frontend.struct_answers import add_schemas
 from kvmig.rpc.messages import Message
 from kvmig.sharing.messages import InUnit
 from tests.fake_llumlet import Cluster, cluster
@@ -29,8 +32,13 @@ async def served(
 ) -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
     async with cluster(config) as it:
         app = FastAPI()
+        add_schemas(app)
+
+        def rows() -> list[InstanceRow]:
+            return cluster_rows(it.router.fleet.rows(), [], "the model")
+
         rule = access(keys, "", "127.0.0.1").admin
-        app.include_router(admin_api(it.router, it.router.fleet.rows, "the model", rule))
+        app.include_router(admin_api(it.router, rows, "the model", rule))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost/kvmig/v1"
@@ -74,7 +82,7 @@ async def test_an_instance_of_a_unit_shows_what_it_has_of_it() -> None:
     async with served() as (it, client):
         one = it.llumlets[0]
         one.shared = InUnit(300, 500, 400, 1.5, connected=True, used=200)
-        await until(lambda: it.router.fleet.rows()[0].shared == one.shared)
+        await until(lambda: it.router.fleet.views()[0].shared == one.shared)
         (row, _) = (await client.get("/instances")).json()["data"]
         assert row["shared"] == {
             "lease_bytes": 300, "used_bytes": 200, "wanted_bytes": 500, "guarantee_bytes": 400,
@@ -286,9 +294,11 @@ async def test_the_api_is_documented() -> None:
         post = schema["paths"]["/kvmig/v1/migrations"]["post"]
         assert {"200", "400", "404", "409"} <= post["responses"].keys()
         assert "MigrationBody" in str(post["requestBody"])
-        assert {"Migration", "Instance", "Request", "ErrorBody"} <= schema["components"][
-            "schemas"
-        ].keys()
+        schemas = schema["components"]["schemas"]
+        assert {"Migration", "Instance", "Request", "ErrorBody"} <= schemas.keys()
+        row = (await client.get("/instances")).json()["data"][0]
+        assert list(row) == list(schemas["Instance"]["required"])
+        assert "epoch" not in schemas["Migration"]["properties"]
 
 
 def test_an_order_for_more_instances_than_anybody_has_is_refused() -> None:

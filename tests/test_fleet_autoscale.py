@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.autoscale import (
     COOLDOWN_S,
     STABLE_S,
@@ -20,7 +21,6 @@ from kvmig.fleet.autoscale import (
     next_order,
     one_less_holds,
 )
-from kvmig.fleet.deployments import InstanceRow
 
 RULE = ScalingRule(least=0, most=10, target=4)
 
@@ -128,7 +128,9 @@ def test_it_is_always_within_the_bounds(
 
 def row(state: str = "serving", used: int = 0, running: int = 0, number: int = 0) -> InstanceRow:
     """An instance of 100 blocks."""
-    return InstanceRow(f"i{number}", state, blocks_total=100, blocks_used=used, running=running)
+    return InstanceRow(
+        id=f"i{number}", state=state, blocks_total=100, blocks_used=used, running=running
+    )
 
 
 def test_instances_that_leave_or_failed_are_not_counted() -> None:

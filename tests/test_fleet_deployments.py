@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from kvmig.asgi.body_bounds import ModelReach
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
-from kvmig.fleet.deployments import InstanceRow, Told, Watched
+from kvmig.fleet.deployments import Told, Watched
 from kvmig.proxy.messages import ModelCard
 from tests.waiting import until
 
@@ -23,7 +24,7 @@ class Deployment:
     """Answers orders at once and tells of them later, as one does."""
 
     def __init__(self) -> None:
-        self.rows = [InstanceRow("i0", "serving"), InstanceRow("i1", "serving")]
+        self.rows = [InstanceRow(id="i0", state="serving"), InstanceRow(id="i1", state="serving")]
         self.silent = False
         self.handlers: list[asyncio.Task[None]] = []
 
@@ -52,12 +53,13 @@ class Deployment:
                     length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
                     count = msgspec.json.decode(await reader.readexactly(length))["count"]
                     about = [
-                        InstanceRow(f"i{len(self.rows) + one}", "starting") for one in range(count)
+                        InstanceRow(id=f"i{len(self.rows) + one}", state="starting")
+                        for one in range(count)
                     ]
                     self.rows += about
                 else:
                     name = path.rsplit("/", 1)[1]
-                    about = [InstanceRow(name, "draining")]
+                    about = [InstanceRow(id=name, state="draining")]
                     self.rows = [one if one.id != name else about[0] for one in self.rows]
                 body = msgspec.json.encode({"object": "list", "data": about})
                 writer.write(

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.priorities import NORMAL
 from kvmig.fleet.capacity import Host
 from kvmig.fleet.controller import WANT_S, Models, Note, Wanted, classes_of
-from kvmig.fleet.deployments import InstanceRow, Told, Watched
+from kvmig.fleet.deployments import Told, Watched
 from kvmig.fleet.host_memory import Memory
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
 from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
@@ -22,6 +23,10 @@ from kvmig.fleet.schedule import Floor
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Instances, Spec
 from kvmig.proxy.messages import Demand, ModelDemand, Route, Want
+
+
+def served(name: str) -> InstanceRow:
+    return InstanceRow(id=name, state="serving", blocks_total=1000)
 
 
 class Bench:
@@ -63,7 +68,7 @@ class Bench:
 
     def serve(self, instances: int = 1, live: int = 0) -> None:
         """Its deployment tells that so many instances serve."""
-        rows = tuple(InstanceRow(f"i{one}", "serving", 1000) for one in range(instances))
+        rows = tuple(served(f"i{one}") for one in range(instances))
         self.watched.told = Told(live, data=rows)
 
     @property
@@ -318,7 +323,7 @@ async def test_the_first_thing_that_is_told_of_one_that_serves_is_that_it_does(
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(0.2)
-        told = msgspec.json.encode(Told(data=(InstanceRow("i0", "serving", 1000),)))
+        told = msgspec.json.encode(Told(data=(served("i0"),)))
         writer.write(b"HTTP/1.1 200 OK\r\n\r\nevent: instances\ndata: " + told + b"\n\n")
         await reader.read()
         writer.close()
@@ -483,7 +488,10 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
     monkeypatch.setattr(bench.watched, "drain", drain)
     await bench.ordered_all()  # the second one was asked for
     assert ordered == [1]
-    rows = (InstanceRow("i0", "serving", 1000), InstanceRow("i1", "failed"))
+    rows = (
+        served("i0"),
+        InstanceRow(id="i1", state="failed"),
+    )
     bench.watched.told = Told(0, data=rows)
     for _ in range(2):
         bench.turn(1)

@@ -6,18 +6,18 @@ import asyncio
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvmig.controlplane.view import InstanceView
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
 from kvmig.engines.base import EngineLoad, Preempted
-from kvmig.frontend.inventory import InstanceRow
 from kvmig.frontend.metrics import (
     ClassCollector,
     Exposition,
@@ -84,9 +84,7 @@ def test_only_gaps_between_two_tokens_are_observed() -> None:
 
 
 def test_instances_are_read_when_scraped() -> None:
-    row = InstanceRow(
-        "a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1, 2, blocks_limit=100
-    )
+    row = replace(A, blocks_limit=100)
     rows: list[InstanceRow] = []
     registry = CollectorRegistry()
     registry.register(InstanceCollector(lambda: rows))
@@ -99,10 +97,10 @@ def test_instances_are_read_when_scraped() -> None:
 
 
 def test_instances_of_a_unit_say_what_they_have_of_it() -> None:
-    row = InstanceRow("a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1, 2)
+    alone = InstanceView(instance="a", endpoint="tcp://x")
     shared = InUnit(300, 500, 400, waited_s=1.5, connected=False, used=200)
     registry = CollectorRegistry()
-    registry.register(UnitCollector(lambda: [row, replace(row, id="b", shared=shared)]))
+    registry.register(UnitCollector(lambda: [alone, replace(alone, instance="b", shared=shared)]))
     for name, value in (
         ("lease_bytes", 300), ("wanted_bytes", 500), ("guarantee_bytes", 400),
         ("turn_wait_seconds_total", 1.5), ("connected", 0), ("used_bytes", 200),
@@ -134,7 +132,10 @@ def test_vllms_metrics_get_the_instance_and_others_stay_as_they_are() -> None:
     assert 'engine="9"' not in shown
 
 
-A = InstanceRow("a", 0, "serving", "tcp://x", 100, 60, 2, 3, math.inf, 0, 1, 2)
+A = InstanceRow(
+    id="a", index=0, state="serving", blocks_total=100, blocks_used=60, running=2, waiting=3,
+    freeness=math.inf, staging_used=2,
+)  # fmt: skip
 B = replace(A, id="b", index=1)
 
 
@@ -223,9 +224,9 @@ def test_each_class_has_its_own_latencies() -> None:
 def test_only_committed_moves_for_a_priority_count_as_such() -> None:
     registry = Registry()
     metrics = Metrics(registry, CLASSES)
-    for_priority = msgspec.structs.replace(report(), why="priority")
+    for_priority = replace(report(), why="priority")
     metrics.migrated(for_priority, 0)
-    metrics.migrated(msgspec.structs.replace(report(reason="no_blocks"), why="priority"), 0)
+    metrics.migrated(replace(report(reason="no_blocks"), why="priority"), 0)
     metrics.migrated(report(), 0)
     metrics.migrated(for_priority, None)
     assert registry.of("kvmig_moved_for_priority_total", "normal") == 1
@@ -235,7 +236,7 @@ def test_only_committed_moves_for_a_priority_count_as_such() -> None:
 async def test_preemptions_come_from_the_instances() -> None:
     registry = Registry()
     async with cluster() as it:
-        registry.register(ClassCollector(it.router.fleet.rows, CLASSES))
+        registry.register(ClassCollector(it.router.fleet.views, CLASSES))
         counts = (Preempted(0, 5, 2), Preempted(-1, 1, 0))
         it.llumlets[0].report(EngineLoad(100, 0, 0, 0, 0, 0, preempted=counts))
         await until(lambda: registry.of("kvmig_preemptions_total", "normal", instance="0") == 5)
@@ -301,7 +302,7 @@ class Slow(Collector):
 def slow() -> tuple[Slow, Exposition]:
     registry = CollectorRegistry(auto_describe=False)
     collector = Slow()
-    exposition = Exposition(registry, CLASSES, lambda: (), dict)
+    exposition = Exposition(registry, CLASSES, tuple, tuple, dict)
     registry.register(collector)
     collector.texts = 0  # a registry looks at what it gets
     return collector, exposition

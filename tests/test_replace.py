@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
 from kvmig.core.errors import ConfigError
 from kvmig.engines.toy.script import Script
 from kvmig.placement.executor import Deployment, ReplaceFailed, Replacing, Settings, main
@@ -21,9 +22,6 @@ from kvmig.placement.file import Placement, read, to_toml
 from kvmig.placement.learned import handshake_s
 from kvmig.placement.moves import Lease, Step
 from kvmig.placement.observed import (
-    OfUnit,
-    Request,
-    Row,
     adopted,
     check,
     leaving,
@@ -59,9 +57,20 @@ def row(
     state: str = "serving",
     used: int = 0,
     running: int = 0,
-    shared: OfUnit | None = None,
-) -> Row:
-    return Row(name, state, "", unit, 100, used, running, shared=shared)
+    shared: UnitMemory | None = None,
+) -> InstanceRow:
+    return InstanceRow(
+        id=name, state=state, unit=unit, blocks_total=100, blocks_used=used, running=running,
+        shared=shared,
+    )  # fmt: skip
+
+
+def live(name: str, instance: str, state: str, blocks: int, unmovable: str = "") -> RequestRow:
+    return RequestRow(id=name, instance=instance, state=state, blocks=blocks, unmovable=unmovable)
+
+
+def memory(used: int, guarantee: int) -> UnitMemory:
+    return UnitMemory(used_bytes=used, guarantee_bytes=guarantee)
 
 
 # -- what is seen
@@ -76,16 +85,26 @@ def test_used_bytes_are_the_used_part_of_the_quota() -> None:
 
 
 def test_in_a_unit_with_an_agent_an_instance_has_its_guarantee_and_what_it_was_lent() -> None:
-    rows = {"a": [row("i0", "left", used=25, running=2, shared=OfUnit(300, 150))]}
+    rows = {
+        "a": [
+            row(
+                "i0",
+                "left",
+                used=25,
+                running=2,
+                shared=memory(300, 150),
+            )
+        ]
+    }
     seen = observed(placement(400, left="a", right="a"), rows)
     assert seen.leases == {("a", "left"): Lease(150, 300)}
-    idle = {"a": [row("i0", "left", shared=OfUnit(64, 150))]}
+    idle = {"a": [row("i0", "left", shared=memory(64, 150))]}
     null_block = observed(placement(400, left="a", right="a"), idle).leases
     assert null_block == {("a", "left"): Lease(150, 0)}
 
 
 def test_an_instance_that_has_not_told_of_its_unit_is_waited_for() -> None:
-    rows = {"a": [Row("i0", "serving", "", "left")]}
+    rows = {"a": [InstanceRow(id="i0", state="serving", unit="left")]}
     seen = observed(placement(400, left="a", right="a"), rows)
     assert seen.unsettled == "instance i0 of a has not told of its unit"
     with pytest.raises(
@@ -96,9 +115,9 @@ def test_an_instance_that_has_not_told_of_its_unit_is_waited_for() -> None:
 
 def test_the_largest_requests_that_can_leave_are_those_that_do() -> None:
     held = [
-        Request("small", "i0", "running", 10), Request("large", "i0", "running", 50),
-        Request("stays", "i0", "running", 30, "it does"), Request("waits", "i0", "waiting", 0),
-        Request("elsewhere", "i1", "running", 90), Request("middle", "i0", "running", 10),
+        live("small", "i0", "running", 10), live("large", "i0", "running", 50),
+        live("stays", "i0", "running", 30, "it does"), live("waits", "i0", "waiting", 0),
+        live("elsewhere", "i1", "running", 90), live("middle", "i0", "running", 10),
     ]  # fmt: skip
     assert leaving(held, "i0", used=1000, size=400) == ["large"]
     assert leaving(held, "i0", used=1000, size=501) == ["large", "middle"]
@@ -107,8 +126,8 @@ def test_the_largest_requests_that_can_leave_are_those_that_do() -> None:
 
 
 def test_an_instance_with_a_request_is_never_taken_for_idle() -> None:
-    tiny = Row("i0", "serving", "", "left", 10**6, 1, running=1)
-    waiting = Row("i1", "serving", "", "right", 10**6, 0, waiting=1)
+    tiny = replace(row("i0", "left", used=1), blocks_total=10**6, running=1)
+    waiting = replace(row("i1", "right", used=0), blocks_total=10**6, waiting=1)
     seen = observed(placement(left="a", right="a"), {"a": [tiny, waiting]})
     assert [one.used for one in seen.leases.values()] == [1, 1]
 
@@ -143,7 +162,9 @@ def test_nothing_is_planned_while_an_instance_starts() -> None:
         ([row("i0", "left"), row("i1", "left")], "instances i0 and i1 are both in unit left"),
     ],
 )
-def test_instances_without_a_place_of_their_own_are_refused(rows: list[Row], sentence: str) -> None:
+def test_instances_without_a_place_of_their_own_are_refused(
+    rows: list[InstanceRow], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         observed(placement(left="a", right=""), {"a": rows})
 
@@ -172,7 +193,7 @@ def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
     steps = [Step("start", "a", "right", 1.0), Step("drain", "a", "left", 1.0)]
     gone = {("a", "left"): "i0"}
 
-    def left(*rows: Row) -> list[str]:
+    def left(*rows: InstanceRow) -> list[str]:
         return list(unfinished(steps, gone, {"a": rows}))
 
     assert left(row("i0", "left"), row("i1", "right", "starting")) == [
@@ -191,7 +212,7 @@ class Site:
     """Deployments that carry out orders at once, or don't."""
 
     def __init__(self, **units: str) -> None:
-        self.rows: dict[str, list[Row]] = {}
+        self.rows: dict[str, list[InstanceRow]] = {}
         self.orders: list[str] = []
         self.fail_starts = 0
         """So many more can't start."""
@@ -204,7 +225,7 @@ class Site:
         """What a drain reports for its only request."""
         self.arena = 0
         """Of each unit's agent; 0: there is none."""
-        self.requests: dict[str, list[Request]] = {}
+        self.requests: dict[str, list[RequestRow]] = {}
         """By deployment."""
         self.stay = False
         """Whether requests can't be moved."""
@@ -216,7 +237,7 @@ class Site:
     def add(self, name: str, unit: str, state: str = "serving") -> None:
         there = [one for rows in self.rows.values() for one in rows if one.unit == unit]
         promised = sum(one.shared.guarantee_bytes for one in there if one.shared)
-        shared = OfUnit(0, self.arena - promised) if self.arena else None
+        shared = memory(0, self.arena - promised) if self.arena else None
         one = row(f"i{next(self._ids)}", unit, state, used=10, shared=shared)
         self.rows.setdefault(name, []).append(one)
 
@@ -289,7 +310,10 @@ class Site:
 
     def share(self, name: str, instance: str, **changed: int) -> None:
         self.rows[name] = [
-            replace(one, shared=replace(one.shared or OfUnit(0, 0), **changed))
+            replace(
+                one,
+                shared=replace(one.shared or memory(0, 0), **changed),
+            )
             if one.id == instance
             else one
             for one in self.rows[name]
@@ -363,7 +387,7 @@ async def test_a_quota_makes_room_for_a_model_that_comes() -> None:
 
 async def test_requests_leave_a_unit_for_a_model_that_comes() -> None:
     site, said = in_units(200, left="a:200", right="a:150 b:50"), list[str]()
-    site.requests["a"] = [Request(f"r{at}", "i0", "running", 50) for at in range(4)]
+    site.requests["a"] = [live(f"r{at}", "i0", "running", 50) for at in range(4)]
     site.rows["a"] = [replace(one, running=4) if one.id == "i0" else one for one in site.rows["a"]]
     site.share("a", "i0", used_bytes=200)
     async with replacing(site, placement(200, left="a:100 b:100", right="a:150 b:50"), said) as it:
@@ -376,7 +400,7 @@ async def test_requests_leave_a_unit_for_a_model_that_comes() -> None:
 
 async def test_requests_that_cannot_leave_are_not_moved_for_ever() -> None:
     site, said = in_units(200, left="a:200", right="a:150 b:50"), list[str]()
-    site.requests["a"] = [Request(f"r{at}", "i0", "running", 50) for at in range(4)]
+    site.requests["a"] = [live(f"r{at}", "i0", "running", 50) for at in range(4)]
     site.rows["a"] = [replace(one, running=4) if one.id == "i0" else one for one in site.rows["a"]]
     site.share("a", "i0", used_bytes=200)
     site.stay = True

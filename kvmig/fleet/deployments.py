@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from kvmig.asgi.body_bounds import ModelReach
+from kvmig.core.api_records import InstanceRow, ModelBody
 from kvmig.core.errors import StartupError
 from kvmig.proxy.messages import ModelCard
 
@@ -32,20 +33,6 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class InstanceRow(msgspec.Struct, frozen=True):
-    """The part of an instance's row that counts here."""
-
-    id: str
-    state: str
-    blocks_total: int = 0
-    blocks_used: int = 0
-    running: int = 0
-    waiting: int = 0
-    migrations_in: int = 0
-    migrations_out: int = 0
-    weights: str = ""
-
-
 class ModelRow(msgspec.Struct, frozen=True):
     """Of the list of its models. parent: of an adapter."""
 
@@ -59,20 +46,6 @@ class ModelList(msgspec.Struct, frozen=True):
     """The answer of /v1/models."""
 
     data: tuple[ModelRow, ...] = ()
-
-
-class Reach(msgspec.Struct, frozen=True):
-    """See `ModelReach`."""
-
-    tokens: int
-    longest: int
-    media: bool
-
-
-class ModelAnswer(msgspec.Struct, frozen=True):
-    """The answer of /kvmig/v1/model."""
-
-    reach: Reach | None = None
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -211,7 +184,7 @@ class Watched:
         """Ask for its model's card; when it has no answer now, it is asked at the next event."""
         try:
             rows = (await self._get("/v1/models", ModelList)).data
-            reach = (await self._get(f"{ADMIN}/model", ModelAnswer)).reach
+            reach = (await self._get(f"{ADMIN}/model", ModelBody)).reach
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             log.warning("a deployment does not say what its model is like: %r", error)
             return

@@ -9,14 +9,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
 from kvmig.asgi.connection import Connection
+from kvmig.core.api_records import InstanceRow
 from kvmig.frontend.admin import admin_api, instances_api
 from kvmig.frontend.events import events_api
-from kvmig.frontend.inventory import InstanceRow, cluster_rows
+from kvmig.frontend.inventory import cluster_rows
 from kvmig.frontend.launcher_link import LauncherLink, Membership
 from kvmig.frontend.metrics import Exposition
 from kvmig.frontend.middleware import HttpState
 from kvmig.frontend.probes import probe_routes
 from kvmig.frontend.router import Router
+from kvmig.frontend.struct_answers import add_schemas
 
 
 def extend(
@@ -34,15 +36,17 @@ def extend(
     rows_of_router = router.fleet.rows
 
     def rows() -> list[InstanceRow]:
-        return cluster_rows(rows_of_router(), membership.members)
+        return cluster_rows(rows_of_router(), membership.members, model)
 
     app.include_router(admin_api(router, rows, model, http.access.admin, http.reach))
-    app.include_router(instances_api(launcher, rows, model, http.access.admin))
-    app.include_router(
-        events_api(router, rows, model, http.access.admin, closed=lambda: http.closed)
-    )
+    app.include_router(instances_api(launcher, rows, http.access.admin))
+    app.include_router(events_api(router, rows, http.access.admin, closed=lambda: http.closed))
     exposition = Exposition(
-        http.registry, http.priorities, rows_of_router, router.fleet.engine_indexes
+        http.registry,
+        http.priorities,
+        rows_of_router,
+        router.fleet.views,
+        router.fleet.engine_indexes,
     )
 
     async def metrics(_: Request) -> Response:
@@ -51,6 +55,7 @@ def extend(
     engine = getattr(app.state, "engine_client", None)  # vLLM's
     probes = probe_routes(http, lambda: engine is not None and engine.errored)
     app.router.routes[:0] = [Route("/metrics", metrics), *probes]
+    add_schemas(app)
     describe_beside_streams(app)
     app.state.kvmig = http
     app.state.connection = Connection.limited(http.config.send_timeout_s, http.count)

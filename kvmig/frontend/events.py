@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -13,10 +13,11 @@ from starlette.responses import StreamingResponse
 
 from kvmig.asgi.access import Rule
 from kvmig.asgi.problems import PROBLEMS, guarded
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.clock import monotonic
-from kvmig.frontend.admin import PREFIX, Instance, Migration
-from kvmig.frontend.inventory import InstanceRow
+from kvmig.frontend.admin import PREFIX
 from kvmig.frontend.router import Router
+from kvmig.frontend.struct_answers import shown_report
 
 LOOK_S = 0.2
 """Between two looks at what has changed."""
@@ -26,31 +27,29 @@ HEARTBEAT_S = 5.0
 
 def events_api(
     router: Router,
-    rows: Callable[[], Sequence[InstanceRow]],
-    model: str,
+    rows: Callable[[], list[InstanceRow]],
     rule: Rule,
     closed: Callable[[], bool],
 ) -> APIRouter:
-    """The route; rows, model, rule as in `admin_api`. closed: whether the server stops."""
+    """The route; rows, rule as in `admin_api`. closed: whether the server stops."""
     api = APIRouter(
         prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS, route_class=guarded(rule, ())
     )
 
     async def stream() -> AsyncIterator[bytes]:
-        told: tuple[bool, dict[str, dict[str, Any]]] = False, {}
+        told: tuple[bool, list[InstanceRow]] = False, []
         said, reports = -HEARTBEAT_S, router.reported
         while not closed():
-            every = {row.id: Instance.of(row, model).model_dump() for row in rows()}
-            now = router.parked, every
+            now = router.parked, rows()
             fresh, reports = router.reported - reports, router.reported
             newest = list(itertools.islice(reversed(router.reports), fresh))
             for report in reversed(newest):
-                yield event("migration", Migration.of(report).model_dump())
+                yield event("migration", shown_report(report))
             if now != told or fresh or monotonic() - said >= HEARTBEAT_S:
                 shown = {
                     "live": len(router.live()) + router.held,
                     "parked": now[0],
-                    "data": [*every.values()],
+                    "data": now[1],
                 }
                 yield event("instances", shown)
                 told, said = now, monotonic()

@@ -16,12 +16,13 @@ from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.clock import Clock
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import NoInstance, PeerError, TransportError
 from kvmig.engines.base import Frame
 from kvmig.frontend.dispatch_turns import Queues
-from kvmig.frontend.inventory import InstanceRow, instance_row
+from kvmig.frontend.inventory import instance_row
 from kvmig.frontend.ports import NOT_BEGUN, Arithmetic
 from kvmig.rpc.messages import VERSION, Message
 from kvmig.rpc.zmq_sockets import Client
@@ -398,14 +399,18 @@ class Fleet:
 
     def rows(self) -> list[InstanceRow]:
         """All instances as last heard of."""
-        known = {one.instance: one for one in self._view.view(self._clock()).instances}
         return [
             instance_row(
-                one.index,
-                known.get(name) or InstanceView(instance=name, endpoint=one.endpoint),
-                self._ailment(name) if one.alive else "lost",
-                one.welcome,
+                one.index, view, self._ailment(one.name) if one.alive else "lost", one.welcome
             )
+            for one, view in zip(self._instances.values(), self.views(), strict=True)
+        ]
+
+    def views(self) -> list[InstanceView]:
+        """All instances as they last reported, in the same order."""
+        known = {one.instance: one for one in self._view.view(self._clock()).instances}
+        return [
+            known.get(name) or InstanceView(instance=name, endpoint=one.endpoint)
             for name, one in self._instances.items()
         ]
 

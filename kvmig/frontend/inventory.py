@@ -4,83 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from kvmig.asgi.errors import AmbiguousRequest
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import Member, Requests, Welcome
 from kvmig.controlplane.view import InstanceView
-from kvmig.engines.base import Preempted, RequestState
+from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
+from kvmig.engines.base import RequestState
 from kvmig.frontend.requests import LiveRequest, call_of
 from kvmig.sharing.messages import InUnit
 
-
-@dataclass(frozen=True, slots=True)
-class InstanceRow:
-    """One instance as last heard of. Sizes in KV blocks."""
-
-    id: str
-    index: int
-    """Engine index, as in vLLM's metrics."""
-    state: str
-    """starting, serving, draining, silent, hung, failed or lost."""
-    endpoint: str
-    blocks_total: int
-    blocks_used: int
-    running: int
-    waiting: int
-    freeness: float
-    """May be infinite."""
-    migrations_in: int
-    """Under way now."""
-    migrations_out: int
-    staging_used: int
-    """Staging buffers held by migrations out of the instance."""
-    preempted: tuple[Preempted, ...] = ()
-    detail: str = ""
-    """Why the instance is in this state, for people."""
-    headroom: Mapping[int, float] = field(default_factory=dict)
-    """Priority -> KV blocks kept free for its class."""
-    unmovable: str = ""
-    """Why no request can be moved from the instance or to it; empty when they can."""
-    weights: str = ""
-    """Identity of the instance's weights."""
-    numerics: str = ""
-    """The instance's numerics class."""
-    tree: str = ""
-    """Folder of the instance's engine; empty: the installed one."""
-    unit: str = ""
-    """Name of where the instance is in a placement."""
-    blocks_limit: int = 0
-    """What `blocks_total` could be if those gave that the instance shares KV cache with."""
-    shared: InUnit | None = None
-    """None: its KV cache is its own alone."""
-    pid: int = 0
-    """Of its process; 0: it isn't connected."""
-    host: str = ""
-    gpus: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRow:
-    """One live request, of this front end or another."""
-
-    id: str
-    call_id: str
-    instance: str
-    state: str
-    """running, waiting, suspended, or submitted when no instance has told of it yet."""
-    tokens: int
-    """Prompt and output."""
-    output_tokens: int
-    blocks: int
-    priority: int
-    unmovable: str
-    """Why the request can't be moved now; empty when it can."""
-    age_ms: float
-    """Age of what the instance told."""
-    migrating_to: str | None
+_ROW = InstanceRow.__struct_fields__
 
 
 def instance_row(
@@ -90,34 +27,42 @@ def instance_row(
 
     welcome: of an instance that is connected.
     """
-    return InstanceRow(
-        id=view.instance,
-        index=index,
-        state=ailment or view.state,
-        endpoint=view.endpoint,
-        blocks_total=view.load.total_blocks,
-        blocks_used=view.load.used_blocks,
-        running=view.load.running,
-        waiting=view.load.waiting,
-        freeness=0.0 if ailment == "lost" else instance_freeness(view),
-        migrations_in=view.migrations_in,
-        migrations_out=view.migrations_out,
-        staging_used=view.staging_used,
-        preempted=view.load.preempted,
-        headroom=view.headroom,
-        unmovable=view.unmovable,
-        weights=view.weights,
-        numerics=view.numerics,
-        blocks_limit=view.load.most_blocks,
-        shared=view.shared,
-        pid=0 if welcome is None else welcome.pid,
-        host="" if welcome is None else welcome.host,
-        gpus=() if welcome is None else welcome.gpus,
+    found = {
+        **_same_fields(welcome),
+        **_same_fields(view.load),
+        **_same_fields(view),
+        "id": view.instance,
+        "index": index,
+        "state": ailment or view.state,
+        "blocks_total": view.load.total_blocks,
+        "blocks_limit": view.load.most_blocks,
+        "blocks_used": view.load.used_blocks,
+        "freeness": 0.0 if ailment == "lost" else instance_freeness(view),
+        "shared": None if view.shared is None else _unit_memory(view.shared),
+    }
+    return InstanceRow(**found)
+
+
+def _same_fields(source: object) -> dict[str, Any]:
+    """What a row has of `source` under the same name."""
+    return {name: getattr(source, name) for name in _ROW if hasattr(source, name)}
+
+
+def _unit_memory(shared: InUnit) -> UnitMemory:
+    return UnitMemory(
+        lease_bytes=shared.lease,
+        used_bytes=shared.used,
+        wanted_bytes=shared.wanted,
+        guarantee_bytes=shared.guarantee,
+        connected=shared.connected,
     )
 
 
-def cluster_rows(linked: Sequence[InstanceRow], members: Iterable[Member]) -> list[InstanceRow]:
-    """Rows of all instances, in the order of `members`. linked: those that are connected to.
+def cluster_rows(
+    linked: Sequence[InstanceRow], members: Iterable[Member], model: str
+) -> list[InstanceRow]:
+    """Rows of all instances of the model, in the order of `members`. linked: those that are
+    connected to.
 
     The launcher's word on a state counts, unless a front end can't reach the instance, or the
     instance itself says that something is wrong.
@@ -130,9 +75,10 @@ def cluster_rows(linked: Sequence[InstanceRow], members: Iterable[Member]) -> li
         )
         sound = member.state in ("starting", "failed") or row.state in ("serving", "draining")
         state = member.state if sound else row.state
-        told = replace(row, state=state, detail=member.detail, tree=member.tree, unit=member.unit)
-        joined.append(told)
-    return [*joined, *rows.values()]
+        joined.append(
+            replace(row, state=state, detail=member.detail, vllm=member.tree, unit=member.unit)
+        )
+    return [replace(row, model=model) for row in (*joined, *rows.values())]
 
 
 def request_rows(
@@ -171,19 +117,13 @@ def _row(
     state: RequestState,
     migrating_to: str | None = None,
 ) -> RequestRow:
+    known: dict[str, Any] = {name: getattr(state, name) for name in _OF_STATE}
     return RequestRow(
-        id=request_id,
-        call_id=call_id,
-        instance=instance,
-        state=state.state,
-        tokens=state.tokens,
-        output_tokens=state.output_tokens,
-        blocks=state.blocks,
-        priority=state.priority,
-        unmovable=state.unmovable,
-        age_ms=state.age_ms,
-        migrating_to=migrating_to,
+        id=request_id, call_id=call_id, instance=instance, migrating_to=migrating_to, **known
     )
+
+
+_OF_STATE = [one for one in RequestState.__struct_fields__ if one in RequestRow.__struct_fields__]
 
 
 # -- requests of other front ends

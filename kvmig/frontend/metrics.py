@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,9 +17,10 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from kvmig.controlplane.view import InstanceView
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.priorities import PriorityClass, class_of
 from kvmig.engines.base import Preempted
-from kvmig.frontend.inventory import InstanceRow
 from kvmig.frontend.ports import Observer
 from kvmig.kvtransfer.report import Downtime, MigrationReport
 from kvmig.sharing.messages import InUnit
@@ -234,7 +234,7 @@ _OF_UNIT = {
     "connected": ("kvmig_unit_connected", "1 while its unit's agent is there, else 0."),
 }
 assert {*_OF_UNIT, "asked"} == set(InUnit.__struct_fields__)
-assert _GAUGES.keys() <= {field.name for field in fields(InstanceRow)}
+assert _GAUGES.keys() <= set(InstanceRow.__struct_fields__)
 
 
 class InstanceCollector(Collector):
@@ -256,12 +256,12 @@ class InstanceCollector(Collector):
 class UnitCollector(Collector):
     """What instances have of the units that they are in, read when somebody scrapes."""
 
-    def __init__(self, rows: Callable[[], Iterable[InstanceRow]]) -> None:
-        self._rows = rows
+    def __init__(self, views: Callable[[], Iterable[InstanceView]]) -> None:
+        self._views = views
 
     def collect(self) -> Iterable[Metric]:
         """One sample an instance that shares its KV cache, of each of `_OF_UNIT`."""
-        rows = [(row.id, row.shared) for row in self._rows() if row.shared is not None]
+        rows = [(one.instance, one.shared) for one in self._views() if one.shared is not None]
         for field, (name, text) in _OF_UNIT.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             metric = kind(name, text, labels=("instance",))
@@ -347,17 +347,19 @@ class Exposition:
         own: CollectorRegistry,
         classes: Sequence[PriorityClass],
         rows: Callable[[], Iterable[InstanceRow]],
+        views: Callable[[], Iterable[InstanceView]],
         instances: Callable[[], Mapping[int, str]],
     ) -> None:
         """own: the front end's. instances: as for `with_instances`."""
-        self._read_rows = rows
+        self._read_rows, self._read_views = rows, views
         self._read_instances = instances
         self._rows: Sequence[InstanceRow] = ()
+        self._views: Sequence[InstanceView] = ()
         self._instances: Mapping[int, str] = {}
         source = of_all_front_ends(own)
         source.register(InstanceCollector(lambda: self._rows))
-        source.register(UnitCollector(lambda: self._rows))
-        source.register(ClassCollector(lambda: self._rows, classes))
+        source.register(UnitCollector(lambda: self._views))
+        source.register(ClassCollector(lambda: self._views, classes))
         self._registry = with_instances(source, lambda: self._instances, lambda: self._rows)
         self._making = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None
@@ -375,7 +377,8 @@ class Exposition:
             await asyncio.sleep(self._rests_until - now())
             self._next = None
             # The thread reads copies: the event loop changes what they are made of.
-            self._rows, self._instances = tuple(self._read_rows()), self._read_instances()
+            self._rows, self._views = tuple(self._read_rows()), tuple(self._read_views())
+            self._instances = self._read_instances()
             began = now()
             try:
                 return await asyncio.to_thread(generate_latest, self._registry)
@@ -415,9 +418,9 @@ class ClassCollector(Collector):
     """Preemptions and headroom by priority class, read when somebody scrapes."""
 
     def __init__(
-        self, rows: Callable[[], Iterable[InstanceRow]], classes: Sequence[PriorityClass]
+        self, views: Callable[[], Iterable[InstanceView]], classes: Sequence[PriorityClass]
     ) -> None:
-        self._rows = rows
+        self._views = views
         self._classes = classes
 
     def collect(self) -> Iterable[Metric]:
@@ -434,12 +437,13 @@ class ClassCollector(Collector):
             "KV blocks kept free while a request of the class runs.",
             labels=labels,
         )
-        for row in self._rows():
+        for view in self._views():
             for one in self._classes:
-                headroom.add_metric((row.id, one.name), row.headroom.get(one.priority, 0.0))
-            for name, (every, below) in self._by_class(row.preempted).items():
-                whole.add_metric((row.id, name), every)
-                beside.add_metric((row.id, name), below)
+                kept = view.headroom.get(one.priority, 0.0)
+                headroom.add_metric((view.instance, one.name), kept)
+            for name, (every, below) in self._by_class(view.load.preempted).items():
+                whole.add_metric((view.instance, name), every)
+                beside.add_metric((view.instance, name), below)
         return (whole, beside, headroom)
 
     def _by_class(self, told: Iterable[Preempted]) -> dict[str, tuple[int, int]]:

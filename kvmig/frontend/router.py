@@ -46,6 +46,7 @@ from kvmig.controlplane.messages import (
     Span,
     Submit,
 )
+from kvmig.core.api_records import RequestRow
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import AnswerTooLarge, PeerError
@@ -53,7 +54,6 @@ from kvmig.frontend.dispatch_turns import Turns
 from kvmig.frontend.instances import Fleet, Instance
 from kvmig.frontend.inventory import (
     OthersRequest,
-    RequestRow,
     find_other,
     others_requests,
     request_rows,

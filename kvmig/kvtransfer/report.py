@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 Reason = Literal[
     "",
@@ -31,16 +32,14 @@ Reason = Literal[
 
 
 class StageParts(msgspec.Struct):
-    """Where a stage's time went, milliseconds summed over its chunks, which may overlap.
+    """Parts of a stage's time, in milliseconds summed over its chunks, which may overlap."""
 
-    wait: for a free staging slot and for bandwidth; gather: out of the source's cache;
-    push: to the destination, as far as the source's side of it; scatter: into its cache.
-    """
-
-    wait: float = 0.0
-    gather: float = 0.0
-    push: float = 0.0
-    scatter: float = 0.0
+    wait: Annotated[float, Meta(description="For a free staging slot and for bandwidth.")] = 0.0
+    gather: Annotated[float, Meta(description="Out of the source's cache.")] = 0.0
+    push: Annotated[
+        float, Meta(description="To the destination, as far as the source's side of it.")
+    ] = 0.0
+    scatter: Annotated[float, Meta(description="Into the destination's cache.")] = 0.0
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -53,22 +52,28 @@ class StageReport(msgspec.Struct, frozen=True):
 
 
 class Downtime(msgspec.Struct, frozen=True):
-    """The pause in named parts, milliseconds, one after the other.
+    """The pause in named parts, milliseconds, one after the other."""
 
-    drain: asking for the suspension until no step of the source holds the request;
-    tail_copy: gathering and sending the last blocks; commit: until the destination
-    has it in its queue; first_token: until the destination's first step ended
-    (None when the request ended before, or didn't decode yet).
-    """
-
-    drain: float
-    tail_copy: float
-    commit: float
-    first_token: float | None = None
+    drain: Annotated[
+        float,
+        Meta(
+            description="From asking for the suspension until no step of the source holds the "
+            "request."
+        ),
+    ]
+    tail_copy: Annotated[float, Meta(description="Gathering and sending the last blocks.")]
+    commit: Annotated[float, Meta(description="Until the destination has it in its queue.")]
+    first_token: Annotated[
+        float | None,
+        Meta(
+            description="Until the destination's first step ended; null when the request ended "
+            "before, or didn't decode yet."
+        ),
+    ] = None
 
 
 class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One migration, from request to end."""
+    """Report of one migration."""
 
     id: str
     request_id: str
@@ -77,24 +82,35 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["committed", "aborted"]
     epoch: int = 0
     """Epoch of this attempt: the destination runs the request under it, if it does."""
-    reason: str = ""
+    reason: Annotated[str, Meta(description="One word; empty when it committed.")] = ""
     detail: str = ""
-    why: str = ""
-    """Why the request was moved: the scheduler's word (`Pair.why`), or by-hand."""
-    exact: bool | None = None
-    """Whether both engines are of one numerics class; None: the destination wasn't asked."""
+    why: Annotated[str, Meta(description="What it was for: the scheduler's word, or by-hand.")] = ""
+    exact: Annotated[
+        bool | None,
+        Meta(
+            description="Whether both instances are of one numerics class, so that the move "
+            "changed no token; null when the destination wasn't asked."
+        ),
+    ] = None
     transport: str = ""
-    hit_blocks: int = 0
-    """Blocks that the destination's prefix cache held: not sent."""
+    hit_blocks: Annotated[
+        int, Meta(description="Found in the destination's prefix cache, not sent.")
+    ] = 0
     stages: list[StageReport] = []
-    fused_chunks: int = 0
-    """Chunks that shared a transfer with those of other migrations."""
+    fused_chunks: Annotated[
+        int, Meta(description="Chunks that shared a transfer with those of other migrations.")
+    ] = 0
     tail_blocks: int = 0
-    output_tokens: int | None = None
-    """Tokens that the source put out; the next one is the destination's. None: never suspended."""
+    output_tokens: Annotated[
+        int | None,
+        Meta(
+            description="Tokens that the source put out; the next one is the destination's. "
+            "null when the request was never suspended."
+        ),
+    ] = None
     bytes: int = 0
     total_ms: float = 0.0
-    downtime_ms: Downtime | None = None
-    """None when the request was never suspended."""
-    ended_at: float = 0.0
-    """Seconds since the epoch."""
+    downtime_ms: Annotated[
+        Downtime | None, Meta(description="null when the request was never suspended.")
+    ] = None
+    ended_at: Annotated[float, Meta(description="Unix time.")] = 0.0

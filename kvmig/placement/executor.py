@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 import httpx
 import msgspec
 
+from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.core.secret import ADMIN_KEY
@@ -30,8 +31,6 @@ from kvmig.placement.learned import Moved, as_many_as, drains, mean, requests_s,
 from kvmig.placement.moves import Leases, Refused, Slot, Step, Wave, placed, plan
 from kvmig.placement.observed import (
     Observed,
-    Request,
-    Row,
     check,
     leaving,
     observed,
@@ -106,11 +105,11 @@ class Deployment:
         """Disconnect."""
         await self._http.aclose()
 
-    async def rows(self) -> list[Row]:
+    async def rows(self) -> list[InstanceRow]:
         """Its instances. Raises ReplaceFailed."""
         return [
             row if row.unit else msgspec.structs.replace(row, unit=self._units.get(row.id, ""))
-            for row in await self._listed("/instances", Row)
+            for row in await self._listed("/instances", InstanceRow)
         ]
 
     async def moved(self) -> list[Moved]:
@@ -135,9 +134,9 @@ class Deployment:
         """Of its unit's KV cache, bytes. Raises ReplaceFailed with the deployment's sentence."""
         await self._ask("PATCH", f"/instances/{instance}", json={"guarantee_bytes": size})
 
-    async def requests(self) -> list[Request]:
+    async def requests(self) -> list[RequestRow]:
         """Its live requests. Raises ReplaceFailed."""
-        return await self._listed("/requests", Request)
+        return await self._listed("/requests", RequestRow)
 
     async def move(self, request: str, destination: str) -> bool:
         """Whether the request has moved; one that ends before, or stays, has not."""
@@ -274,7 +273,7 @@ class Replacing:
                 raise ReplaceFailed(f"still so: {seen.unsettled}")
             await asyncio.sleep(LOOK_S)
 
-    async def _rows(self) -> dict[str, list[Row]]:
+    async def _rows(self) -> dict[str, list[InstanceRow]]:
         return await self._each(Deployment.rows)
 
     async def _each(self, ask: Callable[[Deployment], Awaitable[Answer]]) -> dict[str, Answer]:

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import msgspec
-
+from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.errors import ConfigError
 from kvmig.placement.file import PlacedModel, Placement
 from kvmig.placement.moves import Lease, Slot, Step
@@ -17,39 +16,7 @@ MOST_LOOKS = 10_000
 """For units of instances that have none."""
 
 
-class OfUnit(msgspec.Struct, frozen=True):
-    """What an instance has of its unit's KV cache. Bytes."""
-
-    used_bytes: int
-    guarantee_bytes: int
-
-
-class Row(msgspec.Struct, frozen=True):
-    """The part of an instance's row that counts here (`GET /kvmig/v1/instances`)."""
-
-    id: str
-    state: str
-    detail: str = ""
-    unit: str = ""
-    blocks_total: int = 0
-    blocks_used: int = 0
-    running: int = 0
-    waiting: int = 0
-    shared: OfUnit | None = None
-    """None: it is in no unit with an agent, and its KV cache stays as large as it is."""
-
-
-class Request(msgspec.Struct, frozen=True):
-    """The part of a request's row that counts here (`GET /kvmig/v1/requests`)."""
-
-    id: str
-    instance: str
-    state: str
-    blocks: int
-    unmovable: str = ""
-
-
-Rows = Mapping[str, Sequence[Row]]
+Rows = Mapping[str, Sequence[InstanceRow]]
 """By deployment: the name of its model in the placement."""
 
 
@@ -197,7 +164,7 @@ def observed(placement: Placement, rows: Rows) -> Observed:
     return found._replace(unsettled="; ".join(unsettled))
 
 
-def _lease(row: Row, model: PlacedModel, *, elastic: bool) -> Lease:
+def _lease(row: InstanceRow, model: PlacedModel, *, elastic: bool) -> Lease:
     least = row.running + row.waiting  # never 0 while somebody is there
     if elastic and row.shared is not None:
         used = max(row.shared.used_bytes, least) if least else 0  # vLLM's null block is nobody's
@@ -207,7 +174,7 @@ def _lease(row: Row, model: PlacedModel, *, elastic: bool) -> Lease:
     return Lease(quota, min(max(used, least), quota))
 
 
-def leaving(requests: Sequence[Request], instance: str, used: int, size: int) -> list[str]:
+def leaving(requests: Sequence[RequestRow], instance: str, used: int, size: int) -> list[str]:
     """Requests that hold so many of the `used` bytes of an instance, or just more, the largest
     first; all that can be moved, where that is less."""
     here = [one for one in requests if one.instance == instance and one.state == "running"]
