@@ -174,14 +174,14 @@ def page(
         f"ADBS / FCFS: {nine['adbs'] / nine['fcfs']:.2f} (published 1.63);"
         f" ADBS / round robin: {nine['adbs'] / nine['round-robin']:.2f} (published 1.51).",
         "",
-        "Round robin is one job at a time here, as FCFS is: the published FCFS and round robin are"
-        " 8 % apart, and the authors' temporal configuration gives prompts all SMs and decode"
-        " steps 90 %, which never fit beside each other. Their public code would let a round robin"
-        " with smaller shares decode side by side (*on shares*), as ADBS does; that one is as good"
-        " as ADBS here, so what ADBS gains on this load is that models compute beside each other,"
-        " not the order in which they do. Their code has another difference, which isn't modelled:"
-        " without quotas requests are admitted until the cache is full, and then lose what they"
-        " have.",
+        "Round robin runs one job at a time here, as FCFS does: the published FCFS and round robin"
+        " are 8 % apart, and the authors' temporal configuration gives prompts all SMs and decode"
+        " steps 90 %, which never fit together. Their public code would let a round robin"
+        " with smaller shares decode in parallel (*on shares*), as ADBS does. That one is as good"
+        " as ADBS here, so ADBS gains on this load because models compute in parallel,"
+        " not by the order in which they do. Their code has another difference, which isn't"
+        " modelled: without quotas it admits requests until the cache is full, and these then lose"
+        " what they have.",
         "",
         "## Directions of Figures 3, 6, 8 and 10",
         "",
@@ -200,7 +200,7 @@ def page(
         *(f"| {one} | {figure_6(one, 19):.0%} | {figure_6(one, 100):.0%} |" for one in (0.9, 2.1)),
         "",
         "Figure 8, Algorithm 1 against a placement by free memory (published: up to 1.3 "
-        "times; the rates aren't, so these are ours):",
+        "times; the rates aren't published, so these are ours):",
         "",
         "| case | by free memory | Algorithm 1 | times |",
         "|---|---|---|---|",
@@ -214,7 +214,7 @@ def page(
         "",
         "Figure 8's direction doesn't show in the smaller case, and sharing the cache "
         "gains nothing in Figure 10"
-        " at these rates: the cache isn't what is short.",
+        " at these rates, because the cache isn't the bottleneck.",
         "",
         "Figure 7 isn't here: the rates of its models aren't published.",
         "",

@@ -105,10 +105,10 @@ def _head(scope: Scope) -> str:
     return (
         "# The paper's evaluation, simulated\n\n"
         f"Written by `python -m bench.paper{_flag(scope)}` from `paper.jsonl`:"
-        f" {len(scope.seeds)} seeds, {min(scope.requests, 10_000):,} requests a run where nothing"
-        f" else is said{loads}. The models:"
+        f" {len(scope.seeds)} seeds, {min(scope.requests, 10_000):,} requests per run unless"
+        f" stated otherwise{loads}. The models:"
         " [simulation.md](simulation.md). The paper is Llumnix (OSDI'24); its points are read"
-        " off its Figure 11 (`bench/paper/fig11_points.csv`).\n"
+        " from its Figure 11 (`bench/paper/fig11_points.csv`).\n"
         + (QUICK_NOTE if scope == QUICK else "")
     )
 

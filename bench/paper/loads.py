@@ -49,17 +49,18 @@ TARGETS = {"Request Mean": 1.1, "Request P99": 1.1, "Decode Mean": 1.1, "Decode 
 WHY = """
 What differs, and why:
 
-- *First tokens come sooner here*, with all systems. In queues a few per cent of capacity are a
-  factor, and the seed alone is more: of the three, S-S at 34 requests/s has a P99 of 1.5 to 41 s
-  with Llumnix. The paper shows one run of each; its seed is known (0xcade), and with that one alone
-  ours are a little nearer (the columns with that seed).
-- *The largest ratio over round robin of whole requests* comes from BurstGPT, of which there are no
-  points; those of ShareGPT give what the last column says, and ours is within 1.2 of it.
-- *Over INFaaS++ on real traces first tokens gain less*, for INFaaS++ queues later here: its P99 on
-  ShareGPT leaves 1 s at 7.75 requests/s, in the paper at 7.25. Mean decode agrees within 4 %, so it
-  isn't the steps' model; what the paper's system lost beside its steps isn't modelled.
-- *Over INFaaS++ on generated traces the mean first token* is at its largest with M-M in both, 4.7
-  and 7.7: at 7.8 requests/s the paper's one run has a P99 of 240 s, ours 2.5 to 62 s by seed.
+- *First tokens come sooner here*, with all systems. In queues a few per cent of capacity make a
+  large factor, and the seed alone makes a larger one: of our three, S-S at 34 requests/s has a P99
+  of 1.5 to 41 s with Llumnix. The paper shows one run of each; its seed is known (0xcade), and with
+  that seed alone our results are a little nearer (the columns with that seed).
+- *The largest ratio over round robin of whole requests* comes from BurstGPT, for which there are no
+  points; the points of ShareGPT give the last column, and our ratio is within 1.2 of it.
+- *Over INFaaS++ on real traces first tokens gain less*, because INFaaS++ queues later here: its P99
+  on ShareGPT exceeds 1 s at 7.75 requests/s, in the paper at 7.25. Mean decode agrees within 4 %,
+  so the steps' model isn't the cause; the simulator doesn't model what the paper's system lost
+  outside of its steps.
+- *Over INFaaS++ on generated traces the mean first token* has its largest ratio with M-M in both,
+  4.7 and 7.7: at 7.8 requests/s the paper's one run has a P99 of 240 s, ours 2.5 to 62 s by seed.
 """
 
 

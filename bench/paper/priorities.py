@@ -27,13 +27,14 @@ PUBLISHED = {
 
 
 WHY = """
-Why `llumnix`, the rules taken literally, doesn't show the paper's gain: each high-priority request
-makes its instance look full (12,016 of 13,616 tokens are kept for it), so dispatch by freeness
-sends the next one to another instance, and each takes the room of an instance from everybody
-else. How the paper's system avoids that isn't published. `kvmig` sends such requests to where
-their like run already, as long as they fit beside each other, and lets others use a headroom where
-they would have to wait else. What the high priority gains in decoding the others lose, for a
-batch that some must leave is a larger one elsewhere, and a step takes longer with each request.
+`llumnix`, which applies the rules literally, doesn't show the paper's gain for this reason: each
+high-priority request makes its instance look full (12,016 of 13,616 tokens are kept for it). So
+dispatch by freeness sends the next one to another instance, and each takes the room of an instance
+from all other requests. How the paper's system avoids that isn't published. `kvmig` sends such
+requests to instances where others of their class already run, as long as they fit together, and
+lets other requests use a headroom where they would have to wait otherwise. What high priority gains
+in decoding the other requests lose: requests that must leave a batch enlarge a batch elsewhere, and
+a step takes longer with each request.
 """
 
 

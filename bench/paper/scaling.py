@@ -18,14 +18,14 @@ BOUNDS = ((2.5, 15.0), (5.0, 30.0), (10.0, 60.0), (20.0, 80.0), (40.0, 120.0))
 
 
 WHY = """
-The last columns: how many fewer instances the cheapest bounds take with which the policy's P99 is
-no higher than least-loaded's in that row (below 0: more). The paper's 36 % can't be had here: what
-the requests hold while they decode fills {least:.1f} instances if all are full all the time, so
-that at 10-60 no scaler can save more than {most:.0f} % over least-loaded, and one that keeps room
-for half a minute's arrivals, the time that an instance takes to start, far less. What differs from
-the paper: all begin with one instance under the full load, so what waits until the cluster has
-grown is in each P99; and least-loaded has the same scaler as the others here, by freeness, INFaaS++
-in the paper one of its own.
+The last columns show how many fewer instances the policy needs with its cheapest bounds whose P99
+is no higher than least-loaded's in that row (below 0: more). The paper's 36 % can't be reached
+here: what the requests hold while they decode fills {least:.1f} instances if all are full all the
+time, so at 10-60 no scaler can save more than {most:.0f} % over least-loaded, and a scaler that
+keeps room for half a minute's arrivals, the time that an instance takes to start, far less. Two
+things differ from the paper. All runs begin with one instance under the full load, so each P99
+includes the wait until the cluster has grown. And least-loaded has the same scaler as the others
+here, by freeness; INFaaS++ in the paper has its own.
 """
 
 
@@ -85,9 +85,9 @@ def report(scope: Scope, results: Results, pictures: Path) -> str:
         header += [f"{policy}: TTFT P99, s", "instances"]
     text = (
         "## Autoscaling (section 6.5)\n\n"
-        "L-L on 1 to 16 instances, mean freeness kept within 10-60 blocks a request;"
-        " least-loaded stands for INFaaS++: the same scaler, and nothing moves, so an instance that"
-        " is drained stays until its requests have ended. Mean of the seeds (least-most).\n\n"
+        "L-L on 1 to 16 instances, mean freeness kept within 10-60 blocks per request;"
+        " least-loaded stands for INFaaS++: the same scaler without migration, so a draining"
+        " instance stays until its requests have ended. Mean of the seeds (least-most).\n\n"
         + table(header, rows)
     )
     if not scope.one_load:
