@@ -53,6 +53,14 @@ async def test_a_large_grammar_is_checked_once_for_all_prompts_on_another_thread
     checks.close()
 
 
+async def test_a_grammar_that_many_sequences_follow_is_smaller() -> None:
+    checks = GrammarChecks(Counted(), lambda: 256)
+    await checks.check(asking("a" * 3500), "")
+    with pytest.raises(VLLMValidationError, match="for each of 256 sequences, allowed are 1048576"):
+        await checks.check(asking("a" * 5000), "")
+    checks.close()
+
+
 async def test_a_small_grammar_waits_for_no_large_one() -> None:
     counted = Counted()
     checks = GrammarChecks(counted)

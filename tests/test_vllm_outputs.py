@@ -171,6 +171,9 @@ class Cluster:
     def priority_of_call(self, asked: int) -> int:
         return asked
 
+    def sequences_of_call(self) -> int:
+        return 1
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None:
         raise RuntimeError("a bug")
 
@@ -204,6 +207,9 @@ async def test_a_request_is_of_its_calls_class_whatever_the_application_made_of_
 
         def priority_of_call(self, asked: int) -> int:
             return 9
+
+        def sequences_of_call(self) -> int:
+            return 1
 
         async def submit(self, *asked: object, **_: object) -> object:
             self.asked = asked

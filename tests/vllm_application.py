@@ -59,6 +59,9 @@ class AnsweringRouter:
     def priority_of_call(self, asked: int) -> int:
         return asked
 
+    def sequences_of_call(self) -> int:
+        return 1
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:
@@ -97,6 +100,9 @@ class EndingRouter:
 
     def priority_of_call(self, asked: int) -> int:
         return asked
+
+    def sequences_of_call(self) -> int:
+        return 1
 
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 

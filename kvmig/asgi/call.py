@@ -58,7 +58,7 @@ class HttpCall:
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
         "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media",
-        "over", "priority", "quota", "request_ids", "room", "status", "tenant", "told",
+        "over", "priority", "quota", "request_ids", "room", "sequences", "status", "tenant", "told",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +87,8 @@ class HttpCall:
         self.request_ids: set[str] = set()
         self.priority: int | None = None
         """Of its class, as its header says it, which goes before all else; None: it has none."""
+        self.sequences = 1
+        """That it asks for: its answers to each prompt, times its prompts."""
         self.over = False
         """Whether nothing more comes of it: it has its answer, or its client has left."""
         self.answered = False
@@ -138,6 +140,7 @@ class HttpCall:
         sequences: those that it asks for; they count as waiting until they are there.
         """
         self._hold = hold
+        self.sequences = sequences
         self._coming = max(0, sequences - self._submitted)
         self._recount()
 

@@ -20,6 +20,8 @@ MOST_TEXT = 65_536
 MOST_CHOICES = 4096
 MOST_SCHEMA = 131_072
 """Bytes of a JSON schema, or of a structural tag, as JSON."""
+MOST_IN_CALL = 1 << 20
+"""Bytes of a call's grammar, times the sequences that each follow it: an engine reads each."""
 MOST_REPEATS = 10_000
 """Counts of repeats within each other, multiplied."""
 MOST_DEPTH = 100
@@ -53,6 +55,16 @@ def check_grammar(
     for field, schema in (("json", json), ("structural_tag", structural_tag)):
         if schema is not None:
             _check_schema(field, schema)
+
+
+def check_sequences(size: int, sequences: int) -> None:
+    """Raises GrammarTooLarge. size: of the grammar, in bytes."""
+    if size * sequences > MOST_IN_CALL:
+        raise GrammarTooLarge(
+            "structured_outputs",
+            f"has {size} bytes for each of {sequences} sequences,"
+            f" allowed are {MOST_IN_CALL} in all",
+        )
 
 
 def _check_schema(field: str, schema: str | dict[str, Any]) -> None:

@@ -224,6 +224,12 @@ class Crashes:
         return "wait" if now - max(self.missing.values()) < PATIENCE_S else "run"
 
 
+def sequences_of_call() -> int:
+    """How many sequences the call asks for that this task works for."""
+    call = current_call.get()
+    return 1 if call is None else call.sequences
+
+
 def priority_of_call(asked: int) -> int:
     """The priority of a request of that call. asked: as the engine's application found it, which
     reads the header on some of its routes only."""

@@ -69,6 +69,7 @@ from kvmig.frontend.requests import (
     call_of,
     current_search,
     priority_of_call,
+    sequences_of_call,
 )
 from kvmig.frontend.splice import Splicer
 from kvmig.frontend.streams import Streams
@@ -240,6 +241,10 @@ class Router:
     def priority_of_call(self, asked: int) -> int:
         """See `requests.priority_of_call`."""
         return priority_of_call(asked)
+
+    def sequences_of_call(self) -> int:
+        """See `requests.sequences_of_call`."""
+        return sequences_of_call()
 
     async def submit(
         self,

@@ -83,6 +83,8 @@ class RequestRouter(Protocol):
 
     def priority_of_call(self, asked: int) -> int: ...
 
+    def sequences_of_call(self) -> int: ...
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(
@@ -362,7 +364,9 @@ class RoutedLLM(AsyncLLM):
             self.input_processor.structured_outputs_config, None,
         )  # fmt: skip
         tokenizer = self.renderer.tokenizer
-        self._grammars = GrammarChecks(backend_check(self.model_config, config, tokenizer))
+        self._grammars = GrammarChecks(
+            backend_check(self.model_config, config, tokenizer), requests.sequences_of_call
+        )
 
     def _measure_beginnings(self) -> None:
         """vLLM makes a request of a prompt and parameters on the event loop."""

@@ -24,6 +24,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 
+from kvmig.engines.grammar_bounds import GrammarTooLarge, check_sequences
 from kvmig.engines.vllm.grammars import check_params
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,13 @@ def refusal(error: Exception) -> VLLMValidationError:
 class GrammarChecks:
     """Checks the grammars of a front end's calls: `check` each call's parameters."""
 
-    def __init__(self, check: Callable[[StructuredOutputsParams], StructuredOutputsParams]) -> None:
+    def __init__(
+        self,
+        check: Callable[[StructuredOutputsParams], StructuredOutputsParams],
+        sequences_of_call: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._check = check
+        self._sequences_of_call = sequences_of_call
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
         self._said: OrderedDict[bytes, asyncio.Future[Said]] = OrderedDict()
 
@@ -104,6 +110,10 @@ class GrammarChecks:
             text = msgspec.json.encode(wanted)
         except (UnicodeEncodeError, TypeError, RecursionError):  # half a surrogate pair
             return loop.run_in_executor(self._pool, self._say, wanted)
+        try:
+            check_sequences(len(text), self._sequences_of_call())
+        except GrammarTooLarge as error:
+            raise VLLMValidationError(str(error), parameter=error.field) from error
         key = blake2b(text, key=salt.encode()[:64]).digest()
         known = self._said.pop(key, None)
         if known is None and len(text) <= SMALL:
