@@ -28,6 +28,9 @@ from tests import postgres
 from tests.fleet_stores import ANNA, Place
 
 NOBODY = 65534
+MADE_BY_REVISIONS = Path(__file__).with_name("fleet_schema_8.sql")
+"""A user with a key, a model and an alias; its columns are in the revisions' order."""
+ITS_PEPPER = bytes.fromhex("f93cc838504813e8928999b7ebb48faaf16fdbcf79bd00432ced44ffe0c15696")
 
 
 @contextmanager
@@ -90,6 +93,29 @@ def test_a_newer_schemas_file_stays_as_it_is(sqlite_place: Place) -> None:
     with opened(sqlite_place) as store, store.database.transaction() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
     refused(sqlite_place, "start a newer kvmig, or restore a backup")
+
+
+def test_a_schema_of_before_the_first_release_is_refused(place: Place) -> None:
+    with opened(place) as store, store.database.transaction() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0007'"))
+    with pytest.raises(Unusable, match=r"has schema 7, of a kvmig before 0\.1\.0"):
+        place.store().open()
+
+
+def test_a_database_that_the_seven_revisions_of_before_0_1_0_made_is_opened(
+    sqlite_place: Place,
+) -> None:
+    with closing(sqlite3.connect(file_of(sqlite_place))) as file:
+        file.executescript(MADE_BY_REVISIONS.read_text())
+    (sqlite_place.folder / "pepper").write_bytes(ITS_PEPPER)
+    with opened(sqlite_place) as store:
+        with store.database.transaction(reading=True) as connection:
+            assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert [user.name for user in store.users()] == ["bea"]
+        assert [key.prefix for key in store.keys("bea")] == ["4jez2qq5"]
+        assert [model.name for model in store.models()] == ["qwen"]
+        store.add_user("carl", "user", ANNA)
+        store.set_user("carl", ANNA, role="admin")
 
 
 def test_another_programs_database_is_refused(sqlite_place: Place) -> None:

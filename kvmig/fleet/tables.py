@@ -44,6 +44,8 @@ from kvmig.core.errors import ConfigError, KvmigError
 
 SCHEMA = 8
 """The newest migration's number."""
+OLDEST_SCHEMA = 8
+"""That of 0.1.0; databases of before it, which was never released, are refused."""
 LOCK_KEY = 0x6B766D6967
 """Of PostgreSQL's advisory lock."""
 LOCK_NOT_AVAILABLE = "55P03"
@@ -500,6 +502,11 @@ def _schema_of(connection: Connection, name: str) -> int:
         raise Unusable(
             f"the fleet's database {name} has schema {int(number)}, this kvmig knows schemas up to"
             f" {SCHEMA}: start a newer kvmig, or restore a backup"
+        )
+    if int(number) < OLDEST_SCHEMA:
+        raise Unusable(
+            f"the fleet's database {name} has schema {int(number)}, of a kvmig before 0.1.0; this"
+            f" kvmig knows schemas from {OLDEST_SCHEMA}: restore a backup, or start a new database"
         )
     return int(number)
 

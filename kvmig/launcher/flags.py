@@ -32,24 +32,9 @@ from kvmig.core.flag_parser import FlagParser
 from kvmig.core.priorities import PriorityClass, with_normal
 from kvmig.core.quantities import quantity
 from kvmig.launcher.ray_cluster import AUTO, checked_address, parse_resources
-from kvmig.process.child import say
 
 _EPILOG = """Every other flag is the engine's (vLLM's, unless --engine says otherwise) and goes to
 each instance, e.g. --host, --port, --max-model-len, --api-key; `--help=all` lists those too."""
-
-RENAMED = {
-    "--drain-timeout": "--shutdown-timeout",
-    "--hung-after": "--step-timeout",
-    "--instance-wait": "--failover-timeout",
-    "--read-timeout": "--send-timeout",
-    "--report-ms": "--heartbeat-interval-ms",
-    "--round-ms": "--scheduler-interval-ms",
-    "--scale-sustain": "--scale-stabilization",
-    "--silent-after": "--heartbeat-timeout",
-    "--spread": "--pause-spread",
-    "--staging-chunks": "--staging-buffers",
-}
-"""Old names of flags, taken for one version more."""
 
 _OF_SOME = re.compile(r"(?P<name>i\d+|[^/]+(?=:\s)):\s*(?P<path>.*)")
 """An instance, or a place of a placement, such as "0:1", and its own path."""
@@ -65,7 +50,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
 
     Raises ConfigError with the flag, its value and what is allowed.
     """
-    flags, rest = parser().parse_known_args([_current(word) for word in argv])
+    flags, rest = parser().parse_known_args(argv)
     config = _filled(
         ClusterConfig,
         flags,
@@ -87,15 +72,6 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         ),
     )
     return check(config), rest, flags.help
-
-
-def _current(word: str) -> str:
-    """Put a renamed flag's new name in place of its old one, and say so."""
-    flag, equals, value = word.partition("=")
-    if flag not in RENAMED:
-        return word
-    say(f"{flag} is deprecated, use {RENAMED[flag]}")
-    return f"{RENAMED[flag]}{equals}{value}"
 
 
 def _filled(kind: type[Config], flags: argparse.Namespace, **given: Any) -> Config:
