@@ -267,8 +267,8 @@ def test_a_day_may_be_said_from_today(text: str, day: str) -> None:
 
 def test_a_day_that_is_none_is_refused_with_the_forms_of_one(kvmig: Kvmig) -> None:
     assert kvmig.refused("usage", "--since", "monday", status=2) == (
-        "kvmig: --since is 'monday', must be a day (UTC) as 2026-11-01, today, yesterday or"
-        " 7d for so many days ago\n"
+        "kvmig: --since is 'monday', must be a day (UTC) such as 2026-11-01, today,"
+        " yesterday, or 7d for seven days ago\n"
     )
     assert kvmig("usage", "--since", "yesterday", "--until", "today")
 
@@ -278,15 +278,15 @@ def test_old_calls_are_deleted_from_the_ledger(kvmig: Kvmig) -> None:
     day = (today - timedelta(days=90)).isoformat()
     for words in (("--keep-days", "90"), ("--before", "90d"), ("--before", day)):
         shown = kvmig("usage", "prune", *words)
-        assert shown == f"the rows of 0 calls before {day} are deleted\n"
+        assert shown == f"deleted the records of 0 calls before {day}\n"
     assert json.loads(kvmig("usage", "prune", "--before", day, "--json"))["rows"] == 0
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ((), "prune takes --keep-days or --before, one of them"),
-        (("--keep-days", "3", "--before", "9d"), "prune takes --keep-days or --before, one"),
+        ((), "prune takes either --keep-days or --before"),
+        (("--keep-days", "3", "--before", "9d"), "prune takes either --keep-days"),
         (("--keep-days", "0"), "--keep-days is 0, must be 1 to 9999"),
         (("--before", "monday"), "--before is 'monday', must be a day"),
     ],
@@ -305,7 +305,7 @@ def test_the_version_is_printed() -> None:
 def test_a_url_with_a_path_too_much_is_refused(url: str) -> None:
     done = CliRunner().invoke(console.app, ["--url", url, "status"])
     assert (done.exit_code, done.output) == (
-        2, f"kvmig: --url is {url!r}, must be the door's address alone: http://door:8080\n",
+        2, f"kvmig: --url is {url!r}, must be the fleet's address without a path: http://door:8080\n",
     )  # fmt: skip
 
 
@@ -315,7 +315,7 @@ def test_a_door_that_wants_a_key_says_how_one_is_given(monkeypatch: pytest.Monke
     monkeypatch.setattr(httpx, "Client", lambda **_: http)
     monkeypatch.delenv(KEY, raising=False)
     done = CliRunner().invoke(console.app, ["--url", "http://door", "status"])
-    sentence = "http://door wants a key, and none was given: --key, or KVMIG_KEY"
+    sentence = "http://door requires a key: give --key, or set KVMIG_KEY"
     assert done.output == f"kvmig: {sentence}\n"
     done = CliRunner().invoke(console.app, ["--url", "http://door", "--key", "kv-x", "status"])
     assert done.output == "kvmig: no\n"

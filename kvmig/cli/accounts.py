@@ -11,18 +11,18 @@ import typer
 from kvmig.cli.common import Json, done, said, show, table_of, time_of, where
 from kvmig.core.errors import ConfigError
 
-key_app = typer.Typer(help="Keys of the API.", no_args_is_help=True)
-user_app = typer.Typer(help="Users, who have keys.", no_args_is_help=True)
+key_app = typer.Typer(help="Manage API keys.", no_args_is_help=True)
+user_app = typer.Typer(help="Manage users, who own API keys.", no_args_is_help=True)
 
 
 @user_app.command("add")
 @said
 def add_user(
     name: str,
-    role: Annotated[str, typer.Option(help="user or admin.")] = "user",
+    role: Annotated[str, typer.Option(help="Role of the user: user or admin.")] = "user",
     as_json: Json = False,
 ) -> None:
-    """Make a user."""
+    """Add a user."""
     done(where.client().post("users", {"name": name, "role": role}), as_json)
 
 
@@ -30,13 +30,14 @@ def add_user(
 @said
 def set_user(
     name: str,
-    role: Annotated[str | None, typer.Option(help="user or admin.")] = None,
+    role: Annotated[str | None, typer.Option(help="Role of the user: user or admin.")] = None,
     disabled: Annotated[
-        bool | None, typer.Option("--disable/--enable", help="Refuse all their keys, or not.")
+        bool | None,
+        typer.Option("--disable/--enable", help="Refuse or accept all keys of the user."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Change a user. Who has used something stays in the ledger: --disable is for who leaves."""
+    """Change a user. Users are never deleted, since usage records name them: use --disable."""
     changed = {"role": role, "disabled": disabled}
     done(where.client().patch(f"users/{quote(name)}", changed), as_json)
 
@@ -44,7 +45,7 @@ def set_user(
 @user_app.command("ls")
 @said
 def list_users(as_json: Json = False) -> None:
-    """All users."""
+    """List all users."""
     show(
         where.client().get("users"),
         as_json,
@@ -63,14 +64,16 @@ def list_users(as_json: Json = False) -> None:
     )
 
 
-Rpm = Annotated[int | None, typer.Option(help="Requests a minute; 0: no limit.")]
-Tpm = Annotated[int | None, typer.Option(help="Tokens a minute; 0: no limit.")]
-Parallel = Annotated[int | None, typer.Option(help="Requests at once; 0: no limit.")]
-Quota = Annotated[int | None, typer.Option(help="Tokens a period; 0: no limit.")]
-Period = Annotated[str | None, typer.Option(help="day, month or total.")]
+Rpm = Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")]
+Tpm = Annotated[int | None, typer.Option(help="Tokens per minute; 0: no limit.")]
+Parallel = Annotated[int | None, typer.Option(help="Concurrent requests; 0: no limit.")]
+Quota = Annotated[int | None, typer.Option(help="Tokens per period; 0: no limit.")]
+Period = Annotated[str | None, typer.Option(help="Period of the quota: day, month or total.")]
 ModelQuotas = Annotated[
     list[str] | None,
-    typer.Option(help="Tokens of one model: MODEL=TOKENS or MODEL=TOKENS/PERIOD; 0: no limit."),
+    typer.Option(
+        help="Token quota for one model, as MODEL=TOKENS or MODEL=TOKENS/PERIOD; 0: no limit."
+    ),
 ]
 
 
@@ -97,7 +100,7 @@ def add_limit_command(app: typer.Typer, path: str, name: str, shown: str, text: 
 
 add_limit_command(
     user_app, "users", "name", "limits",
-    "Change limits of all keys of a user together; those that aren't named stay.",
+    "Change the limits that all keys of a user share. Limits that are not given stay the same.",
 )  # fmt: skip
 
 
@@ -130,23 +133,43 @@ def model_quotas(given: list[str] | None) -> dict[str, dict[str, Any] | None]:
 @said
 def add_key(
     user: str,
-    name: Annotated[str, typer.Option(help="What it is for.")] = "",
-    model: Annotated[list[str] | None, typer.Option(help="Only these; else all.")] = None,
-    scope: Annotated[list[str] | None, typer.Option(help="infer, read, admin.")] = None,
-    cidr: Annotated[list[str] | None, typer.Option(help="Only from these networks.")] = None,
-    priority_class: Annotated[
-        list[str] | None, typer.Option("--class", help="Only these priority classes; else all.")
+    name: Annotated[str, typer.Option(help="Name that describes the key's purpose.")] = "",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model that the key may use (default: all). May be given several times."),
     ] = None,
-    days: Annotated[float, typer.Option(help="Until it expires; 0: never.")] = 0.0,
-    rpm: Annotated[int | None, typer.Option(help="Requests a minute.")] = None,
-    tpm: Annotated[int | None, typer.Option(help="Tokens a minute.")] = None,
-    parallel: Annotated[int | None, typer.Option(help="Requests at once.")] = None,
-    quota: Annotated[int | None, typer.Option(help="Tokens a period; not one more.")] = None,
-    period: Annotated[str, typer.Option(help="Of the quota: day, month or total.")] = "month",
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Scope of the key: infer, read or admin (default: infer). May be given several"
+            " times."
+        ),
+    ] = None,
+    cidr: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Network (CIDR) that may use the key (default: any). May be given several times."
+        ),
+    ] = None,
+    priority_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--class",
+            help="Priority class that the key may use (default: all). May be given several times.",
+        ),
+    ] = None,
+    days: Annotated[float, typer.Option(help="Days until the key expires; 0: never.")] = 0.0,
+    rpm: Annotated[int | None, typer.Option(help="Requests per minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(help="Tokens per minute.")] = None,
+    parallel: Annotated[int | None, typer.Option(help="Concurrent requests.")] = None,
+    quota: Annotated[int | None, typer.Option(help="Tokens per period, enforced exactly.")] = None,
+    period: Annotated[
+        str, typer.Option(help="Period of the quota: day, month or total.")
+    ] = "month",
     model_quota: ModelQuotas = None,
     as_json: Json = False,
 ) -> None:
-    """Make a key; it is shown this once."""
+    """Create a key and print it. It cannot be shown again."""
     body = {
         "user": user,
         "name": name,
@@ -168,10 +191,10 @@ def add_key(
 @key_app.command("ls")
 @said
 def list_keys(
-    left: Annotated[bool, typer.Option("--left", help="And what is left of quotas.")] = False,
+    left: Annotated[bool, typer.Option("--left", help="Also show the remaining quotas.")] = False,
     as_json: Json = False,
 ) -> None:
-    """All keys, by their prefixes; with a key of the scope read, those of its user."""
+    """List keys by prefix: all of them, or with a key of scope read those of its user."""
     columns: tuple[str, ...] = (
         "prefix",
         "user",
@@ -223,7 +246,11 @@ def limits_of(terms: dict[str, Any]) -> str | None:
 
 
 add_limit_command(
-    key_app, "keys", "prefix", "terms", "Change limits of a key; those that aren't named stay."
+    key_app,
+    "keys",
+    "prefix",
+    "terms",
+    "Change the limits of a key. Limits that are not given stay the same.",
 )
 
 
@@ -231,10 +258,10 @@ add_limit_command(
 @said
 def rotate_key(
     prefix: str,
-    keep: Annotated[float, typer.Option(help="Seconds that the old one is good for.")] = 0.0,
+    keep: Annotated[float, typer.Option(help="Seconds that the old key stays valid.")] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Make another key with the same rights; the old one is refused, at once or after --keep."""
+    """Replace a key by a new one with the same rights. The old one ends now, or after --keep."""
     answer = where.client().post(f"keys/{quote(prefix)}/rotate?keep_s={keep:g}")
     show(answer, as_json, lambda found: str(found["key"]))
 
@@ -242,5 +269,5 @@ def rotate_key(
 @key_app.command("revoke")
 @said
 def revoke_key(prefix: str, as_json: Json = False) -> None:
-    """Refuse it everywhere, within a second."""
+    """Revoke a key. All proxies refuse it within a second, and its running calls end."""
     done(where.client().delete(f"keys/{quote(prefix)}"), as_json)

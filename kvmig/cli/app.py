@@ -37,7 +37,8 @@ from kvmig.launcher.environment import cores
 __all__ = ["Where", "app", "main"]
 
 app = typer.Typer(
-    help="Many models behind one door: each from zero, moved live, with keys.",
+    help="Serve many models at one address. Models start on demand and stop when idle; users"
+    " have API keys, limits and quotas.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -56,7 +57,7 @@ INTERRUPTED = 130
 
 
 def print_version(wanted: bool) -> None:
-    """Of `--version`."""
+    """Print the version where `--version` is given, and exit."""
     if wanted:
         print(f"kvmig {__version__}")
         raise typer.Exit
@@ -64,14 +65,23 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def common(
-    data: Annotated[str, typer.Option(help="The fleet's folder; KVMIG_DATA.")] = "",
-    url: Annotated[str, typer.Option(help="The door of a fleet elsewhere; KVMIG_URL.")] = "",
+    data: Annotated[
+        str, typer.Option(help="The fleet's data folder (environment: KVMIG_DATA).")
+    ] = "",
+    url: Annotated[
+        str, typer.Option(help="URL of a fleet on another host (environment: KVMIG_URL).")
+    ] = "",
     key: Annotated[
-        str, typer.Option(help="A key for it: an admin's, or with the scope read; KVMIG_KEY.")
+        str,
+        typer.Option(
+            help="API key for --url, with the scope admin or read (environment: KVMIG_KEY)."
+        ),
     ] = "",
     _: Annotated[
         bool,
-        typer.Option("--version", help="Print it.", callback=print_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Take what all commands have in common."""
@@ -84,49 +94,49 @@ def common(
 @app.command()
 @said
 def up(
-    host: Annotated[str, typer.Option(help="Address that clients connect to.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Its port.")] = 8080,
-    proxies: Annotated[int, typer.Option(help="Processes that take clients.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
+    proxies: Annotated[int, typer.Option(help="Number of proxy processes.")] = 1,
     database: Annotated[
         str,
         typer.Option(
             envvar=DATABASE,
-            help="URL of a PostgreSQL database (default: SQLite in the folder). With a password: in"
-            " KVMIG_DATABASE, for every user of a host can read flags.",
+            help="URL of a PostgreSQL database (default: SQLite in the data folder). Set a URL with"
+            " a password in KVMIG_DATABASE: flags are visible to every user of the host.",
         ),
     ] = "",
     threads: Annotated[
-        int, typer.Option(help="Cores of an instance on a CPU (default: half of them).")
+        int, typer.Option(help="CPU cores for each instance on a CPU (default: half of the cores).")
     ] = 0,
     memory: Annotated[
         str,
-        typer.Option(help="Bytes, or 24GB, that all models may take (default: all there are)."),
+        typer.Option(help="Memory for all models, in bytes or as 24GB (default: all of the host)."),
     ] = "",
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that a stop lets running requests finish.")
+        float, typer.Option(help="Seconds that running requests get to finish at shutdown.")
     ] = 30.0,
     keep_usage_days: Annotated[
         int,
         typer.Option(
-            help="Days that the ledger keeps a row for each call; 0: for ever. Sums of days stay."
+            help="Days to keep the usage record of each call; 0: no limit. Daily totals are kept."
         ),
     ] = 400,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origin of web pages that may call models, as https://chat.example.com; * for all"
-            " (default: none). May be given several times."
+            help="Origin of web pages that may call models, such as https://chat.example.com, or *"
+            " for all (default: none). May be given several times."
         ),
     ] = None,
 ) -> None:
-    """Serve a fleet until Ctrl-C."""
+    """Start a fleet and serve it until Ctrl-C."""
     from kvmig.fleet.supervisor import up as run
 
     for secret in (DATABASE, KEY):  # models' processes need neither
         os.environ.pop(secret, None)
     if threads > cores():
         raise ConfigError(
-            f"--threads is {threads}, must be 1 to {cores()}: the cores that are here"
+            f"--threads is {threads}, must be 1 to {cores()}, the number of cores of this host"
         )
     settings = FleetSettings(
         data=data_folder(where.data),
@@ -156,7 +166,7 @@ def bytes_of(flag: str, text: str) -> int:
 @app.command()
 @said
 def status(as_json: Json = False) -> None:
-    """The fleet at a glance."""
+    """Show the state of the fleet."""
 
     def row(name: str, value: Any) -> tuple[str, object]:
         if name.endswith("_bytes"):
@@ -173,14 +183,17 @@ def status(as_json: Json = False) -> None:
 @app.command()
 @said
 def apply(
-    file: Annotated[Path, typer.Argument(help="YAML: models, aliases.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change.")] = False,
+    file: Annotated[Path, typer.Argument(help="YAML file with models and aliases.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would change.")
+    ] = False,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove models and aliases that the file doesn't name.")
+        bool,
+        typer.Option("--prune", help="Also remove models and aliases that are not in the file."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make the catalogue what a file says."""
+    """Apply a file to the catalogue of models and aliases."""
     try:
         given = read_yaml(file.read_text())
     except (OSError, UnicodeDecodeError, ConfigError) as error:
@@ -205,9 +218,9 @@ def apply(
 @app.command()
 @said
 def audit(
-    limit: Annotated[int, typer.Option(help="Rows, the newest ones.")] = 20, as_json: Json = False
+    limit: Annotated[int, typer.Option(help="Number of entries.")] = 20, as_json: Json = False
 ) -> None:
-    """Who changed what, from where; the newest first."""
+    """List changes of the catalogue, users and keys, newest first."""
     show(
         where.client().get("audit", limit=limit),
         as_json,
@@ -224,9 +237,9 @@ def audit(
 @app.command()
 @said
 def backup(
-    file: Annotated[Path, typer.Argument(help="Where the copy goes.")], as_json: Json = False
+    file: Annotated[Path, typer.Argument(help="File to write the copy to.")], as_json: Json = False
 ) -> None:
-    """Copy the database while the fleet runs."""
+    """Back up the database while the fleet runs."""
     answer = where.client().post("backup", {"path": str(file.absolute())})
     holds = f"{file} holds the catalogue, the users and the keys (hashed)"
     show(answer, as_json, lambda _: holds)
@@ -236,13 +249,13 @@ def backup(
 @said
 def chat(
     model: str,
-    prompt: Annotated[str, typer.Argument(help="Or from the keyboard.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 1000,
+    prompt: Annotated[str, typer.Argument(help="One prompt (default: read from stdin).")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in an answer.")] = 1000,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print each answer as an object.")
+        bool, typer.Option("--json", help="Print each answer as a JSON object.")
     ] = False,
 ) -> None:
-    """Talk to a model through the door; one that is cold starts. Ctrl-C stops an answer."""
+    """Chat with a model, which starts if it is not running. Ctrl-C stops an answer."""
     client = where.client()
     address = where.url or client.get("status")["address"]
     door = Client("", address, where.admin_key())

@@ -85,7 +85,7 @@ class Client:
         """What to do where nobody answers."""
         init = holder_of(self._folder) if self._folder is not None else ""
         if init:
-            return f"its init, process {init}, starts the server again, and says what is wrong"
+            return f"its supervisor, process {init}, restarts the server and logs what is wrong"
         return "`kvmig up` starts one"
 
     def _ask(self, method: str, path: str, **more: Any) -> Any:
@@ -99,7 +99,7 @@ class Client:
 
     def _refusal(self, answer: httpx.Response) -> str:
         if answer.status_code == HTTPStatus.UNAUTHORIZED and self._lacks_key:
-            return f"{self.where} wants a key, and none was given: --key, or {KEY}"
+            return f"{self.where} requires a key: give --key, or set {KEY}"
         return sentence_of(answer)
 
 
@@ -107,10 +107,12 @@ def check_url(url: str) -> str:
     """Returns it unchanged. Raises ConfigError for what is no door's address."""
     parts = urlsplit(url)
     if url and (parts.scheme not in ("http", "https") or not parts.netloc):
-        raise ConfigError(f"--url is {url!r:.200}, must be as http://HOST:PORT")
+        raise ConfigError(f"--url is {url!r:.200}, must be of the form http://HOST:PORT")
     if parts.path.startswith(APIS):
         door = f"{parts.scheme}://{parts.netloc}"
-        raise ConfigError(f"--url is {url!r:.200}, must be the door's address alone: {door}")
+        raise ConfigError(
+            f"--url is {url!r:.200}, must be the fleet's address without a path: {door}"
+        )
     return url
 
 
@@ -132,4 +134,4 @@ def sentence_of(answer: httpx.Response) -> str:
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"the answer is {answer.status_code} without a reason"
+        return f"the server answered {answer.status_code} without a reason"

@@ -24,7 +24,7 @@ from kvmig.fleet.settings import FleetSettings, data_folder
 Parameters = ParamSpec("Parameters")
 
 out = Console(highlight=False, markup=False)
-Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as it is.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
 SLOW_S = 1.5
 """After which a command says what it waits for."""
 
@@ -135,7 +135,7 @@ def day_of(flag: str, text: str, today: date) -> str:
             return date.fromisoformat(text).isoformat()
         except ValueError as error:
             raise ConfigError(
-                f"{flag} is {text!r:.100}, must be a day (UTC) as 2026-11-01, today, yesterday or"
-                " 7d for so many days ago"
+                f"{flag} is {text!r:.100}, must be a day (UTC) such as 2026-11-01, today,"
+                " yesterday, or 7d for seven days ago"
             ) from error
     return "" if days is None else (today - timedelta(days=days)).isoformat()

@@ -17,13 +17,17 @@ from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import PATH
 from kvmig.placement.file import Placement
 
-model_app = typer.Typer(help="Models of the catalogue.", no_args_is_help=True)
-alias_app = typer.Typer(help="Names that stand for models by weights.", no_args_is_help=True)
-placement_app = typer.Typer(help="Which models share a unit.", no_args_is_help=True)
+model_app = typer.Typer(help="Manage the models of the catalogue.", no_args_is_help=True)
+alias_app = typer.Typer(
+    help="Manage aliases: names that route to one or more models by weight.", no_args_is_help=True
+)
+placement_app = typer.Typer(
+    help="Manage the placement: which models share which unit.", no_args_is_help=True
+)
 
 CHECKING = (
-    "the engine reads the flags and the model's configuration; its first time it loads its"
-    " libraries, which takes some 20 s or more"
+    "the engine checks the flags and the model's configuration; the first check loads the engine's"
+    " libraries, which takes 20 s or more"
 )
 
 # -- models
@@ -87,7 +91,7 @@ def model_view(one: dict[str, Any]) -> str:
 @model_app.command("ls")
 @said
 def list_models(as_json: Json = False) -> None:
-    """All models."""
+    """List all models."""
     show_rows(where.client().get("models"), as_json)
 
 
@@ -95,21 +99,35 @@ def list_models(as_json: Json = False) -> None:
 @said
 def add_model(
     name: str,
-    source: Annotated[str, typer.Argument(help="path:FOLDER with the weights.")],
+    source: Annotated[str, typer.Argument(help="Folder with the weights, as path:FOLDER.")],
     engine: Annotated[
-        str, typer.Option(help="vllm, transformers, or toy, which computes nothing.")
+        str, typer.Option(help="Engine: vllm, transformers, or toy (computes nothing, for tests).")
     ] = "vllm",
-    flags: Annotated[str, typer.Option(help="The engine's flags, as one text.")] = "",
-    least: Annotated[int, typer.Option("--min", help="Instances at least; 0: from zero.")] = 0,
-    most: Annotated[int, typer.Option("--max", help="Instances at most.")] = 1,
-    target: Annotated[float, typer.Option(help="Requests at once for an instance.")] = 8.0,
-    target_kind: Annotated[str, typer.Option(help="concurrency, rps or freeness.")] = "concurrency",
-    zero_after: Annotated[float, typer.Option(help="Seconds without a request.")] = 300.0,
-    start_timeout: Annotated[float, typer.Option(help="Seconds for a start.")] = 600.0,
-    alias: Annotated[list[str] | None, typer.Option(help="Another name of it.")] = None,
+    flags: Annotated[str, typer.Option(help="Flags of the engine, as one quoted string.")] = "",
+    least: Annotated[
+        int, typer.Option("--min", help="Minimum number of instances; 0: start on demand.")
+    ] = 0,
+    most: Annotated[int, typer.Option("--max", help="Maximum number of instances.")] = 1,
+    target: Annotated[
+        float, typer.Option(help="Target load per instance, in the measure of --target-kind.")
+    ] = 8.0,
+    target_kind: Annotated[
+        str,
+        typer.Option(
+            help="Measure of --target: concurrency, rps (requests per second) or freeness."
+        ),
+    ] = "concurrency",
+    zero_after: Annotated[
+        float, typer.Option(help="Seconds without a request before it stops.")
+    ] = 300.0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds that a start may take.")] = 600.0,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name of the model. May be given several times."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Put a model into the catalogue; it starts when somebody asks for it, or with --min."""
+    """Add a model to the catalogue. It starts at its first request, or now if --min is not 0."""
     folder = source.removeprefix(PATH)
     spec = {
         "name": name,
@@ -135,12 +153,18 @@ def add_model(
 @said
 def set_model(
     name: str,
-    flags: Annotated[str | None, typer.Option(help="The engine's flags, as one text.")] = None,
-    source: Annotated[str | None, typer.Option(help="path:FOLDER with the weights.")] = None,
-    zero_after: Annotated[float | None, typer.Option(help="Seconds without a request.")] = None,
+    flags: Annotated[
+        str | None, typer.Option(help="Flags of the engine, as one quoted string.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Folder with the weights, as path:FOLDER.")
+    ] = None,
+    zero_after: Annotated[
+        float | None, typer.Option(help="Seconds without a request before it stops.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Change a model; flags and source take effect with its next start."""
+    """Change a model. New flags and a new source take effect at its next start."""
     client = where.client()
     spec = client.get(f"models/{quote(name)}")["spec"]
     if flags is not None:
@@ -157,7 +181,7 @@ def set_model(
 @model_app.command("show")
 @said
 def show_model(name: str, as_json: Json = False) -> None:
-    """One model: its specification, how it stands, what was decided; --json: its revisions, too."""
+    """Show the specification, state and recent decisions of a model; with --json, its revisions."""
     show(where.client().get(f"models/{quote(name)}"), as_json, model_view)
 
 
@@ -165,11 +189,11 @@ def show_model(name: str, as_json: Json = False) -> None:
 @said
 def scale_model(
     name: str,
-    least: Annotated[int, typer.Option("--min")],
-    most: Annotated[int, typer.Option("--max")],
+    least: Annotated[int, typer.Option("--min", help="Minimum number of instances.")],
+    most: Annotated[int, typer.Option("--max", help="Maximum number of instances.")],
     as_json: Json = False,
 ) -> None:
-    """Set how many instances it has at least and at most."""
+    """Set the minimum and maximum number of instances of a model."""
     answer = where.client().post(f"models/{quote(name)}/scale", {"min": least, "max": most})
     show_rows(answer, as_json)
 
@@ -177,28 +201,28 @@ def scale_model(
 @model_app.command("on")
 @said
 def switch_on(name: str, as_json: Json = False) -> None:
-    """Let it serve again."""
+    """Enable a model."""
     done(where.client().post(f"models/{quote(name)}/switch", {"on": True}), as_json)
 
 
 @model_app.command("off")
 @said
 def switch_off(name: str, as_json: Json = False) -> None:
-    """Take no new requests; it ends after its last stream, and stays in the catalogue."""
+    """Disable a model: it refuses new requests, finishes running ones, stays in the catalogue."""
     done(where.client().post(f"models/{quote(name)}/switch", {"on": False}), as_json)
 
 
 @model_app.command("wake")
 @said
 def wake_model(name: str, as_json: Json = False) -> None:
-    """Start it now, also where a start has failed."""
+    """Start a model now, even after a failed start."""
     done(where.client().post(f"models/{quote(name)}/wake"), as_json)
 
 
 @model_app.command("rm")
 @said
 def remove_model(name: str, as_json: Json = False) -> None:
-    """Take it out of the catalogue; its requests end first."""
+    """Remove a model from the catalogue, after its running requests have finished."""
     done(where.client().delete(f"models/{quote(name)}"), as_json)
 
 
@@ -206,10 +230,12 @@ def remove_model(name: str, as_json: Json = False) -> None:
 @said
 def logs_of_model(
     name: str,
-    lines: Annotated[int, typer.Option("-n", help="So many of its last.")] = 50,
+    lines: Annotated[
+        int, typer.Option("-n", help="Number of lines, counted from the end of the log.")
+    ] = 50,
     as_json: Json = False,
 ) -> None:
-    """What its processes have printed."""
+    """Print the log of a model's processes."""
     answer = where.client().get(f"models/{quote(name)}/logs", lines=lines)
     show(answer, as_json, lambda found: "\n".join(found["data"]))
 
@@ -221,10 +247,12 @@ def logs_of_model(
 @said
 def set_alias(
     name: str,
-    models: Annotated[list[str], typer.Argument(help="MODEL, or MODEL=WEIGHT of each.")],
+    models: Annotated[
+        list[str], typer.Argument(help="One or more models, each as MODEL or MODEL=WEIGHT.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Let a name stand for models."""
+    """Create or replace an alias."""
     targets = {}
     for model in models:
         target, _, weight = model.partition("=")
@@ -237,7 +265,7 @@ def set_alias(
 @alias_app.command("ls")
 @said
 def list_aliases(as_json: Json = False) -> None:
-    """All of them."""
+    """List all aliases."""
     show(
         where.client().get("aliases"),
         as_json,
@@ -254,7 +282,7 @@ def list_aliases(as_json: Json = False) -> None:
 @alias_app.command("rm")
 @said
 def remove_alias(name: str, as_json: Json = False) -> None:
-    """Let it stand for nothing."""
+    """Remove an alias."""
     done(where.client().delete(f"aliases/{quote(name)}"), as_json)
 
 
@@ -264,11 +292,14 @@ def remove_alias(name: str, as_json: Json = False) -> None:
 @placement_app.command("set")
 @said
 def set_placement(
-    file: Annotated[Path, typer.Argument(help="As `python -m kvmig.placement --out` writes it.")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="Placement file, as written by `python -m kvmig.placement --out`."),
+    ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Take the models that run there while they serve; prints the plan."""
+    """Move the running models to a placement while they serve, and print the plan."""
     try:
         given = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -280,7 +311,7 @@ def set_placement(
 @placement_app.command("show")
 @said
 def show_placement(as_json: Json = False) -> None:
-    """The one that is wanted, whether it is reached, and what was done for it."""
+    """Show the desired placement, whether it is reached, and the steps taken so far."""
     found = where.client().get("placement")
     wanted = msgspec.convert(found["placement"] or {"units": []}, Placement)
     rows = [(one.called, ", ".join(each.name for each in one.models)) for one in wanted.units]
@@ -293,5 +324,5 @@ def show_placement(as_json: Json = False) -> None:
 @placement_app.command("rm")
 @said
 def remove_placement(as_json: Json = False) -> None:
-    """Want none: models' own rules say how many instances there are."""
+    """Remove the desired placement: each model's own limits decide its number of instances."""
     done(where.client().delete("placement"), as_json)

@@ -20,15 +20,17 @@ MOST_DAYS = 9999
 @said
 def usage(
     context: typer.Context,
-    by: Annotated[str, typer.Option(help="Some of key, user, model, day.")] = "model",
+    by: Annotated[
+        str, typer.Option(help="Group by key, user, model or day; several with commas.")
+    ] = "model",
     since: Annotated[
-        str, typer.Option(help="First day (UTC): 2026-11-01, today, yesterday, 7d.")
+        str, typer.Option(help="First day (UTC): 2026-11-01, today, yesterday or 7d.")
     ] = "",
-    until: Annotated[str, typer.Option(help="Last day, likewise.")] = "",
+    until: Annotated[str, typer.Option(help="Last day (UTC), in the same forms.")] = "",
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Calls and tokens; the largest first; with a key of the scope read, those of its user."""
+    """Show calls and tokens, largest first: of all, or with a key of scope read of its user."""
     if context.invoked_subcommand is not None:
         return
     today = datetime.now(UTC).date()
@@ -48,25 +50,25 @@ def usage(
 @said
 def prune(
     keep_days: Annotated[
-        int | None, typer.Option(help="Days before today that stay, 1 or more.")
+        int | None, typer.Option(help="Number of days before today to keep, 1 or more.")
     ] = None,
     before: Annotated[
-        str, typer.Option(help="First day (UTC) that stays: 2026-11-01, today, yesterday, 90d.")
+        str, typer.Option(help="First day (UTC) to keep: 2026-11-01, today, yesterday or 90d.")
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Delete the rows of calls that are older and over; the sums of days stay, and so what
-    `kvmig usage` shows and what is left of quotas."""
+    """Delete the usage records of older, finished calls. Daily totals stay, so `kvmig usage` and
+    remaining quotas do not change."""
     if (keep_days is None) == (not before):
-        raise ConfigError("prune takes --keep-days or --before, one of them")
+        raise ConfigError("prune takes either --keep-days or --before")
     if keep_days is not None and not 1 <= keep_days <= MOST_DAYS:
         raise ConfigError(f"--keep-days is {keep_days}, must be 1 to {MOST_DAYS}")
     text = before or f"{keep_days}d"
     day = day_of("--before", text, datetime.now(UTC).date())
     client, rows, more = where.client(), 0, True
-    with patience("deletes piece by piece; orders and grants go on meanwhile"):
+    with patience("deleting in small batches; the fleet keeps serving"):
         while more:
             answer = client.post("usage/prune", {"before": day})
             rows, more = rows + answer["rows"], answer["more"]
     whole = {"before": day, "rows": rows}
-    show(whole, as_json, lambda _: f"the rows of {rows} calls before {day} are deleted")
+    show(whole, as_json, lambda _: f"deleted the records of {rows} calls before {day}")

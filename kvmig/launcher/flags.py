@@ -1,4 +1,4 @@
-"""kvmig's own flags; whatever is not one of them is the engine's."""
+"""kvmig's own flags; every other flag is the engine's."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from kvmig.core.priorities import PriorityClass, with_normal
 from kvmig.core.quantities import quantity
 from kvmig.launcher.ray_cluster import AUTO, checked_address, parse_resources
 
-_EPILOG = """Every other flag is the engine's (vLLM's, unless --engine says otherwise) and goes to
-each instance, e.g. --host, --port, --max-model-len, --api-key; `--help=all` lists those too."""
+_EPILOG = """All other flags, such as --host, --port, --max-model-len and --api-key, are passed to
+the engine of every instance. `--help=all` lists those flags, too."""
 
 _OF_SOME = re.compile(r"(?P<name>i\d+|[^/]+(?=:\s)):\s*(?P<path>.*)")
 """An instance, or a place of a placement, such as "0:1", and its own path."""
@@ -206,14 +206,15 @@ def parser() -> argparse.ArgumentParser:
     root = FlagParser(
         prog="python -m kvmig.serve",
         usage="python -m kvmig.serve MODEL [kvmig's flags] [any flag of vllm serve]",
-        description="Serve MODEL on several vLLM instances; requests move between them live.",
+        description="Serve MODEL on several vLLM instances behind one OpenAI API, and move running"
+        " requests between the instances.",
         epilog=_EPILOG,
         allow_abbrev=False,
         add_help=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     root.add_argument(
-        "-h", "--help", nargs="?", const="kvmig", metavar="all", default=None, help="this text"
+        "-h", "--help", nargs="?", const="kvmig", metavar="all", default=None, help="show this help"
     )
     _add_cluster(root)
     _add_http(root)
@@ -228,19 +229,20 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_cluster(root: FlagParser) -> None:
     group = _Group(root, "cluster", ClusterConfig())
-    group.add("--engine", "engine", f"what instances are: {', '.join(ENGINES)}")
+    group.add("--engine", "engine", f"engine of the instances: {', '.join(ENGINES)}")
     group.add(
         "--allow-untested-vllm",
         "allow_untested_vllm",
-        "start a vLLM that kvmig wasn't tested with, if it has the names that kvmig uses",
+        "allow a vLLM version that kvmig was not tested with, if it has the internals that kvmig"
+        " uses",
     )
-    group.add("--instances", "instances", "instances to start")
+    group.add("--instances", "instances", "number of instances to start")
     group.add_argument(
         "--instance-flags",
         action="append",
         default=[],
         metavar="'iN: FLAGS'",
-        help="the engine's flags that only instance N gets, e.g. 'i1: --tensor-parallel-size 2';"
+        help="engine flags for instance N only, e.g. 'i1: --tensor-parallel-size 2';"
         " may be given several times",
     )
     group.add_argument(
@@ -248,31 +250,34 @@ def _add_cluster(root: FlagParser) -> None:
         action="append",
         default=[],
         metavar="'iN: FOLDER'",
-        help="another build of vLLM that instance N is, e.g. 'i1: .vllm/0.33.0'; may be given"
-        " several times",
+        help="folder of another vLLM for instance N, e.g. 'i1: .vllm/0.33.0'; may be given several"
+        " times",
     )
     group.add_argument(
         "--instance-unit",
         action="append",
         default=[],
         metavar="'iN: NAME'",
-        help="where instance N is in a placement (docs/placement.md); may be given several times",
+        help="unit of instance N in a placement (docs/placement.md); may be given several times",
     )
     group.add(
         "--control-host",
         "control_host",
-        "address that control sockets bind to; the cluster's secret is KVMIG_SECRET if set",
+        "address that control sockets bind to; they are authenticated by KVMIG_SECRET, or by a"
+        " random secret if that is not set",
     )
     group.add(
         "--heartbeat-interval-ms",
         "heartbeat_interval_ms",
-        "longest time between two load reports of an instance, which are its heartbeats",
+        "maximum time between two load reports of an instance, which serve as its heartbeats",
     )
-    group.add("--start-timeout", "start_timeout_s", "seconds for an instance to be ready")
+    group.add(
+        "--start-timeout", "start_timeout_s", "seconds that an instance may take to become ready"
+    )
     group.add(
         "--shutdown-timeout",
         "shutdown_timeout_s",
-        "seconds that SIGTERM lets running requests finish",
+        "seconds that running requests get to finish after SIGTERM",
     )
 
 
@@ -282,57 +287,61 @@ def _add_http(root: FlagParser) -> None:
     group.add(
         "--max-body",
         "max_body",
-        "size of a call's body at most, in MB or with a unit; less where the model can use less",
+        "maximum size of a request body, in MB or with a unit; lower if the model cannot use that"
+        " much",
         type=quantity("MB"),
         default=f"{usual.max_body // 10**6}MB",
         metavar="MB",
     )
     group.add(
-        "--body-timeout", "body_timeout_s", "time for a call's body to arrive", metavar="SECONDS"
+        "--body-timeout", "body_timeout_s", "time for a request body to arrive", metavar="SECONDS"
     )
-    group.add("--max-n", "max_n", "answers, or beams, to each prompt of one call", metavar="NUMBER")
-    group.add("--max-prompts", "max_prompts", "prompts of one call", metavar="NUMBER")
+    group.add("--max-n", "max_n", "maximum answers, or beams, per prompt", metavar="NUMBER")
+    group.add("--max-prompts", "max_prompts", "maximum prompts per request", metavar="NUMBER")
     group.add(
         "--max-waiting",
         "max_waiting",
-        "while so many wait for their first token, further ones of their priority and those"
-        " after are answered 429; 0: no limit",
+        "maximum requests that wait for their first token; above it, further requests of the same"
+        " or a lower priority are answered with 429; 0: no limit",
         metavar="REQUESTS",
     )
     group.add(
         "--max-unread",
         "max_unread",
-        "a request is failed when its client has not read for more tokens; 0: no limit",
+        "maximum tokens of a request that its client has not read; above it the request fails;"
+        " 0: no limit",
         metavar="TOKENS",
     )
     group.add(
         "--send-timeout",
         "send_timeout_s",
-        "a connection is closed when its client has read nothing for so long",
+        "time without a read by the client after which its connection is closed",
         metavar="SECONDS",
     )
     group.add(
         "--usage-spool",
         "usage_spool",
-        "keep the tokens of every call in a file there, until somebody has taken them",
+        "folder for the usage records of calls, which are kept until a reader has taken them",
         metavar="FOLDER",
     )
     group.add(
         "--quota-socket",
         "quota_socket",
-        "ask there for the tokens of calls whose keys have a quota; needs --usage-spool and --uds",
+        "Unix socket that grants tokens to calls whose keys have a quota; requires --usage-spool"
+        " and --uds",
         metavar="PATH",
     )
     group.add(
         "--isolate-users",
         "isolate_users",
-        "keep what is cached of prompts, media and grammars for the user whose call it was of, as a"
-        " fleet's proxies name users; needs --uds",
+        "do not share cached prompts, media and grammars between the users that a fleet's proxies"
+        " name; requires --uds",
     )
     group.add(
         "--max-media",
         "max_media",
-        "size of a call's images, audio and video once decoded, with its body, at most",
+        "maximum size of a request body plus its decoded images, audio and video, in MB or with a"
+        " unit",
         type=quantity("MB"),
         default=f"{usual.max_media // 10**6}MB",
         metavar="MB",
@@ -340,71 +349,70 @@ def _add_http(root: FlagParser) -> None:
     group.add(
         "--media-urls",
         "media_urls",
-        "hosts that images, audio and video are fetched from for clients: any with a public"
-        " address; or only those of --allowed-media-domains, if they have one",
+        "hosts from which images, audio and video may be fetched: public: any host with a public"
+        " address; named: only hosts of --allowed-media-domains, at public addresses",
         metavar="public|named",
     )
     group.add(
         "--uds",
         "uds",
-        "listen on this Unix socket, which only this user can connect to, instead of a port",
+        "listen on this Unix socket instead of a port; only the same user can connect",
         metavar="PATH",
     )
 
 
 def _add_ray(root: FlagParser) -> None:
-    group = root.add_argument_group("many machines")
+    group = root.add_argument_group("several hosts")
     group.add_argument(
         "--ray",
         nargs="?",
         const=AUTO,
         default=None,
         metavar="ADDRESS",
-        help="place the instances on the nodes of a Ray cluster: HOST:PORT of its head, or the"
-        " cluster that this machine is a node of",
+        help="run the instances on the nodes of the Ray cluster whose head is at HOST:PORT; without"
+        " an address, of the cluster that this host belongs to",
     )
     group.add_argument(
         "--ray-resources",
         default="",
         metavar="JSON",
-        help="what each instance takes of a node, such as '{\"CPU\": 4}'; one GPU a worker"
-        " unless given",
+        help="Ray resources of each instance, such as '{\"CPU\": 4}' (default: one GPU per worker)",
     )
 
 
 def _add_unit(root: FlagParser) -> None:
     usual = UnitConfig(path="")
-    group = _Group(root, "KV cache that models share", usual)
+    group = _Group(root, "KV cache shared by models", usual)
     group.add_argument(
         "--unit",
         action="append",
         default=[],
         metavar="PATH",
-        help="share the KV cache of the unit whose agent, `python -m kvmig.sharing`, listens there;"
-        " besides, 'iN: PATH' for an instance that is in another unit, 'NAME: PATH' for those that"
-        " are there in a placement (--instance-unit)",
+        help="Unix socket of a unit's agent (`python -m kvmig.sharing`), whose KV cache the"
+        " instances share; in addition, 'iN: PATH' for an instance in another unit, and"
+        " 'NAME: PATH' for the instances of that unit in a placement (--instance-unit)",
     )
     group.add_argument(
         "--unit-guarantee",
         type=quantity("MiB"),
         default=None,
         metavar="MiB",
-        help="KV cache that each instance gets back whenever it wants it, in MiB or with a unit"
-        " (None: a fair part of what others weren't promised)",
+        help="KV cache that is reserved for each instance, in MiB or with a unit (None: a fair"
+        " share of what is not reserved for others)",
     )
     group.add_argument(
         "--unit-shares",
         type=_shares,
         default=None,
         metavar="PROMPTS,DECODES",
-        help="ask the unit's agent before each step, and take so many percent of the device for one"
-        " with prompts and for one of decodes alone, such as 100,40 (None: don't ask)",
+        help="ask the unit's agent before each step, and use these percentages of the device for"
+        " steps with prompts and for steps with decodes only, such as 100,40 (None: do not ask)",
     )
     group.add(
         "--reclaim-patience",
         "patience_s",
-        "what is called back is waited for so long, while requests end or move elsewhere; then"
-        " the last ones are preempted",
+        "time that reclaimed KV cache may take to become free as requests end or move away; after"
+        " it the latest requests are preempted",
         metavar="SECONDS",
     )
 
@@ -415,36 +423,37 @@ def _add_lifecycle(root: FlagParser) -> None:
         "--max-instances",
         type=int,
         default=argparse.SUPPRESS,
-        help="instances at once, at most"
+        help="maximum number of instances"
         f" (default: {USUAL_MOST}, or --instances where that is more)",
     )
     group.add(
         "--max-restarts",
         "max_restarts",
-        "how often in a row an instance is started again that dies soon after",
+        "maximum consecutive restarts of an instance that dies soon after its start",
     )
     group.add(
         "--drain-deadline",
         "drain_deadline_s",
-        "what a drain hasn't moved by then goes on elsewhere by recompute",
+        "time for a drain; requests that have not moved by then are recomputed on other instances",
         metavar="SECONDS",
     )
-    group.add("--front-ends", "front_ends", "HTTP processes that share the port")
+    group.add("--front-ends", "front_ends", "number of HTTP processes that share the port")
     group.add(
         "--front-apart",
         "front_apart",
-        "give also a single HTTP process a process of its own: it may die, instances stay",
+        "run the HTTP server in a process of its own, even a single one, so that the instances"
+        " survive its death",
     )
-    group.add("--check", "check", "read all flags, say what is wrong with them, and end")
+    group.add("--check", "check", "check all flags, report errors, and exit")
     group.add(
         "--end-with-stdin",
         "end_with_stdin",
-        "stop at the end of stdin as at a signal, so that nothing outlives whoever holds it",
+        "shut down at the end of stdin, as at a signal, so that the server ends with its parent",
     )
     group.add(
         "--heartbeat-descriptor",
         "heartbeat_descriptor",
-        "a pipe that gets a byte a second while the server lives; for whoever started it",
+        "file descriptor of a pipe to write one byte per second to, for the parent's health check",
         metavar="NUMBER",
     )
 
@@ -452,55 +461,55 @@ def _add_lifecycle(root: FlagParser) -> None:
     group.add_argument(
         "--autoscale",
         metavar="X,Y",
-        help="keep the mean freeness (KV blocks by which each request can grow) between X and Y,"
-        " by adding instances and draining some; the paper: 10,60",
+        help="add and drain instances to keep the mean freeness (KV blocks by which each request"
+        " can grow) between X and Y; 10,60 in the Llumnix paper",
     )
-    group.add("--min-instances", "min_instances", "at least so many")
+    group.add("--min-instances", "min_instances", "minimum number of instances")
     group.add(
         "--scale-stabilization",
         "stabilization_s",
-        "how long freeness must be outside before something is done",
+        "time that the freeness must be out of range before instances are added or drained",
         metavar="SECONDS",
     )
     group.add(
         "--scale-cooldown",
         "cooldown_s",
-        "least time from the last change to the next drain",
+        "minimum time from the last change to the next drain",
         metavar="SECONDS",
     )
 
 
 def _add_scheduler(root: FlagParser) -> None:
     group = _Group(root, "scheduler", SchedulerConfig())
-    group.add("--policy", "policy", f"where new requests go and what moves: {', '.join(POLICIES)}")
+    group.add("--policy", "policy", f"policy for dispatch and migration: {', '.join(POLICIES)}")
     group.add_argument(
         "--no-migration",
         action="store_true",
-        help="never move a request (the admin API refuses, too)",
+        help="never move a request; the admin API refuses to, as well",
     )
     group.add(
         "--inexact-moves",
         "inexact_moves",
-        "requests may also move between instances whose logits round differently (other"
-        " tensor-parallel sizes, devices, thread counts): their tokens may differ from then on",
+        "allow moves between instances whose logits round differently (other tensor-parallel"
+        " sizes, devices, thread counts); later tokens of a moved request may then differ",
     )
     group.add("--scheduler-interval-ms", "interval_ms", "time between two rounds of the scheduler")
     group.add(
         "--migrate-below",
         "source_below",
-        "freeness under which an instance gives requests away (None: the policy's own)",
+        "freeness below which requests move away from an instance (None: the policy's default)",
         type=float,
     )
     group.add(
         "--migrate-above",
         "destination_above",
-        "freeness over which an instance takes requests in (None: the policy's own)",
+        "freeness above which requests may move to an instance (None: the policy's default)",
         type=float,
     )
     group.add(
         "--min-gain",
         "min_gain",
-        "least predicted gain of freeness that makes a move worth it",
+        "minimum predicted gain of freeness for a move (None: the policy's default)",
         type=float,
     )
     root.add_argument_group("priorities").add_argument(
@@ -508,9 +517,10 @@ def _add_scheduler(root: FlagParser) -> None:
         action="append",
         default=[],
         metavar=FORM,
-        help="a class of requests: a smaller priority runs first (vLLM's number); headroom: tokens"
-        " of KV cache kept free beside its requests; target: a decode step in ms that is kept"
-        " instead, measured at start; may be given several times; normal=0 is always there",
+        help="priority class of requests; a smaller priority runs first, as in vLLM; headroom:"
+        " tokens of KV cache to keep free on instances with such requests; target: decode step time"
+        " in ms to keep, from which the headroom is measured at start; may be given several times;"
+        " normal=0 always exists",
     )
 
 
@@ -519,51 +529,52 @@ def _add_faults(root: FlagParser) -> None:
     group.add(
         "--heartbeat-timeout",
         "heartbeat_timeout_s",
-        "seconds without a heartbeat from an instance after which its requests run again elsewhere",
+        "seconds without a heartbeat from an instance after which its requests are recomputed on"
+        " others",
     )
     group.add(
         "--step-timeout",
         "step_timeout_s",
-        "seconds of one step of an engine after which its requests run again elsewhere;"
-        " after twice that it is ended, and started again",
+        "seconds in one engine step after which the requests of the instance are recomputed on"
+        " others; after twice that time the instance is killed and restarted",
     )
     group.add(
         "--failover-timeout",
         "failover_timeout_s",
-        "seconds that requests of a lost instance wait for another one that they can run on",
+        "seconds that requests of a lost instance wait for another instance",
     )
     group.add(
         "--max-crashes",
         "max_crashes",
-        "a request that ran on so many instances as they crashed or hung isn't run again",
+        "number of instances that may crash or hang under a request before it fails",
     )
 
 
 def _add_migration(root: FlagParser) -> None:
     group = _Group(root, "migration", MigrationConfig())
-    group.add("--transport", "transport", f"how KV blocks travel: {', '.join(TRANSPORTS)}")
+    group.add("--transport", "transport", f"transport of KV blocks: {', '.join(TRANSPORTS)}")
     group.add(
         "--trust-network",
         "trust_network",
-        "KV blocks may travel unencrypted, and from whoever connects: what"
-        f" {', '.join(IN_THE_CLEAR)} do",
+        f"allow transports without encryption and authentication: {', '.join(IN_THE_CLEAR)}",
     )
     group.add(
         "--chunk-ms",
         "chunk_ms",
-        "longest uninterrupted copy of several KV blocks (copies run beside the engine's thread)",
+        "maximum duration of one copy of several KV blocks; copies do not run on the engine's"
+        " thread",
     )
     group.add(
         "--chunk-bytes",
         "chunk_bytes",
-        "size of a staging buffer, or one larger KV block (None: 1 MiB, 32 MiB on a GPU)",
+        "size of a staging buffer, at least one KV block (None: 1 MiB, on a GPU 32 MiB)",
         type=int,
     )
-    group.add("--staging-buffers", "staging_buffers", "staging buffers an instance")
+    group.add("--staging-buffers", "staging_buffers", "number of staging buffers per instance")
     group.add(
         "--max-stages",
         "max_stages",
-        "live copy stages at most; 0: suspend first, then copy everything",
+        "maximum copy stages while the request runs; 0: suspend it first, then copy everything",
     )
     group.add(
         "--pause-spread",
@@ -574,28 +585,33 @@ def _add_migration(root: FlagParser) -> None:
     group.add(
         "--max-bandwidth",
         "max_bandwidth",
-        "KV cache a second out of an instance, in MB or with a unit (1.5GB); 0: no cap",
+        "maximum KV cache per second out of an instance, in MB or with a unit (1.5GB); 0: no limit",
         type=quantity("MB"),
         metavar="MB/s",
     )
     group.add(
         "--max-pair-bandwidth",
         "max_pair_bandwidth",
-        "the same from one instance to another",
+        "the same, from one instance to one other",
         type=quantity("MB"),
         metavar="MB/s",
     )
     group.add(
         "--max-migrations",
         "max_migrations",
-        "migrations at once out of an instance, where more wait, and into it",
+        "maximum concurrent migrations out of an instance, and into it; further ones wait",
     )
     group.add(
         "--max-migration-bytes",
         "max_migration_bytes",
-        "KV cache on the move at once, each way, in bytes or with a unit; 0: no limit",
+        "maximum KV cache in transfer out of an instance, and into it, in bytes or with a unit; 0:"
+        " no limit",
         type=quantity("B"),
         metavar="BYTES",
     )
-    group.add("--reply-timeout-ms", "reply_timeout_ms", "wait for a peer's answer")
-    group.add("--lease-ms", "lease_ms", "silence after which a destination frees a reservation")
+    group.add("--reply-timeout-ms", "reply_timeout_ms", "maximum wait for the answer of a peer")
+    group.add(
+        "--lease-ms",
+        "lease_ms",
+        "silence of the source after which a destination frees its reservation",
+    )
