@@ -84,7 +84,8 @@ async def test_without_postgres_models_serve_and_the_next_server_waits_for_it(
                 await asyncio.sleep(2)
                 listed = await asyncio.to_thread(kvmig, fleet, "model", "ls")
                 assert fleet.process is not None
-                assert f"its supervisor, process {fleet.process.pid}, restarts the server" in listed.stderr
+                supervisor = f"its supervisor, process {fleet.process.pid}, restarts the server"
+                assert supervisor in listed.stderr
                 assert await answered(client, "warm") == NEXT
             finally:
                 postgres_cluster.start()
