@@ -2,7 +2,8 @@
 
 `python -m scripts.public_api` (in `make docs`) renews the file; `--check` changes nothing and
 exits with 1, and the difference, when it isn't current. A change of it is a change that others
-must hear of: CHANGELOG.md says why. Everything is read from the sources, nothing is imported.
+must hear of: a fragment in changelog.d says why. Everything is read from the sources, nothing is
+imported.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ SPECIAL = ("__init__", "__enter__", "__aenter__")
 
 HEAD = """\
 What is public of kvmig, made by `python -m scripts.public_api` (or `make docs`).
-Whoever changes it says why in CHANGELOG.md.
+A change of it comes with a fragment in changelog.d that says why.
 """
 
 
@@ -166,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(changed)
         print(
             f"error: docs/{TARGET.name} isn't current: run `python -m scripts.public_api`,"
-            " and say in CHANGELOG.md why what is public changes",
+            " and say in changelog.d why what is public changes",
             file=sys.stderr,
         )
         return 1

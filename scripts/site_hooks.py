@@ -20,8 +20,16 @@ from mkdocs.structure.pages import Page
 from scripts import public_api
 
 ROOT = Path(__file__).resolve().parent.parent
-START = {"README.md": "index.md"}
-PAGES = ("README.md", "CHANGELOG.md", "bench/README.md")
+MOVED = {"README.md": "index.md", "SECURITY.md": "reporting.md"}
+"""Documents that have another name in the site."""
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "bench/README.md",
+    "changelog.d/README.md",
+)
 """Documents that lie elsewhere than in docs/."""
 FOLDERS = {"bench/results": "bench/results/index.md", "examples": "examples/index.md"}
 """Folders that documents link: a page with the list of their files stands for each."""
@@ -32,7 +40,7 @@ _sources = tempfile.TemporaryDirectory(prefix="kvmig-docs-")
 
 def placed(path: str) -> str:
     """Where a file or folder of the repository lies in the site."""
-    return START.get(path) or FOLDERS.get(path) or path.removeprefix("docs/")
+    return MOVED.get(path) or FOLDERS.get(path) or path.removeprefix("docs/")
 
 
 def target(link: str, path: str) -> str:

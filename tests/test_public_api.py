@@ -19,7 +19,7 @@ def test_the_signatures_of_what_is_public_are_those_of_the_sources() -> None:
     changed = public_api.difference()
     assert not changed, (
         f"{changed}\nrun `python -m scripts.public_api`,"
-        " and say in CHANGELOG.md why what is public changes"
+        " and say in changelog.d why what is public changes"
     )
 
 
