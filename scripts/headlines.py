@@ -1,4 +1,4 @@
-"""The figures that README shows first: what they say, and in which result they stand."""
+"""The ten figures that README shows: what they say, and in which result they stand."""
 
 from __future__ import annotations
 
@@ -6,80 +6,72 @@ from typing import NamedTuple
 
 
 class Source(NamedTuple):
-    """One figure of `bench/results/FILE.json`'s summary."""
+    """One figure of a result's summary; out_of: the figure that it is a part of."""
 
     file: str
     figure: str
+    out_of: str = ""
 
 
 class Headline(NamedTuple):
     """A line of README's table; None: there is no such measurement for that device."""
 
     says: str
-    cpu: Source | None
     gpu: Source | None
+    cpu: Source | None
 
 
 HEADLINES = (
     Headline(
-        "longest gap that a client sees around a move / in as long without one, engines that share"
-        " nothing but the host (`device10ms`), median",
+        "longest gap in a stream around a move, relative to the same stream without one, median;"
+        " engines that share only the host",
+        None,
         Source("downtime-device10ms", "live_worst_gap_over_quiet_background_0"),
-        None,
     ),
     Headline(
-        "the same, 90th percentile",
-        Source("downtime-device10ms", "live_worst_gap_over_quiet_p90_background_0"),
-        None,
-    ),
-    Headline(
-        "the same, engines and clients on two shared cores, median",
+        "the same, engines that share one GPU or two cores",
+        Source("gpu_vllm", "longest_gap_over_quiet"),
         Source("downtime", "live_worst_gap_over_quiet_background_0"),
-        None,
     ),
     Headline(
         "the same, 90th percentile",
+        Source("gpu_vllm", "longest_gap_over_quiet_p90"),
         Source("downtime", "live_worst_gap_over_quiet_p90_background_0"),
-        None,
     ),
     Headline(
-        "pause of a move with 3,500 tokens / with 128 (GPU: with 32,768 / with 256)",
-        Source("downtime", "live_3500_over_128_background_0"),
+        "streams that a move changed, out of so many moves",
+        Source("gpu_vllm", "streams_that_a_move_changed", "moves"),
+        Source("soak", "wrong", "migrations_committed"),
+    ),
+    Headline(
+        "pause of a request with 3,500 tokens, relative to one with 128 (GPU: the copy alone,"
+        " 32,768 and 256)",
         Source("gpu_downtime", "live_growth"),
+        Source("downtime", "live_3500_over_128_background_0"),
     ),
     Headline(
-        "pause of computing a request of 3,500 tokens again elsewhere / of moving it",
-        Source("downtime", "recompute_over_live_3500_background_0"),
-        None,
-    ),
-    Headline(
-        "time of the other requests' steps during a move / without",
-        Source("overhead", "step_time_during_migration_ratio"),
+        "step time of the other requests during a move, relative to without",
         Source("gpu_interference", "slowdown"),
+        Source("overhead", "step_time_during_migration_ratio"),
     ),
     Headline(
-        "throughput of one instance / of plain vLLM",
-        Source("overhead", "throughput_over_plain"),
-        None,
+        "throughput of one instance, relative to plain vLLM with as many processes",
+        Source("gpu_vllm", "throughput_over_plain"),
+        Source("overhead", "throughput_over_plain_uni"),
     ),
     Headline(
-        "time to the first token of plain vLLM / of kvmig",
-        Source("overhead", "ttft_of_plain_over_kvmig"),
-        None,
+        "time to first token of plain vLLM, relative to kvmig's, calls at once",
+        Source("gpu_vllm", "ttft_of_plain_over_kvmig"),
+        Source("overhead", "ttft_of_plain_uni_over_kvmig"),
     ),
     Headline(
         "an instance is killed: longest wait of its streams, s",
+        Source("gpu_vllm", "killed_gap_s_most"),
         Source("faults", "killed_gap_s_most"),
-        None,
     ),
     Headline(
-        "99th percentile of the time to the first token, policy `kvmig` / `llumnix`, simulated",
-        Source("policies", "kvmig_ttft_p99_s_over_llumnix"),
+        "first token of a model that was stopped, Qwen3-0.6B's shape, s",
         None,
-    ),
-    Headline(
-        "a fleet's model from zero, first token / plain vLLM started for it",
-        Source("cold", "cold / plain vLLM"),
-        None,
+        Source("cold-qwen3-0.6b", "cold ttft_s median"),
     ),
 )

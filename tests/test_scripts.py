@@ -16,8 +16,8 @@ import pytest
 from _pytest.mark.expression import Expression
 from packaging.requirements import Requirement
 
-from scripts import check, draw_migration, draw_processes, figures, setup_env
-from scripts.headlines import Headline, Source
+from scripts import check, draw_migration, draw_processes, figures, gpu_vllm, setup_env
+from scripts.headlines import HEADLINES, Headline, Source
 
 RESULT = """{
   "summary": {"downtime_ratio": 1.2345, "tokens": 12000},
@@ -35,24 +35,55 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
 
 
 def test_a_result_becomes_a_table(tmp_path: Path) -> None:
-    result = tmp_path / "downtime.json"
-    result.write_text(RESULT)
-    lines = figures.table([result]).splitlines()
+    (tmp_path / "downtime.json").write_text(RESULT)
+    lines = figures.table(figures.read(tmp_path)).splitlines()
     assert lines[0] == "**downtime** – cores 2; vllm 0.32.0"
     assert lines[4:] == ["| downtime ratio | 1.23 | at most 2 |", "| tokens | 12,000 |  |"]
 
 
-def test_a_headline_without_a_result_says_so(tmp_path: Path) -> None:
-    line = Headline("gap", Source("downtime", "downtime_ratio"), Source("gpu", "gap"))
-    assert figures.headlines(tmp_path, [line]).splitlines()[2:] == [
-        "| gap | not yet measured |  | not yet measured on a GPU |"
+def test_a_headline_without_a_result_says_so() -> None:
+    line = Headline("gap", Source("gpu", "gap"), Source("downtime", "downtime_ratio"))
+    assert figures.headlines({}, [line]).splitlines()[2:] == [
+        "| gap | not yet measured | not yet measured |  |"
     ]
 
 
-def test_a_headline_has_its_figure_and_its_target(tmp_path: Path) -> None:
-    (tmp_path / "downtime.json").write_text(RESULT)
-    line = Headline("gap", Source("downtime", "downtime_ratio"), None)
-    assert figures.headlines(tmp_path, [line]).splitlines()[2:] == ["| gap | 1.23 | at most 2 |  |"]
+def test_a_headline_has_its_figure_and_its_target() -> None:
+    line = Headline("gap", None, Source("downtime", "downtime_ratio"))
+    shown = figures.headlines({"downtime": json.loads(RESULT)}, [line])
+    assert shown.splitlines()[2:] == ["| gap |  | 1.23 | at most 2 |"]
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "text"),
+    [
+        (1.5, {"max": 1.1}, "1.5 (missed)"),
+        (0.9, {"min": 0.97}, "0.9 (missed)"),
+        (1.0, {"min": 1, "max": 1}, "1"),
+        (2, None, "2"),
+    ],
+)
+def test_a_figure_that_misses_its_target_says_so(value: float, target: object, text: str) -> None:
+    assert figures.measured(value, target) == text
+
+
+def test_a_headline_of_a_count_says_out_of_how_many() -> None:
+    line = Headline("wrong", Source("soak", "wrong", "moves"), None)
+    results = {"soak": {"summary": {"wrong": 0, "moves": 1200}, "targets": {"wrong": {"max": 0}}}}
+    assert figures.headlines(results, [line]).splitlines()[2:] == [
+        "| wrong | 0 of 1,200 |  | at most 0 |"
+    ]
+
+
+def test_the_figures_of_vllm_on_a_gpu_come_from_its_samples() -> None:
+    summary = gpu_vllm.result(figures.RESULTS / "h100")["summary"]
+    assert (summary["moves"], summary["streams_that_a_move_changed"]) == (72, 0)
+    assert summary["throughput_over_plain"] == pytest.approx(0.95, abs=0.001)
+    assert summary["killed_gap_s_most"] == 0.2362
+
+
+def test_readme_has_ten_figures() -> None:
+    assert len(HEADLINES) == 10
 
 
 def test_only_what_is_between_the_markers_is_replaced() -> None:
@@ -60,15 +91,14 @@ def test_only_what_is_between_the_markers_is_replaced() -> None:
 
 
 def test_without_results_there_is_no_figure() -> None:
-    assert figures.table([]) == figures.NONE_YET
+    assert figures.table({}) == figures.NONE_YET
 
 
 @pytest.mark.parametrize("broken", ["{", "[]", '{"summary": {}}'])
 def test_a_file_that_is_no_result_is_named(tmp_path: Path, broken: str) -> None:
-    result = tmp_path / "broken.json"
-    result.write_text(broken)
+    (tmp_path / "broken.json").write_text(broken)
     with pytest.raises(figures.FiguresError, match=r"broken\.json is no result"):
-        figures.table([result])
+        figures.table(figures.read(tmp_path))
 
 
 def test_a_readme_without_markers_is_refused() -> None:
