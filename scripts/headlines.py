@@ -39,7 +39,7 @@ HEADLINES = (
         Source("downtime", "live_worst_gap_over_quiet_p90_background_0"),
     ),
     Headline(
-        "streams that a move changed, out of so many moves",
+        "streams that a move changed, of all moves",
         Source("gpu_vllm", "streams_that_a_move_changed", "moves"),
         Source("soak", "wrong", "migrations_committed"),
     ),
