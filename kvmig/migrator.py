@@ -235,7 +235,7 @@ class SyncMigrator:
         *,
         on_commit: OnCommit = lambda request_id, destination: None,
     ) -> None:
-        """As `Migrator`; `on_commit` is called on the event loop's thread."""
+        """Arguments as for `Migrator`; `on_commit` is called on the event loop's thread."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvmig-migrator")
         self._thread.daemon = True
@@ -249,7 +249,7 @@ class SyncMigrator:
     def migrate(
         self, request_id: str, source: str, destination: str, timeout_s: float = 60.0
     ) -> MigrationReport:
-        """As `Migrator.migrate`. Raises TimeoutError; the migration then goes on."""
+        """Migrate, as `Migrator.migrate`. Raises TimeoutError; the migration then goes on."""
         return self.run(self.migrator.migrate(request_id, source, destination), timeout_s)
 
     def on_loop(self, function: Callable[[], T], timeout_s: float = 60.0) -> T:
@@ -265,7 +265,7 @@ class SyncMigrator:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def close(self) -> None:
-        """As `Migrator.close`; ends the thread. Close the engines, with `run`, before."""
+        """Close, as `Migrator.close`, and end the thread. Close the engines, with `run`, before."""
         if self._loop.is_closed():
             return
         try:

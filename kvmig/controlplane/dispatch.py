@@ -39,7 +39,7 @@ class Dispatch(Protocol):
     """A dispatch policy."""
 
     def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
-        """Where the request shall run. Raises NoInstance if there is none."""
+        """The instance that runs the request. Raises NoInstance if there is none."""
         ...
 
 
@@ -86,7 +86,7 @@ class Rotation:
 
 
 class RoundRobin:
-    """Each instance in its turn, whatever its load."""
+    """Dispatch to the instances in turn, regardless of load."""
 
     def __init__(self) -> None:
         self._rotation = Rotation()

@@ -34,7 +34,7 @@ class Fronts:
         self._listeners.add(identity)
 
     def leave(self, identity: bytes) -> str | None:
-        """Nobody is behind this identity any more; the front end's name if it was one."""
+        """Forget this identity; returns the front end's name if it was one."""
         self._listeners.discard(identity)
         name = self._name.pop(identity, None)
         if name is not None:
@@ -65,18 +65,18 @@ class Fronts:
         return identity in self._name
 
     def identity(self, name: str) -> bytes | None:
-        """Where to send to it, if it is connected now."""
+        """The identity of a front end, if it is connected now."""
         return self._identity.get(name)
 
     def client(self, number: int) -> bytes | None:
-        """Where to send what client `number` gets; 0 (nobody's statistics): any front end."""
+        """The identity of client `number`'s front end; 0 (nobody's statistics): any front end."""
         for name, identity in self._identity.items():
             if number in (0, self._number[name]):
                 return identity
         return None
 
     def gateways(self) -> list[bytes]:
-        """All front ends that are connected now."""
+        """The identities of all connected front ends."""
         return list(self._name)
 
     def listeners(self) -> list[bytes]:
@@ -146,7 +146,7 @@ class Tracking:
         return {rid: track.gateway for rid, track in self._here.items()}
 
     def of(self, gateway: str) -> list[str]:
-        """All requests of one front end."""
+        """The requests of one front end."""
         return [rid for rid, track in self._here.items() if track.gateway == gateway]
 
     def spans(self, emitted: Iterable[Emitted]) -> list[Span]:

@@ -135,7 +135,7 @@ class Llumlet:
 
     @property
     def endpoint(self) -> str:
-        """Where front ends, the scheduler and peers connect to."""
+        """The endpoint for front ends, the scheduler and peers."""
         return self._server.endpoint
 
     async def start(self) -> None:
@@ -170,7 +170,7 @@ class Llumlet:
         self._spawn(self._for_ever(self._member.run))
 
     async def _for_ever(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Without any of these an instance would be there and not serve: rather none at all."""
+        """Run a loop; if it ends, the instance ends, since it could no longer serve."""
         try:
             await loop()
         except Exception as error:
@@ -285,7 +285,7 @@ class Llumlet:
         self._send(sender, done)
 
     async def _guarantee(self, size: int) -> None:
-        """Of its unit. Raises OrderRefused."""
+        """Set the reservation in the unit. Raises OrderRefused."""
         if self._member is None:
             alone = self._engine.sharing if self._config.unit else "it runs without --unit"
             raise OrderRefused("conflict", f"instance {self.instance} is in no unit: {alone}")
@@ -413,7 +413,7 @@ class Llumlet:
             await self._pause()
 
     async def _pause(self) -> None:
-        """Until the engine is to be looked at again."""
+        """Wait until the next look at the engine."""
         load = self._engine.load()
         busy = load.running or self._overrun or self._migrations.moving()
         pause_s = self._reporter.pause_s(monotonic(), bool(busy), self._came.is_set())

@@ -25,7 +25,7 @@ class Welcome(Message, frozen=True, tag=True):
     weights: str = ""
     """Identity of its weights; load reports tell when they are updated."""
     pid: int = 0
-    """Its process's id, on its host."""
+    """The process's id, on its host."""
     host: str = ""
     gpus: tuple[str, ...] = ()
     """Ids of the GPUs that it may use."""
@@ -64,7 +64,7 @@ class LoadReport(Message, frozen=True, tag=True):
     numerics: str = ""
     """Numerics class: nothing moves to another one unless somebody has said so."""
     shared: InUnit | None = None
-    """None: its KV cache is its own alone."""
+    """The instance's share of a unit; None: it shares no KV cache."""
     untold: int = 0
     """Migrations of which front ends weren't told yet how they ended. A request may have gone by
     one, and nobody but this llumlet know where it is."""
@@ -150,11 +150,11 @@ class Migrated(Message, frozen=True, tag=True):
     front: str = ""
     """Front end whose stream it is, if it was known here."""
     epoch: int = 0
-    """Under which the request ran at the source before."""
+    """The epoch under which the request ran at the source before."""
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where the tokens of one request in an Outputs message belong in its stream."""
+    """The position in its stream of one request's tokens in an Outputs message."""
 
     request_id: str
     epoch: int
@@ -202,7 +202,7 @@ class PauseAhead(Message, frozen=True, tag=True):
     request_id: str
     pause_ms: float
     stretch_ms: float
-    """Each token may come later by so much more than the one before."""
+    """Added delay of each token over the delay of the one before."""
 
 
 class Resolved(Message, frozen=True, tag=True):
@@ -344,7 +344,7 @@ class Member(msgspec.Struct, frozen=True):
     """Empty while it doesn't serve."""
     state: MemberState = "serving"
     detail: str = ""
-    """For people: why it is in this state."""
+    """The reason of this state, for people."""
     tree: str = ""
     """Folder of its engine; empty: the installed one."""
     unit: str = ""
@@ -358,7 +358,7 @@ class Members(Message, frozen=True, tag=True):
 
     members: list[Member]
     weights: str = ""
-    """Where both run, new requests had better go to instances with these; empty: no matter."""
+    """Weights whose instances new requests prefer while both run; empty: no preference."""
 
 
 class MessagesRefused(Message, frozen=True, tag=True):
@@ -370,7 +370,7 @@ class MessagesRefused(Message, frozen=True, tag=True):
     process: str
     """scheduler or launcher."""
     counts: dict[str, int]
-    """Since its start, by reason."""
+    """Counts since the start, by reason."""
 
 
 Why = Literal["balance", "defragment", "priority", "drain", "queue", "relieve"]
@@ -385,7 +385,7 @@ they have lent it.
 URGENT: tuple[Why, ...] = ("defragment", "priority", "drain", "relieve")
 """Somebody waits until these moves are over."""
 AT_ONCE: tuple[Why, ...] = ("drain", "relieve")
-"""As many of these as may migrate move at once, whatever came here lately: what stays longer is
+"""Moves for these reasons run at once, without regard to recent arrivals: what stays longer is
 ended, or preempted."""
 
 
@@ -397,7 +397,7 @@ class Pair(msgspec.Struct, frozen=True):
     budget_blocks: float = 0.0
     """Move at most this many KV blocks before the next round (defragment: at least, if it can)."""
     room_blocks: float = 0.0
-    """Unless nothing fits the budget: then one request of up to this size."""
+    """Largest single request that may move if nothing fits the budget."""
     why: Why = "balance"
     priority: int | None = None
     """priority: only requests that come after this one (vLLM's: with a larger number)."""

@@ -75,7 +75,7 @@ class Mover:
         self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         busy = Counter[str]()
 
         async def move_to(destination: str) -> None:

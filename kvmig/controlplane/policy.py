@@ -39,7 +39,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     name: PolicyName
     dispatcher: Callable[[], Dispatch]
     rounds: Rounds | None = None
-    """None: nothing moves by itself, but in a drain."""
+    """The policy's rounds; None: requests move only in a drain, or by hand."""
     victims: VictimRule = VictimRule()
     headroom: bool = True
     """Whether the headroom of priorities counts as usage."""

@@ -13,7 +13,7 @@ IDLE_PERIOD_S = 0.05
 LEAST_S = 0.001
 """Least time between two looks: a timer may end a little too early."""
 LINGER_S = 0.25
-"""So long after a message an engine isn't taken for idle: a request may be on its way into it."""
+"""Time after a message before an engine counts as idle: a request may be on its way to it."""
 
 
 class Reporter:
@@ -52,7 +52,7 @@ class Reporter:
         return True
 
     def pause_s(self, now: float, busy: bool, came: bool) -> float:
-        """Until the next look at the engine, unless something comes before that.
+        """The pause before the next look at the engine, unless something comes before that.
 
         busy: it has requests; came: a message came since the last look.
         """
@@ -77,7 +77,7 @@ class StepWatch:
         self._running_s = 0.0
 
     def look(self, now: float, step_s: float) -> Literal["", "hung", "lost"]:
-        """To be called often. step_s: since the present step began; 0 between two."""
+        """The engine's state; call it often. step_s: time since the step began; 0 between two."""
         passed = min(now - self._looked, MOST_S)
         # Shorter than at the last look: another step.
         self._running_s = 0.0 if step_s <= self._step_s else self._running_s + passed

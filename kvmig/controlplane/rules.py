@@ -167,7 +167,7 @@ def move_queues(ledger: Ledger) -> None:
 
 
 def _move_queue(ledger: Ledger, source: int, takers: Takers, borrowed: float) -> bool:
-    """To the first of `takers`, where so much of the headroom counts as room; whether it may."""
+    """Move a queue to the first taker, which lends `borrowed` of its headroom; whether it may."""
     columns = ledger.columns
     roomiest = takers.take(source)
     wanted = float(columns.head[source])

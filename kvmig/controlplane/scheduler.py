@@ -29,7 +29,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """Rules and thresholds of a round. Freeness in KV blocks a request."""
 
     rules: tuple[Callable[[Ledger], None], ...]
-    """In their order."""
+    """The rules, in their order."""
     queued: Queued = "all"
     source_below: float = 3.0
     """An instance whose freeness is under this is a source."""
@@ -198,7 +198,7 @@ class Takers:
         return taken
 
     def put_back(self, rows: Iterable[int]) -> None:
-        """After the pairs with them, if any, were decided."""
+        """Put the rows back, once their pairs are decided."""
         for row in rows:
             heap = self._heaps[float(self._ledger.kinds[row])]
             heapq.heappush(heap, (-self._value(row), row))

@@ -38,7 +38,7 @@ NAME = "scheduler"
 RETRY_S = 0.5
 """Pause before a lost llumlet is connected to again."""
 TELL_S = 1.0
-"""Between two looks at what was refused."""
+"""Pause between two reports of refusals."""
 
 
 class SchedulerLaunch(Discreet, frozen=True):
@@ -83,7 +83,7 @@ class SchedulerProcess:
 
     @property
     def endpoint(self) -> str:
-        """Where the launcher connects to."""
+        """The endpoint for the launcher."""
         return self._server.endpoint
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class SchedulerProcess:
         self._server.close()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             if self._scheduler.rebalances or self._scaler is not None:
                 group.create_task(self._rounds())

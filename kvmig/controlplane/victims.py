@@ -18,7 +18,7 @@ class VictimRule(msgspec.Struct, frozen=True, kw_only=True):
     """A request that came here by a migration stays at least so long, but where all that can be
     must go at once (`kvmig.controlplane.messages.AT_ONCE`)."""
     min_output_tokens: int = 1
-    """So those in prefill, whose blocks are still being filled, stay; but in a drain all go."""
+    """Fewest output tokens of a victim: requests in prefill stay, except in a drain."""
     prefers: Literal["shortest", "latest"] = "shortest"
     """Within a priority class, of those that fit the budget: the shortest sequence (the paper),
     or the one that arrived last (its artifact)."""

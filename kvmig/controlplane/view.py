@@ -108,7 +108,7 @@ class Usage(NamedTuple):
 def usage(
     load: EngineLoad, headroom: Headroom | None = None, *, terminating: bool = False
 ) -> Usage:
-    """From an engine's totals. Of several pools of blocks, the one that is scarcest counts.
+    """The usage by an engine's totals. Of several pools of blocks, the scarcest counts.
 
     It is expressed in blocks of the first pool: a share of one is as good as the same share
     of the other.
@@ -167,7 +167,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: float = 0.0
     """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
     reported_at: float | None = None
-    """None: not heard of yet."""
+    """Time of the last report; None: there was none yet."""
     pending_blocks: float = 0.0
     """Demand that was dispatched here and that its report can't count yet."""
     pending_requests: int = 0
@@ -178,7 +178,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     numerics: str = ""
     """Numerics class of the instance."""
     shared: InUnit | None = None
-    """None: its KV cache is its own alone."""
+    """The instance's share of a unit; None: it shares no KV cache."""
 
     @property
     def requests(self) -> int:
@@ -220,7 +220,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterView:
-    """All instances at one moment.
+    """The instances at one moment.
 
     It shows what its builder knows until the builder is told something: it is looked at
     at once and never kept. Policies don't change it.
@@ -288,7 +288,7 @@ class ViewBuilder:
         self._entries: dict[str, _Entry] = {}
         self._views: list[InstanceView] = []
         self._columns: Columns | None = None
-        """None: who is there has changed."""
+        """The columns; None: the members have changed."""
 
     def join(self, member: Member) -> None:
         """A new instance, or a new start of a known one: nothing is known of it."""

@@ -34,8 +34,8 @@ HEAD_BYTES = 1 << 16
 HEAD_S = 20.0
 """Time for the headers to arrive, from the connection's first moment on."""
 KEEP_ALIVE_S = 75
-"""For the next call on a connection. Longer than clients and proxies keep idle ones (httpx, and so
-openai, 5 s; aiohttp 15 s; nginx and most load balancers 60 s): the client must close first, or a
+"""Wait for the next call on a connection, longer than clients and proxies keep idle ones (httpx and
+so openai, 5 s; aiohttp 15 s; nginx and most load balancers 60 s): the client must close first, or a
 call may meet the closing of its connection, which HTTP/1.1 can't tell from a failure."""
 SPARE_FILES = 500
 """Open files of a process, at most a quarter of all that it may have, for all but its clients."""
@@ -125,7 +125,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body: int = 64_000_000
     """Bytes."""
     body_timeout_s: float = 60.0
-    """For it to arrive."""
+    """Time for the body to arrive."""
     max_n: int = 16
     """Answers, or beams, to each prompt of one call."""
     max_prompts: int = 256
@@ -135,7 +135,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_unread: int = 8192
     """Tokens of a request that its client hasn't read; 0: no limit."""
     send_timeout_s: float = 300.0
-    """For a client to go on reading."""
+    """Time for a client to go on reading."""
     usage_spool: str = ""
     """Folder of the files in which front ends keep what calls use; empty: none does."""
     quota_socket: str = ""
@@ -156,7 +156,7 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The lives of processes. Times in seconds."""
 
     max_instances: int = USUAL_MOST
-    """At once, those that start or drain included."""
+    """Most instances at once, including those that start or drain."""
     max_restarts: int = 5
     """How often in a row an instance is started again that dies soon after."""
     drain_deadline_s: float = 300.0
@@ -171,7 +171,7 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     end_with_stdin: bool = False
     """Whether the end of stdin ends the server as a signal would."""
     heartbeat_descriptor: int = -1
-    """Of a pipe that gets a byte a second while the launcher's event loop turns; -1: none."""
+    """A pipe that gets a byte per second while the launcher's event loop turns; -1: none."""
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,22 +201,22 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The unit whose KV cache the instances share with those of other models."""
 
     path: str
-    """Of its agent's socket."""
+    """Path of the agent's socket."""
     paths: dict[str, str] = {}
-    """Of instances that are in another unit, by their names, or by those of where they are in a
+    """Paths for instances of another unit, by instance name or by place in a
     placement."""
     guarantee: int = 0
     """Bytes that an instance gets back whenever it wants them; 0: a fair part."""
     patience_s: float = 2.0
-    """For what is called back to become free, until requests are preempted for it."""
+    """Wait for reclaimed memory to become free, before requests are preempted for it."""
     shares: tuple[int, int] | None = None
     """Tenths of the device that a step takes: with prompts, and of decodes alone. None: steps don't
     wait for those of other models."""
     model: str = ""
-    """Its name in the unit."""
+    """The model's name in the unit."""
 
     def of(self, instance: str, place: str) -> UnitConfig:
-        """That of one instance. place: where it is in a placement."""
+        """The configuration of one instance. place: where it is in a placement."""
         path = self.paths.get(instance) or self.paths.get(place, self.path)
         return msgspec.structs.replace(self, path=path, paths={})
 
@@ -229,13 +229,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_untested_vllm: bool = False
     instances: int = 2
     instance_flags: tuple[str, ...] = ()
-    """As given: "iN: FLAGS", the engine's flags that only instance N gets."""
+    """Values of the flag, "iN: FLAGS": the engine's flags that only instance N gets."""
     instance_vllm: tuple[str, ...] = ()
-    """As given: "iN: FOLDER", the build of vLLM that instance N is."""
+    """Values of the flag, "iN: FOLDER": the build of vLLM that instance N is."""
     instance_unit: tuple[str, ...] = ()
-    """As given: "iN: NAME", where instance N is in a placement."""
+    """Values of the flag, "iN: NAME": where instance N is in a placement."""
     ray: RayConfig | None = None
-    """None: all instances run on this host."""
+    """Ray's settings; None: all instances run on this host."""
     control_host: str = "127.0.0.1"
     """Address that llumlets and scheduler bind their sockets to."""
     heartbeat_interval_ms: float = 50.0
@@ -246,14 +246,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     migration: MigrationConfig = MigrationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     scaling: ScalingConfig | None = None
-    """None: as many instances as at the start."""
+    """The autoscaler's settings; None: the number of instances doesn't change."""
     lifecycle: LifecycleConfig = LifecycleConfig()
     priorities: tuple[PriorityClass, ...] = (NORMAL,)
     """First to run first; one has priority 0."""
     faults: FaultConfig = FaultConfig()
     http: HttpConfig = HttpConfig()
     unit: UnitConfig | None = None
-    """None: each instance has KV cache of its own."""
+    """The unit's settings; None: each instance has KV cache of its own."""
 
 
 def instance_name(number: int) -> str:

@@ -82,7 +82,7 @@ quota: that of its key is used up. refused: it asks for what it may not have."""
 
 
 class NoInstance(KvmigError):
-    """There is no instance that a request could be sent to."""
+    """No instance can take the request."""
 
 
 class QuotaUsedUp(KvmigError):

@@ -12,16 +12,16 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.core.trimming import Trimming
 
 LOOK_S = 2.0
-"""Between two looks at how large the process is."""
+"""Pause between two readings of the process's size."""
 
 
 def resident_bytes() -> int:
-    """Of this process's memory."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def give_back() -> None:
-    """All that the C library keeps free in whole pages, if it is one that can (glibc)."""
+    """Return all free whole pages of the C library to the kernel, if the library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -33,7 +33,7 @@ async def keep_small(
     clock: Clock = monotonic,
     look_s: float = LOOK_S,
 ) -> None:
-    """Until it is cancelled: a task of each process that takes what clients send."""
+    """Trim the heap until cancelled: a task of each process that receives clients' data."""
     plan = Trimming(resident())
     while True:
         await asyncio.sleep(look_s)

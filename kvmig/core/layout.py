@@ -1,4 +1,4 @@
-"""Where the KV cache lies in memory: regions of equally spaced runs.
+"""The layout of a KV cache in memory: regions of equally spaced runs.
 
 A block of KV cache is one run of bytes in each region (one region a layer in
 vLLM's LBHNC order). Its fused form is these runs one after the other.
@@ -25,7 +25,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """All regions of one engine's KV cache.
+    """The regions of one engine's KV cache.
 
     num_blocks: blocks a region; block_tokens: tokens a block; model: a fingerprint
     of everything that must agree for two caches to be exchanged (see `matches`); tables:

@@ -23,7 +23,7 @@ class PriorityClass(msgspec.Struct, frozen=True):
 
     name: str
     priority: int
-    """As in vLLM's request field `priority`: the smaller one runs first."""
+    """Value as in vLLM's request field `priority`: the smaller one runs first."""
     headroom_tokens: int = 0
     """Tokens of KV cache."""
     target_ms: float = 0.0

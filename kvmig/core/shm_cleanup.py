@@ -39,7 +39,7 @@ def shared_by(processes: Iterable[int], folder: Path = FOLDER) -> Files:
 
 
 def of_group(group: int) -> list[int]:
-    """All processes of a process group."""
+    """The processes of a process group."""
     found: list[int] = []
     for process in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
         with contextlib.suppress(ProcessLookupError):
@@ -49,7 +49,7 @@ def of_group(group: int) -> list[int]:
 
 
 def remove(files: Files) -> None:
-    """Those that are there still; all processes that use them have ended."""
+    """Remove the files that still exist; all processes that use them have ended."""
     for path, inode in files.items():
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == inode:

@@ -11,18 +11,18 @@ GROWN = 8 << 20
 LITTLE = 2 << 20
 """Bytes given back at once that were not worth it."""
 PAUSE_S = (5.0, 300.0)
-"""Before the next time: the first, which doubles each time that it was not worth it, and the
+"""Pauses before the next trim: the first, which doubles after each trim without gain, and the
 longest."""
 
 
 class Trimming:
-    """Of one process. Sizes are bytes of its resident memory; times are of a steady clock."""
+    """When to trim one process's heap. Sizes: bytes of resident memory; times: a steady clock's."""
 
     def __init__(self, resident: int) -> None:
         """resident: as it is before it works."""
         self._least = resident
         self._last = resident
-        """As it was left."""
+        """Resident bytes after the last trim."""
         self._pause_s = PAUSE_S[0]
         self._again_at = 0.0
 

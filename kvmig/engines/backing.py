@@ -21,7 +21,7 @@ _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15
 
 
 class Backing(Protocol):
-    """Of one cache. Nobody reads or writes blocks that are not there."""
+    """The memory behind one cache's blocks. Blocks without memory are never read or written."""
 
     group: int
     """Blocks [k * group, (k + 1) * group) have pages of their own."""
@@ -32,7 +32,7 @@ class Backing(Protocol):
         ...
 
     def take(self, groups: Sequence[int]) -> None:
-        """They may be written again; nobody knows what is in them. Raises KvmigError."""
+        """Give the groups memory; its content is undefined. Raises KvmigError."""
         ...
 
 

@@ -90,11 +90,11 @@ class Room(msgspec.Struct, frozen=True):
     """What an engine can have of KV cache that it shares with others. Bytes."""
 
     floor: int
-    """For one request of the greatest length."""
+    """Blocks for one request of the greatest length."""
     capacity: int
     """The most that it could use."""
     granule: int
-    """It gives and takes so much at a time."""
+    """Blocks that the engine gives and takes at a time."""
 
 
 class KVUse(msgspec.Struct, frozen=True):
@@ -103,11 +103,11 @@ class KVUse(msgspec.Struct, frozen=True):
     lease: int
     """What it has not given back."""
     used: int
-    """By requests."""
+    """Blocks that requests hold."""
     cached: int
-    """By the prefix cache alone."""
+    """Blocks that only the prefix cache holds."""
     wanted: int
-    """By all its requests, those that wait, and what those that run grow by soon."""
+    """Blocks that all requests want: running ones with their growth soon, and waiting ones."""
 
 
 class RequestState(msgspec.Struct, frozen=True):
@@ -144,16 +144,16 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Cadence(msgspec.Struct, frozen=True):
-    """Where an engine is in its steps, as seen at one moment. Milliseconds."""
+    """An engine's position in its steps at one moment. Milliseconds."""
 
     since_ms: float
-    """Since the end of its last step."""
+    """Time since the end of the last step."""
     step_ms: float
-    """From the end of one step to the end of the next, lately; 0: it has nothing to do."""
+    """Recent time from the end of one step to the end of the next; 0: the engine is idle."""
 
 
 HOLE = -1
-"""In place of a block id: the engine keeps no block there, as before a window."""
+"""Stands for a block id where the engine keeps no block, as before a window."""
 
 
 MOST_BYTES = 256 << 20
@@ -195,7 +195,7 @@ class Stage(msgspec.Struct, frozen=True):
     decoding: bool = False
     """Whether its prompt is computed: then it gets a token each step."""
     places: list[int] = []
-    """Where each of `block_ids` is among the request's blocks, see `Engine.grow`; empty: from the
+    """Positions of `block_ids` among the request's blocks, see `Engine.grow`; empty: from the
     first `sent` on, one after the other."""
 
 
@@ -211,7 +211,7 @@ class Tail(msgspec.Struct, frozen=True):
     checksums: list[int] = []
     """Checksums of `block_ids`, where `suspend` has gathered them already."""
     places: list[int] = []
-    """As in `Stage`."""
+    """Positions, as in `Stage`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,13 +276,13 @@ class Engine(Protocol):
     layout: KVLayout
     """Another one, with other `weights`, once these have been updated."""
     numerics: str
-    """Its numerics class, see `kvmig.engines.identity`."""
+    """The engine's numerics class, see `kvmig.engines.identity`."""
     can_hold: bool
     """Whether a step waits for a commit that it expects: see `expect`."""
     unmovable: str
     """Why none of its requests can be moved, nor any come, in a few words; empty when they can."""
     sharing: Sharing | str
-    """For an engine that was made to share KV cache; for others why it doesn't, in a few words."""
+    """How the engine shares KV cache; or a short reason why it doesn't."""
 
     # -- what it does and holds
     def cadence(self) -> Cadence:
@@ -433,7 +433,7 @@ class ServingEngine(Engine, Protocol):
         ...
 
     def step_s(self) -> float:
-        """For how many seconds the present step has been running, or what is done between two;
+        """Seconds since the present step, or the call between two steps, began;
         0 while the engine has nothing to do."""
         ...
 

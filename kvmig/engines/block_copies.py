@@ -30,11 +30,11 @@ class Copies(Protocol):
     """
 
     def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
-        """From the cache to the buffer."""
+        """Copy blocks from the cache to the buffer."""
         ...
 
     def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
-        """From the buffer to the cache."""
+        """Copy blocks from the buffer to the cache."""
         ...
 
 
@@ -157,7 +157,7 @@ class Pass(NamedTuple):
 
 
 class Plan(Protocol):
-    """Where fused blocks lie in the cache."""
+    """The positions of fused blocks in the cache."""
 
     unit_bytes: int
     sums_by_copy: bool

@@ -72,7 +72,7 @@ class CheckedEngine:
         self.sharing = engine.sharing
         self._rules = Rulebook(engine.layout)
         self.violations: list[ContractViolation] = []
-        """All that were found, raised or not."""
+        """The violations found, raised or not."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -278,7 +278,7 @@ class Rulebook:
         return self._entries.setdefault(request_id, Entry())
 
     def note(self, request_id: str, what: str) -> None:
-        """For the history."""
+        """Add a line to the request's history."""
         self.entry(request_id).history.append(what)
 
     def broken(self, rule: str, request_id: str, detail: str) -> ContractViolation:

@@ -90,7 +90,7 @@ class DeviceCopies:
             self._held = held.pop_all()
 
     def after_step(self, stream: int) -> None:
-        """On the engine's thread, after each step; `stream`: what it queued its work on."""
+        """Record a step, on the engine's thread; `stream`: where it queued its work."""
         self._marks.stepped(stream)
 
     def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
@@ -250,7 +250,7 @@ class StepMarks:
                 raise
 
     def stepped(self, stream: int) -> None:
-        """On the engine's thread, after each call: `stream` is what it queued its work on."""
+        """Record a call, on the engine's thread; `stream`: where it queued its work."""
         self._device.record(self._events[0], stream)
         self._events.rotate(-1)
 
@@ -268,7 +268,7 @@ class StepMarks:
 
 
 def load(plan: Plan, gpu: int, steps_overlap: bool) -> DeviceCopies:
-    """On a GPU of this process, tried out, before the engine's first step. Raises
+    """Copies on a GPU of this process, tested before the engine's first step. Raises
     KernelUnavailable with the reason if that can't be."""
     device = Driver(gpu)
     device.enter()

@@ -99,7 +99,7 @@ class Entrance:
                 return None
 
     def _go_on(self, want: StepRequest, now: float) -> StepGrant:
-        """Without a grant; ask now and then, for the answer's sake alone."""
+        """Step without a grant; ask from time to time, only to learn whether the agent answers."""
         self.unanswered += 1
         if now >= self._probe_at:
             self._probe_at = now + self.gate.limit_s

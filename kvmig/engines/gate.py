@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 PARTS = 10
-"""Of a device, which steps take some of."""
+"""Parts of a device; a step takes some of them."""
 LIMIT_S = 1.0
 """How long a step waits for its grant, unless a gate says otherwise."""
 
@@ -28,7 +28,7 @@ class StepRequest(
     number: int = 0
     """The gate counts an engine's requests from 1 on; the engine itself leaves this at 0."""
     prompt_tokens: int
-    """Of prompts, at most; 0: nobody waits, or there is no room for who does."""
+    """Most tokens of prompts; 0: no request waits, or none has room."""
     decodes: int
     """Requests that could get a token."""
     oldest_prompt: float = 0.0
@@ -63,9 +63,9 @@ class ComputeShares(msgspec.Struct, frozen=True, tag="Gated", forbid_unknown_fie
     """
 
     prefill: int
-    """Of steps with prompts."""
+    """Parts for steps with prompts."""
     decode: int
-    """Of steps of decodes alone."""
+    """Parts for steps of decodes alone."""
 
 
 class StepGrant(
@@ -82,7 +82,7 @@ class StepGrant(
     parts: int = 0
     """Parts of the device that the step takes (of `PARTS`); 0: all."""
     stands: bool = False
-    """Until it is called back it is good for further steps that compute no prompts."""
+    """Whether the grant covers further steps without prompts until it is called back."""
 
     def suits(self, want: StepRequest) -> bool:
         """Whether a step with it computes anything."""
@@ -105,7 +105,7 @@ class StepGate(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Nobody else computes on the device now: no step asks."""
+        """Whether no other engine computes on the device now: then no step asks."""
         ...
 
     def ask(self, want: StepRequest) -> None:

@@ -79,7 +79,7 @@ def _check_schema(field: str, schema: str | dict[str, Any]) -> None:
 
 
 _PATTERN_FIELDS = ("pattern", "regex")
-"""Of schemas, and of structural tags."""
+"""Fields with patterns, of schemas and of structural tags."""
 
 
 def _patterns(schema: Any) -> Iterator[tuple[str, str]]:
@@ -125,7 +125,7 @@ class _Reader:
         self._at = 0
 
     def read(self) -> None:
-        """All of it."""
+        """Read the whole expression."""
         while self._at < len(self._pattern):
             self._alternatives(0)
             self._at += 1  # a closing bracket that nothing has opened
@@ -173,7 +173,7 @@ class _Reader:
         return repeats
 
     def _count(self) -> int | None:
-        """Of a quantifier, if one is next; 1: it isn't counted."""
+        """The count of a quantifier, if one is next; 1: it isn't counted."""
         rest = self._pattern[self._at : self._at + 1]
         if rest and rest in "*+?":
             self._at += 1

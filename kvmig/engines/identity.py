@@ -95,7 +95,7 @@ def check_unchanged(model: str, before: str, after: str) -> None:
 
 
 def tensors_of(path: Path) -> list[Tensor]:
-    """All tensors of a checkpoint's folder, or of one file."""
+    """The tensors of a checkpoint's folder, or of one file."""
     if path.is_file():
         return _tensors_of_file(path)
     files = sorted(path.glob("*.safetensors"))
@@ -127,7 +127,7 @@ def _tensors_of_file(path: Path) -> list[Tensor]:
 
 
 def numerics_class(**words: object) -> str:
-    """All that engines must agree on to round alike; readable, in the order of the names.
+    """The settings that engines must share to round alike; readable, in the order of the names.
 
     Example: `numerics_class(workers=2, dtype="bfloat16")` is "dtype=bfloat16 workers=2".
     """

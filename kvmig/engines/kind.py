@@ -50,7 +50,9 @@ class EngineKind(Protocol):
         ...
 
     def parse(self, argv: list[str]) -> Namespace:
-        """At least: model, served_model_name, host, port, api_key, block_size,
+        """Parse the flags.
+
+        The result has at least model, served_model_name, host, port, api_key, block_size,
         tensor_parallel_size, kv_cache_memory_bytes.
 
         Raises ConfigError with one sentence.
@@ -116,7 +118,7 @@ OFFLINE = {
 
 
 def set_offline() -> None:
-    """To be called before a library that knows hubs is imported."""
+    """Forbid downloads; call it before a library that knows hubs is imported."""
     for name, value in OFFLINE.items():
         os.environ.setdefault(name, value)
 

@@ -48,7 +48,7 @@ class SmShares:
     def __init__(self, driver: Driver, wanted: ComputeShares, unit: str) -> None:
         """unit: its path; the other engines of the unit should get other SMs."""
         self.streams: dict[int, GreenStream] = {}
-        """By parts; a share of all of them has none."""
+        """Streams by number of parts; a share of all parts has none."""
         groups = smallest_groups(driver)
         with ExitStack() as held:
             place = held.enter_context(place_in(unit))

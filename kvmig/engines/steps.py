@@ -62,7 +62,7 @@ class StepHold:
 
     def __init__(self) -> None:
         self._due: dict[str, float | None] = {}
-        """None: a step has waited for it."""
+        """Arrival times by request; None: a step has waited for it."""
         self._lock = threading.Lock()
 
     def expect(self, request_id: str, at: float) -> None:

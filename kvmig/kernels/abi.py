@@ -40,7 +40,7 @@ CPU_PROTOTYPES: dict[str, tuple[type, ...]] = {
         *(c_void_p, c_int64, c_int64, c_int64, c_void_p),
     ),
 }
-"""Those of csrc/heads.h, which the CPU's library has beside them."""
+"""Prototypes of csrc/heads.h, which only the CPU's library has."""
 
 
 def load(path: Path, device: Device) -> ctypes.CDLL:

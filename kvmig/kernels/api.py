@@ -60,12 +60,12 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str:
-        """As in KVMIG_KERNELS: cuda, nvrtc, triton, cpu or reference."""
+        """The implementation's name in KVMIG_KERNELS: cuda, nvrtc, triton, cpu or reference."""
         ...
 
     @property
     def device(self) -> Device:
-        """Where the memory must be."""
+        """The device whose memory the kernels take."""
         ...
 
     def copy(

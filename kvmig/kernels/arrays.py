@@ -30,7 +30,7 @@ class Memory:
 
 
 def memory_of(array: Any) -> Memory:
-    """Where the bytes of a contiguous array are.
+    """The memory of a contiguous array.
 
     Raises ValueError for arrays with gaps or of other devices, and TypeError for anything that
     is no array.
@@ -53,7 +53,7 @@ def memory_of(array: Any) -> Memory:
 
 
 def address_of(buffer: Buffer) -> int:
-    """Where a contiguous buffer's bytes begin; read-only ones too. Keep the buffer alive.
+    """The address of a contiguous buffer, read-only ones too. Keep the buffer alive.
 
     Raises ValueError for a view of a GPU's memory, which the host can't use.
     """

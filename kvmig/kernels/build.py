@@ -141,7 +141,7 @@ def compile_library(output: Path, recipe: Recipe | None = None) -> None:
 
 
 def find_ninja() -> str | None:
-    """On the PATH, or beside this Python, as pip puts it there."""
+    """Find ninja on the PATH, or in this Python's folder, where pip puts it."""
     return shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
 
 

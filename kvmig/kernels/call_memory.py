@@ -69,7 +69,7 @@ class Queued:
 
 
 class CallMemoryPool:
-    """As much memory as calls were ever in flight at once."""
+    """A pool as large as the most calls that were ever in flight at once."""
 
     def __init__(self, device: Driver) -> None:
         self._device = device
@@ -79,7 +79,7 @@ class CallMemoryPool:
         self.lock = threading.Lock()
 
     def take(self, nbytes: int) -> CallMemory:
-        """At least `nbytes`, of a call that is over or new. Raises KvmigError."""
+        """Memory of at least `nbytes`, reused or new. Raises KvmigError."""
         with self.lock:
             self._flying = [call for call in self._flying if not call.settle()]
             for memory in sorted(self._free, key=lambda one: one.nbytes):

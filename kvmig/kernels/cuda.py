@@ -13,7 +13,7 @@ from kvmig.kernels.driver import Driver, current_device, version
 from kvmig.kernels.gpu import GpuKernels
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cuda.so"
-"""Where setup.py puts the library."""
+"""The path at which setup.py puts the library."""
 
 NO_DEVICE, OLD_DRIVER = 100, 35
 """cudaErrorNoDevice; cudaErrorInsufficientDriver, which is also that of no driver."""

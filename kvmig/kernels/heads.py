@@ -47,7 +47,7 @@ class Heads(Protocol):
 
 
 class Reference:
-    """In NumPy."""
+    """The operations in NumPy."""
 
     def __init__(self, units: Ints) -> None:
         """units: those that are free at first, the last one goes first."""
@@ -80,7 +80,7 @@ class Reference:
 
 
 class Native:
-    """By the C++ library. Raises KernelUnavailable where there is none."""
+    """The operations of the C++ library. Raises KernelUnavailable where there is none."""
 
     def __init__(self, units: Ints) -> None:
         """units: those that are free at first, the last one goes first."""

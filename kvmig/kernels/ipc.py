@@ -70,7 +70,7 @@ class Mapping:
 
 
 def properties(driver: Driver, handle_types: int = 0) -> _Properties:
-    """Of memory of the device. handle_types: by which other processes open it; 0: none does."""
+    """Properties of the device's memory. handle_types: how other processes open it; 0: none."""
     return _Properties(
         type=_PINNED,
         handle_types=handle_types,
@@ -142,7 +142,8 @@ def export_allocation(driver: Driver, address: int) -> Allocation:
 
 
 def open_allocation(driver: Driver, exported: Allocation) -> int:
-    """Its address here, where `driver`'s device reaches it, until `close_allocation`.
+    """Map another process's allocation for `driver`'s device, until `close_allocation`;
+    returns its address.
 
     Raises KernelUnavailable with both devices where that device doesn't reach the other one.
     """

@@ -1,4 +1,4 @@
-"""Where an engine's KV cache lies, from the name of its order: regions to copy.
+"""The regions of an engine's KV cache, from the name of its order.
 
 Logical shape: [L, B, H, N, C]: layers, blocks, heads, tokens a block, content. vLLM 0.32 packs
 key and value of a head and token into one content (`vllm/v1/kv_cache_layout.py`); engines before
@@ -79,7 +79,7 @@ class CacheGroup:
 
     @property
     def axes(self) -> str:
-        """From the outermost inwards, of L, K, B, H, N and C."""
+        """The axes from the outermost inwards, of L, K, B, H, N and C."""
         return ORDERS[self.order]
 
     @property
@@ -88,7 +88,7 @@ class CacheGroup:
         return "K" in self.axes
 
     def sizes(self) -> dict[str, int]:
-        """Of every axis; C in bytes."""
+        """The size of every axis; C in bytes."""
         content = self.head_size if self.halves else self.head_size + self.head_size_v
         return {
             "L": self.layers,
@@ -141,5 +141,5 @@ def regions(group: CacheGroup) -> tuple[Region, ...]:
 
 
 def kv_layout(group: CacheGroup, model: str = "") -> KVLayout:
-    """All that a transfer of the group's blocks needs."""
+    """The layout that a transfer of the group's blocks needs."""
     return KVLayout(regions(group), group.blocks, group.block_tokens, model)

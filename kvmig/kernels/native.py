@@ -15,7 +15,7 @@ from kvmig.kernels import abi, build
 from kvmig.kernels.api import Device, Finished, Ids
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cpu.so"
-"""Where setup.py puts the library."""
+"""The path at which setup.py puts the library."""
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ def source() -> str:
 
 
 def options() -> tuple[str, ...]:
-    """For NVRTC."""
+    """Compiler options for NVRTC."""
     return ("-std=c++17", "-default-device", f"-I{build.CSRC.resolve()}")
 
 

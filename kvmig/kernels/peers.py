@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0
 
 
 def unreached(gpus: int) -> list[int]:
-    """Those of the first `gpus` of this process whose memory the first one doesn't reach.
+    """The GPUs among the first `gpus` whose memory the first one doesn't reach.
 
     Raises KernelUnavailable.
     """

@@ -124,7 +124,7 @@ def _mix64(z: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, with zeros from the left."""
+    """Shift to the right, with zeros from the left."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -34,6 +34,6 @@ class SideStream:
             time.sleep(0 if spent < _SPIN_S else _POLL_S)
 
     def close(self) -> None:
-        """Nothing may be queued any more."""
+        """Close the stream: no work may be queued any more."""
         self._device.destroy_stream(self.handle)
         self._device.destroy_event(self._end)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 COLUMNS = tl.constexpr(6)
-"""Of a region in the table: source base and stride, destination base and stride, run, and the
-number of its first word in the block."""
+"""Columns of a region in the table: source base and stride, destination base and stride, run, and
+the number of its first word in the block."""
 
 
 @triton.jit

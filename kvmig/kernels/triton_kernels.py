@@ -22,7 +22,7 @@ from kvmig.kernels.triton_launch import Launcher, alignment, power_of_two
 COPY_TILE = 32 << 10
 """Bytes that a CTA has under way: a KV run of most models in one to a few tiles."""
 SMALL_TILE = 4096
-"""For shorter runs; between the two, so that a run is one tile: few kernels are compiled."""
+"""Tile for shorter runs; in between, a run is one tile: few kernels are compiled."""
 LANES = 4096
 """Most elements of a tile, where they are narrower than 8 bytes."""
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}

@@ -68,7 +68,7 @@ class Launcher:
         return torch.zeros(n, dtype=torch.int64, device=self._device)
 
     def pending(self, sums: torch.Tensor | None = None) -> Pending:
-        """All that is queued so far, and these sums."""
+        """The work queued so far, and these sums."""
         if self._device.type == "cpu":
             return Finished([] if sums is None else _numbers(sums))
         host = None

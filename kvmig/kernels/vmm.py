@@ -14,7 +14,7 @@ from kvmig.kernels.driver import Driver
 
 
 def page_bytes(driver: Driver) -> int:
-    """Of the smallest page that can come and go."""
+    """Size of the smallest page that can be mapped and unmapped."""
     grain, wanted = c_size_t(), ipc.properties(driver)
     driver.call("cuMemGetAllocationGranularity", byref(grain), byref(wanted), c_int(0))
     return grain.value
@@ -24,7 +24,7 @@ class Addresses:
     """`size` bytes of addresses from `address` on, of which pages of `page` bytes may be there."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
-        """As many bytes, or a little more; none of them has memory."""
+        """Reserve addresses of that many bytes, or a little more; none of them has memory."""
         self.driver = driver
         self._wanted = ipc.properties(driver)
         self.page = page_bytes(driver)

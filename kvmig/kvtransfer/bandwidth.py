@@ -123,7 +123,7 @@ class Throttle:
         self.timeout_s = timeout_s
         self.share = FairShare(rate, pair_rate) if rate or pair_rate else None
         self.waiting: dict[str, asyncio.Future[None]] = {}
-        """By flow: done when its turn has come."""
+        """Waiters by flow; each is done when its turn has come."""
         self._timer: asyncio.TimerHandle | None = None
 
     def line(self, flow: str, pair: str) -> Line:
@@ -186,7 +186,7 @@ class Line:
         self._held = 0
 
     def release(self) -> None:
-        """Nothing more will go; gives an unused turn back."""
+        """End the flow; returns an unused turn."""
         self.commit(0)
         if self._throttle.share is not None:
             self._throttle.share.forget(self._flow)

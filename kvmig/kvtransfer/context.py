@@ -80,7 +80,7 @@ class SourceContext:
     engine: Engine
     config: MigrationConfig
     stagings: Mapping[str, Staging]
-    """By transport's name, the best first; all are offered."""
+    """Staging buffers by transport's name, the best first; all are offered."""
     clock: Clock = monotonic
     places: asyncio.Semaphore = field(init=False)
     """Places for as many migrations as may go at once."""

@@ -41,7 +41,7 @@ class SharedSlot:
         self._chunks = chunks
 
     def drop(self) -> None:
-        """One of the chunks is done."""
+        """Count one chunk as done."""
         self._chunks -= 1
         if self._chunks == 0:
             self._staging.release(self._slot)
@@ -310,7 +310,7 @@ class ChunkBatcher:
                         queued.sent.set_result(times)
 
     def _take(self, staging: Staging) -> list[QueuedChunk]:
-        """From the head of the queue, as many as one copy and one slot may hold; at least one."""
+        """The chunks at the head of the queue that one copy and one slot can hold; at least one."""
         batch: list[QueuedChunk] = []
         room = self.context.sizer.blocks()
         while self._queue:
@@ -363,7 +363,7 @@ class ChunkBatcher:
 def _chunks(
     batch: Sequence[QueuedChunk], slot: int, checksums: list[int], block_bytes: int
 ) -> list[Chunk]:
-    """Each one's message: its blocks lie in the slot one after the other."""
+    """The message of each chunk: its blocks lie in the slot one after the other."""
     ends = accumulate((len(queued.block_ids) for queued in batch), initial=0)
     return [
         Chunk(

@@ -83,7 +83,7 @@ class DestinationSession:
         self._answer(FirstToken(self.machine.key, max(0.0, ms) if self._committed_at else 0.0))
 
     async def run(self) -> None:
-        """Until the migration is committed or cancelled; then late messages are answered."""
+        """Run until the migration is committed or cancelled; then answer late messages."""
         try:
             while not self.machine.ended:
                 try:

@@ -182,7 +182,7 @@ class DestinationMachine(Machine):
         return [Scatter(message)] if self.state is S.SCATTERING else []
 
     def commit(self, message: Commit) -> list[Action]:
-        """All blocks are sent: run the request, once. A repeated Commit gets the same answer."""
+        """Run the request, once: all blocks are here. A repeated Commit gets the same answer."""
         came = self._come_with(message)
         if self.state is S.RECEIVING and (came < 0 or message.blocks != came):
             return self.failed("error", f"{came} of {message.blocks} blocks came")

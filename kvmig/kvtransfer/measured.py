@@ -17,7 +17,7 @@ FIRST_PAUSE_MS = 2.0
 
 
 CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 1 << 20, 32 << 20
-"""Of chunks whose size nobody has said. Each costs half a millisecond of messages and threads,
+"""Default sizes of chunks. Each chunk costs half a millisecond of messages and threads,
 in which a GPU's link brings 25 MB."""
 
 
@@ -84,12 +84,12 @@ class MeasuredPause(NamedTuple):
 
     tail_copy_ms: float
     answered_ms: float
-    """From the suspension to Committed: the copy of the tail, the commit, and Commit's way and
+    """Time from the suspension to Committed: the copy of the tail, the commit, and Commit's way and
     the answer's, equally long."""
     commit_ms: float
-    """In the destination's engine."""
+    """Time of the commit in the destination's engine."""
     first_token_ms: float
-    """From there to the end of the first step."""
+    """Time from the end of the commit to the end of the first step."""
 
 
 class PauseTime:

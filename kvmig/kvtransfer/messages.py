@@ -86,11 +86,11 @@ class Chunk(Message, frozen=True, tag=True):
     number: int = 0
     """Which push of the transport brings the bytes, where it needs to know."""
     urgent: bool = False
-    """Nobody decodes the request meanwhile."""
+    """Whether the request is in its pause: no engine decodes it meanwhile."""
     offset: int = 0
-    """Where the bytes begin in the slot, behind other migrations' chunks (see Bundle)."""
+    """Offset of the bytes in the slot, behind other migrations' chunks (see Bundle)."""
     places: list[int] = msgspec.field(default_factory=list)
-    """Each block's place among the request's; empty: from `first` on, one after the other."""
+    """Positions of the blocks in the request; empty: from `first` on, one after the other."""
 
 
 class Bundle(Message, frozen=True, tag=True):

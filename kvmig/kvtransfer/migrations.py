@@ -1,4 +1,4 @@
-"""All migrations of one llumlet, in both directions.
+"""The migrations of one llumlet, in both directions.
 
 Every method is called on the llumlet's event loop. Each migration has a session and a task of its
 own, so several requests move at once; messages find their session by `mid`.
@@ -376,7 +376,7 @@ class Migrations:
                 session.pause.grew(tokens)
 
     def cancel_request(self, request_id: str, reason: str) -> None:
-        """Nobody wants the request any more. Unknown ids are ignored."""
+        """End the migration of a request that has been aborted. Unknown ids are ignored."""
         for session in self._departures.values():
             if session.move.request_id == request_id:
                 session.deliver(Cancel(reason))

@@ -99,7 +99,7 @@ Action = (
 
 
 TAIL_BLOCKS = 1
-"""At most so many full blocks go with the tail: a stage of them costs more than it saves."""
+"""Most full blocks that go with the tail: a stage of so few costs more than it saves."""
 COMMIT_SENDS = 3
 """Times that Commit is sent before the arbiter is asked."""
 QUESTIONS = 8
@@ -263,7 +263,7 @@ class SourceMachine(Machine):
         return [SendReserve(self.stage, plan.num_tokens, stop)]
 
     def copied(self) -> list[Action]:
-        """All blocks of the stage are gathered and sent."""
+        """The blocks of the stage are gathered and sent."""
         self.go(E.COPIED)
         self.sent += len(self._plan.block_ids)
         return [Check(self.sent)]
@@ -329,7 +329,7 @@ class SourceMachine(Machine):
         return [*self._kept("timeout", "kept by the front end"), SendAbort("timeout")]
 
     def orphaned(self) -> list[Action]:
-        """Nobody is left who reads the stream: run it nowhere rather than twice."""
+        """The stream has no reader left: run the request nowhere rather than twice."""
         self.go(E.ORPHANED)
         self.reason, self.detail = "orphaned", "neither destination nor front end answers"
         return [Release()]

@@ -79,6 +79,6 @@ class RefusalCounter:
                 self._counts["unauthenticated"] += connections
 
     def counts(self) -> dict[str, int]:
-        """All counts so far."""
+        """The counts so far."""
         with self._lock:
             return dict(self._counts)

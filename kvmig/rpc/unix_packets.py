@@ -47,7 +47,7 @@ class Packets:
         return cls(sock, most_bytes)
 
     def send(self, packet: bytes) -> None:
-        """At once: raises TransportError where the other side has gone, or doesn't read."""
+        """Send without waiting. Raises TransportError if the peer has gone, or doesn't read."""
         try:
             self._sock.send(packet)
         except OSError as error:

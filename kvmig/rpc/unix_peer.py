@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, by what the kernel says (SO_PEERCRED)."""
+"""The process at the other end of a Unix socket, as the kernel reports it (SO_PEERCRED)."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ HIGH_WATER = 10_000
 """Messages queued to one peer; one more is an error, not more memory."""
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 10_000
-"""As long as a silent instance is waited for: a machine may stall for seconds. A process that
+"""Timeout of ZeroMQ's pings, as long as a silent instance is waited for. A process that
 dies is noticed at once, by its connection."""
 NETWORK_TIMEOUT_MS = 5000
-"""For a connection to be made, and for the peer's kernel to acknowledge what was sent. Shorter than
+"""Timeout of a connect, and of the acknowledgement by the peer's kernel. Shorter than
 a heartbeat's: processes stall on a busy machine, kernels don't. Without it TCP, after a cut, would
 try again ever more seldom, and the peer would stay unreachable long after the network is back."""
 LINGER_MS = 100
@@ -46,7 +46,7 @@ HANDSHAKE_S = 30.0
 LEAST_BYTES = 16
 """Least length of a secret."""
 LOOK_S = 0.1
-"""Between two looks at the monitor: so strangers cost the event loop no wake-up each."""
+"""Pause between two looks at the monitor: strangers then don't wake the event loop each."""
 MOST_EVENTS = 10_000
 """Events of the monitor taken at a look; others have their turn then."""
 
@@ -81,7 +81,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Both pairs of one cluster."""
+    """The two key pairs of one cluster."""
 
     server: KeyPair
     client: KeyPair
@@ -231,7 +231,7 @@ class Server:
         return sender, message, payload
 
     def messages(self) -> AsyncIterator[tuple[bytes, Message, list[memoryview]]]:
-        """All that can be read, as from `recv`; the others are logged, and ignored."""
+        """The valid messages, as from `recv`; invalid ones are logged and ignored."""
         return _readable(self.recv, "ignored")
 
     def _greet(self, sender: bytes, hello: Hello) -> None:
@@ -344,7 +344,7 @@ class Client:
     def messages(
         self, peer: str, refuse: Callable[[PeerError], None] | None = None
     ) -> AsyncIterator[tuple[Message, list[memoryview]]]:
-        """All that can be read, as from `recv`; the others are logged, and ignored.
+        """The valid messages, as from `recv`; invalid ones are logged and ignored.
 
         peer: the other side, for the log. refuse: is called with what is wrong with a message
         before it is ignored; what it raises ends the iteration. Raises TransportError at the end.

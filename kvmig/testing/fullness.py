@@ -6,7 +6,7 @@ from kvmig.core.errors import MigrationRefused
 from kvmig.testing.suite import Suite
 
 SIZES = (16.5, 3.5, 0.5)
-"""In blocks, of the requests that are reserved for: as many of each as there is room for."""
+"""Sizes in blocks of the requests that fill an engine, as many of each as fit."""
 
 
 async def fill(suite: Suite, first: str, *others: str) -> list[str]:

@@ -16,9 +16,9 @@ from kvmig.testing.interposed import InterposedEngine, nothing
 from kvmig.testing.subject import EngineUnderTest, Factory
 
 TIMEOUT_S = 60.0
-"""Without a token or a migration's end a test hangs. As long as they come the machine is slow."""
+"""Time without a token or a migration's end after which a test counts as hung."""
 LIMIT_S = 540.0
-"""Of one test, come what may."""
+"""Limit of one test in any case."""
 CLIENT = 1
 QUICKER = ("finished", "unknown_request", "started")
 """Why a migration was aborted whose request was quicker."""
@@ -29,7 +29,7 @@ Scenario = Callable[["Suite"], Awaitable[None]]
 
 @dataclass
 class Heard:
-    """All that came of one request, from whichever engine, in order."""
+    """The outputs of one request, from all engines, in order."""
 
     token_ids: list[int] = field(default_factory=list)
     engines: list[str] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Suite:
         self._runner.run(run())
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Of so many tokens, none that was there before: no prefix of it is cached anywhere."""
+        """A prompt of `num_tokens` new tokens: no prefix of it is cached anywhere."""
         text = " ".join(str(n) for n in itertools.islice(itertools.count(next(self._prompts)), 400))
         return list(text.encode() * (num_tokens // len(text) + 1))[:num_tokens]
 
@@ -144,14 +144,14 @@ class Suite:
         return await self.finish(self.submit("a", prompt, max_tokens, seed))
 
     async def reach(self, request_id: str, tokens: int) -> None:
-        """Until the request has put out so many tokens."""
+        """Wait until the request has that many output tokens."""
         heard = self._heard[request_id]
         while len(heard.token_ids) < tokens and not heard.finish_reason:
             heard.changed.clear()
             await heard.changed.wait()
 
     async def finish(self, request_id: str) -> list[int]:
-        """All tokens of a request, once it has ended."""
+        """The tokens of a request, once it has ended."""
         await self.reach(request_id, 1 << 60)
         heard = self._heard[request_id]
         assert heard.finish_reason != "error", f"{request_id} ended with an error"
@@ -177,7 +177,7 @@ class Suite:
             await asyncio.sleep(0.01)
 
     def abort(self, request_id: str) -> None:
-        """As the request's client: wherever it is."""
+        """Abort as the request's client, on any engine."""
         for engine in self.engines.values():
             engine.abort([request_id])
         self._migrator.cancel(request_id)
@@ -197,7 +197,7 @@ class Suite:
     # -- what the engines say
 
     def _go_on(self) -> None:
-        """There is something to wait for."""
+        """Start the time limit of silence again, since something has come."""
         if self._silence is not None and not self._silence.expired():
             now = asyncio.get_running_loop().time()
             self._silence.reschedule(min(now + TIMEOUT_S, self._end))
@@ -225,7 +225,7 @@ class Suite:
             heard.changed.set()
 
     async def _settle(self) -> None:
-        """Nothing is held: no request, block, reservation or buffer; and no rule was broken."""
+        """Check that no request, block, reservation or buffer is held, and no rule was broken."""
         left: list[str] = ["?"]
         for _ in range(1000):
             left = [*self._migrator.held()]

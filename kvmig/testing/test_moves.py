@@ -47,7 +47,7 @@ def test_a_request_moves_before_its_first_token(suite: Suite, blocks: float) -> 
 
 
 def test_a_request_moves_in_its_prefill(suite: Suite) -> None:
-    """With others beside it, and a prompt that nobody has computed yet."""
+    """Other requests run, and no engine has computed the prompt yet."""
 
     async def scenario(suite: Suite) -> None:
         prompt = suite.prompt(suite.blocks(24))
@@ -153,7 +153,7 @@ def test_a_request_that_ends_while_it_moves_ends_once(suite: Suite) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_requests_that_move_all_the_time_get_their_tokens(suite: Suite, seed: int) -> None:
-    """Any order: some of the moves are refused, and some requests have ended."""
+    """Moves come in any order: some are refused, and some requests have ended."""
 
     async def scenario(suite: Suite) -> None:
         draw = random.Random(seed)  # noqa: S311

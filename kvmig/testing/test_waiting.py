@@ -9,7 +9,7 @@ from kvmig.testing.suite import Suite
 
 
 async def _waits(suite: Suite, name: str, request_id: str) -> None:
-    """Until the engine has queued it."""
+    """Wait until the engine has queued the request."""
     while True:
         states = {one.request_id: one.state for one in await suite.engines[name].requests()}
         if request_id in states:

@@ -55,7 +55,7 @@ class Channel(ABC):
 
     @abstractmethod
     async def buffer(self, slot: int) -> memoryview:
-        """Where blocks for this inbox are gathered [slot_bytes], writable, once a slot is acquired.
+        """The buffer of a slot [slot_bytes], writable, for blocks that go to this inbox.
         Don't keep it after the slot's release.
 
         Raises ValueError if the slot is not acquired, TransportError if the inbox can't be reached.
@@ -215,7 +215,7 @@ class HostStaging(Staging):
 
 
 class HostChannel(Channel):
-    """Out of the slots of a `HostStaging`."""
+    """A channel out of the slots of a `HostStaging`."""
 
     def __init__(self, staging: HostStaging) -> None:
         self._staging = staging
@@ -226,7 +226,7 @@ class HostChannel(Channel):
 
 
 class Inbox(ABC):
-    """Where one source's chunks arrive; serves all migrations from it."""
+    """The receiver of one source's chunks; serves all migrations from that source."""
 
     transport: str
     token = ""
@@ -278,7 +278,7 @@ class Shape(msgspec.Struct, frozen=True):
         return self
 
     def token(self) -> str:
-        """As JSON."""
+        """The offer's token, as JSON."""
         return msgspec.json.encode(self).decode()
 
 

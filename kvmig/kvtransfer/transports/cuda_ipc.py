@@ -95,12 +95,12 @@ class GpuMemory:
         return ipc.view(self.mapping.address + start, nbytes, self)
 
     def close(self) -> None:
-        """Nobody may map it any more. Idempotent."""
+        """End sharing: no process may map the memory any more. Idempotent."""
         self._donor.close()
 
 
 _ours: weakref.WeakValueDictionary[str, GpuMemory] = weakref.WeakValueDictionary()
-"""This process's by their sockets' names: it can't be mapped a second time here, and needn't."""
+"""This process's memory by its sockets' names: it can't be mapped again here, and needn't."""
 
 
 class PeerMemory:
@@ -146,7 +146,7 @@ class CudaIpcStaging(Staging):
         super().__init__(slots, slot_bytes)
 
     def offer(self) -> Offer:
-        """Where this side is, and how many buffers the destination needs for it."""
+        """The offer: this side's location, and how many buffers the destination needs for it."""
         shape = Shape(self.slots, self.slot_bytes)
         origin = Origin(host_identity(), shape, self._memory.exported, self._nonce.hex())
         return Offer(NAME, msgspec.json.encode(origin).decode())
@@ -165,7 +165,7 @@ class CudaIpcStaging(Staging):
         return CudaIpcChannel(self, self._memory.driver, place, self._refusals)
 
     def close(self) -> None:
-        """Nobody may test the way any more."""
+        """End the offer: no peer may test it any more."""
         if not self._closed:
             super().close()
             self._memory.close()
@@ -209,7 +209,7 @@ class CudaIpcChannel(Channel):
         )
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:
-        """It is there."""
+        """Announce the chunk: the gather has put its bytes there already."""
         if chunk.nbytes > self._staging.slot_bytes:
             raise PeerError(f"{chunk.nbytes} bytes for buffers of {self._staging.slot_bytes}")
         announce()
@@ -291,4 +291,4 @@ def _test(memory: GpuMemory, origin: Origin, refusals: RefusalCounter) -> None:
 
 
 _stuck: list[tuple[GpuMemory, PeerMemory]] = []
-"""Both ends of copies that didn't end. Never unmapped: the device may still be at it."""
+"""Both ends of copies that didn't end. They stay mapped, because the device may still copy."""

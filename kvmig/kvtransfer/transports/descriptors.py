@@ -17,13 +17,13 @@ from kvmig.rpc.unix_peer import is_own_user
 
 SECRET_BYTES = 16
 TIMEOUT_S = 2.0
-"""For the donor's half of one exchange."""
+"""Timeout of the donor's half of one exchange."""
 WORD_TIMEOUT_S = 0.2
-"""For a peer's half: much less, for others wait behind it."""
+"""Timeout of a peer's half, much shorter because other peers wait behind it."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Where a descriptor can be had, and by what word."""
+    """The socket that hands a descriptor out, and the token that it asks for."""
 
     socket: str
     secret: str

@@ -44,12 +44,12 @@ from kvmig.kvtransfer.transports.worker import Worker
 
 NAME = "nixl"
 MODULES = ("nixl_cu13._api", "nixl_cu12._api")
-"""Where the wheels of PyPI keep the API; which CUDA they were built for doesn't matter here."""
+"""Modules of the API in PyPI's wheels; which CUDA they were built for doesn't matter here."""
 RDMA = Path("/sys/class/infiniband")
 POLL_S = 0.00005
-"""Between two looks, while something is on its way."""
+"""Pause between two polls, while a transfer is on its way."""
 SLICE_S = 0.005
-"""So long the thread looks before others have their turn."""
+"""Time that the thread polls before other work has its turn."""
 IDLE_S = 0.02
 """The same while nothing is."""
 OPEN_TIMEOUT_S = 30.0
@@ -110,7 +110,7 @@ class HostMemory:
 
     @property
     def mapped(self) -> memoryview | None:
-        """All of it, as the host sees it."""
+        """The memory as the host sees it."""
         return memoryview(self._mapping)
 
     def view(self, start: int, nbytes: int) -> memoryview:
@@ -118,7 +118,7 @@ class HostMemory:
         return memoryview(self._mapping)[start : start + nbytes]
 
     def close(self) -> None:
-        """It goes with its last view."""
+        """Release the memory; it is freed with its last view."""
         unmap(self._mapping)
 
 
@@ -143,7 +143,7 @@ class GpuMemory:
         return ipc.view(self.base + start, nbytes, self)
 
     def close(self) -> None:
-        """It goes with its last view."""
+        """Release the memory; it is freed with its last view."""
 
 
 class Agent:

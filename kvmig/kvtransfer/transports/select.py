@@ -17,7 +17,7 @@ from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
 from kvmig.rpc.codec import RefusalCounter
 
 LOOK_S = 5.0
-"""Between two looks for sources that have ended: what is held for them may be a GPU's memory."""
+"""Pause between two looks for ended sources, whose inboxes may hold a GPU's memory."""
 
 Ready = Callable[[memoryview], Awaitable[object]]
 """Does what copies from and to this memory want to be done once."""
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Site:
-    """Where transports have their files and sockets."""
+    """The place of the transports' files and sockets."""
 
     folder: Path = shm.FOLDER
     """Folder of shared memory."""

@@ -208,7 +208,7 @@ def _lock(file: int) -> bool:
 
 
 def _checked(cluster: str) -> str:
-    """Without a dash, so that no cluster's files look like those of another."""
+    """The cluster's name, without a dash, so that its files never look like another cluster's."""
     if not re.fullmatch("[A-Za-z0-9_.]+", cluster):
         raise ValueError(f"cluster id {cluster!r} may hold letters, digits, _ and . only")
     return cluster

@@ -21,7 +21,7 @@ class TcpStaging(HostStaging):
         super().__init__(mmap.mmap(-1, slots * slot_bytes), slots, slot_bytes)
 
     def offer(self) -> Offer:
-        """Nothing to try: who got the offer has the socket."""
+        """An empty offer: a peer that received it has the socket."""
         return Offer(NAME)
 
     def _connect(self, token: str) -> Channel:
@@ -32,7 +32,7 @@ class TcpChannel(HostChannel):
     """Sends the slot's first bytes; the socket may read them until the chunk is done."""
 
     async def push(self, chunk: Chunk, announce: Announce) -> None:
-        """With the message."""
+        """Send the bytes with the message."""
         announce((self._staging.buffer(chunk.slot)[: chunk.nbytes],))
 
 
@@ -52,4 +52,4 @@ class TcpInbox(Inbox):
         return data
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Free nothing: the channel holds nothing."""
