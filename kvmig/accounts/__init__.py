@@ -1,1 +1,1 @@
-"""Who may use which model, and what was used."""
+"""Accounts: who may use which model, and what was used."""

@@ -28,18 +28,18 @@ class Ask(msgspec.Struct, frozen=True):
     """A call wants tokens. It may be said again: what isn't used comes back at the call's end."""
 
     number: int
-    """Of the question."""
+    """Number of the question."""
     source: str
     seq: int
-    """With `source` the name of the call, as in its `UsageRecord`."""
+    """Number of the call; `source` and it name the call, as in its `UsageRecord`."""
     key: str
-    """Its id."""
+    """The key's id."""
     began: float
     """Unix time of the call's beginning: it counts for the period of that."""
     least: int
     want: int
     model: str = ""
-    """As in its `UsageRecord`."""
+    """The model, as in the `UsageRecord`."""
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Granted(msgspec.Struct, frozen=True):
     number: int
     tokens: int
     why: str = ""
-    """Where there are none: a sentence for the client."""
+    """Reason for the client, where there are none."""
     again: bool = False
     """Whether other calls may give some back: it is worth asking again."""
 
@@ -63,16 +63,16 @@ class Allowance(Generic[Held]):
     granted: int = 0
     used: int = 0
     output: int = 0
-    """Of what is used: tokens of answers."""
+    """Tokens of answers, of what is used."""
     most_output: int | None = 0
     """Tokens that all answers may have; None: that isn't known."""
     prompts: set[Hashable] = field(default_factory=set)
-    """Those that are paid for, or wait."""
+    """Prompts that are paid for, or wait."""
     asking: bool = False
     refused: str = ""
     """Why there is no more."""
     away: bool = False
-    """There is no more because nobody grants now."""
+    """Whether the server can't be reached for more."""
     _coming: int = 0
     """Tokens that prompts wait for."""
     _last: int = 0
@@ -107,7 +107,7 @@ class Allowance(Generic[Held]):
         self._coming += tokens
 
     def end_prompt(self, tokens: int) -> None:
-        """It waits no more."""
+        """End the prompt's wait."""
         self._coming -= tokens
 
     def pay_prompt(self, tokens: int, ahead: int) -> bool:

@@ -28,7 +28,7 @@ Scope = Literal["infer", "read", "admin"]
 """infer: requests to models. read: keys and usage of the key's own user. admin: the fleet's API."""
 SCOPES: tuple[str, ...] = get_args(Scope)
 Period = Literal["day", "month", "total"]
-"""By the calendar, in UTC; total: the key's life."""
+"""Periods by the calendar, in UTC; total: the key's life."""
 PERIODS: tuple[str, ...] = get_args(Period)
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 PREFIX_LENGTH = 8
@@ -36,16 +36,16 @@ SECRET_BYTES = 32
 PEPPER_BYTES = 32
 FORM = re.compile(r"kv-([0-9a-z]{8})-([A-Za-z0-9_-]{43})")
 MODEL_LENGTH = 260
-"""Of two names and a colon, at least."""
+"""Room for two names and a colon, at least."""
 CLASS_LENGTH = 64
 MOST = 10**12
-"""Of requests and tokens a minute."""
+"""Most requests and tokens per minute."""
 QUOTA_CODE = "insufficient_quota"
 """OpenAI's word, as the code of an error and as its type."""
 RESERVED_CODE = "rate_limit_exceeded"
 RESERVED_WORDS = "reserved by calls that run"
 QUOTA_WORDS = "'s quota of "
-"""In the sentence, by which a proxy knows a deployment's."""
+"""Words in the error message, by which a proxy recognises that of a deployment."""
 THE_KEY = "the API key"
 
 
@@ -68,7 +68,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     quota: int | None = None
     """Tokens in a period, prompt and output; not one more is given out."""
     period: Period = "month"
-    """Of the quota."""
+    """Period of the quota."""
     quotas: Mapping[str, ModelQuota] = {}
     """More of them, each of one model of the catalogue, by its name."""
 
@@ -97,7 +97,7 @@ class KeyGrant(KeyTerms, frozen=True, kw_only=True):
     user: str
     """The user's name."""
     user_limits: Limits = Limits()
-    """Of all keys of the user together."""
+    """Limits of all keys of the user together."""
     prefix: str
     hash: bytes
 
@@ -107,7 +107,7 @@ class Limited(NamedTuple):
 
     id: str
     name: str
-    """In a sentence."""
+    """Name in error messages."""
     limits: Limits
 
 
@@ -127,11 +127,11 @@ class Quota(NamedTuple):
     tokens: int
     period: Period
     model: str = ""
-    """Of whose tokens; empty: of all."""
+    """Model whose tokens count; empty: all models."""
 
 
 def quotas_of(grant: KeyGrant, model: str | None = None) -> list[Quota]:
-    """Those that hold for requests to a model of the catalogue; None: all that there are."""
+    """The quotas that hold for requests to a model of the catalogue; None: all quotas."""
     found = []
     for one in limited_by(grant):
         limits = one.limits

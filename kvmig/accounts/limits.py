@@ -31,7 +31,7 @@ class Arrivals(NamedTuple):
     at: float = -inf
 
     def now(self, rpm: int, now: float) -> float:
-        """So many are not paid off yet. Infinite ones are a whole minute's."""
+        """Requests that are not paid off yet; infinite means a whole minute's."""
         requests = rpm if self.requests == inf else self.requests
         return max(0.0, requests - (now - self.at) * rpm / MINUTE_S)
 
@@ -48,15 +48,15 @@ class Tally(Protocol):
         ...
 
     def enter(self, requests: int) -> None:
-        """So many more run."""
+        """Count more running requests."""
         ...
 
     def leave(self, requests: int) -> None:
-        """So many are over."""
+        """Count requests as over."""
         ...
 
     def note_arrivals(self, arrivals: Arrivals, forget_at: float) -> None:
-        """From now on these hold. forget_at: when nothing of them is left."""
+        """Record arrivals. forget_at: when nothing of them is left."""
         ...
 
 
@@ -64,11 +64,11 @@ class Tallies(Protocol):
     """All of them."""
 
     def of(self, whose: str) -> Tally:
-        """By `Limited.id`."""
+        """The tally of a `Limited.id`."""
         ...
 
     def held(self) -> AbstractContextManager[None]:
-        """Nobody else changes any within the block, which must be short."""
+        """Exclude other changes within the block, which must be short."""
         ...
 
 
@@ -131,7 +131,7 @@ class Bucket:
         return max(0.0, self.level - (now - self.at) * self.per_minute / MINUTE_S)
 
     def spend(self, tokens: float, now: float) -> None:
-        """They were used."""
+        """Record used tokens."""
         self.level, self.at = self.now(now) + tokens, now
 
     def told(self, level: float, now: float) -> None:
@@ -139,7 +139,7 @@ class Bucket:
         self.level, self.at = max(level, self.now(now)), now
 
     def wait_s(self, now: float) -> float:
-        """Until nothing is owed; 0: nothing is."""
+        """Seconds until nothing is owed; 0: nothing is."""
         owed = self.now(now) - self.per_minute
         return max(0.0, owed * MINUTE_S / self.per_minute)
 
@@ -153,7 +153,7 @@ class Left(NamedTuple):
     left: int
     limit: int
     reset_s: float
-    """Until all of it is left; infinite: it never is again."""
+    """Seconds until all of it is left; infinite: never."""
 
 
 @dataclass
@@ -163,14 +163,14 @@ class Limiter:
     limits: Limits
     tally: Tally = field(default_factory=OwnTally)
     name: str = THE_KEY
-    """In a sentence."""
+    """Name in error messages."""
     bucket: Bucket = field(init=False)
 
     def __post_init__(self) -> None:
         self.bucket = Bucket(self.limits.tpm or 1)
 
     def renew(self, limits: Limits) -> None:
-        """Other limits hold from now on; what came, runs, and was spent, counts on."""
+        """Set other limits; what came, runs, and was spent, still counts."""
         self.limits = limits
         self.bucket.per_minute = limits.tpm or 1
 
@@ -197,7 +197,7 @@ class Limiter:
         self.tally.leave(requests)
 
     def left(self, what: What, now: float) -> Left | None:
-        """Of a limit; None: there is none."""
+        """What is left of a limit; None: there is no limit."""
         rpm, tpm = self.limits.rpm, self.limits.tpm
         if what == "requests" and rpm is not None:
             count = self.tally.arrivals().now(rpm, now)
@@ -216,7 +216,7 @@ class Limiter:
         return Exceeded(f"{sentence}, try again {when}", again_s)
 
     def _early_s(self, rpm: int, now: float, requests: int) -> float:
-        """So much later the call may come in."""
+        """Seconds by which the call is too early."""
         over = self.tally.arrivals().now(rpm, now) + requests - rpm
         return over * MINUTE_S / rpm if over > 1e-9 else 0.0
 
@@ -234,7 +234,7 @@ def let_in(limiters: Sequence[Limiter], now: float, requests: int = 1) -> Exceed
 def headers(
     limiters: Sequence[Limiter], now: float, quotas: Sequence[Left] = ()
 ) -> list[tuple[bytes, bytes]]:
-    """As OpenAI's clients know them: of the limits those of which least is left.
+    """Headers as OpenAI's clients know them, for the limits of which least is left.
 
     quotas: of tokens, as they are now.
     """

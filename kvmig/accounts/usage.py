@@ -29,14 +29,14 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     account: str
     """Id of the key; empty: without one."""
     model: str
-    """As the deployment is called."""
+    """Name of the deployment's model."""
     began: float
     """Unix time."""
     ended: float | None = None
     prompt: int = 0
     """Tokens, once a prompt, however many answers it has."""
     cached: int = 0
-    """Of the prompt, that a prefix cache had; 0 where the engine doesn't say."""
+    """Tokens of the prompt that a prefix cache had; 0 where the engine doesn't report it."""
     output: int = 0
     sequences: int = 0
     moves: int = 0
@@ -60,7 +60,7 @@ class HandOver(msgspec.Struct, frozen=True):
 
 
 RESERVE_BYTES = 2 << 20
-"""For the last records of a front end whose disk is full: some thousands of calls."""
+"""Reserve for the last records of a front end whose disk is full: some thousands of calls."""
 
 
 class Kept(NamedTuple):
@@ -68,9 +68,9 @@ class Kept(NamedTuple):
 
     seq: int
     raw: object
-    """Its bytes, or what else is there."""
+    """The row's bytes, or what else is there."""
     record: UsageRecord | None
-    """None: it can't be read."""
+    """The record; None: it can't be read."""
     why: str = ""
     """Why it can't."""
 
@@ -164,7 +164,7 @@ class Spool:
         return [one.record for one in self.rows(after, most) if one.record is not None]
 
     def rows(self, after: int = 0, most: int = 5_000) -> list[Kept]:
-        """Those with greater numbers than `after`, in their order, whatever they say.
+        """The rows with numbers greater than `after`, in order, readable or not.
 
         Raises OSError.
         """
@@ -187,7 +187,7 @@ class Spool:
             )
 
     def leave(self) -> None:
-        """Nobody will write it any more: its front end has ended. Raises OSError."""
+        """Release the spool: its front end has ended. Raises OSError."""
         self._left.touch()
 
     @property
@@ -200,7 +200,7 @@ class Spool:
         return self._path.with_suffix(".left")
 
     def remove(self) -> None:
-        """All that is of it. Raises OSError."""
+        """Remove the spool's files. Raises OSError."""
         for ending in ("", "-wal", "-shm"):
             Path(f"{self._path}{ending}").unlink(missing_ok=True)
         self.use_reserve()

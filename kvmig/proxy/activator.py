@@ -16,11 +16,11 @@ from kvmig.proxy.messages import ModelDemand, Route
 from kvmig.proxy.refusals import Refused
 
 BEAT_S = 10.0
-"""Between two heartbeats of a held stream."""
+"""Pause between two SSE keep-alives of a held stream."""
 TRY_S = 0.25
-"""Between two tries to reach a deployment whose route says that it is ready."""
+"""Pause between two tries to reach a deployment whose route is ready."""
 SOON_S = 5.0
-"""For a client to try again, where nothing better is known."""
+"""Retry-After for clients, where no better time is known."""
 
 
 class Stay(NamedTuple):
@@ -48,15 +48,15 @@ class Waiter:
     beats: bool
     """Whether its client can be kept with signs of life: it has asked for a stream."""
     sequences: int = 1
-    """That it asks for."""
+    """Sequences that the request asks for."""
     works: bool = True
     """Whether an engine works for it, and so may be started for it."""
     account: str = ""
-    """Whose it is, which may have as much of the room as it leaves; empty: nobody's is known."""
+    """The account, which may have as much of the room as it leaves; empty: unknown."""
     share: BodyShare | None = None
     """What its body takes of the room for those that wait."""
     number: int = 0
-    """Of arrivals."""
+    """Number of the arrival, from 1 on; 0: it has not waited."""
     beaten: float | None = None
     """When the last sign of life was sent; from the first on the answer's status is fixed."""
     tried: float | None = None
@@ -93,7 +93,7 @@ class Hold:
         return Refused(HTTPStatus.TOO_MANY_REQUESTS, why, "model_starting", route.start_s or SOON_S)
 
     def leave(self, waiter: Waiter) -> None:
-        """It waits no more, whatever for. May be told twice."""
+        """Take the request out of the queue; a second call does nothing."""
         self._waiting[waiter.model].discard(waiter)
         if waiter.share is not None:
             waiter.share.give_back()
@@ -101,13 +101,13 @@ class Hold:
             del self._waiting[waiter.model]
 
     def waiting(self, model: str) -> list[Waiter]:
-        """In the order in which they go on: by priority, then by arrival."""
+        """The waiting requests in their order: by priority, then by arrival."""
         return sorted(
             self._waiting.get(model, ()), key=lambda waiter: (waiter.priority, waiter.number)
         )
 
     def models(self) -> list[str]:
-        """Those that somebody waits for."""
+        """The models that requests wait for."""
         return [model for model, waiters in self._waiting.items() if waiters]
 
 
@@ -188,7 +188,7 @@ class Counts:
         count.held += (after == "held") - (before == "held")
 
     def demands(self, now: float) -> tuple[ModelDemand, ...]:
-        """Since the last call; models without any are left out, and forgotten."""
+        """The demands since the last call; models without any are left out, and forgotten."""
         found = []
         for model in list(self._counts):
             one = self._count(model, now)
@@ -218,7 +218,7 @@ class Counted:
         self.state: State = "over"
 
     def be(self, state: State, now: float) -> None:
-        """From now on. Without effect for the same state again."""
+        """Change the request's state. Without effect for the same state again."""
         if state != self.state:
             self._counts.move(self._model, self.state, state, now)
             self.state = state

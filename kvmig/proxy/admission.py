@@ -1,4 +1,4 @@
-"""Who is in: every call from its head on, with what its key allows now. Pure.
+"""The calls that are in: every call from its head on, with what its key allows now. Pure.
 
 A key's grant is never kept across a wait. A call keeps the prefix of its key, and each decision is
 made from the grant that the prefix has at that moment. When keys, or what is left of their quotas,
@@ -35,11 +35,11 @@ class KnownKeys(Protocol):
     """Keys as they are now."""
 
     def grant(self, presented: str) -> KeyGrant | None:
-        """Of a key."""
+        """The grant of a presented key."""
         ...
 
     def current(self, prefix: str) -> KeyGrant | None:
-        """Of a key that was presented before."""
+        """The present grant of a key that was presented before."""
         ...
 
     def may_reach(self, grant: KeyGrant, model: str) -> bool:
@@ -52,24 +52,24 @@ class Visit:
     """One call that is in."""
 
     prefix: str
-    """Of its key."""
+    """Prefix of the call's key."""
     address: str
     scope: Scope | None
-    """That the key must have; None: the server looks."""
+    """Scope that the key must have; None: the server checks it."""
     cut: Callable[[Denied], None]
     """Called when it may go on no more."""
     name: str | None = None
-    """Of the model, as the client gave it; None: not known yet, or none."""
+    """Name of the model, as the client gave it; None: not known yet, or none."""
     model: str | None = None
-    """Of the catalogue, that answers."""
+    """Model of the catalogue that answers."""
     charged: bool = True
     """Whether its tokens count for quotas."""
     granted: bool = False
     """Whether the server grants its tokens one by one, and so ends it by itself."""
     limiters: Sequence[Limiter] = ()
-    """That count it."""
+    """Limiters that count the call."""
     sequences: int = 1
-    """As so many requests."""
+    """Number of requests that the call counts as."""
     ends: float = inf
     """When its key expires, by the steady clock: a wall clock may jump."""
     expires: float | None = field(default=None, repr=False)
@@ -92,11 +92,11 @@ class Admission:
         self._wall = wall
         self._tallies: Tallies = tallies or OwnTallies()
         self._visits: dict[str, set[Visit]] = {}
-        """By the prefixes of their keys."""
+        """Visits by the prefixes of their keys."""
         self._limiters: dict[str, Limiter] = {}
-        """Of keys and users that came here or have spent tokens, by `Limited.id`."""
+        """Limiters of keys and users that came here or have spent tokens, by `Limited.id`."""
         self._left: dict[str, QuotaLeft] = {}
-        """By `Quota.id`."""
+        """What is left of quotas, by `Quota.id`."""
 
     @property
     def calls(self) -> int:
@@ -121,7 +121,7 @@ class Admission:
     def name_model(
         self, visit: Visit, name: str | None, model: str | None, charged: bool = True
     ) -> KeyGrant | Denied:
-        """Its body has said what it asks for.
+        """Check the model that the call asks for.
 
         name: None: it asks for an earlier answer of the model. model: None: there is none of the
         name. Returns the key's grant as it is now.
@@ -174,7 +174,7 @@ class Admission:
         ]
 
     def leave(self, visit: Visit) -> None:
-        """It is over."""
+        """End the visit."""
         for one in visit.limiters:
             one.leave(visit.sequences)
         visits = self._visits[visit.prefix]

@@ -69,11 +69,11 @@ NOT_PASSED = OWN | {
 }  # fmt: skip
 FORWARDED = b"x-forwarded-"
 SWEEP_S = 0.5
-"""Between two looks for calls whose keys have expired."""
+"""Pause between two looks for calls whose keys have expired."""
 ORDER_S = 0.5
-"""For the server's answer to a call whose key it has just revoked: an order may be its own end."""
+"""Wait for the server's answer to a call whose key it has revoked: an order may be its own end."""
 LOOK_S = 5.0
-"""Between two looks at the route of a deployment that has not begun its answer."""
+"""Pause between two looks at the route of a deployment that has not begun its answer."""
 RESPONSES = "/v1/responses"
 
 
@@ -486,7 +486,7 @@ class Door:
             self.hold.leave(waiter)
 
     def _stay(self, call: Call, waiter: Waiter, route: Route) -> None:
-        """It waits from now on, if it doesn't yet. Raises Refused."""
+        """Queue the request, if it isn't queued yet. Raises Refused."""
         if waiter.number:
             return
         if call.headers.get(COLD, "").lower() == "refuse":
@@ -515,8 +515,10 @@ class Door:
         call.check()
 
     async def _head(self, upstream: Upstream, model: str) -> Head:
-        """Of the answer. Raises Broken; or Refused, where the deployment hangs: its route has not
-        been ready for as long as a start may take.
+        """The head of the answer.
+
+        Raises Broken; or Refused, where the deployment hangs: its route has not been ready for as
+        long as a start may take.
         """
         since: float | None = None
         while not upstream.head.done():
@@ -596,7 +598,7 @@ def _no_answer(answer_id: str) -> Refused:
 
 
 def _listed(name: str, route: Route) -> dict[str, Any]:
-    """As OpenAI lists a model, with what its deployment said of it; and what ours is like."""
+    """The model's row of OpenAI's list, with its deployment's card, and kvmig's own fields."""
     row: dict[str, Any] = {
         "id": name,
         "object": "model",
@@ -619,7 +621,7 @@ def _starting(route: Route, waiter: Waiter, now: float) -> str:
 
 
 async def _connect(path: str) -> Upstream | None:
-    """To a deployment; None if it isn't there."""
+    """A connection to a deployment; None if it isn't there."""
     loop = asyncio.get_running_loop()
     try:
         _, upstream = await loop.create_unix_connection(Upstream, path)

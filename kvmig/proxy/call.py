@@ -32,7 +32,7 @@ EVENTS = (
 CHUNKED = b"transfer-encoding: chunked\r\n"
 NOTHING = (b"", b"")
 CUT_S = 0.2
-"""For what comes of the body of a call that may not go on."""
+"""Time to read the body of a call that may not go on."""
 DIED = Refused(
     HTTPStatus.INTERNAL_SERVER_ERROR,
     "the model's deployment ended while it answered",
@@ -41,7 +41,7 @@ DIED = Refused(
 
 
 def on_lost_nothing() -> None:
-    """Nobody waits for anything."""
+    """Do nothing when the connection is lost."""
 
 
 class Gone(Exception):
@@ -56,7 +56,7 @@ class DoorConnection(Connection):
     too_many = False
     """Whether it is of the last tenth that there can be: its calls are told so."""
     upstream: Upstream | None = None
-    """Whose answer goes to the client now."""
+    """The upstream whose answer goes to the client now."""
     on_lost: Callable[[], None] = staticmethod(on_lost_nothing)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -117,7 +117,7 @@ class Call:
         self.hang_up: Callable[[], None] | None = None
         """Leaves the deployment that it asks; None: it asks none."""
         self.patience_s = 0.0
-        """For an answer that is on its way when the call may go on no more."""
+        """Time for an answer that is on its way when the call may not go on."""
         self.limits: list[tuple[bytes, bytes]] = []
         """Headers that tell of limits."""
         self.cross_origin: list[tuple[bytes, bytes]] = []
@@ -138,7 +138,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """As OpenAI's clients send it, or Anthropic's."""
+        """The key, as OpenAI's clients send it, or Anthropic's."""
         kind, _, given = self.headers.get("authorization", "").partition(" ")
         return (given if kind.lower() == "bearer" else self.headers.get("x-api-key", "")).strip()
 
@@ -152,7 +152,7 @@ class Call:
         self.asking = (b"\r\n".join(lines) + b"\r\n\r\n", content)
 
     def give_body_back(self) -> None:
-        """Nothing of its body is kept here any more."""
+        """Free the body's share of the budget."""
         if self.body is not None:
             self.body.give_back()
 
@@ -179,7 +179,7 @@ class Call:
         self.cycle.message_event.set()  # the rest of its body
 
     async def receive_part(self) -> Message:
-        """Of its body. Raises Refused for a call that may not go on."""
+        """The next part of the body. Raises Refused for a call that may not go on."""
         message = await self.receive()
         if self.cut is not None:
             raise self.cut
@@ -194,7 +194,7 @@ class Call:
         kind: str = "application/json",
         headers: dict[str, str] | None = None,
     ) -> None:
-        """All of it."""
+        """Send a whole answer."""
         response = Response(body, status, {**(headers or {}), CALL_ID: self.call_id}, kind)
         self.allow_page(response)
         await response(self.scope, self.receive, self.send)
@@ -261,7 +261,7 @@ class Call:
         self.cycle.response_started = True
 
     async def pass_on(self, upstream: Upstream) -> None:
-        """Its body, as it comes."""
+        """Pass the body on as it comes."""
         connection = self.connection
         connection.upstream = upstream
         if self.api == "responses":

@@ -40,13 +40,13 @@ class Asked(NamedTuple):
     """What a call is for, as its method and path say."""
 
     route: ClientRoute | None
-    """None: the list of models, which the proxy answers."""
+    """The route; None: the list of models, which the proxy answers."""
     path: str
-    """As the deployment shall see it."""
+    """Path for the deployment."""
     model: str | None = None
-    """That the path names, if it does."""
+    """Model that the path names, if any."""
     answer_id: str = ""
-    """Of an earlier call's answer, where the path has it."""
+    """Id of an earlier call's answer, where the path has it."""
     listed: str = ""
     """The model of the list that is asked for; empty: all."""
 
@@ -107,7 +107,7 @@ class Body(NamedTuple):
     model: str | None = None
     stream: bool = False
     priority: Any = None
-    """Of its class, or the class's name; None: it names none."""
+    """Number or name of the priority class; None: the body names none."""
     form: Form | None = None
     previous: str | None = None
     """Id of the response that it goes on from."""
@@ -115,7 +115,7 @@ class Body(NamedTuple):
     """Whether the engine goes on once it has answered."""
 
     def naming(self, served: str, **more: str) -> bytes:
-        """With this model, and these fields more; nothing else in it changes."""
+        """The body with this model, and with these fields added; nothing else in it changes."""
         if self.form is not None:
             return self.form.encode(served)
         if not self.content or (self.model == served and not more):

@@ -18,7 +18,7 @@ from kvmig.proxy.messages import Demand, Down, Figures, Hello, Up, Want
 
 LENGTH_BYTES = 4
 MOST_BYTES = 1 << 28
-"""Of a message: a snapshot with a million keys has some 200 MB."""
+"""Most bytes of a message: a snapshot with a million keys has some 200 MB."""
 UNSENT_BYTES = 1 << 28
 """A proxy that reads nothing is disconnected then; it begins anew with a snapshot."""
 RETRY_S = 0.2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PREFLIGHT_S = 600
-"""That a browser may keep the answer to a preflight."""
+"""Time for which a browser may keep the answer to a preflight."""
 ANY = "*"
 EXPOSED = b"*"
 """Headers of answers that a page may read: all."""
@@ -17,7 +17,7 @@ class CrossOrigin:
     """Which pages may call."""
 
     origins: tuple[str, ...] = ()
-    """As browsers send them, https://chat.example.com; or `*`, for all."""
+    """Origins as browsers send them, https://chat.example.com; or `*`, for all."""
 
     def is_preflight(self, method: str, headers: Mapping[str, str]) -> bool:
         """Whether a browser asks if a page may call, which it does without a key."""
@@ -29,7 +29,7 @@ class CrossOrigin:
         return ANY in self.origins or headers.get("origin") in self.origins
 
     def answer_headers(self, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-        """Of every answer to this call. headers: the call's, names in lower case."""
+        """The headers of every answer to this call. headers: the call's, names in lower case."""
         if not self.origins:
             return []
         vary = [] if ANY in self.origins else [(b"vary", b"Origin")]

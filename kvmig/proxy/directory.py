@@ -35,7 +35,7 @@ class Directory:
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._adapters: dict[str, str] = {}
         self._reaches: dict[tuple[str, ...] | None, ModelReach | None] = {}
-        """By what keys may use; forgotten when models change."""
+        """Reaches by the models that keys may use; forgotten when models change."""
 
     def apply(self, message: Known) -> set[str]:
         """Take what the server tells; the models whose routes have changed."""
@@ -69,7 +69,7 @@ class Directory:
         return changed
 
     def snapshot(self) -> Snapshot:
-        """All of it."""
+        """The directory as a message."""
         return Snapshot(
             version=self.version,
             pepper=self._pepper,
@@ -79,11 +79,11 @@ class Directory:
         )
 
     def grant(self, presented: str) -> KeyGrant | None:
-        """Of a key; None if there is no such key."""
+        """The grant of a key; None if there is no such key."""
         return self._keys.find(presented)
 
     def current(self, prefix: str) -> KeyGrant | None:
-        """Of a key that was presented before, as it is now; None if it lets nothing in any more."""
+        """The present grant of a key presented before; None if the key is no longer valid."""
         return self._grants.get(prefix)
 
     def find(self, name: str, call_id: str) -> Found | None:
@@ -112,7 +112,7 @@ class Directory:
         return model if model is not None and self.may_reach(grant, model) else None
 
     def new_answer_id(self, grant: KeyGrant, model: str) -> str:
-        """For an answer that the key's user may ask for again."""
+        """A new id for an answer that the key's user may ask for again."""
         return new_answer_id(self._pepper, grant.user_id, model)
 
     def names(self, grant: KeyGrant) -> Iterator[tuple[str, Route]]:
@@ -142,7 +142,7 @@ class Directory:
         return self._reaches[grant.models]
 
     def _widest(self, names: Iterable[str] | None) -> ModelReach | None:
-        """None: all names."""
+        """The widest reach of these names; None: all names."""
         if names is None:
             return widest(one.card.reach for one in self.routes.values())
         models = {model for name in names for model in self.models_of(name)}

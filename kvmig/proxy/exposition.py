@@ -22,7 +22,7 @@ class _Families(Collector):
 
 
 def parsed(part: Part) -> Iterator[Metric]:
-    """Its families. Raises ValueError for what is no such text."""
+    """The text's metric families. Raises ValueError for a text that isn't an exposition."""
     labels, text = part
     for family in text_string_to_metric_families(text):
         samples = family.samples

@@ -24,7 +24,7 @@ CONTENT_TYPE = re.compile(
 )
 MOST_PARTS = 1000
 HEAD_BYTES = 1 << 14
-"""Of a part's headers."""
+"""Most bytes of a part's headers."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Form:
         self._boundary = boundary
 
     def text(self, name: str) -> str | None:
-        """Of a field; None: there is none. Raises Refused for one that is there twice."""
+        """The text of a field; None: there is none. Raises Refused for one that is there twice."""
         found = [one for one in self._parts if one.name == name.encode()]
         if not found:
             return None
@@ -60,7 +60,7 @@ class Form:
 
     @property
     def content_type(self) -> bytes:
-        """Of what `encode` returns."""
+        """The content type of what `encode` returns."""
         return b'%s; boundary="%s"' % (KIND.encode(), self._boundary)
 
     def encode(self, model: str) -> bytes:

@@ -42,7 +42,7 @@ class ProxyLaunch(Discreet, frozen=True, kw_only=True):
     shutdown_timeout_s: float = 30.0
     http: HttpConfig = HttpConfig()
     allowed_origins: tuple[str, ...] = ()
-    """Of web pages that may call; `*`: all."""
+    """Origins of web pages that may call; `*`: all."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -71,18 +71,18 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float | None = None
     """How long a start takes, by experience."""
     retry_s: float | None = None
-    """Of one that has failed: until it is tried again, from when this was told."""
+    """Time until a failed model is tried again, from when this message was sent."""
     start_timeout_s: float = 600.0
     heartbeat_after_s: float = 10.0
-    """That a streaming client waits without a byte."""
+    """Time that a streaming client waits without a byte."""
     max_held: int = 1000
     priority: int = 0
-    """Of calls that name none. Who waits is let in by it: smaller ones first."""
+    """Priority of calls that name none. Waiting requests go on by it: smaller ones first."""
     classes: tuple[PriorityClass, ...] = (NORMAL,)
-    """That calls may name."""
+    """Priority classes that calls may name."""
     adapters: tuple[str, ...] = ()
     card: ModelCard = ModelCard()
-    """As its last deployment said."""
+    """The card of the model's last deployment."""
 
 
 # -- from the server
@@ -92,7 +92,7 @@ class Snapshot(Discreet, frozen=True, kw_only=True, tag=True):
     """All that there is. First on each connection."""
 
     version: int
-    """It rises with every message of a server."""
+    """Version, which rises with every message of a server."""
     pepper: bytes
     keys: tuple[KeyGrant, ...] = ()
     routes: tuple[Route, ...] = ()
@@ -148,7 +148,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     owed: Mapping[str, float] = {}
     """Tokens that a rate has not paid off, where there is a `tpm`, by `Limited.id`."""
     left: Mapping[str, QuotaLeft] = {}
-    """By `Quota.id`."""
+    """What is left of quotas, by `Quota.id`."""
 
 
 Known = Snapshot | Keys | Routes | Aliases
@@ -189,9 +189,9 @@ class Demand(msgspec.Struct, frozen=True, tag=True):
     takes a ready route away."""
 
     version: int
-    """Of the last message that was applied: the proxy sends requests to no other routes now."""
+    """Version of the last message that was applied: the proxy now uses only its routes."""
     seconds: float
-    """Since the last one."""
+    """Seconds since the last Demand."""
     models: tuple[ModelDemand, ...] = ()
 
 

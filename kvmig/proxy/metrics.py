@@ -44,7 +44,7 @@ class DoorMetrics:
         self.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """Of prometheus_client."""
+        """The collector's metrics, for prometheus_client."""
         running = GaugeMetricFamily(
             "kvmig_proxy_running", "Requests relayed now.", labels=["model"]
         )

@@ -11,16 +11,16 @@ from kvmig.core.priorities import PriorityClass, class_of
 from kvmig.proxy.refusals import Refused, bad
 
 NORMAL_NUMBER = 0
-"""Of the class that a deployment gives to calls that name none."""
+"""Number of the class that a deployment gives to calls that name none."""
 
 
 class Chosen(NamedTuple):
     """A call's class."""
 
     waits_as: int
-    """Who waits is let in by it: smaller ones first."""
+    """Priority of the wait: smaller ones go on first."""
     runs_as: int | None = None
-    """That the deployment gives it, whatever the call says; None: what it says, or none."""
+    """Class that the deployment must use, over the call's own; None: the call's own, or none."""
 
 
 def choose_class(

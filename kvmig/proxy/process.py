@@ -31,13 +31,13 @@ from kvmig.proxy.shared_tallies import SharedTallies
 log = logging.getLogger(__name__)
 
 TELL_S = 0.5
-"""Between two demands."""
+"""Pause between two demands."""
 FIGURES = 4
 """Demands to one telling of the metrics."""
 FIRST_S = 2.0
-"""For the server to say what there is, before the door opens."""
+"""Wait for the server's snapshot, before the proxy listens."""
 KEEP_S = 1.0
-"""Between two writings of the file."""
+"""Pause between two writings of the file."""
 
 
 class Proxy(HttpTask):
@@ -202,7 +202,7 @@ async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: in
 
 
 async def _stop(proxy: Proxy, grace_s: float, signals: StopSignals) -> None:
-    """With time for the calls that are there, unless all shall end at once."""
+    """Stop with time for the present calls, unless a second signal ends all at once."""
     stopping = asyncio.create_task(proxy.stop(grace_s))
     at_once = asyncio.create_task(signals.at_once.wait())
     await asyncio.wait((stopping, at_once), return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ from kvmig.asgi.error_forms import read_error
 from kvmig.proxy.refusals import Refused
 
 HEAD_BYTES = 1 << 16
-"""Of a deployment's answer, at most."""
+"""Most bytes of the head of a deployment's answer."""
 OWN = frozenset(
     {
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
@@ -27,7 +27,7 @@ CROSS_ORIGIN = b"access-control-"
 """Begins headers for browsers, which are the proxy's to set."""
 LAST_CHUNK = b"0\r\n\r\n"
 ERROR_BYTES = 1 << 20
-"""Of a deployment's error that is told at the end of a stream."""
+"""Most bytes of a deployment's error that is sent at the end of a stream."""
 
 
 class Broken(Exception):
@@ -52,7 +52,7 @@ class Head:
         return self.get(b"content-type").startswith(b"text/event-stream")
 
     def rewritten(self, own: list[tuple[bytes, bytes]], *, chunks: bool = True) -> bytes:
-        """As it goes to the client. own: the proxy's headers. chunks: whether it knows them."""
+        """The head for the client. own: the proxy's headers. chunks: whether it knows them."""
         lines = [self.line]
         dropped = OWN if chunks else OWN | {b"transfer-encoding"}
         lines += [
@@ -170,7 +170,7 @@ class Unframed:
     ended: bool = True
 
     def feed(self, data: bytes) -> None:
-        """All of it is the body's."""
+        """Take the data: all of it belongs to the body."""
 
 
 def framing_of(head: Head, method: str) -> Framing:
@@ -197,7 +197,7 @@ class Upstream(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.head: asyncio.Future[Head] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
-        """Of the body: complete, or the connection's."""
+        """Done at the end of the body, or of the connection."""
         self.closed: asyncio.Future[None] = loop.create_future()
         self.framing: Framing = Unframed()
         self.passed = 0
@@ -225,7 +225,7 @@ class Upstream(asyncio.Protocol):
             self.resume_writing()
 
     def resume_writing(self) -> None:
-        """All of it is written."""
+        """Report that the request is written."""
         if self._on_written is not None:
             self._on_written()
             self._on_written = None
@@ -268,7 +268,7 @@ class Upstream(asyncio.Protocol):
         self.head.set_result(head)
 
     def pass_to(self, client: asyncio.WriteTransport) -> None:
-        """From now on."""
+        """Pass the answer to the client from now on."""
         self._client = client
         before, self._before = bytes(self._before), bytearray()
         if before:
@@ -326,7 +326,7 @@ class Unchunked(asyncio.WriteTransport):
         self._client = client
         self._unread = bytearray()
         self._left = 0
-        """Of the chunk."""
+        """Bytes that are left of the chunk."""
         self._over = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

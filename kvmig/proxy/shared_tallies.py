@@ -75,12 +75,12 @@ class SharedTallies:
         os.close(self._file)
 
     def of(self, whose: str) -> Tally:
-        """By `Limited.id`."""
+        """The tally of a `Limited.id`."""
         return SharedTally(self, blake2b(whose.encode(), digest_size=16).digest())
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else changes any within the block, which must be short."""
+        """Exclude other changes within the block, which must be short."""
         locked = self._lock()
         try:
             yield
@@ -91,7 +91,7 @@ class SharedTallies:
     # -- numbers, by slot
 
     def find(self, whose: bytes) -> int | None:
-        """Its slot, which it gets now if it has none; None: all are in use."""
+        """The slot of a tally, a new one if it has none; None: all are in use."""
         free = None
         start = int.from_bytes(whose[:8], "little")
         for step in range(PROBES):
@@ -114,16 +114,16 @@ class SharedTallies:
         return bool(found == whose)
 
     def arrivals(self, slot: int) -> Arrivals:
-        """Of all proxies."""
+        """The arrivals at all proxies."""
         _, count, at, _ = self._read(slot)
         return Arrivals(count, at)
 
     def note_arrivals(self, whose: bytes, slot: int, arrivals: Arrivals, forget_at: float) -> None:
-        """For all proxies."""
+        """Record the arrivals for all proxies."""
         self._write(slot, whose, *arrivals, forget_at)
 
     def running(self, slot: int) -> int:
-        """Of all proxies that live."""
+        """Running requests of all live proxies."""
         counts = _RUNNING.unpack_from(self._map, _RUNNING_AT + slot * _RUNNING.size)
         total = int(sum(counts))
         for seat, count in enumerate(counts):
@@ -132,7 +132,7 @@ class SharedTallies:
         return total
 
     def add_running(self, slot: int, change: int) -> None:
-        """Of this proxy."""
+        """Change the running requests of this proxy."""
         at = _RUNNING_AT + slot * _RUNNING.size + self._seat * _COUNT.size
         (count,) = _COUNT.unpack_from(self._map, at)
         _COUNT.pack_into(self._map, at, count + change)
@@ -202,7 +202,7 @@ class SharedTally:
         self._whose = whose
         self._slot: int | None = None
         self._own = OwnTally()
-        """Where no slot is to be had: what this proxy alone has let in."""
+        """What this proxy alone has let in, for when no slot is free."""
         self._own_running = 0
 
     def running(self) -> int:
