@@ -44,6 +44,7 @@ from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.mover import Mover
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import CHANGE_PERIOD_S, Reporter
+from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import (
@@ -124,7 +125,7 @@ class Llumlet:
             at_once=config.migration.max_migrations,
         )
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks = BackgroundTasks(f"llumlet {instance}")
         self._headroom: dict[int, float] = {}
         self._told_weights = engine.layout.weights
         self._untold = 0
@@ -146,7 +147,7 @@ class Llumlet:
         await self._migrations.get_ready()
         self._headroom = await measured_headroom(self._engine, self._config.priorities)
         for loop in (self._receive, self._report, self._mover.run):
-            self._spawn(self._for_ever(loop))
+            self._tasks.start(self._for_ever(loop))
 
     async def _join_unit(self) -> None:
         """Raises StartupError."""
@@ -167,7 +168,7 @@ class Llumlet:
         if unit.shares is not None:
             await sharing.gated(self._member.gate)
         await self._member.join()
-        self._spawn(self._for_ever(self._member.run))
+        self._tasks.start(self._for_ever(self._member.run))
 
     async def _for_ever(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a loop; if it ends, the instance ends, since it could no longer serve."""
@@ -194,9 +195,7 @@ class Llumlet:
     async def close(self, timeout_s: float) -> None:
         """Give running migrations up, stop the engine, free everything."""
         await self._migrations.close(timeout_s)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         if self._member is not None:
             self._member.close()
         await self._host.close()
@@ -231,17 +230,17 @@ class Llumlet:
             case Call():
                 self._call(sender, message, payload)
             case ListRequests():
-                self._spawn(self._list(sender, message.call_id))
+                self._tasks.start(self._list(sender, message.call_id))
             case Migrate():
-                self._spawn(self._migrate(message.request_id, message, sender))
+                self._tasks.start(self._migrate(message.request_id, message, sender))
             case Fence():
-                self._spawn(self._fence(sender, message))
+                self._tasks.start(self._fence(sender, message))
             case Resolved():
                 self._host.resolved(message)
             case Pairs() | SetState():
                 self._obey(message)
             case SetGuarantee():
-                self._spawn(self._set_guarantee(sender, message))
+                self._tasks.start(self._set_guarantee(sender, message))
             case _:
                 self._migrations.receive(sender, message, payload)
 
@@ -383,7 +382,7 @@ class Llumlet:
 
     def _call(self, sender: bytes, call: Call, payload: list[memoryview]) -> None:
         if call.method in ("park", "unpark"):
-            self._spawn(self._park(sender, call.call_id, call.method))
+            self._tasks.start(self._park(sender, call.call_id, call.method))
             return
         client = self._fronts.number(sender)
         try:
@@ -493,13 +492,3 @@ class Llumlet:
         if request_ids:  # nobody hears them any more
             log.warning("front end %s is gone, and its %d requests", gateway, len(request_ids))
             self._abort(request_ids)
-
-    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[object]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("llumlet %s: a task failed", self.instance, exc_info=error)

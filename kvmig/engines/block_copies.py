@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvmig.core.background import answer_call
 from kvmig.core.errors import RequestGone
 from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
@@ -130,12 +131,7 @@ class CopyThread:
     def _run_next(self) -> None:
         with self._lock:
             copy, future = next(lane for lane in self._lanes if lane).popleft()
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(copy())
-        except BaseException as error:  # noqa: BLE001 - raised where the copy is awaited
-            future.set_exception(error)
+        answer_call(future, copy, BaseException)
 
 
 class Pass(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -47,6 +47,7 @@ from kvmig.controlplane.messages import (
     Submit,
 )
 from kvmig.core.api_records import RequestRow
+from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import AnswerTooLarge, PeerError
@@ -148,15 +149,15 @@ class Router:
         self._turns = Turns(self.fleet.queues, self._is_fresh)
         self._fences: dict[tuple[str, int], asyncio.Task[bool]] = {}
         """Destinations that are asked whether they committed: by run id and epoch."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._start(self._watch())
+        self._tasks = BackgroundTasks("router")
+        self._tasks.start(self._watch())
 
     async def close(self) -> None:
         """Disconnect from all; nothing is delivered any more."""
-        tasks = [*self._tasks, *self._fences.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        fences = list(self._fences.values())
+        for fence in fences:
+            fence.cancel()
+        await asyncio.gather(self._tasks.close(), *fences, return_exceptions=True)
         self._streams.close()
         await self.fleet.close()
 
@@ -463,7 +464,7 @@ class Router:
             case Overrun():
                 instance.drop(f"instance {instance.name} had more to say than was read here")
             case Resolve():
-                self._start(self._resolve(instance.name, message))
+                self._tasks.start(self._resolve(instance.name, message))
             case _:
                 log.warning("instance %s sent %s", instance.name, type(message).__name__)
                 self.refused(PeerError(f"{type(message).__name__} isn't for a front end"))
@@ -609,13 +610,3 @@ class Router:
         for call, requests in live.items():
             if call.has_too_much(requests):
                 self._ownership.give_up(requests, answer_room.sentence(), "refused")
-
-    def _start(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s failed", task.get_coro(), exc_info=error)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvmig.core.background import BackgroundTasks
 from kvmig.core.errors import ConfigError, PeerError, TransportError
 from kvmig.engines.gate import ComputeShares, StepRequest
 from kvmig.rpc.unix_packets import Packets
@@ -81,7 +82,7 @@ class UnitAgent:
         self._ledger = ledger
         self._turns = UnitTurns(turns or Turns())
         self._tenants: dict[str, Tenant] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("agent")
         self._again: asyncio.TimerHandle | None = None
         """Lets clients in again, after there was no file for one."""
         self._loop = asyncio.get_running_loop()
@@ -106,9 +107,7 @@ class UnitAgent:
             if self._again is not None:
                 self._again.cancel()
             self._loop.remove_reader(self._sock.fileno())
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._tasks.close()
             for name in list(self._tenants):
                 self._forget(name)
             self._turns.close()
@@ -154,9 +153,7 @@ class UnitAgent:
             log.warning("user %d may not join", user)
             sock.close()
             return
-        task = asyncio.create_task(self._serve(Packets(sock, MOST_BYTES)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._serve(Packets(sock, MOST_BYTES)))
 
     async def _serve(self, packets: Packets) -> None:
         """One connection, to its end. An error in it ends no other one."""

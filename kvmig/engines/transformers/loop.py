@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.generation.continuous_batching.utils import stream_context
 
+from kvmig.core.background import answer_call
 from kvmig.engines.steps import CadenceMeter
 
 T = TypeVar("T")
@@ -97,7 +98,8 @@ class StepLoop:
                 if call is None:
                     return False
                 with self.memory:
-                    _answer(*call)
+                    function, future = call
+                    answer_call(future, function)
                     self.between_steps()
                 call = self._calls.get(block=False)
         except queue.Empty:
@@ -127,12 +129,3 @@ class StepLoop:
                 return
             if call is not None and call[1].set_running_or_notify_cancel():
                 call[1].set_exception(RuntimeError(f"the engine has ended: {self.failed!r}"))
-
-
-def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(function())
-    except Exception as error:  # noqa: BLE001 - it is the caller's
-        future.set_exception(error)

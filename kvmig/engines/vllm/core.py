@@ -31,6 +31,7 @@ from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request, RequestStatus
 
+from kvmig.core.background import answer_call
 from kvmig.core.shm_cleanup import remove, shared_by
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
@@ -268,7 +269,8 @@ class StepCore(EngineCoreProc):
         self.step_began = time.monotonic()
         try:
             if request_type is _CALL:
-                self._run_call(*request)
+                function, future = request
+                answer_call(future, function)
             else:
                 super()._handle_client_request(request_type, request)
             if request_type is EngineCoreRequestType.UTILITY:
@@ -276,14 +278,6 @@ class StepCore(EngineCoreProc):
         finally:
             self.between_steps()
             self.step_began = None
-
-    def _run_call(self, function: Callable[[], Any], future: Future[Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(function())
-        except Exception as error:  # noqa: BLE001 - raised where the call is awaited
-            future.set_exception(error)
 
     def _await_arrivals(self) -> None:
         """Requests that come in a moment go into this step, not into the next: see `steps`."""

@@ -12,6 +12,8 @@ from threading import Thread
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from kvmig.core.background import answer_call
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -79,10 +81,5 @@ class Worker:
     def _serve(self) -> None:
         while (item := self._next()) is not None:
             future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 - it is the future's
-                future.set_exception(error)
+            answer_call(future, call, BaseException)
             del item, future, call  # not kept until the next one comes

@@ -1,0 +1,56 @@
+"""Work that its owner does not wait for: tasks beside it, and calls on another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+class BackgroundTasks:
+    """Tasks of one owner. A task that fails is logged, and ends no other one."""
+
+    def __init__(self, owner: str) -> None:
+        """owner: its name in the log."""
+        self._owner = owner
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
+        """Run the work beside what runs."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Cancel all that still run, and wait for their ends."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s: %s failed", self._owner, task.get_coro(), exc_info=error)
+
+
+def answer_call(
+    future: Future[Value],
+    call: Callable[[], Value],
+    errors: type[BaseException] = Exception,
+) -> None:
+    """Run the call, unless the future was cancelled; its value or error goes to the future.
+
+    errors: those that only whoever awaits the future gets; others are raised here.
+    """
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except errors as error:
+        future.set_exception(error)

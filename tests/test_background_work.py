@@ -1,0 +1,77 @@
+"""Work that its owner does not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+
+from kvmig.core.background import BackgroundTasks, answer_call
+
+
+async def fail() -> None:
+    raise ValueError("no")
+
+
+async def test_a_task_that_fails_is_logged_and_ends_no_other_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tasks, ended = BackgroundTasks("the owner"), asyncio.Event()
+    tasks.start(fail())
+    await asyncio.sleep(0)
+
+    async def end() -> None:
+        ended.set()
+
+    tasks.start(end())
+    async with asyncio.timeout(5.0):
+        await ended.wait()
+    await tasks.close()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the owner: <coroutine object fail")
+
+
+async def test_tasks_that_run_are_cancelled_with_their_owner(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tasks, cancelled = BackgroundTasks("the owner"), asyncio.Event()
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    tasks.start(wait())
+    await asyncio.sleep(0)
+    await tasks.close()
+    assert cancelled.is_set()
+    assert caplog.records == []
+
+
+def test_a_call_gives_its_future_its_value_or_its_error() -> None:
+    seven, failed = Future[int](), Future[int]()
+    answer_call(seven, lambda: 7)
+    answer_call(failed, lambda: 1 // 0)
+    assert seven.result() == 7
+    assert isinstance(failed.exception(), ZeroDivisionError)
+
+
+def test_a_call_whose_future_was_cancelled_is_not_made() -> None:
+    future, made = Future[None](), list[int]()
+    future.cancel()
+    answer_call(future, lambda: made.append(1))
+    assert made == []
+
+
+def test_the_end_of_the_process_is_no_answer_unless_it_is_asked_for() -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        answer_call(Future[None](), leave)
+    future = Future[None]()
+    answer_call(future, leave, BaseException)
+    assert isinstance(future.exception(), SystemExit)
