@@ -1,4 +1,4 @@
-"""What a cluster is told at start: frozen, checked at the door, sent to every process."""
+"""The configuration of a cluster: frozen, checked before anything starts, sent to every process."""
 
 from __future__ import annotations
 
@@ -24,93 +24,95 @@ POLICIES: tuple[str, ...] = get_args(PolicyName)
 ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
 IN_THE_CLEAR = ("nixl",)
-"""Transports whose sockets are not ours: they don't encrypt, and don't ask who connects."""
+"""Transports with sockets of their own, which neither encrypt nor authenticate."""
 
 
 USUAL_MOST = 16
-"""Instances at most, if neither --max-instances nor --instances says more."""
+"""Maximum number of instances, unless --max-instances or --instances is larger."""
 HEAD_BYTES = 1 << 16
-"""Size of a call's first line and headers."""
+"""Maximum size of a call's first line and headers."""
 HEAD_S = 20.0
-"""Time for the headers to arrive, from the connection's first moment on."""
+"""Maximum time for the headers to arrive, from the start of the connection."""
 KEEP_ALIVE_S = 75
-"""Wait for the next call on a connection, longer than clients and proxies keep idle ones (httpx and
-so openai, 5 s; aiohttp 15 s; nginx and most load balancers 60 s): the client must close first, or a
-call may meet the closing of its connection, which HTTP/1.1 can't tell from a failure."""
+"""How long an idle connection stays open for the next call. Longer than clients and proxies keep
+idle connections (httpx, and so openai, 5 s; aiohttp 15 s; nginx and most load balancers 60 s): the
+client must close first, or a call may arrive while the server closes the connection, which HTTP/1.1
+cannot distinguish from a failure."""
 SPARE_FILES = 500
-"""Open files of a process, at most a quarter of all that it may have, for all but its clients."""
+"""Files that a process keeps for other uses than clients, at most a quarter of its limit."""
 BODIES = 8
-"""Number of the largest bodies that may be on their way into one front end at a time."""
+"""How many bodies of the maximum size one front end may be receiving at a time."""
 SEND_BYTES = 1 << 17
-"""Bytes of an answer that the kernel holds for a client that doesn't read (it doubles that)."""
+"""Bytes of an answer that the kernel buffers for a client that does not read (it doubles them)."""
 
 
 class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request moves. Times in milliseconds, sizes in bytes."""
+    """How a request moves. Times in milliseconds, sizes in bytes."""
 
     chunk_ms: float = 2.0
-    """Longest time that one copy should take; a copy is of one KV block at least."""
+    """Maximum duration of one copy; a copy has at least one KV block."""
     chunk_bytes: int | None = None
-    """Staging buffer of one chunk; at least one KV block, however small this is. None: 1 MiB, or
-    32 MiB where the KV cache is on a GPU."""
+    """Size of a staging buffer; at least one KV block. None: 1 MiB, or 32 MiB where the KV cache
+    is on a GPU."""
     staging_buffers: int = 4
-    """Staging buffers of one instance: bounds memory and what is on the wire."""
+    """Number of staging buffers per instance; bounds memory and data in transfer."""
     max_stages: int = 8
-    """Live copy stages before the last one is forced; 0: all is copied in the pause."""
+    """Maximum copy stages while the request runs; 0: everything is copied in the pause."""
     pause_spread: float = 0.1
     """The front end delays the last tokens before a pause by growing amounts, this fraction of a
     step each, so that the client sees several short delays instead of one; 0: off."""
     unit_tokens: int = 0
-    """Tokens of KV cache that instances of different shapes exchange at a time; 0: all are
-    alike and exchange blocks."""
+    """Size in tokens of the sub-blocks that instances with different layouts exchange; 0: all
+    layouts are equal and instances exchange blocks."""
     transport: Transport = "auto"
     trust_network: bool = False
-    """Whether KV blocks may go over sockets that are neither encrypted nor authenticated."""
+    """Whether transports without encryption and authentication are allowed."""
     max_bandwidth: float = 0.0
-    """Bytes a second of KV cache out of an instance; 0: no cap."""
+    """Maximum KV cache per second out of an instance, in bytes; 0: no limit."""
     max_pair_bandwidth: float = 0.0
-    """Bytes a second of KV cache from one instance to another; 0: no cap."""
+    """Maximum KV cache per second from one instance to one other, in bytes; 0: no limit."""
     max_migrations: int = 4
-    """Migrations at once out of an instance, and into it."""
+    """Maximum concurrent migrations out of an instance, and into it."""
     max_migration_bytes: int = 0
-    """KV cache that is on the move at once out of an instance, and into it; 0: no limit."""
+    """Maximum KV cache in transfer out of an instance, and into it, in bytes; 0: no limit."""
     reply_timeout_ms: float = 2000.0
-    """Wait for a peer's answer before a migration is given up."""
+    """Maximum wait for a peer's answer, after which the migration is aborted."""
     lease_ms: float = 10000.0
-    """A destination frees a reservation that heard nothing for this long."""
+    """Silence of the source after which a destination frees its reservation."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The global scheduler: dispatch and migration.
 
-    Freeness is in KV blocks a request, see `kvmig.controlplane.freeness`; None: the policy's own.
+    Freeness is in KV blocks per request, see `kvmig.controlplane.freeness`; None: the policy's
+    default.
     """
 
     policy: PolicyName = "kvmig"
     migration: bool = True
     interval_ms: float = 200.0
     inexact_moves: bool = False
-    """Whether policies move requests between numerics classes, where tokens may differ."""
+    """Whether policies may move requests between numerics classes, where tokens may differ."""
     source_below: float | None = None
-    """An instance whose freeness is under this is a source of migrations."""
+    """Freeness below which requests move away from an instance."""
     destination_above: float | None = None
-    """An instance whose freeness is over this may take requests in."""
+    """Freeness above which requests may move to an instance."""
     min_gain: float | None = None
-    """Least predicted growth of the lower freeness of two that makes a pair worth it."""
+    """Minimum predicted gain of the lower freeness of two instances for a move."""
 
 
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Times in seconds."""
+    """Detection of failed instances, and what follows. Times in seconds."""
 
     heartbeat_timeout_s: float = 1.5
-    """An instance without a heartbeat for so long is silent: its requests run again elsewhere."""
+    """Time without a heartbeat after which an instance's requests are recomputed on others."""
     step_timeout_s: float = 60.0
-    """An engine whose present step takes longer is hung: the same. After twice that it is
-    ended, and started again."""
+    """Time in one engine step after which the instance's requests are recomputed on others; after
+    twice that time the instance is killed and restarted."""
     failover_timeout_s: float = 120.0
-    """How long a request whose instance is lost waits for one that it can run on."""
+    """How long a request of a lost instance waits for another instance."""
     max_crashes: int = 2
-    """A request that saw so many instances crash or hang while it ran there isn't run again."""
+    """Number of instances that may crash or hang under a request before it fails."""
 
 
 MediaUrls = Literal["public", "named"]
@@ -120,129 +122,128 @@ MEDIA_URLS: tuple[str, ...] = get_args(MediaUrls)
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of calls."""
+    """Limits of HTTP calls."""
 
     max_body: int = 64_000_000
-    """Bytes."""
+    """Maximum size of a body, in bytes."""
     body_timeout_s: float = 60.0
-    """Time for the body to arrive."""
+    """Time for a body to arrive."""
     max_n: int = 16
-    """Answers, or beams, to each prompt of one call."""
+    """Maximum answers, or beams, per prompt."""
     max_prompts: int = 256
-    """Prompts of one call."""
+    """Maximum prompts per call."""
     max_waiting: int = 10_000
-    """Requests of all front ends that wait for their first token; 0: no limit."""
+    """Maximum requests of all front ends that wait for their first token; 0: no limit."""
     max_unread: int = 8192
-    """Tokens of a request that its client hasn't read; 0: no limit."""
+    """Maximum tokens of a request that its client has not read; 0: no limit."""
     send_timeout_s: float = 300.0
-    """Time for a client to go on reading."""
+    """Time without a read by the client after which its connection is closed."""
     usage_spool: str = ""
-    """Folder of the files in which front ends keep what calls use; empty: none does."""
+    """Folder for the usage records of calls; empty: none are kept."""
     quota_socket: str = ""
-    """Path of the Unix socket of who grants tokens to calls whose keys have a quota; empty: none
-    has."""
+    """Path of the Unix socket that grants tokens to calls whose keys have a quota; empty: there
+    are no quotas."""
     isolate_users: bool = False
-    """Whether nothing that is kept of a user's prompts serves another's."""
+    """Whether cached prompts, media and grammars are kept separate for each user."""
     max_media: int = 100_000_000
-    """Bytes that the images, audio and video of one call take once they are decoded, with the
-    body that they came in."""
+    """Maximum size of a call's body plus its decoded images, audio and video, in bytes."""
     media_urls: MediaUrls = "public"
-    """Hosts from which images, audio and video are fetched for clients."""
+    """Hosts from which images, audio and video may be fetched for clients."""
     uds: str = ""
-    """Path of the Unix socket that takes the port's place; empty: none does."""
+    """Path of the Unix socket to listen on instead of a port; empty: listen on the port."""
 
 
 class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The lives of processes. Times in seconds."""
+    """Start and end of instances and front ends. Times in seconds."""
 
     max_instances: int = USUAL_MOST
-    """Most instances at once, including those that start or drain."""
+    """Maximum number of instances, including those that start or drain."""
     max_restarts: int = 5
-    """How often in a row an instance is started again that dies soon after."""
+    """Maximum consecutive restarts of an instance that dies soon after its start."""
     drain_deadline_s: float = 300.0
-    """What a drain hasn't moved by then goes on elsewhere by recompute."""
+    """Time for a drain; requests that have not moved by then are recomputed on other instances."""
     front_ends: int = 1
-    """Processes that share the port."""
+    """Number of HTTP processes that share the port."""
     front_apart: bool = False
-    """Whether also a single front end has a process of its own, so that its end leaves the
-    instances."""
+    """Whether a single front end has a process of its own, too, so that instances survive its
+    death."""
     check: bool = False
-    """Whether only the flags are read."""
+    """Whether to check all flags and exit."""
     end_with_stdin: bool = False
-    """Whether the end of stdin ends the server as a signal would."""
+    """Whether to shut down at the end of stdin, as at a signal."""
     heartbeat_descriptor: int = -1
-    """A pipe that gets a byte per second while the launcher's event loop turns; -1: none."""
+    """File descriptor of a pipe that gets a byte every second while the event loop runs, or -1."""
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keep the mean freeness within [low, high] (Llumnix, section 4.4.3). Times in seconds."""
 
     low: float = 10.0
-    """KV blocks a request: below it for `stabilization_s`, instances are added."""
+    """KV blocks per request; below it for `stabilization_s`, instances are added."""
     high: float = 60.0
-    """Above it for `stabilization_s`, one is drained."""
+    """KV blocks per request; above it for `stabilization_s`, an instance is drained."""
     min_instances: int = 1
     max_instances: int = 16
     stabilization_s: float = 5.0
     cooldown_s: float = 30.0
-    """Least time from one instance's end, or start, to the next decision to drain one."""
+    """Minimum time from the last start or end of an instance to the next drain."""
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A Ray cluster whose nodes run the instances."""
 
     address: str = "auto"
-    """HOST:PORT of its head, or auto: the one that this machine is a node of."""
+    """HOST:PORT of the cluster's head, or auto: the cluster that this host belongs to."""
     resources: dict[str, float] = {}
-    """What an instance takes, by Ray's names; none: a GPU a worker."""
+    """Ray resources of each instance; empty: one GPU per worker."""
 
 
 class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The unit whose KV cache the instances share with those of other models."""
+    """The unit whose KV cache the instances share with the instances of other models."""
 
     path: str
-    """Path of the agent's socket."""
+    """Path of the agent's Unix socket."""
     paths: dict[str, str] = {}
-    """Paths for instances of another unit, by instance name or by place in a
+    """Paths for instances in other units, by the name of the instance or of its unit in a
     placement."""
     guarantee: int = 0
-    """Bytes that an instance gets back whenever it wants them; 0: a fair part."""
+    """Bytes of KV cache that are reserved for an instance; 0: a fair share."""
     patience_s: float = 2.0
-    """Wait for reclaimed memory to become free, before requests are preempted for it."""
+    """Time for reclaimed KV cache to become free before requests are preempted for it."""
     shares: tuple[int, int] | None = None
-    """Tenths of the device that a step takes: with prompts, and of decodes alone. None: steps don't
-    wait for those of other models."""
+    """Tenths of the device for steps with prompts and for steps with decodes only. None: steps do
+    not wait for other models' steps."""
     model: str = ""
     """The model's name in the unit."""
 
     def of(self, instance: str, place: str) -> UnitConfig:
-        """The configuration of one instance. place: where it is in a placement."""
+        """Return the config of one instance. place: its unit in a placement."""
         path = self.paths.get(instance) or self.paths.get(place, self.path)
         return msgspec.structs.replace(self, path=path, paths={})
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that all processes of one cluster agree on."""
+    """The settings that all processes of a cluster share."""
 
     engine: EngineName = "vllm"
-    """What the instances are, all of them."""
+    """Engine of all instances."""
     allow_untested_vllm: bool = False
     instances: int = 2
     instance_flags: tuple[str, ...] = ()
-    """Values of the flag, "iN: FLAGS": the engine's flags that only instance N gets."""
+    """Engine flags for single instances, each as "iN: FLAGS"."""
     instance_vllm: tuple[str, ...] = ()
-    """Values of the flag, "iN: FOLDER": the build of vLLM that instance N is."""
+    """Folders of another vLLM for single instances, each as "iN: FOLDER"."""
     instance_unit: tuple[str, ...] = ()
-    """Values of the flag, "iN: NAME": where instance N is in a placement."""
+    """Units of instances in a placement, each as "iN: NAME"."""
     ray: RayConfig | None = None
     """Ray's settings; None: all instances run on this host."""
     control_host: str = "127.0.0.1"
     """Address that llumlets and scheduler bind their sockets to."""
     heartbeat_interval_ms: float = 50.0
-    """Longest time between two load reports of an instance."""
+    """Maximum time between two load reports of an instance."""
     start_timeout_s: float = 600.0
     shutdown_timeout_s: float = 30.0
-    """How long SIGTERM lets running requests finish."""
+    """How long running requests get to finish after SIGTERM."""
     migration: MigrationConfig = MigrationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     scaling: ScalingConfig | None = None
