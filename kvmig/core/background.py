@@ -1,4 +1,4 @@
-"""Work that its owner does not wait for: tasks beside it, and calls on another thread."""
+"""Work that its owner does not wait for: background tasks, and calls on another thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
-        """Run the work beside what runs."""
+        """Start the work as a background task."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -46,7 +46,7 @@ def answer_call(
 ) -> None:
     """Run the call, unless the future was cancelled; its value or error goes to the future.
 
-    errors: those that only whoever awaits the future gets; others are raised here.
+    errors: those that only the future raises; others are raised here.
     """
     if not future.set_running_or_notify_cancel():
         return
