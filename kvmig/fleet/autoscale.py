@@ -50,7 +50,7 @@ class Window:
         self._samples: deque[Sample] = deque()
 
     def add(self, sample: Sample) -> None:
-        """In any order; what is too old goes."""
+        """Add a sample, in any order; drop those that are too old."""
         self._samples.append(sample)
         while self._samples and self._samples[0].at < sample.at - STABLE_S - PANIC_S:
             self._samples.popleft()
@@ -93,7 +93,7 @@ class Demand:
     ready: int
     """Instances that serve."""
     stable: float
-    """Of the stable window: requests, or requests a second, by the rule's kind."""
+    """Demand in the stable window: requests, or requests per second, by the rule's kind."""
     panic: float
     """The same of the panic window."""
     holds: bool = True
@@ -110,7 +110,7 @@ class Scaling:
 
     wanted: int = 1
     why: str = ""
-    """For people."""
+    """Reason of the decision, for people."""
     reason: Reason = "load"
     changed_at: float = -math.inf
     panic_until: float = field(default=-math.inf)

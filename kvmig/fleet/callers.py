@@ -1,4 +1,4 @@
-"""Who calls the server's API, and whose things that one may see.
+"""Callers of the server's API, and which users' data each may see.
 
 A call by the server's own socket is its user's, who needs no key. One that the proxy relays needs a
 key with the scope `admin`, or to read what belongs to the key's own user, with the scope `read`.
@@ -19,7 +19,7 @@ FORWARDED = "x-forwarded-for"
 
 
 def who_calls(request: Request, keys: Keys, now: float) -> Actor:
-    """Of a call that may do everything. Raises HTTPException, 401 or 403."""
+    """The caller of a call that may do everything. Raises HTTPException, 401 or 403."""
     grant = _granted(request, keys, now, "admin")
     if grant is None:
         return Actor("local", "")

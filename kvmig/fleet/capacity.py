@@ -24,9 +24,9 @@ class Host:
     """Memory, in bytes."""
 
     total: int
-    """That all models together may take."""
+    """Bytes that all models together may take."""
     available: int
-    """That nobody has now, whoever the others are."""
+    """Bytes that are free on the host now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Resident:
     since: float
     """When it was ordered, or began to serve."""
     stay_s: float
-    """That it stays from then on."""
+    """Seconds that it stays from then on."""
     ready: bool = True
     """Whether it has taken them already."""
     idle_s: float = 0.0
@@ -70,11 +70,11 @@ class Plan:
     """What was decided."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
-    """By models that wait: why they don't start now. All others start."""
+    """Reasons why waiting models don't start now. All others start."""
     never: Mapping[str, str] = field(default_factory=dict)
-    """By models that wait: why they can't start at all."""
+    """Reasons why waiting models can't start at all."""
     yielding: frozenset[str] = frozenset()
-    """Those that end for others."""
+    """Models that are evicted for others."""
     free: int = 0
     """Bytes that are left then; 0 while anybody waits."""
 
@@ -98,10 +98,10 @@ def too_large(name: str, claim: int, total: int) -> str:
 
 
 def plan(host: Host, waiting: Iterable[Waiting], residents: Sequence[Resident], now: float) -> Plan:
-    """Who starts, who waits and why, who ends. now: seconds of the clock of all `since`."""
+    """Which models start, wait (and why) or end. now: seconds of the clock of all `since`."""
     left = free(host, residents)
     going: set[str] = set()
-    """Those that start or wake now, and the first one that waits."""
+    """Models that start or wake now, and the first one that waits."""
     pinned = sum(one.claim for one in residents if one.pinned)
     refused, never = {}, {}
     yielding: frozenset[str] = frozenset()
@@ -138,7 +138,7 @@ def _overtakes(
 
 
 def _yielding(lacking: int, residents: Iterable[Resident], now: float) -> frozenset[str]:
-    """Those whose end gives so many bytes; none if not enough may end."""
+    """The models whose end frees that many bytes; none if not enough may end."""
     every = list(residents)
     chosen = [one for one in every if one.leaving]
     idle = sorted(

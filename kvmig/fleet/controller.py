@@ -1,4 +1,4 @@
-"""All models as the server keeps them: what each is wanted to be, what is seen of it, what is done.
+"""The models as the server keeps them: desired state, observed state, and actions.
 
 A round looks at every model, lets `lifecycle` and `autoscale` decide, carries that out through init
 and the deployments' own sockets, and tells proxies where each model is. Nothing that is seen is
@@ -53,13 +53,13 @@ from kvmig.proxy.messages import Demand as ProxyDemand
 from kvmig.proxy.messages import ModelCard, Route, RouteState, Want
 
 ROUND_S = 0.5
-"""Between two rounds, where nothing has happened before."""
+"""Pause between two rounds, if nothing happens before."""
 RECENT = 1000
 """Events that are kept."""
 STARTS = 9
-"""Of which the median is told to clients that wait."""
+"""Number of start times whose median is sent to waiting clients."""
 PAUSE_S = 10.0
-"""After an order about instances that was refused, or one that has failed."""
+"""Pause after an order about instances that was refused, or that has failed."""
 WANT_S = 2.0
 """A proxy repeats that somebody waits within it."""
 
@@ -115,9 +115,9 @@ class Model:
     card: ModelCard = field(default_factory=ModelCard)
     """What its last deployment said of it; kept while there is none."""
     ended: Ended | None = None
-    """Of the last one, until a round has seen it."""
+    """End of the last deployment, until a round has seen it."""
     asked_until: float = -math.inf
-    """Until when it counts that somebody has asked for it, since it was at zero."""
+    """Time until which a request for it counts, since it was at zero."""
     busy_at: float = 0.0
     """When it last had a request, or began to serve."""
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=STARTS))
@@ -126,7 +126,7 @@ class Model:
     removed: bool = False
     """Whether the catalogue has it no more; it is forgotten once nothing runs."""
     asks_since: float | None = None
-    """Since when it would start, or wake, if it had room."""
+    """Time since which it would start, or wake, if it had room."""
     refused: str = ""
     """Why it was not parked, or did not wake."""
     unrouted_at: int = 0
@@ -205,12 +205,12 @@ class Models:
         self._wall = wall
         self._models: dict[str, Model] = {}
         self._whose: dict[str, Model] = {}
-        """By deployment."""
+        """Models by deployment."""
         self._proxies: dict[str, Proxy] = {}
         self._routes: dict[str, Route] = {}
         self._plan = Plan()
         self._placed: Mapping[str, Sequence[str]] = {}
-        """Of models whose instances a placement sets: the units where they are."""
+        """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
@@ -220,7 +220,7 @@ class Models:
     # -- what is heard
 
     def take_catalogue(self, wanted: Iterable[Wanted]) -> None:
-        """All models, as they shall be from now on."""
+        """Replace the desired catalogue."""
         named = {one.name: one for one in wanted}
         for name, one in named.items():
             model = self._models.get(name)
@@ -246,7 +246,7 @@ class Models:
         self._changed.set()
 
     def take_news(self, news: Running | Started | Ended) -> None:
-        """Of init."""
+        """Take news from the supervisor."""
         match news:
             case Running(deployments):
                 self._told = True
@@ -265,13 +265,13 @@ class Models:
         self._changed.set()
 
     def take_want(self, want: Want) -> None:
-        """Of a proxy: somebody waits for the model."""
+        """Take a proxy's message that a request waits for the model."""
         if (model := self._models.get(want.model)) is not None:
             model.asked_until = self._clock() + WANT_S
             self._changed.set()
 
     def take_demand(self, proxy: str, demand: ProxyDemand) -> None:
-        """Of a proxy: what it relays and holds."""
+        """Take a proxy's report of what it relays and holds."""
         known = self._proxies.setdefault(proxy, Proxy())
         known.version = demand.version
         known.running = {one.model: one.running for one in demand.models}
@@ -289,7 +289,7 @@ class Models:
         return all(one.version >= version for one in self._proxies.values())
 
     def forget_proxy(self, proxy: str) -> None:
-        """It is gone, or its link is."""
+        """Forget a proxy that is gone, or whose link is."""
         self._proxies.pop(proxy, None)
 
     def is_over(self, deployment: str) -> bool:
@@ -306,7 +306,7 @@ class Models:
     # -- what is told
 
     def routes(self) -> list[Route]:
-        """All, as proxies know them."""
+        """The routes, as proxies know them."""
         return list(self._routes.values())
 
     @property
@@ -328,7 +328,7 @@ class Models:
         return sum(model.claimed for model in self._models.values())
 
     def every(self) -> list[Model]:
-        """All that there are."""
+        """The models that there are."""
         return list(self._models.values())
 
     def shown(self, name: str) -> Model | None:
@@ -681,7 +681,7 @@ def route_state(on: bool, life: Life, ready: bool, now: float) -> RouteState:
 
 
 def scaling_rule(spec: Spec) -> ScalingRule:
-    """Of a spec whose target isn't freeness."""
+    """The rule of a spec whose target isn't freeness."""
     instances = spec.instances
     kind: Literal["concurrency", "rps"] = "rps" if instances.target_kind == "rps" else "concurrency"
     return ScalingRule(spec.least, instances.max, instances.target, kind)

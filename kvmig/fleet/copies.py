@@ -8,9 +8,9 @@ from contextlib import closing
 from pathlib import Path
 
 PAGES = 256
-"""Of a step: a megabyte."""
+"""Pages per step: a megabyte."""
 PAUSE_S = 0.002
-"""Between two steps, for those who wait for the disk."""
+"""Pause between two steps, for other users of the disk."""
 
 
 def copy_sqlite(path: Path, into: Path) -> None:

@@ -17,15 +17,15 @@ from kvmig.core.errors import StartupError
 from kvmig.proxy.messages import ModelCard
 
 RETRY_S = 0.05
-"""Between two attempts to connect to one that starts."""
+"""Pause between two attempts to connect to a starting deployment."""
 SILENT_S = 20.0
 """A deployment says something at least every 5 s."""
 ORDER_S = 40.0
-"""For an order: its launcher may read an engine's flags first."""
+"""Timeout of an order: its launcher may read an engine's flags first."""
 TOLD_S = 10.0
-"""For the event that says what an order has done; it comes within moments of the answer."""
+"""Timeout of the event with an order's result; it comes within moments of the answer."""
 CARD_S = 10.0
-"""For the list of its models."""
+"""Timeout of the list of its models."""
 ADMIN = "/kvmig/v1"
 
 log = logging.getLogger(__name__)

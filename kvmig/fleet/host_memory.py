@@ -28,7 +28,7 @@ class Memory:
         self._on_gpu = on_gpu
 
     def host(self) -> Host:
-        """As it is now. Raises ConfigError."""
+        """The host's memory as it is now. Raises ConfigError."""
         total = total_memory()
         return Host(min(self._most, total) if self._most else total, available_memory())
 
@@ -63,7 +63,7 @@ class Memory:
 
 
 def _number(spec: Spec, flag: str, usual: int) -> int:
-    """Of one of its flags. usual: if it isn't given, or isn't a number."""
+    """The number that a flag gives. usual: if it isn't given, or isn't a number."""
     found = usual
     for at, word in enumerate(spec.flags):
         name, equals, value = word.partition("=")

@@ -24,11 +24,11 @@ from kvmig.fleet.quotas import settle
 from kvmig.fleet.tables import Database, api_keys, upsert, usage, usage_daily, users
 
 FIELDS = ("key", "user", "model", "day")
-"""That sums can be by."""
+"""Fields by which sums can be grouped."""
 AT_ONCE = 500
 """Records of a transaction: SQLite takes so many variables, and orders wait for its end."""
 COUNTS = ("prompt", "cached", "output")
-"""Of a call; cached ones are part of the prompt."""
+"""Token counts of a call; cached ones are part of the prompt."""
 SUMS = ("calls", *COUNTS)
 
 
@@ -41,7 +41,7 @@ class Merged(NamedTuple):
     last: int
     """Number of the last record."""
     unread: Sequence[Kept] = ()
-    """Those that can't be read; they stay in the spool."""
+    """Rows that can't be read; they stay in the spool."""
 
 
 def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -> Merged:

@@ -32,11 +32,11 @@ LAST_RETRY_S = 300.0
 STABLE_S = 60.0
 """A deployment that dies sooner after it was ready, for the second time, has failed."""
 REST_S = 60.0
-"""For a deployment to be parked, or to wake."""
+"""Time for a deployment to be parked, or to wake."""
 HANG_S = 30.0
 """A deployment that should serve and says nothing of itself for so long hangs, and is killed."""
 END_S = 60.0
-"""For a deployment to end that was told to, beyond its requests' own time; then it is killed."""
+"""Time for a deployment to end, beyond its requests' own time; then it is killed."""
 
 
 class Wish(Struct, frozen=True):
@@ -74,7 +74,7 @@ class Seen(Struct, frozen=True):
     running: int = 0
     """Requests that proxies relay to it now."""
     idle_s: float = 0.0
-    """Since the last request ended; 0 while there is one."""
+    """Seconds since the last request ended; 0 while there is one."""
     unrouted: bool = False
     """Whether every proxy has said that it sends nothing to it any more."""
     no_room: str = ""
@@ -91,12 +91,12 @@ class Life(Struct, frozen=True):
     state: State = "zero"
     since: float = 0.0
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     retry_at: float = 0.0
     why: str = ""
     """Why it failed, or waits; empty otherwise."""
     lost_at: float | None = None
-    """Since when it does not serve, or is not parked, though it should be; None: all is well."""
+    """Time since which it should serve, or be parked, but isn't; None: all is well."""
     adopted: bool = False
     """Whether a server before this one has started it, and this one hasn't seen it serve yet."""
 

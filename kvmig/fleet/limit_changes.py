@@ -34,7 +34,7 @@ def changed(connection: Connection, old: SomeLimits, changes: Mapping[str, Any])
 
 
 def check_models(connection: Connection, named: Iterable[str]) -> None:
-    """Of quotas. Raises ConfigError for one that isn't in the catalogue."""
+    """Check the models of quotas. Raises ConfigError for one that isn't in the catalogue."""
     for name in named:
         if connection.scalar(select(models.c.id).where(models.c.name == name)) is None:
             raise ConfigError(
@@ -44,5 +44,5 @@ def check_models(connection: Connection, named: Iterable[str]) -> None:
 
 
 def named_of(terms: Limits, named: Iterable[str]) -> dict[str, Any]:
-    """Some of them, as the database and the audit have them."""
+    """The named limits, as the database and the audit have them."""
     return {name: msgspec.to_builtins(getattr(terms, name)) for name in named}

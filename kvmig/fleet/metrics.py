@@ -22,9 +22,9 @@ from kvmig.fleet.tables import StoreError
 from kvmig.proxy.exposition import Part, merged, parsed
 
 SCRAPE_S = 2.0
-"""For a deployment to answer."""
+"""Timeout of a deployment's answer."""
 CACHE_S = 1.0
-"""That a text is good for."""
+"""Time for which a text is served again."""
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class FleetMetrics:
         self._made_at = -CACHE_S
 
     async def text(self) -> bytes:
-        """As Prometheus reads it; whoever asks meanwhile gets the same."""
+        """The text for Prometheus; calls at the same time get the same text."""
         async with self._lock:
             if self._clock() - self._made_at >= CACHE_S:
                 self._text = await self._make()
@@ -179,7 +179,7 @@ def of_disks(free: Mapping[str, int]) -> Metric:
 
 
 def of_usage(sums: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """Of the ledger, over all time."""
+    """Metrics of the ledger, over all time."""
     tokens = CounterMetricFamily(
         "kvmig_usage_tokens", "Tokens that were counted.", labels=["model", "kind"]
     )

@@ -73,9 +73,9 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     deployment: str
     how: str
-    """For people."""
+    """How it ended, for people."""
     said: str = ""
-    """Its own last sentence."""
+    """The deployment's own last error message."""
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +89,7 @@ News = Running | Started | Ended | Checked
 
 
 def encode(message: Order | News) -> bytes:
-    """As it is sent."""
+    """The message as it is sent."""
     return msgspec.msgpack.encode(message)
 
 

@@ -26,15 +26,15 @@ from kvmig.placement.observed import adopted, check
 from kvmig.placement.told import way_to_text
 
 START_S = 10.0
-"""Of an instance whose model has not been seen to start."""
+"""Assumed start time of an instance whose model has not been seen to start."""
 LOOK_S = 5.0
-"""Between two looks, once the placement is reached."""
+"""Pause between two looks, once the placement is reached."""
 PLAN_S = 10.0
-"""For instances that start or leave to come to an end, before there is a plan."""
+"""Wait for instances that start or leave, before there is a plan."""
 WAIT_S = 0.5
-"""Between two looks at models that don't serve yet."""
+"""Pause between two looks at models that don't serve yet."""
 LINES = 100
-"""Of what was done, that are kept."""
+"""Lines of the history that are kept."""
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Replacer:
         self._planning = False
 
     def standing(self) -> Standing:
-        """As it is now."""
+        """The placement's status now."""
         placement = None if self._wanted is None else self._wanted.placement
         return Standing(self._state, self._why, placement, list(self._lines))
 
@@ -151,7 +151,7 @@ class Replacer:
         check(wanted, running, "placement")
 
     async def _adopting(self, placement: Placement) -> Wanted:
-        """With units for all instances that run."""
+        """The desired placement, with units for all running instances."""
         before = {} if self._wanted is None else self._wanted.units
         async with _Site(self._models, Wanted(placement, before)) as deployments:
             rows = {name: await one.rows() for name, one in deployments.items()}
@@ -163,7 +163,7 @@ class Replacer:
         return Wanted(placement, units)
 
     async def _keep(self, wanted: Wanted) -> None:
-        """Until cancelled, or it fails."""
+        """Keep the placement until cancelled, or until it fails."""
         try:
             while True:
                 if waits := self._waits_for(wanted):

@@ -44,7 +44,7 @@ def remember(connection: Connection, source: str, seqs: Iterable[int]) -> None:
 
 
 def among(connection: Connection, source: str, seqs: Sequence[int]) -> set[int]:
-    """Those of these calls of a front end whose rows are deleted."""
+    """The calls of a front end, of these, whose rows are deleted."""
     if not seqs:
         return set()
     table = usage_pruned

@@ -46,7 +46,7 @@ from kvmig.proxy.messages import QuotaLeft
 
 OVER = "the call is over"
 LINE_BYTES = 1 << 20
-"""Of a message of a front end."""
+"""Most bytes of a front end's message."""
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ def idle_sources(database: Database) -> set[str]:
 
 
 def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:
-    """Of the quotas of keys and their users in the present period, by `Quota.id`: what isn't used.
+    """What isn't used of the quotas of keys and their users in this period, by `Quota.id`.
     What of it calls have reserved, they may give back.
 
     Raises StoreError.

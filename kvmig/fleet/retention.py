@@ -23,7 +23,7 @@ from kvmig.fleet.tables import Database, StoreError, audit, grants, usage
 AT_ONCE = 2_000
 """Rows of a transaction: others wait for its end."""
 LOOK_S = 3600.0
-"""Between two looks for rows that have become too old."""
+"""Pause between two looks for rows that have become too old."""
 KEEPER = Actor("kvmig up --keep-usage-days")
 
 log = logging.getLogger(__name__)

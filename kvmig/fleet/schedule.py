@@ -101,7 +101,7 @@ def parse_cron(expression: str) -> Cron:
 
 
 def _values(part: str, field: _Field) -> range:
-    """Of `*`, `A`, `A-B`, each with `/STEP` or without."""
+    """The values of `*`, `A`, `A-B`, each with `/STEP` or without."""
     span, slash, step = part.partition("/")
     first, dash, last = span.partition("-")
     if span == "*":

@@ -76,15 +76,15 @@ from kvmig.proxy.messages import (
 from kvmig.rpc.unix_packets import QueuedPackets
 
 CHECK_S = 180.0
-"""For flags to be checked: their engine's libraries may have to be loaded first."""
+"""Timeout of a check of flags: their engine's libraries may have to be loaded first."""
 KNOWN_S = 3.0
-"""For proxies to know of a change before its order is answered."""
+"""Wait for proxies to apply a change before its order is answered."""
 LOOK_S = 1.0
-"""For deployments of a server before this one to tell what they do."""
+"""Wait for the reports of deployments that an earlier server started."""
 MERGE_S = 1.0
-"""Between two looks at what front ends have counted."""
+"""Pause between two looks at what front ends have counted."""
 SWEEP_S = 60.0
-"""Between two looks for tokens that were granted to calls that have ended."""
+"""Pause between two looks for tokens that were granted to calls that have ended."""
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class FleetServer:
         self._grants: dict[str, KeyGrant] = {}
         self._grants_by_id: dict[str, KeyGrant] = {}
         self._left: dict[str, QuotaLeft] = {}
-        """By `Quota.id`."""
+        """What is left of quotas, by `Quota.id`."""
         self._keys = Keys(b"")
         self._keys_version = 0
         self._heard = asyncio.Event()
@@ -156,7 +156,7 @@ class FleetServer:
         self._quotas = QuotaSocket(str(settings.quotas), self._grant, self._take)
         self._since = monotonic()
         self._buckets: dict[str, Bucket] = {}
-        """Of limits of tokens a minute, by `Limited.id`."""
+        """Buckets of limits of tokens per minute, by `Limited.id`."""
         self._backend = Backend(
             settings,
             self._store,
@@ -175,7 +175,7 @@ class FleetServer:
         self._spoolless: set[str] = set()
         """Front ends that had grants and no spool at the last look."""
         self._keeping: asyncio.Task[None] | None = None
-        """None: rows of the ledger stay for ever."""
+        """Task that deletes old rows; None: rows of the ledger stay."""
         self._http: uvicorn.Server | None = None
 
     async def start(self) -> None:
@@ -281,7 +281,7 @@ class FleetServer:
         await asyncio.to_thread(Spool(path).forget, unread)
 
     async def _merge(self, spool: Path, over: bool) -> None:
-        """All of it. Raises StoreError, OSError."""
+        """Merge the whole spool. Raises StoreError, OSError."""
         merged = Merged(AT_ONCE, {}, 0)
         while merged.records == AT_ONCE:
             database = self._store.database
@@ -365,7 +365,7 @@ class FleetServer:
         )
 
     async def _changed(self) -> None:
-        """After an order: take what it changed, and let all proxies that listen know it first.
+        """Take what an order changed, and wait until all connected proxies know it.
 
         Raises StoreError.
         """
@@ -402,7 +402,7 @@ class FleetServer:
         return self._version
 
     def _first(self) -> Sequence[Down]:
-        """All that a proxy needs, when it connects."""
+        """The messages that a proxy needs when it connects."""
         now = monotonic()
         owed = {whose: bucket.now(now) for whose, bucket in self._buckets.items()}
         snapshot = Snapshot(

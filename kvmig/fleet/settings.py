@@ -14,7 +14,7 @@ from kvmig.core.secret import Discreet
 DATA = "KVMIG_DATA"
 """Environment variable: the fleet's folder, where `--data` doesn't say."""
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@\"',]+")
-"""As a browser sends it."""
+"""Pattern of an origin as a browser sends it."""
 SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 
@@ -34,19 +34,19 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
     memory: int = 0
     """Bytes of the host's that all models may take together; 0: all that there is."""
     shutdown_timeout_s: float = 30.0
-    """That the end of a deployment lets running requests finish."""
+    """Time that the end of a deployment gives running requests."""
     keep_usage_days: int = 400
-    """That a call's row stays in the ledger; 0: for ever."""
+    """Days that a call's row stays in the ledger; 0: no limit."""
     allowed_origins: tuple[str, ...] = ()
-    """Of web pages that may call models; `*`: all."""
+    """Origins of web pages that may call models; `*`: all."""
 
     def path(self, *parts: str) -> Path:
-        """Of a file in the folder."""
+        """The path of a file in the folder."""
         return Path(self.data, *parts)
 
     @property
     def database_url(self) -> str:
-        """Of its catalogue and accounts."""
+        """The URL of the database with catalogue and accounts."""
         return self.database or f"sqlite:///{self.path('kvmig.sqlite')}"
 
     @property
@@ -56,7 +56,7 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
 
     @property
     def links(self) -> Path:
-        """Where the server hears proxies."""
+        """The socket on which the server serves proxies."""
         return self.path("run", "proxies.sock")
 
     def deployment(self, deployment: str) -> Path:
@@ -65,16 +65,16 @@ class FleetSettings(Discreet, frozen=True, kw_only=True):
 
     @property
     def quotas(self) -> Path:
-        """Where front ends ask for tokens of quotas."""
+        """The socket on which front ends ask for tokens of quotas."""
         return self.path("run", "quotas.sock")
 
     @property
     def spools(self) -> Path:
-        """Of files in which front ends keep what calls use."""
+        """The folder of files in which front ends keep what calls use."""
         return self.path("spools")
 
     def log(self, name: str) -> Path:
-        """Of one of its processes."""
+        """The log of a process."""
         return self.path("logs", f"{name}.log")
 
 

@@ -24,9 +24,9 @@ NAMES = (
     " empty part or a part v1 between slashes"
 )
 RESERVED_PARTS = {"", ".", "v1"}
-"""Of a name, between slashes: in paths as /models/NAME/v1/... they end the name."""
+"""Refused parts of a name, between slashes: in paths as /models/NAME/v1/... they end the name."""
 RESERVED_ENDS = ("/logs", "/scale", "/switch", "/wake")
-"""Of a name: orders to a model are paths as /kvmig/v2/models/NAME/wake."""
+"""Ends of a name that are refused: orders to a model have paths as /kvmig/v2/models/NAME/wake."""
 PATH = "path:"
 LATER = {
     "placement": "placement on workers",
@@ -66,7 +66,7 @@ OURS = {
 MOST_S = 7 * 86400.0
 MOST_BYTES = 1 << 50
 FLAG_BYTES = 1 << 16
-"""Of all flags of a model."""
+"""Most bytes of all flags of a model."""
 
 Engine = Literal["vllm", "transformers", "toy"]
 TargetKind = Literal["concurrency", "rps", "freeness"]
@@ -82,7 +82,7 @@ class Instances(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one instance is for: requests at once, arrivals a second, or blocks of freeness."""
     target_kind: TargetKind = "concurrency"
     zero_after_s: float = 300.0
-    """Without a request, until none is left; with min 0 only."""
+    """Seconds without a request until no instance is left; with min 0 only."""
     start_timeout_s: float = 600.0
     schedule: tuple[Floor, ...] = ()
     """More than min, at certain times."""
@@ -99,7 +99,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The engine's, and kvmig.serve's."""
     instances: Instances = Instances()
     aliases: tuple[str, ...] = ()
-    """Other names of it."""
+    """Other names of the model."""
     adapters: Mapping[str, str] = {}
     """LoRA adapters by the name that requests give: a folder each."""
     warm: Warm = "none"
@@ -115,7 +115,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_held: int = 1000
     """Requests at most that wait for its start."""
     heartbeat_after_s: float = 10.0
-    """Without an answer, until a streaming client hears heartbeats."""
+    """Seconds without an answer until a streaming client gets SSE keep-alives."""
 
     @property
     def least(self) -> int:
@@ -124,7 +124,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def folder(self) -> str:
-        """Of its source."""
+        """The folder of its source."""
         return self.source.removeprefix(PATH)
 
 
@@ -133,14 +133,14 @@ ALLOWED = {
     "instances.target_kind": get_args(TargetKind),
     "warm": get_args(Warm),
 }
-"""Of each field that takes certain words."""
+"""Allowed values of each field that takes certain words."""
 GET_ONE = "`hf download NAME --local-dir FOLDER` fetches a model from the Hugging Face Hub"
 FIELDS = {"": Spec.__struct_fields__, "instances": Instances.__struct_fields__}
 """Of each struct; all others are floors."""
 
 
 def spec_of(given: Any) -> Spec:
-    """From what JSON or YAML holds. Raises ConfigError."""
+    """Read a spec from parsed JSON or YAML. Raises ConfigError."""
     if not isinstance(given, dict):
         raise ConfigError(f"a model is {given!r:.100}, must be a mapping with name and source")
     who = given.get("name")
@@ -319,7 +319,7 @@ def read_yaml(text: str) -> Any:
 
 
 def fleet_of(given: Any, folder: Path | None = None) -> FleetFile:
-    """From what JSON or YAML holds: `models`, a list, and `aliases`. Raises ConfigError.
+    """Read a fleet's parsed JSON or YAML: `models`, a list, and `aliases`. Raises ConfigError.
 
     folder: what relative paths in it mean; None: there are none.
     """

@@ -93,7 +93,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     changed: float
     author: str
-    """Of the revision."""
+    """Author of the revision."""
 
 
 class UserRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ class UserRow(msgspec.Struct, frozen=True, kw_only=True):
     disabled: bool
     created: float
     limits: Limits = Limits()
-    """Of all keys together."""
+    """Limits of all keys together."""
 
 
 class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +206,7 @@ class Store:
             raise StoreError(f"{path} can't be written: {error}") from error
 
     def version(self) -> int:
-        """That of all here; every order makes it larger."""
+        """The version of the whole store; every order increases it."""
         with self.database.transaction(reading=True) as connection:
             return _version(connection)
 
@@ -221,7 +221,7 @@ class Store:
     # -- models
 
     def models(self) -> list[ModelRow]:
-        """All, by name."""
+        """The rows, by name."""
         with self.database.transaction(reading=True) as connection:
             return self._models(connection)
 
@@ -235,14 +235,14 @@ class Store:
             return _model(connection, name)
 
     def revisions(self, name: str) -> list[ModelRow]:
-        """All of a model, the newest first. Raises NotThere."""
+        """The revisions of a model, the newest first. Raises NotThere."""
         with self.database.transaction(reading=True) as connection:
             _model(connection, name)
             wanted = _with_specs().where(models.c.name == name).order_by(revisions.c.n.desc())
             return [_model_row(row) for row in connection.execute(wanted).mappings()]
 
     def catalogue(self) -> tuple[list[ModelRow], Mapping[str, Mapping[str, int]]]:
-        """All models, by name, and the aliases with weights."""
+        """The models, by name, and the aliases with weights."""
         with self.database.transaction(reading=True) as connection:
             return self._models(connection), _aliases(connection)
 
@@ -276,7 +276,7 @@ class Store:
     def scale(
         self, name: str, actor: Actor, *, least: int | None = None, most: int | None = None
     ) -> ModelRow:
-        """Other bounds of its instances: a new revision. Raises NotThere, ConfigError."""
+        """Set other bounds of its instances, in a new revision. Raises NotThere, ConfigError."""
         with self.database.transaction() as connection:
             spec = scaled(_model(connection, name).spec, least, most)
             return self._renew(connection, _fleet(connection), spec, actor)
@@ -292,7 +292,7 @@ class Store:
             return msgspec.structs.replace(found, on=on)
 
     def remove_model(self, name: str, actor: Actor) -> None:
-        """With its revisions. Raises NotThere; Taken if an alias stands for it."""
+        """Remove a model and its revisions. Raises NotThere; Taken if an alias stands for it."""
         with self.database.transaction() as connection:
             _model(connection, name)
             old = _fleet(connection)
@@ -369,7 +369,7 @@ class Store:
     # -- users and keys
 
     def users(self) -> list[UserRow]:
-        """All, by name."""
+        """The rows, by name."""
         with self.database.transaction(reading=True) as connection:
             found = connection.execute(select(users).order_by(users.c.name)).mappings()
             return self.set_aside.readable("user", found, _user_row)
@@ -416,7 +416,7 @@ class Store:
             return new
 
     def keys(self, user: str | None = None) -> list[KeyRow]:
-        """All, or a user's, revoked ones too; the oldest first."""
+        """The keys of all users, or of one, revoked ones too; the oldest first."""
         wanted = _keys_of_users().order_by(api_keys.c.created, api_keys.c.id)
         if user is not None:
             wanted = wanted.where(users.c.name == user)
@@ -485,7 +485,7 @@ class Store:
             return _key(connection, prefix)
 
     def first_admin_key(self) -> str | None:
-        """Where there is no user yet: make the user `admin`, and a key of theirs, shown once."""
+        """Create the user `admin` and a key, shown once, if there is no user yet."""
         actor = Actor("first start")
         with self.database.transaction() as connection:
             if connection.execute(select(users.c.id).limit(1)).first() is not None:
@@ -602,7 +602,7 @@ class Store:
 
 
 def _read_pepper(path: Path, *, make: bool) -> bytes:
-    """From a file for this user alone; a new one is on the disk before anything depends on it."""
+    """Read the pepper from this user's file; a new one is on disk before its first use."""
     part = path.with_name(path.name + ".part")
     try:
         if make and not path.exists():

@@ -62,22 +62,22 @@ from kvmig.rpc.unix_packets import QueuedPackets
 
 FORKS = "kvmig.fleet.fork_server"
 BEATS = "--heartbeat-descriptor"
-"""Of a deployment: its number follows as the last word."""
+"""Flag of a deployment: the descriptor's number follows as the last word."""
 SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
 READY_S = 60.0
-"""For the server or a proxy to be ready."""
+"""Timeout of the start of the server or a proxy."""
 NURSERY_S = 120.0
-"""For an engine's libraries to be loaded."""
+"""Timeout of loading an engine's libraries."""
 LOOK_S = 0.05
 GRACE_S = 20.0
-"""For a deployment to end, beyond the time that its requests get."""
+"""Time for a deployment to end, beyond the time that its requests get."""
 CHECK_S = 60.0
-"""For flags to be read."""
+"""Timeout of reading flags."""
 HANG_S = 30.0
 """A deployment without a heartbeat for so long is ended. Its launcher may read an engine's flags in
 its event loop, which takes seconds on a busy machine."""
 PROBE_S = 10.0
-"""Between two looks at whether a nursery listens."""
+"""Pause between two probes of a nursery."""
 MISSED = 2
 """Looks in a row that find that it does not; then it is ended."""
 LOG_BYTES = 10_000_000
@@ -125,7 +125,7 @@ class Deployment:
     ending: bool = False
     heartbeats: Heartbeats | None = None
     log_from: int = 0
-    """Where its log begins: what is before is of others."""
+    """Position at which its log begins: earlier lines belong to others."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self) -> None:
@@ -173,7 +173,7 @@ class Nurseries:
         self._turns: dict[str, asyncio.Lock] = {}
 
     def address(self, engine: str) -> str:
-        """Of its socket."""
+        """The path of its socket."""
         return str(self._settings.path("run", f"nursery-{engine}.sock"))
 
     async def server(self, engine: str) -> ForkServer:
@@ -247,7 +247,7 @@ async def end_now(process: asyncio.subprocess.Process) -> None:
 
 
 def environment_of(settings: FleetSettings) -> dict[str, str]:
-    """Of nurseries and deployments, which must have the same (see `kvmig.process.fork_server`)."""
+    """The one environment of nurseries and deployments (see `kvmig.process.fork_server`)."""
     # A thread count that instances of all deployments share, for it is read at the import.
     return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}
 
@@ -261,7 +261,7 @@ class Init:
         self._sock = sock
         self._nurseries = Nurseries(settings)
         self._forks: ForkServer | None = None
-        """Of the server and the proxies."""
+        """Fork server of the server and the proxies."""
         self._deployments: dict[str, Deployment] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: QueuedPackets | None = None
@@ -270,7 +270,7 @@ class Init:
         self._at_once = asyncio.Event()
 
     async def run(self) -> int:
-        """Until a signal."""
+        """Run until a signal."""
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, self._signalled)
@@ -397,7 +397,7 @@ class Init:
                 self._task(self._load(engine), f"nursery of {engine}")
 
     def _tell(self, news: News) -> None:
-        """To the server; one that is gone asks anew when it is back."""
+        """Send news to the server; a server that is gone asks again when it is back."""
         if self._server is not None:
             self._server.send(encode(news))
 
@@ -410,7 +410,7 @@ class Init:
             log.warning("%s; deployments start by themselves, which takes longer", error)
 
     async def _deploy(self, start: Start) -> None:
-        """From a deployment's start to its end."""
+        """Run a deployment from its start to its end."""
         deployment = self._deployments[start.deployment] = Deployment(start)
         try:
             process = await self._spawn(deployment)
@@ -590,7 +590,7 @@ async def lives(process: Process, heartbeats: Heartbeats | None) -> str:
 
 
 def size_of(path: Path) -> int:
-    """In bytes; 0 if there is no such file."""
+    """Size in bytes; 0 if there is no such file."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

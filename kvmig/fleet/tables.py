@@ -45,9 +45,9 @@ from kvmig.core.errors import ConfigError, KvmigError
 SCHEMA = 8
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
-"""That of 0.1.0; databases of before it, which was never released, are refused."""
+"""The schema of 0.1.0; databases from before it, which was never released, are refused."""
 LOCK_KEY = 0x6B766D6967
-"""Of PostgreSQL's advisory lock."""
+"""Number of PostgreSQL's advisory lock."""
 LOCK_NOT_AVAILABLE = "55P03"
 """PostgreSQL's code."""
 READING = "kvmig_reading"
@@ -290,7 +290,7 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self, *, reading: bool = False) -> Iterator[Connection]:
-        """All that is done within, or nothing of it. Raises StoreError."""
+        """Commit all that is done within, or nothing of it. Raises StoreError."""
         with self._errors(), self._engine.connect() as connection:
             connection.execution_options(**{READING: reading})
             with connection.begin():
@@ -348,7 +348,7 @@ def _checked_url(url: str) -> URL:
 
 
 def _engine(url: URL, wait_s: float) -> Engine:
-    """It has one connection, and so PostgreSQL's lock is held by whoever writes."""
+    """Create an engine of one connection, so that the writer holds PostgreSQL's lock."""
     lite = url.get_backend_name() == "sqlite"
     arguments: dict[str, Any] = {"timeout": wait_s} if lite else {"connect_timeout": CONNECT_S}
     try:
@@ -401,7 +401,7 @@ def _take_lock(path: Path) -> IO[Any]:
 
 
 def _named_there(file: IO[Any]) -> str:
-    """Who has the lock that is on this file."""
+    """The process that has the lock on this file."""
     file.seek(0)
     return f"the server {file.read(20).strip() or '?'}"
 
