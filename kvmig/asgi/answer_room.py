@@ -8,7 +8,7 @@ it takes many times what a token takes, also of the event loop.
 from __future__ import annotations
 
 MOST_TOKENS = 524_288
-"""Of one answer, all its sequences together, that are kept at once."""
+"""Most tokens of one answer, all its sequences together, that are kept at once."""
 MOST_LOGPROBS = 65_536
 """The same of log-probabilities."""
 MOST_NUMBERS = 1_048_576
@@ -24,7 +24,7 @@ class AnswerRoom:
         self._taken = 0.0
 
     def keep(self, tokens: int, logprobs: int, numbers: int = 0) -> None:
-        """So many more are kept, until the call is over."""
+        """Count more as kept, until the call is over."""
         self._taken += part(tokens, logprobs) + numbers / MOST_NUMBERS
 
     def full(self, unread: float = 0.0) -> bool:
@@ -33,7 +33,7 @@ class AnswerRoom:
 
 
 def part(tokens: int, logprobs: int) -> float:
-    """Of the room for one call's answer: what tokens with so many log-probabilities take."""
+    """Share of one call's answer room that tokens with these log-probabilities take."""
     return tokens / MOST_TOKENS + logprobs / MOST_LOGPROBS
 
 

@@ -54,7 +54,7 @@ class ModelReach(NamedTuple):
     """What a model can use of one prompt."""
 
     tokens: int
-    """Of a prompt and its answer."""
+    """Tokens of a prompt and its answer."""
     longest: int = TOKEN_BYTES
     """Bytes of its tokenizer's longest token."""
     media: bool = False
@@ -86,7 +86,7 @@ class BodyBound(NamedTuple):
 
     @property
     def all_values(self) -> int:
-        """Of a whole body. A list of ids may stand in a list of prompts."""
+        """Values of a whole body. A list of ids may stand in a list of prompts."""
         return self.values + self.ids + PROMPTS
 
 

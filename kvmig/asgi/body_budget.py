@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Literal
 
 Full = Literal["", "account", "all"]
-"""Whose room has no place for more; empty: there is some."""
+"""Which room is full; empty: neither."""
 
 
 class BodyBudget:
@@ -67,7 +67,7 @@ class BodyShare:
         return self._size
 
     def take(self, size: int) -> Full:
-        """So many bytes have come; they count unless there is no room."""
+        """Count bytes that have come, unless there is no room."""
         full = self._budget.full_for(self._account, size)
         if not full:
             self._budget.add(self._account, size)
@@ -75,6 +75,6 @@ class BodyShare:
         return full
 
     def give_back(self) -> None:
-        """Nothing of it is kept any more. May be said again."""
+        """Free the share. A second call does nothing."""
         size, self._size = self._size, 0
         self._budget.add(self._account, -size)

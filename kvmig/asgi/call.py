@@ -30,7 +30,7 @@ class Held(Protocol):
     """Something that a call holds for a while."""
 
     def give_back(self) -> None:
-        """It needs it no more for now. May be said again."""
+        """Free the room for now. A second call does nothing."""
         ...
 
     def close(self) -> None:
@@ -73,22 +73,22 @@ class HttpCall:
         self.tenant = tenant
         self.quota = quota
         self.allowance: Allowance[Any] | None = None
-        """Of a call that has asked for tokens of its key's quota."""
+        """Allowance of a call that has asked for tokens of its key's quota."""
         self.body: BodyShare | None = None
         """What its body takes of the room for bodies, until the engine has the prompt."""
         self.room = AnswerRoom()
-        """For what is kept of its answer."""
+        """Room for what is kept of its answer."""
         self.background: BackgroundWork | None = None
         """What goes on for it once its client has an answer; None: nothing does."""
         self.loop_payer = ""
-        """Whose stalls of the event loop its own are; empty: its work isn't timed."""
+        """Account whose stalls of the event loop its own are; empty: its work isn't timed."""
         self.media: Held | None = None
         """What its images, audio and video take, until they go to the engine with the prompt."""
         self.request_ids: set[str] = set()
         self.priority: int | None = None
-        """Of its class, as its header says it, which goes before all else; None: it has none."""
+        """Number of its class in its header, which goes before all else; None: it has none."""
         self.sequences = 1
-        """That it asks for: its answers to each prompt, times its prompts."""
+        """Sequences that it asks for: answers to each prompt, times its prompts."""
         self.over = False
         """Whether nothing more comes of it: it has its answer, or its client has left."""
         self.answered = False
@@ -96,7 +96,7 @@ class HttpCall:
         self.left = False
         """Whether the client has left before that."""
         self.status = 0
-        """Of the answer; 0: it hasn't begun."""
+        """Status of the answer; 0: it hasn't begun."""
         self.told: Usage | None = None
         """What the answer says that the call has used, if it does."""
         self.failure: ApiError | None = None
@@ -119,7 +119,7 @@ class HttpCall:
         return "" if self.allowance is None else self.allowance.refused
 
     def end_answer(self) -> None:
-        """All of the answer is sent; to nobody, if the client has left."""
+        """End the answer, which is sent, or has no client any more."""
         self.answered = not self.left
 
     def lose_client(self) -> None:
@@ -154,7 +154,7 @@ class HttpCall:
             self.media.close()
 
     def rendered(self) -> None:
-        """One of its prompts goes to the engine, with what was made of its media."""
+        """Note that one of its prompts goes to the engine, with what was made of its media."""
         if self.media is not None:
             self.media.give_back()
 
@@ -193,7 +193,7 @@ class HttpCall:
     # -- a client that doesn't read
 
     def stopped_reading(self) -> None:
-        """Nothing more can be written to the client: tokens pile up here."""
+        """Note that the client reads no more: tokens pile up here."""
         self._marks = {}
 
     def reads_again(self) -> None:

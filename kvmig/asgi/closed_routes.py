@@ -16,7 +16,7 @@ _OPERATORS = """
 /init_weight_transfer_engine /shutdown_weight_transfer_engine /start_draft_weight_update
 /start_weight_update /update_weights /finish_weight_update /update_weight_version /weight_checker
 """
-"""They end, stop or change what is of all tenants."""
+"""Routes that end, stop or change what belongs to all tenants."""
 _PARTS = """
 /v1/chat/completions/render /v1/chat/completions/derender /v1/completions/render
 /v1/completions/derender /v1/messages/render /v1/responses/render /cohere/v2/chat/render
@@ -27,9 +27,9 @@ _READ = """
 /is_paused /is_sleeping /get_world_size /weight_info /kv_event_sources /fault_tolerance/status
 /v1/models app.swagger_ui_oauth2_redirect_url
 """
-"""Of one deployment, or answered by the proxy itself."""
+"""Routes of one deployment, or that the proxy itself answers."""
 _NOT_YET = "/v1/decisions /ping"
-"""Of 0.33; and another spelling of /health."""
+"""Routes of 0.33; and another spelling of /health."""
 
 CLOSED_ROUTES = frozenset(
     {

@@ -31,14 +31,14 @@ TYPES: dict[int, str] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
     HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
 }
-"""As vLLM names them, by status."""
+"""Types of errors as vLLM names them, by status."""
 _FLEET_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
-"""As OpenAI and Anthropic name them, by status."""
+"""Types of errors as OpenAI and Anthropic name them, by status."""
 _ANTHROPIC_TYPES = _FLEET_TYPES | {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
@@ -68,7 +68,7 @@ class ApiError(NamedTuple):
     code: str = ""
 
     def worded(self) -> Self:
-        """With a code, as a fleet's clients know it."""
+        """The error with a code, as a fleet's clients know it."""
         if self.code:
             return self
         if self.status == HTTPStatus.TOO_MANY_REQUESTS and QUOTA_WORDS in self.message:
@@ -111,7 +111,7 @@ def read_error(status: int, body: bytes) -> ApiError | None:
 
 
 def error_object(error: ApiError) -> dict[str, object]:
-    """As OpenAI's clients read it."""
+    """The error object that OpenAI's clients read."""
     kind, code = type_of(error.status), code_of(error)
     if error.code:
         usual = "invalid_request_error" if error.status < 500 else "api_error"

@@ -28,11 +28,11 @@ from kvmig.asgi.route_table import Api
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 20
-"""Of an error's body; a larger one is passed on as it is."""
+"""Most bytes of an error's body; a larger one is passed on as it is."""
 RETRY_AFTER_S = 5
-"""Of a 503 that does not say when to try again."""
+"""Retry-After of a 503 without one."""
 UNKNOWN = ApiError(500, "Internal server error")
-"""Of a stream that broke off, and nobody said why."""
+"""Error of a stream that broke off without a reason."""
 
 
 class ErrorStage:
@@ -45,7 +45,7 @@ class ErrorStage:
         self._send = send
         self._worded = worded
         self._start: Message | None = None
-        """Of an answer that is an error: it leaves with its new body."""
+        """Start of an answer that is an error: it leaves with its new body."""
         self._body = b""
         self._streams = self._told = self._ended = False
         self._numbers = EventNumbers() if api == "responses" else None

@@ -46,7 +46,7 @@ class BodyRules(NamedTuple):
     most: int
     """Bytes."""
     timeout_s: float
-    """For it to arrive."""
+    """Time for the body to arrive."""
     check: BodyCheck | None = None
     """Looks at what is in it."""
     why: str = "--max-body"

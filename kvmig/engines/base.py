@@ -90,11 +90,11 @@ class Room(msgspec.Struct, frozen=True):
     """What an engine can have of KV cache that it shares with others. Bytes."""
 
     floor: int
-    """Blocks for one request of the greatest length."""
+    """Bytes of one request of the greatest length."""
     capacity: int
     """The most that it could use."""
     granule: int
-    """Blocks that the engine gives and takes at a time."""
+    """Bytes that the engine gives and takes at a time."""
 
 
 class KVUse(msgspec.Struct, frozen=True):
@@ -103,11 +103,11 @@ class KVUse(msgspec.Struct, frozen=True):
     lease: int
     """What it has not given back."""
     used: int
-    """Blocks that requests hold."""
+    """Bytes that requests hold."""
     cached: int
-    """Blocks that only the prefix cache holds."""
+    """Bytes that only the prefix cache holds."""
     wanted: int
-    """Blocks that all requests want: running ones with their growth soon, and waiting ones."""
+    """Bytes that all requests want: running ones with their growth soon, and waiting ones."""
 
 
 class RequestState(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Send
 from kvmig.asgi.call import HttpCall
 
 END_S = 5.0
-"""For work that was cancelled."""
+"""Time for cancelled work to end."""
 
 
 class OpenAnswer:
@@ -34,7 +34,7 @@ class OpenAnswer:
         await self._send(message)
 
     async def wait(self, receive: Receive) -> None:
-        """Until the work has ended, which it does when the door has left; then end the answer."""
+        """Wait for the work's end, also at the proxy's leaving; then end the answer."""
         work = self._call.background
         if work is None or not self._call.account:
             return

@@ -38,7 +38,7 @@ class Turns:
         return len(self._waiting)
 
     async def wait(self, request_id: str, priority: int, tenant: str) -> None:
-        """Until it is the request's turn to be sent. Raises NoInstance when all are given up."""
+        """Wait for the request's turn to be sent. Raises NoInstance when all are given up."""
         if self._closed:
             raise NoInstance(self._closed)
         if self._waiting or not self._has_room():

@@ -20,7 +20,7 @@ from kvmig.frontend.router import Router
 from kvmig.frontend.struct_answers import shown_report
 
 LOOK_S = 0.2
-"""Between two looks at what has changed."""
+"""Pause between two looks at what has changed."""
 HEARTBEAT_S = 5.0
 """A listener hears something at least this often."""
 

@@ -1,4 +1,4 @@
-"""In which order requests that wait go to instances: by class, then by turns of tenants. Pure."""
+"""The order of requests that wait for instances: by class, then by turns of tenants. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FairQueue(Generic[Waiting]):
         self._count += 1
 
     def leave(self, priority: int, tenant: str, one: Waiting) -> None:
-        """It waits no more, whether its turn has come or not."""
+        """Take a request out, whether its turn has come or not."""
         tenants = self._classes.get(priority, OrderedDict())
         if one in tenants.get(tenant, ()):
             tenants[tenant].remove(one)
@@ -37,7 +37,7 @@ class FairQueue(Generic[Waiting]):
             self._tidy(priority, tenant)
 
     def pop(self) -> Waiting | None:
-        """Whose turn it is; None: nobody waits."""
+        """The request whose turn it is; None: the queue is empty."""
         if not self._classes:
             return None
         priority = min(self._classes)

@@ -21,9 +21,9 @@ ARRAY = 3
 PIECES = 4
 """Bytes of a pixel of the pieces that it is made of, until they are put together."""
 SCALES = (1, 2, 4, 8)
-"""By what a JPEG's width and height may be divided while it is decoded."""
+"""Divisors of a JPEG's width and height while it is decoded."""
 PART = 0.75
-"""Of what a call's media may take: a JPEG that takes more by itself is decoded smaller."""
+"""Share of a call's media room: a JPEG that takes more by itself is decoded smaller."""
 _SINGLE = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2, "I;16N": 2}
 _DECODER = {"JPEG": 0, "MPO": 0, "PNG": 1, "GIF": 2, "WEBP": 10}
 """Bytes of a pixel that a format's decoder has for itself. WebP: two canvases, the frame within the
@@ -71,7 +71,7 @@ def image_cost(look: ImageLook, scale: int = 1) -> MediaCost:
 
 
 def scale_of(look: ImageLook, most: int) -> int:
-    """By what its width and height are divided. most: bytes of all media of a call."""
+    """The divisor of its width and height. most: bytes of all media of a call."""
     if look.image_format not in ("JPEG", "MPO"):
         return 1
     fits = (one for one in SCALES if sum(image_cost(look, one)) <= PART * most)

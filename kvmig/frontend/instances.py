@@ -28,7 +28,7 @@ from kvmig.rpc.messages import VERSION, Message
 from kvmig.rpc.zmq_sockets import Client
 
 RETRY_S = 0.5
-"""Between two attempts to connect."""
+"""Pause between two attempts to connect."""
 TICK_S = 0.2
 """Longest time between two looks for silent instances."""
 AILMENTS = ("hung", "failed")
@@ -193,9 +193,9 @@ class Health:
 
     def __init__(self, listening: Listening) -> None:
         self.state = ""
-        """From the last load report; empty before."""
+        """State in the last load report; empty before."""
         self.arithmetic: Arithmetic | None = None
-        """From the last load report; None before."""
+        """Arithmetic in the last load report; None before."""
         self._listening = listening
         self.heard()
 
@@ -205,7 +205,7 @@ class Health:
 
     @property
     def silence_s(self) -> float:
-        """For how long the instance has been silent, up to a period more than it was."""
+        """Seconds of silence, up to a period more than the instance was silent."""
         return self._listening.total_s - self._heard_s
 
     def ailment(self, heartbeat_timeout_s: float) -> str:
@@ -333,7 +333,7 @@ class Fleet:
         )
 
     def roomiest(self, source: str, inexact: bool = False) -> str:
-        """Where a request of this instance finds the most room. Raises NoDestination.
+        """The instance with the most room for a request of this one. Raises NoDestination.
 
         inexact: where nothing rounds alike, also where its tokens may differ.
         """

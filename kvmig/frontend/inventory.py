@@ -160,7 +160,7 @@ def others_requests(told: Mapping[str, Requests], own: str) -> list[OthersReques
 
 
 def find_other(requests: list[OthersRequest], any_id: str) -> OthersRequest | None:
-    """By request id or call id; None if there is none. Raises AmbiguousRequest."""
+    """The request with this request id or call id; None: none. Raises AmbiguousRequest."""
     matching = [one for one in requests if any_id in (one.row.id, one.row.call_id)]
     if len(matching) > 1:
         names = ", ".join(sorted(one.row.id for one in matching))

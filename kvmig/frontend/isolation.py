@@ -16,7 +16,7 @@ from kvmig.asgi.call import current_call
 
 Value = TypeVar("Value")
 SALT_LENGTH = 32
-"""Of its hexadecimal digits."""
+"""Number of hexadecimal digits of a salt."""
 
 
 def make_salt(secret: bytes, tenant: str, given: str | None) -> str:
@@ -41,7 +41,7 @@ class PromptSalts:
         self._secret = secret
 
     def salt_of(self, given: str | None) -> str:
-        """Of a prompt of the current call."""
+        """The salt of a prompt of the current call."""
         return make_salt(self._secret, current_tenant(), given)
 
 

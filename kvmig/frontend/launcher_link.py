@@ -23,9 +23,9 @@ from kvmig.rpc.messages import Message
 from kvmig.rpc.zmq_sockets import Client
 
 RETRY_S = 0.5
-"""Between two attempts to connect to the launcher."""
+"""Pause between two attempts to connect to the launcher."""
 INSTANCE_RETRY_S = 1.0
-"""Before an instance that didn't answer is connected to again."""
+"""Pause before a new connection to an instance that didn't answer."""
 ORDER_TIMEOUT_S = 30.0
 """The launcher answers at once, but for the time that vLLM takes to read flags."""
 
@@ -128,7 +128,7 @@ class Membership:
         self.members: Sequence[Member] = ()
         self._router = router
         self._following: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        """By instance: its endpoint, and the task that holds it in the router."""
+        """Endpoint by instance, and the task that keeps it in the router."""
         self._ended: set[asyncio.Task[None]] = set()
         self._described: dict[str, bytes] = {}
         self._changed = asyncio.Event()

@@ -39,7 +39,7 @@ class LoadShedding:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._waiting: Counter[tuple[int, str]] = Counter()
-        """By priority and account, where some wait."""
+        """Waiting requests by priority and account, where there are some."""
         self._began: deque[float] = deque(maxlen=256)
 
     def hold(self, priority: int, change: int, now: float, account: str = "") -> None:

@@ -24,7 +24,7 @@ STALL_S = 0.25
 MOST, WITHIN_S = 3, 60.0
 """Stalls of one account, from which on it isn't let in."""
 CLOSED_S = 10.0
-"""From its last stall on."""
+"""Time from an account's last stall until its calls are admitted again."""
 
 Result = TypeVar("Result")
 
@@ -38,14 +38,14 @@ class StallRecord:
         self._stalls: dict[str, deque[float]] = {}
 
     def note(self, payer: str, now: float) -> None:
-        """One of its calls has stalled the loop."""
+        """Record that one of the payer's calls has stalled the loop."""
         self._stalls.setdefault(payer, deque(maxlen=MOST)).append(now)
         for one, stalls in list(self._stalls.items()):
             if now - stalls[-1] > WITHIN_S:
                 del self._stalls[one]
 
     def closed_s(self, payer: str, now: float) -> float:
-        """For how long it isn't let in; 0: it is."""
+        """Seconds until the payer is admitted; 0: it is now."""
         stalls = self._stalls.get(payer)
         if stalls is None or len(stalls) < MOST or stalls[-1] - stalls[0] > WITHIN_S:
             return 0.0
@@ -58,7 +58,7 @@ class LoopUse:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.stalls = StallRecord()
         self.collecting_s = 0.0
-        """Of this thread's processor time: what the collection of garbage took."""
+        """Processor time of this thread that garbage collection took."""
         self._clock = clock
         self._collection_began = 0.0
 

@@ -39,7 +39,7 @@ class LoopWatch:
         )
 
     async def run(self) -> None:
-        """For ever."""
+        """Watch the loop without end."""
         while True:
             self._suspects()
             began = self._clock()
@@ -47,7 +47,7 @@ class LoopWatch:
             self.note(self._clock() - began - PERIOD_S)
 
     def note(self, late_s: float) -> None:
-        """So late it was."""
+        """Record how late the loop was."""
         if late_s < STALL_S:
             return
         self._stalls.observe(late_s)

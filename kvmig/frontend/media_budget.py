@@ -19,7 +19,7 @@ class MediaCost(NamedTuple):
     """Bytes of one image, recording or video."""
 
     kept: int
-    """Until the model's processor has it."""
+    """Bytes that are kept until the model's processor has the item."""
     extra: int = 0
     """Besides, while it is decoded."""
 
@@ -38,7 +38,7 @@ class MediaBudget:
         return max(0, self.most - self.kept)
 
     def copy(self) -> MediaBudget:
-        """For another thread, which counts there."""
+        """A copy for another thread, which counts there."""
         return MediaBudget(self.most, self.kept)
 
     def check(self, what: str, cost: MediaCost) -> None:

@@ -77,7 +77,7 @@ class CallMedia:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """While one of them is on its way: the call takes no place meanwhile."""
+        """Hold decoding back while one item is fetched: the call takes no slot meanwhile."""
         self._fetching += 1
         self._all_here.clear()
         try:
@@ -89,7 +89,7 @@ class CallMedia:
 
     @asynccontextmanager
     async def decoding(self) -> AsyncIterator[None]:
-        """While one of them is decoded. Raises NoPlace."""
+        """Decode one item in a slot. Raises NoPlace."""
         await asyncio.sleep(0)  # until its fellows are on their way
         await self._all_here.wait()
         async with self._turn:
@@ -102,7 +102,7 @@ class CallMedia:
             yield
 
     def give_back(self) -> None:
-        """Its prompt goes to an engine: nothing of its media is here any more."""
+        """Free the call's decoding slot, once its prompt goes to an engine."""
         if self._placed:
             self._placed = False
             self._room.leave()

@@ -1,4 +1,4 @@
-"""From where an engine's front end may fetch what a client's URL names. Pure.
+"""The addresses from which a front end may fetch what a client's URL names. Pure.
 
 An URL is a client's, and the front end stands in the operator's network: what only that network
 reaches is not for clients. An address is judged when it is connected to, after its name is resolved
@@ -60,7 +60,7 @@ class MediaRules:
     domains: Collection[str] = ()
 
     def check_url(self, scheme: str, host: str | None) -> None:
-        """Of a client, or of a redirect. Raises MediaRefused."""
+        """Check a URL of a client, or of a redirect. Raises MediaRefused."""
         if scheme not in ("http", "https") or not host:
             raise MediaRefused("a media URL must be a data: URL, or one of http: or https:")
         if self.domains and not self._named(host):

@@ -19,12 +19,12 @@ class _Metered:
     began: float
     live: dict[str, LiveRequest] = field(default_factory=dict)
     prompts: dict[Hashable, int] = field(default_factory=dict)
-    """By `LiveRequest.prompt`, which several answers may share."""
+    """Prompt tokens by `LiveRequest.prompt`, which several answers may share."""
     cached: dict[Hashable, int] = field(default_factory=dict)
-    """Of those that have a first token: what a prefix cache had when they were first computed."""
+    """Cached tokens of prompts with a first token, as of their first computation."""
     searches: set[BeamSearch] = field(default_factory=set)
     output: int = 0
-    """Of the sequences that have ended, but for steps of beam searches."""
+    """Output tokens of ended sequences, except for steps of beam searches."""
     sequences: int = 0
     moves: int = 0
     reruns: int = 0
@@ -132,7 +132,7 @@ class Meter:
 
 
 def _so_far(found: _Metered, running: int) -> Usage:
-    """Of all that has begun. running: tokens of what is live."""
+    """The usage of all that has begun. running: tokens of what is live."""
     prompts = sum(found.prompts.values()) + sum(one.prompt or 0 for one in found.searches)
     return Usage(prompts, found.output + running + sum(one.output for one in found.searches))
 

@@ -37,7 +37,7 @@ TPOT_BUCKETS_S = (
 REQUEST_BUCKETS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 LABEL = "priority_class"
 SCRAPED = 0.1
-"""Of the time, at most so much goes into the text of /metrics, however many ask for it."""
+"""Most of the time that goes into the text of /metrics, for any number of readers."""
 
 
 def downtime_s(downtime: Downtime) -> float:
@@ -366,7 +366,7 @@ class Exposition:
         self._rests_until = 0.0
 
     async def text(self) -> bytes:
-        """As it is now, or soon."""
+        """The text of the metrics, as of now, or of soon."""
         if self._next is None:
             self._next = asyncio.create_task(self._make(), name="metrics")
         return await asyncio.shield(self._next)

@@ -50,7 +50,7 @@ ACCOUNT = "x-kvmig-account"
 TENANT = "x-kvmig-tenant"
 QUOTA = "x-kvmig-quota"
 TRUNCATED = "x-kvmig-truncated"
-"""Of an answer that ends before its time: why."""
+"""Header of an answer that ends too early, with the reason."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class HttpState:
     reach: ModelReach | None = None
     """What the model can use; None: it isn't known, and bounds nothing."""
     budget: BodyBudget = field(init=False)
-    """Of bodies of calls whose prompts the engine doesn't have yet."""
+    """Room for bodies of calls whose prompts the engine doesn't have yet."""
     shedding: LoadShedding = field(init=False)
     loop_use: LoopUse = field(init=False)
     _refused: prometheus_client.Counter = field(init=False)
@@ -100,7 +100,7 @@ class HttpState:
         )
 
     def learn(self, reach: ModelReach) -> None:
-        """From now on bodies are bounded by what the model can use, too."""
+        """Bound bodies by what the model can use, too, from now on."""
         self.reach = reach
         self.budget.most = BODIES * min(self.config.max_body, largest_size(reach))
 
@@ -110,7 +110,7 @@ class HttpState:
         return rules_of(self.config, self.reach, route, headers)
 
     def payer(self, call: HttpCall, headers: MutableHeaders) -> str:
-        """Whose part of the room for bodies a call's body takes; empty: nobody's is known."""
+        """The account whose part of the room a call's body takes; empty: unknown."""
         given = headers.get("authorization", "")
         if call.tenant or not self.keyed or not given:
             return call.tenant
@@ -245,7 +245,7 @@ def route_path(scope: Scope) -> str:
 
 
 def usage_reader(scope: Scope) -> UsageReader | None:
-    """For the answer of a call that is charged; None: this one isn't."""
+    """The reader of a charged call's answer; None: the call isn't charged."""
     found = None if scope["type"] != "http" else find_route(scope["method"], route_path(scope))
     charged = found is not None and found.route.charge != "nothing"
     return UsageReader(found.route.api) if found is not None and charged else None

@@ -29,7 +29,7 @@ REMEMBERED = 4096
 """Discards of unknown outputs that aren't sent a second time."""
 
 Owner = Literal["source", "destination", "nobody"]
-"""Who runs a request after a migration whose Commit got no answer."""
+"""The owner of a request after a migration whose Commit got no answer."""
 
 log = logging.getLogger(__name__)
 

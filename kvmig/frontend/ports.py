@@ -40,7 +40,7 @@ class Batch:
     items: Sequence[Item]
     meta: object = None
     cached: Mapping[str, int] = field(default_factory=dict)
-    """Of runs whose first tokens these are: prompt tokens that the prefix cache had."""
+    """Prompt tokens that the prefix cache had, for runs whose first tokens these are."""
 
 
 class Decode(Protocol):

@@ -17,9 +17,9 @@ from kvmig.frontend.meter import Meter
 from kvmig.frontend.ports import Item
 
 ANSWER_S = 5.0
-"""For one answer; it is asked again on another connection."""
+"""Timeout of one answer; the question is then asked again on another connection."""
 PATIENCE_S = 20.0
-"""That tokens are held for their grant, and a new call waits for its first."""
+"""Time that tokens are held for their grant, and that a new call waits for its first."""
 RETRY_S = 0.2
 RESERVED_S = 3.0
 """For what others have reserved: a call that ends gives back what it hasn't used within some two

@@ -36,12 +36,12 @@ class BeamSearch:
     """Tokens that its steps have decoded, or, once it is over, those of the answers."""
 
     def begin_step(self, prompt_tokens: int) -> None:
-        """One of its requests begins."""
+        """Begin a step; the first one's prompt is the search's."""
         if self.prompt is None:
             self.prompt = prompt_tokens
 
     def finish(self, prompt: int, output: int) -> None:
-        """It is over, and these are the tokens that its client gets."""
+        """End the search, with the tokens that its client gets."""
         self.prompt, self.output = prompt, output
 
 
@@ -65,7 +65,7 @@ class LiveRequest:
     payload: Sequence[Frame]
     """The request as submitted, to run it again elsewhere."""
     arrived: float
-    """In the router's clock."""
+    """Time of arrival, in the router's clock."""
     placed: float = 0.0
     """When its present run was sent to an instance, in the router's clock."""
     call: HttpCall | None = None
@@ -82,7 +82,7 @@ class LiveRequest:
     first_at: float | None = None
     """When the first token came, in the router's clock."""
     cached_tokens: int = 0
-    """Of the prompt, that the prefix cache of the first run had."""
+    """Tokens of the prompt that the prefix cache of the first run had."""
     begun: Arithmetic = NOT_BEGUN
     """Weights and numerics of the first token: the request goes on under no other weights."""
     output_token_ids: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ class LiveRequest:
     moved_from_epoch: int = -1
     """Epoch of the owner that the request left for `moved_to`."""
     unplaced_since: float | None = None
-    """Since when the request has had no instance, in the router's clock."""
+    """Time since which the request has had no instance, in the router's clock."""
     crashes: Crashes = field(default_factory=lambda: Crashes())  # noqa: PLW0108 - defined below
     reconnected: set[str] = field(default_factory=set)
     """Instances that were missing during this run and came back: they may have dropped their copy,

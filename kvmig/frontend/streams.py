@@ -201,7 +201,7 @@ class Streams:
         self._sink.fail(request_ids, reason, kind)
 
     def close(self) -> None:
-        """Nothing that is held is delivered any more."""
+        """Drop all held tokens."""
         for spread in self._spreads.values():
             spread.ends.cancel()
             if spread.timer is not None:

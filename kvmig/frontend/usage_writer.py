@@ -19,9 +19,9 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.frontend.meter import Meter
 
 WRITE_S = 1.0
-"""Between two writes: what a front end that is killed may have lost of its counts."""
+"""Pause between two writes: the counts that a killed front end may lose."""
 ANSWER_S = 2.0
-"""For the server to take records."""
+"""Timeout of handing records to the server."""
 AT_ONCE = 200
 """Records of one message."""
 PATIENCE_S = 10.0
@@ -29,7 +29,7 @@ PATIENCE_S = 10.0
 MOST = 50_000
 """Calls whose counts wait to be kept, at most."""
 LAST_S = 8.0
-"""At the end, for what isn't kept yet."""
+"""Time at the end for records that aren't kept yet."""
 RETRY_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class UsageWriter:
         self._clock = clock
         self._unwritten: dict[int, UsageRecord] = {}
         self._since: float | None = None
-        """Since when nothing could be kept."""
+        """Time since which nothing could be kept."""
         self._why = ""
 
     def refusal(self) -> str:
@@ -60,7 +60,7 @@ class UsageWriter:
         return f"what calls use can't be kept ({self._why}), try again"
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         await asyncio.to_thread(self._reserve)
         while True:
             await asyncio.sleep(WRITE_S)

@@ -219,7 +219,7 @@ class Cluster:
     async def _roll(
         self, instances: Sequence[Instance], deadline: Deadline, tree: str | None
     ) -> str:
-        """Where and why it stopped; empty: nowhere."""
+        """The place and reason of a stop; empty: it didn't stop."""
         await self._launcher.renewed()  # all serve until then
         for instance in instances:
             if self._instances.get(instance.name) is not instance:

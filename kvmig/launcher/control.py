@@ -28,7 +28,7 @@ from kvmig.rpc.zmq_sockets import Server
 Order = AddInstances | DrainInstance | StopDrain | RestartInstances
 
 TELL_S = 1.0
-"""Between two looks at what was refused."""
+"""Pause between two reports of refusals."""
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Control:
 
     @property
     def endpoint(self) -> str:
-        """Where front ends connect to."""
+        """The endpoint for front ends."""
         return self._server.endpoint
 
     def open(self) -> None:

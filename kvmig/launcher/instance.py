@@ -26,15 +26,15 @@ from kvmig.rpc.zmq_sockets import Client
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Between two attempts to connect."""
+"""Pause between two attempts to connect."""
 TICK_S = 1.0
 SILENT_TICKS = 10
 """Ticks without a report until a llumlet is ended. Ticks, not seconds: when this process was
 held up itself, reports wait for it."""
 POLL_S = 0.05
-"""Between two looks at whether a draining instance is empty."""
+"""Pause between two looks at whether a draining instance is empty."""
 SETTLE_S = 0.5
-"""For what was sent to an instance, before it said that it drains, to arrive."""
+"""Time for messages to arrive that were sent to an instance before it drained."""
 RENEWED = "it was told to start again"
 EVACUATE_S = 2.0
 """Between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
@@ -93,7 +93,7 @@ class Instance:
         self._wanted = SetState("serving")
         self._leaving = False
         self._renewing: asyncio.Future[str] | None = None
-        """Its restart's result: empty, or why it failed."""
+        """Result of its restart: empty, or why it failed."""
         self._next_tree = launch.engine_tree
         """Of the engine that it will be when its process starts again as it was told."""
         self._fallback: LlumletLaunch | None = None
@@ -238,7 +238,7 @@ class Instance:
         self._renewed(failed)
 
     async def _live(self) -> str:
-        """From start to death; how it ended. Raises StartupError."""
+        """Run the process from start to death; how it ended. Raises StartupError."""
         began, self._served_s = _now(), 0.0
         say(f"instance {self.name} starts")
         handle = await self._launcher.llumlet(self._launch, self._workers)
@@ -276,7 +276,7 @@ class Instance:
         self._launch = replace(self._launch, config=replace(config, unit=unit))
 
     async def _end(self, link: LlumletLink | None, handle: Handle) -> None:
-        """To the end, whatever comes meanwhile: a process that hangs would keep its memory."""
+        """End the process in any case: one that hangs would keep its memory."""
 
         async def end() -> None:
             if link is not None:

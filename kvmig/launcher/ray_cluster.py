@@ -77,7 +77,7 @@ def disconnect() -> None:
 
 
 def nodes() -> list[Node]:
-    """All that are alive."""
+    """The nodes that are alive."""
     import ray
 
     # Not public, but the only way to it without Ray's dashboard; vLLM's Ray executor uses it.
@@ -128,7 +128,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def parse_resources(text: str) -> dict[str, float]:
-    """From '{"GPU": 1}' to amounts; "" to none. Raises ConfigError."""
+    """Parse '{"GPU": 1}' into amounts; "" into none. Raises ConfigError."""
     if not text:
         return {}
     allowed = f"must be a JSON object of amounts above 0, such as {EXAMPLE}"
@@ -215,7 +215,7 @@ def actor_options(need: Resources) -> dict[str, Any]:
 
 
 def amounts(resources: Resources) -> str:
-    """For people: `1 GPU, 0.5 CPU`."""
+    """Amounts for people: `1 GPU, 0.5 CPU`."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 

@@ -128,10 +128,10 @@ class RayLauncher:
             raise ConfigError(f"gpus has {gpus[0]}, must be left out with --ray: Ray chooses")
 
     def renew(self, tree: str) -> None:
-        """Nothing: each llumlet loads all by itself."""
+        """Do nothing: each llumlet loads all by itself."""
 
     async def renewed(self) -> None:
-        """At once."""
+        """Return at once."""
 
     async def close(self) -> None:
         """Leave the Ray cluster."""
@@ -182,7 +182,7 @@ class RayHandle:
         self._actor = actor
 
     async def ready(self, timeout_s: float) -> str:
-        """Its endpoint."""
+        """The llumlet's endpoint."""
         answer: Awaitable[str] = self._actor.ready.remote(timeout_s)
         return await self.ask(answer, timeout_s + ASK_S)
 
@@ -366,7 +366,7 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def _memory_flags(order: Order, environment: Mapping[str, str]) -> list[str]:
-    """Its share of the node's memory. Raises ConfigError if that is too little."""
+    """Flags for its share of the node's memory. Raises ConfigError if that is too little."""
     on_one_gpu = int(1 / order.gpu) if 0 < order.gpu < 1 else 1
     return memory_flags(
         order.launch.engine_argv,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SCHEDULER_TIMEOUT_S = 30.0
 GRACE_S = 1.0
-"""From the end of its connection to that of its process, if it has died."""
+"""Time from the end of its connection to that of its process, if it has died."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class SchedulerKeeper:
             await asyncio.sleep(restart_pause(deaths))
 
     async def _live(self) -> None:
-        """From start to death. Raises StartupError or TransportError saying how it ended."""
+        """Run the scheduler until its death. Raises StartupError or TransportError with its end."""
         heartbeats = Heartbeats()
         try:
             await self._live_with(heartbeats)

@@ -31,7 +31,7 @@ class InstanceShape:
     workers: int = 1
     """Tensor-parallel size."""
     block_tokens: int | None = None
-    """None: as vLLM chooses."""
+    """Tokens per block; None: as vLLM chooses."""
     tree: str = ""
     """Folder of its build of the engine; empty: the installed one."""
 
@@ -42,10 +42,10 @@ class Trees:
 
     usual: str = ""
     own: Mapping[str, str] = field(default_factory=dict)
-    """Of instances that have another than usual, by name."""
+    """Trees of instances with another than the usual one, by name."""
 
     def of(self, name: str) -> str:
-        """Of the instance `name`."""
+        """The tree of the instance `name`."""
         return self.own.get(name, self.usual)
 
     def after(self, tree: str, names: Sequence[str]) -> Trees:
@@ -56,7 +56,7 @@ class Trees:
 
 
 def own_flags(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]]:
-    """From "i1: --block-size 64" to that instance's flags. Raises ConfigError."""
+    """Parse "i1: --block-size 64" into that instance's flags. Raises ConfigError."""
     flags: dict[str, tuple[str, ...]] = {}
     for words in given:
         name, rest = _named("--instance-flags", words, instances, "flags of vllm serve")
@@ -68,7 +68,7 @@ def own_flags(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]
 
 
 def own_trees(given: Sequence[str], instances: int, check: CheckTree) -> Trees:
-    """From "i1: FOLDER" to that instance's tree. Raises ConfigError."""
+    """Parse "i1: FOLDER" into that instance's tree. Raises ConfigError."""
     trees: dict[str, str] = {}
     for words in given:
         name, folder = _named("--instance-vllm", words, instances, "a folder")
@@ -80,7 +80,7 @@ def own_trees(given: Sequence[str], instances: int, check: CheckTree) -> Trees:
 
 
 def own_units(given: Sequence[str], instances: int) -> dict[str, str]:
-    """From "i1: NAME" to where that instance is in a placement. Raises ConfigError."""
+    """Parse "i1: NAME" into that instance's place in a placement. Raises ConfigError."""
     units = dict(_named("--instance-unit", words, instances, "a name") for words in given)
     for name, unit in units.items():
         if not 0 < len(unit) <= 200:

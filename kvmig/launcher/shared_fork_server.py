@@ -39,7 +39,7 @@ FRONT_END = (
     "kvmig.frontend.router",
 )  # fmt: skip
 API = {"vllm": "kvmig.frontend.openai.vllm.server"}
-"""Of a front end, by engine; others' is `token_server`."""
+"""Module of a front end, by engine; others' is `token_server`."""
 
 
 def main(words: Sequence[str]) -> int:

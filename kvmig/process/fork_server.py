@@ -51,9 +51,9 @@ MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES", SECRET, ADMIN_KEY, HANDED))
 LOAD_S = 120.0
 FORK_S = 5.0
 JOIN_S = 5.0
-"""For a fork server that has loaded to say what it forks."""
+"""Time for a loaded fork server to send its fingerprint."""
 TELL_S = 1.0
-"""For a fork server to tell how a process ended that is seen to have ended."""
+"""Time for a fork server to report how a process ended that is seen to have ended."""
 ENGINE = "engine"
 INSTANCES, SERVERS = "the environment of instances", "the environment of servers"
 """What a `Loaded` names besides `likeness`; environments by their `digest`."""
@@ -136,7 +136,7 @@ def hear_news(sock: socket.socket) -> ForkNews | None:
 
 
 def digest(environment: Mapping[str, str]) -> str:
-    """Of what libraries read of an environment when they are loaded."""
+    """A digest of what libraries read of an environment when they are loaded."""
     fixed = sorted((name, text) for name, text in environment.items() if name not in MAY_DIFFER)
     return hashlib.blake2b(repr(fixed).encode(), digest_size=16).hexdigest()
 
@@ -416,7 +416,7 @@ class ForkServer:
                 self._rest()
 
     def _give_up(self) -> None:
-        """It is gone, or as good as."""
+        """Give the fork server up."""
         if self.gone:
             return
         self.gone = True

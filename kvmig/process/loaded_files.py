@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 State = tuple[int, int, int]
-"""Of a file or folder: inode, bytes, when it was written (ns)."""
+"""State of a file or folder: inode, bytes, when it was written (ns)."""
 GONE: State = (0, 0, 0)
 UNKNOWN: State = (-1, -1, -1)
 _noted: dict[str, State] = {}

@@ -20,15 +20,15 @@ from kvmig.core.shm_cleanup import Files, of_group, remove, shared_by
 from kvmig.process.child import Announcement
 
 STOP_S = 5.0
-"""Between asking a process to end and ending it."""
+"""Time between asking a process to end and ending it."""
 UNSEEN = 1000
-"""In place of an exit code: nobody is left who saw how the process ended."""
+"""Stands for an exit code, when no process is left that saw how it ended."""
 PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Before the first restart in a row, the second, ...; the last one repeats."""
+"""Pauses before the first restart in a row, the second, ...; the last one repeats."""
 STABLE_S = 60.0
 """A process that has served for so long starts a new row with its next death."""
 HEARTBEAT_TIMEOUT_S = 10.0
-"""As long as for an instance (see docs/operations.md)."""
+"""Timeout as long as for an instance (see docs/operations.md)."""
 LOOKS = 4
 """Within the timeout. One that finds no heartbeat proves little: the launcher itself may have
 stood still."""
@@ -106,7 +106,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     @classmethod

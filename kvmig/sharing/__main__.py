@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the flags."""
+    """The parser of the flags."""
     made = FlagParser(prog="python -m kvmig.sharing", description=__doc__, allow_abbrev=False)
     made.add_argument("path", metavar="PATH", help="the Unix socket that members connect to")
     made.add_argument(
@@ -102,7 +102,7 @@ def shown(unit: Unit) -> list[str]:
 async def serve(
     sock: socket.socket, ledger: Ledger, turns: Turns, path: str, end_with_stdin: bool
 ) -> None:
-    """Until a signal."""
+    """Serve until a signal."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop.set)

@@ -54,7 +54,7 @@ SETTLE_S = 1.0
 died are back by then (`kvmig.sharing.member.RETRY_S`), but for one that is stopped."""
 TICK_S = 0.5
 NO_FILE_S = 0.5
-"""Between two looks at the rule while nobody tells anything."""
+"""Pause between two looks at the rule while no member reports."""
 
 
 @dataclass(eq=False)
@@ -235,7 +235,7 @@ class UnitAgent:
         return GuaranteeSet(wanted.number, wanted.size)
 
     def _left(self, name: str) -> None:
-        """Its process is gone."""
+        """Forget a member whose process is gone."""
         self._forget(name)
         self._tell()
 

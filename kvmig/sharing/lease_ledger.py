@@ -1,4 +1,4 @@
-"""Who has how much of a unit's arena: leases, and the orders that bring them to their quotas. Pure.
+"""The leases of a unit's memory, and the orders that bring them to their quotas. Pure.
 
 A quota is what a member of the unit shall have, its lease what it may have by now: the agent raises
 a lease before it says so, and lowers it only once the member has told that it gave the memory back.
@@ -32,7 +32,7 @@ class Claim(NamedTuple):
     capacity: int
     """The most that its engine could use."""
     granule: int
-    """It takes and gives so much at a time."""
+    """Bytes that it takes and gives at a time."""
     guarantee: int = 0
     """What it gets back whenever it wants it; 0: a fair part of what others weren't promised."""
     lease: int = 0
@@ -43,15 +43,15 @@ class Told(NamedTuple):
     """What a member tells of itself. Bytes."""
 
     seq: int
-    """Of the newest order that it has heard."""
+    """Number of the newest order that it has received."""
     lease: int
     """What it has not given back."""
     used: int
-    """By requests."""
+    """Bytes that requests hold."""
     cached: int
-    """By the prefix cache alone."""
+    """Bytes that only the prefix cache holds."""
     wanted: int
-    """By all its requests, those that wait, too."""
+    """Bytes that all its requests want, waiting ones included."""
 
 
 class Order(NamedTuple):
@@ -71,7 +71,7 @@ class Member:
 
     claim: Claim
     quota: int
-    """By the rule; what comes of it is `due`."""
+    """Quota by the rule; `due` follows from it."""
     lease: int
     seq: int = 0
     ordered: int = -1
@@ -145,7 +145,7 @@ class Ledger:
         self._spread(now)
 
     def leave(self, name: str, now: float = 0.0) -> None:
-        """Its process is gone, and its memory with it. Unknown names are ignored."""
+        """Forget a member whose process is gone, with its memory. Unknown names are ignored."""
         if self.members.pop(name, None) is not None:
             self._spread(now)
 

@@ -43,13 +43,13 @@ from kvmig.sharing.step_gate import UnitGate
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-"""Between two tries to join again."""
+"""Pause between two tries to join again."""
 REPORT_S = 0.01
-"""Between two reports of what the engine holds, at least."""
+"""Least pause between two reports of what the engine holds."""
 JOIN_S = 10.0
-"""For the agent to lease the floor to a new member."""
+"""Time for the agent to lease the floor to a new member."""
 ANSWER_S = 5.0
-"""For the agent to say whether a guarantee can be."""
+"""Time for the agent to answer whether it grants a reservation."""
 
 Resize = Callable[[int, int], Awaitable[None]]
 """(bytes to have at most from now on, bytes to have if all others gave)."""
@@ -72,7 +72,7 @@ class UnitMember:
         when that has changed; resize: returns at once, the engine gives as soon as it can, which
         `use` shows. shares: of its steps; None: it asks for none."""
         self.gate = UnitGate(self._say, self._done)
-        """For its engine; alone as long as no agent says otherwise."""
+        """Gate for its engine; alone as long as no agent says otherwise."""
         self._shares = shares
         self._sending = threading.Lock()
         """Held while a packet goes out on the engine's thread: it isn't closed meanwhile."""
@@ -144,7 +144,7 @@ class UnitMember:
 
     @property
     def state(self) -> InUnit:
-        """For who looks at the instance."""
+        """The member's state, for load reports."""
         use = self._use()
         return InUnit(
             lease=use.lease,
@@ -168,7 +168,7 @@ class UnitMember:
         self.gate.close()
 
     def _changed(self) -> None:
-        """On any thread."""
+        """Report a change; callable on any thread."""
         if not self._news.is_set() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._news.set)
 
@@ -189,7 +189,7 @@ class UnitMember:
     # -- on the event loop
 
     async def run(self) -> None:
-        """After `join`: until it is cancelled. Tells, hears, and joins again."""
+        """Send and receive until cancelled, and join again; call it after `join`."""
         while True:
             assert self._packets is not None
             reports = asyncio.create_task(self._report(self._packets))

@@ -32,7 +32,7 @@ class Roll:
             raise TransportError(f"the roll of unit {path} can't be opened: {error}") from error
 
     def enter(self) -> None:
-        """This process may hold memory from now on, until it ends. Raises TransportError."""
+        """Count this process as a holder of memory, until it ends. Raises TransportError."""
         # Of its process number, which one of another namespace may have, too.
         for at in range(os.getpid(), _MOST):
             try:
@@ -45,7 +45,7 @@ class Roll:
         raise TransportError("the roll of the unit has no byte left")
 
     def processes(self) -> set[int]:
-        """All that have entered and live, but for this one."""
+        """The live processes that have entered, except this one."""
         found: set[int] = set()
         left = [(0, _MOST)]
         while left:

@@ -20,7 +20,7 @@ IDLE_BELOW = 0.9
 KEPT = 0.95
 """Share of its quota up to which a model gives what it doesn't use."""
 MOST_GAIN = 0.1
-"""Of its mean use, per period."""
+"""Most gain per period, as a share of its mean use."""
 
 
 class Use(NamedTuple):
@@ -119,7 +119,7 @@ def _kept(uses: Sequence[Use], arena: int) -> dict[str, int]:
     parts = {one.model: max(one.guarantee, one.floor, 1) for one in uses}
 
     def cut(level: float) -> dict[str, int]:
-        """Nobody holds more than so many times its guarantee."""
+        """Cut all holdings to at most this multiple of their reservations."""
         return {
             model: max(rights[model], min(size, int(level * parts[model])))
             for model, size in kept.items()

@@ -16,7 +16,7 @@ from kvmig.engines.gate import ComputeShares, StepGrant, StepRequest
 
 VERSION = 3
 MOST_BYTES = 1 << 16
-"""Of one packet."""
+"""Most bytes of one packet."""
 
 
 class UnitMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -118,7 +118,7 @@ class Share(msgspec.Struct, frozen=True):
     instance: str
     model: str
     process: int
-    """Its id on this host."""
+    """The process's id on this host."""
     guarantee: int
     quota: int
     lease: int
@@ -157,7 +157,7 @@ class InUnit(msgspec.Struct, frozen=True):
     lease: int
     """What it has not given back."""
     wanted: int
-    """By all its requests, those that wait, too."""
+    """Bytes that all its requests want, waiting ones included."""
     guarantee: int
     """What it gets back whenever it wants it."""
     waited_s: float
@@ -165,6 +165,6 @@ class InUnit(msgspec.Struct, frozen=True):
     connected: bool
     """Whether the unit's agent is there."""
     used: int = 0
-    """By requests that run."""
+    """Bytes that running requests hold."""
     asked: int | None = None
     """The guarantee that it was told to ask for; 0: a fair part. None: an older llumlet's."""

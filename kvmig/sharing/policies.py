@@ -60,7 +60,7 @@ class Gate:
         self._arrange()
 
     def remove(self, model: str) -> None:
-        """It has no engine any more. Unknown ones are ignored."""
+        """Remove a model whose engine is gone. Unknown ones are ignored."""
         self.left(model)
         self.shares.pop(model, None)
         self.passed.pop(model, None)
@@ -79,13 +79,13 @@ class Gate:
         self.wants[model] = want
 
     def done(self, job: Job) -> None:
-        """It ended; its model says anew what it wants."""
+        """Take a job's end; its model then reports again what it wants."""
         if self.running.get(job.model) == job:
             del self.running[job.model]
             self.wants[job.model] = NOTHING
 
     def left(self, model: str) -> None:
-        """Its engine is gone; what it held is free."""
+        """Free what a model held whose engine is gone."""
         self.running.pop(model, None)
         self.wants.pop(model, None)
 
@@ -109,7 +109,7 @@ class Gate:
         return self.booked + parts <= PARTS + OVERBOOKED or not self.running
 
     def since(self, model: str, kind: StepKind) -> float | None:
-        """Since when it wants such a job; None: it doesn't, or has a job."""
+        """Time since which it wants such a job; None: it doesn't, or has a job."""
         if model in self.running:
             return None
         return self.wants.get(model, NOTHING).oldest(kind)
@@ -121,7 +121,7 @@ class Gate:
         return [one for one in ring if self.since(one, kind) is not None]
 
     def job(self, model: str, kind: StepKind, parts: int | None = None) -> Job:
-        """Its next one; then it is the next model's turn."""
+        """Start its next job; then it is the next model's turn."""
         self.passed[model] = 0
         self.turn[kind] = (self.models.index(model) + 1) % len(self.models)
         shares = self.shares[model]
@@ -200,13 +200,13 @@ _KINDS: tuple[StepKind, ...] = ("prefill", "decode")
 
 
 def _ring(gate: Gate) -> list[str]:
-    """All models, from the one whose turn it is."""
+    """The models, from the one whose turn it is."""
     turn = gate.turn["decode"]
     return gate.models[turn:] + gate.models[:turn]
 
 
 def _wanted(gate: Gate, model: str) -> StepKind | None:
-    """Its prompts, if any wait, else its decode step; None: neither."""
+    """The step that it wants: prompts, if any wait, else decodes; None: neither."""
     return next((kind for kind in _KINDS if gate.since(model, kind) is not None), None)
 
 

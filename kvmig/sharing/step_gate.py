@@ -32,13 +32,13 @@ class UnitGate:
         self._alone = True
         self._lock = threading.Lock()
         self._number = 0
-        """Of the last question."""
+        """Number of the last request."""
         self._open = False
-        """It is asked, and not answered."""
+        """Whether a request is unanswered."""
         self._came: StepGrant | None = None
-        """Its answer, which nobody has taken yet."""
+        """The answer, if the engine has not taken it yet."""
         self._standing: StepGrant | None = None
-        """It was taken, and stands; a call back ends that."""
+        """The standing grant that the engine took; a call back ends it."""
         self._stepping = False
         """A step is made with it now."""
 

@@ -42,7 +42,7 @@ class UnitTurns:
         self._grant()
 
     def left(self, name: str) -> None:
-        """Its connection is gone; what it held is free. Unknown ones are ignored."""
+        """Free what a member held whose connection is gone. Unknown ones are ignored."""
         if self._sends.pop(name, None) is not None:
             self.turns.left(name)
             self._tell_crowd()

@@ -23,7 +23,7 @@ class _Running(NamedTuple):
     began: float
     stands: bool
     ends_by: float
-    """It is overdue from then on; infinity as long as it stands."""
+    """Time from which it is overdue; infinity as long as it stands."""
 
 
 class Turns:
@@ -37,13 +37,13 @@ class Turns:
         """The number of each member's question that has no answer yet."""
         self._running: dict[str, _Running] = {}
         self.job_seconds: defaultdict[tuple[str, StepKind], float] = defaultdict(float)
-        """Of each member's jobs, by kind."""
+        """Seconds of each member's jobs, by kind."""
         self.overdue = 0
         """Jobs whose end nobody said."""
 
     @property
     def members(self) -> list[str]:
-        """In order of their names."""
+        """The members, in order of their names."""
         return sorted(self._gate.models)
 
     @property
@@ -57,7 +57,7 @@ class Turns:
         self.left(member, stays=True)
 
     def left(self, member: str, *, stays: bool = False) -> None:
-        """It is gone; what it held is free. Unknown ones are ignored."""
+        """Free what a member held that is gone. Unknown ones are ignored."""
         self._asked.pop(member, None)
         self._running.pop(member, None)
         self._gate.left(member)
@@ -65,7 +65,7 @@ class Turns:
             self._gate.remove(member)
 
     def ask(self, member: str, request: StepRequest) -> None:
-        """It wants this, instead of what it asked last."""
+        """Take a member's request, which replaces its last one."""
         if member not in self._gate.models:
             return
         self._asked[member] = request.number

@@ -217,7 +217,7 @@ class Message(_Strict):
     reasoning_content: Annotated[Any, Only("")] = None
 
     def as_template_has_it(self) -> dict[str, str]:
-        """Without what has no effect."""
+        """The message for the template, without fields that have no effect."""
         own = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
         if self.role == "developer":  # OpenAI's newer name, which templates don't know
             own["role"] = "system"
@@ -251,5 +251,5 @@ class ChatBody(Body):
 
 
 def field_names(*bodies: type[BaseModel]) -> Sequence[str]:
-    """For the error that names them."""
+    """The names of the fields, for the error that names them."""
     return sorted({name for body in bodies for name in body.model_fields})

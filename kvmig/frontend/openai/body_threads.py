@@ -22,7 +22,7 @@ Check = Callable[..., Coroutine[Any, Any, T]]
 
 
 def check_beside_loop() -> None:
-    """From now on, for all applications of this process. May be called again."""
+    """Check bodies beside the loop in all applications of this process. May be called again."""
     if not hasattr(utils.request_body_to_args, "__wrapped__"):
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="bodies")
         utils.request_body_to_args = beside_loop(utils.request_body_to_args, pool)

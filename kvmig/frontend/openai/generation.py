@@ -69,7 +69,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the model wants around a text."""
+        """Encode a text with the special tokens that the model wants around it."""
         ...
 
     def encode_chat(
@@ -82,11 +82,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens; bytes that are no text become U+FFFD."""
+        """Decode without special tokens; bytes that are no text become U+FFFD."""
         ...
 
     def spell(self, token_ids: Sequence[int]) -> str:
-        """As `decode`, with special tokens."""
+        """Decode with special tokens."""
         ...
 
 
@@ -331,7 +331,7 @@ async def whole(request: Request, choices: Choices, answer: Answer, prompt_token
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
-    """All of one choice."""
+    """Join the pieces of one choice."""
     text = "".join(piece.text for piece in pieces)
     logprobs = [token for piece in pieces for token in piece.logprobs]
     return pieces[-1]._replace(text=text, logprobs=logprobs)

@@ -73,7 +73,7 @@ async def _get(
     host = url.host or ""
 
     def connect(info: aiohttp.AddrInfoType) -> socket.socket:
-        """For the very address that is connected to: a name can't mean another one by then."""
+        """Make a socket for a checked address: a name can't change its meaning by then."""
         family, kind, protocol, _, address = info
         if not rules.allows_address(host, str(address[0])):
             raise OSError(f"{host} has the address {address[0]}, which is not for clients")

@@ -202,6 +202,6 @@ class _Runner:
 
 
 def seed_of(submitted: Submitted, choice: int) -> int:
-    """Each choice's own, from the call's; in 64 bits with a sign."""
+    """The seed of a choice, from the call's; in 64 bits with a sign."""
     assert submitted.seed is not None
     return (submitted.seed + choice + 2**63) % 2**64 - 2**63

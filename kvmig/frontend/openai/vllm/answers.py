@@ -55,7 +55,7 @@ class _Late(NamedTuple):
 
 
 def make_beside_loop() -> None:
-    """From now on. May be called again."""
+    """Make large answers beside the loop from now on. May be called again."""
     chats, completions = OpenAIServingChat, OpenAIServingCompletion
     if hasattr(chats.chat_completion_full_generator, "__wrapped__"):
         return

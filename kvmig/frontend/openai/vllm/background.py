@@ -70,7 +70,7 @@ class BackgroundTasks(OwnEntries["asyncio.Task[Any]"]):
         task.add_done_callback(partial(self._ended, response_id))
 
     def _ended(self, response_id: str, task: asyncio.Task[Any]) -> None:
-        """In the context of the call that began it."""
+        """Take a response's end, in the context of the call that began it."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.warning("response %s failed in the background: %s", response_id, error)
@@ -87,7 +87,7 @@ class BackgroundTasks(OwnEntries["asyncio.Task[Any]"]):
 
 
 def end_background_responses(responses: OpenAIServingResponses) -> None:
-    """From now on each has an end, and so have the streams of its events."""
+    """Give each background response an end, and the streams of its events, too."""
     responses.background_tasks = BackgroundTasks(responses)
     follow = responses.responses_background_stream_generator
 

@@ -22,7 +22,7 @@ Search = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 
 def count_beams_as_one() -> None:
-    """From now on requests of a beam search know theirs. May be called again."""
+    """Let requests of a beam search know their search. May be called again."""
     found = BeamSearchOnlineMixin.beam_search
     if not hasattr(found, "__wrapped__"):
         BeamSearchOnlineMixin.beam_search = as_one(found)

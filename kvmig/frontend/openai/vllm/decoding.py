@@ -30,11 +30,11 @@ from kvmig.frontend.image_costs import IMAGE_FORMATS, ImageLook, image_cost, sca
 from kvmig.frontend.media_budget import MAX_MEDIA, MediaBudget, MediaCost
 
 TEXT_BYTES = 1 << 20
-"""Of a PNG's texts and comments together: 64 times that with Pillow's own bound."""
+"""Most bytes of a PNG's texts and comments together: 64 times that with Pillow's own bound."""
 FRAME_BYTES = 36
-"""Of a pixel of a video's frame, for its decoder: reference frames, one a thread, the last one."""
+"""Bytes per pixel of a video's frame, for its decoder: reference frames, one per thread, the last."""
 FRAMES_PIXELS = 1 << 33
-"""Of all frames of a video: its decoder goes through all up to the last one that is wanted."""
+"""Most pixels of all frames of a video: its decoder reads all up to the last wanted one."""
 LEAST_FRAME = 1 << 16
 """Pixels that a frame counts at least: each takes its time."""
 COPIES = 3
@@ -84,7 +84,7 @@ def field_of(media_io: MediaIO[Any]) -> str | None:
 
 
 def bound_decoding() -> None:
-    """From now on vLLM's decoders take no more than what `decode_within` allows."""
+    """Let vLLM's decoders take no more than what `decode_within` allows."""
     PngImagePlugin.MAX_TEXT_MEMORY = TEXT_BYTES
     vllm_images.ALLOWED_IMAGE_FORMATS = IMAGE_FORMATS
     vllm_image_io.open_image = _open
@@ -149,7 +149,7 @@ def _open(file: Any) -> Image.Image:
 
 
 def _turn(image: Image.Image) -> Image.Image:
-    """As its EXIF data say; vLLM's makes a copy of each image, turned or not."""
+    """Turn an image as its EXIF data say; vLLM's makes a copy of each image, turned or not."""
     if image.format not in ("JPEG", "MPO"):  # others keep their decoder's memory with them
         copied: Image.Image = _turn_as_vllm(image)
         return copied

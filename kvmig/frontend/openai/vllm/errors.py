@@ -25,5 +25,5 @@ def _note_failure(self: GenerateBaseServing, *args: Any, **options: Any) -> str:
 
 
 def note_failures() -> None:
-    """From now on a call knows why its stream failed."""
+    """Record in a call why its stream failed."""
     GenerateBaseServing.create_streaming_error_response = _note_failure

@@ -22,7 +22,7 @@ _LISTS = ("list", "set", "frozenset", "tuple")
 
 
 def stop_at_first_error(app: FastAPI) -> None:
-    """For the bodies of all routes that the application has by now."""
+    """Stop checks at the first error, for the bodies of all routes of the application."""
     for route in app.routes:
         if isinstance(route, APIRoute):
             for field in (*_body_fields(route.dependant), route.body_field):

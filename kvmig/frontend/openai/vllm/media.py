@@ -58,7 +58,7 @@ class _Loading:
         self.thread = threading.get_ident()
 
     def of_call(self) -> CallMedia:
-        """Of the call that this task works for."""
+        """The media of the call that this task works for."""
         call = current_call.get()
         if call is None:
             return CallMedia(self.room, "", MediaBudget(self.most))
@@ -128,7 +128,7 @@ def _count_fetched(call: HttpCall | None, budget: MediaBudget, size: int) -> Non
 
 
 def _get_bytes_at_once(self: HTTPConnection, url: str, **options: Any) -> bytes:
-    """For callers without an event loop, or in the midst of one."""
+    """Fetch for callers without an event loop, or within one."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: asyncio.run(_get_bytes(self, url, **options))).result()
 
@@ -193,7 +193,7 @@ async def _decode(budget: MediaBudget, decode: Callable[[], Any], *, inline: boo
 def _load(
     self: MediaConnector, url: str, media_io: MediaIO[Any], *, fetch_timeout: int | None = None
 ) -> Any:
-    """For prompts that are made on a thread, such as those of embeddings."""
+    """Load for prompts that are made on a thread, such as those of embeddings."""
     loop = _loading.loop
     if loop is None or loop.is_closed() or threading.get_ident() == _loading.thread:
         with _blaming(url, media_io):
@@ -214,7 +214,7 @@ def _load(
 def _submit_in_context(
     self: vllm_renderers._SwappableExecutor, work: Callable[..., Any], /, *args: Any, **named: Any
 ) -> Future[Any]:
-    """On the thread it is known, too, whose call it works for."""
+    """Let the thread know whose call it works for."""
     run = contextvars.copy_context().run
     future: Future[Any] = _submit_as_vllm(self, run, work, *args, **named)
     return future

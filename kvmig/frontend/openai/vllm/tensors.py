@@ -43,7 +43,7 @@ def check_tensor(data: bytes) -> None:
 
 
 def bound_tensors() -> None:
-    """From now on vLLM reads none that `check_tensor` refuses."""
+    """Let vLLM read no tensor that `check_tensor` refuses."""
     for kind in (ImageEmbeddingMediaIO, AudioEmbeddingMediaIO, VideoEmbeddingMediaIO):
         kind.load_bytes = _checking(kind.load_bytes)
     vllm_prompts.BytesIO = _file
