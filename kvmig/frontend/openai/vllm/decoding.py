@@ -32,7 +32,7 @@ from kvmig.frontend.media_budget import MAX_MEDIA, MediaBudget, MediaCost
 TEXT_BYTES = 1 << 20
 """Most bytes of a PNG's texts and comments together: 64 times that with Pillow's own bound."""
 FRAME_BYTES = 36
-"""Bytes per pixel of a video's frame, for its decoder: reference frames, one per thread, the last."""
+"""Bytes per pixel of a frame, for its decoder: reference frames, one per thread, the last one."""
 FRAMES_PIXELS = 1 << 33
 """Most pixels of all frames of a video: its decoder reads all up to the last wanted one."""
 LEAST_FRAME = 1 << 16
