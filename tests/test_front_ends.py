@@ -15,6 +15,7 @@ import pytest
 from kvmig.core.config import ClusterConfig, LifecycleConfig
 from kvmig.launcher import front_ends
 from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
+from kvmig.process import kept_child
 from kvmig.process.supervisor import running
 
 PATIENCE_S = 60.0
@@ -64,8 +65,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     made = Site(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(front_ends, "running", lambda _, *rest: running("stub", *rest))
-    monkeypatch.setattr(front_ends, "say", made.say)
-    monkeypatch.setattr(front_ends, "HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(kept_child, "say", made.say)
+    monkeypatch.setattr(kept_child, "HEARTBEAT_TIMEOUT_S", 1.0)
     return made
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,16 +45,15 @@ from kvmig.fleet.orders import (
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
 from kvmig.process.child import quiet, say
 from kvmig.process.fork_server import HANDED, ForkOrder, ForkServer, join
+from kvmig.process.kept_child import KeptChild
 from kvmig.process.sockets import raise_open_files, take_long, take_port
 from kvmig.process.supervisor import (
     Child,
     Heartbeats,
     Process,
-    deaths_in_a_row,
     first_of,
     hangs,
     how_it_ended,
-    restart_pause,
 )
 from kvmig.process.watchdog import notify_manager
 from kvmig.proxy.messages import ProxyLaunch
@@ -274,9 +273,9 @@ class Init:
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, self._signalled)
-        server = Kept("the server", self._begin_server)
+        server = KeptChild("the server", self._begin_server, READY_S)
         proxies = [
-            Kept(f"proxy {number}", partial(self._begin_proxy, number))
+            KeptChild(f"proxy {number}", partial(self._begin_proxy, number), READY_S)
             for number in range(self._settings.proxies)
         ]
         self._task(self._turn_logs(), "logs")
@@ -299,7 +298,7 @@ class Init:
     def _signalled(self) -> None:
         (self._at_once if self._stop.is_set() else self._stop).set()
 
-    async def _end(self, kept: list[Kept]) -> None:
+    async def _end(self, kept: list[KeptChild]) -> None:
         """End clients' streams, then the rest; nothing is left behind."""
         timeout_s = self._settings.shutdown_timeout_s
         for one in kept:  # proxies first: their streams may end
@@ -513,63 +512,6 @@ class Init:
                     await asyncio.to_thread(turn_log, path)
                 except OSError as error:
                     log.warning("%s is not shortened: %s", path, error)
-
-
-class Kept:
-    """A child that is started again whenever it dies or hangs."""
-
-    def __init__(self, name: str, begin: Callable[[int], Awaitable[Child]]) -> None:
-        """begin: starts it; takes the descriptor for its heartbeats."""
-        self._name = name
-        self._begin = begin
-        self._child: Child | None = None
-        self._heartbeats: Heartbeats | None = None
-        self._keeping: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Return once it is ready. Raises StartupError; `stop` it then, too."""
-        await self._start()
-        self._keeping = asyncio.create_task(self._keep(), name=f"keep {self._name}")
-
-    async def stop(self, timeout_s: float) -> None:
-        """End it."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-        await self._end(timeout_s)
-
-    async def _start(self) -> None:
-        self._heartbeats = Heartbeats()
-        self._child = await self._begin(self._heartbeats.descriptor)
-        await self._child.ready(READY_S)
-
-    async def _end(self, timeout_s: float) -> None:
-        if self._child is not None:
-            await self._child.stop(timeout_s)
-            self._child = None
-        if self._heartbeats is not None:
-            self._heartbeats.close()
-            self._heartbeats = None
-
-    async def _keep(self) -> None:
-        loop = asyncio.get_running_loop()
-        deaths, began = 0, loop.time()
-        while True:
-            try:
-                if self._child is None:
-                    began = loop.time()
-                    await self._start()
-                    say(f"{self._name} is ready")
-                assert self._child is not None
-                assert self._heartbeats is not None
-                how = await first_of(self._child.ended(), hangs(self._heartbeats))
-            except (ConfigError, StartupError) as error:
-                how = str(error)
-            await self._end(0.0)
-            deaths = deaths_in_a_row(deaths, loop.time() - began)
-            pause_s = restart_pause(deaths)
-            say(f"{self._name} is gone ({how}), again in {pause_s:g} s")
-            await asyncio.sleep(pause_s)
 
 
 async def lives(process: Process, heartbeats: Heartbeats | None) -> str:

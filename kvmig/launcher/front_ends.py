@@ -18,18 +18,9 @@ from kvmig.accounts.usage import Spool
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import Discreet
-from kvmig.process.child import end_loading, say
-from kvmig.process.supervisor import (
-    HEARTBEAT_TIMEOUT_S,
-    Child,
-    Heartbeats,
-    Process,
-    deaths_in_a_row,
-    first_of,
-    hangs,
-    restart_pause,
-    running,
-)
+from kvmig.process.child import end_loading
+from kvmig.process.kept_child import KeptChild
+from kvmig.process.supervisor import Child, Process, running
 
 if TYPE_CHECKING:
     from kvmig.process.fork_server import SharedForks
@@ -91,9 +82,7 @@ class FrontEnds:
         self._forks = forks
         self._names: dict[int, str] = {}
         self._sock = sock
-        self._children: dict[int, Child] = {}
-        self._heartbeats: dict[int, Heartbeats] = {}
-        self._keeping: list[asyncio.Task[None]] = []
+        self._kept: list[KeptChild] = []
         self._metrics: tempfile.TemporaryDirectory[str] | None = None
         self._environment = dict(os.environ)
         if launch.config.lifecycle.front_ends > 1:  # a single one sums nothing up
@@ -102,10 +91,19 @@ class FrontEnds:
 
     async def start(self) -> None:
         """Return once all take requests. Raises StartupError; `close` it then, too."""
-        numbers = range(self._launch.config.lifecycle.front_ends)
-        await asyncio.gather(*map(self._begin, numbers))
-        for number in numbers:
-            self._keeping.append(asyncio.create_task(self._keep(number)))
+        config = self._launch.config
+        self._kept = [
+            KeptChild(
+                f"front end {number}",
+                partial(self._begin, number),
+                config.start_timeout_s,
+                ended=partial(self._clear_after, number),
+                unready_s=CLOSE_S,
+                again="it starts again",
+            )
+            for number in range(config.lifecycle.front_ends)
+        ]
+        await asyncio.gather(*(one.start() for one in self._kept))
         end_loading()
 
     async def ended(self) -> None:
@@ -114,11 +112,7 @@ class FrontEnds:
 
     async def drain(self, at_once: asyncio.Event) -> None:
         """Let all take nothing new; wait for live requests, for the timeout, or for `at_once`."""
-        self._stop_keeping()
-        for child in self._children.values():
-            child.terminate()
-        ends = [asyncio.create_task(child.ended()) for child in self._children.values()]
-        all_ended = asyncio.gather(*ends)
+        all_ended = asyncio.gather(*(one.drain() for one in self._kept))
         hurry = asyncio.create_task(at_once.wait())
         timeout_s = self._launch.config.shutdown_timeout_s + CLOSE_S
         await asyncio.wait(
@@ -126,36 +120,27 @@ class FrontEnds:
         )
         hurry.cancel()
         all_ended.cancel()
-        await asyncio.gather(*ends, return_exceptions=True)
+        await asyncio.gather(all_ended, return_exceptions=True)
 
     async def close(self) -> None:
         """End them all."""
-        self._stop_keeping()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
-        await asyncio.gather(*map(self._end, list(self._children)))
+        await asyncio.gather(*(one.stop(CLOSE_S) for one in self._kept))
         if self._metrics is not None:
             self._metrics.cleanup()
         if self._forks is not None:
             self._forks.close()
 
-    def _stop_keeping(self) -> None:
-        for task in self._keeping:
-            task.cancel()
-
-    async def _begin(self, number: int) -> None:
-        """Start a front end, and wait until it takes requests. Raises StartupError."""
-        heartbeats = self._heartbeats[number] = Heartbeats()
-        shared = [self._sock.fileno(), heartbeats.descriptor]
+    async def _begin(self, number: int, heartbeat: int) -> Child:
+        """Start a front end. Raises StartupError."""
+        shared = [self._sock.fileno(), heartbeat]
         launch = msgspec.structs.replace(
             self._launch,
             name=f"front-{secrets.token_hex(4)}",
             listening=shared[0],
-            heartbeat=shared[1],
+            heartbeat=heartbeat,
         )
         self._names[number] = launch.name
-        child = await Child.start(f"front end {number}", partial(self._spawn, shared), launch)
-        self._children[number] = child
-        await child.ready(launch.config.start_timeout_s)
+        return await Child.start(f"front end {number}", partial(self._spawn, shared), launch)
 
     async def _spawn(self, shared: list[int], stdin: int, announced: int) -> Process:
         title = f"of {self._launch.whose}" if self._launch.whose else ""
@@ -167,14 +152,11 @@ class FrontEnds:
                 log.warning("%s; a front end starts by itself, which takes longer", error)
         return await running(MODULE, self._environment, shared, title)(stdin, announced)
 
-    async def _end(self, number: int, timeout_s: float = CLOSE_S) -> None:
-        if (child := self._children.pop(number, None)) is not None:
-            await child.stop(timeout_s)
-            if self._metrics is not None:
-                forget_gauges(Path(self._metrics.name), child.pid)
-            self._leave_spool(self._names[number])
-        if (heartbeats := self._heartbeats.pop(number, None)) is not None:
-            heartbeats.close()
+    def _clear_after(self, number: int, child: Child) -> None:
+        """Drop what a front end has left behind that has ended."""
+        if self._metrics is not None:
+            forget_gauges(Path(self._metrics.name), child.pid)
+        self._leave_spool(self._names[number])
 
     def _leave_spool(self, name: str) -> None:
         """Let the fleet's server know that nobody writes this front end's spool any more."""
@@ -184,28 +166,3 @@ class FrontEnds:
             Spool(Path(folder, f"{name}.sqlite")).leave()
         except OSError as error:  # then it is counted to its end when the deployment ends
             log.warning("%s", error)
-
-    async def _keep(self, number: int) -> None:
-        loop = asyncio.get_running_loop()
-        began, deaths = loop.time(), 0
-        how = await self._dies(number)
-        while True:
-            deaths = deaths_in_a_row(deaths, loop.time() - began)
-            pause_s = restart_pause(deaths)
-            say(f"front end {number} is gone ({how}), it starts again in {pause_s:g} s")
-            await asyncio.sleep(pause_s)
-            began = loop.time()
-            try:
-                await self._begin(number)
-                say(f"front end {number} is ready")
-                how = await self._dies(number)
-            except StartupError as error:
-                await self._end(number)  # it may be there still, but not ready
-                how = str(error)
-
-    async def _dies(self, number: int) -> str:
-        """Wait until the front end ends or hangs, and end it; how."""
-        hanging = hangs(self._heartbeats[number], HEARTBEAT_TIMEOUT_S)
-        how = await first_of(self._children[number].ended(), hanging)
-        await self._end(number, 0.0)
-        return how

@@ -1,0 +1,107 @@
+"""A child process that its parent keeps: started again, ever later, whenever it dies or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from kvmig.core.errors import ConfigError, StartupError
+from kvmig.process.child import say
+from kvmig.process.supervisor import (
+    HEARTBEAT_TIMEOUT_S,
+    Child,
+    Heartbeats,
+    deaths_in_a_row,
+    first_of,
+    hangs,
+    restart_pause,
+)
+
+
+def _ignore(_: Child) -> None:
+    """Nothing is to be done for a child that has ended."""
+
+
+class KeptChild:
+    """`start` it inside a running event loop; `stop` it in any case."""
+
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[int], Awaitable[Child]],
+        ready_s: float,
+        *,
+        ended: Callable[[Child], None] = _ignore,
+        unready_s: float = 0.0,
+        again: str = "again",
+    ) -> None:
+        """begin: starts it; takes the descriptor for its heartbeats. ready_s: for it to be ready.
+
+        ended: is called after the end of each. unready_s: for one that isn't ready in time to end
+        by itself. again: in the line that says when it starts again.
+        """
+        self._name = name
+        self._begin = begin
+        self._ready_s = ready_s
+        self._ended = ended
+        self._unready_s = unready_s
+        self._again = again
+        self._child: Child | None = None
+        self._heartbeats: Heartbeats | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return once it is ready. Raises StartupError; `stop` it then, too."""
+        await self._start()
+        self._keeping = asyncio.create_task(self._keep(), name=f"keep {self._name}")
+
+    async def drain(self) -> None:
+        """Ask it to end, and wait until it has; it isn't started again."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+        if self._child is not None:
+            self._child.terminate()
+            await self._child.ended()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End it."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._end(timeout_s)
+
+    async def _start(self) -> None:
+        self._heartbeats = Heartbeats()
+        self._child = await self._begin(self._heartbeats.descriptor)
+        await self._child.ready(self._ready_s)
+
+    async def _end(self, timeout_s: float) -> None:
+        if self._child is not None:
+            await self._child.stop(timeout_s)
+            self._ended(self._child)
+            self._child = None
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+            self._heartbeats = None
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        deaths, began = 0, loop.time()
+        while True:
+            try:
+                if self._child is None:
+                    began = loop.time()
+                    await self._start()
+                    say(f"{self._name} is ready")
+                assert self._child is not None
+                assert self._heartbeats is not None
+                hanging = hangs(self._heartbeats, HEARTBEAT_TIMEOUT_S)
+                how = await first_of(self._child.ended(), hanging)
+                await self._end(0.0)
+            except (ConfigError, StartupError) as error:
+                how = str(error)
+                await self._end(self._unready_s)
+            deaths = deaths_in_a_row(deaths, loop.time() - began)
+            pause_s = restart_pause(deaths)
+            say(f"{self._name} is gone ({how}), {self._again} in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
