@@ -9,36 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
 from kvmig.process.unix_server import UnixServer
-from kvmig.proxy.messages import Demand, Down, Figures, Hello, Up, Want
+from kvmig.proxy.messages import Demand, Down, Figures, Hello, Want
+from kvmig.rpc.unix_stream import receive_message, send_message
 
-LENGTH_BYTES = 4
-MOST_BYTES = 1 << 28
-"""Most bytes of a message: a snapshot with a million keys has some 200 MB."""
 UNSENT_BYTES = 1 << 28
 """A proxy that reads nothing is disconnected then; it begins anew with a snapshot."""
 RETRY_S = 0.2
 HELLO_S = 10.0
 
 log = logging.getLogger(__name__)
-
-
-def send(writer: asyncio.StreamWriter, message: Down | Up) -> None:
-    """Put one message on its way."""
-    body = msgspec.msgpack.encode(message)
-    writer.write(len(body).to_bytes(LENGTH_BYTES, "big") + body)
-
-
-async def receive(reader: asyncio.StreamReader, kind: Any) -> Any:
-    """The next message. Raises EOFError, ConnectionError, or ValueError for what is none."""
-    size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    if size > MOST_BYTES:
-        raise ValueError(f"a message of {size} bytes")
-    return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
 
 
 class ProxyLinks:
@@ -69,7 +52,7 @@ class ProxyLinks:
             self._send(name, writer, message)
 
     def _send(self, name: str, writer: asyncio.StreamWriter, message: Down) -> None:
-        send(writer, message)
+        send_message(writer, message)
         if writer.transport.get_write_buffer_size() > UNSENT_BYTES:
             log.warning("proxy %s reads nothing", name)
             writer.transport.abort()
@@ -78,12 +61,12 @@ class ProxyLinks:
         name = ""
         try:
             async with asyncio.timeout(HELLO_S):
-                name = (await receive(reader, Hello)).proxy
+                name = (await receive_message(reader, Hello)).proxy
             self._writers[name] = writer
             for message in self._first():
                 self._send(name, writer, message)
             while True:
-                self._hear(name, await receive(reader, Want | Demand | Figures))
+                self._hear(name, await receive_message(reader, Want | Demand | Figures))
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
         except (ValueError, msgspec.DecodeError) as error:
@@ -113,7 +96,7 @@ class ServerLink:
     def send(self, message: Want | Demand | Figures) -> None:
         """Tell the server; lost while it isn't there, or reads nothing: it is said again."""
         if self._writer is not None and not self._writer.transport.get_write_buffer_size():
-            send(self._writer, message)
+            send_message(self._writer, message)
 
     async def close(self) -> None:
         """Disconnect."""
@@ -128,9 +111,9 @@ class ServerLink:
                 await asyncio.sleep(RETRY_S)
                 continue
             try:
-                send(writer, Hello(self._name))
+                send_message(writer, Hello(self._name))
                 while True:
-                    self._hear(await receive(reader, Down))
+                    self._hear(await receive_message(reader, Down))
                     self._writer = writer  # what is said counts from this server's snapshot on
             except (EOFError, ConnectionError):
                 pass  # another server will be there
