@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvmig.engines.vllm import allocation, memory, serving
+from kvmig.engines.vllm import allocation, device_sharing, memory
 from kvmig.engines.vllm import worker as real
 from kvmig.engines.vllm.serving import ServingVllm
 from kvmig.engines.vllm.subblocks import RankCache
@@ -63,7 +63,7 @@ def take_pages_of_gpus(patch: pytest.MonkeyPatch) -> None:
     without_pages = allocation.without_pages
     patch.setattr(allocation, "Addresses", Hosted)
     patch.setattr(allocation, "tensor_at", tensor_at)
-    patch.setattr(serving, "without_pages", lambda device: without_pages("cuda"))
+    patch.setattr(device_sharing, "without_pages", lambda device: without_pages("cuda"))
 
 
 def memory_of(gpu: Driver) -> Callable[[int], torch.UntypedStorage]:

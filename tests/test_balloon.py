@@ -26,7 +26,7 @@ BLOCKS = 40
 
 
 def balloon(side: Side) -> Balloon:
-    found = side.engine._balloon
+    found = side.engine._device.balloon
     assert found is not None
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvmig.engines.vllm import balloon as balloons
-from kvmig.engines.vllm import serving
+from kvmig.engines.vllm import device_sharing
 from kvmig.engines.vllm.balloon import Balloon
 from kvmig.kernels.driver import Driver
 from kvmig.kernels.vmm import Addresses
@@ -71,13 +71,13 @@ async def pair(sides: tuple[Side, Side]) -> AsyncIterator[Pair]:
 
 
 def balloon(side: Side) -> Balloon:
-    found = side.engine._balloon
+    found = side.engine._device.balloon
     assert found is not None
     return found
 
 
 def addresses(side: Side) -> Addresses:
-    found = side.engine._addresses
+    found = side.engine._device.addresses
     assert found is not None
     return found
 
@@ -255,7 +255,9 @@ async def test_as_much_comes_as_the_gpu_has(pair: Pair, monkeypatch: pytest.Monk
 def test_one_whose_cache_cannot_be_shared_has_all_of_its_memory(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "unshared", lambda _, *made: "of another kind" if made else "")
+    monkeypatch.setattr(
+        device_sharing, "unshared", lambda _, *made: "of another kind" if made else ""
+    )
     side = Side(Configuration(flags=FLAGS, shared=True))
     assert side.engine.sharing == "of another kind"
     assert there(side) == GROUPS * GROUP

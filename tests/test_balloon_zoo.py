@@ -29,7 +29,7 @@ def sharing(side: Side) -> Sharing:
 async def resized(side: Side, blocks: int) -> None:
     granule = sharing(side).room.granule
     task = asyncio.ensure_future(sharing(side).resize(blocks * granule, 128 * granule, 60.0))
-    balloon = side.engine._balloon
+    balloon = side.engine._device.balloon
     assert balloon is not None
     while not task.done() or balloon._giving:
         side.take_calls()

@@ -13,7 +13,7 @@ import pytest
 
 from kvmig.core.config import UnitConfig
 from kvmig.engines.gate import StepGrant
-from kvmig.engines.vllm import serving, share_streams
+from kvmig.engines.vllm import device_sharing, share_streams
 from kvmig.engines.vllm.share_streams import NO_SMS
 from kvmig.kernels.driver import Driver
 from tests import fake_gpu
@@ -81,11 +81,11 @@ def on_gpu(engines: Engines) -> Iterator[tuple[Side, Torch]]:
         held.callback(torch.gpu.destroy_stream, torch.own.cuda_stream)
         patch.setattr(share_streams, "torch", torch)
         with pytest.MonkeyPatch.context() as start:
-            start.setattr(serving, "streams_for", as_on_a_gpu)
+            start.setattr(device_sharing, "streams_for", as_on_a_gpu)
             side = Side(Configuration(shared=True, shares=SHARES))
         yield side, torch
         side.close()
-        side.engine._close_streams()
+        side.engine._device.close_streams()
 
 
 def as_on_a_gpu(config: Any, unit: UnitConfig | None) -> Any:
@@ -139,7 +139,7 @@ async def test_prompts_are_computed_under_the_one_share_and_decodes_under_the_ot
     side, torch = on_gpu
     unmoved = await pair.unmoved(LONG, max_tokens=16)
     gate = Scripted(*[PROMPTS] * 5, *[DECODES] * 10)
-    side.engine.share(gate)
+    side.share(gate)
     with steps_noted(side, torch) as noted:
         pair.submit(side, "one", LONG, max_tokens=16)
         for _ in range(15):
@@ -163,7 +163,7 @@ async def test_a_step_that_fails_leaves_the_engine_on_its_own_stream(
         raise RuntimeError("out of luck")
 
     gate = Scripted(PROMPTS)
-    side.engine.share(gate)
+    side.share(gate)
     pair.submit(side, "one", PROMPT, max_tokens=2)
     with monkeypatch.context() as patch:
         patch.setattr(side.core, "step_once", fails)
@@ -185,7 +185,7 @@ def test_graphs_are_captured_for_decodes_alone_and_on_their_stream(
     config: Any = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     )
-    streams = side.engine._streams
+    streams = side.engine._device.streams
     assert not isinstance(streams, str)
     with streams.capturing(config):
         captured_on: Any = parallel_state.GraphCaptureContext(Any)

@@ -36,7 +36,7 @@ async def gated(pair: Pair) -> AsyncIterator[tuple[Pair, LocalUnit]]:
 
 def share(unit: LocalUnit, pair: Pair, **limits: float) -> None:
     for name, side in (("a", pair.a), ("b", pair.b)):
-        side.engine.share(unit.join(name, ComputeShares(10, 6), **limits))
+        side.share(unit.join(name, ComputeShares(10, 6), **limits))
 
 
 async def settled(pair: Pair) -> None:
@@ -106,7 +106,7 @@ async def test_a_step_of_decodes_computes_no_prompt_even_after_one_that_was_full
     unmoved = await pair.unmoved(LONG)
     gate = Scripted(*[EVERYTHING] * 3)
     await pair.run(pair.a, "first", PROMPT, until=1)
-    pair.a.engine.share(gate)
+    pair.a.share(gate)
     pair.submit(pair.a, "long", LONG)
     pair.a.step()
     pair.submit(pair.a, "waits", OTHER)
@@ -130,7 +130,7 @@ async def test_a_step_of_decodes_computes_no_prompt_even_after_one_that_was_full
 async def test_where_nothing_decodes_prompts_are_held(gated: tuple[Pair, LocalUnit]) -> None:
     pair, _ = gated
     gate = Scripted(DECODES, DECODES, limit_s=0.05)
-    pair.a.engine.share(gate)
+    pair.a.share(gate)
     pair.submit(pair.a, "one", PROMPT, max_tokens=2)
     pair.a.take_calls()
     began = time.monotonic()
@@ -155,7 +155,7 @@ async def test_a_grant_that_comes_as_the_last_other_one_leaves_is_given_back(
             return super().answer()
 
     gate = Last(EVERYTHING)
-    pair.a.engine.share(gate)
+    pair.a.share(gate)
     pair.submit(pair.a, "one", PROMPT, max_tokens=2)
     pair.a.step()
     assert gate.ended == 1
@@ -173,7 +173,7 @@ async def test_an_arrival_by_migration_in_its_prefill_waits_for_prompts_to_be_al
     pair.a.step()
     await pair.move(pair.a, pair.b, "moved", steps=0)
     gate = Scripted(DECODES, DECODES)
-    pair.b.engine.share(gate)
+    pair.b.share(gate)
     request = pair.b.engine._scheduler.requests["moved"]
     before = request.num_computed_tokens
     for _ in range(2):
@@ -193,7 +193,7 @@ async def test_an_arrival_that_decodes_goes_on_behind_a_head_that_is_held(
     pair.b.take_calls()
     await pair.move(pair.a, pair.b, "moved", steps=0)
     gate = Scripted(*[DECODES] * 100)
-    pair.b.engine.share(gate)
+    pair.b.share(gate)
     assert_same(await pair.finish("moved"), unmoved)
     assert pair.b.engine._scheduler.requests["head"].num_computed_tokens == 0
     gate.alone = True
@@ -209,7 +209,7 @@ async def test_a_grant_of_few_tokens_makes_small_chunks_and_starves_no_decode(
         await pair.run(pair.a, f"there {number}", PROMPT, until=1)
     few, one = (StepGrant(prompts=True, decodes=True, tokens=most) for most in (34, 1))
     gate = Scripted(few, few, one, one)
-    pair.a.engine.share(gate)
+    pair.a.share(gate)
     pair.submit(pair.a, "long", FAR)
     await settled(pair)
     before = [len(pair.outputs[f"there {number}"].tokens) for number in range(2)]

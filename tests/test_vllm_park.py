@@ -33,7 +33,7 @@ async def side(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Side:
     """Warm; the engine is other tests', too, for whom it rounds like one that isn't."""
     engine = pair.a.engine
     monkeypatch.setattr(engine, "numerics", engine.numerics)
-    monkeypatch.setattr(engine, "_canary", "")
+    monkeypatch.setattr(engine._own, "canary", "")
     await stepped(pair.a, engine.warm_up())
     pair.begin()
     return pair.a
@@ -91,7 +91,7 @@ async def test_one_that_computes_otherwise_than_before_does_not_come_back(side: 
 
 
 async def test_one_without_a_canary_is_not_parked(side: Side) -> None:
-    side.engine._canary = ""
+    side.engine._own.canary = ""
     with pytest.raises(NotParked, match="nothing shows"):
         await stepped(side, side.engine.park())
 

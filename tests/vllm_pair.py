@@ -266,7 +266,7 @@ class Pair:
         await self.idle()
         for side in (self.a, self.b):
             assert side.engine._scheduler.requests == {}
-            assert side.engine._submitted == {}
+            assert side.engine._incoming.submitted == {}
             assert side.engine._destination.reserved() == 0
             assert side.engine._source._leaving == {}
             assert side.used_blocks == 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmig.core.config import UnitConfig
 from kvmig.engines.base import Emitted, Frame
+from kvmig.engines.gate import StepGate
 from kvmig.models import BUNDLED
 from tests.environment import environment
 
@@ -168,15 +169,19 @@ class Side:
 
     def wait_for_new(self) -> None:
         """Until new requests are where the next step finds them."""
-        for entering in list(self.engine._entering.values()):
+        for entering in list(self.engine._incoming.entering.values()):
             if isinstance(entering, Future):
                 entering.result(10)
 
     async def entered(self) -> None:
         """The same, also for requests that ran elsewhere."""
         async with asyncio.timeout(10):
-            while self.engine._entering:  # noqa: ASYNC110
+            while self.engine._incoming.entering:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
+
+    def share(self, gate: StepGate) -> None:
+        """Ask `gate` before each step from now on."""
+        self.engine._device.ask(self.core, gate)
 
     def take_calls(self) -> None:
         """What the engine's thread does between two steps."""

@@ -1,0 +1,114 @@
+"""Clients' requests on their way into one engine, and the payload of each one that is here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder
+
+from kvmig.core.errors import MigrationRefused
+from kvmig.engines.base import Frame, too_large
+from kvmig.engines.vllm.building import Builder, go_on, not_again, without_what_was_sent
+from kvmig.engines.vllm.compat import refuse
+from kvmig.engines.vllm.core import StepCore
+from kvmig.engines.vllm.migration import encode_request
+from kvmig.engines.vllm.offload import Offload
+
+
+class IncomingRequests:
+    """Takes the requests of one engine in; on the event loop."""
+
+    def __init__(self, core: StepCore, builder: Builder, offload: Offload) -> None:
+        self.submitted: dict[str, list[bytes]] = {}
+        """The payload of each request that is here, by id: what a migration sends."""
+        self.entering: dict[str, asyncio.Task[None] | Future[None]] = {}
+        """Requests that are not in the engine yet."""
+        self._core = core
+        self._builder = builder
+        self._offload = offload
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+
+    def submit(
+        self,
+        client: int,
+        request_id: str,
+        payload: Sequence[Frame],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """See `kvmig.engines.base.ServingEngine`."""
+        frames = [bytes(frame) for frame in payload]
+        request: EngineCoreRequest = self._decoder.decode(frames)
+        request.client_index = client
+        if request.request_id != request_id:
+            request.request_id = request_id
+            frames = encode_request(request)
+        self.submitted[request_id] = frames
+        entering: asyncio.Task[None] | Future[None]
+        if output_token_ids:
+            entering = asyncio.ensure_future(self._go_on(request, output_token_ids))
+        else:
+            entering = self._builder.add(request, lambda: self._add(request))
+        self.entering[request_id] = entering
+        entering.add_done_callback(lambda _: self.entering.pop(request_id, None))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End the requests, those that have not entered yet, too."""
+        for request_id in request_ids:
+            self.submitted.pop(request_id, None)
+            entering = self.entering.get(request_id)
+            if entering is not None and not entering.cancel():  # a thread is at it
+                entering.add_done_callback(partial(self._abort_entered, request_id))
+        self._core.abort([one for one in request_ids if one not in self.entering])
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended here, or has gone."""
+        self.submitted.pop(request_id, None)
+
+    def why_too_large(self, request_id: str) -> str:
+        """Why the payload of the request is too large for it to be moved; empty if it isn't."""
+        return too_large(self.submitted.get(request_id, ()))
+
+    def cancel(self) -> None:
+        """The engine is closed: what has not entered yet never does."""
+        for entering in list(self.entering.values()):
+            entering.cancel()
+
+    def _add(self, request: EngineCoreRequest) -> None:
+        try:
+            self._core.add(request)
+        except Exception as error:  # noqa: BLE001 - reported there
+            refuse(self._core, request, error)
+
+    async def _go_on(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
+        """Let a request that ran elsewhere go on here. Cancelled before its end it never enters."""
+        try:
+            reason = not_again(request, self._core.vllm_config)
+            if reason:
+                raise MigrationRefused("unsupported", reason)
+            without_what_was_sent(request)
+            built = await self._builder.build(request, output_token_ids, waits=False)
+            generator = await self._builder.generator_after(
+                request.sampling_params, len(output_token_ids)
+            )
+        except Exception as error:  # noqa: BLE001 - reported there
+            refuse(self._core, request, error)
+            return
+
+        def enter() -> None:
+            own = built.lora_request
+            if own is not None and not self._core.has_adapter(built, own):
+                return
+            try:
+                go_on(self._core, built, generator)
+                self._offload.entered(built)
+            except Exception as error:  # noqa: BLE001 - reported there
+                refuse(self._core, request, error)
+
+        self._core.call(enter)
+
+    def _abort_entered(self, request_id: str, _: object) -> None:
+        self._core.abort([request_id])
