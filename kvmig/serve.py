@@ -44,6 +44,7 @@ from kvmig.launcher.local import Host
 from kvmig.launcher.ray_launcher import RayLauncher
 from kvmig.launcher.scheduler import SchedulerKeeper
 from kvmig.launcher.shapes import (
+    InstanceShape,
     Shapes,
     Trees,
     own_flags,
@@ -148,42 +149,55 @@ def serve(
         if host is not None:
             kind.check_gpus(args, host.gpus)
         if host is not None and kind.shares_memory:
-            argv = [
-                *argv,
-                *memory_flags(
-                    argv,
-                    args.kv_cache_memory_bytes,
-                    [shape.workers for shape in planned],
-                    len(host.gpus),
-                    available_memory(),
-                    os.environ,
-                    weights_of(args.model),
-                    arena,
-                ),
-            ]
+            argv = [*argv, *parts_of_memory(argv, args, planned, host, arena)]
         first = planned[: config.instances]
         units = config.migration.unit_tokens
         shapes = Shapes(argv, own, first, units, kind.parse, trees, kind.check_tree)
         name, whose = secrets.token_hex(4), whose_server(args, sock)
-        launcher: Launcher
-        if host is not None:
-            launcher = host.launcher(name, [shape.workers for shape in planned])
-        else:
-            assert config.ray is not None
-            workers = [shape.workers for shape in first]
-            launcher = RayLauncher(config.ray, workers, args.model, args.kv_cache_memory_bytes)
         cluster = Cluster(
             name,
             config,
             front.secret,
             shapes,
-            launcher,
+            launcher_on(host, name, config, args, planned),
             lambda argv: kind.weights(kind.parse(argv)),
             own_units(config.instance_unit, config.instances),
             whose,
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv, whose=whose)
         return uvloop.run(Server(cluster, front, args, sock, forks).run())
+
+
+def parts_of_memory(
+    argv: Sequence[str], args: Namespace, planned: Sequence[InstanceShape], host: Host, arena: int
+) -> list[str]:
+    """Flags that share the host's memory among the planned instances. Raises ConfigError."""
+    return memory_flags(
+        argv,
+        args.kv_cache_memory_bytes,
+        [shape.workers for shape in planned],
+        len(host.gpus),
+        available_memory(),
+        os.environ,
+        weights_of(args.model),
+        arena,
+    )
+
+
+def launcher_on(
+    host: Host | None,
+    cluster: str,
+    config: ClusterConfig,
+    args: Namespace,
+    planned: Sequence[InstanceShape],
+) -> Launcher:
+    """Starts instances on the host, or by Ray. cluster: names its shared memory."""
+    workers = [shape.workers for shape in planned]
+    if host is not None:
+        return host.launcher(cluster, workers)
+    assert config.ray is not None
+    first = workers[: config.instances]
+    return RayLauncher(config.ray, first, args.model, args.kv_cache_memory_bytes)
 
 
 def whose_server(args: Namespace, sock: socket.socket) -> str:

@@ -13,7 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvmig.asgi.access import access
 from kvmig.core.heap import keep_small
@@ -21,6 +21,8 @@ from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.process.child import end_loading, say
 
 if TYPE_CHECKING:
+    from kvmig.frontend.metrics import Metrics
+    from kvmig.frontend.middleware import HttpState
     from kvmig.frontend.quotas import Quotas
     from kvmig.frontend.usage_writer import UsageWriter
 
@@ -50,13 +52,9 @@ class FrontEnd:
         from kvmig.frontend.isolation import PromptSalts
         from kvmig.frontend.launcher_link import LauncherLink, Membership
         from kvmig.frontend.loop_watch import LoopWatch
-        from kvmig.frontend.meter import Meter
         from kvmig.frontend.metrics import Metrics
-        from kvmig.frontend.middleware import HttpState
         from kvmig.frontend.openai.base import openai_server
-        from kvmig.frontend.quotas import Quotas
         from kvmig.frontend.router import Router
-        from kvmig.frontend.usage_writer import UsageWriter
 
         self._launch = launch
         self._args = args
@@ -68,15 +66,8 @@ class FrontEnd:
         metrics = Metrics(REGISTRY, config.priorities)
         names = args.served_model_name or [args.model]
         self._model = names[0]
-        self._usage: UsageWriter | None = None
-        if config.http.usage_spool:
-            meter = Meter(self._model, time.time)
-            path = Path(config.http.usage_spool, f"{launch.name}.sqlite")
-            self._usage = UsageWriter(meter, path, config.http.quota_socket)
-        self._quotas: Quotas | None = None
-        if config.http.quota_socket and self._usage is not None:
-            socket_path = config.http.quota_socket
-            self._quotas = Quotas(self._usage.meter, launch.name, socket_path, self._server.cut)
+        self._usage = usage_writer(launch, self._model)
+        self._quotas = quotas_of(launch, self._usage, self._server.cut)
         self._router = Router(
             launch.name,
             launch.secret,
@@ -87,21 +78,9 @@ class FrontEnd:
             meter=None if self._usage is None else self._usage.meter,
             quotas=self._quotas,
         )
-        self._http = HttpState(
-            config.http,
-            access(args.api_key, launch.admin_key, bound_to(sock)),
-            config.priorities,
-            REGISTRY,
-            vacant=self._router.fleet.vacant,
-            queued=self._router.fleet.waiting,
-            overloaded=metrics.refused,
-            keyed=bool(args.api_key),
-        )
+        self._http = self._http_state(metrics)
         if args.api_key and launch.admin_key:  # the server's own look comes after ours
             args.api_key = [*args.api_key, launch.admin_key]
-        if self._usage is not None:
-            self._http.begin_work = self._usage.meter.enter
-            self._http.uncounted = self._usage.refusal
         self._membership = Membership(self._router)
         self._launcher = LauncherLink(
             launch.launcher, launch.secret, launch.name, self._membership.hear
@@ -110,6 +89,27 @@ class FrontEnd:
         self._writing: asyncio.Task[None] | None = None
         self._watch = LoopWatch(REGISTRY, self._http.budget.take_seen)
         self._watching: list[asyncio.Task[None]] = []
+
+    def _http_state(self, metrics: Metrics) -> HttpState:
+        from prometheus_client import REGISTRY
+
+        from kvmig.frontend.middleware import HttpState
+
+        config, fleet, keys = self._launch.config, self._router.fleet, self._args.api_key
+        state = HttpState(
+            config.http,
+            access(keys, self._launch.admin_key, bound_to(self._sock)),
+            config.priorities,
+            REGISTRY,
+            vacant=fleet.vacant,
+            queued=fleet.waiting,
+            overloaded=metrics.refused,
+            keyed=bool(keys),
+        )
+        if self._usage is not None:
+            state.begin_work = self._usage.meter.enter
+            state.uncounted = self._usage.refusal
+        return state
 
     async def start(self) -> None:
         """Return once requests are taken: the launcher has named the instances, and they answer.
@@ -180,6 +180,31 @@ class FrontEnd:
     async def _empty(self) -> None:
         while self._router.live() or self._router.held:  # noqa: ASYNC110 - the end of the last one is no event
             await asyncio.sleep(0.05)
+
+
+def usage_writer(launch: FrontLaunch, model: str) -> UsageWriter | None:
+    """Writes what calls have used; None: no usage is wanted. model: its name in records."""
+    from kvmig.frontend.meter import Meter
+    from kvmig.frontend.usage_writer import UsageWriter
+
+    http = launch.config.http
+    if not http.usage_spool:
+        return None
+    path = Path(http.usage_spool, f"{launch.name}.sqlite")
+    return UsageWriter(Meter(model, time.time), path, http.quota_socket)
+
+
+def quotas_of(
+    launch: FrontLaunch, usage: UsageWriter | None, cut: Callable[[Any, int], None]
+) -> Quotas | None:
+    """Asks the server for tokens; None: calls may use as many as they like. cut: leaves the first
+    tokens of what an instance sent."""
+    from kvmig.frontend.quotas import Quotas
+
+    socket_path = launch.config.http.quota_socket
+    if not socket_path or usage is None:
+        return None
+    return Quotas(usage.meter, launch.name, socket_path, cut)
 
 
 def bound_to(sock: socket.socket) -> str:

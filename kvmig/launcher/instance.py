@@ -56,7 +56,7 @@ class InstanceOwner(Protocol):
         """Counts the messages that the launcher refuses."""
 
     def changed(self) -> None:
-        """Report the members to everybody: the instance has another state."""
+        """Report the members: the instance has another state."""
 
     def left(self, instance: Instance) -> None:
         """Take the instance out: it is empty or dead."""
