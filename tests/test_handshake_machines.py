@@ -172,6 +172,44 @@ def test_after_the_commit_was_sent_only_an_answer_resumes(state: source.S) -> No
         machine.failed("error")
 
 
+def test_an_answer_that_comes_once_more_is_no_event() -> None:
+    machine = source_at(source.S.CHECKING)
+    assert machine.hear(Reserved("m", 0, 1, "tcp")) == []
+    machine = source_at(source.S.RESERVING_STAGE)
+    assert machine.hear(Reserved("m", 0, 1, "tcp")) == []
+    assert machine.hear(Reserved("m", 1, 1, "tcp")) == [source.Copy(1, 1, (4, 5, 6))]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [(Refused("m", "no_blocks", "full"), "no_blocks"), (Aborted("m"), "superseded")],
+)
+def test_a_destination_that_gives_up_leaves_the_request_here(
+    message: Refused | Aborted, reason: str
+) -> None:
+    machine = source_at(source.S.RESERVING)
+    assert machine.hear(message) == [Resume()]
+    assert machine.reason == reason
+
+
+def test_a_commit_that_is_confirmed_releases_the_request() -> None:
+    assert source_at(source.S.COMMITTING).hear(Committed("m", 1.0)) == [Release()]
+
+
+@pytest.mark.parametrize(
+    ("state", "actions"),
+    [
+        (source.S.COPYING, [Resume(), SendAbort("peer_lost")]),
+        (source.S.COMMITTING, [source.AskArbiter()]),
+        (source.S.RESOLVING, []),
+    ],
+)
+def test_a_lost_connection_ends_what_is_undecided_and_asks_the_arbiter_once(
+    state: source.S, actions: list[source.Action]
+) -> None:
+    assert source_at(state).lost("no connection") == actions
+
+
 def test_the_source_stops_copying_at_the_last_stage() -> None:
     machine = SourceMachine("m", max_stages=1)
     machine.exported(30)

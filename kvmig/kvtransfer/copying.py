@@ -60,7 +60,7 @@ class BlockSender:
         batcher: ChunkBatcher,
         staging: Staging,
         token: str,
-        mailbox: Mailbox,
+        mailbox: Mailbox[Any, Any],
         timeline: Timeline,
     ) -> None:
         """token: of the inbox at the destination. Raises TransportError if it can't be reached."""

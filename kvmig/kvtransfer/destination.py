@@ -1,6 +1,6 @@
 """The destination's session: one migration into this instance, from Reserve to the first token.
 
-It runs a `DestinationMachine` against an engine. Everything goes through one queue, so an engine
+It runs a `DestinationMachine` against an engine. Everything goes through one mailbox, and an engine
 call is over before the next message is looked at. Whatever ends the session, nothing is left but
 the request, if it was committed.
 """
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import MigrationConfig
-from kvmig.core.errors import KvmigError, MigrationRefused, PeerError, TransportError
+from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail
 from kvmig.engines.identity import difference
 from kvmig.kvtransfer import destination_machine as do
@@ -24,6 +24,7 @@ from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.destination_machine import Action, DestinationMachine, SourceMessage
 from kvmig.kvtransfer.mailbox import Cancel
 from kvmig.kvtransfer.messages import Chunk, FirstToken, Reserve, Reserved
+from kvmig.kvtransfer.session import Session
 from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import Inboxes
 from kvmig.rpc.messages import Message
@@ -51,14 +52,28 @@ class Fence:
     answer: asyncio.Future[bool]
 
 
-Event = SourceMessage | Cancel | Fence
+@dataclass(frozen=True, slots=True)
+class SourceEvent:
+    """A message of the source, with the bytes that came along."""
+
+    message: SourceMessage
+    payload: Sequence[memoryview]
 
 
-class DestinationSession:
-    """One migration into this instance, fed by its queue of `events`."""
+Event = SourceEvent | Cancel | Fence
+
+
+class DestinationSession(Session[Event, Action]):
+    """One migration into this instance. Messages come in at `deliver`.
+
+    Nothing interrupts it: an action is over before the machine gets the next event.
+    """
+
+    machine: DestinationMachine
 
     def __init__(self, context: DestinationContext, sender: bytes, reserve: Reserve) -> None:
         """`reserve`: its first message; sender: who gets the answers."""
+        super().__init__(context.config.reply_timeout_ms / 1e3)
         self.opening = reserve
         self.request_id = reserve.request_id
         self.attempt = reserve.request_id, reserve.epoch
@@ -70,10 +85,12 @@ class DestinationSession:
         self._inbox: Inbox | None = None
         self._blocks: list[int] = []
         """The request's own, in their order; HOLE where none is kept."""
-        self.events: asyncio.Queue[tuple[Event, list[memoryview]]] = asyncio.Queue()
-        """Messages of this migration with their payload, and what happens here."""
+        self._payload: Sequence[memoryview] = ()
+        """The bytes of the present message."""
+        self._fence: asyncio.Future[bool] | None = None
+        """The answer that is due once the present event is dealt with."""
         self._committed_at = 0.0
-        self.events.put_nowait((reserve, []))
+        self.deliver(SourceEvent(reserve, ()))
 
     # -- events
 
@@ -88,68 +105,50 @@ class DestinationSession:
             while not self.machine.ended:
                 try:
                     async with asyncio.timeout(self._context.config.lease_ms / 1e3):
-                        event, payload = await self.events.get()
+                        actions = await self._mailbox.listen()
                 except TimeoutError:
-                    event, payload = Cancel("timeout"), []
-                await self._take(event, payload)
+                    actions = self._hear(Cancel("timeout"))
+                await self._deal_with(actions)
         except BaseException:  # a cancellation, or what nothing here was made for
             if not self.machine.ended:
                 await self._engine.cancel(self.request_id)
             raise
         finally:
             await self._take_late()
+            self._mailbox.close()
+            self._undone = []
 
     async def _take_late(self) -> None:
-        while not self.events.empty():
-            event, payload = self.events.get_nowait()
+        while (event := self._mailbox.take()) is not None:
             if self.machine.ended:
-                await self._take(event, payload)
+                await self._deal_with(self._hear(event))
             elif isinstance(event, Fence) and not event.answer.done():
                 event.answer.cancel()
 
-    async def _take(self, event: Event, payload: Sequence[memoryview]) -> None:
-        """Feed the machine, and carry out its actions and those that they lead to."""
+    def _hear(self, event: Event) -> list[Action]:
         match event:
             case Cancel(reason=reason):
-                actions = self.machine.cancel(reason)
-            case Fence():
-                actions = self.machine.fence()
-            case _:
-                actions = self.machine.hear(event)
-        while actions:
-            following: list[Action] = []
-            for action in actions:
-                try:
-                    following += await self._perform(action, payload)
-                except MemoryError:
-                    raise  # it may have come between a state and its actions: see `Migrations`
-                except Exception as error:  # noqa: BLE001 - logged there
-                    following += self._failed(action, error)
-            actions = following
-        if isinstance(event, Fence) and not event.answer.done():
-            event.answer.set_result(self.machine.committed_here)
+                return self.machine.cancel(reason)
+            case Fence(answer):
+                self._fence = answer
+                return self.machine.fence()
+            case SourceEvent(message, payload):
+                self._payload = payload
+                return self.machine.hear(message)
 
-    def _failed(self, action: Action, error: Exception) -> list[Action]:
-        name = type(action).__name__
-        match error:
-            case MigrationRefused():
-                reason, detail = error.reason, error.detail
-            case TimeoutError():
-                reason, detail = "timeout", f"{name} took too long"
-            case KvmigError():
-                reason, detail = "error", str(error)
-            case _:
-                log.error("%s: %s failed", self.machine.key, name, exc_info=error)
-                reason, detail = "error", repr(error)
-        if self.machine.ended:
-            log.warning("%s: %s: %s", self.machine.key, name, detail)
-            return []
+    async def _deal_with(self, actions: list[Action]) -> None:
+        """Carry out what the last event led to; then a fence is answered."""
+        await self._follow(actions)
+        if self._fence is not None and not self._fence.done():
+            self._fence.set_result(self.machine.committed_here)
+        self._payload, self._fence = (), None
+
+    def _give_up(self, reason: str, detail: str) -> list[Action]:
         return self.machine.failed(reason, detail)
 
     # -- the steps
 
-    async def _perform(self, action: Action, payload: Sequence[memoryview]) -> list[Action]:
-        """One step of the migration; what the machine wants next."""
+    async def _perform(self, action: Action) -> list[Action]:
         match action:
             case do.ReserveBlocks(None, num_tokens, last):
                 await self._grow(num_tokens)
@@ -161,13 +160,13 @@ class DestinationSession:
                 return await self._open(export)
             case do.Scatter(chunk):
                 began = self._context.clock()
-                came = await self._receive(chunk, payload)
+                came = await self._receive(chunk)
                 async with self._in_time():
                     sums = await self._engine.scatter(came.block_ids, came.fused, chunk.urgent)
                 came.check(sums)  # raises MigrationRefused if the chunk came changed
                 return self.machine.scattered(chunk, (self._context.clock() - began) * 1e3)
             case do.RunRequest(tail, last):
-                came_along = None if last is None else await self._receive(last, payload)
+                came_along = None if last is None else await self._receive(last)
                 return await self._commit(tail, came_along)
             case do.FreeBlocks():
                 await self._engine.cancel(self.request_id)
@@ -198,7 +197,7 @@ class DestinationSession:
         async with self._in_time():
             self._blocks = await self._engine.grow(self.request_id, num_tokens)
 
-    async def _receive(self, chunk: Chunk, payload: Sequence[memoryview]) -> CameBlocks:
+    async def _receive(self, chunk: Chunk) -> CameBlocks:
         """The chunk's bytes, and blocks for them. Raises PeerError if they can't be blocks."""
         layout, count = self._engine.layout, len(chunk.checksums)
         if count == 0 or chunk.nbytes != count * layout.block_bytes or self._inbox is None:
@@ -213,7 +212,7 @@ class DestinationSession:
         if HOLE in block_ids:
             raise MigrationRefused("no_blocks", f"none is kept at places {list(places)}")
         async with self._in_time():
-            fused = await self._inbox.receive(chunk, payload[0] if payload else None)
+            fused = await self._inbox.receive(chunk, self._payload[0] if self._payload else None)
         return CameBlocks(chunk.first, block_ids, fused, chunk.checksums)
 
     async def _commit(self, tail: Tail, last: CameBlocks | None) -> list[Action]:
@@ -249,7 +248,3 @@ class DestinationSession:
         except TransportError as error:
             # The source asks again, or the arbiter does; nothing here depends on it.
             log.warning("%s: %s: %s", self.machine.key, type(message).__name__, error)
-
-    def _in_time(self) -> asyncio.Timeout:
-        """Raises TimeoutError when a call takes longer than an answer may."""
-        return asyncio.timeout(self._context.config.reply_timeout_ms / 1e3)

@@ -2,7 +2,8 @@
 
 It never runs a request before Commit and never gives one up after it. When it has ended it
 stays as a tombstone: it answers late and repeated messages the same way, so a lost answer can
-be asked for again, and a cancelled migration can't commit.
+be asked for again, and a cancelled migration can't commit. `source_machine` has the theory of
+operation of both halves.
 """
 
 from __future__ import annotations

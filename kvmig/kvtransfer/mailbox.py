@@ -1,4 +1,4 @@
-"""The mailbox of a source session: events from outside, kept until the session looks."""
+"""The mailbox of a session: events from outside, kept until the session looks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from kvmig.kvtransfer.source_machine import Action
-from kvmig.rpc.messages import Message
+E = TypeVar("E")
+A = TypeVar("A")
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -23,30 +24,31 @@ class PeerLost(msgspec.Struct, frozen=True):
     """The connection to the destination is gone."""
 
 
-Event = Message | Cancel | PeerLost
-
-
 class Interrupted(Exception):
     """An event asks for other actions than the one that is under way."""
 
-    def __init__(self, actions: list[Action]) -> None:
+    def __init__(self, actions: list[Any]) -> None:
         super().__init__(actions)
         self.actions = actions
 
 
-class Mailbox:
-    """Events in order; `hear` gives one to the machine and returns its actions."""
+class Mailbox(Generic[E, A]):
+    """Events E in order; `hear` gives one to the machine and returns its actions A."""
 
-    def __init__(self, hear: Callable[[Event], list[Action]]) -> None:
+    def __init__(self, hear: Callable[[E], list[A]]) -> None:
         self._hear = hear
-        self._events: deque[Event] = deque()
+        self._events: deque[E] = deque()
         self.news = asyncio.Event()
         """Set while there is something to read: whatever may wait also waits for this."""
 
-    def put(self, event: Event) -> None:
+    def put(self, event: E) -> None:
         """Keep an event from outside."""
         self._events.append(event)
         self.news.set()
+
+    def take(self) -> E | None:
+        """Take out the next event; None: there is none."""
+        return self._events.popleft() if self._events else None
 
     def read(self) -> None:
         """Hear what has come. Raises Interrupted at the first event that asks for something."""
@@ -60,16 +62,24 @@ class Mailbox:
                 await self.news.wait()
         self.read()
 
-    async def listen(self) -> list[Action]:
+    async def listen(self) -> list[A]:
         """Wait for an event that asks for something."""
         while True:
             await self.news.wait()
             if actions := self._next():
                 return actions
 
-    def _next(self) -> list[Action]:
+    def close(self) -> None:
+        """Let go of the session, which is over."""
+        self._hear = _deaf
+
+    def _next(self) -> list[A]:
         while self._events:
             if actions := self._hear(self._events.popleft()):
                 return actions
         self.news.clear()
         return []
+
+
+def _deaf(event: object) -> list[Any]:
+    return []

@@ -21,7 +21,7 @@ from kvmig.core.layout import KVLayout
 from kvmig.engines.base import Engine
 from kvmig.kvtransfer.context import Host, SourceContext
 from kvmig.kvtransfer.copying import ChunkBatcher
-from kvmig.kvtransfer.destination import DestinationContext, DestinationSession, Fence
+from kvmig.kvtransfer.destination import DestinationContext, DestinationSession, Fence, SourceEvent
 from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine, Tombstones
 from kvmig.kvtransfer.mailbox import Cancel, PeerLost
 from kvmig.kvtransfer.messages import (
@@ -282,7 +282,7 @@ class Migrations:
             case Reserve() | Chunk() | Commit() | Abort():
                 session = self._arrivals.get(message.mid)
                 if session is not None:
-                    session.events.put_nowait((message, payload))
+                    session.deliver(SourceEvent(message, payload))
                 elif (
                     isinstance(message, Reserve)
                     and message.export is not None
@@ -303,7 +303,7 @@ class Migrations:
         for session in self._arrivals.values():
             if session.attempt == (request_id, epoch):
                 answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-                session.events.put_nowait((Fence(answer), []))
+                session.deliver(Fence(answer))
                 async with asyncio.timeout(self._config.lease_ms / 1e3):
                     return await answer
         return self._tombstones.fence((request_id, epoch))
@@ -389,7 +389,7 @@ class Migrations:
         for departure in self._going():
             departure.deliver(Cancel("shutdown"))
         for arrival in self._arrivals.values():
-            arrival.events.put_nowait((Cancel("shutdown"), []))
+            arrival.deliver(Cancel("shutdown"))
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
             for task in late:
@@ -402,7 +402,7 @@ class Migrations:
         self._in.unstepped.pop(request_id, None)
         for session in self._arrivals.values():
             if session.request_id == request_id:
-                session.events.put_nowait((Cancel(reason), []))
+                session.deliver(Cancel(reason))
 
     def _ended(self, mid: str, task: asyncio.Task[MigrationReport] | asyncio.Task[None]) -> None:
         del self._tasks[mid]

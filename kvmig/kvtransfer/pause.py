@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -96,7 +96,7 @@ class Pause:
     """The steps of one pause, in their order. Those that wait raise Interrupted."""
 
     def __init__(
-        self, move: Move, batcher: ChunkBatcher, mailbox: Mailbox, timeline: Timeline
+        self, move: Move, batcher: ChunkBatcher, mailbox: Mailbox[Any, Any], timeline: Timeline
     ) -> None:
         self._move = move
         self._context = batcher.context
@@ -210,10 +210,10 @@ class Pause:
             if self._can_hold:  # a step there may wait for the request
                 due = due_ms(engine.cadence(), self._context.lead.ms)
                 self._send(Expect(self._move.mid, due))
-        timeline.pause()
+        timeline.mark("drain")
         async with asyncio.timeout(self._context.timeout_s):
             tail = await engine.suspend(self._move.request_id, sent, out)
-        timeline.pause()
+        timeline.mark("tail copy")
         self._suspended_at = self._context.clock()
         return tail
 
@@ -243,7 +243,7 @@ class Pause:
             came_along[0] if came_along else None,
         )
         self.send_commit()
-        self._timeline.pause()
+        self._timeline.mark("commit")
 
     def send_commit(self) -> None:
         """Send Commit, or the same once more."""

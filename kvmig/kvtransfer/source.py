@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvmig.core.errors import KvmigError, MigrationRefused, PeerError, TransportError
+from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import Export, too_large
 from kvmig.kvtransfer import source_machine as do
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
-from kvmig.kvtransfer.mailbox import Cancel, Event, Interrupted, Mailbox, PeerLost
+from kvmig.kvtransfer.mailbox import Cancel, PeerLost
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
@@ -31,14 +31,20 @@ from kvmig.kvtransfer.messages import (
 )
 from kvmig.kvtransfer.pause import Pause
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.source_machine import Action, S, SourceMachine
+from kvmig.kvtransfer.session import Session
+from kvmig.kvtransfer.source_machine import Action, DestinationMessage, S, SourceMachine
 from kvmig.kvtransfer.timeline import Move, Timeline
 
 log = logging.getLogger(__name__)
 
 
-class SourceSession:
+Event = DestinationMessage | ChunkDone | FirstToken | Cancel | PeerLost
+
+
+class SourceSession(Session[Event, Action]):
     """One migration out of this instance. Messages come in at `deliver`."""
+
+    machine: SourceMachine
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class SourceSession:
         admit: called once `num_tokens` is known; raises MigrationRefused if so much must not
         move now.
         """
+        super().__init__(batcher.context.timeout_s)
         self.move = move
         self.endpoint = endpoint
         self.num_tokens = 0
@@ -63,18 +70,16 @@ class SourceSession:
         self._engine = context.engine
         self._batcher = batcher
         self._admit = admit
-        self._mailbox = Mailbox(self._hear)
         self._timeline = Timeline(move, context.clock)
         self.pause = Pause(move, batcher, self._mailbox, self._timeline)
         self._export: Export | None = None
         self._sender: BlockSender | None = None
-        self._undone: list[Action] = []
         self._first_token: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
 
     # -- events
 
     def deliver(self, event: Event) -> None:
-        """Take a message of this migration, or what happened here."""
+        """See `Session`. What concerns no state of the machine doesn't wait in the mailbox."""
         match event:
             case ChunkDone(scatter_ms=scatter_ms):
                 if self._sender is not None:
@@ -84,38 +89,29 @@ class SourceSession:
             case Cancel() | PeerLost() if self.machine.state is S.COMMITTED:
                 self._hear_first_token(None)  # it won't come, or nobody would tell
             case _:
-                self._mailbox.put(event)
+                super().deliver(event)
 
     def _hear_first_token(self, ms: float | None) -> None:
         if not self._first_token.done():
             self._first_token.set_result(ms)
 
     def _hear(self, event: Event) -> list[Action]:
-        """Feed the machine an event from the mailbox."""
         machine = self.machine
         match event:
-            case Reserved(stage=stage):
-                self.pause.hears(event)
-                if not machine.expects(stage):
-                    return []  # answered once more
-                if stage == 0:
-                    self._agree(event)
-                return machine.reserved(event.hit_blocks)
-            case Refused(reason=reason, detail=detail):
-                return machine.refused(reason, detail)
-            case Aborted():
-                return machine.refused("superseded", "given up by the destination")
-            case Committed():
-                self.pause.committed(event)
-                return machine.committed()
             case Cancel(reason=reason):
                 return machine.cancel(reason)
-            case PeerLost() if machine.state is S.RESOLVING:
-                return []
-            case PeerLost() if machine.beyond:
-                return machine.unreachable()
             case PeerLost():
-                return machine.failed("peer_lost", f"no connection to {self.move.destination}")
+                return machine.lost(f"no connection to {self.move.destination}")
+            case Reserved(stage=stage):
+                self.pause.hears(event)
+                if stage == 0 and machine.expects(stage):
+                    self._agree(event)
+                return machine.hear(event)
+            case Committed():
+                self.pause.committed(event)
+                return machine.hear(event)
+            case Refused() | Aborted():
+                return machine.hear(event)
         raise PeerError(f"{type(event).__name__} isn't for the source of a migration")
 
     def _agree(self, answer: Reserved) -> None:
@@ -150,6 +146,7 @@ class SourceSession:
         finally:
             if self._sender is not None:
                 self._sender.close()
+            self._mailbox.close()
             self.over = True
             self._context.places.release()
         report = await self._report()
@@ -172,47 +169,15 @@ class SourceSession:
         """The session's task was cancelled."""
         return self.machine.orphaned() if self.machine.beyond else self.machine.cancel("shutdown")
 
-    async def _follow(self, actions: list[Action]) -> None:
-        """Carry out the machine's actions, and those that they lead to."""
-        while actions:
-            following: list[Action] = []
-            for index, action in enumerate(actions):
-                self._undone = actions[index:]
-                try:
-                    following += await self._perform(action)
-                except Interrupted as stop:
-                    following += stop.actions
-                except MemoryError:
-                    raise  # it may have come between a state and its actions: see `Migrations`
-                except Exception as error:  # noqa: BLE001 - logged there
-                    following += self._failed(action, error)
-            actions = following
+    def _give_up(self, reason: str, detail: str) -> list[Action]:
+        return self.machine.broken(reason, detail)
 
-    def _failed(self, action: Action, error: Exception) -> list[Action]:
-        reason, detail = self._reason(action, error)
-        if self.machine.ended:
-            # Cleaning up: the next action must still have its turn.
-            log.warning("%s: %s: %s", self.move.mid, type(action).__name__, detail)
-            return []
-        if self.machine.beyond:
-            return self.machine.unreachable()
-        return self.machine.failed(reason, detail)
-
-    def _reason(self, action: Action, error: Exception) -> tuple[str, str]:
-        match error:
-            case MigrationRefused():
-                return error.reason, error.detail
-            case TimeoutError():
-                return "timeout", f"{type(action).__name__} took too long"
-            case TransportError():
-                return "peer_lost", str(error)
-            case KvmigError():
-                return "error", str(error)
-        log.error("%s: %s failed", self.move.mid, action, exc_info=error)
-        return "error", repr(error)
+    def _reason(self, name: str, error: Exception) -> tuple[str, str]:
+        if isinstance(error, TransportError):
+            return "peer_lost", str(error)
+        return super()._reason(name, error)
 
     async def _perform(self, action: Action) -> list[Action]:
-        """One step of the migration; what the machine wants next."""
         match action:
             case do.ExportRequest():
                 async with self._in_time():
@@ -332,10 +297,6 @@ class SourceSession:
                 self._batcher.send(Abort(self.move.mid, reason))
 
     # -- helpers
-
-    def _in_time(self) -> asyncio.Timeout:
-        """Raises TimeoutError when a call takes longer than an answer may."""
-        return asyncio.timeout(self._context.timeout_s)
 
     def _blocks(self) -> BlockSender:
         if self._sender is None:

@@ -7,6 +7,46 @@ every failure leaves the request running here. After it only the destination's w
 arbiter's, decides.
 """
 
+# Theory of operation, of both halves
+# ===================================
+#
+# A migration has two halves, this one and `destination_machine`. They have one form:
+#
+# - Everything that affects a half's decisions is in its machine, and all that changes a machine is
+#   an event. Each method is an event. `hear` takes the other half's messages, and calls the method
+#   of the event that each one is.
+# - `table` says which events are legal in which state, and where they lead. `go` is the only way
+#   from one state to another. An event without an arrow raises InvalidTransition and changes
+#   nothing: it is a bug, never something that the network may cause. So a message that may come
+#   late or twice is looked at before it becomes an event (`expects`), or has an arrow that leads
+#   nowhere (the tombstones of the destination).
+# - A method returns the actions that the session is to carry out (`session.Session`), in their
+#   order. What an action results in is an event again: ExportRequest leads to `exported` or
+#   `broken`, SendReserve to `hear`, or to a time-out. A machine never waits and never asks.
+# - Two machines that hear the same events in the same order decide the same. That is what the model
+#   checker (`kvmig_tools.check`) relies on: it runs these very machines, and replaces the sessions.
+#
+# The life of a migration, at the source:
+#
+#   EXPORTING        what is the request?
+#   RESERVING        room at the destination; its prefix cache may have blocks already
+#   CHECKING         is the request still there, and which full blocks are new?
+#     RESERVING_STAGE, COPYING, and CHECKING again: while more than TAIL_BLOCKS are new, and no more
+#                    than `max_stages` times. The request decodes meanwhile
+#   RESERVING_TAIL   the last time that room is asked for; the destination gets ready
+#   SUSPENDING       the pause begins: from here on nobody decodes the request
+#   SENDING_TAIL     what no stage has copied
+#   COMMITTING       the point of no return: Commit is sent, up to COMMIT_SENDS times
+#   RESOLVING        no answer: the arbiter is asked, up to QUESTIONS times
+#   COMMITTED, or ABORTED
+#
+# Until Commit is sent the request is the source's, and everything that goes wrong ends in ABORTED
+# with Resume. After it (`beyond`) the source can't know by itself, so it neither resumes nor
+# releases until the destination or the arbiter has said which. If nobody can say it, the request
+# runs nowhere rather than twice: ORPHANED releases it, and its front end runs it again.
+#
+# A request that waits and holds nothing goes from CHECKING to SUSPENDING: nothing is copied.
+
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -16,6 +56,7 @@ from typing import ClassVar
 
 from kvmig.engines.base import Stage, Tail
 from kvmig.kvtransfer.machine import Machine, Table
+from kvmig.kvtransfer.messages import Aborted, Committed, Refused, Reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +138,9 @@ Action = (
     | AskArbiter | Resume | Release | SendAbort
 )  # fmt: skip
 
+
+DestinationMessage = Reserved | Refused | Aborted | Committed
+"""Messages of the destination that are events of the machine."""
 
 TAIL_BLOCKS = 1
 """Most full blocks that go with the tail: a stage of so few costs more than it saves."""
@@ -229,6 +273,33 @@ class SourceMachine(Machine):
     def beyond(self) -> bool:
         """Whether the point of no return is passed, and nothing is decided."""
         return self.state in (S.COMMITTING, S.RESOLVING)
+
+    # -- messages, and what else comes from outside
+
+    def hear(self, message: DestinationMessage) -> list[Action]:
+        """A message of the destination, whichever it is."""
+        match message:
+            case Reserved(stage=stage, hit_blocks=hit_blocks):
+                # Else the same was answered once more.
+                return self.reserved(hit_blocks) if self.expects(stage) else []
+            case Refused(reason=reason, detail=detail):
+                return self.refused(reason, detail)
+            case Aborted():
+                return self.refused("superseded", "given up by the destination")
+            case Committed():
+                return self.committed()
+
+    def lost(self, detail: str) -> list[Action]:
+        """The connection to the destination is gone: it may answer no more."""
+        if self.state is S.RESOLVING:
+            return []  # the arbiter is asked already
+        return self.broken("peer_lost", detail)
+
+    def broken(self, reason: str, detail: str = "") -> list[Action]:
+        """Something went wrong, on whichever side of the point of no return."""
+        return self.unreachable() if self.beyond else self.failed(reason, detail)
+
+    # -- events
 
     def start(self) -> list[Action]:
         """The first action; not an event."""

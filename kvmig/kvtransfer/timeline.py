@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
 from kvmig.core.clock import Clock
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageParts, StageReport
+
+Part = Literal["drain", "tail copy", "commit", "end"]
+"""The parts of the pause, in order: the running step ends, the tail is copied, the destination
+commits. A pause that is given up may end in any of them."""
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +40,7 @@ class Timeline:
         self._clock = clock
         self._began = clock()
         self._stages: list[StageReport] = []
-        self._pause: list[float] = []
+        self._marks: list[tuple[Part, float]] = []
         self.transport = ""
         self.exact: bool | None = None
         self.hit_blocks = 0
@@ -48,22 +53,21 @@ class Timeline:
         """A live stage of `blocks` ended; `parts` may still grow until the report."""
         self._stages.append(StageReport(blocks, nbytes, (self._clock() - since) * 1e3, parts))
 
-    def pause(self) -> None:
-        """The pause begins, goes over to its next part, or (the fourth time) ends."""
-        self._pause.append(self._clock())
+    def mark(self, part: Part) -> None:
+        """A part of the pause begins."""
+        self._marks.append((part, self._clock()))
 
     def resumed(self) -> None:
-        """The request was put back: the pause ends in whatever part it was."""
-        if self._pause:
-            self._pause.append(self._clock())
+        """The request was put back, or is gone: the pause ends in whatever part it was."""
+        if self._marks:
+            self.mark("end")
 
     def downtime(self, first_token: float | None = None) -> Downtime | None:
         """The pause in parts; None when there was none."""
-        if len(self._pause) < 2:
+        if len(self._marks) < 2:
             return None
-        parts = [(b - a) * 1e3 for a, b in zip(self._pause, self._pause[1:], strict=False)]
-        drain, tail_copy, commit = [*parts, 0.0, 0.0][:3]
-        return Downtime(drain, tail_copy, commit, first_token)
+        ms = {part: (end - begin) * 1e3 for (part, begin), (_, end) in pairwise(self._marks)}
+        return Downtime(ms["drain"], ms.get("tail copy", 0.0), ms.get("commit", 0.0), first_token)
 
     def committed(self, first_token: float | None) -> MigrationReport:
         """The report of a migration that was committed."""

@@ -112,20 +112,12 @@ class Departure:
         """As `SourceSession._hear`."""
         machine = self.machine
         match message:
-            case Reserved(stage=stage, hit_blocks=hit):
-                if machine.expects(stage):
-                    self.hears(site, machine.reserved(hit))
-            case Refused(reason=reason):
-                self.hears(site, machine.refused(reason))
-            case Aborted():
-                self.hears(site, machine.refused("superseded"))
-            case Committed():
-                self.hears(site, machine.committed())
+            case Reserved() | Refused() | Aborted() | Committed():
+                self.hears(site, machine.hear(message))
             case Resolved(moved=moved):
                 self.hears(site, machine.resolved(moved))
-            case Lost() if machine.state is not S.RESOLVING:
-                lost = machine.unreachable() if machine.beyond else machine.failed("peer_lost")
-                self.hears(site, lost)
+            case Lost():
+                self.hears(site, machine.lost(""))
 
     # -- actions
 
@@ -146,9 +138,7 @@ class Departure:
             site.departed(self)
 
     def _failed(self, reason: str) -> list[here.Action]:
-        if self.machine.ended:
-            return []
-        return self.machine.unreachable() if self.machine.beyond else self.machine.failed(reason)
+        return [] if self.machine.ended else self.machine.broken(reason)
 
     def _perform(self, site: Site, action: here.Action) -> list[here.Action]:
         machine = self.machine

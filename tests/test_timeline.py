@@ -1,0 +1,42 @@
+"""The pause of a migration is measured part by part, wherever it ends."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from kvmig.kvtransfer.report import Downtime
+from kvmig.kvtransfer.timeline import Move, Part, Timeline
+
+MOVE = Move(mid="m", request_id="r", epoch=1, source="a", destination="b")
+PARTS: list[Part] = ["drain", "tail copy", "commit"]
+
+
+@pytest.mark.parametrize(
+    ("marked", "downtime"),
+    [
+        (0, None),
+        (1, Downtime(1000.0, 0.0, 0.0, None)),
+        (2, Downtime(1000.0, 1000.0, 0.0, None)),
+        (3, Downtime(1000.0, 1000.0, 1000.0, None)),
+    ],
+)
+def test_a_pause_ends_in_whatever_part_it_was(marked: int, downtime: Downtime | None) -> None:
+    seconds = count()
+    timeline = Timeline(MOVE, lambda: float(next(seconds)))
+    for part in PARTS[:marked]:
+        timeline.mark(part)
+    timeline.resumed()
+    assert timeline.downtime() == downtime
+    timeline.resumed()  # a clean-up that is repeated
+    assert timeline.downtime() == downtime
+
+
+def test_a_part_counts_once_the_next_one_has_begun() -> None:
+    seconds = count()
+    timeline = Timeline(MOVE, lambda: float(next(seconds)))
+    timeline.mark("drain")
+    assert timeline.downtime() is None
+    timeline.mark("tail copy")
+    assert timeline.downtime() == Downtime(1000.0, 0.0, 0.0, None)
