@@ -19,7 +19,7 @@ from kvmig.process.supervisor import (
 
 
 def _ignore(_: Child) -> None:
-    """Nothing is to be done for a child that has ended."""
+    """Do nothing for a child that has ended."""
 
 
 class KeptChild:
@@ -38,7 +38,7 @@ class KeptChild:
         """begin: starts it; takes the descriptor for its heartbeats. ready_s: for it to be ready.
 
         ended: is called after the end of each. unready_s: for one that isn't ready in time to end
-        by itself. again: in the line that says when it starts again.
+        by itself. again: printed in the line about its next start.
         """
         self._name = name
         self._begin = begin
