@@ -13,7 +13,7 @@ from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
 from kvmig.process.supervisor import Child, running
-from kvmig.rpc.zmq_sockets import Client, Server
+from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 
 INSTANCES = 16
 REPORT_S = 0.05
@@ -25,7 +25,7 @@ async def seconds_to_first_pair() -> float:
     """From telling a scheduler of its members to the first source that is told to move."""
     secret = secrets.token_bytes(16)
     servers = [
-        Server(secret, "llumlet", f"i{number}", ClusterMessage) for number in range(INSTANCES)
+        RpcServer(secret, "llumlet", f"i{number}", ClusterMessage) for number in range(INSTANCES)
     ]
     paired: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     playing = [
@@ -36,7 +36,7 @@ async def seconds_to_first_pair() -> float:
     child = await Child.start("scheduler", running("kvmig.launcher.scheduler", {}), launch)
     try:
         endpoint = await child.ready(START_S)
-        client = Client(endpoint, secret, "launcher", "launcher", ClusterMessage)
+        client = RpcClient(endpoint, secret, "launcher", "launcher", ClusterMessage)
         members = [
             Member(f"i{number}", server.endpoint, "serving")
             for number, server in enumerate(servers)
@@ -55,7 +55,9 @@ async def seconds_to_first_pair() -> float:
             server.close()
 
 
-async def _play(name: str, server: Server, load: EngineLoad, paired: asyncio.Future[float]) -> None:
+async def _play(
+    name: str, server: RpcServer, load: EngineLoad, paired: asyncio.Future[float]
+) -> None:
     """A llumlet without an engine: reports to whoever says hello."""
     listener, hello = b"", asyncio.Event()
 

@@ -45,7 +45,7 @@ from kvmig.kvtransfer.messages import (
 from kvmig.kvtransfer.transports.base import Channel, Staging
 from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.zmq_sockets import Client
+from kvmig.rpc.zmq_sockets import RpcClient
 
 KB = 1 << 10
 SIZES = [128 * KB << 2 * step for step in range(6)] + [256 * KB * KB]
@@ -67,7 +67,7 @@ class Sample:
 class Road:
     """One transport to the other process, open."""
 
-    def __init__(self, client: Client, staging: Staging, channel: Channel) -> None:
+    def __init__(self, client: RpcClient, staging: Staging, channel: Channel) -> None:
         self._client = client
         self._staging = staging
         self._channel = channel
@@ -109,7 +109,7 @@ async def measure(
     config = MigrationConfig()
     stagings = open_staging(transport, "bench", "source", config.staging_buffers, CHUNK_BYTES)
     ((_, staging),) = stagings.items()
-    client = Client(endpoint, secret, "peer", f"source-{transport}", PeerMessage)
+    client = RpcClient(endpoint, secret, "peer", f"source-{transport}", PeerMessage)
     try:
         client.send(Reserve("bench", "r", 0, 0, 0, offers=[staging.offer()]))
         async with asyncio.timeout(TIMEOUT_S):

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from kvmig.kvtransfer.messages import Chunk, ChunkDone, PeerMessage, Refused, Reserve, Reserved
 from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import open_offer
-from kvmig.rpc.zmq_sockets import Server
+from kvmig.rpc.zmq_sockets import RpcServer
 
 
 def serve(pipe: Connection, secret: bytes, nbytes: int) -> None:
@@ -21,7 +21,7 @@ def serve(pipe: Connection, secret: bytes, nbytes: int) -> None:
 
 
 async def _serve(pipe: Connection, secret: bytes, memory: bytearray) -> None:
-    server = Server(secret, "llumlet", "destination", PeerMessage)
+    server = RpcServer(secret, "llumlet", "destination", PeerMessage)
     pipe.send(server.endpoint)
     taking = asyncio.create_task(_take(server, memory))
     while (count := await asyncio.to_thread(pipe.recv)) is not None:
@@ -31,7 +31,7 @@ async def _serve(pipe: Connection, secret: bytes, memory: bytearray) -> None:
     server.close()
 
 
-async def _take(server: Server, memory: bytearray) -> None:
+async def _take(server: RpcServer, memory: bytearray) -> None:
     target, inboxes = memoryview(memory), dict[str, Inbox]()
     try:
         while True:

@@ -25,7 +25,7 @@ from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.select import Site, open_staging
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 OnCommit = Callable[[str, str], None]
 """(request_id, destination), just before the request runs there: the place to assign it to a
@@ -182,7 +182,7 @@ class _Node(Host):
         for staging in self._stagings.values():
             staging.close()
 
-    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Deliver to another engine's migrations. Raises TransportError if there is none."""
         if endpoint not in self._others:
             raise TransportError(f"{endpoint} is no engine here")
@@ -190,7 +190,7 @@ class _Node(Host):
         loop = asyncio.get_running_loop()
         loop.call_soon(receive, self._name.encode(), message, _views(payload))
 
-    def reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def reply(self, sender: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Deliver a destination's answer."""
         receive = self._others[sender.decode()].migrations.receive_reply
         loop = asyncio.get_running_loop()

@@ -25,11 +25,11 @@ from kvmig.fleet.orders import News, Order
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.process.fork_server import ForkNews, ForkOrder
 from kvmig.proxy.messages import Down, Up
-from kvmig.rpc.messages import VERSION, Message
+from kvmig.rpc.messages import VERSION, RpcMessage
 from kvmig.sharing.messages import ToAgent, ToMember
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "corpus"
-TYPES: tuple[type[Message], ...] = tuple(
+TYPES: tuple[type[RpcMessage], ...] = tuple(
     dict.fromkeys((*get_args(ClusterMessage), *get_args(PeerMessage)))
 )
 """All messages of control sockets."""
@@ -108,7 +108,7 @@ def name_of(kind: type[msgspec.Struct]) -> str:
     return tag if isinstance(tag, str) else kind.__name__
 
 
-def recorded(message: Message) -> bytes:
+def recorded(message: RpcMessage) -> bytes:
     """As it travels on a control socket."""
     return msgspec.msgpack.encode(message)
 

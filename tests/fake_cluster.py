@@ -17,8 +17,8 @@ from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.messages import Hello, Message
-from kvmig.rpc.zmq_sockets import Client, Server
+from kvmig.rpc.messages import Hello, RpcMessage
+from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 from tests.fake_engine import FakeEngine
 from tests.skipped_time import Skip, skipped_time
 from tests.waiting import PATIENCE_S, until
@@ -27,7 +27,7 @@ SLACK_S = 0.001
 
 SECRET = b"a secret of the cluster"
 
-Drop = Callable[[Message], bool]
+Drop = Callable[[RpcMessage], bool]
 
 
 class Node(Host):
@@ -36,7 +36,7 @@ class Node(Host):
     def __init__(self, name: str, engine: FakeEngine, config: MigrationConfig) -> None:
         self.name = name
         self.engine = engine
-        self.server = Server(SECRET, "llumlet", name, PeerMessage)
+        self.server = RpcServer(SECRET, "llumlet", name, PeerMessage)
         self.stagings = open_staging(
             *(config.transport, "test", name, config.staging_buffers),
             slot_bytes(config.chunk_bytes, engine.layout),
@@ -52,7 +52,7 @@ class Node(Host):
         self.drop: Drop = lambda message: False
         self.no_memory: list[MemoryError] = []
         self.foretell: Callable[[str, float, float], bool] = lambda *told: False
-        self.heard: list[Message] = []
+        self.heard: list[RpcMessage] = []
         self.committing: dict[str, tuple[int, int, str]] = {}
         self.left: list[tuple[str, str]] = []
         self.asked: list[str] = []
@@ -61,7 +61,7 @@ class Node(Host):
         self.peers: dict[str, Node] = {}
         self.front_end_is_gone = False
         self.front_end_is_stuck = False
-        self._clients: dict[str, tuple[Client, asyncio.Task[None]]] = {}
+        self._clients: dict[str, tuple[RpcClient, asyncio.Task[None]]] = {}
         self._serving = asyncio.create_task(self._serve())
 
     def on_commit(self, request_id: str, epoch: int, outputs: int, gateway: str) -> None:
@@ -93,13 +93,13 @@ class Node(Host):
             await asyncio.get_running_loop().create_future()
         return await self.peers[destination].migrations.fence(request_id, epoch)
 
-    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         if endpoint not in self._clients:
-            client = Client(endpoint, SECRET, "peer", self.name, PeerMessage)
+            client = RpcClient(endpoint, SECRET, "peer", self.name, PeerMessage)
             self._clients[endpoint] = (client, asyncio.create_task(self._hear(endpoint, client)))
         self._clients[endpoint][0].send(message, payload)
 
-    def reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def reply(self, sender: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         self.server.send(sender, message, payload)
 
     async def _serve(self) -> None:
@@ -108,7 +108,7 @@ class Node(Host):
             if not isinstance(message, Hello) and not self._lost(message):
                 self.migrations.receive(sender, message, payload)
 
-    async def _hear(self, endpoint: str, client: Client) -> None:
+    async def _hear(self, endpoint: str, client: RpcClient) -> None:
         try:
             while True:
                 message, payload = await client.recv()
@@ -117,7 +117,7 @@ class Node(Host):
         except (TransportError, PeerError):
             self.migrations.peer_lost(endpoint)
 
-    def _lost(self, message: Message) -> bool:
+    def _lost(self, message: RpcMessage) -> bool:
         self.heard.append(message)
         return self.drop(message)
 
@@ -177,7 +177,7 @@ class Cluster:
     def in_vain(self, drop: Drop) -> Drop:
         """Loses the same, and whoever waits for an answer then has waited long enough."""
 
-        def lose(message: Message) -> bool:
+        def lose(message: RpcMessage) -> bool:
             lost = drop(message)
             if lost:
                 self.skip_answer()
@@ -234,11 +234,11 @@ class Cluster:
         )
 
 
-def dropping(kind: type[Message], times: int = 1) -> Drop:
+def dropping(kind: type[RpcMessage], times: int = 1) -> Drop:
     """Loses the first messages of a kind."""
     left = [times]
 
-    def drop(message: Message) -> bool:
+    def drop(message: RpcMessage) -> bool:
         if not isinstance(message, kind) or left[0] == 0:
             return False
         left[0] -= 1

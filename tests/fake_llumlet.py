@@ -27,8 +27,8 @@ from kvmig.engines.base import EngineLoad
 from kvmig.frontend.ports import Batch, Item, Observer
 from kvmig.frontend.router import Router
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
-from kvmig.rpc.messages import VERSION, Hello, Message
-from kvmig.rpc.zmq_sockets import Server
+from kvmig.rpc.messages import VERSION, Hello, RpcMessage
+from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.sharing.messages import InUnit
 from tests.waiting import PATIENCE_S, until
 
@@ -72,10 +72,10 @@ class FakeLlumlet:
 
     def __init__(self, instance: str, weights: str = "") -> None:
         self.instance = instance
-        self.server = Server(SECRET, "llumlet", instance, ClusterMessage)
+        self.server = RpcServer(SECRET, "llumlet", instance, ClusterMessage)
         self.endpoint = self.server.endpoint
-        self.heard: asyncio.Queue[Message] = asyncio.Queue()
-        self.on: dict[type[Message], Callable[[Message], Message | None]] = {
+        self.heard: asyncio.Queue[RpcMessage] = asyncio.Queue()
+        self.on: dict[type[RpcMessage], Callable[[RpcMessage], RpcMessage | None]] = {
             ListRequests: lambda asked: Requests(getattr(asked, "call_id", 0), [])
         }
         self.payload: list[bytes] = []
@@ -119,7 +119,7 @@ class FakeLlumlet:
             if self._gateway and not self.silent:
                 self.report(*self._reported)
 
-    def send(self, message: Message, payload: Sequence[bytes] = ()) -> None:
+    def send(self, message: RpcMessage, payload: Sequence[bytes] = ()) -> None:
         self.server.send(self._gateway, message, payload)
 
     def report(self, load: EngineLoad = LOAD, state: str = "serving") -> None:
@@ -149,14 +149,14 @@ class FakeLlumlet:
     def moves(self, reason: str = "") -> None:
         """Answer Migrate with a report."""
 
-        def answer(message: Message) -> Message:
+        def answer(message: RpcMessage) -> RpcMessage:
             assert isinstance(message, Migrate)
             told = report(message.request_id, self.instance, message.destination, reason)
             return Migrated(message.call_id, told)
 
         self.on[Migrate] = answer
 
-    async def hear(self) -> Message:
+    async def hear(self) -> RpcMessage:
         """The next message."""
         async with asyncio.timeout(PATIENCE_S):
             return await self.heard.get()

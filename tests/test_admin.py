@@ -20,7 +20,7 @@ from kvmig.engines.base import EngineLoad
 from kvmig.frontend.admin import AddBody, admin_api
 from kvmig.frontend.inventory import cluster_rows
 from kvmig.frontend.struct_answers import add_schemas
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from kvmig.sharing.messages import InUnit
 from tests.fake_llumlet import Cluster, cluster
 from tests.waiting import until
@@ -92,9 +92,9 @@ async def test_an_instance_of_a_unit_shows_what_it_has_of_it() -> None:
 
 async def test_a_guarantee_is_asked_of_the_instance_and_answered_with_its_row() -> None:
     async with served() as (it, client):
-        one, asked = it.llumlets[0], list[Message]()
+        one, asked = it.llumlets[0], list[RpcMessage]()
 
-        def answer(message: Message) -> Message:
+        def answer(message: RpcMessage) -> RpcMessage:
             assert isinstance(message, SetGuarantee)
             asked.append(message)
             return OrderDone(message.call_id, (one.instance,))

@@ -43,7 +43,7 @@ from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.shapes import InstanceShape, Shapes
 from kvmig.process.supervisor import Handle
 from kvmig.rpc.messages import Hello
-from kvmig.rpc.zmq_sockets import Server
+from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.sharing.messages import InUnit
 from tests.fake_llumlet import Front, decode
 from tests.waiting import PATIENCE_S, until
@@ -69,7 +69,7 @@ class Process:
         self.weights = weights
         self._broken = broken
         self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._server = Server(SECRET, "llumlet", launch.instance, ClusterMessage)
+        self._server = RpcServer(SECRET, "llumlet", launch.instance, ClusterMessage)
         self._task = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:

@@ -19,7 +19,7 @@ from kvmig.kvtransfer.copying import ChunkBatcher, QueuedChunk, SharedSlot
 from kvmig.kvtransfer.messages import Bundle, Chunk
 from kvmig.kvtransfer.transports.base import Announce, Channel, Staging
 from kvmig.kvtransfer.transports.tcp import TcpStaging
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from tests.fake_cluster import cluster
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.waiting import until
@@ -45,7 +45,7 @@ class Line:
         self.bytes: dict[tuple[str, int], bytes] = {}
         self.shares: list[SharedSlot] = []
 
-    def send_to(self, endpoint: str, message: Message, payload: Any) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Any) -> None:
         assert isinstance(message, Chunk | Bundle)
         chunks = [message] if isinstance(message, Chunk) else message.chunks
         self.said.append(chunks)

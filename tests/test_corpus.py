@@ -10,17 +10,17 @@ import pytest
 
 from kvmig.controlplane.messages import ClusterMessage
 from kvmig.kvtransfer.messages import PeerMessage
-from kvmig.rpc.codec import Codec
-from kvmig.rpc.messages import VERSION, Version
+from kvmig.rpc.codec import MessageCodec
+from kvmig.rpc.messages import VERSION, ProtocolVersion
 from scripts.corpus import CORPUS, TYPES, example, name_of, recorded
 
 FILES = sorted(CORPUS.glob("[0-9]*/*.msgpack"))
-CODEC = Codec(ClusterMessage | PeerMessage)
+CODEC = MessageCodec(ClusterMessage | PeerMessage)
 
 
-def version(folder: Path) -> Version:
+def version(folder: Path) -> ProtocolVersion:
     major, minor = folder.name.split(".")
-    return Version(int(major), int(minor))
+    return ProtocolVersion(int(major), int(minor))
 
 
 def named(path: Path) -> str:
@@ -88,5 +88,7 @@ def test_an_older_minor_ignores_what_is_new_in_this_one(path: Path) -> None:
     ],
     ids=str,
 )
-def test_versions_that_differ_by_one_minor_work_together(other: Version, understood: bool) -> None:
+def test_versions_that_differ_by_one_minor_work_together(
+    other: ProtocolVersion, understood: bool
+) -> None:
     assert VERSION.understands(other) == other.understands(VERSION) == understood

@@ -25,7 +25,7 @@ from kvmig.frontend.usage_writer import UsageWriter
 from kvmig.process.fork_server import ForkNews, ForkOrder, hear_news, send_order, tell
 from kvmig.proxy.control_link import ProxyLinks, ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Want
-from kvmig.rpc.unix_packets import Packets
+from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.messages import MOST_BYTES, ToAgent, ToMember, to_agent, to_member
 from scripts.corpus import CORPUS, PROTOCOLS, example, local_messages, name_of
 from tests.waiting import until
@@ -95,7 +95,7 @@ def test_a_recorded_message_is_read_and_written_again_as_it_was(
 async def test_a_units_ends_send_and_read_what_was_recorded(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    ours, theirs = (Packets(one, MOST_BYTES) for one in ends)
+    ours, theirs = (UnixPackets(one, MOST_BYTES) for one in ends)
     for decoder, union in ((to_agent, ToAgent), (to_member, ToMember)):
         for kind in get_args(union):
             ours.send(record_of("unit", kind))

@@ -37,15 +37,15 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.rpc.codec import Codec
-from kvmig.rpc.messages import Hello, Message
-from kvmig.rpc.zmq_sockets import Client
+from kvmig.rpc.codec import MessageCodec
+from kvmig.rpc.messages import Hello, RpcMessage
+from kvmig.rpc.zmq_sockets import RpcClient
 from scripts.corpus import TYPES, example, recorded
 from tests import fake_llumlet
 from tests.fake_cluster import cluster
 from tests.test_llumlet_loops import SECRET, FrontEnd, Toy, llumlet
 
-CODEC = Codec(ClusterMessage | PeerMessage)
+CODEC = MessageCodec(ClusterMessage | PeerMessage)
 VALID = [recorded(example(kind)) for kind in TYPES]
 ODD: list[Any] = [
     None,
@@ -94,7 +94,7 @@ def retyped(draw: st.DrawFn) -> bytes:
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     with suppress(PeerError):
         message, _ = CODEC.decode([memoryview(data)])
-        assert isinstance(message, Message)
+        assert isinstance(message, RpcMessage)
 
 
 @pytest.mark.parametrize("data", VALID, ids=[kind.__name__ for kind in TYPES])
@@ -115,7 +115,9 @@ FROM_A_SOURCE = (Reserve, Chunk, Commit, Abort)
 
 
 @given(st.lists(st.sampled_from(FROM_A_SOURCE), max_size=12), st.integers(0, 2))
-def test_a_tombstone_bears_any_message_in_any_order(kinds: list[type[Message]], names: int) -> None:
+def test_a_tombstone_bears_any_message_in_any_order(
+    kinds: list[type[RpcMessage]], names: int
+) -> None:
     tombstones = Tombstones()
     for at, kind in enumerate(kinds):
         mid = str(at % (names + 1))
@@ -130,7 +132,7 @@ async def test_a_peer_that_sends_garbage_disturbs_nobody(caplog: pytest.LogCaptu
     caplog.set_level(logging.CRITICAL)
     rng = random.Random(1)
     async with llumlet(Toy()) as it:
-        front, rogue = FrontEnd(it), Client(it.endpoint, SECRET, "peer", "rogue", ClusterMessage)
+        front, rogue = FrontEnd(it), RpcClient(it.endpoint, SECRET, "peer", "rogue", ClusterMessage)
         await front.hear(Welcome)
         for _ in range(10):
             for data in VALID:
@@ -157,7 +159,7 @@ def _spoiled(rng: random.Random, data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
 
 
-def _chunk(mid: str) -> Message:
+def _chunk(mid: str) -> RpcMessage:
     return msgspec.structs.replace(example(Chunk), mid=mid)
 
 
@@ -167,7 +169,7 @@ async def test_sessions_bear_any_message_in_any_order(seed: int) -> None:
     async with cluster() as them:
         model = them.b.engine.layout.fingerprint
         for _ in range(300):
-            message: Message = example(rng.choice((*FROM_A_SOURCE, Bundle)))
+            message: RpcMessage = example(rng.choice((*FROM_A_SOURCE, Bundle)))
             names: dict[str, Any] = {"mid": str(rng.randrange(4))}
             if isinstance(message, Bundle):
                 names = {"chunks": [_chunk(str(rng.randrange(4))) for _ in range(rng.randrange(4))]}
@@ -194,7 +196,7 @@ WAITED_LONG = 2000
 FROM_A_DESTINATION = (Reserved, ChunkDone, FirstToken, *LAST_WORDS)
 
 
-def _answer(rng: random.Random, kind: type[Message], mid: str) -> Message:
+def _answer(rng: random.Random, kind: type[RpcMessage], mid: str) -> RpcMessage:
     fields: dict[str, Any] = {"mid": mid}
     if kind is Reserved:
         fields |= {"stage": rng.randrange(4), "hit_blocks": rng.choice([-1, 0, 1, 10**9])}

@@ -22,7 +22,7 @@ from kvmig.frontend.pending_calls import Questions
 from kvmig.frontend.requests import PATIENCE_S, Crashes, LiveRequest, RequestTable, Verdict, call_of
 from kvmig.frontend.splice import Splicer
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 
 def entry(request_id: str, external_id: str) -> LiveRequest:
@@ -99,7 +99,7 @@ def test_an_id_cannot_be_used_twice_at_once() -> None:
 
 
 async def test_an_answer_reaches_who_asked() -> None:
-    def answer(instance: str, question: Message, payload: Sequence[Frame]) -> None:
+    def answer(instance: str, question: RpcMessage, payload: Sequence[Frame]) -> None:
         assert isinstance(question, Fence)
         call_id = question.call_id
         questions.answer(call_id + 1, Fenced(call_id + 1, committed=False), [])  # nobody's
@@ -114,7 +114,7 @@ async def test_an_answer_reaches_who_asked() -> None:
 
 
 async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() -> None:
-    def send(instance: str, question: Message, payload: Sequence[Frame]) -> None:
+    def send(instance: str, question: RpcMessage, payload: Sequence[Frame]) -> None:
         assert isinstance(question, Fence)
         if instance == "wrong":
             questions.answer(question.call_id, Resolved("", True), [])

@@ -26,7 +26,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import Release, Resume, SendAbort, SourceMachine, enough
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 TAIL = Tail([9], 33, 3, b"")
 EXPORT = base.Export("r", 30, [])
@@ -279,7 +279,7 @@ def refusal(actions: list[destination_machine.Action]) -> str:
 
 def test_an_aborted_migration_never_commits() -> None:
     machine = destination_at(destination.S.RECEIVING)
-    aborted: Message = Aborted("m")
+    aborted: RpcMessage = Aborted("m")
     assert machine.abort() == [FreeBlocks(), Answer(aborted)]
     assert refusal(machine.commit(commit())) == "superseded"
     assert machine.abort() == [Answer(aborted)]

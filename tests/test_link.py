@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from kvmig.core.errors import PeerBehind, PeerError, TransportError
 from kvmig.kvtransfer.messages import Abort, Aborted, PeerMessage
 from kvmig.rpc import zmq_sockets
-from kvmig.rpc.codec import MAX_FRAMES, Codec
-from kvmig.rpc.messages import VERSION, Hello, Version
-from kvmig.rpc.zmq_sockets import HANDSHAKE_S, Client, Handshakes, Server
+from kvmig.rpc.codec import MAX_FRAMES, MessageCodec
+from kvmig.rpc.messages import VERSION, Hello, ProtocolVersion
+from kvmig.rpc.zmq_sockets import HANDSHAKE_S, HandshakeFailures, RpcClient, RpcServer
 from tests.waiting import until
 
 SECRET = b"a secret of the cluster"
@@ -35,9 +35,11 @@ def hello() -> Hello:
 
 
 @asynccontextmanager
-async def linked(secret: bytes = SECRET, name: str = "b") -> AsyncIterator[tuple[Server, Client]]:
-    server = Server(SECRET, "peer", "a", PeerMessage)
-    client = Client(server.endpoint, secret, "peer", name, PeerMessage)
+async def linked(
+    secret: bytes = SECRET, name: str = "b"
+) -> AsyncIterator[tuple[RpcServer, RpcClient]]:
+    server = RpcServer(SECRET, "peer", "a", PeerMessage)
+    client = RpcClient(server.endpoint, secret, "peer", name, PeerMessage)
     try:
         yield server, client
     finally:
@@ -117,10 +119,14 @@ async def test_a_client_with_another_secret_is_never_heard_and_is_told() -> None
         hearing.cancel()
 
 
-@pytest.mark.parametrize("theirs", [Version(VERSION.major + 1, 0), VERSION._replace(minor=99)])
-async def test_another_version_is_refused_at_both_ends_with_both_numbers(theirs: Version) -> None:
-    server = Server(SECRET, "peer", "a", PeerMessage)
-    client = Client(server.endpoint, SECRET, "peer", "b", PeerMessage, theirs)
+@pytest.mark.parametrize(
+    "theirs", [ProtocolVersion(VERSION.major + 1, 0), VERSION._replace(minor=99)]
+)
+async def test_another_version_is_refused_at_both_ends_with_both_numbers(
+    theirs: ProtocolVersion,
+) -> None:
+    server = RpcServer(SECRET, "peer", "a", PeerMessage)
+    client = RpcClient(server.endpoint, SECRET, "peer", "b", PeerMessage, theirs)
     client.send(Abort("m", "timeout"))
     with pytest.raises(PeerError, match=f"b'b' speaks protocol {theirs}, not {VERSION}"):
         await server.recv()
@@ -135,8 +141,8 @@ async def test_another_version_is_refused_at_both_ends_with_both_numbers(theirs:
 @pytest.mark.parametrize("step", [-1, 1])
 async def test_the_minor_versions_next_to_this_one_are_understood(step: int) -> None:
     neighbour = VERSION._replace(minor=VERSION.minor + step)
-    server = Server(SECRET, "peer", "a", PeerMessage, version=neighbour)
-    client = Client(server.endpoint, SECRET, "peer", "b", PeerMessage)
+    server = RpcServer(SECRET, "peer", "a", PeerMessage, version=neighbour)
+    client = RpcClient(server.endpoint, SECRET, "peer", "b", PeerMessage)
     client.send(Abort("m", "timeout"))
     assert (await server.recv())[1] == hello()
     assert (await server.recv())[1] == Abort("m", "timeout")
@@ -148,7 +154,9 @@ async def test_garbage_is_refused_and_the_server_goes_on() -> None:
     async with linked() as (server, client):
         await server.recv()
         await client._socket.send_multipart([b"\xc1garbage"])
-        await client._socket.send_multipart([Codec(PeerMessage).encode(Aborted("m"))[0][:-1]])
+        await client._socket.send_multipart(
+            [MessageCodec(PeerMessage).encode(Aborted("m"))[0][:-1]]
+        )
         client.send(Aborted("fine"))
         for _ in range(2):
             with pytest.raises(PeerError, match="not a message"):
@@ -219,7 +227,7 @@ async def test_a_server_that_left_ends_the_clients_wait() -> None:
 async def test_a_new_client_of_the_same_name_takes_over() -> None:
     async with linked() as (server, _):
         await server.recv()
-        second = Client(server.endpoint, SECRET, "peer", "b", PeerMessage)
+        second = RpcClient(server.endpoint, SECRET, "peer", "b", PeerMessage)
         await server.recv()
         server.send(b"b", Aborted("m"))
         assert (await second.recv())[0] == Aborted("m")
@@ -237,14 +245,14 @@ async def test_a_cancelled_wait_loses_no_message() -> None:
 
 async def test_what_is_no_endpoint_is_an_error_and_leaves_nothing() -> None:
     with pytest.raises(TransportError, match="can't connect to 'nowhere'"):
-        Client("nowhere", SECRET, "peer", "b", PeerMessage)
+        RpcClient("nowhere", SECRET, "peer", "b", PeerMessage)
 
 
 async def test_a_port_in_use_is_an_error_and_leaves_nothing() -> None:
-    server = Server(SECRET, "peer", "a", PeerMessage)
+    server = RpcServer(SECRET, "peer", "a", PeerMessage)
     port = int(server.endpoint.rsplit(":", 1)[1])
     with pytest.raises(zmq.ZMQError, match="in use"):
-        Server(SECRET, "peer", "a", PeerMessage, port=port)
+        RpcServer(SECRET, "peer", "a", PeerMessage, port=port)
     server.close()
 
 
@@ -267,15 +275,15 @@ async def test_the_secret_and_keys_are_never_logged(caplog: pytest.LogCaptureFix
 
 def test_too_many_frames_are_refused() -> None:
     with pytest.raises(PeerError, match="frames"):
-        Codec(PeerMessage).decode([memoryview(b"")] * (MAX_FRAMES + 1))
+        MessageCodec(PeerMessage).decode([memoryview(b"")] * (MAX_FRAMES + 1))
     with pytest.raises(PeerError, match="0 frames"):
-        Codec(PeerMessage).decode([])
+        MessageCodec(PeerMessage).decode([])
 
 
 def test_deep_nesting_is_a_peer_error() -> None:
     header = b"\x82\xa4type\xa7Aborted\xa1x" + b"\x91" * 100_000
     with pytest.raises(PeerError):
-        Codec(PeerMessage).decode([memoryview(header)])
+        MessageCodec(PeerMessage).decode([memoryview(header)])
 
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -288,7 +296,7 @@ WHAT = ["open", "in", "fail", "out"]
 
 @given(st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 9)), max_size=60))
 def test_never_too_many_are_told_and_all_of_them_in_the_end(steps: list[tuple[str, int]]) -> None:
-    handshakes, told, failed = Handshakes(), 0, 0
+    handshakes, told, failed = HandshakeFailures(), 0, 0
     shaking, over = set[int](), set[int]()
     for number, (what, one) in enumerate(steps):
         now = number / len(steps)
@@ -312,7 +320,7 @@ def test_never_too_many_are_told_and_all_of_them_in_the_end(steps: list[tuple[st
 
 
 def test_one_that_just_left_is_told_at_once_where_nobody_else_is_new() -> None:
-    handshakes = Handshakes()
+    handshakes = HandshakeFailures()
     handshakes.accepted(7, 0.0)
     handshakes.succeeded()
     assert handshakes.failures(0.0) == 0
@@ -324,7 +332,7 @@ def test_one_that_just_left_is_told_at_once_where_nobody_else_is_new() -> None:
 
 
 def test_one_that_failed_is_told_at_once_and_once() -> None:
-    handshakes = Handshakes()
+    handshakes = HandshakeFailures()
     for descriptor in (7, 8):
         handshakes.accepted(descriptor, 0.0)
     handshakes.succeeded()
@@ -389,15 +397,15 @@ def strangers_by_tcp(endpoint: str, said: bytes, count: int = 1) -> None:
             stranger.sendall(said)
 
 
-async def counted(server: Server, count: int) -> None:
+async def counted(server: RpcServer, count: int) -> None:
     await until(lambda: server.refusals.counts() == {"unauthenticated": count})
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[Server]:
+async def served() -> AsyncIterator[RpcServer]:
     """A server, and a client of its cluster that is let in."""
-    server = Server(SECRET, "peer", "a", PeerMessage)
-    client = Client(server.endpoint, SECRET, "peer", "b", PeerMessage)
+    server = RpcServer(SECRET, "peer", "a", PeerMessage)
+    client = RpcClient(server.endpoint, SECRET, "peer", "b", PeerMessage)
     try:
         await server.recv()
         yield server
@@ -432,7 +440,7 @@ async def test_many_strangers_are_all_counted_and_nothing_is_kept_of_them() -> N
 
 async def test_a_server_closes_while_libzmq_waits_for_events_to_be_taken() -> None:
     """As it does when more strangers come, while the event loop is held up, than it can note."""
-    server = Server(SECRET, "peer", "a", PeerMessage)
+    server = RpcServer(SECRET, "peer", "a", PeerMessage)
     came = 0
 
     def flood() -> None:

@@ -39,8 +39,8 @@ from kvmig.engines.gate import StepGate
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
-from kvmig.rpc.messages import Message
-from kvmig.rpc.zmq_sockets import Client
+from kvmig.rpc.messages import RpcMessage
+from kvmig.rpc.zmq_sockets import RpcClient
 from kvmig.sharing.lease_ledger import MIB
 from tests.fake_llumlet import report
 from tests.unit_site import agent
@@ -70,9 +70,9 @@ class FrontEnd:
     """A connection of a front end's."""
 
     def __init__(self, it: Llumlet) -> None:
-        self.client = Client(it.endpoint, SECRET, "gateway", "front", ClusterMessage)
+        self.client = RpcClient(it.endpoint, SECRET, "gateway", "front", ClusterMessage)
 
-    async def hear(self, kind: type[Message]) -> Message:
+    async def hear(self, kind: type[RpcMessage]) -> RpcMessage:
         async with asyncio.timeout(10):
             while not isinstance(message := (await self.client.recv())[0], kind):
                 pass
@@ -122,7 +122,7 @@ async def test_answers_to_a_front_end_that_has_gone_are_no_failures(
 async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_that_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def gone(endpoint: str, message: Message) -> None:
+    def gone(endpoint: str, message: RpcMessage) -> None:
         raise TransportError(f"{endpoint}: connection lost or refused")
 
     engine = Toy()
@@ -190,7 +190,7 @@ async def test_a_scheduler_that_reads_too_slowly_gets_later_reports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with llumlet(Toy()) as it:
-        scheduler = Client(it.endpoint, SECRET, "scheduler", "s", ClusterMessage)
+        scheduler = RpcClient(it.endpoint, SECRET, "scheduler", "s", ClusterMessage)
         try:
             await scheduler.recv()
             with monkeypatch.context() as full:

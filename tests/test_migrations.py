@@ -23,7 +23,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import QUESTIONS
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from tests.fake_cluster import Cluster, cluster, dropping, failing
 from tests.fake_engine import BLOCK_BYTES, FakeEngine
 from tests.waiting import PATIENCE_S, until
@@ -329,7 +329,7 @@ async def test_a_changed_block_is_noticed_and_the_request_stays() -> None:
 @pytest.mark.parametrize("kind", [Reserve, Reserved, Commit, Committed, FirstToken])
 @pytest.mark.parametrize("times", [1, 2, 3, 99])
 async def test_lost_messages_leave_the_request_in_one_place(
-    kind: type[Message], times: int
+    kind: type[RpcMessage], times: int
 ) -> None:
     async with cluster() as them:
         for node in (them.a, them.b):
@@ -352,7 +352,7 @@ async def test_lost_messages_leave_the_request_in_one_place(
 @pytest.mark.parametrize("kind", [Chunk, ChunkDone])
 @pytest.mark.parametrize("times", [1, 99])
 async def test_a_lost_chunk_is_noticed_and_a_lost_receipt_costs_a_slot_only(
-    kind: type[Message], times: int
+    kind: type[RpcMessage], times: int
 ) -> None:
     async with cluster() as them:
         them.a.drop, them.b.drop = dropping(kind, times), dropping(kind, times)

@@ -13,7 +13,7 @@ from kvmig.frontend.ownership import Ownership
 from kvmig.frontend.ports import Observer
 from kvmig.frontend.requests import LiveRequest, RequestTable
 from kvmig.frontend.splice import Splicer
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 if TYPE_CHECKING:
     from kvmig.frontend.ports import Instances
@@ -23,10 +23,10 @@ class Sends:
     """Instances, the first message to which is lost with its connection if `fails`."""
 
     def __init__(self, fails: bool = False) -> None:
-        self.sent: list[tuple[str, Message]] = []
+        self.sent: list[tuple[str, RpcMessage]] = []
         self.fails = fails
 
-    def send(self, instance: str, message: Message, payload: object = ()) -> None:
+    def send(self, instance: str, message: RpcMessage, payload: object = ()) -> None:
         self.sent.append((instance, message))
         if self.fails:
             self.fails = False

@@ -27,7 +27,7 @@ from kvmig.kvtransfer.pause import (
     put_off_ms,
     spread,
 )
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from tests.fake_cluster import Cluster, cluster
 from tests.fake_engine import BLOCK_TOKENS, FakeEngine
 from tests.waiting import until
@@ -103,7 +103,7 @@ def decoding_on(them: Cluster, tokens: int) -> list[tuple[str, str]]:
 
         node.engine.before = note
 
-    def decode(message: Message) -> bool:
+    def decode(message: RpcMessage) -> bool:
         if isinstance(message, Reserve) and message.stage:
             them.a.engine.decode(them.a.engine.running["r"], tokens)
             them.a.migrations.stepped("r", tokens)

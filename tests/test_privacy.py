@@ -31,7 +31,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.transports import tcp
-from kvmig.rpc.zmq_sockets import Client
+from kvmig.rpc.zmq_sockets import RpcClient
 from tests.fake_cluster import SECRET, cluster, failing
 from tests.fake_engine import BLOCK_BYTES, BLOCK_TOKENS, FakeEngine, kv
 
@@ -146,7 +146,7 @@ async def test_a_forged_chunk_writes_to_no_block_of_others(name: str, with_commi
     tokens = list(range(PROMPT + 1))
     payload = [msgspec.msgpack.encode((tokens, PROMPT))]
     async with cluster(destination=there) as them:
-        peer = Client(them.b.server.endpoint, SECRET, "peer", "forger", PeerMessage)
+        peer = RpcClient(them.b.server.endpoint, SECRET, "peer", "forger", PeerMessage)
         try:
             async with asyncio.timeout(10):
                 peer.send(

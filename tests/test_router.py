@@ -39,7 +39,7 @@ from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.frontend.router import Router
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from tests.fake_llumlet import (
     SECRET,
     Cluster,
@@ -321,7 +321,7 @@ async def test_requests_are_listed_with_what_their_owner_tells() -> None:
 # -- who runs it?
 
 
-async def resolve(it: Cluster, a: FakeLlumlet, epoch: int = 1) -> Message:
+async def resolve(it: Cluster, a: FakeLlumlet, epoch: int = 1) -> RpcMessage:
     a.send(Resolve("m", "r", epoch, it.others(a)[0].instance))
     return await a.hear()
 

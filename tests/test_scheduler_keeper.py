@@ -16,7 +16,7 @@ from kvmig.launcher import scheduler
 from kvmig.launcher.scheduler import SchedulerKeeper
 from kvmig.process.supervisor import Child
 from kvmig.rpc.codec import RefusalCounter
-from kvmig.rpc.zmq_sockets import Server
+from kvmig.rpc.zmq_sockets import RpcServer
 from tests.waiting import until
 
 SECRET = b"a secret of 16 b"
@@ -40,7 +40,7 @@ class FakeChild:
     """A process that never ends by itself."""
 
     def __init__(self) -> None:
-        self.server = Server(SECRET, "scheduler", "scheduler", ClusterMessage)
+        self.server = RpcServer(SECRET, "scheduler", "scheduler", ClusterMessage)
         self.stopped = False
 
     async def ready(self, timeout_s: float) -> str:

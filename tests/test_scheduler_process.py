@@ -29,7 +29,7 @@ from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
-from kvmig.rpc.zmq_sockets import Client, Server
+from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 
 SECRET = b"a secret of the cluster"
 SCHEDULER = SchedulerConfig(interval_ms=20, source_below=3, destination_above=6, min_gain=1)
@@ -45,7 +45,7 @@ class Llumlet:
     def __init__(self, name: str, load: EngineLoad, port: int = 0) -> None:
         self.load = load
         self.pairs: asyncio.Queue[Pair | None] = asyncio.Queue()
-        self.server = Server(SECRET, "llumlet", name, ClusterMessage, port=port)
+        self.server = RpcServer(SECRET, "llumlet", name, ClusterMessage, port=port)
         self.member = Member(name, self.server.endpoint)
         self.peer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.ensure_future(self._hear()), asyncio.ensure_future(self._report())]
@@ -101,7 +101,7 @@ class Process:
 
     def __init__(self, popen: subprocess.Popen[bytes], ready: SchedulerReady) -> None:
         self.popen = popen
-        self.client = Client(ready.endpoint, SECRET, "gateway", "test", ClusterMessage)
+        self.client = RpcClient(ready.endpoint, SECRET, "gateway", "test", ClusterMessage)
 
     def members(self, *llumlets: Llumlet | Member) -> None:
         named = [one.member if isinstance(one, Llumlet) else one for one in llumlets]

@@ -19,7 +19,7 @@ import pytest
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
 from kvmig.process.sockets import take_path
-from kvmig.rpc.unix_packets import Packets
+from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.__main__ import main, shown
 from kvmig.sharing.agent import UnitAgent
 from kvmig.sharing.lease_ledger import MIB, Claim, Ledger
@@ -385,7 +385,7 @@ async def test_what_is_no_message_ends_that_connection_alone(
     path: Path, packet: bytes, words: str | None
 ) -> None:
     async with agent(path), joined(path, "a") as a:
-        bad = Packets.connect(str(path), MOST_BYTES)
+        bad = UnixPackets.connect(str(path), MOST_BYTES)
         bad.send(packet)
         answer = await bad.recv()
         if words is None:
@@ -413,7 +413,7 @@ async def test_another_users_process_is_not_let_in(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with agent(path):
-        packets = Packets.connect(str(path), MOST_BYTES)
+        packets = UnixPackets.connect(str(path), MOST_BYTES)
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         assert await packets.recv() == b""
         packets.close()

@@ -13,7 +13,7 @@ import pytest
 from kvmig.engines.base import KVUse
 from kvmig.engines.entrance import Entrance
 from kvmig.engines.gate import EVERYTHING, ComputeShares, StepGrant, StepRequest
-from kvmig.rpc.unix_packets import Packets
+from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.lease_ledger import MIB, Claim
 from kvmig.sharing.member import UnitMember
 from kvmig.sharing.messages import (
@@ -158,7 +158,7 @@ async def test_what_can_not_be_is_refused_in_one_sentence(
     path: Path, message: ComputeShares | Done, why: str
 ) -> None:
     async with agent(path, turns=Turns()), joined(path, "a") as a:
-        packets = Packets.connect(str(path), MOST_BYTES)
+        packets = UnixPackets.connect(str(path), MOST_BYTES)
         packets.send(encode(Hello(VERSION, "bad", "llama", 4 * MIB, 64 * MIB, MIB)))
         packets.send(encode(message))
         said = ""

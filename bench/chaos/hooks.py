@@ -24,8 +24,8 @@ from kvmig.kvtransfer.messages import Chunk, PeerMessage
 from kvmig.kvtransfer.transports.shm import ShmInbox
 from kvmig.kvtransfer.transports.tcp import TcpInbox
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.messages import Hello, Message
-from kvmig.rpc.zmq_sockets import Client, Server
+from kvmig.rpc.messages import Hello, RpcMessage
+from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 
 FOLDER = "KVMIG_CHAOS"
 """Environment variable: the folder."""
@@ -38,7 +38,7 @@ PEER_MESSAGES = tuple(one for one in get_args(PeerMessage) if one is not Hello)
 def install(folder: Path) -> None:
     """Let things go wrong from now on, as the folder's files say."""
     go = Machine.go
-    wires = {Client: Wire(folder, Client.send), Server: Wire(folder, Server.send)}
+    wires = {RpcClient: Wire(folder, RpcClient.send), RpcServer: Wire(folder, RpcServer.send)}
 
     def entering(machine: Machine, event: Any) -> None:
         go(machine, event)
@@ -113,7 +113,7 @@ class Wire:
 
         return send
 
-    def _pass_on(self, link: Any, args: Sequence[Message | bytes | Sequence[Frame]]) -> None:
+    def _pass_on(self, link: Any, args: Sequence[RpcMessage | bytes | Sequence[Frame]]) -> None:
         if (self._now / "cut").exists():
             return
         loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ class Wire:
         kept = [list(map(bytes, one)) if isinstance(one, list | tuple) else one for one in args]
         loop.call_at(due, self._late, link, kept)
 
-    def _late(self, link: Any, args: Sequence[Message | bytes | Sequence[Frame]]) -> None:
+    def _late(self, link: Any, args: Sequence[RpcMessage | bytes | Sequence[Frame]]) -> None:
         if link._socket.closed:
             return  # the connection did not live so long
         self._send(link, *args)

@@ -21,8 +21,8 @@ from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.transports.select import Site, open_staging
-from kvmig.rpc.codec import Codec, Frame
-from kvmig.rpc.messages import Message
+from kvmig.rpc.codec import Frame, MessageCodec
+from kvmig.rpc.messages import RpcMessage
 
 CLIENT = 1
 LIVE, BLOCKING = "live", "blocking"
@@ -95,15 +95,15 @@ class _Way(Host):
         self._engine = engine
         self._peer = peer
         self._mode = mode
-        self._codec = Codec(PeerMessage)
+        self._codec = MessageCodec(PeerMessage)
 
-    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         self._send(False, message, payload)
 
-    def reply(self, sender: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def reply(self, sender: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         self._send(True, message, payload)
 
-    def _send(self, to_source: bool, message: Message, payload: Sequence[Frame]) -> None:
+    def _send(self, to_source: bool, message: RpcMessage, payload: Sequence[Frame]) -> None:
         frames = [bytes(frame) for frame in self._codec.encode(message, payload)]
         self._peer.send((self._mode, to_source, frames))
 
@@ -120,7 +120,7 @@ class EngineProcess:
     def __init__(self, name: str, setting: Setting, peer: Connection) -> None:
         """Raises KvmigError."""
         self._peer, self._other = peer, {"a": "b", "b": "a"}[name]
-        self._codec = Codec(PeerMessage)
+        self._codec = MessageCodec(PeerMessage)
         self._came: dict[str, Came] = {}
         self._changed = asyncio.Event()
         self._died = ""

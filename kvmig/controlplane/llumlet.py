@@ -61,8 +61,8 @@ from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.select import open_staging, site_of
 from kvmig.rpc.codec import REFUSED
-from kvmig.rpc.messages import VERSION, Hello, Message
-from kvmig.rpc.zmq_sockets import Server
+from kvmig.rpc.messages import VERSION, Hello, RpcMessage
+from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.sharing.lease_ledger import Claim
 from kvmig.sharing.member import UnitMember
 
@@ -85,7 +85,7 @@ class Llumlet:
         self._member: UnitMember | None = None
         self._config = config
         self._engine = engine
-        self._server = Server(
+        self._server = RpcServer(
             secret, "llumlet", instance, ClusterMessage | PeerMessage, host=config.control_host
         )
         self._fronts = Fronts()
@@ -216,7 +216,7 @@ class Llumlet:
                 self._server.refusals.count(error)
                 log.warning("%s: %s", type(message).__name__, error)
 
-    def _handle(self, sender: bytes, message: Message, payload: list[memoryview]) -> None:
+    def _handle(self, sender: bytes, message: RpcMessage, payload: list[memoryview]) -> None:
         self._came.set()
         match message:
             case Hello():
@@ -457,12 +457,12 @@ class Llumlet:
 
     # -- helpers
 
-    def _tell(self, message: Message, but: bytes = b"") -> None:
+    def _tell(self, message: RpcMessage, but: bytes = b"") -> None:
         for sender in self._fronts.gateways():
             if sender != but:
                 self._send(sender, message)
 
-    def _send(self, sender: bytes, message: Message, frames: Sequence[Frame] = ()) -> None:
+    def _send(self, sender: bytes, message: RpcMessage, frames: Sequence[Frame] = ()) -> None:
         """Send to a front end or the scheduler; one that is gone is forgotten."""
         try:
             self._server.send(sender, message, frames)

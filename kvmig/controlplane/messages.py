@@ -9,13 +9,13 @@ import msgspec
 from kvmig.core.errors import KvmigError
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.rpc.messages import Hello, Message, Version
+from kvmig.rpc.messages import Hello, ProtocolVersion, RpcMessage
 from kvmig.sharing.messages import InUnit
 
 # -- what a llumlet tells everyone who said hello
 
 
-class Welcome(Message, frozen=True, tag=True):
+class Welcome(RpcMessage, frozen=True, tag=True):
     """Llumlet: answer to Hello. `engine` is the adapter's own description for front ends."""
 
     protocol: int
@@ -31,12 +31,12 @@ class Welcome(Message, frozen=True, tag=True):
     """Ids of the GPUs that it may use."""
 
     @property
-    def version(self) -> Version:
+    def version(self) -> ProtocolVersion:
         """The version that the llumlet speaks."""
-        return Version(self.protocol, self.minor)
+        return ProtocolVersion(self.protocol, self.minor)
 
 
-class LoadReport(Message, frozen=True, tag=True):
+class LoadReport(RpcMessage, frozen=True, tag=True):
     """Llumlet: its load, every `heartbeat_interval_ms` or on change.
 
     Of one size however many requests it has, so that nobody else's cost grows with them.
@@ -70,14 +70,14 @@ class LoadReport(Message, frozen=True, tag=True):
     one, and nobody but this llumlet know where it is."""
 
 
-class Overrun(Message, frozen=True, tag=True):
+class Overrun(RpcMessage, frozen=True, tag=True):
     """Llumlet: you have not read so much that your requests here are over: connect again."""
 
 
 # -- front end to llumlet
 
 
-class Submit(Message, frozen=True, tag=True):
+class Submit(RpcMessage, frozen=True, tag=True):
     """Front end: run this request (payload frames: the adapter's encoding)."""
 
     request_id: str
@@ -86,13 +86,13 @@ class Submit(Message, frozen=True, tag=True):
     """Tokens of a request that ran elsewhere: it goes on after these."""
 
 
-class AbortRequests(Message, frozen=True, tag=True):
+class AbortRequests(RpcMessage, frozen=True, tag=True):
     """Front end: these requests are not wanted any more, wherever they went from here."""
 
     request_ids: list[str]
 
 
-class Discard(Message, frozen=True, tag=True):
+class Discard(RpcMessage, frozen=True, tag=True):
     """Front end: your copy of this request at this epoch is stale (fenced off or unwanted).
 
     Drop it there only: unlike AbortRequests, never passed on to where the request went.
@@ -102,27 +102,27 @@ class Discard(Message, frozen=True, tag=True):
     epoch: int
 
 
-class Call(Message, frozen=True, tag=True):
+class Call(RpcMessage, frozen=True, tag=True):
     """Front end: run an engine method (payload frames: the adapter's encoding of arguments)."""
 
     call_id: int
     method: str
 
 
-class CallDone(Message, frozen=True, tag=True):
+class CallDone(RpcMessage, frozen=True, tag=True):
     """Llumlet: the call's result (payload frames), or why it failed."""
 
     call_id: int
     error: str | None = None
 
 
-class ListRequests(Message, frozen=True, tag=True):
+class ListRequests(RpcMessage, frozen=True, tag=True):
     """Front end: which requests are there?"""
 
     call_id: int
 
 
-class Requests(Message, frozen=True, tag=True):
+class Requests(RpcMessage, frozen=True, tag=True):
     """Llumlet: these."""
 
     call_id: int
@@ -131,7 +131,7 @@ class Requests(Message, frozen=True, tag=True):
     """Request -> name of the front end whose stream it is."""
 
 
-class Migrate(Message, frozen=True, tag=True):
+class Migrate(RpcMessage, frozen=True, tag=True):
     """Front end: move this request there, and report."""
 
     call_id: int
@@ -142,7 +142,7 @@ class Migrate(Message, frozen=True, tag=True):
     """Also to an instance of another numerics class."""
 
 
-class Migrated(Message, frozen=True, tag=True):
+class Migrated(RpcMessage, frozen=True, tag=True):
     """Llumlet: how a migration ended (call_id 0: nobody asked; the scheduler did)."""
 
     call_id: int
@@ -162,13 +162,13 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Output tokens of the request before these."""
 
 
-class Outputs(Message, frozen=True, tag=True):
+class Outputs(RpcMessage, frozen=True, tag=True):
     """Llumlet: what a step gave (payload frames: the adapter's encoding), one span a request."""
 
     spans: list[Span]
 
 
-class Fence(Message, frozen=True, tag=True):
+class Fence(RpcMessage, frozen=True, tag=True):
     """Front end: is the migration to this epoch committed there? If not, it never will be."""
 
     call_id: int
@@ -176,14 +176,14 @@ class Fence(Message, frozen=True, tag=True):
     epoch: int
 
 
-class Fenced(Message, frozen=True, tag=True):
+class Fenced(RpcMessage, frozen=True, tag=True):
     """Llumlet: answer to Fence, final."""
 
     call_id: int
     committed: bool
 
 
-class Resolve(Message, frozen=True, tag=True):
+class Resolve(RpcMessage, frozen=True, tag=True):
     """Source llumlet to the front end: the destination doesn't answer; who runs the request?"""
 
     mid: str
@@ -192,7 +192,7 @@ class Resolve(Message, frozen=True, tag=True):
     destination: str
 
 
-class PauseAhead(Message, frozen=True, tag=True):
+class PauseAhead(RpcMessage, frozen=True, tag=True):
     """Source llumlet to the front end: in some steps this request is moved on, and its client waits
     for a token longer than usual. That may be spread over the tokens before it.
 
@@ -205,7 +205,7 @@ class PauseAhead(Message, frozen=True, tag=True):
     """Added delay of each token over the delay of the one before."""
 
 
-class Resolved(Message, frozen=True, tag=True):
+class Resolved(RpcMessage, frozen=True, tag=True):
     """Front end: `moved` - the destination runs it; otherwise the source goes on."""
 
     mid: str
@@ -228,7 +228,7 @@ class OrderRefused(KvmigError):
         self.refusal = refusal
 
 
-class AddInstances(Message, frozen=True, tag=True):
+class AddInstances(RpcMessage, frozen=True, tag=True):
     """Front end to the launcher: start so many more, with these flags of vLLM's besides.
 
     tree: as in RestartInstances; None: that of most of the others. gpus: ids of those that each
@@ -244,7 +244,7 @@ class AddInstances(Message, frozen=True, tag=True):
     unit: str = ""
 
 
-class DrainInstance(Message, frozen=True, tag=True):
+class DrainInstance(RpcMessage, frozen=True, tag=True):
     """Front end to the launcher: let its requests go elsewhere.
 
     deadline_s: after so long by recompute, or with an error where no other instance has the
@@ -261,14 +261,14 @@ class DrainInstance(Message, frozen=True, tag=True):
     last: bool = False
 
 
-class StopDrain(Message, frozen=True, tag=True):
+class StopDrain(RpcMessage, frozen=True, tag=True):
     """Front end to the launcher: let it serve again."""
 
     call_id: int
     instance: str
 
 
-class RestartInstances(Message, frozen=True, tag=True):
+class RestartInstances(RpcMessage, frozen=True, tag=True):
     """Front end to the launcher: start these again, one after the other, each once it is drained.
 
     instances: none: all that serve. deadline_s: as in DrainInstance, of each. tree: folder of the
@@ -281,7 +281,7 @@ class RestartInstances(Message, frozen=True, tag=True):
     tree: str | None = None
 
 
-class SetGuarantee(Message, frozen=True, tag=True):
+class SetGuarantee(RpcMessage, frozen=True, tag=True):
     """Front end to a llumlet: of your unit's KV cache, this is what you get back whenever you want
     it, bytes; 0: a fair part. It answers with OrderDone."""
 
@@ -289,7 +289,7 @@ class SetGuarantee(Message, frozen=True, tag=True):
     size: int
 
 
-class OrderDone(Message, frozen=True, tag=True):
+class OrderDone(RpcMessage, frozen=True, tag=True):
     """Launcher or llumlet to the front end: the order is carried out on these, or why not."""
 
     call_id: int
@@ -298,7 +298,7 @@ class OrderDone(Message, frozen=True, tag=True):
     error: str = ""
 
 
-class Evacuate(Message, frozen=True, tag=True):
+class Evacuate(RpcMessage, frozen=True, tag=True):
     """Launcher to front ends: run what is still on this instance again elsewhere."""
 
     instance: str
@@ -306,13 +306,13 @@ class Evacuate(Message, frozen=True, tag=True):
     """End requests with an error that can go on nowhere, for nobody else has their weights."""
 
 
-class SetState(Message, frozen=True, tag=True):
+class SetState(RpcMessage, frozen=True, tag=True):
     """Launcher to a llumlet: this is your state from now on; tell it in your reports."""
 
     state: Literal["serving", "draining"]
 
 
-class Scale(Message, frozen=True, tag=True):
+class Scale(RpcMessage, frozen=True, tag=True):
     """Scheduler to the launcher: start so many instances more, or end this one by a drain."""
 
     add: int = 0
@@ -353,7 +353,7 @@ class Member(msgspec.Struct, frozen=True):
     """Whether an order has ended its process: that it is gone is no fault."""
 
 
-class Members(Message, frozen=True, tag=True):
+class Members(RpcMessage, frozen=True, tag=True):
     """Launcher to the scheduler and to front ends: these instances are the cluster."""
 
     members: list[Member]
@@ -361,7 +361,7 @@ class Members(Message, frozen=True, tag=True):
     """Weights whose instances new requests prefer while both run; empty: no preference."""
 
 
-class MessagesRefused(Message, frozen=True, tag=True):
+class MessagesRefused(RpcMessage, frozen=True, tag=True):
     """Scheduler to the launcher, launcher to front ends: what one of the two has refused.
 
     Told when it changes, at most once a second; llumlets tell theirs in their load reports.
@@ -403,7 +403,7 @@ class Pair(msgspec.Struct, frozen=True):
     """priority: only requests that come after this one (vLLM's: with a larger number)."""
 
 
-class Pairs(Message, frozen=True, tag=True):
+class Pairs(RpcMessage, frozen=True, tag=True):
     """Scheduler to a source llumlet: these, in place of those told before; none: stop."""
 
     pairs: tuple[Pair, ...] = ()

@@ -16,8 +16,8 @@ from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.messages import Message
-from kvmig.rpc.zmq_sockets import Client, Server
+from kvmig.rpc.messages import RpcMessage
+from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class MigrationHost:
         engine: ServingEngine,
         config: MigrationConfig,
         stagings: Mapping[str, Staging],
-        server: Server,
+        server: RpcServer,
         fronts: Fronts,
         tracking: Tracking,
         on_exit: Callable[[BaseException], None],
@@ -47,7 +47,7 @@ class MigrationHost:
         self.on_no_memory = on_exit
         self.reply = server.send
         self.has_front = fronts.has
-        self._clients: dict[str, tuple[Client, asyncio.Task[None]]] = {}
+        self._clients: dict[str, tuple[RpcClient, asyncio.Task[None]]] = {}
         """Connections to peers, by endpoint, and who hears their answers."""
         self._questions: dict[str, asyncio.Future[bool]] = {}
         """Questions to front ends that are open, by migration."""
@@ -55,10 +55,10 @@ class MigrationHost:
 
     # -- peers
 
-    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Send to a peer. Raises TransportError if it is known to be gone or takes no more."""
         if endpoint not in self._clients:
-            client = Client(
+            client = RpcClient(
                 endpoint,
                 self._secret,
                 "peer",
@@ -70,7 +70,7 @@ class MigrationHost:
             self._clients[endpoint] = (client, hearing)
         self._clients[endpoint][0].send(message, payload)
 
-    async def _hear(self, endpoint: str, client: Client) -> None:
+    async def _hear(self, endpoint: str, client: RpcClient) -> None:
         try:
             async for message, payload in client.messages(f"peer {endpoint}"):
                 self.migrations.receive_reply(endpoint, message, payload)

@@ -30,7 +30,7 @@ from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.core.secret import Discreet
 from kvmig.process.child import announce, until_stopped
 from kvmig.rpc.messages import Hello
-from kvmig.rpc.zmq_sockets import Client, Server
+from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +72,10 @@ class SchedulerProcess:
             stale_after_s=max(1.0, 4 * config.heartbeat_interval_ms / 1000),
             headroom=policy.headroom,
         )
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, RpcClient] = {}
         self._following: dict[Member, asyncio.Task[None]] = {}
         try:
-            self._server = Server(
+            self._server = RpcServer(
                 launch.secret, "scheduler", NAME, ClusterMessage, host=config.control_host
             )
         except (zmq.ZMQError, ValueError) as error:
@@ -118,7 +118,7 @@ class SchedulerProcess:
         """Take one llumlet's reports in, connecting again whenever it is lost."""
         complain = log.warning
         while True:
-            client = Client(
+            client = RpcClient(
                 member.endpoint,
                 self._secret,
                 "scheduler",

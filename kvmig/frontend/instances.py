@@ -24,8 +24,8 @@ from kvmig.engines.base import Frame
 from kvmig.frontend.dispatch_turns import Queues
 from kvmig.frontend.inventory import instance_row
 from kvmig.frontend.ports import NOT_BEGUN, Arithmetic
-from kvmig.rpc.messages import VERSION, Message
-from kvmig.rpc.zmq_sockets import Client
+from kvmig.rpc.messages import VERSION, RpcMessage
+from kvmig.rpc.zmq_sockets import RpcClient
 
 RETRY_S = 0.5
 """Pause between two attempts to connect."""
@@ -56,7 +56,7 @@ class Instance:
         self._secret = secret
         self._front = front
         self._listener = listener
-        self._client: Client | None = None
+        self._client: RpcClient | None = None
         self._serving: asyncio.Task[None] | None = None
         self._closed = False
         self._up = asyncio.Event()
@@ -85,7 +85,7 @@ class Instance:
         assert self.welcome is not None
         return self.welcome
 
-    def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send(self, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Queue a message. Raises InstanceLost if it isn't connected or can't take more."""
         if self._client is None or self.welcome is None:
             raise InstanceLost(f"instance {self.name} is not connected")
@@ -134,7 +134,7 @@ class Instance:
 
         A message that can't be taken costs the connection: its content is lost, like tokens.
         """
-        client = Client(self.endpoint, self._secret, "gateway", self._front, ClusterMessage)
+        client = RpcClient(self.endpoint, self._secret, "gateway", self._front, ClusterMessage)
         try:
             self._client = client
             async for message, payload in client.messages(f"instance {self.name}", self._refuse):
@@ -175,7 +175,9 @@ class Instance:
 class Listener(Protocol):
     """The router, as instances tell it what comes over their connections."""
 
-    def on_message(self, instance: Instance, message: Message, payload: list[memoryview]) -> None:
+    def on_message(
+        self, instance: Instance, message: RpcMessage, payload: list[memoryview]
+    ) -> None:
         """A message came after the instance's Welcome."""
         ...
 
@@ -416,7 +418,7 @@ class Fleet:
 
     # -- what is sent to them
 
-    def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send(self, instance: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Queue a message, at once. Raises InstanceLost."""
         one = self._instances.get(instance)
         if one is None:
@@ -427,7 +429,7 @@ class Fleet:
         self,
         tokens: int,
         priority: int,
-        message: Message,
+        message: RpcMessage,
         payload: Sequence[Frame],
         *,
         fit: bool = False,

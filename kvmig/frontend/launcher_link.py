@@ -19,8 +19,8 @@ from kvmig.controlplane.messages import (
 from kvmig.core.config import instance_number
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.frontend.router import Router
-from kvmig.rpc.messages import Message
-from kvmig.rpc.zmq_sockets import Client
+from kvmig.rpc.messages import RpcMessage
+from kvmig.rpc.zmq_sockets import RpcClient
 
 RETRY_S = 0.5
 """Pause between two attempts to connect to the launcher."""
@@ -51,10 +51,10 @@ class LauncherLink:
         self._hear = hear
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
-        self._client: Client | None = None
+        self._client: RpcClient | None = None
         self._task = asyncio.create_task(self._run(), name="link to the launcher")
 
-    async def order(self, make: Callable[[int], Message]) -> tuple[str, ...]:
+    async def order(self, make: Callable[[int], RpcMessage]) -> tuple[str, ...]:
         """Give an order, made from its number; returns the instances that it is about.
 
         Raises OrderFailed with the launcher's sentence, or LauncherGone.
@@ -87,7 +87,7 @@ class LauncherLink:
 
     async def _run(self) -> None:
         while True:
-            client = Client(self._endpoint, self._secret, "gateway", self._name, ClusterMessage)
+            client = RpcClient(self._endpoint, self._secret, "gateway", self._name, ClusterMessage)
             self._client = client
             try:
                 await self._listen(client)
@@ -103,7 +103,7 @@ class LauncherLink:
                         answer.set_exception(TransportError("connection lost"))
             await asyncio.sleep(RETRY_S)
 
-    async def _listen(self, client: Client) -> None:
+    async def _listen(self, client: RpcClient) -> None:
         async for message, _ in client.messages("the launcher", self._hear):
             match message:
                 case Members() | Evacuate() | MessagesRefused():

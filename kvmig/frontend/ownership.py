@@ -21,7 +21,7 @@ from kvmig.core.errors import Failure, NoInstance
 from kvmig.frontend.ports import Instances, Observer
 from kvmig.frontend.requests import LiveRequest, RequestTable
 from kvmig.frontend.splice import Action, Broken, Stale, Switched
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 MAX_RUNS = 16
 """Most runs of one request whose tokens get lost though its instances live."""
@@ -326,7 +326,7 @@ class Ownership:
         for instance, run_ids in runs.items():
             self.send_quietly(instance, AbortRequests(run_ids))
 
-    def send_quietly(self, instance: str, message: Message) -> bool:
+    def send_quietly(self, instance: str, message: RpcMessage) -> bool:
         """Send a message that a lost instance needn't have: its requests are gone with it.
 
         Whether it could be sent.

@@ -12,18 +12,18 @@ from kvmig.asgi.errors import CallFailed, CallTimeout, InstanceLost
 from kvmig.controlplane.messages import Call, CallDone
 from kvmig.core.errors import PeerError
 from kvmig.engines.base import Frame
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=RpcMessage)
 Payload = list[memoryview]
-Send = Callable[[str, Message, Sequence[Frame]], None]
+Send = Callable[[str, RpcMessage, Sequence[Frame]], None]
 """Sends a message to an instance, at once. Raises InstanceLost."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     instance: str
-    future: asyncio.Future[tuple[Message, Payload]]
+    future: asyncio.Future[tuple[RpcMessage, Payload]]
 
 
 class Questions:
@@ -40,7 +40,7 @@ class Questions:
     async def ask(
         self,
         instance: str,
-        make: Callable[[int], Message],
+        make: Callable[[int], RpcMessage],
         answer: type[M],
         timeout_s: float,
         what: str,
@@ -52,7 +52,9 @@ class Questions:
         and PeerError for an answer of another type.
         """
         call_id = next(self._ids)
-        future: asyncio.Future[tuple[Message, Payload]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[tuple[RpcMessage, Payload]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._waiting[call_id] = _Waiting(instance, future)
         try:
             self._send(instance, make(call_id), payload)
@@ -67,7 +69,7 @@ class Questions:
             raise PeerError(f"{instance} answered {what} with {type(message).__name__}")
         return message, came
 
-    def answer(self, call_id: int, message: Message, payload: Payload) -> None:
+    def answer(self, call_id: int, message: RpcMessage, payload: Payload) -> None:
         """Hand an answer to its question; ignored if that has ended."""
         waiting = self._waiting.get(call_id)
         if waiting is not None and not waiting.future.done():

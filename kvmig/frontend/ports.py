@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from kvmig.core.errors import Failure
 from kvmig.engines.base import Frame
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 
 class Item(Protocol):
@@ -94,12 +94,12 @@ class Instances(Protocol):
     def ailing(self) -> dict[str, str]: ...
     def index(self, instance: str) -> int: ...
     def arithmetic(self, instance: str) -> Arithmetic: ...
-    def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None: ...
+    def send(self, instance: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None: ...
     def dispatch(
         self,
         tokens: int,
         priority: int,
-        message: Message,
+        message: RpcMessage,
         payload: Sequence[Frame],
         *,
         fit: bool = False,

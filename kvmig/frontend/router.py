@@ -76,7 +76,7 @@ from kvmig.frontend.splice import Splicer
 from kvmig.frontend.streams import Streams
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.codec import Frame, RefusalCounter
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 HOLD_S = 10.0
 """Longest wait for an old owner's tokens while the new one's are there."""
@@ -439,7 +439,9 @@ class Router:
 
     # -- what comes from instances: see `Listener`
 
-    def on_message(self, instance: Instance, message: Message, payload: list[memoryview]) -> None:
+    def on_message(
+        self, instance: Instance, message: RpcMessage, payload: list[memoryview]
+    ) -> None:
         if instance.health is not None:
             instance.health.heard()
         match message:

@@ -14,7 +14,7 @@ from kvmig.kvtransfer.bandwidth import Throttle
 from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, LeadTime, PauseTime, slot_bytes
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 
 class Host(Protocol):
@@ -23,11 +23,11 @@ class Host(Protocol):
     The methods with a body are those that a program without front ends needn't have.
     """
 
-    def send_to(self, endpoint: str, message: Message, payload: Sequence[Frame], /) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame], /) -> None:
         """Send to the llumlet at an endpoint. Raises TransportError if it is gone."""
         ...
 
-    def reply(self, sender: bytes, message: Message, payload: Sequence[Frame], /) -> None:
+    def reply(self, sender: bytes, message: RpcMessage, payload: Sequence[Frame], /) -> None:
         """Answer a sender of `Migrations.receive`. Raises TransportError if it is gone."""
         ...
 

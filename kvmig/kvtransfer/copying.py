@@ -27,9 +27,9 @@ from kvmig.kvtransfer.report import StageParts
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Channel, Staging
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
-Send = Callable[[Message, Sequence[Frame]], None]
+Send = Callable[[RpcMessage, Sequence[Frame]], None]
 
 
 class SharedSlot:
@@ -259,7 +259,7 @@ class ChunkBatcher:
         self._queue: deque[QueuedChunk] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send(self, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Send to the destination. Raises TransportError if it is gone."""
         self.context.host.send_to(self._endpoint, message, payload)
 

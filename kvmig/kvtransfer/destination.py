@@ -27,7 +27,7 @@ from kvmig.kvtransfer.messages import Chunk, FirstToken, Reserve, Reserved
 from kvmig.kvtransfer.session import Session
 from kvmig.kvtransfer.transports.base import Inbox
 from kvmig.kvtransfer.transports.select import Inboxes
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class DestinationSession(Session[Event, Action]):
         self._committed_at = context.clock()
         return self.machine.committed((self._committed_at - began) * 1e3)
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: RpcMessage) -> None:
         if isinstance(message, Reserved):
             token = self._inbox.token if self._inbox and message.stage == 0 else ""
             message = replace(

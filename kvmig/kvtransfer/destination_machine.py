@@ -26,7 +26,7 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FreeBlocks:
 class Answer:
     """Send this to the source."""
 
-    message: Message
+    message: RpcMessage
 
 
 Action = ReserveBlocks | Scatter | RunRequest | FreeBlocks | Answer
@@ -139,7 +139,7 @@ class DestinationMachine(Machine):
         self._hit = 0
         self._transport = ""
         self._opened = False
-        self._answer: Message = Aborted(mid)
+        self._answer: RpcMessage = Aborted(mid)
         """The answer to a repeated Reserve or Commit once the machine has ended."""
         self.received = 0
         """Blocks of the request, from the first on, that came: hits and scattered ones."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from kvmig.engines.base import Cadence, Export, Tail
-from kvmig.rpc.messages import Hello, Message
+from kvmig.rpc.messages import Hello, RpcMessage
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -20,7 +20,7 @@ class Offer(msgspec.Struct, frozen=True):
     token: str = ""
 
 
-class Reserve(Message, frozen=True, tag=True):
+class Reserve(RpcMessage, frozen=True, tag=True):
     """Source: reserve blocks before stage `stage`. Stage 0 brings the offers and the request.
 
     `Export.payload` is the message's payload, not in here.
@@ -46,7 +46,7 @@ class Reserve(Message, frozen=True, tag=True):
     """The pause comes next: be ready."""
 
 
-class Reserved(Message, frozen=True, tag=True):
+class Reserved(RpcMessage, frozen=True, tag=True):
     """Destination: the blocks are there. `hit_blocks` needn't travel (stage 0 only)."""
 
     mid: str
@@ -63,7 +63,7 @@ class Reserved(Message, frozen=True, tag=True):
     """Whether both engines are of one numerics class (stage 0 only)."""
 
 
-class Refused(Message, frozen=True, tag=True):
+class Refused(RpcMessage, frozen=True, tag=True):
     """Destination: no. Nothing of the migration is left here."""
 
     mid: str
@@ -71,7 +71,7 @@ class Refused(Message, frozen=True, tag=True):
     detail: str = ""
 
 
-class Chunk(Message, frozen=True, tag=True):
+class Chunk(RpcMessage, frozen=True, tag=True):
     """Source: fused blocks of the request, from block `first` on.
 
     The bytes are in buffer `slot` of the transport, or in the message's payload frame.
@@ -93,13 +93,13 @@ class Chunk(Message, frozen=True, tag=True):
     """Positions of the blocks in the request; empty: from `first` on, one after the other."""
 
 
-class Bundle(Message, frozen=True, tag=True):
+class Bundle(RpcMessage, frozen=True, tag=True):
     """Source: chunks of several migrations in one slot, or one after the other in one payload."""
 
     chunks: list[Chunk]
 
 
-class ChunkDone(Message, frozen=True, tag=True):
+class ChunkDone(RpcMessage, frozen=True, tag=True):
     """Destination: the chunk is in its blocks; `slot` may be used again."""
 
     mid: str
@@ -107,14 +107,14 @@ class ChunkDone(Message, frozen=True, tag=True):
     scatter_ms: float
 
 
-class Expect(Message, frozen=True, tag=True):
+class Expect(RpcMessage, frozen=True, tag=True):
     """Source: Commit comes in about `ms`. Advice: nothing follows if it doesn't."""
 
     mid: str
     ms: float
 
 
-class Commit(Message, frozen=True, tag=True):
+class Commit(RpcMessage, frozen=True, tag=True):
     """Source: all blocks are sent, the request is suspended here; run it there. Idempotent."""
 
     mid: str
@@ -127,14 +127,14 @@ class Commit(Message, frozen=True, tag=True):
     """The last blocks, if they come along."""
 
 
-class Committed(Message, frozen=True, tag=True):
+class Committed(RpcMessage, frozen=True, tag=True):
     """Destination: the request runs here. Never undone."""
 
     mid: str
     commit_ms: float
 
 
-class FirstToken(Message, frozen=True, tag=True):
+class FirstToken(RpcMessage, frozen=True, tag=True):
     """Destination: the first step after the commit has ended."""
 
     mid: str
@@ -142,14 +142,14 @@ class FirstToken(Message, frozen=True, tag=True):
     """Milliseconds since the commit."""
 
 
-class Abort(Message, frozen=True, tag=True):
+class Abort(RpcMessage, frozen=True, tag=True):
     """Source: give the migration up and free its blocks. Answered by Aborted or Committed."""
 
     mid: str
     reason: str
 
 
-class Aborted(Message, frozen=True, tag=True):
+class Aborted(RpcMessage, frozen=True, tag=True):
     """Destination: nothing of the migration is left here."""
 
     mid: str

@@ -45,7 +45,7 @@ from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.kvtransfer.transports.base import Staging
 from kvmig.kvtransfer.transports.select import Inboxes, site_of
 from kvmig.rpc.codec import RefusalCounter
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class Migrations:
             self._out.places.release()
         self._ended(move.mid, task)
 
-    def receive_reply(self, endpoint: str, message: Message, payload: list[memoryview]) -> None:
+    def receive_reply(self, endpoint: str, message: RpcMessage, payload: list[memoryview]) -> None:
         """Take a destination's answer. One for a migration that is over is dropped."""
         match message:
             case (
@@ -270,7 +270,7 @@ class Migrations:
 
     # -- in
 
-    def receive(self, sender: bytes, message: Message, payload: list[memoryview]) -> None:
+    def receive(self, sender: bytes, message: RpcMessage, payload: list[memoryview]) -> None:
         """Take a source's message. Raises PeerError for one that a source doesn't send."""
         match message:
             case Bundle(chunks):

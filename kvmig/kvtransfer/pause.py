@@ -24,7 +24,7 @@ from kvmig.kvtransfer.measured import MeasuredPause
 from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Expect, Reserve, Reserved
 from kvmig.kvtransfer.timeline import Move, Timeline
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 MOST_STEPS = 16
 """Steps over which a pause is spread; what is left of a longer one stays one gap."""
@@ -223,7 +223,7 @@ class Pause:
         self._timeline.output_tokens = tail.num_output_tokens
         came_along: list[Chunk] = []
 
-        def keep(message: Message, payload: Sequence[Frame]) -> None:
+        def keep(message: RpcMessage, payload: Sequence[Frame]) -> None:
             assert isinstance(message, Chunk)
             came_along.append(message)
             self._payload = payload

@@ -22,8 +22,8 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.launcher.cluster import Cluster
-from kvmig.rpc.messages import Hello, Message
-from kvmig.rpc.zmq_sockets import Server
+from kvmig.rpc.messages import Hello, RpcMessage
+from kvmig.rpc.zmq_sockets import RpcServer
 
 Order = AddInstances | DrainInstance | StopDrain | RestartInstances
 
@@ -45,7 +45,7 @@ class Control:
         self._fronts: list[bytes] = []
         self._open = False
         try:
-            self._server = Server(
+            self._server = RpcServer(
                 secret,
                 "launcher",
                 "launcher",
@@ -134,11 +134,11 @@ class Control:
         if self._open:
             self._tell(Members(list(members), self._cluster.preferred_weights))
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: RpcMessage) -> None:
         for sender in list(self._fronts):
             self._send(sender, message)
 
-    def _send(self, sender: bytes, message: Message) -> None:
+    def _send(self, sender: bytes, message: RpcMessage) -> None:
         try:
             self._server.send(sender, message)
         except TransportError as error:

@@ -21,7 +21,7 @@ from kvmig.launcher.launch import Launcher, LlumletLaunch
 from kvmig.process.child import say
 from kvmig.process.supervisor import Handle, deaths_in_a_row, first_of, restart_pause
 from kvmig.rpc.codec import RefusalCounter
-from kvmig.rpc.zmq_sockets import Client
+from kvmig.rpc.zmq_sockets import RpcClient
 
 log = logging.getLogger(__name__)
 
@@ -391,7 +391,7 @@ class LlumletLink:
         self._endpoint = endpoint
         self._secret = secret
         self._refusals = refusals
-        self._client: Client | None = None
+        self._client: RpcClient | None = None
         self._state: SetState | None = None
         self._silent_ticks = 0
         self._task = asyncio.create_task(self._run(), name=f"link to {instance}")
@@ -415,7 +415,7 @@ class LlumletLink:
 
     async def _run(self) -> None:
         while True:
-            client = Client(
+            client = RpcClient(
                 self._endpoint,
                 self._secret,
                 "launcher",

@@ -28,7 +28,7 @@ from kvmig.process.supervisor import (
     restart_pause,
     running,
 )
-from kvmig.rpc.zmq_sockets import Client
+from kvmig.rpc.zmq_sockets import RpcClient
 
 if TYPE_CHECKING:
     from kvmig.launcher.cluster import Cluster
@@ -48,7 +48,7 @@ class SchedulerKeeper:
         self._config = config
         self._secret = secret
         self._cluster = cluster
-        self._link: Client | None = None
+        self._link: RpcClient | None = None
 
     async def run(self) -> None:
         """Start the scheduler again whenever it dies, and do what it decides."""
@@ -81,7 +81,7 @@ class SchedulerKeeper:
         hearing: asyncio.Task[str] | None = None
         try:
             endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
-            self._link = Client(
+            self._link = RpcClient(
                 endpoint,
                 self._secret,
                 "launcher",
@@ -103,7 +103,7 @@ class SchedulerKeeper:
             self._cluster.scheduler_refusals = {}
             await child.stop()
 
-    async def _hear(self, link: Client) -> str:
+    async def _hear(self, link: RpcClient) -> str:
         """Do what it decides; how the connection ended."""
         try:
             async for message, _ in link.messages("the scheduler"):

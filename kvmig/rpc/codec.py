@@ -14,7 +14,7 @@ from types import UnionType
 import msgspec
 
 from kvmig.core.errors import InvalidTransition, PeerError
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 
 Frame = bytes | bytearray | memoryview
 
@@ -26,19 +26,19 @@ MAX_FRAME = 1 << 30
 """Bytes of any frame; the sockets drop a peer that sends more."""
 
 
-class Codec:
+class MessageCodec:
     """Encodes any message; decodes those of one union."""
 
     def __init__(self, messages: UnionType) -> None:
-        """`messages`: the union of the `Message` types that may arrive."""
+        """`messages`: the union of the `RpcMessage` types that may arrive."""
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(messages)
+        self._decoder: msgspec.msgpack.Decoder[RpcMessage] = msgspec.msgpack.Decoder(messages)
 
-    def encode(self, message: Message, payload: Sequence[Frame] = ()) -> list[Frame]:
+    def encode(self, message: RpcMessage, payload: Sequence[Frame] = ()) -> list[Frame]:
         """Frames of `message` and its payload; the payload isn't copied."""
         return [self._encoder.encode(message), *payload]
 
-    def decode(self, frames: Sequence[memoryview]) -> tuple[Message, list[memoryview]]:
+    def decode(self, frames: Sequence[memoryview]) -> tuple[RpcMessage, list[memoryview]]:
         """The message and its payload frames. Raises PeerError if they can't be one."""
         if not 1 <= len(frames) <= MAX_FRAMES:
             raise PeerError(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 
-class Version(NamedTuple):
+class ProtocolVersion(NamedTuple):
     """A version of the wire protocol.
 
     major is raised when a message changes in a way that an older peer would misread; minor when
@@ -19,7 +19,7 @@ class Version(NamedTuple):
     major: int
     minor: int
 
-    def understands(self, other: Version) -> bool:
+    def understands(self, other: ProtocolVersion) -> bool:
         """Whether both may be in one cluster: a rolling upgrade goes one minor at a time."""
         return self.major == other.major and abs(self.minor - other.minor) <= 1
 
@@ -27,15 +27,15 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-VERSION = Version(3, 1)
+VERSION = ProtocolVersion(3, 1)
 """The version of this code. Its messages are recorded under tests/corpus: `scripts/corpus.py`."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class RpcMessage(msgspec.Struct, frozen=True, tag="Message"):
     """Base of everything on a control socket."""
 
 
-class Hello(Message, frozen=True, tag=True):
+class Hello(RpcMessage, frozen=True, tag=True):
     """First message on every connection."""
 
     protocol: int
@@ -46,6 +46,6 @@ class Hello(Message, frozen=True, tag=True):
     minor: int = 0
 
     @property
-    def version(self) -> Version:
+    def version(self) -> ProtocolVersion:
         """The version that the sender speaks."""
-        return Version(self.protocol, self.minor)
+        return ProtocolVersion(self.protocol, self.minor)

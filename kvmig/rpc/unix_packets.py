@@ -1,6 +1,6 @@
 """A Unix socket of packets between two processes of one user, on an event loop.
 
-`Packets` drops what the other side doesn't read in time, `QueuedPackets` keeps it.
+`UnixPackets` drops what the other side doesn't read in time, `QueuedPackets` keeps it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvmig.rpc.unix_peer import credentials, is_own_user
 log = logging.getLogger(__name__)
 
 
-class Packets:
+class UnixPackets:
     """One connection. From the loop's thread; to be closed. Errors are TransportError."""
 
     def __init__(self, sock: socket.socket, most_bytes: int) -> None:

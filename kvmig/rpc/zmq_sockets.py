@@ -1,6 +1,6 @@
-"""Control sockets: `Server` (ROUTER) and `Client` (DEALER) on ZeroMQ over TCP, under CURVE.
+"""Control sockets: `RpcServer` (ROUTER) and `RpcClient` (DEALER) on ZeroMQ over TCP, under CURVE.
 
-A client's first message is Hello; a server hears nobody before it. One `Client` is
+A client's first message is Hello; a server hears nobody before it. One `RpcClient` is
 one connection: messages lost with it are lost, so it never reconnects silently;
 whoever owns it makes a new one. Heartbeats run on ZeroMQ's own thread.
 
@@ -26,8 +26,8 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvmig.core.errors import PeerBehind, PeerError, TransportError
-from kvmig.rpc.codec import MAX_FRAME, Codec, Frame, RefusalCounter
-from kvmig.rpc.messages import VERSION, Hello, Message, Version
+from kvmig.rpc.codec import MAX_FRAME, Frame, MessageCodec, RefusalCounter
+from kvmig.rpc.messages import VERSION, Hello, ProtocolVersion, RpcMessage
 
 HIGH_WATER = 10_000
 """Messages queued to one peer; one more is an error, not more memory."""
@@ -80,14 +80,14 @@ class KeyPair:
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class CurveKeys:
     """The two key pairs of one cluster."""
 
     server: KeyPair
     client: KeyPair
 
 
-def derive(secret: bytes) -> Keys:
+def derive(secret: bytes) -> CurveKeys:
     """Derive the cluster's keys: who has the secret has the keys, nobody else.
 
     Servers use one pair and clients the other, so neither can pose as the other's kind.
@@ -95,7 +95,7 @@ def derive(secret: bytes) -> Keys:
     """
     if len(secret) < LEAST_BYTES:
         raise ValueError(f"the cluster's secret must have at least {LEAST_BYTES} bytes")
-    return Keys(_pair(secret, b"kvmig server"), _pair(secret, b"kvmig client"))
+    return CurveKeys(_pair(secret, b"kvmig server"), _pair(secret, b"kvmig client"))
 
 
 def _pair(secret: bytes, purpose: bytes) -> KeyPair:
@@ -131,7 +131,7 @@ def _send(socket: zmq.asyncio.Socket, frames: list[Frame], peer: str) -> None:
 class _Admission:
     """Credentials provider that admits the cluster's client key and no other."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: CurveKeys) -> None:
         self._key = keys.client.public
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -168,7 +168,7 @@ class _Authenticator(Authenticator):
             await self.handle_zap_message(await requests.recv_multipart())
 
 
-class Server:
+class RpcServer:
     """One bound ROUTER socket; must be made inside a running event loop."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Server:
         messages: UnionType,
         host: str = "127.0.0.1",
         port: int = 0,
-        version: Version = VERSION,
+        version: ProtocolVersion = VERSION,
         refusals: RefusalCounter | None = None,
     ) -> None:
         """Binds `host`:`port` (0: any free one); counts in `refusals`, or in its own.
@@ -190,7 +190,7 @@ class Server:
         keys = derive(secret)
         self._version = version
         self._hello = Hello(version.major, role, name, version.minor)
-        self._codec = Codec(messages)
+        self._codec = MessageCodec(messages)
         self._greeted: set[bytes] = set()
         # A context of its own: the authenticator's address is one a context.
         self._context = zmq.asyncio.Context()
@@ -210,7 +210,7 @@ class Server:
             raise
         self.endpoint: str = bytes(self._socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
-    async def recv(self) -> tuple[bytes, Message, list[memoryview]]:
+    async def recv(self) -> tuple[bytes, RpcMessage, list[memoryview]]:
         """The next message: who sent it (for `send`), what, and its payload frames.
 
         Raises PeerError for one that can't be read or that came before a good Hello;
@@ -230,7 +230,7 @@ class Server:
             raise
         return sender, message, payload
 
-    def messages(self) -> AsyncIterator[tuple[bytes, Message, list[memoryview]]]:
+    def messages(self) -> AsyncIterator[tuple[bytes, RpcMessage, list[memoryview]]]:
         """The valid messages, as from `recv`; invalid ones are logged and ignored."""
         return _readable(self.recv, "ignored")
 
@@ -247,7 +247,7 @@ class Server:
                 "version",
             )
 
-    def send(self, identity: bytes, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send(self, identity: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Queue a message, at once. Raises TransportError if the peer is gone, PeerBehind if
         it is too slow."""
         frames = [identity, *self._codec.encode(message, payload)]
@@ -261,7 +261,7 @@ class Server:
         self._context.term()
 
 
-class Client:
+class RpcClient:
     """One connected DEALER socket; must be made inside a running event loop."""
 
     def __init__(
@@ -271,7 +271,7 @@ class Client:
         role: str,
         name: str,
         messages: UnionType,
-        version: Version = VERSION,
+        version: ProtocolVersion = VERSION,
         refusals: RefusalCounter | None = None,
     ) -> None:
         """Connects and says Hello; whether that worked is seen at the first `recv`.
@@ -283,7 +283,7 @@ class Client:
         self.endpoint = endpoint
         self._refusals = RefusalCounter() if refusals is None else refusals
         self._version = version
-        self._codec = Codec(messages)
+        self._codec = MessageCodec(messages)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _configure(self._socket, keys.client)
         self._socket.curve_serverkey = keys.server.public
@@ -310,7 +310,7 @@ class Client:
         if self._arriving is not None:
             self._arriving.cancel()
 
-    async def recv(self) -> tuple[Message, list[memoryview]]:
+    async def recv(self) -> tuple[RpcMessage, list[memoryview]]:
         """The next message and its payload frames.
 
         Raises TransportError once the connection is lost or was never let in, and
@@ -343,7 +343,7 @@ class Client:
 
     def messages(
         self, peer: str, refuse: Callable[[PeerError], None] | None = None
-    ) -> AsyncIterator[tuple[Message, list[memoryview]]]:
+    ) -> AsyncIterator[tuple[RpcMessage, list[memoryview]]]:
         """The valid messages, as from `recv`; invalid ones are logged and ignored.
 
         peer: the other side, for the log. refuse: is called with what is wrong with a message
@@ -351,7 +351,7 @@ class Client:
         """
         return _readable(self.recv, f"ignored from {peer}", refuse)
 
-    def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send(self, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Queue a message, at once. Raises TransportError if the peer is gone, PeerBehind if
         it is too slow."""
         if self._lost.done():
@@ -394,7 +394,7 @@ class HandshakeCounter:
     def __init__(self, socket: zmq.asyncio.Socket, refusals: RefusalCounter) -> None:
         self._socket = socket
         self._refusals = refusals
-        self._handshakes = Handshakes()
+        self._handshakes = HandshakeFailures()
         self._monitor = socket.get_monitor_socket(_TOLD)
         self._events = zmq.Socket(self._monitor)
         self._task = asyncio.create_task(self._watch(), name="handshake counter")
@@ -430,7 +430,7 @@ class HandshakeCounter:
         self._refusals.count_strangers(self._handshakes.failures(now))
 
 
-class Handshakes:
+class HandshakeFailures:
     """Counts handshakes that failed at one server, from what libzmq's monitor tells. Pure.
 
     libzmq tells which descriptor was accepted or closed. It tells that a handshake succeeded or

@@ -22,7 +22,7 @@ import msgspec
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.errors import ConfigError, PeerError, TransportError
 from kvmig.engines.gate import ComputeShares, StepRequest
-from kvmig.rpc.unix_packets import Packets
+from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.rpc.unix_peer import credentials
 from kvmig.sharing.lease_ledger import Claim, Ledger, Told
 from kvmig.sharing.member_locks import Roll
@@ -64,7 +64,7 @@ class Tenant:
     process: int
     ended: int
     """A descriptor that is readable once the process is gone."""
-    packets: Packets | None
+    packets: UnixPackets | None
 
 
 class UnitAgent:
@@ -153,9 +153,9 @@ class UnitAgent:
             log.warning("user %d may not join", user)
             sock.close()
             return
-        self._tasks.start(self._serve(Packets(sock, MOST_BYTES)))
+        self._tasks.start(self._serve(UnixPackets(sock, MOST_BYTES)))
 
-    async def _serve(self, packets: Packets) -> None:
+    async def _serve(self, packets: UnixPackets) -> None:
         """One connection, to its end. An error in it ends no other one."""
         name = ""
         try:
@@ -174,7 +174,7 @@ class UnitAgent:
                 tenant.packets = None
                 self._turns.left(name)
 
-    def _handle(self, packets: Packets, name: str, message: ToAgent) -> str:
+    def _handle(self, packets: UnixPackets, name: str, message: ToAgent) -> str:
         """name: of the member whose connection it is; empty before Hello. The same, afterwards.
 
         Raises ConfigError, PeerError or TransportError, which end the connection.
@@ -203,7 +203,7 @@ class UnitAgent:
 
     # -- members
 
-    def _join(self, packets: Packets, hello: Hello) -> None:
+    def _join(self, packets: UnixPackets, hello: Hello) -> None:
         """Raises ConfigError."""
         name, known = hello.instance, self._tenants.get(hello.instance)
         if known is not None and known.process != packets.process:

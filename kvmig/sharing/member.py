@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
 from kvmig.engines.gate import ComputeShares, StepGrant
-from kvmig.rpc.unix_packets import Packets
+from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.lease_ledger import Claim
 from kvmig.sharing.member_locks import Roll
 from kvmig.sharing.messages import (
@@ -90,7 +90,7 @@ class UnitMember:
         self._news = asyncio.Event()
         """Set while there may be more to tell."""
         self._leased = asyncio.Event()
-        self._packets: Packets | None = None
+        self._packets: UnixPackets | None = None
         self._numbers = itertools.count()
         self._wanted: dict[int, asyncio.Future[str]] = {}
         """Guarantees that the agent hasn't answered, by number: why not, or empty."""
@@ -210,7 +210,7 @@ class UnitMember:
             log.warning("unit %s: %s", self._path, why)
         self._said = why
 
-    async def _again(self) -> Packets:
+    async def _again(self) -> UnixPackets:
         while True:
             await asyncio.sleep(RETRY_S)
             try:
@@ -218,9 +218,9 @@ class UnitMember:
             except TransportError as error:
                 log.info("unit %s: %s", self._path, error)
 
-    def _hello(self) -> Packets:
+    def _hello(self) -> UnixPackets:
         """Raises TransportError."""
-        packets = Packets.connect(self._path, MOST_BYTES)
+        packets = UnixPackets.connect(self._path, MOST_BYTES)
         self._seq, self._told = 0, None
         claim = self._claim._replace(lease=max(self._quota, self._use().lease))
         hello = Hello(
@@ -237,7 +237,7 @@ class UnitMember:
             raise
         return packets
 
-    async def _heard(self, packets: Packets, packet: bytes) -> None:
+    async def _heard(self, packets: UnixPackets, packet: bytes) -> None:
         """Raises ConfigError where the agent refuses, TransportError where it has gone."""
         message = decoded(packet)
         if isinstance(message, Refused):
@@ -267,7 +267,7 @@ class UnitMember:
         if waiting is not None and not waiting.done():
             waiting.set_result(answer.refused)
 
-    async def _report(self, packets: Packets) -> None:
+    async def _report(self, packets: UnixPackets) -> None:
         while True:
             self._news.clear()  # before it looks: what changes then is told next time
             try:
@@ -277,7 +277,7 @@ class UnitMember:
             await asyncio.sleep(REPORT_S)
             await self._news.wait()
 
-    def _tell(self, packets: Packets) -> None:
+    def _tell(self, packets: UnixPackets) -> None:
         """What it holds, if that is news."""
         use = self._use()
         told = Held(self._seq, use.lease, use.used, use.cached, use.wanted)
@@ -288,7 +288,7 @@ class UnitMember:
 
 async def ask(path: str, timeout_s: float = 5.0) -> Unit:
     """The unit there as it is now. Raises TransportError, or ConfigError where it refuses."""
-    packets = Packets.connect(path, MOST_BYTES)
+    packets = UnixPackets.connect(path, MOST_BYTES)
     try:
         async with asyncio.timeout(timeout_s):
             packets.send(encode(Ask(VERSION)))

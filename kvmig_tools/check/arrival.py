@@ -13,7 +13,7 @@ from kvmig.core.config import MigrationConfig
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer.destination_machine import DestinationMachine, SourceMessage
 from kvmig.kvtransfer.messages import Aborted, Committed, Refused, Reserve
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from kvmig_tools.check.part import Letter, Move, Violation
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Arrival:
         return site.engine.slots[self.opening.request_id]
 
 
-def answered(site: Site, mid: str, message: Message) -> Letter:
+def answered(site: Site, mid: str, message: RpcMessage) -> Letter:
     """An answer to the source, after a look at what was answered before."""
     if isinstance(message, Refused | Aborted) and mid in site.committed.values():
         raise Violation("a commit is undone: the source is told that nothing is here")

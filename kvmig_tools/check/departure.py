@@ -28,7 +28,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import S, SourceMachine
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from kvmig_tools.check.part import Letter, Lost, Move
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Departure:
         )
         self._say(site, self.commit)
 
-    def _say(self, site: Site, message: Message) -> None:
+    def _say(self, site: Site, message: RpcMessage) -> None:
         channel = f"{self.source}>{self.destination}:{self.mid}"
         site.outbox.append(Letter(channel, message))
 

@@ -21,7 +21,7 @@ from kvmig.frontend.splice import Splicer
 from kvmig.frontend.streams import Streams
 from kvmig.kvtransfer.source_machine import LEAP
 from kvmig.rpc.codec import Frame
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from kvmig_tools.check.part import Facts, Letter, Lost, Move, Part, Violation
 from kvmig_tools.check.site import Left, Piece
 
@@ -210,7 +210,7 @@ class Front(Part):
         """All are alike."""
         return NOT_BEGUN
 
-    def send(self, instance: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+    def send(self, instance: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
         """Raises InstanceLost if it is known to be."""
         if instance not in self.alive:
             raise InstanceLost(f"instance {instance} is not connected")
@@ -220,7 +220,7 @@ class Front(Part):
         self,
         tokens: int,
         priority: int,
-        message: Message,
+        message: RpcMessage,
         payload: Sequence[Frame],
         *,
         fit: bool = False,

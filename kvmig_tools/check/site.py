@@ -28,7 +28,7 @@ from kvmig.kvtransfer.destination_machine import (
 )
 from kvmig.kvtransfer.messages import ChunkDone, Reserve
 from kvmig.kvtransfer.source_machine import QUESTIONS, Epochs, SourceMachine
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from kvmig_tools.check.arrival import Arrival, answered
 from kvmig_tools.check.departure import Departure
 from kvmig_tools.check.engine import Engine, Slot
@@ -161,7 +161,7 @@ class Site(Part):
         elif self.front_known:
             self.front_gone()
 
-    def answer(self, mid: str, message: Message) -> None:
+    def answer(self, mid: str, message: RpcMessage) -> None:
         """To a source; lost without a connection, and logged. ChunkDone is for buffers only."""
         if isinstance(message, ChunkDone):
             return

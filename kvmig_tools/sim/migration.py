@@ -26,7 +26,7 @@ from kvmig.kvtransfer.messages import (
     Reserved,
 )
 from kvmig.kvtransfer.source_machine import SourceMachine
-from kvmig.rpc.messages import Message
+from kvmig.rpc.messages import RpcMessage
 from kvmig_tools.sim.engine import SimEngine
 from kvmig_tools.sim.events import Action, EventQueue
 from kvmig_tools.sim.network import Copying, Network
@@ -208,7 +208,7 @@ class Migration:
         commit = Commit(self._here.key, self.request.request_id, 1, tail, first + blocks)
         self._send(partial(self._hear_commit, commit))
 
-    def _answer(self, message: Message) -> None:
+    def _answer(self, message: RpcMessage) -> None:
         """What the destination said."""
         if self._here.ended:
             return
