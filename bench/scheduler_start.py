@@ -12,7 +12,7 @@ from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
-from kvmig.process.supervisor import Child, running
+from kvmig.process.supervisor import ChildProcess, running
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 
 INSTANCES = 16
@@ -33,7 +33,7 @@ async def seconds_to_first_pair() -> float:
         for number, server in enumerate(servers)
     ]
     launch = SchedulerLaunch(secret, ClusterConfig(instances=INSTANCES))
-    child = await Child.start("scheduler", running("kvmig.launcher.scheduler", {}), launch)
+    child = await ChildProcess.start("scheduler", running("kvmig.launcher.scheduler", {}), launch)
     try:
         endpoint = await child.ready(START_S)
         client = RpcClient(endpoint, secret, "launcher", "launcher", ClusterMessage)

@@ -20,13 +20,13 @@ from kvmig.core.errors import StartupError
 from kvmig.process.fork_server import (
     HANDED,
     SERVERS,
-    Ended,
-    Forked,
+    ForkDone,
+    ForkExited,
     ForkOrder,
     digest,
-    hear_news,
     join,
     likeness,
+    receive_news,
     send_order,
 )
 from kvmig.process.supervisor import UNSEEN, how_it_ended
@@ -124,8 +124,8 @@ class ForkedServer:
         try:
             order = ForkOrder("kvmig.serve", flags, environment, tied=True)
             send_order(self._nursery, order, (0, *said))
-            news = hear_news(self._nursery)
-            if not isinstance(news, Forked):
+            news = receive_news(self._nursery)
+            if not isinstance(news, ForkDone):
                 raise StartupError(f"the nursery has forked nothing: {news}")
         except OSError as error:
             self._nursery.close()
@@ -157,7 +157,7 @@ class ForkedServer:
 
     def _ended_in(self, timeout: float | None) -> int | None:
         if self.returncode is None and self._watched is None and comes(self._nursery, timeout):
-            if isinstance(news := hear_news(self._nursery), Ended):
+            if isinstance(news := receive_news(self._nursery), ForkExited):
                 self.returncode = news.code
             else:
                 self._watch()

@@ -251,7 +251,7 @@ def documents() -> Files:
     from kvmig.fleet.spec import FleetFile, Spec
     from kvmig.launcher.front_ends import FrontLaunch
     from kvmig.launcher.launch import LlumletLaunch
-    from kvmig.process.child import Announcement
+    from kvmig.process.child import StartAnnouncement
     from kvmig.proxy.messages import ProxyLaunch
     from scripts.corpus import example
 
@@ -259,7 +259,7 @@ def documents() -> Files:
         "llumlet": LlumletLaunch,
         "scheduler": SchedulerLaunch,
         "scheduler-ready": SchedulerReady,
-        "announcement": Announcement,
+        "announcement": StartAnnouncement,
         "front-end": FrontLaunch,
         "proxy": ProxyLaunch,
         "fleet-server": ServerLaunch,

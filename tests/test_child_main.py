@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvmig.core.errors import StartupError
-from kvmig.process.child import Announcement, announce
+from kvmig.process.child import StartAnnouncement, announce
 from kvmig.process.child_main import run_child
 
 
@@ -50,8 +50,8 @@ def test_a_child_that_cannot_start_announces_why() -> None:
     read, written = os.pipe()
     assert run_child([str(written)], "it", Launch, fail) == 1
     with os.fdopen(read) as announced:
-        said = msgspec.json.decode(announced.readline(), type=Announcement)
-    assert said == Announcement(failed="a has no memory")
+        said = msgspec.json.decode(announced.readline(), type=StartAnnouncement)
+    assert said == StartAnnouncement(failed="a has no memory")
 
 
 def test_a_child_that_fails_after_it_was_ready_says_so_on_stderr(
@@ -60,7 +60,7 @@ def test_a_child_that_fails_after_it_was_ready_says_so_on_stderr(
     read, written = os.pipe()
 
     def serve_then_fail(launch: Launch, announced: int) -> None:
-        announce(announced, Announcement(endpoint="here"))
+        announce(announced, StartAnnouncement(endpoint="here"))
         fail(launch, announced)
 
     assert run_child([str(written)], "it", Launch, serve_then_fail) == 1

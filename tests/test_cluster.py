@@ -41,7 +41,7 @@ from kvmig.launcher.cluster import Cluster
 from kvmig.launcher.control import Control
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.shapes import InstanceShape, Shapes
-from kvmig.process.supervisor import Handle
+from kvmig.process.supervisor import ProcessHandle
 from kvmig.rpc.messages import Hello
 from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.sharing.messages import InUnit
@@ -54,7 +54,7 @@ BUSY = EngineLoad(100, 20, 2, 0, 0, 0)
 
 
 class Process:
-    """A `Handle`: a llumlet's socket that reports `load`, in the state that it is told."""
+    """A `ProcessHandle`: a llumlet's socket that reports `load`, in the state that it is told."""
 
     def __init__(self, launch: LlumletLaunch, broken: str, weights: str) -> None:
         self.launch = launch
@@ -158,7 +158,7 @@ class FakeLauncher:
     async def open(self) -> None:
         return
 
-    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
         if self.bug is not None:
             raise self.bug
         broken = "no such name" if self.bad_tree and launch.engine_tree == self.bad_tree else ""

@@ -22,7 +22,7 @@ from kvmig.fleet.server import InitLink
 from kvmig.frontend.meter import Meter
 from kvmig.frontend.quotas import Quotas
 from kvmig.frontend.usage_writer import UsageWriter
-from kvmig.process.fork_server import ForkNews, ForkOrder, hear_news, send_order, tell
+from kvmig.process.fork_server import ForkNews, ForkOrder, receive_news, send_news, send_order
 from kvmig.proxy.control_link import ProxyLinks, ServerLink
 from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Want
 from kvmig.rpc.unix_packets import UnixPackets
@@ -253,7 +253,7 @@ def test_a_fork_servers_ends_send_and_read_what_was_recorded(
         os.close(one)
     assert (data, len(descriptors)) == (record_of("fork-server", ForkOrder), 1)
     for kind in get_args(ForkNews):
-        tell(theirs, example(kind))
-        assert hear_news(ours) == example(kind)
+        send_news(theirs, example(kind))
+        assert receive_news(ours) == example(kind)
         theirs.send(record_of("fork-server", kind))
-        assert hear_news(ours) == example(kind)
+        assert receive_news(ours) == example(kind)

@@ -14,9 +14,9 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.launcher.environment import llumlet_environment
-from kvmig.process.child import Announcement
-from kvmig.process.fork_server import LLUMLET, Fork, Forks, opened_gpu
-from kvmig.process.supervisor import UNSEEN, Child, Process
+from kvmig.process.child import StartAnnouncement
+from kvmig.process.fork_server import LLUMLET, ForkedProcess, ForkServerPool, opened_gpu
+from kvmig.process.supervisor import UNSEEN, ChildProcess, ProcessPort
 
 THREADS = 4
 """Of an instance: what it is forked from has one all the same."""
@@ -27,8 +27,8 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def forks() -> Iterator[Forks]:
-    made = Forks(ENGINE, ENVIRONMENT)
+def forks() -> Iterator[ForkServerPool]:
+    made = ForkServerPool(ENGINE, ENVIRONMENT)
     yield made
     made.close()
 
@@ -40,7 +40,7 @@ class Waiting:
         self.stdin, self.told = os.pipe()
         self.announced, self.announces = os.pipe()
 
-    async def begin(self, forks: Forks) -> Fork:
+    async def begin(self, forks: ForkServerPool) -> ForkedProcess:
         return await forks.fork(ENVIRONMENT, self.stdin, self.announces)
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ def waiting() -> Iterator[Waiting]:
     made.close()
 
 
-async def code(fork: Fork) -> int:
+async def code(fork: ForkedProcess) -> int:
     async with asyncio.timeout(PATIENCE_S):
         return await fork.wait()
 
@@ -65,11 +65,13 @@ def until_gone(process: psutil.Process) -> None:
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_a_fork_takes_its_launch_announces_and_ends(forks: Forks) -> None:
-    async def spawn(stdin: int, announced: int) -> Process:
+async def test_a_fork_takes_its_launch_announces_and_ends(forks: ForkServerPool) -> None:
+    async def spawn(stdin: int, announced: int) -> ProcessPort:
         return await forks.fork(ENVIRONMENT, stdin, announced)
 
-    child = await Child.start("instance i0", spawn, Announcement(failed="no launch of a llumlet"))
+    child = await ChildProcess.start(
+        "instance i0", spawn, StartAnnouncement(failed="no launch of a llumlet")
+    )
     with pytest.raises(StartupError, match="instance i0: no LlumletLaunch on stdin"):
         await child.ready(PATIENCE_S)
     assert await child.ended() == "exit code 1"
@@ -77,7 +79,7 @@ async def test_a_fork_takes_its_launch_announces_and_ends(forks: Forks) -> None:
 
 
 async def test_a_forks_death_is_told_and_the_next_one_starts(
-    forks: Forks, waiting: Waiting
+    forks: ForkServerPool, waiting: Waiting
 ) -> None:
     for _ in range(2):
         fork = await waiting.begin(forks)
@@ -93,7 +95,7 @@ async def test_a_forks_death_is_told_and_the_next_one_starts(
 
 
 async def test_forks_outlive_a_killed_fork_server_and_another_takes_its_place(
-    forks: Forks, waiting: Waiting
+    forks: ForkServerPool, waiting: Waiting
 ) -> None:
     fork = await waiting.begin(forks)
     server = psutil.Process(fork.pid).parent()
@@ -112,7 +114,7 @@ async def test_forks_outlive_a_killed_fork_server_and_another_takes_its_place(
 
 
 async def test_a_fork_whose_fork_server_hangs_is_seen_to_end(
-    forks: Forks, waiting: Waiting
+    forks: ForkServerPool, waiting: Waiting
 ) -> None:
     fork = await waiting.begin(forks)
     server = psutil.Process(fork.pid).parent()
@@ -126,7 +128,7 @@ async def test_a_fork_whose_fork_server_hangs_is_seen_to_end(
 
 async def test_one_that_cannot_load_is_not_asked_again(waiting: Waiting) -> None:
     environment = {**ENVIRONMENT, "PYTHONHOME": "/no"}
-    forks = Forks(ENGINE, environment)
+    forks = ForkServerPool(ENGINE, environment)
     with pytest.raises(StartupError, match="the fork server is gone"):
         await waiting.begin(forks)
 
@@ -134,7 +136,9 @@ async def test_one_that_cannot_load_is_not_asked_again(waiting: Waiting) -> None
     forks.close()
 
 
-async def test_without_its_launcher_a_fork_server_ends(forks: Forks, waiting: Waiting) -> None:
+async def test_without_its_launcher_a_fork_server_ends(
+    forks: ForkServerPool, waiting: Waiting
+) -> None:
     fork = await waiting.begin(forks)
     server = psutil.Process(fork.pid).parent()
     assert server is not None
@@ -159,7 +163,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_a_fork_server_stays_whose_libraries_are_on_disk_as_it_has_loaded_them(
-    library: Path, forks: Forks, waiting: Waiting
+    library: Path, forks: ForkServerPool, waiting: Waiting
 ) -> None:
     old = await waiting.begin(forks)
     forks.renew("")
@@ -173,7 +177,7 @@ async def test_a_fork_server_stays_whose_libraries_are_on_disk_as_it_has_loaded_
 
 @pytest.mark.parametrize("change", [Path.touch, Path.unlink])
 async def test_one_whose_libraries_have_changed_gives_way_and_ends_with_its_last_fork(
-    library: Path, forks: Forks, waiting: Waiting, change: Callable[[Path], None]
+    library: Path, forks: ForkServerPool, waiting: Waiting, change: Callable[[Path], None]
 ) -> None:
     old = await waiting.begin(forks)
     change(library)
@@ -191,7 +195,7 @@ async def test_one_whose_libraries_have_changed_gives_way_and_ends_with_its_last
 
 
 async def test_who_waits_for_a_renewal_finds_the_next_fork_server_loaded(
-    library: Path, forks: Forks, waiting: Waiting
+    library: Path, forks: ForkServerPool, waiting: Waiting
 ) -> None:
     (old,) = forks._servers
     fork = await waiting.begin(forks)
@@ -206,7 +210,7 @@ async def test_who_waits_for_a_renewal_finds_the_next_fork_server_loaded(
     assert await code(fork) == -9
 
 
-async def test_who_waits_for_one_that_ends_waits_no_more(forks: Forks) -> None:
+async def test_who_waits_for_one_that_ends_waits_no_more(forks: ForkServerPool) -> None:
     (server,) = forks._servers
     loading = asyncio.create_task(forks.loaded())
     await asyncio.sleep(0)
@@ -217,7 +221,7 @@ async def test_who_waits_for_one_that_ends_waits_no_more(forks: Forks) -> None:
 
 
 async def test_one_that_can_not_tell_gives_way(
-    library: Path, forks: Forks, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+    library: Path, forks: ForkServerPool, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = await waiting.begin(forks)
     server = psutil.Process(old.pid).parent()
@@ -233,7 +237,7 @@ async def test_one_that_can_not_tell_gives_way(
 
 
 async def test_what_is_being_forked_when_it_is_renewed_comes_from_the_old_one(
-    library: Path, forks: Forks, waiting: Waiting
+    library: Path, forks: ForkServerPool, waiting: Waiting
 ) -> None:
     coming = asyncio.create_task(waiting.begin(forks))
     await asyncio.sleep(0)  # it is ordered, and the fork server still loads
@@ -249,7 +253,7 @@ async def test_what_is_being_forked_when_it_is_renewed_comes_from_the_old_one(
     await asyncio.to_thread(until_gone, server)  # the renewal goes on meanwhile
 
 
-def test_only_what_libraries_read_late_may_differ(forks: Forks) -> None:
+def test_only_what_libraries_read_late_may_differ(forks: ForkServerPool) -> None:
     assert forks.suits({**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "3"})
     assert not forks.suits({**ENVIRONMENT, "OMP_NUM_THREADS": "2"})
     assert not forks.suits({**ENVIRONMENT, "LD_PRELOAD": "libtcmalloc.so"})

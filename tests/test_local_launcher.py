@@ -13,7 +13,7 @@ from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher import local
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.local import Host, LocalLauncher, LocalLlumlet
-from kvmig.process.supervisor import Child, Process, Spawn
+from kvmig.process.supervisor import ChildProcess, ProcessPort, Spawn
 
 
 class FakeProcess:
@@ -31,11 +31,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
     children: list[FakeProcess] = []
 
     def run(module: str, environment: Mapping[str, str], title: str = "") -> Spawn:
-        async def spawn(stdin: int, announced: int) -> Process:
+        async def spawn(stdin: int, announced: int) -> ProcessPort:
             if environment.get("BROKEN"):
                 raise StartupError(f"{module} can't be started")
             children.append(FakeProcess(environment.get("CUDA_VISIBLE_DEVICES", "")))
-            return cast("Process", children[-1])
+            return cast("ProcessPort", children[-1])
 
         return spawn
 
@@ -87,10 +87,10 @@ async def test_on_a_cpu_there_is_no_gpu_to_see(started: list[FakeProcess]) -> No
 async def test_what_a_killed_instance_shared_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     swept: list[bool] = []
 
-    async def stop(child: Child, timeout_s: float) -> None:
+    async def stop(child: ChildProcess, timeout_s: float) -> None:
         raise OSError("even then")
 
-    monkeypatch.setattr(Child, "stop", stop)
+    monkeypatch.setattr(ChildProcess, "stop", stop)
     monkeypatch.setattr("kvmig.launcher.local.sweep", lambda: swept.append(True))
     with pytest.raises(OSError, match="even then"):
         await LocalLlumlet.__new__(LocalLlumlet).stop()
@@ -125,7 +125,7 @@ def test_gpus_that_do_not_suit_are_refused(gpus: list[str], sentence: str) -> No
 def test_instances_take_all_cores_where_nobody_set_their_threads(
     threads: str, gpus: int, all_cores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "Forks", lambda *_: None)
+    monkeypatch.setattr(local, "ForkServerPool", lambda *_: None)
     monkeypatch.setattr(local, "gpus", lambda: ["0"] * gpus)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:

@@ -21,13 +21,13 @@ import pytest
 from kvmig.core.errors import StartupError
 from kvmig.process.fork_server import (
     HANDED,
-    Ended,
-    Forked,
+    ForkDone,
+    ForkExited,
     ForkOrder,
     digest,
-    hear_news,
     join,
     likeness,
+    receive_news,
     send_order,
 )
 from kvmig.process.supervisor import UNSEEN
@@ -60,8 +60,8 @@ class Asked:
         send_order(self.nursery, order, (stdin, stdout, 2, stdin))
         os.close(stdin)
         os.close(stdout)
-        news = hear_news(self.nursery)
-        assert isinstance(news, Forked)
+        news = receive_news(self.nursery)
+        assert isinstance(news, ForkDone)
         self.pid = news.pid
 
     def found(self) -> dict[str, Any]:
@@ -124,9 +124,9 @@ def test_how_a_fork_ends_is_told_to_whoever_ordered_it(asked: Asked, toy_nursery
     other = Asked(toy_nursery)
     asked.end()
 
-    assert hear_news(asked.nursery) == Ended(asked.pid, 3)
+    assert receive_news(asked.nursery) == ForkExited(asked.pid, 3)
     os.kill(other.pid, signal.SIGKILL)
-    assert hear_news(other.nursery) == Ended(other.pid, -9)
+    assert receive_news(other.nursery) == ForkExited(other.pid, -9)
     other.close()
 
 
@@ -185,9 +185,9 @@ def test_whoever_speaks_otherwise_is_dropped_and_the_others_are_not(
     stranger.settimeout(PATIENCE_S)
     stranger.send(b"fork, please")
 
-    assert hear_news(stranger) is None
+    assert receive_news(stranger) is None
     asked.end()
-    assert hear_news(asked.nursery) == Ended(asked.pid, 3)
+    assert receive_news(asked.nursery) == ForkExited(asked.pid, 3)
     stranger.close()
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from kvmig.process.child import Announcement
+from kvmig.process.child import StartAnnouncement
 from kvmig.process.supervisor import (
     PAUSES_S,
     STABLE_S,
-    Child,
+    ChildProcess,
     deaths_in_a_row,
     restart_pause,
     running,
@@ -150,7 +150,7 @@ async def test_a_stop_that_is_cancelled_leaves_no_process(
 ) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    child = await Child.start("child", running("stubborn", environment), Announcement())
+    child = await ChildProcess.start("child", running("stubborn", environment), StartAnnouncement())
     assert await child.ready(60.0) == "here"
     stopping = asyncio.create_task(child.stop(600.0))
     await asyncio.sleep(0.1)
@@ -180,7 +180,7 @@ async def announced() -> None:
         os.write(announces, b'{"endpoint": "here"}\n')
         return Told()
 
-    child = await Child.start("child", spawn, Announcement())
+    child = await ChildProcess.start("child", spawn, StartAnnouncement())
     assert await child.ready(60.0) == "here"
     os.close(child._told)
 

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from kvmig.process.supervisor import Child, Process
+from kvmig.process.supervisor import ChildProcess, ProcessPort
 from kvmig.proxy.control_link import ProxyLinks
 from kvmig.proxy.messages import Demand, Figures, ProxyLaunch, Route, Snapshot, Want
 from tests.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key
@@ -27,7 +27,7 @@ START_S = 30.0
 @asynccontextmanager
 async def proxy(
     folder: Path, files: str = "hard"
-) -> AsyncIterator[tuple[Child, httpx.AsyncClient]]:
+) -> AsyncIterator[tuple[ChildProcess, httpx.AsyncClient]]:
     """files: how many it may have open."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port, descriptor = listening.getsockname()[1], listening.fileno()
@@ -38,13 +38,13 @@ async def proxy(
         )  # fmt: skip
         beats = os.open(os.devnull, os.O_WRONLY)
 
-        async def spawn(stdin: int, announced: int) -> Process:
+        async def spawn(stdin: int, announced: int) -> ProcessPort:
             passed = announced, descriptor, beats
             words = sys.executable, "-m", "kvmig.proxy", *map(str, passed)
             limited = "sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *words
             return await asyncio.create_subprocess_exec(*limited, stdin=stdin, pass_fds=passed)
 
-        child = await Child.start("proxy", spawn, launch)
+        child = await ChildProcess.start("proxy", spawn, launch)
         os.close(beats)
     try:
         assert await child.ready(START_S) == "shared"

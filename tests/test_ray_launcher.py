@@ -12,7 +12,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.launcher.environment import GIB, part_of_memory
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.ray_launcher import Order, Supervisor, bound_to, forwarded, node_environment
-from kvmig.process.supervisor import Child, Spawn
+from kvmig.process.supervisor import ChildProcess, Spawn
 
 
 def order(**fields: Any) -> Order:
@@ -34,7 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[LlumletLaunch]:
     async def start(name: str, spawn: Spawn, launch: LlumletLaunch) -> None:
         told.append(launch)
 
-    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(ChildProcess, "start", start)
     return told
 
 

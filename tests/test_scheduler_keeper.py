@@ -14,7 +14,7 @@ from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
 from kvmig.launcher import scheduler
 from kvmig.launcher.scheduler import SchedulerKeeper
-from kvmig.process.supervisor import Child
+from kvmig.process.supervisor import ChildProcess
 from kvmig.rpc.codec import RefusalCounter
 from kvmig.rpc.zmq_sockets import RpcServer
 from tests.waiting import until
@@ -69,7 +69,7 @@ async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_anothe
         children.append(FakeChild())
         return children[-1]
 
-    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(ChildProcess, "start", start)
     monkeypatch.setattr(scheduler, "GRACE_S", 0.01)
     cluster = FakeCluster()
     keeper = SchedulerKeeper(ClusterConfig(), SECRET, cluster)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ async def test_while_no_scheduler_is_there_nothing_is_said_of_what_it_has_refuse
         children.append(FakeChild())
         return children[0]
 
-    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(ChildProcess, "start", start)
     monkeypatch.setattr(scheduler, "GRACE_S", 0.01)
     cluster = FakeCluster()
     keeper = SchedulerKeeper(ClusterConfig(), SECRET, cluster)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ async def test_a_scheduler_that_hangs_gives_way_to_another(monkeypatch: pytest.M
         children.append(FakeChild())
         return children[-1]
 
-    monkeypatch.setattr(Child, "start", start)
+    monkeypatch.setattr(ChildProcess, "start", start)
     monkeypatch.setattr(scheduler, "HEARTBEAT_TIMEOUT_S", 0.2)
     keeper = SchedulerKeeper(ClusterConfig(), SECRET, FakeCluster())  # type: ignore[arg-type]
     keeping = asyncio.create_task(keeper.run())

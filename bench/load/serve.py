@@ -21,7 +21,7 @@ from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.shapes import Shapes, shapes_of
 from kvmig.process.child import leave, quiet
-from kvmig.process.supervisor import STOP_S, Handle
+from kvmig.process.supervisor import STOP_S, ProcessHandle
 from kvmig.serve import Server, listening
 
 
@@ -51,7 +51,7 @@ class StubLauncher:
     async def open(self) -> None:
         """Nothing to check."""
 
-    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
         started = self._orders.give(Start(launch))
         assert isinstance(started, Started)
         return StubHandle(started.endpoint)

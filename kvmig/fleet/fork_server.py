@@ -15,7 +15,7 @@ from functools import partial
 
 from kvmig.fleet.supervisor import PROXY, SERVER
 from kvmig.process.child import leave, say
-from kvmig.process.fork_server import Loaded, make_forkable, serve, tell
+from kvmig.process.fork_server import ForkServerLoaded, make_forkable, send_news, serve
 
 USED = (
     SERVER, PROXY, "sqlalchemy.dialects.sqlite.pysqlite", "uvicorn.protocols.http.httptools_impl",
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"the server and the proxies start without a fork server: {why}")
         return 1
     init = socket.socket(fileno=int(argv[1]))
-    tell(init, Loaded({}))
+    send_news(init, ForkServerLoaded({}))
     return serve([init])
 
 

@@ -49,7 +49,7 @@ from kvmig.fleet.store import Store
 from kvmig.fleet.tables import StoreError
 from kvmig.launcher.environment import gpus
 from kvmig.process.child import (
-    Announcement,
+    StartAnnouncement,
     announce,
     leave,
     quiet,
@@ -479,7 +479,7 @@ async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -
         await server.start()
         gc.freeze()  # or garbage waits until there is a quarter as much of it as of libraries
         gc.collect()
-        announce(announced, Announcement(endpoint="server"))
+        announce(announced, StartAnnouncement(endpoint="server"))
         beating = asyncio.create_task(send_heartbeats(heartbeat), name="heartbeats")
         trimming = asyncio.create_task(keep_small(), name="heap")
         ended = asyncio.create_task(server.ended())

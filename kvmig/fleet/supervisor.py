@@ -44,13 +44,13 @@ from kvmig.fleet.orders import (
 )
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
 from kvmig.process.child import quiet, say
-from kvmig.process.fork_server import HANDED, ForkOrder, ForkServer, join
+from kvmig.process.fork_server import HANDED, ForkOrder, ForkServerClient, join
 from kvmig.process.kept_child import KeptChild
 from kvmig.process.sockets import raise_open_files, take_long, take_port
 from kvmig.process.supervisor import (
-    Child,
-    Heartbeats,
-    Process,
+    ChildProcess,
+    HeartbeatPipe,
+    ProcessPort,
     first_of,
     hangs,
     how_it_ended,
@@ -120,9 +120,9 @@ class Deployment:
     start: Start
     lifeline: int = -1
     """Our end of its stdin."""
-    process: Process | None = None
+    process: ProcessPort | None = None
     ending: bool = False
-    heartbeats: Heartbeats | None = None
+    heartbeats: HeartbeatPipe | None = None
     log_from: int = 0
     """Position at which its log begins: earlier lines belong to others."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -140,7 +140,7 @@ class Deployment:
         kill_group(self.process)
 
 
-def kill_group(process: Process | None) -> None:
+def kill_group(process: ProcessPort | None) -> None:
     """End it now, with what it has started; without effect for one that has ended."""
     if process is not None and process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -167,7 +167,7 @@ class Nurseries:
 
     def __init__(self, settings: FleetSettings) -> None:
         self._settings = settings
-        self._servers: dict[str, ForkServer] = {}
+        self._servers: dict[str, ForkServerClient] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._turns: dict[str, asyncio.Lock] = {}
 
@@ -175,7 +175,7 @@ class Nurseries:
         """The path of its socket."""
         return str(self._settings.path("run", f"nursery-{engine}.sock"))
 
-    async def server(self, engine: str) -> ForkServer:
+    async def server(self, engine: str) -> ForkServerClient:
         """One that has loaded the engine. Raises StartupError."""
         async with self._turns.setdefault(engine, asyncio.Lock()):
             server = self._servers.get(engine)
@@ -183,7 +183,7 @@ class Nurseries:
                 server = self._servers[engine] = await self._begin(engine)
             return server
 
-    async def _begin(self, engine: str) -> ForkServer:
+    async def _begin(self, engine: str) -> ForkServerClient:
         environment = environment_of(self._settings)
         address = self.address(engine)
         if (before := self._processes.pop(engine, None)) is not None:
@@ -200,7 +200,7 @@ class Nurseries:
             async with asyncio.timeout(NURSERY_S):
                 while process.returncode is None:
                     with contextlib.suppress(StartupError):
-                        return ForkServer(await asyncio.to_thread(join, address, {}))
+                        return ForkServerClient(await asyncio.to_thread(join, address, {}))
                     await asyncio.sleep(LOOK_S)
         code = process.returncode
         how = f"not ready in {NURSERY_S:g} s" if code is None else how_it_ended(code)
@@ -259,7 +259,7 @@ class Init:
         self._settings = settings
         self._sock = sock
         self._nurseries = Nurseries(settings)
-        self._forks: ForkServer | None = None
+        self._forks: ForkServerClient | None = None
         """Fork server of the server and the proxies."""
         self._deployments: dict[str, Deployment] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -328,14 +328,14 @@ class Init:
 
     # -- the server and the proxies
 
-    async def _begin_server(self, heartbeat: int) -> Child:
+    async def _begin_server(self, heartbeat: int) -> ChildProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for one in (ours, theirs):
             take_long(one)
         self._forget_server()
         with theirs:
             spawn = partial(self._fork, SERVER, (theirs.fileno(), heartbeat))
-            child = await Child.start("the server", spawn, ServerLaunch(self._settings))
+            child = await ChildProcess.start("the server", spawn, ServerLaunch(self._settings))
         self._server = QueuedPackets(
             ours, MESSAGE_BYTES, self._hear, self._forget_server, "news for the server"
         )
@@ -343,7 +343,7 @@ class Init:
         self._tell(running(self._deployments.values()))
         return child
 
-    async def _begin_proxy(self, number: int, heartbeat: int) -> Child:
+    async def _begin_proxy(self, number: int, heartbeat: int) -> ChildProcess:
         launch = ProxyLaunch(
             name=f"proxy-{secrets.token_hex(4)}",
             number=number,
@@ -356,11 +356,11 @@ class Init:
             allowed_origins=self._settings.allowed_origins,
         )
         spawn = partial(self._fork, PROXY, (self._sock.fileno(), heartbeat))
-        return await Child.start("a proxy", spawn, launch)
+        return await ChildProcess.start("a proxy", spawn, launch)
 
     async def _fork(
         self, module: str, descriptors: Sequence[int], stdin: int, announced: int
-    ) -> Process:
+    ) -> ProcessPort:
         """The server, or a proxy: a fork; a process of its own where that can't be had.
 
         Raises OSError.
@@ -368,7 +368,7 @@ class Init:
         descriptors = (announced, *descriptors)
         try:
             if self._forks is None or self._forks.gone:
-                self._forks = ForkServer.begin(FORKS, os.environ)
+                self._forks = ForkServerClient.begin(FORKS, os.environ)
             order = ForkOrder(module, (self._settings.data,), dict(os.environ))
             return await self._forks.carry_out(order, (stdin, 1, 2, *descriptors))
         except StartupError as error:
@@ -429,7 +429,7 @@ class Init:
             Ended(start.deployment, how, last_sentence(Path(start.log), deployment.log_from))
         )
 
-    async def _spawn(self, deployment: Deployment) -> Process:
+    async def _spawn(self, deployment: Deployment) -> ProcessPort:
         """A fork of its engine's nursery; a process of its own where there is none.
 
         Raises OSError.
@@ -438,7 +438,7 @@ class Init:
         address = self._nurseries.address(start.engine)
         environment = {**environment_of(self._settings), HANDED: address}
         stdin, deployment.lifeline = os.pipe()
-        heartbeats = deployment.heartbeats = Heartbeats()
+        heartbeats = deployment.heartbeats = HeartbeatPipe()
         deployment.log_from = size_of(Path(start.log))
         out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -460,7 +460,7 @@ class Init:
         environment: Mapping[str, str],
         standard: tuple[int, int, int],
         *more: int,
-    ) -> Process:
+    ) -> ProcessPort:
         """A `kvmig.serve`. more: descriptors, whose numbers follow the words. Raises OSError."""
         try:
             nursery = await self._nurseries.server(engine)
@@ -479,7 +479,7 @@ class Init:
         with tempfile.TemporaryFile() as said:
             environment = environment_of(self._settings)
             words = (*check.words, "--check")
-            process: Process | None = None
+            process: ProcessPort | None = None
             standard = said.fileno(), said.fileno(), said.fileno()
             try:
                 process = await self._forked(check.engine, words, environment, standard)
@@ -514,7 +514,7 @@ class Init:
                     log.warning("%s is not shortened: %s", path, error)
 
 
-async def lives(process: Process, heartbeats: Heartbeats | None) -> str:
+async def lives(process: ProcessPort, heartbeats: HeartbeatPipe | None) -> str:
     """Wait for the end of a deployment, and end it when it hangs; how it ended.
 
     Its heartbeats count from the first one: it sends them once it serves.

@@ -19,7 +19,7 @@ from kvmig.engines.registry import kind_of
 from kvmig.frontend.server import FrontEnd
 from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.process.child import (
-    Announcement,
+    StartAnnouncement,
     StopSignals,
     announce,
     begin_loading,
@@ -47,7 +47,7 @@ async def run(launch: FrontLaunch, descriptor: int) -> None:
         await starting
         beating = asyncio.create_task(send_heartbeats(launch.heartbeat), name="heartbeats")
         try:
-            announce(descriptor, Announcement(endpoint="shared"))
+            announce(descriptor, StartAnnouncement(endpoint="shared"))
         except StartupError:  # the launcher is ending, or gone: nobody waits for it
             signals.stop.set()
             signals.at_once.set()

@@ -20,7 +20,7 @@ from kvmig.core.errors import StartupError
 from kvmig.core.secret import Discreet
 from kvmig.process.child import end_loading
 from kvmig.process.kept_child import KeptChild
-from kvmig.process.supervisor import Child, Process, running
+from kvmig.process.supervisor import ChildProcess, ProcessPort, running
 
 if TYPE_CHECKING:
     from kvmig.process.fork_server import SharedForks
@@ -130,7 +130,7 @@ class FrontEnds:
         if self._forks is not None:
             self._forks.close()
 
-    async def _begin(self, number: int, heartbeat: int) -> Child:
+    async def _begin(self, number: int, heartbeat: int) -> ChildProcess:
         """Start a front end. Raises StartupError."""
         shared = [self._sock.fileno(), heartbeat]
         launch = msgspec.structs.replace(
@@ -140,9 +140,9 @@ class FrontEnds:
             heartbeat=heartbeat,
         )
         self._names[number] = launch.name
-        return await Child.start(f"front end {number}", partial(self._spawn, shared), launch)
+        return await ChildProcess.start(f"front end {number}", partial(self._spawn, shared), launch)
 
-    async def _spawn(self, shared: list[int], stdin: int, announced: int) -> Process:
+    async def _spawn(self, shared: list[int], stdin: int, announced: int) -> ProcessPort:
         title = f"of {self._launch.whose}" if self._launch.whose else ""
         if self._forks is not None:
             try:
@@ -152,7 +152,7 @@ class FrontEnds:
                 log.warning("%s; a front end starts by itself, which takes longer", error)
         return await running(MODULE, self._environment, shared, title)(stdin, announced)
 
-    def _clear_after(self, number: int, child: Child) -> None:
+    def _clear_after(self, number: int, child: ChildProcess) -> None:
         """Drop what a front end has left behind that has ended."""
         if self._metrics is not None:
             forget_gauges(Path(self._metrics.name), child.pid)

@@ -19,7 +19,7 @@ from kvmig.controlplane.messages import (
 from kvmig.core.errors import StartupError, TransportError
 from kvmig.launcher.launch import Launcher, LlumletLaunch
 from kvmig.process.child import say
-from kvmig.process.supervisor import Handle, deaths_in_a_row, first_of, restart_pause
+from kvmig.process.supervisor import ProcessHandle, deaths_in_a_row, first_of, restart_pause
 from kvmig.rpc.codec import RefusalCounter
 from kvmig.rpc.zmq_sockets import RpcClient
 
@@ -275,7 +275,7 @@ class Instance:
         unit = replace(config.unit, guarantee=shared.asked)
         self._launch = replace(self._launch, config=replace(config, unit=unit))
 
-    async def _end(self, link: LlumletLink | None, handle: Handle) -> None:
+    async def _end(self, link: LlumletLink | None, handle: ProcessHandle) -> None:
         """End the process in any case: one that hangs would keep its memory."""
 
         async def end() -> None:

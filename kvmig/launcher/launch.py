@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvmig.core.config import ClusterConfig
 from kvmig.core.secret import Discreet
-from kvmig.process.supervisor import Handle
+from kvmig.process.supervisor import ProcessHandle
 
 
 class LlumletLaunch(Discreet, frozen=True, kw_only=True):
@@ -49,12 +49,12 @@ class Launcher(Protocol):
         """
         ...
 
-    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
         """Start an instance with so many workers, each on a GPU or a share of the cores.
 
         launch.instance may be the name of an earlier one that has ended. The launcher may
         change what depends on the place: the addresses to bind to. Raises StartupError
-        when there is no place or no process; `Handle.ready` says the rest.
+        when there is no place or no process; `ProcessHandle.ready` says the rest.
         """
         ...
 

@@ -17,7 +17,7 @@ from kvmig.core.heap import keep_small
 from kvmig.engines.registry import kind_of
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.process.child import (
-    Announcement,
+    StartAnnouncement,
     announce,
     begin_loading,
     end_collecting,
@@ -58,7 +58,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         elif not isinstance(engine.sharing, str) and (why := engine.sharing.unlimited):
             words = f"--unit-shares order its steps, and limit no SMs: {why}"
             say(words, f"kvmig {launch.instance}")
-        announce(descriptor, Announcement(endpoint=llumlet.endpoint))
+        announce(descriptor, StartAnnouncement(endpoint=llumlet.endpoint))
         trimming = asyncio.create_task(keep_small(), name="heap")
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -14,8 +14,8 @@ from kvmig.engines.registry import with_tree
 from kvmig.kvtransfer.transports.shm import sweep
 from kvmig.launcher.environment import gpus, llumlet_environment, worker_threads
 from kvmig.launcher.launch import LlumletLaunch
-from kvmig.process.fork_server import HANDED, Forks
-from kvmig.process.supervisor import STOP_S, Child, Handle, Process, running
+from kvmig.process.fork_server import HANDED, ForkServerPool
+from kvmig.process.supervisor import STOP_S, ChildProcess, ProcessHandle, ProcessPort, running
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Host:
         # How many workers an instance has isn't known yet; with several, forks don't suit.
         threads = worker_threads([1] * instances)
         environment = llumlet_environment(engine, self.gpus, threads, self._environment)
-        self._forks = Forks(engine, environment, os.environ.get(HANDED, ""))
+        self._forks = ForkServerPool(engine, environment, os.environ.get(HANDED, ""))
 
     def __enter__(self) -> Self:
         return self
@@ -56,11 +56,11 @@ class Host:
         )
 
 
-class LocalLlumlet(Child):
+class LocalLlumlet(ChildProcess):
     """A llumlet whose staging memory goes with it, also when it is killed."""
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """See `Handle`."""
+        """See `ProcessHandle`."""
         try:
             await super().stop(timeout_s)
         finally:
@@ -72,7 +72,7 @@ class _Place:
     """A llumlet's part of this host; no child: it is just being started."""
 
     gpus: list[str] = field(default_factory=list)
-    child: Child | None = None
+    child: ChildProcess | None = None
 
 
 class LocalLauncher:
@@ -84,7 +84,7 @@ class LocalLauncher:
         gpu_ids: Sequence[str],
         threads: int,
         environment: Mapping[str, str],
-        forks: Forks | None = None,
+        forks: ForkServerPool | None = None,
     ) -> None:
         """cluster: names its shared memory. gpu_ids: none on a CPU. threads: a worker's.
 
@@ -101,13 +101,13 @@ class LocalLauncher:
         """Remove the shared memory of clusters that were killed."""
         sweep()
 
-    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
         """A child process, on the GPUs with the fewest workers."""
         place = self._place(workers, launch.gpus)
         base = with_tree(launch.config.engine, self._environment, launch.engine_tree)
         environment = llumlet_environment(launch.config.engine, place.gpus, self._threads, base)
 
-        async def spawn(stdin: int, announced: int) -> Process:
+        async def spawn(stdin: int, announced: int) -> ProcessPort:
             if self._forks is not None and self._forks.suits(environment):
                 try:
                     return await self._forks.fork(environment, stdin, announced, launch.title)

@@ -37,7 +37,7 @@ from kvmig.launcher.ray_cluster import (
     needs_of,
     share_of,
 )
-from kvmig.process.supervisor import STOP_S, Child, Handle, running
+from kvmig.process.supervisor import STOP_S, ChildProcess, ProcessHandle, running
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -87,7 +87,7 @@ class RayLauncher:
             await self.close()
             raise
 
-    async def llumlet(self, launch: LlumletLaunch, workers: int) -> Handle:
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
         """Waits for a node with room: one may be added, and Ray's autoscaler hears of the wish."""
         import ray
 
@@ -175,7 +175,7 @@ class RayLauncher:
 
 
 class RayHandle:
-    """A `Handle`: one llumlet under its supervisor."""
+    """A `ProcessHandle`: one llumlet under its supervisor."""
 
     def __init__(self, name: str, actor: ActorHandle) -> None:
         self._name = name
@@ -290,7 +290,7 @@ class Supervisor:
     """The actor's class: one llumlet from start to end. Methods run in the actor's event loop."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
 
     async def node(self) -> str:
         """Id of the node that it was placed on."""
@@ -310,23 +310,23 @@ class Supervisor:
         )
         name = f"instance {launch.instance}"
         spawn = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
-        self._child = await Child.start(name, spawn, launch)
+        self._child = await ChildProcess.start(name, spawn, launch)
 
     async def ready(self, timeout_s: float) -> str:
-        """See `Handle`."""
+        """See `ProcessHandle`."""
         return await self._started().ready(timeout_s)
 
     async def ended(self) -> str:
-        """See `Handle`."""
+        """See `ProcessHandle`."""
         return await self._started().ended()
 
     async def stop(self, timeout_s: float) -> None:
-        """See `Handle`."""
+        """See `ProcessHandle`."""
         if self._child is not None:
             await self._child.stop(timeout_s)
             sweep()
 
-    def _started(self) -> Child:
+    def _started(self) -> ChildProcess:
         if self._child is None:
             raise RuntimeError("nothing was started")
         return self._child

@@ -20,8 +20,8 @@ from kvmig.process.child import say, send_heartbeats
 from kvmig.process.child_main import run_child
 from kvmig.process.supervisor import (
     HEARTBEAT_TIMEOUT_S,
-    Child,
-    Heartbeats,
+    ChildProcess,
+    HeartbeatPipe,
     deaths_in_a_row,
     first_of,
     hangs,
@@ -67,17 +67,17 @@ class SchedulerKeeper:
 
     async def _live(self) -> None:
         """Run the scheduler until its death. Raises StartupError or TransportError with its end."""
-        heartbeats = Heartbeats()
+        heartbeats = HeartbeatPipe()
         try:
             await self._live_with(heartbeats)
         finally:
             heartbeats.close()
 
-    async def _live_with(self, heartbeats: Heartbeats) -> None:
+    async def _live_with(self, heartbeats: HeartbeatPipe) -> None:
         launch = SchedulerLaunch(self._secret, self._config, heartbeats.descriptor)
         title = f"of {self._cluster.whose}" if self._cluster.whose else ""
         spawn = running("kvmig.launcher.scheduler", os.environ, [heartbeats.descriptor], title)
-        child = await Child.start("scheduler", spawn, launch)
+        child = await ChildProcess.start("scheduler", spawn, launch)
         hearing: asyncio.Task[str] | None = None
         try:
             endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
@@ -126,11 +126,11 @@ class SchedulerKeeper:
             log.warning("the scheduler did not hear of the instances: %s", error)
 
 
-async def _ended(child: Child) -> str:
+async def _ended(child: ChildProcess) -> str:
     return f"it ended ({await child.ended()})"
 
 
-async def _hangs(heartbeats: Heartbeats) -> str:
+async def _hangs(heartbeats: HeartbeatPipe) -> str:
     return f"it hangs ({await hangs(heartbeats, HEARTBEAT_TIMEOUT_S, from_first=True)})"
 
 

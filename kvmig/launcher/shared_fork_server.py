@@ -25,8 +25,8 @@ from kvmig.process.fork_server import (
     ENGINE,
     INSTANCES,
     SERVERS,
-    Listening,
-    Loaded,
+    ForkListener,
+    ForkServerLoaded,
     digest,
     likeness,
     load,
@@ -62,7 +62,7 @@ def main(words: Sequence[str]) -> int:
         if why := load(engine, [*FRONT_END, API.get(engine, "kvmig.frontend.openai.token_server")]):
             raise StartupError(f"{engine} can't be forked: {why}")
         with listening_at(address, f"SOCKET {address}", socket.SOCK_SEQPACKET) as sock:
-            return serve([], Listening(sock, sys.stdin.fileno(), Loaded(alike)))
+            return serve([], ForkListener(sock, sys.stdin.fileno(), ForkServerLoaded(alike)))
     except KvmigError as error:
         say(str(error))
         return 2

@@ -14,7 +14,7 @@ from typing import NamedTuple
 PROC = Path("/proc/self")
 
 
-class Names(NamedTuple):
+class CgroupFiles(NamedTuple):
     """Files of a group for its memory, by version."""
 
     limit: str
@@ -24,8 +24,8 @@ class Names(NamedTuple):
 
 
 MEMORY = (
-    Names("memory.max", "memory.current", "inactive_file"),
-    Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    CgroupFiles("memory.max", "memory.current", "inactive_file"),
+    CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 

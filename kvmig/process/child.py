@@ -175,7 +175,7 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-class Announcement(msgspec.Struct, frozen=True):
+class StartAnnouncement(msgspec.Struct, frozen=True):
     """A child's one answer: its endpoint, or the sentence that says why it can't start."""
 
     endpoint: str = ""

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from kvmig.core.errors import KvmigError, StartupError
-from kvmig.process.child import Announcement, announce, read_launch, say
+from kvmig.process.child import StartAnnouncement, announce, read_launch, say
 
 Launch = TypeVar("Launch", bound=msgspec.Struct)
 
@@ -19,11 +19,11 @@ def announce_failure(
 ) -> None:
     """Say why a child can't start; one that has announced itself before says it on stderr.
 
-    refused: see `Announcement`. said_if_unread: on stderr, too, where the parent has gone or ends
-    this start, so that nobody reads the announcement.
+    refused: see `StartAnnouncement`. said_if_unread: on stderr, too, where the parent has gone or
+    ends this start, so that nobody reads the announcement.
     """
     try:
-        announce(descriptor, Announcement(failed=str(error), refused=refused))
+        announce(descriptor, StartAnnouncement(failed=str(error), refused=refused))
     except StartupError as lost:
         if said_if_unread or not isinstance(lost.__cause__, BrokenPipeError):
             say(str(error))

@@ -2,7 +2,7 @@
 
 Importing vLLM takes seconds of a core, for every instance again. The fork server does it once,
 while the launcher itself reads its flags; an instance is then a fork of it, also one that comes
-later or comes back. `Forks` is the launcher's side; the fork server itself is
+later or comes back. `ForkServerPool` is the launcher's side; the fork server itself is
 `python -m kvmig.process.fork_server DESCRIPTOR ENGINE`, for the launcher only. One for all
 launchers of a host is `python -m kvmig.launcher.shared_fork_server`; a launcher is handed its
 socket in `HANDED`.
@@ -56,7 +56,7 @@ TELL_S = 1.0
 """Time for a fork server to report how a process ended that is seen to have ended."""
 ENGINE = "engine"
 INSTANCES, SERVERS = "the environment of instances", "the environment of servers"
-"""What a `Loaded` names besides `likeness`; environments by their `digest`."""
+"""What a `ForkServerLoaded` names besides `likeness`; environments by their `digest`."""
 NO_FILE_S = 0.2
 LLUMLET = "kvmig.launcher.llumlet_main"
 ENGINES = "kvmig.process.fork_server"
@@ -83,32 +83,32 @@ class ForkOrder(msgspec.Struct, frozen=True, tag=True):
     """It is asked to end when whoever ordered it goes. An instance has its stdin for that."""
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class ForkServerLoaded(msgspec.Struct, frozen=True, tag="Loaded"):
     """From the fork server, first. likeness: see `likeness`; nothing for its own launcher."""
 
     likeness: Mapping[str, str]
 
 
-class Forked(msgspec.Struct, frozen=True, tag=True):
+class ForkDone(msgspec.Struct, frozen=True, tag="Forked"):
     """The order is carried out."""
 
     pid: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class ForkRefused(msgspec.Struct, frozen=True, tag="Refused"):
     """The order isn't."""
 
     why: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class ForkExited(msgspec.Struct, frozen=True, tag="Ended"):
     """How a fork ended. code: negative: the signal that killed it."""
 
     pid: int
     code: int
 
 
-ForkNews = Loaded | Forked | Refused | Ended
+ForkNews = ForkServerLoaded | ForkDone | ForkRefused | ForkExited
 
 
 def send_order(sock: socket.socket, order: ForkOrder, descriptors: Sequence[int]) -> None:
@@ -118,7 +118,7 @@ def send_order(sock: socket.socket, order: ForkOrder, descriptors: Sequence[int]
     sock.sendmsg([msgspec.msgpack.encode(order)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
 
-def hear_news(sock: socket.socket) -> ForkNews | None:
+def receive_news(sock: socket.socket) -> ForkNews | None:
     """What a fork server tells; None if it is gone.
 
     Raises BlockingIOError or TimeoutError if there is nothing.
@@ -177,8 +177,8 @@ def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
         sock.connect(address)
         if not is_own_user(sock):
             raise StartupError(f"the fork server at {address} is another user's")
-        news = hear_news(sock)
-        if not isinstance(news, Loaded):
+        news = receive_news(sock)
+        if not isinstance(news, ForkServerLoaded):
             raise StartupError(f"the fork server at {address} has ended")
         found = news.likeness
         differ = [name for name, value in wanted.items() if found.get(name) != value]
@@ -196,7 +196,7 @@ def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
 # -- the launcher's side
 
 
-class Forks:
+class ForkServerPool:
     """All that is forked on this host: the launcher's way to its fork server, and the next one."""
 
     def __init__(self, engine: str, environment: Mapping[str, str], handed: str = "") -> None:
@@ -207,14 +207,14 @@ class Forks:
         self._engine = engine
         self._base = dict(environment)
         self._environment = self._base
-        self._servers: list[ForkServer] = []
+        self._servers: list[ForkServerClient] = []
         self._renewing: asyncio.Task[None] | None = None
         self._stale = False
         """Whether the last one has loaded what isn't on disk any more."""
         if handed:
             try:
                 wanted = {**likeness(), ENGINE: engine, INSTANCES: digest(environment)}
-                self._servers.append(ForkServer(join(handed, wanted)))
+                self._servers.append(ForkServerClient(join(handed, wanted)))
             except StartupError as error:
                 say(f"{error}; this server starts its own")
         if not self._servers:
@@ -235,7 +235,7 @@ class Forks:
 
     async def fork(
         self, environment: Mapping[str, str], stdin: int, announced: int, title: str = ""
-    ) -> Fork:
+    ) -> ForkedProcess:
         """One more llumlet; the descriptors are given to it as copies. title: what `ps` shows.
 
         Raises StartupError if the fork server is gone or too slow; the next call starts another,
@@ -279,11 +279,11 @@ class Forks:
 
     def _begin(self) -> None:
         self._servers = [one for one in self._servers if not one.gone]
-        self._servers.append(ForkServer.begin(ENGINES, self._environment, self._engine))
+        self._servers.append(ForkServerClient.begin(ENGINES, self._environment, self._engine))
         self._stale = False
 
 
-class ForkServer:
+class ForkServerClient:
     """The launcher's end of one process. It may die: what it has forked goes on."""
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -295,12 +295,12 @@ class ForkServer:
         self.worked = process is None
         self._retired = False
         self._turn = asyncio.Lock()
-        self._forks: dict[int, Fork] = {}
+        self._forks: dict[int, ForkedProcess] = {}
         self._loaded: asyncio.Future[None] | None = None
-        self._asked: asyncio.Future[Fork] | None = None
+        self._asked: asyncio.Future[ForkedProcess] | None = None
 
     @classmethod
-    def begin(cls, module: str, environment: Mapping[str, str], *words: str) -> ForkServer:
+    def begin(cls, module: str, environment: Mapping[str, str], *words: str) -> ForkServerClient:
         """Start `python -m module DESCRIPTOR words`, our own, at once. Raises StartupError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = ("-m", module, str(theirs.fileno()), *words, TITLE_ROOM)
@@ -335,8 +335,8 @@ class ForkServer:
 
     async def fork(
         self, environment: Mapping[str, str], stdin: int, announced: int, title: str = ""
-    ) -> Fork:
-        """One more llumlet. See `Forks.fork`."""
+    ) -> ForkedProcess:
+        """One more llumlet. See `ForkServerPool.fork`."""
         order = ForkOrder(LLUMLET, (title,) if title else (), environment)
         return await self.carry_out(order, (stdin, 1, 2, announced))
 
@@ -364,7 +364,7 @@ class ForkServer:
             log.warning("whether the fork server is of what is on disk can't be told: %s", error)
             return False
 
-    async def carry_out(self, order: ForkOrder, descriptors: Sequence[int]) -> Fork:
+    async def carry_out(self, order: ForkOrder, descriptors: Sequence[int]) -> ForkedProcess:
         """Fork as ordered. Raises StartupError; the fork server is given up then."""
         try:
             async with self._turn:
@@ -394,24 +394,24 @@ class ForkServer:
 
     def _hear(self) -> None:
         try:
-            news = hear_news(self._sock)
+            news = receive_news(self._sock)
         except BlockingIOError:
             return
         match news:
             case None:
                 self._give_up()
-            case Loaded():
+            case ForkServerLoaded():
                 assert self._loaded is not None
                 self._loaded.set_result(None)
                 self.worked = True
-            case Forked(pid):
-                fork = self._forks[pid] = Fork(pid)
+            case ForkDone(pid):
+                fork = self._forks[pid] = ForkedProcess(pid)
                 if self._asked is not None and not self._asked.done():
                     self._asked.set_result(fork)
-            case Refused(why):
+            case ForkRefused(why):
                 if self._asked is not None and not self._asked.done():
                     self._asked.set_exception(StartupError(f"the fork server can't fork: {why}"))
-            case Ended(pid, code):
+            case ForkExited(pid, code):
                 self._forks.pop(pid).end(code)
                 self._rest()
 
@@ -438,7 +438,7 @@ class SharedForks:
         """address: of the fork server's socket."""
         self._address = address
         self._wanted = {ENGINE: engine, SERVERS: digest(os.environ)}
-        self._server: ForkServer | None = None
+        self._server: ForkServerClient | None = None
 
     async def fork(
         self,
@@ -446,11 +446,11 @@ class SharedForks:
         environment: Mapping[str, str],
         descriptors: Sequence[int],
         title: str = "",
-    ) -> Fork:
+    ) -> ForkedProcess:
         """What `python -m module [TITLE]` would be, with copies of the descriptors: stdin, stdout,
         stderr, then those whose numbers are its last words. Raises StartupError."""
         if self._server is None or self._server.gone:
-            self._server = ForkServer(await asyncio.to_thread(self._join))
+            self._server = ForkServerClient(await asyncio.to_thread(self._join))
         order = ForkOrder(module, (title,) if title else (), environment)
         return await self._server.carry_out(order, descriptors)
 
@@ -463,7 +463,7 @@ class SharedForks:
         return join(self._address, {**likeness(), **self._wanted})
 
 
-class Fork:
+class ForkedProcess:
     """A `supervisor.Process` whose parent is the fork server, which tells how it ends.
 
     That it ended is seen here, too: a fork server may die, or hang.
@@ -517,7 +517,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"instances start without a fork server: {why}")
         return 1
     launcher = socket.socket(fileno=int(argv[1]))
-    tell(launcher, Loaded({}))
+    send_news(launcher, ForkServerLoaded({}))
     return serve([launcher])
 
 
@@ -563,7 +563,7 @@ def opened_gpu(descriptors: Path = DESCRIPTORS) -> bool:
     return False
 
 
-class Listening(msgspec.Struct):
+class ForkListener(msgspec.Struct):
     """Where clients of a fork server for several come from, as long as `lifeline` is open.
 
     Those that have come by then it serves until they go.
@@ -571,11 +571,11 @@ class Listening(msgspec.Struct):
 
     sock: socket.socket
     lifeline: int
-    first: Loaded
+    first: ForkServerLoaded
     """What each client is told."""
 
 
-def serve(clients: list[socket.socket], listening: Listening | None = None) -> int:
+def serve(clients: list[socket.socket], listening: ForkListener | None = None) -> int:
     """Fork for clients until nobody can want a fork any more; each fork returns its own status."""
     forks = _Forking(clients, listening)
     while (forked := forks.turn()) is None:
@@ -598,7 +598,7 @@ def _ready(watched: Sequence[socket.socket | int]) -> list[socket.socket | int]:
 class _Forking:
     """The fork server's sockets, and whose each fork is."""
 
-    def __init__(self, clients: list[socket.socket], listening: Listening | None) -> None:
+    def __init__(self, clients: list[socket.socket], listening: ForkListener | None) -> None:
         self.clients = clients
         self.listening = listening
         self._whose: dict[int, socket.socket] = {}
@@ -643,7 +643,7 @@ class _Forking:
                 return forked
         return None
 
-    def _take(self, listening: Listening) -> None:
+    def _take(self, listening: ForkListener) -> None:
         try:
             client, _ = listening.sock.accept()
         except OSError as error:  # whoever came has gone again; or no file is left for anybody
@@ -669,11 +669,11 @@ class _Forking:
             self._whose[pid] = client
             if order.tied:
                 self._tied.add(pid)
-            self._tell(client, Forked(pid))
+            self._tell(client, ForkDone(pid))
         except msgspec.DecodeError:  # it has gone, or speaks otherwise
             self._drop(client)
         except OSError as error:
-            self._tell(client, Refused(str(error)))
+            self._tell(client, ForkRefused(str(error)))
         for one in descriptors:
             os.close(one)
         return None
@@ -681,7 +681,7 @@ class _Forking:
     def _tell(self, client: socket.socket | None, news: ForkNews) -> None:
         if client is not None and client in self.clients:
             try:
-                tell(client, news)
+                send_news(client, news)
             except OSError:  # gone, or it doesn't listen
                 self._drop(client)
 
@@ -711,16 +711,16 @@ def become(order: ForkOrder, descriptors: Sequence[int]) -> int:
     return status
 
 
-def ended() -> list[Ended]:
+def ended() -> list[ForkExited]:
     """Reap the children that have ended since."""
     news = []
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
-            news.append(Ended(child[0], os.waitstatus_to_exitcode(child[1])))
+            news.append(ForkExited(child[0], os.waitstatus_to_exitcode(child[1])))
     return news
 
 
-def tell(sock: socket.socket, news: ForkNews) -> None:
+def send_news(sock: socket.socket, news: ForkNews) -> None:
     """One message. Raises OSError if the client is gone."""
     sock.send(msgspec.msgpack.encode(news))
 

@@ -9,8 +9,8 @@ from kvmig.core.errors import ConfigError, StartupError
 from kvmig.process.child import say
 from kvmig.process.supervisor import (
     HEARTBEAT_TIMEOUT_S,
-    Child,
-    Heartbeats,
+    ChildProcess,
+    HeartbeatPipe,
     deaths_in_a_row,
     first_of,
     hangs,
@@ -18,7 +18,7 @@ from kvmig.process.supervisor import (
 )
 
 
-def _ignore(_: Child) -> None:
+def _ignore(_: ChildProcess) -> None:
     """Do nothing for a child that has ended."""
 
 
@@ -28,10 +28,10 @@ class KeptChild:
     def __init__(
         self,
         name: str,
-        begin: Callable[[int], Awaitable[Child]],
+        begin: Callable[[int], Awaitable[ChildProcess]],
         ready_s: float,
         *,
-        ended: Callable[[Child], None] = _ignore,
+        ended: Callable[[ChildProcess], None] = _ignore,
         unready_s: float = 0.0,
         again: str = "again",
     ) -> None:
@@ -46,8 +46,8 @@ class KeptChild:
         self._ended = ended
         self._unready_s = unready_s
         self._again = again
-        self._child: Child | None = None
-        self._heartbeats: Heartbeats | None = None
+        self._child: ChildProcess | None = None
+        self._heartbeats: HeartbeatPipe | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -71,7 +71,7 @@ class KeptChild:
         await self._end(timeout_s)
 
     async def _start(self) -> None:
-        self._heartbeats = Heartbeats()
+        self._heartbeats = HeartbeatPipe()
         self._child = await self._begin(self._heartbeats.descriptor)
         await self._child.ready(self._ready_s)
 

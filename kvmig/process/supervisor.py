@@ -17,7 +17,7 @@ import msgspec
 
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.shm_cleanup import Files, of_group, remove, shared_by
-from kvmig.process.child import Announcement
+from kvmig.process.child import StartAnnouncement
 
 STOP_S = 5.0
 """Time between asking a process to end and ending it."""
@@ -34,7 +34,7 @@ LOOKS = 4
 stood still."""
 
 
-class Handle(Protocol):
+class ProcessHandle(Protocol):
     """One process that was started. `stop` it in any case, also after it has ended."""
 
     async def ready(self, timeout_s: float) -> str:
@@ -57,7 +57,7 @@ class Handle(Protocol):
         ...
 
 
-class Process(Protocol):
+class ProcessPort(Protocol):
     """The part of `asyncio.subprocess.Process` that is used here."""
 
     @property
@@ -69,7 +69,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-Spawn = Callable[[int, int], Awaitable[Process]]
+Spawn = Callable[[int, int], Awaitable[ProcessPort]]
 """Makes a process from its stdin and the descriptor it announces on; both stay the caller's."""
 
 
@@ -83,7 +83,7 @@ def running(
     numbers. title: for people who read `ps`.
     """
 
-    async def spawn(stdin: int, announced: int) -> Process:
+    async def spawn(stdin: int, announced: int) -> ProcessPort:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *filter(None, (title,)), str(announced),
             stdin=stdin, env=dict(environment), pass_fds=(announced, *descriptors),
@@ -92,10 +92,10 @@ def running(
     return spawn
 
 
-class Child:
-    """A `Handle`: one process, which leads a group of its own (see `process.child`)."""
+class ChildProcess:
+    """A `ProcessHandle`: one process, which leads a group of its own (see `process.child`)."""
 
-    def __init__(self, name: str, process: Process, told: int, announced: int) -> None:
+    def __init__(self, name: str, process: ProcessPort, told: int, announced: int) -> None:
         """told: the end that we write of its stdin. announced: where we read its announcement."""
         self.name = name
         self._process = process
@@ -137,7 +137,7 @@ class Child:
         return self._process.returncode is None
 
     async def ready(self, timeout_s: float) -> str:
-        """See `Handle`."""
+        """See `ProcessHandle`."""
         try:
             async with asyncio.timeout(timeout_s):
                 line = await line_from(self._announced)
@@ -146,7 +146,7 @@ class Child:
                     raise StartupError(f"{self.name} died while starting ({how_it_ended(code)})")
         except TimeoutError as error:
             raise StartupError(f"{self.name} was not ready within {timeout_s:g} s") from error
-        answer = msgspec.json.decode(line, type=Announcement)
+        answer = msgspec.json.decode(line, type=StartAnnouncement)
         if answer.failed:
             kind = ConfigError if answer.refused else StartupError
             raise kind(f"{self.name}: {answer.failed}")
@@ -154,7 +154,7 @@ class Child:
         return answer.endpoint
 
     async def ended(self) -> str:
-        """See `Handle`."""
+        """See `ProcessHandle`."""
         return how_it_ended(await self._process.wait())
 
     def terminate(self) -> None:
@@ -253,7 +253,7 @@ def restart_pause(deaths: int) -> float:
 # -- heartbeats of a child whom nobody asks anything: a front end, a scheduler, a deployment
 
 
-class Heartbeats:
+class HeartbeatPipe:
     """The launcher's end, to be closed: a byte in a pipe a second shows that a child's loop turns.
 
     A front end that hangs would keep its clients for ever. `descriptor` is for it to inherit.
@@ -291,7 +291,7 @@ class Heartbeats:
 
 
 async def hangs(
-    heartbeats: Heartbeats, timeout_s: float = HEARTBEAT_TIMEOUT_S, *, from_first: bool = False
+    heartbeats: HeartbeatPipe, timeout_s: float = HEARTBEAT_TIMEOUT_S, *, from_first: bool = False
 ) -> str:
     """Wait until none comes for so long; says so. from_first: none is missed before the first."""
     if from_first:

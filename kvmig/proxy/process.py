@@ -19,7 +19,7 @@ from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
-from kvmig.process.child import Announcement, StopSignals, announce, say, send_heartbeats
+from kvmig.process.child import StartAnnouncement, StopSignals, announce, say, send_heartbeats
 from kvmig.proxy.app import Door
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.control_link import ServerLink
@@ -188,7 +188,7 @@ async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: in
         signals.listen()
         beating = asyncio.create_task(send_heartbeats(heartbeat), name="heartbeats")
         with contextlib.suppress(StartupError):  # init has gone, and stdin says so
-            announce(announced, Announcement(endpoint="shared"))
+            announce(announced, StartAnnouncement(endpoint="shared"))
         ended = asyncio.create_task(proxy.ended())
         await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
