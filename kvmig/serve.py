@@ -29,8 +29,8 @@ from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind
 from kvmig.engines.registry import kind_of
 from kvmig.frontend.server import FrontEnd
 from kvmig.launcher import flags as kvmig_flags
-from kvmig.launcher.cluster import Cluster
-from kvmig.launcher.control import Control
+from kvmig.launcher.cluster import InstanceManager
+from kvmig.launcher.control import ControlServer
 from kvmig.launcher.environment import (
     available_memory,
     cluster_secret,
@@ -39,14 +39,14 @@ from kvmig.launcher.environment import (
     weights_of,
 )
 from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
-from kvmig.launcher.launch import Launcher
-from kvmig.launcher.local import Host
+from kvmig.launcher.launch import LlumletLauncher
+from kvmig.launcher.local import LocalHost
 from kvmig.launcher.ray_launcher import RayLauncher
 from kvmig.launcher.scheduler import SchedulerKeeper
 from kvmig.launcher.shapes import (
+    EngineTrees,
     InstanceShape,
-    Shapes,
-    Trees,
+    InstanceShapes,
     own_flags,
     own_trees,
     own_units,
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if config.ray is not None:
             return serve(front, own, trees, kind, None)
-        with Host(config.engine, planned_instances(config)) as host:
+        with LocalHost(config.engine, planned_instances(config)) as host:
             return serve(front, own, trees, kind, host, forks)
     except KvmigError as error:
         say(str(error))
@@ -122,9 +122,9 @@ def planned_instances(config: ClusterConfig) -> int:
 def serve(
     front: FrontLaunch,
     own: Mapping[str, tuple[str, ...]],
-    trees: Trees,
+    trees: EngineTrees,
     kind: EngineKind,
-    host: Host | None,
+    host: LocalHost | None,
     forks: SharedForks | None = None,
 ) -> int:
     """Serve until a signal; returns the exit code. own: flags by instance; host: None with Ray.
@@ -152,9 +152,9 @@ def serve(
             argv = [*argv, *parts_of_memory(argv, args, planned, host, arena)]
         first = planned[: config.instances]
         units = config.migration.unit_tokens
-        shapes = Shapes(argv, own, first, units, kind.parse, trees, kind.check_tree)
+        shapes = InstanceShapes(argv, own, first, units, kind.parse, trees, kind.check_tree)
         name, whose = secrets.token_hex(4), whose_server(args, sock)
-        cluster = Cluster(
+        cluster = InstanceManager(
             name,
             config,
             front.secret,
@@ -165,11 +165,15 @@ def serve(
             whose,
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv, whose=whose)
-        return uvloop.run(Server(cluster, front, args, sock, forks).run())
+        return uvloop.run(ClusterServer(cluster, front, args, sock, forks).run())
 
 
 def parts_of_memory(
-    argv: Sequence[str], args: Namespace, planned: Sequence[InstanceShape], host: Host, arena: int
+    argv: Sequence[str],
+    args: Namespace,
+    planned: Sequence[InstanceShape],
+    host: LocalHost,
+    arena: int,
 ) -> list[str]:
     """Flags that share the host's memory among the planned instances. Raises ConfigError."""
     return memory_flags(
@@ -185,12 +189,12 @@ def parts_of_memory(
 
 
 def launcher_on(
-    host: Host | None,
+    host: LocalHost | None,
     cluster: str,
     config: ClusterConfig,
     args: Namespace,
     planned: Sequence[InstanceShape],
-) -> Launcher:
+) -> LlumletLauncher:
     """Starts instances on the host, or by Ray. cluster: names its shared memory."""
     workers = [shape.workers for shape in planned]
     if host is not None:
@@ -255,12 +259,12 @@ def joining(config: ClusterConfig, unit: UnitConfig, args: Namespace) -> tuple[C
     return msgspec.structs.replace(config, unit=unit), largest
 
 
-class Server:
+class ClusterServer:
     """One cluster with its front ends, from start to end."""
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: InstanceManager,
         launch: FrontLaunch,
         args: Namespace,
         sock: socket.socket,
@@ -276,7 +280,7 @@ class Server:
         self._config = launch.config
         self._args = args
         self._sock = sock
-        self._control: Control | None = None
+        self._control: ControlServer | None = None
         self._front: FrontEnd | FrontEnds | None = None
         self._scheduler: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -326,7 +330,7 @@ class Server:
         """Start instances and front ends, then the scheduler. Raises KvmigError."""
         await self._cluster.open()  # nothing is started where that fails
         self._take_signals()  # Ray has put its own in place
-        self._control = Control(self._cluster, self._launch.secret, self._config.control_host)
+        self._control = ControlServer(self._cluster, self._launch.secret, self._config.control_host)
         both = [
             asyncio.create_task(self._start_instances(self._control)),
             asyncio.create_task(self._start_front(self._control.endpoint)),
@@ -342,7 +346,7 @@ class Server:
         self._cluster.on_change.append(self._schedule)
         self._schedule(self._cluster.members())
 
-    async def _start_instances(self, control: Control) -> None:
+    async def _start_instances(self, control: ControlServer) -> None:
         await self._cluster.start()
         control.open()
 

@@ -37,10 +37,10 @@ from kvmig.frontend.launcher_link import LauncherLink, Membership, News
 from kvmig.frontend.metrics import Metrics
 from kvmig.frontend.router import Router
 from kvmig.launcher import cluster, control, instance
-from kvmig.launcher.cluster import Cluster
-from kvmig.launcher.control import Control
+from kvmig.launcher.cluster import InstanceManager
+from kvmig.launcher.control import ControlServer
 from kvmig.launcher.launch import LlumletLaunch
-from kvmig.launcher.shapes import InstanceShape, Shapes
+from kvmig.launcher.shapes import InstanceShape, InstanceShapes
 from kvmig.process.supervisor import ProcessHandle
 from kvmig.rpc.messages import Hello
 from kvmig.rpc.zmq_sockets import RpcServer
@@ -222,8 +222,8 @@ class World:
             return "0.33.0"
 
         started = [InstanceShape()] * 2
-        shapes = Shapes(["MODEL"], {}, started, 0, parse, check_tree=check_tree)
-        self.cluster = Cluster(
+        shapes = InstanceShapes(["MODEL"], {}, started, 0, parse, check_tree=check_tree)
+        self.cluster = InstanceManager(
             "test",
             config,
             SECRET,
@@ -232,7 +232,7 @@ class World:
             lambda argv: self.launcher.weights,
             {"i1": "east"},
         )
-        self.control = Control(self.cluster, SECRET, "127.0.0.1")
+        self.control = ControlServer(self.cluster, SECRET, "127.0.0.1")
         self.front = Told()
         self.link = LauncherLink(self.control.endpoint, SECRET, "front-1", self.front.hear)
 

@@ -12,7 +12,7 @@ from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher import local
 from kvmig.launcher.launch import LlumletLaunch
-from kvmig.launcher.local import Host, LocalLauncher, LocalLlumlet
+from kvmig.launcher.local import LocalHost, LocalLauncher, LocalLlumlet
 from kvmig.process.supervisor import ChildProcess, ProcessPort, Spawn
 
 
@@ -130,4 +130,4 @@ def test_instances_take_all_cores_where_nobody_set_their_threads(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert Host("vllm", 1).all_cores == all_cores
+    assert LocalHost("vllm", 1).all_cores == all_cores

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.ray_cluster import (
-    Node,
+    RayNode,
     actor_options,
     check_room,
     check_sizes,
@@ -18,8 +18,8 @@ from kvmig.launcher.ray_cluster import (
 )
 
 
-def node(free: dict[str, float], total: dict[str, float] | None = None) -> Node:
-    return Node("n", "198.18.77.1", total or free, free)
+def node(free: dict[str, float], total: dict[str, float] | None = None) -> RayNode:
+    return RayNode("n", "198.18.77.1", total or free, free)
 
 
 def test_resources_are_read_from_json() -> None:

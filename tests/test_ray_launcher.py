@@ -11,11 +11,11 @@ from kvmig.core.config import ClusterConfig, MigrationConfig
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.environment import GIB, part_of_memory
 from kvmig.launcher.launch import LlumletLaunch
-from kvmig.launcher.ray_launcher import Order, Supervisor, bound_to, forwarded, node_environment
+from kvmig.launcher.ray_launcher import RayOrder, Supervisor, bound_to, forwarded, node_environment
 from kvmig.process.supervisor import ChildProcess, Spawn
 
 
-def order(**fields: Any) -> Order:
+def order(**fields: Any) -> RayOrder:
     launch = LlumletLaunch(
         cluster="test", instance="i0", secret=b"s", config=ClusterConfig(), engine_argv=["m", "-x"]
     )
@@ -23,7 +23,7 @@ def order(**fields: Any) -> Order:
         "launch": launch, "workers": 1, "threads": 3, "share": 1.0, "gpu": 0.0, "model": "m",
         "kv_bytes": None, "environment": {},
     }  # fmt: skip
-    return Order(**{**usual, **fields})
+    return RayOrder(**{**usual, **fields})
 
 
 @pytest.fixture
@@ -110,4 +110,4 @@ def test_a_part_of_memory_is_never_more_than_is_available() -> None:
 
 def test_an_order_crosses_to_the_actor_unchanged() -> None:
     sent = order(environment={"HF_HOME": "/hf"})
-    assert msgspec.json.decode(msgspec.json.encode(sent), type=Order) == sent
+    assert msgspec.json.decode(msgspec.json.encode(sent), type=RayOrder) == sent

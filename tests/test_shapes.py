@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.shapes import (
+    EngineTrees,
     InstanceShape,
-    Trees,
     own_flags,
     own_trees,
     own_units,
@@ -118,7 +118,7 @@ def test_a_place_that_no_instance_can_have_is_refused(given_: str, named: str) -
 
 
 def test_a_build_for_all_goes_before_those_that_some_had() -> None:
-    some = Trees().after("/new", ["i1"])
+    some = EngineTrees().after("/new", ["i1"])
 
     assert [some.of(name) for name in ("i0", "i1")] == ["", "/new"]
-    assert some.after("/newest", ()) == Trees("/newest")
+    assert some.after("/newest", ()) == EngineTrees("/newest")

@@ -16,13 +16,13 @@ import uvloop
 from bench.load.orders import Orders, Start, Started
 from kvmig.engines.registry import kind_of
 from kvmig.launcher import flags as kvmig_flags
-from kvmig.launcher.cluster import Cluster
+from kvmig.launcher.cluster import InstanceManager
 from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.launcher.launch import LlumletLaunch
-from kvmig.launcher.shapes import Shapes, shapes_of
+from kvmig.launcher.shapes import InstanceShapes, shapes_of
 from kvmig.process.child import leave, quiet
 from kvmig.process.supervisor import STOP_S, ProcessHandle
-from kvmig.serve import Server, listening
+from kvmig.serve import ClusterServer, listening
 
 
 class StubHandle:
@@ -77,15 +77,15 @@ def main(argv: list[str]) -> int:
     kind.prepare()
     args = kind.parse(rest)
     planned = shapes_of(args, rest, {}, config.instances, kind.parse)
-    shapes = Shapes(rest, {}, planned, 0, kind.parse)
+    shapes = InstanceShapes(rest, {}, planned, 0, kind.parse)
     with listening(config.http.uds, args) as sock:
         launcher = StubLauncher(Orders(address))
         name, secret = secrets.token_hex(4), secrets.token_bytes(32)
-        cluster = Cluster(name, config, secret, shapes, launcher)
+        cluster = InstanceManager(name, config, secret, shapes, launcher)
         front = FrontLaunch(
             name="front-0", launcher="", secret=secret, config=config, engine_argv=rest
         )
-        return uvloop.run(Server(cluster, front, args, sock).run())
+        return uvloop.run(ClusterServer(cluster, front, args, sock).run())
 
 
 if __name__ == "__main__":

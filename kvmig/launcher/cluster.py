@@ -21,16 +21,16 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
-from kvmig.launcher.instance import Deadline, Instance
-from kvmig.launcher.launch import Launcher, LlumletLaunch
-from kvmig.launcher.shapes import InstanceShape, Shapes
+from kvmig.launcher.instance import DrainDeadline, ManagedInstance
+from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher
+from kvmig.launcher.shapes import InstanceShape, InstanceShapes
 from kvmig.process.child import say
 from kvmig.rpc.codec import RefusalCounter
 
 log = logging.getLogger(__name__)
 
 
-class Cluster:
+class InstanceManager:
     """Make it inside a running event loop; `stop` ends all instances.
 
     on_change: called after every change, with all members. on_evacuate: called when an
@@ -42,8 +42,8 @@ class Cluster:
         name: str,
         config: ClusterConfig,
         secret: bytes,
-        shapes: Shapes,
-        launcher: Launcher,
+        shapes: InstanceShapes,
+        launcher: LlumletLauncher,
         weights_of: Callable[[list[str]], str] = lambda argv: "",
         units: Mapping[str, str] = MappingProxyType({}),
         whose: str = "",
@@ -70,7 +70,7 @@ class Cluster:
         self._launcher = launcher
         self._weights_of = weights_of
         self._units = units
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[str, ManagedInstance] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Instances that are being ended; their names are still taken."""
         self._rolling: asyncio.Task[None] | None = None
@@ -217,7 +217,7 @@ class Cluster:
         return tuple(one.name for one in wanted)
 
     async def _roll(
-        self, instances: Sequence[Instance], deadline: Deadline, tree: str | None
+        self, instances: Sequence[ManagedInstance], deadline: DrainDeadline, tree: str | None
     ) -> str:
         """The place and reason of a stop; empty: it didn't stop."""
         await self._launcher.renewed()  # all serve until then
@@ -253,7 +253,7 @@ class Cluster:
             for tell in self.on_change:
                 tell(members)
 
-    def left(self, instance: Instance) -> None:
+    def left(self, instance: ManagedInstance) -> None:
         """Take an instance out that is empty or dead, and end its process."""
         if self._instances.get(instance.name) is not instance:
             return
@@ -264,13 +264,13 @@ class Cluster:
         self._leaving[instance.name] = ending
         ending.add_done_callback(lambda _: self._leaving.pop(instance.name))
 
-    def others_serve(self, instance: Instance) -> bool:
+    def others_serve(self, instance: ManagedInstance) -> bool:
         """Whether there is another one that its requests can go to."""
         return any(
             one.state == "serving" and one is not instance for one in self._instances.values()
         )
 
-    def evacuate(self, instance: Instance, *, ends: bool) -> None:
+    def evacuate(self, instance: ManagedInstance, *, ends: bool) -> None:
         """Let its requests go on elsewhere: a drain's deadline is over.
 
         ends: those that no other instance has the weights of end with an error.
@@ -286,7 +286,7 @@ class Cluster:
 
     def _begin(
         self, name: str, shape: InstanceShape, gpus: tuple[str, ...] = (), unit: str = ""
-    ) -> Instance:
+    ) -> ManagedInstance:
         config = self._config
         if config.unit is not None:
             config = msgspec.structs.replace(config, unit=config.unit.of(name, unit))
@@ -301,25 +301,25 @@ class Cluster:
             unit=unit,
             whose=self.whose,
         )
-        instance = Instance(launch, shape.workers, self._launcher, self)
+        instance = ManagedInstance(launch, shape.workers, self._launcher, self)
         self._instances[name] = instance
         return instance
 
-    def _deadline(self, order: DrainInstance | RestartInstances) -> Deadline:
+    def _deadline(self, order: DrainInstance | RestartInstances) -> DrainDeadline:
         usual = self._config.lifecycle.drain_deadline_s
         deadline_s = usual if order.deadline_s is None else order.deadline_s
         if deadline_s < 0:
             raise OrderRefused("invalid", f"deadline_s is {deadline_s:g}, must be 0 or more")
-        return Deadline(deadline_s, ends=order.deadline_s is not None)
+        return DrainDeadline(deadline_s, ends=order.deadline_s is not None)
 
-    def _find(self, name: str) -> Instance:
+    def _find(self, name: str) -> ManagedInstance:
         if name not in self._instances:
             known = ", ".join(self._instances)
             raise OrderRefused("unknown", f"there is no instance {name}, only {known}")
         return self._instances[name]
 
 
-def _no_room(serving: Sequence[Instance], coming: str) -> str:
+def _no_room(serving: Sequence[ManagedInstance], coming: str) -> str:
     """What to say besides where the only one that serves would come back with other weights."""
     for one in serving:
         if coming and one.weights and coming != one.weights:

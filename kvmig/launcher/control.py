@@ -21,7 +21,7 @@ from kvmig.controlplane.messages import (
     StopDrain,
 )
 from kvmig.core.errors import PeerError, StartupError, TransportError
-from kvmig.launcher.cluster import Cluster
+from kvmig.launcher.cluster import InstanceManager
 from kvmig.rpc.messages import Hello, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcServer
 
@@ -33,13 +33,13 @@ TELL_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Control:
+class ControlServer:
     """Make it inside a running event loop; `close` it.
 
     Front ends hear nothing before `open`: the first instances are ready then.
     """
 
-    def __init__(self, cluster: Cluster, secret: bytes, host: str) -> None:
+    def __init__(self, cluster: InstanceManager, secret: bytes, host: str) -> None:
         """Binds a port of `host`. Raises StartupError."""
         self._cluster = cluster
         self._fronts: list[bytes] = []

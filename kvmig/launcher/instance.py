@@ -17,7 +17,7 @@ from kvmig.controlplane.messages import (
     SetState,
 )
 from kvmig.core.errors import StartupError, TransportError
-from kvmig.launcher.launch import Launcher, LlumletLaunch
+from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher
 from kvmig.process.child import say
 from kvmig.process.supervisor import ProcessHandle, deaths_in_a_row, first_of, restart_pause
 from kvmig.rpc.codec import RefusalCounter
@@ -40,7 +40,7 @@ EVACUATE_S = 2.0
 """Between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
 
 
-class Deadline(NamedTuple):
+class DrainDeadline(NamedTuple):
     """When a drain's requests go on elsewhere by recompute."""
 
     seconds: float
@@ -49,7 +49,7 @@ class Deadline(NamedTuple):
 
 
 class InstanceOwner(Protocol):
-    """What an instance needs of all the others: `kvmig.launcher.cluster.Cluster`."""
+    """What an instance needs of all the others: `kvmig.launcher.cluster.InstanceManager`."""
 
     @property
     def refusals(self) -> RefusalCounter:
@@ -58,22 +58,22 @@ class InstanceOwner(Protocol):
     def changed(self) -> None:
         """Report the members: the instance has another state."""
 
-    def left(self, instance: Instance) -> None:
+    def left(self, instance: ManagedInstance) -> None:
         """Take the instance out: it is empty or dead."""
 
-    def others_serve(self, instance: Instance) -> bool:
+    def others_serve(self, instance: ManagedInstance) -> bool:
         """Whether there is another one that its requests can go to."""
 
-    def evacuate(self, instance: Instance, *, ends: bool) -> None:
+    def evacuate(self, instance: ManagedInstance, *, ends: bool) -> None:
         """Let its requests go on elsewhere. ends: those that no other instance has the weights of
         end with an error."""
 
 
-class Instance:
+class ManagedInstance:
     """One instance, restarted whenever it dies, until `close` or until it is given up."""
 
     def __init__(
-        self, launch: LlumletLaunch, workers: int, launcher: Launcher, cluster: InstanceOwner
+        self, launch: LlumletLaunch, workers: int, launcher: LlumletLauncher, cluster: InstanceOwner
     ) -> None:
         """launch, workers: for `launcher.llumlet`, at each start of its process."""
         self.name = launch.instance
@@ -141,7 +141,7 @@ class Instance:
         """The identity of its weights, once its process has reported it; empty before."""
         return "" if self._report is None else self._report.weights
 
-    def drain(self, deadline: Deadline, leave: bool) -> None:
+    def drain(self, deadline: DrainDeadline, leave: bool) -> None:
         """Let its requests go elsewhere; called again: with this deadline.
 
         leave: then take it out of the cluster. Raises OrderRefused.
@@ -154,7 +154,7 @@ class Instance:
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(self._drain(), name=f"drain of {self.name}")
 
-    def restart(self, deadline: Deadline, tree: str | None = None) -> asyncio.Future[str]:
+    def restart(self, deadline: DrainDeadline, tree: str | None = None) -> asyncio.Future[str]:
         """Let its requests go elsewhere, then start it again; "" once it serves, or why not.
 
         tree: of the engine that it is then; where that can't start it comes back as it was. None:

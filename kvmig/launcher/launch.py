@@ -39,7 +39,7 @@ class LlumletLaunch(Discreet, frozen=True, kw_only=True):
         return f"{self.instance} of {self.whose}" if self.whose else self.instance
 
 
-class Launcher(Protocol):
+class LlumletLauncher(Protocol):
     """Starts llumlets. `open`, then `llumlet` as often as wanted, then `close`."""
 
     async def open(self) -> None:

@@ -20,7 +20,7 @@ from kvmig.process.supervisor import STOP_S, ChildProcess, ProcessHandle, Proces
 log = logging.getLogger(__name__)
 
 
-class Host:
+class LocalHost:
     """This host, as it is before the launcher loads an engine's libraries, which set variables.
 
     A context: at its end nothing more is forked.

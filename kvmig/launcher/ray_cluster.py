@@ -33,7 +33,7 @@ ONLY_WHOLE_ABOVE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class RayNode:
     """One node of a Ray cluster."""
 
     node_id: str
@@ -76,7 +76,7 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def nodes() -> list[Node]:
+def nodes() -> list[RayNode]:
     """The nodes that are alive."""
     import ray
 
@@ -86,7 +86,7 @@ def nodes() -> list[Node]:
     free: dict[str, dict[str, float]] = available_resources_per_node()
     rows: list[dict[str, Any]] = ray.nodes()
     return [
-        Node(
+        RayNode(
             row["NodeID"], row["NodeManagerAddress"], row["Resources"], free.get(row["NodeID"], {})
         )
         for row in rows
@@ -154,7 +154,7 @@ def needs_of(given: Resources, workers: int) -> dict[str, float]:
     return dict(given) or {"GPU": float(workers)}
 
 
-def check_sizes(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
+def check_sizes(nodes: Sequence[RayNode], needs: Sequence[Resources]) -> None:
     """Raise ConfigError unless each instance fits on some node, were it empty."""
     names = {name for node in nodes for name in node.total}
     for name in sorted({name for need in needs for name in need}):
@@ -169,7 +169,7 @@ def check_sizes(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
             )
 
 
-def check_room(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
+def check_room(nodes: Sequence[RayNode], needs: Sequence[Resources]) -> None:
     """Raise ConfigError unless the nodes have room for all these instances now.
 
     The largest are placed first, each where the least is left over, so that what fits is found
@@ -178,7 +178,7 @@ def check_room(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
     left = [dict(node.free) for node in nodes]
     largest_first = sorted(needs, key=lambda one: sum(one.values()), reverse=True)
     for placed, need in enumerate(largest_first):
-        fitting = [free for free in left if fits(need, free)]
+        fitting = [free for free in left if has_resources(need, free)]
         if not fitting:
             raise ConfigError(
                 f"the Ray cluster has room for {placed} of {len(needs)} instances with"
@@ -189,7 +189,7 @@ def check_room(nodes: Sequence[Node], needs: Sequence[Resources]) -> None:
             chosen[name] -= amount
 
 
-def fits(need: Resources, free: Resources) -> bool:
+def has_resources(need: Resources, free: Resources) -> bool:
     """Whether a node with so much left can take it."""
     return all(free.get(name, 0.0) >= amount for name, amount in need.items())
 

@@ -28,7 +28,7 @@ from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import llumlet_environment, memory_flags, part_of_memory, weights_of
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.ray_cluster import (
-    Node,
+    RayNode,
     Resources,
     actor_options,
     amounts,
@@ -106,7 +106,7 @@ class RayLauncher:
         handle = RayHandle(name, actor)
         try:
             node = await self._place(name, needs, actor)
-            order = Order(
+            order = RayOrder(
                 launch=launch,
                 workers=workers,
                 threads=max(1, int(needs.get("CPU", node.total.get("CPU", 1))) // workers),
@@ -155,7 +155,7 @@ class RayLauncher:
             else:
                 return
 
-    async def _place(self, name: str, needs: Resources, actor: ActorHandle) -> Node:
+    async def _place(self, name: str, needs: Resources, actor: ActorHandle) -> RayNode:
         """The node that Ray put the actor on, once it has. Raises StartupError."""
         placed: Awaitable[str] = actor.node.remote()
         answer = asyncio.ensure_future(_answer(name, placed))
@@ -268,7 +268,7 @@ NOT_FORWARDED = (
 RAYS_OWN = "RAY_"
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class RayOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Tells a supervisor what to start, and with which part of the node."""
 
     launch: LlumletLaunch
@@ -299,7 +299,7 @@ class Supervisor:
         found: str = ray.get_runtime_context().get_node_id()
         return found
 
-    async def start(self, order: Order, address: str) -> None:
+    async def start(self, order: RayOrder, address: str) -> None:
         """Start the llumlet; it binds to `address`. Raises ConfigError or StartupError."""
         sweep()  # of instances that were killed on this host
         environment = node_environment(order, os.environ)
@@ -341,7 +341,7 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def node_environment(order: Order, own: Mapping[str, str]) -> dict[str, str]:
+def node_environment(order: RayOrder, own: Mapping[str, str]) -> dict[str, str]:
     """The child's environment, from that of Ray's worker.
 
     Ray has set CUDA_VISIBLE_DEVICES to the instance's GPUs. Its other variables would make
@@ -365,7 +365,7 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
     return [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
 
 
-def _memory_flags(order: Order, environment: Mapping[str, str]) -> list[str]:
+def _memory_flags(order: RayOrder, environment: Mapping[str, str]) -> list[str]:
     """Flags for its share of the node's memory. Raises ConfigError if that is too little."""
     on_one_gpu = int(1 / order.gpu) if 0 < order.gpu < 1 else 1
     return memory_flags(

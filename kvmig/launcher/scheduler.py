@@ -31,7 +31,7 @@ from kvmig.process.supervisor import (
 from kvmig.rpc.zmq_sockets import RpcClient
 
 if TYPE_CHECKING:
-    from kvmig.launcher.cluster import Cluster
+    from kvmig.launcher.cluster import InstanceManager
 
 
 SCHEDULER_TIMEOUT_S = 30.0
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class SchedulerKeeper:
     """Keeps the scheduler running: `run` it as a task until it is cancelled."""
 
-    def __init__(self, config: ClusterConfig, secret: bytes, cluster: Cluster) -> None:
+    def __init__(self, config: ClusterConfig, secret: bytes, cluster: InstanceManager) -> None:
         self._config = config
         self._secret = secret
         self._cluster = cluster

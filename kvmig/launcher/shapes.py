@@ -37,7 +37,7 @@ class InstanceShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Trees:
+class EngineTrees:
     """Folders of the builds of the engine that instances are; an empty one: the installed one."""
 
     usual: str = ""
@@ -48,11 +48,11 @@ class Trees:
         """The tree of the instance `name`."""
         return self.own.get(name, self.usual)
 
-    def after(self, tree: str, names: Sequence[str]) -> Trees:
+    def after(self, tree: str, names: Sequence[str]) -> EngineTrees:
         """Once these instances have `tree`; no names: all have it, those too that are to come."""
         if not names:
-            return Trees(tree)
-        return Trees(self.usual, {**self.own, **dict.fromkeys(names, tree)})
+            return EngineTrees(tree)
+        return EngineTrees(self.usual, {**self.own, **dict.fromkeys(names, tree)})
 
 
 def own_flags(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]]:
@@ -67,7 +67,7 @@ def own_flags(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]
     return flags
 
 
-def own_trees(given: Sequence[str], instances: int, check: CheckTree) -> Trees:
+def own_trees(given: Sequence[str], instances: int, check: CheckTree) -> EngineTrees:
     """Parse "i1: FOLDER" into that instance's tree. Raises ConfigError."""
     trees: dict[str, str] = {}
     for words in given:
@@ -76,7 +76,7 @@ def own_trees(given: Sequence[str], instances: int, check: CheckTree) -> Trees:
             trees[name] = checked_tree(folder, check)
         except ConfigError as error:
             raise ConfigError(f"--instance-vllm is {words!r}: {error}") from error
-    return Trees(own=trees)
+    return EngineTrees(own=trees)
 
 
 def own_units(given: Sequence[str], instances: int) -> dict[str, str]:
@@ -135,7 +135,7 @@ def unit_tokens(shapes: Sequence[InstanceShape]) -> int:
     return math.gcd(*(shape.block_tokens or USUAL_BLOCK_TOKENS for shape in shapes))
 
 
-class Shapes:
+class InstanceShapes:
     """The shapes of all instances that may ever be there."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Shapes:
         started: Sequence[InstanceShape],
         unit_tokens: int,
         parse: Parse,
-        trees: Trees = Trees(),
+        trees: EngineTrees = EngineTrees(),
         check_tree: CheckTree = str,
     ) -> None:
         """argv: MODEL and the engine's flags for all; own: more flags by name.
