@@ -54,7 +54,7 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-def extension(recipe: build.Recipe, optional: bool) -> Extension:
+def extension(recipe: build.BuildRecipe, optional: bool) -> Extension:
     """One library, with paths from the root as setuptools wants them."""
     return Extension(
         f"{FOLDER}.{recipe.name}",

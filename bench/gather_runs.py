@@ -18,7 +18,7 @@ from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels import select
 from kvmig.kernels.api import Device, Ids, Kernels
 from kvmig.kernels.copy import start_copy
-from kvmig.kernels.driver import Driver, current_device
+from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
 
 CEILING = "plain copy"
@@ -124,7 +124,7 @@ def gathers(cache: Cache, ids: Ids, checksums: bool, workers: int, stream: int) 
     if checksums:
         return ways
     if cache.device == "cuda":
-        ways[COPY_ENGINE] = lambda: Driver(current_device()).copy_blocks(*ends, stream)
+        ways[COPY_ENGINE] = lambda: CudaDriver(current_device()).copy_blocks(*ends, stream)
     return ways | _torch(cache, ids)
 
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import KVLayout
 from kvmig.kernels import abi, build, cuda, driver, select
-from kvmig.kernels.cuda import Library
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.cuda import CudaLibrary
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.gpu import GpuKernels
 from tests.poisoned import Cache
 
@@ -45,7 +45,7 @@ def path() -> Path:
     if not shutil.which("g++"):
         pytest.skip("g++ is not installed")
     return build.cached_library(
-        build.Recipe(
+        build.BuildRecipe(
             "libfakegpu",
             (*build.CUDA_SOURCES, NATIVE / "kernels.cpp", NATIVE / "gpu.cpp"),
             (*build.CUDA_HEADERS, *sorted(NATIVE.glob("*.h"))),
@@ -92,7 +92,7 @@ def installed() -> Iterator[None]:
 def close_kernels() -> None:
     """Give back what the kernels keep that production code loads."""
     for ordinal in (0, 1):
-        cuda.on(ordinal).close()
+        cuda.kernels_on(ordinal).close()
 
 
 def held() -> dict[str, int]:
@@ -145,12 +145,12 @@ def fail(name: str) -> None:
 
 
 def _forget() -> None:
-    for cached in (driver._initialised, cuda.on, select._chosen):
+    for cached in (driver._initialised, cuda.kernels_on, select._chosen):
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()
 
 
-class FakeGpu(Driver):
+class FakeGpu(CudaDriver):
     """One of the two devices. Use it while the library is `installed`."""
 
     def __init__(self, device: int = 0) -> None:
@@ -199,7 +199,7 @@ class FakeGpu(Driver):
         return found.value
 
 
-class Launches(Library):
+class Launches(CudaLibrary):
     """The CUDA kernels; launches are noted."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class Launches(Library):
 class FakeKernels(GpuKernels):
     """On a device of the tests' own."""
 
-    def __init__(self, gpu: Driver) -> None:
+    def __init__(self, gpu: CudaDriver) -> None:
         self.launches = Launches()
         super().__init__(self.launches, gpu)
 

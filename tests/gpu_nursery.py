@@ -30,7 +30,7 @@ from kvmig.core.config import UnitConfig
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.vllm.kind import VllmKind
 from kvmig.kernels import driver
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.machine import Machine
 from kvmig.kvtransfer.transports import select
 from kvmig.launcher import shared_fork_server
@@ -143,7 +143,7 @@ def put_on_gpu(steps_overlap: bool, shared: bool) -> None:
 
     patch = pytest.MonkeyPatch()
     fake_gpu.install(patch)
-    gpu = Driver(0)
+    gpu = CudaDriver(0)
     describe, configure = worker.describe_cache, config.engine_config
 
     def describe_moved(of: Any, layer_names: Sequence[str]) -> object:

@@ -15,12 +15,12 @@ from kvmig.engines.vllm import worker as real
 from kvmig.engines.vllm.serving import ServingVllm
 from kvmig.engines.vllm.subblocks import RankCache
 from kvmig.kernels import driver, ipc
-from kvmig.kernels.driver import Driver
-from kvmig.kernels.vmm import Addresses
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.vmm import AddressRange
 from tests import fake_gpu
 
 
-def count_as_gpus(patch: pytest.MonkeyPatch, gpu: Driver) -> int:
+def count_as_gpus(patch: pytest.MonkeyPatch, gpu: CudaDriver) -> int:
     """The caches of engines that are made from now on lie on that GPU, where their steps have a
     stream, which this gives. Who puts them there is somebody else."""
     open_memory, steps = ServingVllm._open, gpu.new_stream()
@@ -38,7 +38,7 @@ def count_as_gpus(patch: pytest.MonkeyPatch, gpu: Driver) -> int:
     return steps
 
 
-class Hosted(Addresses):
+class Hosted(AddressRange):
     """Behind which the CPU may compute, too."""
 
     def _map(self, pages: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ def take_pages_of_gpus(patch: pytest.MonkeyPatch) -> None:
     While they start, something is written to all of these, as vLLM's warm-up does on GPUs.
     """
 
-    def tensor_at(addresses: Addresses, nbytes: int) -> torch.Tensor:
+    def tensor_at(addresses: AddressRange, nbytes: int) -> torch.Tensor:
         whole = (ctypes.c_int8 * nbytes).from_address(addresses.address)
         made = torch.frombuffer(whole, dtype=torch.int8)
         made[:: addresses.page] = 1
@@ -61,12 +61,12 @@ def take_pages_of_gpus(patch: pytest.MonkeyPatch) -> None:
         return made
 
     without_pages = allocation.without_pages
-    patch.setattr(allocation, "Addresses", Hosted)
+    patch.setattr(allocation, "AddressRange", Hosted)
     patch.setattr(allocation, "tensor_at", tensor_at)
     patch.setattr(device_sharing, "without_pages", lambda device: without_pages("cuda"))
 
 
-def memory_of(gpu: Driver) -> Callable[[int], torch.UntypedStorage]:
+def memory_of(gpu: CudaDriver) -> Callable[[int], torch.UntypedStorage]:
     """Makes memory of a GPU of the tests' own in which the CPU may compute, too."""
 
     def on_gpu(nbytes: int) -> torch.UntypedStorage:
@@ -80,7 +80,7 @@ def memory_of(gpu: Driver) -> Callable[[int], torch.UntypedStorage]:
 
 def export_cache(
     worker: Any, layer_names: Sequence[str], library: str
-) -> tuple[RankCache, ipc.Allocation]:
+) -> tuple[RankCache, ipc.SharedAllocation]:
     """In the place of `kvmig.engines.vllm.worker.export_cache`: the cache, still unused, moves to
     its rank's GPU of the tests' own.
 
@@ -88,7 +88,7 @@ def export_cache(
     """
     driver.LIBRARY = library
     driver._initialised.cache_clear()
-    real.move_cache(worker, layer_names, memory_of(Driver(worker.rank)))
+    real.move_cache(worker, layer_names, memory_of(CudaDriver(worker.rank)))
     worker.device = torch.device("cuda", worker.rank)
     try:
         return real.export_cache(worker, layer_names)

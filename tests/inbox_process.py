@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvmig.core.errors import KvmigError, TransportError
 from kvmig.kernels.arrays import memory_of
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Staging
 from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
@@ -40,7 +40,7 @@ def write(buffer: memoryview, data: bytes, gpu: int = 0) -> None:
     """Put `data` into a slot, whosever memory it is."""
     memory = memory_of(buffer)
     if memory.device == "cuda":
-        Driver(gpu).write(memory.address, data)
+        CudaDriver(gpu).write(memory.address, data)
     else:
         buffer[: len(data)] = data
 
@@ -49,7 +49,7 @@ def digest(data: bytes | memoryview, gpu: int = 0) -> bytes:
     """What the destination says that it has got."""
     memory = memory_of(data)
     if memory.device == "cuda":
-        data = Driver(gpu).read(memory.address, memory.nbytes)
+        data = CudaDriver(gpu).read(memory.address, memory.nbytes)
     return blake2b(data, digest_size=16).digest()
 
 

@@ -17,7 +17,7 @@ from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import select
 from kvmig.kernels.api import Kernels
 from kvmig.kernels.copy import start_copy
-from kvmig.kernels.reference import Reference
+from kvmig.kernels.reference import ReferenceKernels
 from tests.poisoned import Cache
 
 BACKENDS = ["cpu", "reference"]
@@ -25,7 +25,7 @@ BACKENDS = ["cpu", "reference"]
 if os.environ.get("TRITON_INTERPRET") == "1":  # tests/test_kernels_triton.py runs pytest so
     BACKENDS.append("triton")
 WORKERS = [1, 2, 3]
-ORACLE = Reference("cpu")
+ORACLE = ReferenceKernels("cpu")
 
 
 def loaded(name: str) -> Kernels:

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 from kvmig.engines.vllm.subblocks import Page, RankCache
 from kvmig.kernels import ipc
-from kvmig.kernels.ipc import Allocation
+from kvmig.kernels.ipc import SharedAllocation
 from tests import fake_gpu
 from tests.fake_gpu import DeviceCache, FakeGpu
 from tests.poisoned import Cache, make_cache
@@ -33,10 +33,10 @@ class Rank:
         self.process.start()
         theirs.close()
 
-    def exported(self) -> tuple[RankCache, Allocation]:
+    def exported(self) -> tuple[RankCache, SharedAllocation]:
         """What `worker.export_cache` would tell."""
         assert self.pipe.poll(TIMEOUT_S)
-        told: tuple[RankCache, Allocation] = self.pipe.recv()
+        told: tuple[RankCache, SharedAllocation] = self.pipe.recv()
         return told
 
     def memory(self) -> bytes:

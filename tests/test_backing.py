@@ -13,8 +13,8 @@ from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.core.layout import Region
 from kvmig.engines.backing import Madvise, Vmm, group_of, spans
 from kvmig.kernels.copy import address_of
-from kvmig.kernels.driver import Driver
-from kvmig.kernels.vmm import Addresses
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.vmm import AddressRange
 from tests import fake_gpu
 
 PAGE = mmap.PAGESIZE
@@ -92,20 +92,20 @@ def test_given_pages_leave_this_process_and_the_others_stay_as_they_are(host: Ho
 
 
 @pytest.fixture
-def gpu() -> Iterator[Driver]:
+def gpu() -> Iterator[CudaDriver]:
     with fake_gpu.installed():
-        yield Driver()
+        yield CudaDriver()
 
 
-def on(addresses: Addresses) -> Vmm:
+def on(addresses: AddressRange) -> Vmm:
     return Vmm(addresses, regions(addresses.address, addresses.page), BLOCKS)
 
 
-def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: Driver) -> None:
+def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: CudaDriver) -> None:
     before = fake_gpu.held()
-    addresses = Addresses(gpu, LAYERS * BLOCKS * 10)
+    addresses = AddressRange(gpu, LAYERS * BLOCKS * 10)
     addresses.close()
-    addresses = Addresses(gpu, LAYERS * BLOCKS * addresses.page)
+    addresses = AddressRange(gpu, LAYERS * BLOCKS * addresses.page)
     backing = on(addresses)
     assert fake_gpu.held()["memory"] == before["memory"]
     backing.take([0, 1, 5])
@@ -125,15 +125,15 @@ def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: Driver) -> None
     assert fake_gpu.held() == before
 
 
-def test_an_access_to_a_page_that_is_not_there_is_refused(gpu: Driver) -> None:
-    addresses = Addresses(gpu, LAYERS * BLOCKS)
+def test_an_access_to_a_page_that_is_not_there_is_refused(gpu: CudaDriver) -> None:
+    addresses = AddressRange(gpu, LAYERS * BLOCKS)
     with pytest.raises(KvmigError):
         gpu.write(addresses.address, b"none")
     addresses.close()
 
 
-def test_one_page_of_memory_may_be_behind_all_addresses(gpu: Driver) -> None:
-    addresses = Addresses(gpu, LAYERS * BLOCKS << 20)
+def test_one_page_of_memory_may_be_behind_all_addresses(gpu: CudaDriver) -> None:
+    addresses = AddressRange(gpu, LAYERS * BLOCKS << 20)
     first, last = addresses.pages[0], addresses.pages[-1]
     addresses.cover()
     (one,) = fake_gpu.memory_of(os.getpid())
@@ -151,11 +151,11 @@ def test_one_page_of_memory_may_be_behind_all_addresses(gpu: Driver) -> None:
 
 
 def test_a_gpu_without_memory_leaves_none_of_what_was_asked_for(
-    gpu: Driver, monkeypatch: pytest.MonkeyPatch
+    gpu: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fake_gpu.held()
-    page = Addresses(gpu, 1)
-    addresses = Addresses(gpu, LAYERS * BLOCKS * page.page)
+    page = AddressRange(gpu, 1)
+    addresses = AddressRange(gpu, LAYERS * BLOCKS * page.page)
     page.close()
     backing, real, left = on(addresses), addresses._map, [2]
 

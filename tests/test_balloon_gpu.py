@@ -15,8 +15,8 @@ import pytest
 from kvmig.engines.vllm import balloon as balloons
 from kvmig.engines.vllm import device_sharing
 from kvmig.engines.vllm.balloon import Balloon
-from kvmig.kernels.driver import Driver
-from kvmig.kernels.vmm import Addresses
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.vmm import AddressRange
 from tests import fake_gpu
 from tests.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
 from tests.vllm_side import AS_SERVED, Configuration, Output, Side
@@ -42,7 +42,7 @@ def sides(engines: Engines, request: pytest.FixtureRequest) -> Iterator[tuple[Si
     with ExitStack() as held:
         held.enter_context(fake_gpu.installed())
         patch = held.enter_context(pytest.MonkeyPatch.context())
-        gpu = Driver(0)
+        gpu = CudaDriver(0)
         held.callback(gpu.destroy_stream, count_as_gpus(patch, gpu))
         take_pages_of_gpus(patch)
         wanted = Configuration(async_scheduling=request.param, flags=FLAGS, shared=True)
@@ -76,7 +76,7 @@ def balloon(side: Side) -> Balloon:
     return found
 
 
-def addresses(side: Side) -> Addresses:
+def addresses(side: Side) -> AddressRange:
     found = side.engine._device.addresses
     assert found is not None
     return found
@@ -231,21 +231,21 @@ async def test_an_engine_goes_on_with_what_it_has_where_the_gpu_has_no_memory_le
 @pytest.mark.long
 async def test_as_much_comes_as_the_gpu_has(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     await resized(pair.a, 1)
-    real, left = Addresses._map, [10]
+    real, left = AddressRange._map, [10]
 
-    def mapped(at: Addresses, pages: Any) -> None:
+    def mapped(at: AddressRange, pages: Any) -> None:
         fake_gpu.fail("" if left[0] > 0 else "cuMemCreate")
         real(at, pages)
         left[0] -= 1
 
-    def dropped(at: Addresses, pages: Any) -> None:
+    def dropped(at: AddressRange, pages: Any) -> None:
         before = len(at.there)
         drop(at, pages)
         left[0] += before - len(at.there)
 
-    drop = Addresses.drop
-    monkeypatch.setattr(Addresses, "_map", mapped)
-    monkeypatch.setattr(Addresses, "drop", dropped)
+    drop = AddressRange.drop
+    monkeypatch.setattr(AddressRange, "_map", mapped)
+    monkeypatch.setattr(AddressRange, "drop", dropped)
     await resized(pair.a, GROUPS)
     assert there(pair.a) == 2 * GROUP, "of three more, which it can't have, one"
     fake_gpu.fail("")

@@ -9,8 +9,8 @@ import torch
 
 from kvmig.core.layout import Region
 from kvmig.engines.backing import Vmm
-from kvmig.kernels.driver import Driver
-from kvmig.kernels.vmm import Addresses
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.vmm import AddressRange
 
 LAYERS, BLOCKS = 2, 8
 
@@ -21,11 +21,11 @@ pytestmark = [
 
 
 @pytest.fixture
-def addresses() -> Iterator[Addresses]:
+def addresses() -> Iterator[AddressRange]:
     torch.zeros(1, device="cuda")
-    gpu = Driver(0)
-    probe = Addresses(gpu, 1)
-    made = Addresses(gpu, LAYERS * BLOCKS * probe.page)
+    gpu = CudaDriver(0)
+    probe = AddressRange(gpu, 1)
+    made = AddressRange(gpu, LAYERS * BLOCKS * probe.page)
     probe.close()
     made.cover()
     yield made
@@ -34,7 +34,7 @@ def addresses() -> Iterator[Addresses]:
 
 
 def test_a_graph_that_was_captured_at_the_start_computes_in_pages_that_have_come_and_gone(
-    addresses: Addresses,
+    addresses: AddressRange,
 ) -> None:
     from kvmig.engines.vllm.allocation import tensor_at
 
@@ -61,7 +61,7 @@ def test_a_graph_that_was_captured_at_the_start_computes_in_pages_that_have_come
         backing.give([2])
 
 
-def test_pages_go_back_to_the_device(addresses: Addresses) -> None:
+def test_pages_go_back_to_the_device(addresses: AddressRange) -> None:
     addresses.drop(addresses.pages)
     free, _ = torch.cuda.mem_get_info()
     addresses.put(addresses.pages)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels.arrays import memory_of
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports import cuda_ipc
 from kvmig.kvtransfer.transports.base import Inbox, Staging
@@ -93,7 +93,7 @@ async def test_engines_of_one_process_push_into_each_others_memory(
 
 async def test_buffers_are_on_the_engines_gpu_whatever_thread_opens_them() -> None:
     """A7: transports are opened on threads that have no context, or another device's."""
-    Driver(0).enter()
+    CudaDriver(0).enter()
     staging = await asyncio.to_thread(staging_on, 1)
     inbox = await asyncio.to_thread(inbox_on, 1, staging)
     slot = await staging.acquire(1)
@@ -270,7 +270,7 @@ async def test_a_test_transfer_that_never_ends_is_given_up_and_its_memory_left_a
         inbox_on(0, staging)
     gc.collect()
     FakeGpu().stick(False)
-    Driver(0).settle()
+    CudaDriver(0).settle()
     kept.clear()
 
 

@@ -16,7 +16,7 @@ from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.copy import checksum_fused
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.ipc import view
 from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports.select import Site, open_staging
@@ -82,7 +82,7 @@ def test_a_copy_comes_after_the_engines_step() -> None:
 
 async def test_a_chunk_reaches_another_process_through_memory_that_both_map() -> None:
     """On the last GPU there is: across two where there are two."""
-    source, target = Driver(0), torch.cuda.device_count() - 1
+    source, target = CudaDriver(0), torch.cuda.device_count() - 1
     staging = open_staging("cuda-ipc", "test", "a", 2, SIZE, Site(gpu=0))["cuda-ipc"]
     with Destination(staging.offer(), gpu=target, fake=False) as there:
         slot, data = await staging.acquire(1), bytes(range(256)) * (SIZE // 256)
@@ -98,7 +98,7 @@ def _allocate(pipe: Connection) -> None:
     """A worker of its own: memory of torch's, and what it becomes."""
     memory = torch.arange(SIZE, device="cuda").to(torch.uint8)
     torch.cuda.synchronize()
-    pipe.send(ipc.export_allocation(Driver(0), memory.data_ptr()))
+    pipe.send(ipc.export_allocation(CudaDriver(0), memory.data_ptr()))
     pipe.recv()
     pipe.send(bytes(memory.cpu().numpy()))
 
@@ -110,7 +110,7 @@ def test_what_another_process_has_allocated_is_copied_here() -> None:
     process = context.Process(target=_allocate, args=(theirs,), daemon=True)
     process.start()
     assert pipe.poll(60)
-    driver, exported = Driver(0), pipe.recv()
+    driver, exported = CudaDriver(0), pipe.recv()
     address = ipc.open_allocation(driver, exported)
     regions = (Region(address, RUN, RUN),)
     copies = load(Blocks(KVLayout(regions, LAYERS, 16)), 0, steps_overlap=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvmig.kernels.arrays import Memory, memory_of
+from kvmig.kernels.arrays import ArrayMemory, memory_of
 
 
 class OnGpu:
@@ -30,7 +30,7 @@ class OnOther:
 def test_a_torch_tensor_is_found_where_torch_has_it(dtype: torch.dtype) -> None:
     tensor = torch.zeros(6, 4, dtype=dtype)[2:]
     memory = memory_of(tensor)
-    assert memory == Memory(tensor.data_ptr(), tensor.nbytes, "cpu")
+    assert memory == ArrayMemory(tensor.data_ptr(), tensor.nbytes, "cpu")
 
 
 def test_a_torch_tensor_outlives_the_look_at_it() -> None:
@@ -43,7 +43,7 @@ def test_a_torch_tensor_outlives_the_look_at_it() -> None:
 def test_a_numpy_array_and_a_buffer_are_found() -> None:
     array = np.arange(8, dtype=np.uint16)
     memory = memory_of(array[2:])
-    assert memory == Memory(array.ctypes.data + 4, 12, "cpu")
+    assert memory == ArrayMemory(array.ctypes.data + 4, 12, "cpu")
     assert memory_of(array.data[2:]) == memory
 
 
@@ -54,8 +54,8 @@ def test_read_only_bytes_are_found() -> None:
 
 
 def test_an_array_on_a_gpu_is_found_by_its_interface() -> None:
-    assert memory_of(OnGpu()) == Memory(0x7F00, 24, "cuda")
-    assert memory_of(OnGpu(strides=(6, 2))) == Memory(0x7F00, 24, "cuda")
+    assert memory_of(OnGpu()) == ArrayMemory(0x7F00, 24, "cuda")
+    assert memory_of(OnGpu(strides=(6, 2))) == ArrayMemory(0x7F00, 24, "cuda")
 
 
 @pytest.mark.parametrize(

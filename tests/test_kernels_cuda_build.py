@@ -158,16 +158,16 @@ def test_it_is_not_taken_for_the_cpus(library: Path) -> None:
 
 
 @pytest.fixture
-def bare(library: Path, monkeypatch: pytest.MonkeyPatch) -> cuda.Library:
+def bare(library: Path, monkeypatch: pytest.MonkeyPatch) -> cuda.CudaLibrary:
     """The library's launches on a machine without a GPU."""
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is a GPU here")
     loaded = abi.load(library, "cuda")
     monkeypatch.setattr(cuda, "library", lambda: loaded)
-    return cuda.Library(loaded)
+    return cuda.CudaLibrary(loaded)
 
 
-def test_calls_without_a_gpu_say_so(bare: cuda.Library) -> None:
+def test_calls_without_a_gpu_say_so(bare: cuda.CudaLibrary) -> None:
     for call in (bare.copy, bare.copy_tma):
         with pytest.raises(KernelUnavailable, match="no NVIDIA driver"):
             call(8, 8, 1, 8, 8, 1, 0, 0, 0)

@@ -18,7 +18,7 @@ import pytest
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels import driver, select
-from kvmig.kernels.driver import CopyAttributes, Driver
+from kvmig.kernels.driver import CopyAttributes, CudaDriver
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu
 from tests.fake_gpu import DeviceCache, FakeGpu, FakeKernels
@@ -69,7 +69,7 @@ def test_blocks_are_copied_through_all_of_the_gpus_path() -> None:
 
 def test_every_call_enters_the_devices_context_itself() -> None:
     """A8: the engine's thread may have none, as before its first step that launches something."""
-    device = Driver()
+    device = CudaDriver()
     stream, event, memory = device.new_stream(), device.new_event(), device.allocate(SIZE)
     pinned = device.allocate_pinned(SIZE)
     in_a_new_thread(lambda: device.upload(memory, pinned, SIZE, stream))
@@ -86,7 +86,7 @@ def test_every_call_enters_the_devices_context_itself() -> None:
 
 
 def test_a_stream_of_another_device_is_refused() -> None:
-    first, second = Driver(0), Driver(1)
+    first, second = CudaDriver(0), CudaDriver(1)
     stream, event, memory = first.new_stream(), second.new_event(), second.allocate(SIZE)
     with pytest.raises(KvmigError, match=r"cuMemsetD8Async: .*\(CUDA error 400\)"):
         second.clear(memory, SIZE, stream)
@@ -128,7 +128,7 @@ def test_a_call_beside_a_capture_leaves_the_graph_whole() -> None:
 
 
 def test_memory_of_the_host_that_is_not_pinned_is_refused() -> None:
-    device, memory = Driver(), ctypes.create_string_buffer(SIZE)
+    device, memory = CudaDriver(), ctypes.create_string_buffer(SIZE)
     there = device.allocate(SIZE)
     with pytest.raises(KvmigError, match="cuMemcpyHtoDAsync_v2: invalid argument"):
         device.upload(there, ctypes.addressof(memory), SIZE, 0)
@@ -218,11 +218,11 @@ def test_the_end_of_a_call_may_be_awaited_by_another_thread() -> None:
 
 
 def test_the_device_says_what_it_is() -> None:
-    device = Driver()
+    device = CudaDriver()
     assert driver.version() == 13000
     assert device.multiprocessors == 2
     assert device.stream_priorities() == (0, fake_gpu.HIGHEST)
-    Driver(1).enter()
+    CudaDriver(1).enter()
     assert driver.current_device() == 1
 
 
@@ -238,7 +238,7 @@ def test_memory_is_cleared_and_given_back() -> None:
 
 
 def test_memory_of_the_host_is_pinned_where_it_is() -> None:
-    device, memory = Driver(), ctypes.create_string_buffer(64)
+    device, memory = CudaDriver(), ctypes.create_string_buffer(64)
     address = ctypes.addressof(memory)
     device.pin(address, 64, read_only=False)
     with pytest.raises(KvmigError, match="cuMemHostRegister_v2"):
@@ -270,7 +270,7 @@ def test_a_stream_waits_for_an_event_of_another() -> None:
 
 
 def test_a_call_that_fails_says_which() -> None:
-    device = Driver()
+    device = CudaDriver()
     fake_gpu.fail("cuMemHostAlloc")
     with pytest.raises(KvmigError, match="cuMemHostAlloc: invalid argument"):
         device.allocate_pinned(8)
@@ -278,12 +278,12 @@ def test_a_call_that_fails_says_which() -> None:
 
 def test_a_function_that_the_driver_lacks_makes_it_too_old() -> None:
     with pytest.raises(KernelUnavailable, match="driver is too old: it has no cuMemFly"):
-        Driver().call("cuMemFly")
+        CudaDriver().call("cuMemFly")
 
 
 def test_a_device_that_is_not_there_cannot_be_used() -> None:
     with pytest.raises(KernelUnavailable, match="GPU 7 can't be used: cuDeviceGet"):
-        Driver(7)
+        CudaDriver(7)
 
 
 def test_a_driver_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_a_driver_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setenv("KVMIG_FAKE_NO_GPU", "1")
         with pytest.raises(KernelUnavailable, match=r"no NVIDIA GPU can be used: no CUDA-capable"):
-            Driver()
+            CudaDriver()
 
 
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +350,7 @@ def test_an_error_of_the_copy_engines_is_handed_on() -> None:
 def test_nothing_to_copy_is_no_call() -> None:
     none = np.zeros(0, np.int64)
     fake_gpu.fail("cuMemcpyBatchAsync")
-    Driver().copy_blocks((), (), none, none, stream=1)
+    CudaDriver().copy_blocks((), (), none, none, stream=1)
 
 
 def test_who_waits_for_the_device_waits_for_streams_that_were_destroyed_with_work_left() -> None:

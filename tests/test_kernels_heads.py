@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import abi, heads, native
-from kvmig.kernels.heads import Heads, Native, Reference
+from kvmig.kernels.heads import HeadUnits, NativeHeads, ReferenceHeads
 
 ROOT = Path(__file__).parents[1]
-Kind = Callable[[NDArray[np.int64]], Heads]
-KINDS: list[Kind] = [Native, Reference]
+Kind = Callable[[NDArray[np.int64]], HeadUnits]
+KINDS: list[Kind] = [NativeHeads, ReferenceHeads]
 
 
 def units(*ids: int) -> NDArray[np.int64]:
@@ -107,4 +107,4 @@ def test_without_a_library_numpy_does_it(monkeypatch: pytest.MonkeyPatch) -> Non
         raise KernelUnavailable("no compiler")
 
     monkeypatch.setattr(native, "library", missing)
-    assert isinstance(heads.heads(units(1)), Reference)
+    assert isinstance(heads.heads(units(1)), ReferenceHeads)

@@ -12,7 +12,7 @@ import pytest
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.kernels import ipc
-from kvmig.kernels.driver import Driver, current_device
+from kvmig.kernels.driver import CudaDriver, current_device
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu
 
@@ -64,7 +64,7 @@ def gpu(gpus: None) -> Iterator[FakeGpu]:
     assert (fake_gpu.held(), len(os.listdir("/proc/self/fd"))) == before  # noqa: PTH208
 
 
-def lent(gpu: FakeGpu, device: int = 0) -> tuple[ipc.Mapping, Importer]:
+def lent(gpu: FakeGpu, device: int = 0) -> tuple[ipc.DeviceMapping, Importer]:
     """Memory that another process has read and written, too."""
     mapping, descriptor = ipc.create(gpu, NBYTES)
     assert mapping.size == SIZE
@@ -122,7 +122,7 @@ def test_a_device_without_access_to_the_other_is_refused(monkeypatch: pytest.Mon
         mapping, descriptor = ipc.create(gpu, NBYTES)
         monkeypatch.setenv("KVMIG_FAKE_NO_PEERS", "1")
         with pytest.raises(KvmigError, match="cuMemSetAccess: invalid device"):
-            ipc.let(Driver(1), mapping)
+            ipc.let(CudaDriver(1), mapping)
         os.close(descriptor)
         ipc.close(gpu, mapping)
 

@@ -67,7 +67,7 @@ class World:
         self.cupy, self.driver = FakeCupy(), ClearedGpu()
         self.stream = self.driver.new_stream()
         monkeypatch.setitem(sys.modules, "cupy", self.cupy)
-        self.kernels = GpuKernels(nvrtc.Cupy(self.driver), self.driver)
+        self.kernels = GpuKernels(nvrtc.CupyLauncher(self.driver), self.driver)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_without_cupy_the_package_is_named(gpus: None, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(nvrtc, "version", lambda: 13000)
     with pytest.raises(KernelUnavailable, match="cupy-cuda13x can't be imported"):
-        nvrtc.Cupy(FakeGpu())
+        nvrtc.CupyLauncher(FakeGpu())
 
 
 def test_kernels_that_cupy_cannot_compile_are_not_available(
@@ -144,4 +144,4 @@ def test_kernels_that_cupy_cannot_compile_are_not_available(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(broken=True))
     with pytest.raises(KernelUnavailable, match="NVRTC is out of luck"):
-        nvrtc.Cupy(FakeGpu())
+        nvrtc.CupyLauncher(FakeGpu())

@@ -11,8 +11,8 @@ import pytest
 from kvmig.core.errors import ConfigError, KernelUnavailable
 from kvmig.kernels import native, select
 from kvmig.kernels.copy import checksum_fused
-from kvmig.kernels.native import Native
-from kvmig.kernels.reference import Reference
+from kvmig.kernels.native import NativeKernels
+from kvmig.kernels.reference import ReferenceKernels
 from kvmig.kernels.select import VARIABLE, kernels
 from tests import fake_gpu
 
@@ -35,7 +35,7 @@ def without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_the_host_is_copied_by_the_library() -> None:
-    assert isinstance(kernels("cpu"), Native)
+    assert isinstance(kernels("cpu"), NativeKernels)
 
 
 def test_the_choice_is_made_once() -> None:
@@ -44,7 +44,7 @@ def test_the_choice_is_made_once() -> None:
 
 def test_another_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "reference")
-    assert isinstance(kernels("cpu"), Reference)
+    assert isinstance(kernels("cpu"), ReferenceKernels)
 
 
 def test_an_unknown_name_is_refused_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

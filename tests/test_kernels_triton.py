@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels.triton_kernels import TritonKernels
-from kvmig.kernels.triton_launch import Launcher, Queued, alignment, power_of_two
+from kvmig.kernels.triton_launch import QueuedWork, TritonLauncher, alignment, power_of_two
 from tests.triton_recorder import Recorder, recording
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -209,8 +209,8 @@ class FakeEvent:
         return self._queries < 0
 
 
-def queued(event: FakeEvent, *sums: int) -> Queued:
-    return Queued(event, torch.tensor(sums, dtype=torch.int64))  # type: ignore[arg-type]
+def queued(event: FakeEvent, *sums: int) -> QueuedWork:
+    return QueuedWork(event, torch.tensor(sums, dtype=torch.int64))  # type: ignore[arg-type]
 
 
 def test_queued_work_is_waited_for_and_gives_unsigned_sums_again_and_again() -> None:
@@ -230,6 +230,6 @@ def test_a_failed_kernel_is_an_error_of_ours() -> None:
 
 
 def test_tables_lie_one_after_the_other() -> None:
-    launcher = Launcher(torch.device("cpu"))
+    launcher = TritonLauncher(torch.device("cpu"))
     table = launcher.upload(np.array([[1, 2], [3, 4]]), np.array([5]))
     assert table.tolist() == [1, 2, 3, 4, 5]

@@ -15,7 +15,7 @@ import pytest
 from kvmig.core.errors import PeerError
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports import nixl
 from kvmig.kvtransfer.transports.base import Inbox, Shape, Staging
@@ -124,9 +124,9 @@ async def test_memory_that_nixl_refuses_is_the_hosts_and_the_log_says_so(
 def test_memory_that_no_rdma_device_reaches_is_the_hosts(
     mistaken: Mistaken, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attribute = Driver.attribute
+    attribute = CudaDriver.attribute
     monkeypatch.setattr(
-        Driver, "attribute", lambda gpu, what: what != ipc.CAN_RDMA and attribute(gpu, what)
+        CudaDriver, "attribute", lambda gpu, what: what != ipc.CAN_RDMA and attribute(gpu, what)
     )
     staging = NixlStaging(SLOTS, SIZE, gpu=1)
     assert "RDMA devices don't reach memory of GPU 1" in caplog.text

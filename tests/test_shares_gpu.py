@@ -15,7 +15,7 @@ from kvmig.core.config import UnitConfig
 from kvmig.engines.gate import StepGrant
 from kvmig.engines.vllm import device_sharing, share_streams
 from kvmig.engines.vllm.share_streams import NO_SMS
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu
 from tests.test_vllm_gate import Scripted
@@ -35,7 +35,7 @@ TAKEN = {"prompts": 32, "decodes": 16, "all": SMS}
 class Stream:
     """As torch's, of a stream of the driver's."""
 
-    def __init__(self, gpu: Driver, handle: int) -> None:
+    def __init__(self, gpu: CudaDriver, handle: int) -> None:
         self._gpu, self.cuda_stream = gpu, handle
 
     def wait_stream(self, other: Stream) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from kvmig.core.errors import KvmigError
-from kvmig.kernels.pinned import Pins
+from kvmig.kernels.pinned import PinnedMemory
 from kvmig.kernels.side_stream import SideStream
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu
@@ -46,7 +46,7 @@ def test_an_event_is_given_back_when_there_is_no_stream() -> None:
 
 def test_of_many_mappings_those_used_last_are_pinned() -> None:
     gpu = FakeGpu()
-    pins = Pins(gpu, most=2)
+    pins = PinnedMemory(gpu, most=2)
     mappings = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(3)]
     for index in (0, 1, 0, 2):
         assert pins.has(memoryview(mappings[index])[8:16])
@@ -61,7 +61,7 @@ def test_of_many_mappings_those_used_last_are_pinned() -> None:
 
 def test_a_mapping_that_cannot_be_pinned_is_tried_once() -> None:
     gpu = FakeGpu()
-    pins, mapping = Pins(gpu), mmap.mmap(-1, mmap.PAGESIZE)
+    pins, mapping = PinnedMemory(gpu), mmap.mmap(-1, mmap.PAGESIZE)
     fake_gpu.fail("cuMemHostRegister_v2")
     assert not pins.has(memoryview(mapping))
     fake_gpu.fail("")
@@ -72,5 +72,5 @@ def test_a_mapping_that_cannot_be_pinned_is_tried_once() -> None:
 
 def test_memory_that_is_no_mapping_is_not_pinned() -> None:
     gpu = FakeGpu()
-    assert not Pins(gpu).has(memoryview(bytearray(8)))
+    assert not PinnedMemory(gpu).has(memoryview(bytearray(8)))
     assert gpu.pins == 0

@@ -11,7 +11,7 @@ from bench.gpu.device import Site, note_gpu, options_of
 from bench.report import Result, begin, finish
 from kvmig.core.errors import KvmigError
 from kvmig.kernels import select
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 GIB = 1 << 30
 
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     result.summary["device_copy_gb_s"] = site.copy_ceiling(nbytes)
     result.summary["bf16_matmul_tflops"] = matmul_tflops(site, size)
     if site.device == "cuda":
-        lowest, highest = Driver().stream_priorities()
+        lowest, highest = CudaDriver().stream_priorities()
         result.summary["lowest_stream_priority"] = lowest
         result.summary["highest_stream_priority"] = highest
     return finish(result, options)

@@ -15,7 +15,7 @@ from bench.gpu.device import POISON, Deadline, Site, Way, note_gpu, options_of
 from bench.report import begin, finish, say
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
-from kvmig.kernels.reference import Reference
+from kvmig.kernels.reference import ReferenceKernels
 
 MOST_S = 48.0
 GUARD = 4096
@@ -74,7 +74,7 @@ def check_copy(site: Site, way: Way, runs: tuple[int, ...], gap: int, workers: i
         src, dst, src_ids, dst_ids, checksums=way.summing, stream=site.stream, workers=workers
     ).wait()
     site.settle()
-    wanted = Reference("cpu").copy(host_src, host_dst, *ids, checksums=way.summing).wait()
+    wanted = ReferenceKernels("cpu").copy(host_src, host_dst, *ids, checksums=way.summing).wait()
     return _compared(target, sums, wanted)
 
 

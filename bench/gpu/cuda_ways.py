@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from bench.gpu.device import TMA, Way
 from kvmig.core.layout import Region
 from kvmig.kernels.api import Finished, Ids, Kernels, Pending
-from kvmig.kernels.driver import Driver, current_device
+from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
 
 
@@ -30,7 +30,7 @@ def engine() -> Way:
         stream: int,
         workers: int,
     ) -> Pending:
-        Driver(current_device()).copy_blocks(src, dst, src_ids, dst_ids, stream)
+        CudaDriver(current_device()).copy_blocks(src, dst, src_ids, dst_ids, stream)
         return Finished([])
 
     return Way("engine", copy, capped=False, summing=False)

@@ -14,7 +14,7 @@ from bench.report import Result, say
 from kvmig.core.errors import KvmigError
 from kvmig.engines.gate import PARTS
 from kvmig.engines.shares import groups_of
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.green import GreenStream, smallest_groups, under_mps
 
 SHARES = (3, 4, 5, 8)
@@ -66,7 +66,7 @@ def on_shares(result: Result, width: int) -> None:
         result.samples.append({"what": "shares", "reason": "torch has no CUDA here"})
         return
     measure(result, Site("cuda"), PARTS, width)
-    summary, gpu = result.summary, Driver()
+    summary, gpu = result.summary, CudaDriver()
     try:
         summary["mps"] = float(under_mps(gpu))
         groups = smallest_groups(gpu)

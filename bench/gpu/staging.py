@@ -11,7 +11,7 @@ from typing import Any
 
 from kvmig.kernels import ipc
 from kvmig.kernels.api import Device
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class HostStaging:
 class CudaStaging:
     """Memory of the GPU's, made or mapped."""
 
-    mapping: ipc.Mapping
-    driver: Driver
+    mapping: ipc.DeviceMapping
+    driver: CudaDriver
     name: Name
 
     @property
@@ -72,7 +72,7 @@ def create(device: Device, nbytes: int) -> Staging:
     """Raises KvmigError."""
     if device == "cpu":
         return HostStaging(shared_memory.SharedMemory(create=True, size=nbytes), owned=True)
-    driver = Driver()
+    driver = CudaDriver()
     mapping, descriptor = ipc.create(driver, nbytes)
     try:
         return CudaStaging(mapping, driver, CudaName(DupFd(descriptor), mapping.size))
@@ -84,7 +84,7 @@ def open_named(name: Name) -> Staging:
     """The other process's. Raises KvmigError."""
     if isinstance(name, str):
         return HostStaging(shared_memory.SharedMemory(name=name), owned=False)
-    driver, descriptor = Driver(), name.descriptor.detach()
+    driver, descriptor = CudaDriver(), name.descriptor.detach()
     try:
         return CudaStaging(ipc.open_descriptor(driver, descriptor, name.size), driver, name)
     finally:

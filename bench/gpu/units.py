@@ -22,8 +22,8 @@ from kvmig.core.layout import Region
 from kvmig.engines.backing import Backing, Madvise, Vmm
 from kvmig.engines.gate import PARTS
 from kvmig.kernels.copy import address_of
-from kvmig.kernels.driver import Driver
-from kvmig.kernels.vmm import Addresses, page_bytes
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.vmm import AddressRange, page_bytes
 
 LAYERS, ROUNDS = 16, 5
 """As many pages come and go at once as a group of blocks has layers."""
@@ -62,12 +62,12 @@ def measure(result: Result, backing: Backing, groups: int, touch: Callable[[int]
 
 def on_gpu(result: Result, groups: int, start_bytes: int) -> None:
     """start_bytes: of addresses that an engine starts with."""
-    gpu = Driver()
+    gpu = CudaDriver()
     page = page_bytes(gpu)
-    with closing(Addresses(gpu, start_bytes)) as addresses:
+    with closing(AddressRange(gpu, start_bytes)) as addresses:
         result.summary["cover_s"] = seconds(addresses.cover)
         result.summary["uncover_s"] = seconds(lambda: addresses.drop(addresses.pages))
-    with closing(Addresses(gpu, LAYERS * groups * page)) as addresses:
+    with closing(AddressRange(gpu, LAYERS * groups * page)) as addresses:
 
         def touch(group: int) -> bytes:
             at = addresses.address + group * page

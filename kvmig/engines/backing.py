@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.core.layout import Region
-from kvmig.kernels.vmm import Addresses
+from kvmig.kernels.vmm import AddressRange
 
 _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15
 
@@ -70,7 +70,7 @@ class Vmm:
     Driven on the tests' GPUs; not yet measured on a real one.
     """
 
-    def __init__(self, addresses: Addresses, regions: Sequence[Region], num_blocks: int) -> None:
+    def __init__(self, addresses: AddressRange, regions: Sequence[Region], num_blocks: int) -> None:
         """regions: among the addresses. Raises UnsupportedLayout."""
         self.group = group_of(regions, num_blocks, addresses.page, addresses.address)
         self.group_bytes = self.group * sum(one.block_stride for one in regions)

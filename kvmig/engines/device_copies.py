@@ -18,11 +18,11 @@ from contextlib import ExitStack, contextmanager
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.block_copies import Pass, Plan
 from kvmig.kernels.api import Kernels, Pending
-from kvmig.kernels.arrays import Memory, memory_of
+from kvmig.kernels.arrays import ArrayMemory, memory_of
 from kvmig.kernels.copy import checked, start_copy
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.gpu import GpuKernels
-from kvmig.kernels.pinned import Pins
+from kvmig.kernels.pinned import PinnedMemory
 from kvmig.kernels.select import kernels
 from kvmig.kernels.side_stream import SideStream
 
@@ -55,7 +55,7 @@ class DeviceCopies:
     def __init__(
         self,
         plan: Plan,
-        device: Driver,
+        device: CudaDriver,
         by: Kernels,
         steps_overlap: bool,
         scratch_bytes: int = SCRATCH_BYTES,
@@ -85,7 +85,7 @@ class DeviceCopies:
             if not self._straight:
                 self._scratch = device.allocate(self._nbytes)
                 held.callback(device.free, self._scratch)
-            self._pins = Pins(device)
+            self._pins = PinnedMemory(device)
             held.callback(self._pins.close)
             self._held = held.pop_all()
 
@@ -151,7 +151,7 @@ class DeviceCopies:
             stream.settle()
         self._held.close()
 
-    def _checked(self, ids: Sequence[int], buffer: memoryview) -> Memory:
+    def _checked(self, ids: Sequence[int], buffer: memoryview) -> ArrayMemory:
         memory, needed = memory_of(buffer), len(ids) * self._plan.unit_bytes
         if memory.nbytes < needed:
             raise ValueError(
@@ -239,7 +239,7 @@ class StepMarks:
     of the call before is the right one.
     """
 
-    def __init__(self, device: Driver, overlap: bool) -> None:
+    def __init__(self, device: CudaDriver, overlap: bool) -> None:
         self._device = device
         self._events: deque[int] = deque()
         for _ in range(2 if overlap else 1):
@@ -270,7 +270,7 @@ class StepMarks:
 def load(plan: Plan, gpu: int, steps_overlap: bool) -> DeviceCopies:
     """Copies on a GPU of this process, tested before the engine's first step. Raises
     KernelUnavailable with the reason if that can't be."""
-    device = Driver(gpu)
+    device = CudaDriver(gpu)
     device.enter()
     copies = DeviceCopies(plan, device, kernels("cuda"), steps_overlap)
     try:

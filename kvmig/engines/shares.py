@@ -23,8 +23,8 @@ from contextlib import ExitStack, contextmanager
 
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.engines.gate import PARTS, ComputeShares
-from kvmig.kernels.driver import Driver
-from kvmig.kernels.green import GreenStream, Resource, smallest_groups, under_mps
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.green import GreenStream, SmResource, smallest_groups, under_mps
 
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
@@ -45,7 +45,7 @@ class SmShares:
     """An engine's streams. Raises ConfigError for a share that is less than the GPU's smallest
     group of SMs, KvmigError in the driver's words where that has no such streams."""
 
-    def __init__(self, driver: Driver, wanted: ComputeShares, unit: str) -> None:
+    def __init__(self, driver: CudaDriver, wanted: ComputeShares, unit: str) -> None:
         """unit: its path; the other engines of the unit should get other SMs."""
         self.streams: dict[int, GreenStream] = {}
         """Streams by number of parts; a share of all parts has none."""
@@ -65,7 +65,7 @@ class SmShares:
         self._held.close()
 
 
-def open_shares(driver: Driver, wanted: ComputeShares, unit: str) -> SmShares | str:
+def open_shares(driver: CudaDriver, wanted: ComputeShares, unit: str) -> SmShares | str:
     """The streams, or why there are none, in a few words. Raises ConfigError."""
     if os.environ.get(PERCENTAGE, "100") != "100":
         return f"{PERCENTAGE} is {os.environ[PERCENTAGE]}, which limits all of its steps alike"
@@ -96,7 +96,7 @@ def place_in(unit: str) -> Iterator[int]:
             return
 
 
-def _too_small(wanted: ComputeShares, parts: int, groups: Sequence[Resource]) -> str:
+def _too_small(wanted: ComputeShares, parts: int, groups: Sequence[SmResource]) -> str:
     size, count = groups[0].sms, len(groups)
     least = -(-PARTS // count)
     return (

@@ -21,7 +21,7 @@ _DEVICES: dict[int, Device] = {1: "cpu", 2: "cuda", 3: "cpu", 13: "cuda"}
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ArrayMemory:
     """A contiguous array's bytes. Keep the array alive as long as they are used."""
 
     address: int
@@ -29,7 +29,7 @@ class Memory:
     device: Device
 
 
-def memory_of(array: Any) -> Memory:
+def memory_of(array: Any) -> ArrayMemory:
     """The memory of a contiguous array.
 
     Raises ValueError for arrays with gaps or of other devices, and TypeError for anything that
@@ -40,7 +40,7 @@ def memory_of(array: Any) -> Memory:
     if (interface := getattr(array, "__cuda_array_interface__", None)) is not None:
         return _cuda(interface)
     if isinstance(array, memoryview) and _of_a_gpu(array):
-        return Memory(_address(array), array.nbytes, "cuda")
+        return ArrayMemory(_address(array), array.nbytes, "cuda")
     try:
         view = memoryview(array)
     except TypeError:
@@ -49,7 +49,7 @@ def memory_of(array: Any) -> Memory:
         ) from None
     if not view.c_contiguous:
         raise ValueError(f"an array of shape {view.shape} is not contiguous")
-    return Memory(address_of(view), view.nbytes, "cpu")
+    return ArrayMemory(address_of(view), view.nbytes, "cpu")
 
 
 def address_of(buffer: Buffer) -> int:
@@ -71,13 +71,13 @@ def _of_a_gpu(view: memoryview) -> bool:
     return hasattr(view.obj, "__cuda_array_interface__")
 
 
-def _cuda(interface: dict[str, Any]) -> Memory:
+def _cuda(interface: dict[str, Any]) -> ArrayMemory:
     """Version 3 of the CUDA array interface."""
     shape, itemsize = tuple(interface["shape"]), np.dtype(interface["typestr"]).itemsize
     strides = interface.get("strides")
     if strides is not None:
         _contiguous(shape, tuple(stride // itemsize for stride in strides))
-    return Memory(interface["data"][0], _count(shape) * itemsize, "cuda")
+    return ArrayMemory(interface["data"][0], _count(shape) * itemsize, "cuda")
 
 
 class _DLTensor(ctypes.Structure):
@@ -97,7 +97,7 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-def _dlpack(array: Any) -> Memory:
+def _dlpack(array: Any) -> ArrayMemory:
     kind = int(array.__dlpack_device__()[0])
     if kind not in _DEVICES:
         raise ValueError(f"an array of DLPack device type {kind} is neither the host's nor CUDA's")
@@ -110,7 +110,7 @@ def _dlpack(array: Any) -> Memory:
     if tensor.strides:
         _contiguous(shape, tuple(tensor.strides[: tensor.ndim]))
     nbytes = _count(shape) * tensor.bits * tensor.lanes // 8
-    return Memory((tensor.data or 0) + tensor.byte_offset, nbytes, device)
+    return ArrayMemory((tensor.data or 0) + tensor.byte_offset, nbytes, device)
 
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer

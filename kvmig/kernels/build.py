@@ -35,7 +35,7 @@ TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BuildRecipe:
     """How one library is made. `compiler` gives the command to which files are added.
 
     Raises KernelUnavailable there if it isn't installed.
@@ -56,15 +56,15 @@ class Recipe:
         return digest.hexdigest()[:16]
 
 
-def cpu() -> Recipe:
+def cpu() -> BuildRecipe:
     """libkvmig_cpu."""
-    return Recipe("libkvmig_cpu", SOURCES, HEADERS, lambda: [*compiler(), *FLAGS])
+    return BuildRecipe("libkvmig_cpu", SOURCES, HEADERS, lambda: [*compiler(), *FLAGS])
 
 
-def cuda() -> Recipe:
+def cuda() -> BuildRecipe:
     """libkvmig_cuda. CUDA's run-time library is part of it, so any driver new enough will do."""
     link = ("-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
-    return Recipe("libkvmig_cuda", CUDA_SOURCES, CUDA_HEADERS, cuda_compiler, link)
+    return BuildRecipe("libkvmig_cuda", CUDA_SOURCES, CUDA_HEADERS, cuda_compiler, link)
 
 
 def compiler() -> list[str]:
@@ -122,7 +122,7 @@ def wants_cuda() -> bool:
             raise KernelUnavailable(f"KVMIG_CUDA={other} is neither 0 nor 1")
 
 
-def compile_library(output: Path, recipe: Recipe | None = None) -> None:
+def compile_library(output: Path, recipe: BuildRecipe | None = None) -> None:
     """Build a library (cpu's) at `output`; whoever looks there sees all of it or none.
 
     Raises KernelUnavailable with the compiler's own words.
@@ -145,7 +145,7 @@ def find_ninja() -> str | None:
     return shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
 
 
-def ninja_file(recipe: Recipe, command: list[str], output: Path) -> str:
+def ninja_file(recipe: BuildRecipe, command: list[str], output: Path) -> str:
     """One object a source, compiled side by side, and the library from all of them."""
     compiling = shlex.join(command).replace("$", "$$")
     linking = shlex.join([*command, "-shared", *recipe.link]).replace("$", "$$")
@@ -181,7 +181,7 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def cached_library(recipe: Recipe | None = None) -> Path:
+def cached_library(recipe: BuildRecipe | None = None) -> Path:
     """The library (cpu's) of these sources from the user's cache; built if missing.
 
     Raises KernelUnavailable.

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 
 from kvmig.kernels.api import DONE_TIMEOUT_S
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 SMALLEST = 1 << 12
 _SPIN_S = 200e-6
@@ -30,7 +30,7 @@ class CallMemory:
     event: int
 
 
-class Queued:
+class QueuedCall:
     """A call on its way: a `face.Pending`."""
 
     def __init__(self, pool: CallMemoryPool, memory: CallMemory, sums_at: int, count: int) -> None:
@@ -71,10 +71,10 @@ class Queued:
 class CallMemoryPool:
     """A pool as large as the most calls that were ever in flight at once."""
 
-    def __init__(self, device: Driver) -> None:
+    def __init__(self, device: CudaDriver) -> None:
         self._device = device
         self._free: list[CallMemory] = []
-        self._flying: list[Queued] = []
+        self._flying: list[QueuedCall] = []
         self._unmarked: list[CallMemory] = []
         self.lock = threading.Lock()
 
@@ -88,7 +88,7 @@ class CallMemoryPool:
                     return memory
         return self._make(max(SMALLEST, 1 << (nbytes - 1).bit_length()))
 
-    def fly(self, memory: CallMemory, stream: int, sums_at: int = 0, count: int = 0) -> Queued:
+    def fly(self, memory: CallMemory, stream: int, sums_at: int = 0, count: int = 0) -> QueuedCall:
         """What is queued on `stream` now is the call that uses `memory`.
 
         Raises KvmigError if the device can't mark the call's end. The call may run, so nobody
@@ -100,7 +100,7 @@ class CallMemoryPool:
             with self.lock:
                 self._unmarked.append(memory)
             raise
-        call = Queued(self, memory, sums_at, count)
+        call = QueuedCall(self, memory, sums_at, count)
         with self.lock:
             self._flying.append(call)
         return call

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import abi, api, build
-from kvmig.kernels.driver import Driver, current_device, version
+from kvmig.kernels.driver import CudaDriver, current_device, version
 from kvmig.kernels.gpu import GpuKernels
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cuda.so"
@@ -34,7 +34,7 @@ def check(status: int) -> None:
     abi.check(status)
 
 
-class Library:
+class CudaLibrary:
     """A `gpu.Launcher`: the library's own launches."""
 
     name = "cuda"
@@ -56,13 +56,13 @@ def load(device: api.Device) -> GpuKernels:
     """The kernels on the calling thread's GPU (else the first). Raises KernelUnavailable."""
     if device != "cuda":
         raise KernelUnavailable(f"the CUDA library is not for memory of the {device}")
-    return on(current_device())
+    return kernels_on(current_device())
 
 
 @functools.cache
-def on(ordinal: int) -> GpuKernels:
+def kernels_on(ordinal: int) -> GpuKernels:
     """The kernels on one GPU of this process. Raises KernelUnavailable."""
-    return GpuKernels(Library(library()), Driver(ordinal))
+    return GpuKernels(CudaLibrary(library()), CudaDriver(ordinal))
 
 
 @functools.cache

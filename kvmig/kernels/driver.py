@@ -42,7 +42,7 @@ _IN_STREAM_ORDER, _BESIDE_KERNELS = 1, 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
 
-class Driver:
+class CudaDriver:
     """The calls on one device; from any thread. Raises KernelUnavailable if it can't be used."""
 
     def __init__(self, device: int = 0) -> None:

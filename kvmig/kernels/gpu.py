@@ -16,12 +16,12 @@ from kvmig.core.layout import Region
 from kvmig.kernels import abi, api
 from kvmig.kernels.api import Finished, Ids, Pending
 from kvmig.kernels.call_memory import CallMemoryPool
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 _SUM_BYTES = 8
 
 
-class Launcher(Protocol):
+class KernelLauncher(Protocol):
     """The functions of csrc/kvmig.h that launch, with their arguments as integers.
 
     They raise ValueError, KernelUnavailable or KvmigError, as `abi.check` does.
@@ -39,7 +39,7 @@ class GpuKernels:
 
     device: api.Device = "cuda"
 
-    def __init__(self, launcher: Launcher, device: Driver) -> None:
+    def __init__(self, launcher: KernelLauncher, device: CudaDriver) -> None:
         self._launcher = launcher
         self._device = device
         self._pool = CallMemoryPool(device)

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from ctypes import byref, c_int, c_ubyte, c_uint, c_void_p
 
 from kvmig.core.errors import KvmigError
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 _SMS, _DEFAULT_STREAM, _NON_BLOCKING = 1, 1, 1
 """CU_DEV_RESOURCE_TYPE_SM, CU_GREEN_CTX_DEFAULT_STREAM, CU_STREAM_NON_BLOCKING."""
 _MPS_ENABLED = 133
 
 
-class Resource(ctypes.Structure):
+class SmResource(ctypes.Structure):
     """CUdevResource, of SMs; filled by the driver alone."""
 
     _fields_ = (
@@ -33,20 +33,20 @@ class Resource(ctypes.Structure):
     )
 
 
-def under_mps(driver: Driver) -> bool:
+def under_mps(driver: CudaDriver) -> bool:
     """Whether other processes' work runs beside this one's on the device, by a daemon of MPS."""
     return bool(driver.attribute(_MPS_ENABLED))
 
 
-def smallest_groups(driver: Driver) -> list[Resource]:
+def smallest_groups(driver: CudaDriver) -> list[SmResource]:
     """The device's SMs in groups as small as it has them, all of one size: 8 SMs on sm_90, 4 on
     sm_80. A few SMs may be in none."""
-    whole, count = Resource(), c_uint()
+    whole, count = SmResource(), c_uint()
     driver.call("cuDeviceGetDevResource", _device(driver), byref(whole), c_int(_SMS))
     least = c_uint(0), c_uint(1)  # no flags; one SM, which the driver rounds up
     split = "cuDevSmResourceSplitByCount"
     driver.call(split, None, byref(count), byref(whole), None, *least)
-    groups = (Resource * count.value)()
+    groups = (SmResource * count.value)()
     driver.call(split, groups, byref(count), byref(whole), None, *least)
     return list(groups)[: count.value]
 
@@ -54,11 +54,11 @@ def smallest_groups(driver: Driver) -> list[Resource]:
 class GreenStream:
     """A stream whose work takes these groups of SMs, of one call of `smallest_groups`."""
 
-    def __init__(self, driver: Driver, groups: Sequence[Resource]) -> None:
+    def __init__(self, driver: CudaDriver, groups: Sequence[SmResource]) -> None:
         self.sms = sum(group.sms for group in groups)
         self._driver = driver
         described, self._context, stream = c_void_p(), c_void_p(), c_void_p()
-        array = (Resource * len(groups))(*groups)
+        array = (SmResource * len(groups))(*groups)
         driver.call("cuDevResourceGenerateDesc", byref(described), array, c_uint(len(groups)))
         flags = c_uint(_DEFAULT_STREAM)
         driver.call("cuGreenCtxCreate", byref(self._context), described, _device(driver), flags)
@@ -77,7 +77,7 @@ class GreenStream:
         self._driver.call("cuGreenCtxDestroy", self._context)
 
 
-def _device(driver: Driver) -> c_int:
+def _device(driver: CudaDriver) -> c_int:
     found = c_int()
     driver.call("cuDeviceGet", byref(found), c_int(driver.ordinal))
     return found

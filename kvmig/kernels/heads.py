@@ -1,7 +1,7 @@
 """Head-wise blocks of a KV cache: which units are free, and in which rows tokens lie.
 
-csrc/heads.h says what a unit, a block and its table are. `Native` is that library, `Reference` the
-same in NumPy: the oracle of its tests, and what runs without a compiler.
+csrc/heads.h says what a unit, a block and its table are. `NativeHeads` is that library,
+`ReferenceHeads` the same in NumPy: the oracle of its tests, and what runs without a compiler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 log = logging.getLogger(__name__)
 
 
-class Heads(Protocol):
+class HeadUnits(Protocol):
     """Units [0, n), of which some are free. One thread at a time."""
 
     @property
@@ -46,7 +46,7 @@ class Heads(Protocol):
         ...
 
 
-class Reference:
+class ReferenceHeads:
     """The operations in NumPy."""
 
     def __init__(self, units: Ints) -> None:
@@ -79,7 +79,7 @@ class Reference:
         return rows
 
 
-class Native:
+class NativeHeads:
     """The operations of the C++ library. Raises KernelUnavailable where there is none."""
 
     def __init__(self, units: Ints) -> None:
@@ -122,10 +122,10 @@ class Native:
         return self._free.ctypes.data, self._count.ctypes.data, self._held.ctypes.data
 
 
-def heads(units: Ints) -> Heads:
+def heads(units: Ints) -> HeadUnits:
     """Free units, managed by the fastest implementation there is."""
     try:
-        return Native(units)
+        return NativeHeads(units)
     except KernelUnavailable as error:
         log.warning("head-wise blocks are managed by NumPy, which is slower: %s", error)
-        return Reference(units)
+        return ReferenceHeads(units)

@@ -14,7 +14,7 @@ from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from dataclasses import dataclass
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 _PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0
 _DESCRIPTOR = 1
@@ -62,14 +62,14 @@ _LEGACY = 13
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class DeviceMapping:
     """`size` bytes of device memory in this process's address space."""
 
     address: int
     size: int
 
 
-def properties(driver: Driver, handle_types: int = 0) -> _Properties:
+def properties(driver: CudaDriver, handle_types: int = 0) -> _Properties:
     """Properties of the device's memory. handle_types: how other processes open it; 0: none."""
     return _Properties(
         type=_PINNED,
@@ -79,7 +79,7 @@ def properties(driver: Driver, handle_types: int = 0) -> _Properties:
     )
 
 
-def create(driver: Driver, nbytes: int) -> tuple[Mapping, int]:
+def create(driver: CudaDriver, nbytes: int) -> tuple[DeviceMapping, int]:
     """New memory of `nbytes` or a little more, and its descriptor, which the caller closes."""
     if not driver.attribute(_CAN_EXPORT):
         raise KernelUnavailable(f"GPU {driver.ordinal} can't share memory by file descriptors")
@@ -99,7 +99,7 @@ def create(driver: Driver, nbytes: int) -> tuple[Mapping, int]:
             raise
 
 
-def open_descriptor(driver: Driver, descriptor: int, size: int) -> Mapping:
+def open_descriptor(driver: CudaDriver, descriptor: int, size: int) -> DeviceMapping:
     """Map another process's memory for `driver`'s device; the descriptor stays open."""
     handle = c_uint64()
     shared = c_void_p(descriptor), c_int(_DESCRIPTOR)
@@ -110,7 +110,7 @@ def open_descriptor(driver: Driver, descriptor: int, size: int) -> Mapping:
         driver.call("cuMemRelease", handle)
 
 
-def let(driver: Driver, mapping: Mapping) -> None:
+def let(driver: CudaDriver, mapping: DeviceMapping) -> None:
     """Let `driver`'s device use memory that this process has mapped for another."""
     access = _Access(_Location(_ON_DEVICE, driver.ordinal), _READ_AND_WRITE)
     there = c_void_p(mapping.address), c_size_t(mapping.size)
@@ -118,7 +118,7 @@ def let(driver: Driver, mapping: Mapping) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class SharedAllocation:
     """An address in a process's memory, for others: `offset` behind where that memory begins."""
 
     gpu: int
@@ -126,7 +126,7 @@ class Allocation:
     offset: int
 
 
-def export_allocation(driver: Driver, address: int) -> Allocation:
+def export_allocation(driver: CudaDriver, address: int) -> SharedAllocation:
     """What another process needs to open the allocation that holds `address`."""
     capable, base, size = ctypes.c_uint64(), c_void_p(), c_size_t()
     there, handle = c_void_p(address), _Handle()
@@ -138,10 +138,10 @@ def export_allocation(driver: Driver, address: int) -> Allocation:
         )
     driver.call("cuMemGetAddressRange_v2", byref(base), byref(size), there)
     driver.call("cuIpcGetMemHandle", byref(handle), base)
-    return Allocation(driver.ordinal, bytes(handle), address - int(base.value or 0))
+    return SharedAllocation(driver.ordinal, bytes(handle), address - int(base.value or 0))
 
 
-def open_allocation(driver: Driver, exported: Allocation) -> int:
+def open_allocation(driver: CudaDriver, exported: SharedAllocation) -> int:
     """Map another process's allocation for `driver`'s device, until `close_allocation`;
     returns its address.
 
@@ -157,12 +157,12 @@ def open_allocation(driver: Driver, exported: Allocation) -> int:
     return int(base.value or 0) + exported.offset
 
 
-def close_allocation(driver: Driver, exported: Allocation, address: int) -> None:
+def close_allocation(driver: CudaDriver, exported: SharedAllocation, address: int) -> None:
     """Undo `open_allocation`; no copy may be running."""
     driver.call("cuIpcCloseMemHandle", c_void_p(address - exported.offset))
 
 
-def close(driver: Driver, mapping: Mapping) -> None:
+def close(driver: CudaDriver, mapping: DeviceMapping) -> None:
     """Unmap, on whatever thread; nothing may use the memory here any more."""
     there = c_void_p(mapping.address), c_size_t(mapping.size)
     driver.call_outside("cuMemUnmap", *there)
@@ -186,7 +186,7 @@ def view(address: int, nbytes: int, owner: object) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def _map(driver: Driver, handle: c_uint64, size: int) -> Mapping:
+def _map(driver: CudaDriver, handle: c_uint64, size: int) -> DeviceMapping:
     address, length, nothing = c_void_p(), c_size_t(size), c_uint64(0)
     anywhere = c_size_t(0), c_void_p(0), nothing
     driver.call("cuMemAddressReserve", byref(address), length, *anywhere)
@@ -194,7 +194,7 @@ def _map(driver: Driver, handle: c_uint64, size: int) -> Mapping:
         undo.callback(driver.call, "cuMemAddressFree", address, length)
         driver.call("cuMemMap", address, length, c_size_t(0), handle, nothing)
         undo.callback(driver.call, "cuMemUnmap", address, length)
-        mapping = Mapping(int(address.value or 0), size)
+        mapping = DeviceMapping(int(address.value or 0), size)
         let(driver, mapping)
         undo.pop_all()
     return mapping

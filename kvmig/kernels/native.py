@@ -20,7 +20,7 @@ PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cpu.so"
 log = logging.getLogger(__name__)
 
 
-class Native:
+class NativeKernels:
     """One loaded library. Raises KernelUnavailable if it can't be used."""
 
     name = "cpu"
@@ -61,14 +61,14 @@ class Native:
         return Finished(sums.tolist())
 
 
-def load(device: Device = "cpu") -> Native:
+def load(device: Device = "cpu") -> NativeKernels:
     """The library that was installed; if there is none that fits, one built for this user.
 
     Raises KernelUnavailable.
     """
     if device != "cpu":
         raise KernelUnavailable(f"the C++ kernels can't reach the memory of {device}")
-    return Native(_path())
+    return NativeKernels(_path())
 
 
 def library() -> ctypes.CDLL:

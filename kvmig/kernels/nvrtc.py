@@ -14,7 +14,7 @@ import numpy as np
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import api, build
-from kvmig.kernels.driver import Driver, current_device, version
+from kvmig.kernels.driver import CudaDriver, current_device, version
 from kvmig.kernels.gpu import GpuKernels
 
 HEADERS = ("copy.cuh",)
@@ -30,7 +30,7 @@ _SUM_BYTES = 8
 def source() -> str:
     """What is compiled. CuPy's cache doesn't look into headers, so their hash is in it."""
     recipe = build.cuda()
-    head = f"// {build.Recipe.fingerprint(recipe, list(HEADERS))}\n"
+    head = f"// {build.BuildRecipe.fingerprint(recipe, list(HEADERS))}\n"
     return head + "".join(f'#include "{name}"\n' for name in HEADERS)
 
 
@@ -47,12 +47,12 @@ def constants() -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(pattern, text)}
 
 
-class Cupy:
+class CupyLauncher:
     """A `gpu.Launcher` over the kernels themselves. Raises KernelUnavailable without CuPy."""
 
     name = "nvrtc"
 
-    def __init__(self, device: Driver) -> None:
+    def __init__(self, device: CudaDriver) -> None:
         self._device = device
         try:
             self._cupy: Any = importlib.import_module("cupy")
@@ -101,11 +101,11 @@ def load(device: api.Device) -> GpuKernels:
     """The kernels on the calling thread's GPU (else the first). Raises KernelUnavailable."""
     if device != "cuda":
         raise KernelUnavailable(f"kernels of NVRTC are not for memory of the {device}")
-    return on(current_device())
+    return kernels_on(current_device())
 
 
 @functools.cache
-def on(ordinal: int) -> GpuKernels:
+def kernels_on(ordinal: int) -> GpuKernels:
     """The kernels on one GPU of this process. Raises KernelUnavailable."""
-    driver = Driver(ordinal)
-    return GpuKernels(Cupy(driver), driver)
+    driver = CudaDriver(ordinal)
+    return GpuKernels(CupyLauncher(driver), driver)

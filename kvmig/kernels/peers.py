@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 TIMEOUT_S = 60.0
 
@@ -38,7 +38,7 @@ def unreached(gpus: int) -> list[int]:
 def main() -> None:
     """The process that asks."""
     try:
-        first = Driver(0)
+        first = CudaDriver(0)
         missed = [gpu for gpu in range(1, int(sys.argv[1])) if not first.reaches(gpu)]
     except KvmigError as error:
         sys.exit(str(error))

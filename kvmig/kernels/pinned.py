@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvmig.core.errors import KvmigError
 from kvmig.kernels.arrays import address_of
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 MOST = 40
 """Mappings that are kept, those used last: of as many sources as have inboxes, and one's own."""
@@ -28,10 +28,10 @@ class _Mapping:
     pinned: bool
 
 
-class Pins:
+class PinnedMemory:
     """One thread uses it, and no copy is under way when it does."""
 
-    def __init__(self, device: Driver, most: int = MOST) -> None:
+    def __init__(self, device: CudaDriver, most: int = MOST) -> None:
         self._device = device
         self._most = most
         self._known: OrderedDict[int, _Mapping] = OrderedDict()

@@ -20,7 +20,7 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 
-class Reference:
+class ReferenceKernels:
     """Plain torch on one device."""
 
     name = "reference"
@@ -109,11 +109,11 @@ class _CudaBytes:
         }
 
 
-def load(device: Device) -> Reference:
+def load(device: Device) -> ReferenceKernels:
     """Raises KernelUnavailable if torch can't use the device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise KernelUnavailable("torch sees no GPU")
-    return Reference(device)
+    return ReferenceKernels(device)
 
 
 def _mix64(z: torch.Tensor) -> torch.Tensor:

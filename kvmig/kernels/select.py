@@ -16,7 +16,7 @@ import numpy as np
 from kvmig.core.errors import ConfigError, KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels.api import Device, Kernels
-from kvmig.kernels.driver import Driver, current_device
+from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
 
 VARIABLE = "KVMIG_KERNELS"
@@ -96,7 +96,7 @@ def load(name: str, device: Device) -> Kernels:
 
 def _try_out(kernels: Kernels) -> None:
     """Launch each kernel once: what is compiled, made or refused at its first use is so now."""
-    gpu, ids = Driver(current_device()), np.zeros(1, np.int64)
+    gpu, ids = CudaDriver(current_device()), np.zeros(1, np.int64)
     memory = gpu.allocate(2 * TRIAL_BYTES)
     here, there = (
         [Region(address, TRIAL_BYTES, TRIAL_BYTES)] for address in (memory, memory + TRIAL_BYTES)

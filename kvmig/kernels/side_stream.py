@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvmig.kernels.api import DONE_TIMEOUT_S
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 _SPIN_S = 200e-6
 _POLL_S = 50e-6
@@ -14,7 +14,7 @@ _POLL_S = 50e-6
 class SideStream:
     """`handle`, a cudaStream_t; one thread queues on it. Raises KvmigError."""
 
-    def __init__(self, device: Driver, priority: int = 0) -> None:
+    def __init__(self, device: CudaDriver, priority: int = 0) -> None:
         self._device = device
         self._end = device.new_event()
         try:

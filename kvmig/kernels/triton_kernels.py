@@ -17,7 +17,7 @@ from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import triton_copy
 from kvmig.kernels.api import Device, Finished, Ids, Pending
-from kvmig.kernels.triton_launch import Launcher, alignment, power_of_two
+from kvmig.kernels.triton_launch import TritonLauncher, alignment, power_of_two
 
 COPY_TILE = 32 << 10
 """Bytes that a CTA has under way: a KV run of most models in one to a few tiles."""
@@ -48,7 +48,7 @@ class TritonKernels:
         on = torch.device("cpu")
         if device == "cuda":
             on = torch.device("cuda", torch.cuda.current_device())
-        self._launcher = Launcher(on)
+        self._launcher = TritonLauncher(on)
 
     def copy(
         self,

@@ -33,7 +33,7 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-class Launcher:
+class TritonLauncher:
     """One device: a GPU, or the CPU where Triton's interpreter stands in for one."""
 
     def __init__(self, device: torch.device) -> None:
@@ -77,11 +77,11 @@ class Launcher:
             host.copy_(sums, non_blocking=True)
         end = torch.cuda.Event()
         end.record()
-        return Queued(end, host)
+        return QueuedWork(end, host)
 
 
 @dataclass(frozen=True, slots=True)
-class Queued:
+class QueuedWork:
     """Work on a CUDA stream. `sums`: pinned host memory, whole once `end` has come."""
 
     end: torch.cuda.Event

@@ -10,20 +10,20 @@ from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
 from kvmig.core.errors import KvmigError
 from kvmig.kernels import ipc
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 
-def page_bytes(driver: Driver) -> int:
+def page_bytes(driver: CudaDriver) -> int:
     """Size of the smallest page that can be mapped and unmapped."""
     grain, wanted = c_size_t(), ipc.properties(driver)
     driver.call("cuMemGetAllocationGranularity", byref(grain), byref(wanted), c_int(0))
     return grain.value
 
 
-class Addresses:
+class AddressRange:
     """`size` bytes of addresses from `address` on, of which pages of `page` bytes may be there."""
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
+    def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         """Reserve addresses of that many bytes, or a little more; none of them has memory."""
         self.driver = driver
         self._wanted = ipc.properties(driver)
@@ -84,7 +84,7 @@ class Addresses:
                 self.driver.call("cuMemMap", c_void_p(page), size, c_size_t(0), handle, nothing)
                 self.there.add(page)
                 came.append(page)
-                ipc.let(self.driver, ipc.Mapping(page, self.page))
+                ipc.let(self.driver, ipc.DeviceMapping(page, self.page))
         except KvmigError:
             self.drop(came)
             raise

@@ -33,7 +33,7 @@ from transformers.generation.continuous_batching.utils import (
 
 from kvmig.core.errors import ConfigError
 from kvmig.engines.transformers.config import EngineConfig
-from kvmig.kernels.heads import Heads, heads
+from kvmig.kernels.heads import HeadUnits, heads
 
 Cut = Literal["sectors", "head-wise"]
 ALIGNMENT = 128
@@ -100,7 +100,7 @@ class Pool:
         self.lock = threading.RLock()
         free = range(TRASH, self.num_units + TRASH)
         self.free_sectors = list(free) if cut == "sectors" else []
-        self.heads: Heads | None = None
+        self.heads: HeadUnits | None = None
         """Free units, where they are those of heads."""
         if cut == "head-wise":
             self.heads = heads(np.array(free, np.int64))

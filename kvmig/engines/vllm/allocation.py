@@ -26,8 +26,8 @@ from vllm.v1.worker import utils
 
 from kvmig.core.errors import StartupError
 from kvmig.kernels import driver
-from kvmig.kernels.driver import Driver
-from kvmig.kernels.vmm import Addresses, page_bytes
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.vmm import AddressRange, page_bytes
 
 _NORESERVE = 0x4000
 """MAP_NORESERVE, which Python's mmap has from 3.13 on."""
@@ -38,7 +38,7 @@ class Taken:
 
     def __init__(self, on_gpu: bool) -> None:
         self.times = 0
-        self.addresses: Addresses | None = None
+        self.addresses: AddressRange | None = None
         """Of a cache on a GPU."""
         self._on_gpu = on_gpu
 
@@ -54,7 +54,7 @@ class Taken:
         if not self._on_gpu:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.int8)
-        self.addresses = Addresses(Driver(driver.current_device()), nbytes)
+        self.addresses = AddressRange(CudaDriver(driver.current_device()), nbytes)
         self.addresses.cover()
         return tensor_at(self.addresses, nbytes)
 
@@ -73,7 +73,7 @@ def without_pages(device: str) -> Iterator[Taken]:
     ) -> list[KVCacheConfig]:
         """As many blocks as fill pages in each layer: those behind could never be given back."""
         configs = get_configs(config, specs, *more)
-        page = page_bytes(Driver(driver.current_device())) if on_gpu else mmap.PAGESIZE
+        page = page_bytes(CudaDriver(driver.current_device())) if on_gpu else mmap.PAGESIZE
         strides = {spec.page_size_bytes for one in specs for spec in one.values()}
         group = math.lcm(*(page // math.gcd(page, stride) for stride in strides))
         blocks = configs[0].num_blocks
@@ -93,7 +93,7 @@ def without_pages(device: str) -> Iterator[Taken]:
         )
 
 
-def tensor_at(addresses: Addresses, nbytes: int) -> torch.Tensor:
+def tensor_at(addresses: AddressRange, nbytes: int) -> torch.Tensor:
     """The first bytes there. Its address must have memory now, for torch asks whose it is."""
     # Not by vLLM's cumem allocator or a MemPool: those have one handle a tensor, all or nothing,
     # and DLPack takes a capsule made by hand. The array interface is an address, and no more.

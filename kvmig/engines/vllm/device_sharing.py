@@ -22,7 +22,7 @@ from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.phase import Phase
 from kvmig.engines.vllm.share_streams import ShareStreams, streams_for
-from kvmig.kernels.vmm import Addresses
+from kvmig.kernels.vmm import AddressRange
 
 
 class DeviceSharing:
@@ -30,7 +30,7 @@ class DeviceSharing:
 
     def __init__(self, config: VllmConfig, unit: UnitConfig | None) -> None:
         """unit: see `kvmig.engines.kind.EngineKind.make`."""
-        self.addresses: Addresses | None = None
+        self.addresses: AddressRange | None = None
         """The addresses of a GPU's cache whose memory comes and goes."""
         self.streams: ShareStreams | str = ""
         """What its steps take of the SMs, or why they take all."""

@@ -34,8 +34,8 @@ from kvmig.engines.vllm.subblocks import (
 from kvmig.engines.vllm.tables import Tables, layer_names
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
-from kvmig.kernels.driver import Driver
-from kvmig.kernels.ipc import Allocation
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.ipc import SharedAllocation
 
 START_TIMEOUT_S = 120.0
 
@@ -212,9 +212,11 @@ class SharedCache:
         ]
 
     def _open(self, executor: Executor, names: list[str]) -> list[RankCache]:
-        there: list[tuple[RankCache, Allocation]] = _call(executor, worker.export_cache, names)
+        there: list[tuple[RankCache, SharedAllocation]] = _call(
+            executor, worker.export_cache, names
+        )
         self.gpu = there[0][1].gpu
-        driver, ranks = Driver(self.gpu), []
+        driver, ranks = CudaDriver(self.gpu), []
         with contextlib.ExitStack() as opened:
             for cache, exported in there:
                 address = ipc.open_allocation(driver, exported)

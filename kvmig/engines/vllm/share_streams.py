@@ -23,7 +23,7 @@ from kvmig.engines.gate import ComputeShares
 from kvmig.engines.shares import SmShares, open_shares
 from kvmig.engines.vllm import worker
 from kvmig.kernels import driver
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 if TYPE_CHECKING:
     from kvmig.engines.vllm.core import StepCore
@@ -45,7 +45,7 @@ def streams_for(config: VllmConfig, unit: UnitConfig | None) -> Iterator[ShareSt
         yield NO_SMS
         return
     wanted = ComputeShares(*unit.shares)
-    shares = open_shares(Driver(driver.current_device()), wanted, unit.path)
+    shares = open_shares(CudaDriver(driver.current_device()), wanted, unit.path)
     if isinstance(shares, str):
         yield shares
         return

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.vllm.subblocks import LayerCache, Page, RankCache, merged
 from kvmig.kernels import ipc
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -94,12 +94,12 @@ def _pages(config: KVCacheConfig) -> tuple[Page, ...]:
     return merged(pages, config.num_blocks)
 
 
-def export_cache(worker: Any, layer_names: Sequence[str]) -> tuple[RankCache, ipc.Allocation]:
+def export_cache(worker: Any, layer_names: Sequence[str]) -> tuple[RankCache, ipc.SharedAllocation]:
     """Where this worker's KV cache lies on its GPU, and what another process needs to open it.
 
     It stays where it is: CUDA graphs hold its address. Raises KernelUnavailable.
     """
-    cache, gpu = describe_cache(worker, layer_names), Driver(worker.device.index)
+    cache, gpu = describe_cache(worker, layer_names), CudaDriver(worker.device.index)
     gpu.settle()  # nobody waits for this process's streams later: what fills the cache is there
     return cache, ipc.export_allocation(gpu, cache.address)
 

@@ -22,7 +22,7 @@ import msgspec
 
 from kvmig.core.errors import KvmigError, PeerError, TransportError
 from kvmig.kernels import ipc
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.side_stream import SideStream
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, Staging, check_slot
@@ -78,7 +78,7 @@ class GpuMemory:
         if gpu is None:
             raise TransportError("CUDA IPC needs a KV cache in an NVIDIA GPU's memory")
         try:
-            self.driver = Driver(gpu)
+            self.driver = CudaDriver(gpu)
             self.mapping, descriptor = ipc.create(self.driver, nbytes)
         except KvmigError as error:
             raise TransportError(f"no {nbytes} bytes of GPU memory to share: {error}") from error
@@ -106,7 +106,7 @@ _ours: weakref.WeakValueDictionary[str, GpuMemory] = weakref.WeakValueDictionary
 class PeerMemory:
     """Another's memory as `driver`'s device reaches it at `address`; it goes with its last view."""
 
-    def __init__(self, driver: Driver, exported: Exported, refusals: RefusalCounter) -> None:
+    def __init__(self, driver: CudaDriver, exported: Exported, refusals: RefusalCounter) -> None:
         """Raises KvmigError, and OSError."""
         self._ours = _ours.get(exported.ticket.socket)
         if self._ours is not None:
@@ -118,7 +118,7 @@ class PeerMemory:
         self.address = mapping.address
 
 
-def _mapped(driver: Driver, exported: Exported, refusals: RefusalCounter) -> ipc.Mapping:
+def _mapped(driver: CudaDriver, exported: Exported, refusals: RefusalCounter) -> ipc.DeviceMapping:
     descriptor = take(exported.ticket, refusals)
     try:
         return ipc.open_descriptor(driver, descriptor, exported.size)
@@ -176,7 +176,7 @@ class CudaIpcChannel(Channel):
     """The inbox's slots as the source's GPU reaches them, mapped on a thread: it takes a while."""
 
     def __init__(
-        self, staging: CudaIpcStaging, driver: Driver, place: Place, refusals: RefusalCounter
+        self, staging: CudaIpcStaging, driver: CudaDriver, place: Place, refusals: RefusalCounter
     ) -> None:
         self._staging = staging
         self._place = place
@@ -218,7 +218,7 @@ class CudaIpcChannel(Channel):
         """The mapping goes with its last view."""
         self._closed, self._peer = True, None
 
-    def _map(self, driver: Driver, refusals: RefusalCounter) -> None:
+    def _map(self, driver: CudaDriver, refusals: RefusalCounter) -> None:
         peer = PeerMemory(driver, self._place.exported, refusals)
         self._peer = None if self._closed else peer
 

@@ -29,7 +29,7 @@ import msgspec
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
-from kvmig.kernels.driver import Driver
+from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
     Announce,
@@ -130,7 +130,7 @@ class GpuMemory:
 
     def __init__(self, gpu: int, nbytes: int) -> None:
         """Raises KvmigError if there is no such, or not as much."""
-        driver = Driver(gpu)
+        driver = CudaDriver(gpu)
         if not driver.attribute(ipc.CAN_RDMA):
             raise TransportError(f"RDMA devices don't reach memory of GPU {gpu}")
         mapping, descriptor = ipc.create(driver, nbytes)
