@@ -39,8 +39,8 @@ from kvmig.engines.steps import CadenceMeter
 from kvmig.engines.transformers import factory, pooled
 from kvmig.engines.transformers.cache import PooledCache
 from kvmig.engines.transformers.config import EngineConfig
-from kvmig.engines.transformers.payload import Submitted, encode
-from kvmig.engines.transformers.pool import Cut, Pool, Share, shape_of
+from kvmig.engines.transformers.payload import SubmittedRequest, encode
+from kvmig.engines.transformers.pool import Cut, PoolShare, SharedPool, shape_of
 from kvmig.engines.transformers.serving import ServingTransformers
 
 CUTS: tuple[Cut, ...] = ("sectors", "head-wise")
@@ -131,7 +131,7 @@ def caches(names: Sequence[str], root: Path, num_bytes: int, cut: Cut) -> list[P
     configs = {name: config_of(MODELS[name], root) for name in names}
     models = {name: AutoConfig.from_pretrained(one.model) for name, one in configs.items()}
     shapes = {name: (one, shape_of(one, models[name])) for name, one in configs.items()}
-    pool, made = Pool(num_bytes, shapes, cut), []
+    pool, made = SharedPool(num_bytes, shapes, cut), []
     for name, one in configs.items():
         batching = ContinuousBatchingConfig(
             page_size=one.block_tokens,
@@ -199,7 +199,7 @@ class Queue:
 
     def leased(self) -> int:
         """Bytes that the other model can't have."""
-        share: Share = self.cache.pool
+        share: PoolShare = self.cache.pool
         return share.live() * share.pool.unit_bytes
 
     def _room(self) -> bool:
@@ -297,7 +297,7 @@ class Engine:
         self.meter.steps.clear()
         for _ in range(BATCH):
             prompt = [chance.randrange(1024) for _ in range(CONTEXT)]
-            request = Submitted(prompt_token_ids=prompt, max_tokens=ANSWER)
+            request = SubmittedRequest(prompt_token_ids=prompt, max_tokens=ANSWER)
             self.serving.submit(1, f"r{next(self.names)}", [encode(request)])
         async with asyncio.timeout(300):
             await self.done.wait()

@@ -19,7 +19,7 @@ from kvmig.controlplane.mover import MOST_WAITING
 from kvmig.models import BUNDLED
 
 if TYPE_CHECKING:
-    from kvmig.engines.vllm.load import Holdings
+    from kvmig.engines.vllm.load import RequestHoldings
 
 POLICIES = ("fcfs", "priority")
 WAITING = (10, 100, 1_000, 10_000)
@@ -96,13 +96,13 @@ def sort_us() -> float:
     return _microseconds(lambda: (np.sort(FIGURES, kind="stable"), FIGURES.sum()))
 
 
-def _filled(policy: str, count: int) -> Holdings:
-    from kvmig.engines.vllm.load import Holdings
-    from kvmig.engines.vllm.subblocks import Units
-    from kvmig.engines.vllm.tables import Tables
+def _filled(policy: str, count: int) -> RequestHoldings:
+    from kvmig.engines.vllm.load import RequestHoldings
+    from kvmig.engines.vllm.subblocks import SubBlocks
+    from kvmig.engines.vllm.tables import RequestTables
 
     filled = scheduler(policy)
-    holdings = Holdings(filled, Tables(filled, Units(BLOCK_TOKENS)), "")
+    holdings = RequestHoldings(filled, RequestTables(filled, SubBlocks(BLOCK_TOKENS)), "")
     for number in range(count):
         filled.add_request(request(f"r{number}", 20 + number % 100, number % 2))
     return holdings

@@ -30,7 +30,7 @@ from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.config import engine_config
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.migration import token_request
-from kvmig.engines.vllm.phase import Phase
+from kvmig.engines.vllm.phase import StepPhase
 from kvmig.models import BUNDLED
 from kvmig.placement.step_costs import Device, StepCost
 from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use
@@ -171,7 +171,7 @@ class VirtualEngine:
         config = engine_config(flags.parse(words))
         self.core = StepCore(config, Executor.get_class(config), False, self._deliver)
         self.core.process_input_queue_block = False
-        self.phase = self.core.phase = Phase(self.core, self.gate, clock=lambda: self.now)
+        self.phase = self.core.phase = StepPhase(self.core, self.gate, clock=lambda: self.now)
         self._pool = self.core.scheduler.kv_cache_manager.block_pool
         self._taken: list[Any] = []
         preempt = self.core.scheduler._preempt_request

@@ -25,7 +25,7 @@ from kvmig.controlplane.messages import Member
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.secret import ADMIN_KEY
-from kvmig.engines.kind import ALLOW_UNTESTED, EngineKind
+from kvmig.engines.kind import ALLOW_UNTESTED, EnginePlugin
 from kvmig.engines.registry import kind_of
 from kvmig.frontend.server import FrontEnd
 from kvmig.launcher import flags as kvmig_flags
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def show_help(what: str, kind: EngineKind) -> int:
+def show_help(what: str, kind: EnginePlugin) -> int:
     """Print kvmig's flags; with `all`, the engine's behind them."""
     kvmig_flags.parser().print_help()
     if what == "all":
@@ -123,7 +123,7 @@ def serve(
     front: FrontLaunch,
     own: Mapping[str, tuple[str, ...]],
     trees: EngineTrees,
-    kind: EngineKind,
+    kind: EnginePlugin,
     host: LocalHost | None,
     forks: SharedForks | None = None,
 ) -> int:
@@ -230,7 +230,7 @@ def listening(uds: str, args: Namespace) -> Iterator[socket.socket]:
         yield sock
 
 
-def in_units(config: ClusterConfig, tokens: int, kind: EngineKind) -> ClusterConfig:
+def in_units(config: ClusterConfig, tokens: int, kind: EnginePlugin) -> ClusterConfig:
     """Let instances exchange units of so many tokens; 0: blocks. Raises ConfigError."""
     if tokens and not kind.takes_units:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from kvmig.engines.toy.script import Script, ScriptFile
+from kvmig.engines.toy.script import ScriptFile, ToyScript
 from kvmig_tools.fleet import PATIENCE_S, FleetUp
 
 PATH = "/v1/completions"
@@ -41,7 +41,7 @@ class ToyFleet(FleetUp):
 
     def hold(self, tokens: int | None) -> None:
         """Let no request get more output tokens; None: go on."""
-        self.script.write(Script() if tokens is None else Script(hold=tokens))
+        self.script.write(ToyScript() if tokens is None else ToyScript(hold=tokens))
 
 
 def instances_by_socket(fleet: FleetUp) -> dict[str, list[dict[str, Any]]]:

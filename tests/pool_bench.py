@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmig.engines.transformers import factory, pooled
-from kvmig.engines.transformers.pool import Cut, Pool
+from kvmig.engines.transformers.pool import Cut, SharedPool
 from kvmig.models import BUNDLED
 from tests.transformers_bench import Bench
 
@@ -42,7 +42,7 @@ class PoolBench(Bench):
         super().__init__(engines | alone)
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> SharedPool:
         share = self.engines["a"]._blocks.share
         assert share is not None
         return share.pool

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from kvmig.engines.vllm.subblocks import Page, RankCache
+from kvmig.engines.vllm.subblocks import BlockPage, RankCache
 from kvmig.kernels import ipc
 from kvmig.kernels.ipc import SharedAllocation
 from tests import fake_gpu
@@ -58,7 +58,7 @@ def _serve(pipe: Connection, rank: int, runs: Sequence[int]) -> None:
         gpu = FakeGpu(rank)
         cache = DeviceCache(gpu, cache_of(rank, runs))
         pages = tuple(
-            Page(one.base - cache.address, one.block_stride, one.run)
+            BlockPage(one.base - cache.address, one.block_stride, one.run)
             for one in cache.layout.regions
         )
         described = RankCache(cache.address, cache.nbytes, pages, ())

@@ -31,7 +31,7 @@ from kvmig.frontend.router import Router
 from tests.byte_tokens import Bytes
 
 if TYPE_CHECKING:
-    from kvmig.engines.transformers.tokenizer import Tokenizer
+    from kvmig.engines.transformers.tokenizer import ModelTokenizer
 
 SECRET = b"s" * 32
 SEND_BUFFER = 1 << 14
@@ -100,7 +100,7 @@ async def stubbed_front(
     await router.add_instance("i0", llumlet.endpoint)
     app = FastAPI()
     app.add_middleware(HttpMiddleware)
-    backend = Backend(router, queues, cast("Tokenizer", Bytes(TOKENS)))
+    backend = Backend(router, queues, cast("ModelTokenizer", Bytes(TOKENS)))
     app.include_router(openai_api(backend, ["bytes"], TOKENS, state.access.openai))
     extend(app, state, router, membership, launcher, "bytes")
     sock = socket.create_server(("127.0.0.1", 0))

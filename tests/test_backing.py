@@ -11,7 +11,7 @@ import pytest
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.core.layout import Region
-from kvmig.engines.backing import Madvise, Vmm, group_of, spans
+from kvmig.engines.backing import MadviseBacking, VmmBacking, group_of, spans
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.vmm import AddressRange
@@ -47,7 +47,7 @@ class Host:
         self.memory = mmap.mmap(-1, LAYERS * BLOCKS * block, flags=mmap.MAP_PRIVATE | 0x20)
         self.view = memoryview(self.memory)
         self.base = address_of(self.view)
-        self.backing = Madvise(regions(self.base, block), BLOCKS)
+        self.backing = MadviseBacking(regions(self.base, block), BLOCKS)
 
     def resident(self) -> int:
         """Pages."""
@@ -97,8 +97,8 @@ def gpu() -> Iterator[CudaDriver]:
         yield CudaDriver()
 
 
-def on(addresses: AddressRange) -> Vmm:
-    return Vmm(addresses, regions(addresses.address, addresses.page), BLOCKS)
+def on(addresses: AddressRange) -> VmmBacking:
+    return VmmBacking(addresses, regions(addresses.address, addresses.page), BLOCKS)
 
 
 def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: CudaDriver) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvmig.core.errors import MigrationRefused, RequestGone, StartupError
-from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, Balloon, hold, unshared
+from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, CacheBalloon, hold, unshared
 from tests.test_vllm_park import resident
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, Pair, assert_same
 from tests.vllm_side import AS_SERVED, Configuration, Side
@@ -25,7 +25,7 @@ BLOCK = 64 << 10
 BLOCKS = 40
 
 
-def balloon(side: Side) -> Balloon:
+def balloon(side: Side) -> CacheBalloon:
     found = side.engine._device.balloon
     assert found is not None
     return found

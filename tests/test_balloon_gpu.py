@@ -14,7 +14,7 @@ import pytest
 
 from kvmig.engines.vllm import balloon as balloons
 from kvmig.engines.vllm import device_sharing
-from kvmig.engines.vllm.balloon import Balloon
+from kvmig.engines.vllm.balloon import CacheBalloon
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.vmm import AddressRange
 from tests import fake_gpu
@@ -70,7 +70,7 @@ async def pair(sides: tuple[Side, Side]) -> AsyncIterator[Pair]:
     await pair.assert_empty()
 
 
-def balloon(side: Side) -> Balloon:
+def balloon(side: Side) -> CacheBalloon:
     found = side.engine._device.balloon
     assert found is not None
     return found

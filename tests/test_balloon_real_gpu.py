@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvmig.core.layout import Region
-from kvmig.engines.backing import Vmm
+from kvmig.engines.backing import VmmBacking
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.vmm import AddressRange
 
@@ -52,7 +52,7 @@ def test_a_graph_that_was_captured_at_the_start_computes_in_pages_that_have_come
     addresses.drop(addresses.pages)
     layer = BLOCKS * page
     regions = [Region(addresses.address + index * layer, page, page) for index in range(LAYERS)]
-    backing = Vmm(addresses, regions, BLOCKS)
+    backing = VmmBacking(addresses, regions, BLOCKS)
     for _ in range(3):
         backing.take([2])
         graph.replay()

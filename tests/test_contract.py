@@ -17,7 +17,7 @@ from kvmig.core.errors import ContractViolation
 from kvmig.engines.base import Emitted, Export, Frame, Stage, Tail
 from kvmig.engines.checked import RULES, CheckedServingEngine
 from kvmig.engines.toy.engine import ToyEngine
-from kvmig.engines.transformers.payload import Output
+from kvmig.engines.transformers.payload import StepOutput
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.migrator import Migrator
 
@@ -168,7 +168,7 @@ class Shuffles(ToyEngine):
 class Eager(ToyEngine):
     async def reserve(self, export: Export) -> int:
         hits = await super().reserve(export)
-        asyncio.get_running_loop().call_soon(self._put_out, 0, [Output("moves", [])])
+        asyncio.get_running_loop().call_soon(self._put_out, 0, [StepOutput("moves", [])])
         return hits
 
 
@@ -176,7 +176,7 @@ class Lingers(ToyEngine):
     async def release(self, request_id: str) -> None:
         await super().release(request_id)
         loop = asyncio.get_running_loop()
-        loop.call_later(0.003, self._put_out, 0, [Output(request_id, [])])
+        loop.call_later(0.003, self._put_out, 0, [StepOutput(request_id, [])])
 
 
 SAFE: list[tuple[str, type[ToyEngine], type[ToyEngine]]] = [
@@ -228,7 +228,7 @@ async def test_a_suspended_request_that_puts_something_out_is_reported() -> None
         await them.reach("moves", 5)
         await them.a.export("moves")
         await them.a.suspend("moves", 0)
-        them.a._engine._put_out(1, [Output("moves", [7])])  # type: ignore[attr-defined]
+        them.a._engine._put_out(1, [StepOutput("moves", [7])])  # type: ignore[attr-defined]
         (violation,) = them.a.violations
         assert violation.rule == "still-when-suspended"
         assert violation.history == ("export", "suspend 0")

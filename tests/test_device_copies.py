@@ -14,9 +14,9 @@ import pytest
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.core.layout import KVLayout, Region
-from kvmig.engines.block_copies import Blocks, HostCopies
+from kvmig.engines.block_copies import BlockPlan, HostCopies
 from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, LONG_RUN, DeviceCopies, load
-from kvmig.engines.vllm.subblocks import LayerCache, RankCache, UnitMap, Units
+from kvmig.engines.vllm.subblocks import LayerCache, RankCache, SubBlocks, UnitMap
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.transports.base import unmap
@@ -53,7 +53,7 @@ class World:
         self.cache = DeviceCache(self.gpu, self.host)
         self.size = self.cache.layout.block_bytes
         self.engine = self.gpu.new_stream()
-        plan = Blocks(self.cache.layout)
+        plan = BlockPlan(self.cache.layout)
         self.copies = DeviceCopies(
             plan, self.gpu, self.kernels, steps_overlap, FIT * self.size + self.size - 1
         )
@@ -118,7 +118,7 @@ KINDS = ["device", "mapping", "unpinnable mapping", "bytes"]
 
 def test_what_is_made_at_the_first_use_is_made_at_the_start(world: World) -> None:
     """A12: else requests decode beside it, and the first copies' rate is taken for any one's."""
-    copies = load(Blocks(world.cache.layout), 0, steps_overlap=True)
+    copies = load(BlockPlan(world.cache.layout), 0, steps_overlap=True)
     before = fake_gpu.held()
     assert world.cache.memory().tobytes() == world.host.memory.tobytes()
     for kind in ("bytes", "mapping"):
@@ -136,7 +136,7 @@ def test_a_gpu_that_copies_wrongly_is_noticed_at_the_start(
 ) -> None:
     monkeypatch.setattr(DeviceCopies, "scatter", lambda *_: [0])
     with pytest.raises(KvmigError, match="a copy on GPU 0 and back isn't the same block"):
-        load(Blocks(world.cache.layout), 0, steps_overlap=True)
+        load(BlockPlan(world.cache.layout), 0, steps_overlap=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,7 +147,7 @@ def test_blocks_are_gathered_with_the_checksums_of_a_cpu(
     out = any_world.buffer(kind, len(ids) * any_world.size)
     sums = any_world.copies.gather(ids, out)
     on_cpu = bytearray(out.nbytes)
-    assert sums == HostCopies(Blocks(any_world.host.layout)).gather(ids, memoryview(on_cpu))
+    assert sums == HostCopies(BlockPlan(any_world.host.layout)).gather(ids, memoryview(on_cpu))
     assert any_world.read(out) == bytes(on_cpu) == any_world.blocks(ids)
 
 
@@ -156,7 +156,7 @@ def test_blocks_are_scattered_and_nothing_else_is_touched(any_world: World, kind
     data = any_world.buffer(kind, len(IDS) * any_world.size)
     source = make_cache(2, any_world.runs, [0, 0, 0], 8)
     fused = bytearray(data.nbytes)
-    sums = HostCopies(Blocks(source.layout)).gather(IDS, memoryview(fused))
+    sums = HostCopies(BlockPlan(source.layout)).gather(IDS, memoryview(fused))
     any_world.write(data, bytes(fused))
     expected = any_world.cache.expected({number: source.block(number) for number in IDS})
     assert any_world.copies.scatter(IDS, data.toreadonly()) == sums
@@ -193,7 +193,7 @@ def test_blocks_may_lie_across_pieces_of_physical_memory(world: World) -> None:
         gpu.write(address, data)
         regions = (Region(address, run, run),)
         blocks = 2 * HANDLE_BYTES // run
-        plan = Blocks(KVLayout(regions, blocks, 16))
+        plan = BlockPlan(KVLayout(regions, blocks, 16))
         copies = DeviceCopies(plan, gpu, world.kernels, False)
         across = HANDLE_BYTES // run
         for kind in ("device", "mapping"):
@@ -284,7 +284,7 @@ def test_scratch_memory_is_bounded_and_used_again(world: World) -> None:
 def test_a_block_that_is_larger_than_the_scratch_gets_room(world: World) -> None:
     gpu, host = FakeGpu(), make_cache(3, [4096], [0], 2)
     cache, kernels = DeviceCache(gpu, host), FakeKernels(gpu)
-    copies = DeviceCopies(Blocks(cache.layout), gpu, kernels, False, scratch_bytes=16)
+    copies = DeviceCopies(BlockPlan(cache.layout), gpu, kernels, False, scratch_bytes=16)
     out = world.buffer("mapping", 2 * 4096)
     copies.gather([1, 0], out)
     assert bytes(out) == host.block(1) + host.block(0)
@@ -404,7 +404,7 @@ def test_a_start_that_fails_gives_back_what_it_had(name: str) -> None:
     gpu, layout = FakeGpu(), make_cache(1, [64], [0], 2).layout
     fake_gpu.fail(name)
     with pytest.raises(KvmigError, match=f"{name}: invalid argument"):
-        DeviceCopies(Blocks(layout), gpu, FakeKernels(gpu), True)
+        DeviceCopies(BlockPlan(layout), gpu, FakeKernels(gpu), True)
 
 
 def test_ids_that_are_not_there_are_refused_before_anything_is_queued(world: World) -> None:
@@ -432,7 +432,7 @@ def units(start: int) -> UnitMap:
         LayerCache(start + layer * NBYTES // LAYERS, SHAPE, STRIDES, 2, "bfloat16")
         for layer in range(LAYERS)
     )
-    return UnitMap([RankCache(start, NBYTES, (), layers)], 2, SHAPE[0], Units(16, 2), "HND")
+    return UnitMap([RankCache(start, NBYTES, (), layers)], 2, SHAPE[0], SubBlocks(16, 2), "HND")
 
 
 def test_units_of_other_shapes_are_copied_by_the_same_kernels(world: World) -> None:
@@ -470,4 +470,4 @@ def test_an_engine_on_a_cpu_refuses_a_gpus_buffer_by_name(world: World, copy: st
     layout = make_cache(1, [64], [0], 2).layout
     buffer = world.buffer("device", 64)
     with pytest.raises(ValueError, match="64 bytes is a GPU's memory, not the host's"):
-        getattr(HostCopies(Blocks(layout)), copy)([1], buffer)
+        getattr(HostCopies(BlockPlan(layout)), copy)([1], buffer)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvmig.core.layout import KVLayout, Region
-from kvmig.engines.block_copies import Blocks
+from kvmig.engines.block_copies import BlockPlan
 from kvmig.engines.device_copies import DeviceCopies, load
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
@@ -41,7 +41,7 @@ def cache(fill: int | None = None) -> tuple[torch.Tensor, DeviceCopies]:
     torch.cuda.synchronize()
     layer = BLOCKS * RUN
     regions = (Region(memory.data_ptr() + index * layer, RUN, RUN) for index in range(LAYERS))
-    return memory, load(Blocks(KVLayout(tuple(regions), BLOCKS, 16)), 0, steps_overlap=True)
+    return memory, load(BlockPlan(KVLayout(tuple(regions), BLOCKS, 16)), 0, steps_overlap=True)
 
 
 def buffer_of(kind: str, nbytes: int) -> memoryview:
@@ -113,7 +113,7 @@ def test_what_another_process_has_allocated_is_copied_here() -> None:
     driver, exported = CudaDriver(0), pipe.recv()
     address = ipc.open_allocation(driver, exported)
     regions = (Region(address, RUN, RUN),)
-    copies = load(Blocks(KVLayout(regions, LAYERS, 16)), 0, steps_overlap=True)
+    copies = load(BlockPlan(KVLayout(regions, LAYERS, 16)), 0, steps_overlap=True)
     out = memoryview(bytearray(SIZE))
     copies.gather(range(LAYERS), out)
     assert bytes(out) == bytes(range(256)) * (SIZE // 256)

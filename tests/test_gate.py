@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvmig.engines.entrance import Entrance
+from kvmig.engines.entrance import StepAdmission
 from kvmig.engines.gate import (
     EVERYTHING,
     NOTHING,
@@ -69,13 +69,13 @@ class Gate:
 def test_who_is_alone_asks_nobody() -> None:
     gate = Gate()
     gate.alone = True
-    assert Entrance(gate, time.sleep).enter(lambda: BOTH) is EVERYTHING
+    assert StepAdmission(gate, time.sleep).enter(lambda: BOTH) is EVERYTHING
     assert gate.asked == []
 
 
 def test_who_wants_nothing_asks_nobody() -> None:
     gate = Gate()
-    assert Entrance(gate, time.sleep).enter(lambda: NOTHING) is None
+    assert StepAdmission(gate, time.sleep).enter(lambda: NOTHING) is None
     assert gate.asked == []
 
 
@@ -86,13 +86,13 @@ def test_a_gate_says_how_long_steps_have_waited_at_it() -> None:
         time.sleep(0.02)
         gate.next = DECODE
 
-    Entrance(gate, serve).enter(lambda: DECODES)
+    StepAdmission(gate, serve).enter(lambda: DECODES)
     assert 0.02 <= gate.waited_s < 2.0
 
 
 def test_a_grant_is_given_back_when_its_step_is_over() -> None:
     gate = Gate()
-    entrance = Entrance(gate, lambda left: setattr(gate, "next", DECODE))
+    entrance = StepAdmission(gate, lambda left: setattr(gate, "next", DECODE))
     assert entrance.enter(lambda: DECODES) == DECODE
     assert gate.ended == 0
     entrance.leave(True)
@@ -103,7 +103,7 @@ def test_a_grant_is_given_back_when_its_step_is_over() -> None:
 def test_with_a_grant_that_stands_only_prompts_are_asked_for() -> None:
     gate = Gate()
     gate.standing = STANDING
-    entrance = Entrance(gate, lambda left: setattr(gate, "next", EVERYTHING))
+    entrance = StepAdmission(gate, lambda left: setattr(gate, "next", EVERYTHING))
     assert entrance.enter(lambda: DECODES) == STANDING
     entrance.leave(True)
     assert (gate.asked, gate.ended) == ([], 1)
@@ -114,7 +114,7 @@ def test_with_a_grant_that_stands_only_prompts_are_asked_for() -> None:
 def test_a_grant_that_stands_is_given_back_by_who_wants_nothing_any_more() -> None:
     gate = Gate()
     gate.standing = STANDING
-    entrance = Entrance(gate, time.sleep)
+    entrance = StepAdmission(gate, time.sleep)
     entrance.enter(lambda: DECODES)
     entrance.leave(True)
     for _ in range(2):
@@ -135,13 +135,13 @@ def test_what_comes_meanwhile_is_served_and_asked_for() -> None:
         else:
             gate.next = EVERYTHING
 
-    assert Entrance(gate, serve).enter(lambda: now[0]) == EVERYTHING
+    assert StepAdmission(gate, serve).enter(lambda: now[0]) == EVERYTHING
     assert gate.asked == [DECODES, BOTH]
 
 
 def test_a_question_is_taken_back_when_all_that_it_was_for_is_gone() -> None:
     gate, now = Gate(limit_s=10.0), [DECODES]
-    entrance = Entrance(gate, lambda left: now.__setitem__(0, NOTHING))
+    entrance = StepAdmission(gate, lambda left: now.__setitem__(0, NOTHING))
     assert entrance.enter(lambda: now[0]) is None
     assert gate.asked == [DECODES, NOTHING]
 
@@ -153,14 +153,14 @@ def test_a_grant_for_what_is_gone_is_given_back_and_asked_anew() -> None:
         now[0] = PROMPTS
         gate.next = DECODE if gate.ended == 0 else EVERYTHING
 
-    assert Entrance(gate, serve).enter(lambda: now[0]) == EVERYTHING
+    assert StepAdmission(gate, serve).enter(lambda: now[0]) == EVERYTHING
     assert gate.ended == 1
     assert gate.asked == [DECODES, PROMPTS]
 
 
 def test_a_gate_that_never_answers_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate(limit_s=0.02)
-    entrance = Entrance(gate, time.sleep)
+    entrance = StepAdmission(gate, time.sleep)
     began = time.monotonic()
     for _ in range(50):
         assert entrance.enter(lambda: BOTH) is EVERYTHING
@@ -178,7 +178,7 @@ def test_it_is_waited_for_again_once_it_has_answered() -> None:
         waits.append(left)
         time.sleep(left)
 
-    entrance = Entrance(gate, serve)
+    entrance = StepAdmission(gate, serve)
     entrance.enter(lambda: BOTH)
     waits.clear()
     entrance.enter(lambda: BOTH)
@@ -190,7 +190,7 @@ def test_it_is_waited_for_again_once_it_has_answered() -> None:
 
 def test_a_silent_gate_is_asked_now_and_then() -> None:
     gate = Gate(limit_s=0.05)
-    entrance = Entrance(gate, time.sleep)
+    entrance = StepAdmission(gate, time.sleep)
     entrance.enter(lambda: BOTH)
     gate.asked.clear()
     for _ in range(100):
@@ -203,7 +203,7 @@ def test_a_silent_gate_is_asked_now_and_then() -> None:
 
 def test_an_engine_that_can_compute_nothing_looks_ever_less_often() -> None:
     waits: list[float] = []
-    entrance = Entrance(Gate(), waits.append)
+    entrance = StepAdmission(Gate(), waits.append)
     for _ in range(8):
         entrance.rest()
     assert waits[0] == 0.001
@@ -408,7 +408,7 @@ def test_engines_of_several_threads_never_book_too_much_and_always_get_their_tur
     unit, until = LocalUnit("adbs"), time.monotonic() + 0.3
     inside: dict[str, int] = {}
     booked: list[int] = []
-    entrances: list[Entrance] = []
+    entrances: list[StepAdmission] = []
 
     def engine(name: str, chance: random.Random) -> None:
         gate, came = unit.gates[name], queue.SimpleQueue[None]()
@@ -418,7 +418,7 @@ def test_engines_of_several_threads_never_book_too_much_and_always_get_their_tur
             with contextlib.suppress(queue.Empty):
                 came.get(timeout=left)
 
-        entrance = Entrance(gate, serve)
+        entrance = StepAdmission(gate, serve)
         entrances.append(entrance)
         while time.monotonic() < until:
             want = chance.choice([*[DECODES] * 8, BOTH, NOTHING])

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from kvmig.asgi.access import bearer
 from kvmig.core.errors import Failure, NoInstance
-from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode
+from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, TokenLogprob, decode
 from kvmig.frontend.openai.answers import ChatAnswer, Piece, Token
 from kvmig.frontend.openai.bodies import ChatBody
 from kvmig.frontend.openai.generation import Backend, Choices, Generation, RequestQueues
@@ -27,7 +27,7 @@ from tests.byte_tokens import EOS, Bytes
 from tests.http_states import behind_middleware
 
 if TYPE_CHECKING:
-    from kvmig.engines.transformers.tokenizer import Tokenizer
+    from kvmig.engines.transformers.tokenizer import ModelTokenizer
 
 
 class Instances:
@@ -35,10 +35,10 @@ class Instances:
 
     def __init__(self, outlet: RequestQueues) -> None:
         self._outlet = outlet
-        self.script: list[Output | tuple[str, Failure]] = []
+        self.script: list[StepOutput | tuple[str, Failure]] = []
         self.live: set[str] = set()
         self.ended: list[tuple[str, bool]] = []
-        self.submitted: list[Submitted] = []
+        self.submitted: list[SubmittedRequest] = []
         self.there = True
 
     async def submit(
@@ -47,7 +47,7 @@ class Instances:
     ) -> str:  # fmt: skip
         if not self.there:
             raise NoInstance("no instance takes requests")
-        self.submitted.append(decode(payload[0], Submitted))
+        self.submitted.append(decode(payload[0], SubmittedRequest))
         self.live.add(request_id)
         asyncio.get_running_loop().call_soon(self._run, request_id)
         return "i0"
@@ -58,7 +58,7 @@ class Instances:
 
     def _run(self, request_id: str) -> None:
         for one in self.script:
-            if isinstance(one, Output):
+            if isinstance(one, StepOutput):
                 one.request_id = request_id
                 self._outlet.deliver(0, [one], None)
                 over = one.finished
@@ -69,8 +69,8 @@ class Instances:
                 self.live.discard(request_id)
 
 
-def out(text: str, finish_reason: Any = "", error: str = "") -> Output:
-    return Output("", list(text.encode()), finish_reason, error=error)
+def out(text: str, finish_reason: Any = "", error: str = "") -> StepOutput:
+    return StepOutput("", list(text.encode()), finish_reason, error=error)
 
 
 @pytest.fixture
@@ -82,7 +82,9 @@ def instances() -> Instances:
 async def http(instances: Instances) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     behind_middleware(app)
-    backend = Backend(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes(100)))
+    backend = Backend(
+        cast("Router", instances), instances._outlet, cast("ModelTokenizer", Bytes(100))
+    )
     app.include_router(openai_api(backend, ["bytes"], 100, bearer([])))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -123,7 +125,7 @@ async def test_without_an_instance_a_call_is_answered_503(
 async def test_a_request_that_fails_is_answered_with_the_reason(
     http: httpx.AsyncClient, instances: Instances, end: Any, status: int
 ) -> None:
-    reason = end.error if isinstance(end, Output) else end[0]
+    reason = end.error if isinstance(end, StepOutput) else end[0]
     instances.script = [out("b"), end]
     answer = await complete(http)
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, reason)
@@ -172,10 +174,10 @@ async def test_a_call_without_a_seed_is_given_one_for_all_its_runs(
     assert asked == 7
 
 
-def scored(text: str, finish_reason: Any = "") -> Output:
+def scored(text: str, finish_reason: Any = "") -> StepOutput:
     """Each token with its log-probability, and that of "z"."""
-    found = [Logprob(-0.5 * at, [ord("z")], [-0.25]) for at in range(len(text))]
-    return Output("", list(text.encode()), finish_reason, found)
+    found = [TokenLogprob(-0.5 * at, [ord("z")], [-0.25]) for at in range(len(text))]
+    return StepOutput("", list(text.encode()), finish_reason, found)
 
 
 async def test_log_probabilities_of_a_completion_are_of_all_its_tokens(
@@ -199,7 +201,7 @@ async def test_log_probabilities_of_a_completion_are_of_all_its_tokens(
 
 async def test_log_probabilities_of_a_chat_have_their_bytes(instances: Instances) -> None:
     answer = ChatAnswer("id", "model", Bytes(100).spell)
-    token = Token(ord("b"), Logprob(-0.5, [ord("z")], [-0.25]))
+    token = Token(ord("b"), TokenLogprob(-0.5, [ord("z")], [-0.25]))
     (choice,) = answer.chunk(1, Piece("b", 1, None, [token]))["choices"]
     top = {"token": "z", "logprob": -0.25, "bytes": [122]}
     assert choice["index"] == 1
@@ -248,8 +250,10 @@ async def test_one_choice_that_fails_ends_them_all(
 async def test_a_stream_whose_client_leaves_ends_all_choices_though_it_is_cancelled(
     instances: Instances,
 ) -> None:
-    backend = Backend(cast("Router", instances), instances._outlet, cast("Tokenizer", Bytes(100)))
-    submitted = Submitted(prompt_token_ids=[1], max_tokens=9)
+    backend = Backend(
+        cast("Router", instances), instances._outlet, cast("ModelTokenizer", Bytes(100))
+    )
+    submitted = SubmittedRequest(prompt_token_ids=[1], max_tokens=9)
     choices = Choices([Generation(backend, "c", submitted, (), choice) for choice in range(2)])
     await choices.begin()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvmig.core.errors import KvmigError, TransportError
-from kvmig.engines.block_copies import Blocks, HostCopies
+from kvmig.engines.block_copies import BlockPlan, HostCopies
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE, TMA_RUN, DeviceCopies, load
 from kvmig.kernels.api import Finished
 from kvmig.kernels.arrays import memory_of
@@ -43,7 +43,7 @@ class End:
         self.host = make_cache(seed, [*runs], [16] * len(runs), 8)
         self.cache = DeviceCache(self.gpu, self.host)
         self.size = self.cache.layout.block_bytes
-        self.copies = DeviceCopies(Blocks(self.cache.layout), self.gpu, self.kernels, False)
+        self.copies = DeviceCopies(BlockPlan(self.cache.layout), self.gpu, self.kernels, False)
 
     def blocks(self, ids: list[int]) -> bytes:
         return b"".join(self.host.block(number) for number in ids)
@@ -131,7 +131,7 @@ def test_a_library_without_code_for_the_tma_copies_by_few_blocks_of_threads(
     out = buffer_for(end)
     sums = end.copies.gather(IDS, out)
     on_cpu = memoryview(bytearray(len(IDS) * end.size))
-    assert sums == HostCopies(Blocks(end.host.layout)).gather(IDS, on_cpu)
+    assert sums == HostCopies(BlockPlan(end.host.layout)).gather(IDS, on_cpu)
     assert (end.launches.workers, end.launches.by_tma) == ([CTAS_ON_DEVICE], 0)
     del out
     end.close()
@@ -146,7 +146,7 @@ def test_the_tma_is_tried_out_at_the_start(source: End, monkeypatch: pytest.Monk
         return copy_tma(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(GpuKernels, "copy_tma", noted)
-    load(Blocks(source.cache.layout), 0, steps_overlap=True).close()
+    load(BlockPlan(source.cache.layout), 0, steps_overlap=True).close()
     assert calls.count(CTAS_OF_TMA) == 2
 
 
@@ -157,7 +157,7 @@ def test_a_tma_that_does_nothing_is_noticed_at_the_start(
     lazy = Finished([0])
     monkeypatch.setattr(GpuKernels, "copy_tma", lambda *_, **__: lazy)
     with pytest.raises(KvmigError, match="a copy on GPU 0 and back isn't the same block"):
-        load(Blocks(source.cache.layout), 0, steps_overlap=True)
+        load(BlockPlan(source.cache.layout), 0, steps_overlap=True)
 
 
 # -- copies that end late, or never

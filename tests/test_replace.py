@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
 from kvmig.core.errors import ConfigError
-from kvmig.engines.toy.script import Script
+from kvmig.engines.toy.script import ToyScript
 from kvmig.placement.executor import Deployment, ReplaceFailed, Replacing, Settings, main
 from kvmig.placement.file import Placement, read, to_toml
 from kvmig.placement.learned import handshake_s
@@ -565,7 +565,7 @@ def test_three_servers_are_replaced_under_a_stream_which_loses_nothing(
             assert places(toys) == {"a": "left", "b": "left right", "c": "right"}
             assert main(words) == 0
             assert places(toys) == {"a": "left right", "b": "right", "c": "left"}
-            toys["c"].play(Script())
+            toys["c"].play(ToyScript())
             rest = [first, *lines]
     assert rest[-1] == "data: [DONE]"
     said = "".join(one.partition('"text":"')[2].partition('"')[0] for one in rest)

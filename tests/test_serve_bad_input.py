@@ -18,7 +18,7 @@ from typing import ClassVar
 import psutil
 import pytest
 
-from kvmig.engines.toy.script import Script, ScriptFile
+from kvmig.engines.toy.script import ScriptFile, ToyScript
 from kvmig.models import BUNDLED
 from kvmig_tools.nursery import ForkedServer, Nursery, forked_for
 from kvmig_tools.served import free_port
@@ -279,7 +279,7 @@ def test_a_model_that_does_not_load_ends_the_start(nursery: Nursery, tmp_path: P
 def starting(tmp_path: Path) -> list[str]:
     """Flags of instances that never come to an end of their start."""
     script = tmp_path / "script"
-    ScriptFile(str(script)).write(Script(load=False))
+    ScriptFile(str(script)).write(ToyScript(load=False))
     return [*TOY, f"--script={script}"]
 
 

@@ -18,7 +18,7 @@ from bench.chaos.calls import COUNTING
 from bench.chaos.cast import sever
 from bench.chaos.clients import Client, Ledger, keep_asking
 from bench.chaos.mover import Mover
-from kvmig.engines.toy.script import Script
+from kvmig.engines.toy.script import ToyScript
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.leaks import Footprint, assert_server_is_empty
@@ -231,7 +231,7 @@ async def test_a_short_chaos_leaves_every_answer_right(
 async def test_an_engine_that_hangs_for_good_is_started_again(
     server: Toys, llumlets: dict[str, psutil.Process]
 ) -> None:
-    server.play(Script(hang_at=50, hang_s=600.0))
+    server.play(ToyScript(hang_at=50, hang_s=600.0))
     answer = await Stream(server, PATH, count_from(10, 100)).end()
 
     assert answer.tokens == 100
@@ -247,7 +247,7 @@ async def test_an_engine_that_hangs_for_good_is_started_again(
 async def test_a_request_that_hangs_two_instances_fails_with_one_clear_error_and_both_serve_on(
     server: Toys, llumlets: dict[str, psutil.Process]
 ) -> None:
-    server.play(Script(hang_at=50, hang_s=1.7))
+    server.play(ToyScript(hang_at=50, hang_s=1.7))
     stream = Stream(server, PATH, count_from(10, 100))
     ending = asyncio.create_task(stream.end())
 
@@ -256,7 +256,7 @@ async def test_a_request_that_hangs_two_instances_fails_with_one_clear_error_and
 
     await until(hangs)
     await asyncio.sleep(0.2)
-    server.play(Script(hang_at=50, hang_s=1.7))
+    server.play(ToyScript(hang_at=50, hang_s=1.7))
     with pytest.raises(StreamFailed, match="hung while they ran this request") as failure:
         await ending
 
@@ -272,7 +272,7 @@ async def test_a_request_that_kills_two_instances_fails_with_one_clear_error(
     server: Toys, llumlets: dict[str, psutil.Process]
 ) -> None:
     before = counted_by(server, "kvmig_requests_poisoned_total")
-    server.play(Script(crash_at=100))
+    server.play(ToyScript(crash_at=100))
     stream = Stream(server, PATH, count_from(10, 200))
 
     with pytest.raises(StreamFailed, match="crashed while they ran this request") as failure:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvmig.engines.toy.script import Script
+from kvmig.engines.toy.script import ToyScript
 from tests.fleets import Streamed, ToyFleet, answer, ask, counted, kill
 
 pytestmark = pytest.mark.server
@@ -74,7 +74,7 @@ async def test_one_that_computes_otherwise_than_before_is_ended_and_started_anew
     add(fleet)
     await parked(fleet)
     processes = fleet.processes("kvmig.serve")
-    fleet.script.write(Script(counts_by=2))
+    fleet.script.write(ToyScript(counts_by=2))
     async with fleet.client() as client:
         assert await answer(client, ask("a", 10, 16)) == " 0019 0021"
     assert fleet.processes("kvmig.serve") != processes

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.engines.toy.script import Script
+from kvmig.engines.toy.script import ToyScript
 from tests.conftest import PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
 from tests.streams import TIMEOUT_S, Stream, counted, other, row_of
@@ -125,7 +125,7 @@ async def test_a_crowded_instance_gives_to_one_that_became_idle(served: Toys) ->
         where = await clients.placed()
         crowded = Counter(where.values()).most_common()[0][0]
         await clients.leave(*(one for one, its in where.items() if its != crowded))
-        served.play(Script(hold=HELD + BLOCK))
+        served.play(ToyScript(hold=HELD + BLOCK))
         moved = await clients.moved("balance")
     assert all((one["source"], one["destination"]) == (crowded, other(crowded)) for one in moved)
 

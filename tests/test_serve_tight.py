@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmig.engines.toy.script import Script
+from kvmig.engines.toy.script import ToyScript
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.leaks import Footprint, assert_server_is_empty
@@ -87,7 +87,7 @@ async def test_a_move_over_tcp_changes_nothing(tight: Toys) -> None:
     with tight.held(HELD):
         stream = Stream(tight, PATH, body)
         for tokens in (HELD, 2 * HELD):
-            tight.play(Script(hold=tokens))
+            tight.play(ToyScript(hold=tokens))
             await stream.reach(tokens)
             reports += await move(tight, stream)
     moved = await stream.end()
@@ -102,13 +102,13 @@ async def test_a_request_moves_in_the_middle_of_its_prefill(
 ) -> None:
     body = count_on(4000, 1700, **sampling)
     unmoved = await run_unmoved(tight, PATH, body)
-    tight.play(Script(prefill=1000))
+    tight.play(ToyScript(prefill=1000))
     stream = Stream(tight, PATH, body)
     row = await row_of(tight, stream)
     while not (await row_at(tight, row["instance"]))["blocks_used"]:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     report = await move_one(tight, row)
-    tight.play(Script())
+    tight.play(ToyScript())
     moved = await stream.end()
 
     assert report["state"] == "committed"
@@ -143,7 +143,7 @@ async def test_a_destination_that_gets_full_while_it_copies_refuses(tmp_path: Pa
         with served.held(300):
             filler = Stream(served, PATH, count_on(9000, (BLOCKS - 26) * BLOCK - 300, 400))
             full = (await row_of(served, filler, output_tokens=300))["instance"]
-            served.play(Script(hold=HELD))
+            served.play(ToyScript(hold=HELD))
             stream = Stream(served, PATH, body)
             row = await row_of(served, stream, output_tokens=HELD)
             assert row["instance"] == other(full)
@@ -152,7 +152,7 @@ async def test_a_destination_that_gets_full_while_it_copies_refuses(tmp_path: Pa
             moving = asyncio.create_task(move_one(served, row))
             while (await row_at(served, full))["blocks_used"] == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            served.play(Script(hold=300))
+            served.play(ToyScript(hold=300))
             report = await moving
 
             assert (report["state"], report["reason"]) == ("aborted", "no_blocks"), report

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmig.engines.toy.script import Script, ScriptFile
+from kvmig.engines.toy.script import ScriptFile, ToyScript
 
 pytestmark = pytest.mark.server
 
@@ -157,7 +157,7 @@ async def test_the_last_instance_leaves_when_it_is_empty_and_another_may_come(
     tmp_path: Path,
 ) -> None:
     async with held(tmp_path, "--instances=1") as server, server.client() as client:
-        server.script.write(Script(hold=5))
+        server.script.write(ToyScript(hold=5))
         running = asyncio.create_task(client.post("/v1/completions", json=ask(10)))
         refused = await client.delete("/kvmig/v1/instances/i0")
         await until_live(server, 1)
@@ -165,7 +165,7 @@ async def test_the_last_instance_leaves_when_it_is_empty_and_another_may_come(
         serving = await client.get("/kvmig/v1/instances")
         later = asyncio.create_task(client.post("/v1/completions", json=ask(10)))
         await until_live(server, 2)
-        server.script.write(Script())
+        server.script.write(ToyScript())
         answers = [(await one).json()["choices"][0]["text"] for one in (running, later)]
         await until_rows(client, [])
         vacant = await client.post("/v1/completions", json=ask(10))

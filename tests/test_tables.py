@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
 
 from kvmig.core.errors import UnsupportedLayout
 from kvmig.engines.base import HOLE
-from kvmig.engines.vllm.subblocks import Page, Units, merged
-from kvmig.engines.vllm.tables import NULL_BLOCK, Sent, Tables
+from kvmig.engines.vllm.subblocks import BlockPage, SubBlocks, merged
+from kvmig.engines.vllm.tables import NULL_BLOCK, RequestTables, SentBlocks
 
 pytestmark = pytest.mark.engine
 
@@ -42,7 +42,7 @@ CHUNKED = attention(ChunkedLocalAttentionSpec, attention_chunk_size=WINDOW)
 STATE = MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,))
 
 
-def tables(*specs: KVCacheSpec, units: Units | None = None) -> Tables:
+def tables(*specs: KVCacheSpec, units: SubBlocks | None = None) -> RequestTables:
     """Of an engine with one KV cache group of each kind."""
 
     def outside(spec: KVCacheSpec, computed: int) -> int:
@@ -63,36 +63,36 @@ def tables(*specs: KVCacheSpec, units: Units | None = None) -> Tables:
             coordinator=SimpleNamespace(single_type_managers=managers)
         ),
     )
-    return Tables(cast("Scheduler", scheduler), units or Units(specs[0].block_size))
+    return RequestTables(cast("Scheduler", scheduler), units or SubBlocks(specs[0].block_size))
 
 
 def test_places_of_full_attention_alone_are_its_blocks_in_order() -> None:
     plain = tables(FULL)
 
     assert plain.plain
-    assert plain.full([[7, 3, 9]], 40, Sent(0, 0)) == ([0, 1], [7, 3])
-    assert plain.rest([[7, 3, 9]], 40, Sent(16, 1)) == ([1, 2], [3, 9])
+    assert plain.full([[7, 3, 9]], 40, SentBlocks(0, 0)) == ([0, 1], [7, 3])
+    assert plain.rest([[7, 3, 9]], 40, SentBlocks(16, 1)) == ([1, 2], [3, 9])
     assert plain.by_place([[7, 3, 9]], 16) == [7, 3, 9]
 
 
 def test_blocks_cut_in_units_have_a_place_for_each_unit() -> None:
-    halves = tables(FULL, units=Units(8, 2))
+    halves = tables(FULL, units=SubBlocks(8, 2))
 
-    assert halves.full([[7, 3]], 28, Sent(0, 0)) == ([0, 1, 2], [14, 15, 6])
+    assert halves.full([[7, 3]], 28, SentBlocks(0, 0)) == ([0, 1, 2], [14, 15, 6])
 
 
 def test_what_lies_outside_the_window_does_not_travel() -> None:
     both = tables(WINDOWED, FULL)
     ids = [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]]
 
-    places, blocks = both.rest(ids, 90, Sent(0, 0))
+    places, blocks = both.rest(ids, 90, SentBlocks(0, 0))
 
     assert blocks == [4, 5, 6, 11, 12, 13, 14, 15, 16]
     assert places == [6, 8, 10, 1, 3, 5, 7, 9, 11]
 
 
 def test_blocks_that_vllm_has_freed_do_not_travel() -> None:
-    places, blocks = tables(CHUNKED).full([[NULL_BLOCK, NULL_BLOCK, 3]], 48, Sent(0, 0))
+    places, blocks = tables(CHUNKED).full([[NULL_BLOCK, NULL_BLOCK, 3]], 48, SentBlocks(0, 0))
 
     assert (places, blocks) == ([2], [3])
 
@@ -101,18 +101,18 @@ def test_a_state_goes_in_the_tail_only() -> None:
     hybrid = tables(STATE, FULL)
     ids = [[NULL_BLOCK, 9], [1, 2, 3, 4, 5, 6]]
 
-    assert hybrid.full(ids, 90, Sent(0, 0))[1] == [1, 2, 3, 4, 5]
-    assert hybrid.rest(ids, 90, Sent(80, 5)) == ([0, 11], [9, 6])
+    assert hybrid.full(ids, 90, SentBlocks(0, 0))[1] == [1, 2, 3, 4, 5]
+    assert hybrid.rest(ids, 90, SentBlocks(80, 5)) == ([0, 11], [9, 6])
 
 
 def test_a_request_without_computed_tokens_has_no_state_to_send() -> None:
-    assert tables(STATE, FULL).rest([[], []], 0, Sent(0, 0)) == ([], [])
+    assert tables(STATE, FULL).rest([[], []], 0, SentBlocks(0, 0)) == ([], [])
 
 
 def test_prefix_hits_of_the_destination_do_not_travel() -> None:
     both = tables(WINDOWED, FULL)
 
-    places, _ = both.rest([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]], 90, Sent(64, 4))
+    places, _ = both.rest([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]], 90, SentBlocks(64, 4))
 
     assert places == [8, 10, 9, 11]
 
@@ -124,7 +124,7 @@ def test_blocks_that_the_prefix_cache_shares_are_nobodys_place() -> None:
 
 
 def test_a_stage_that_did_not_go_is_named_again() -> None:
-    plain, sent = tables(FULL), Sent(0, 0)
+    plain, sent = tables(FULL), SentBlocks(0, 0)
     sent.places += plain.full([[7, 3, 9]], 40, sent)[0]
 
     sent.back_to(0)
@@ -156,7 +156,7 @@ def test_states_that_may_be_taken_back_are_unmovable() -> None:
 
 
 def test_only_full_attention_is_cut_in_units() -> None:
-    cut = tables(WINDOWED, FULL, units=Units(8, 2))
+    cut = tables(WINDOWED, FULL, units=SubBlocks(8, 2))
 
     assert cut.unmovable == "only blocks of full attention can be cut in units"
 
@@ -166,7 +166,7 @@ def test_whatever_the_stages_each_block_that_is_read_goes_exactly_once(
     steps: list[int], hits: int
 ) -> None:
     both = tables(WINDOWED, FULL, STATE)
-    computed, sent = 64, Sent(hits * BLOCK, hits)
+    computed, sent = 64, SentBlocks(hits * BLOCK, hits)
     went: list[int] = []
     for step in steps:
         computed += step
@@ -186,17 +186,20 @@ def test_whatever_the_stages_each_block_that_is_read_goes_exactly_once(
 
 
 def test_pages_of_groups_that_share_memory_are_one() -> None:
-    over, apart = Page(0, 128, 128), Page(1280, 128, 100)
+    over, apart = BlockPage(0, 128, 128), BlockPage(1280, 128, 100)
 
-    assert merged([over, apart, over, Page(1280, 128, 128)], 10) == (over, Page(1280, 128, 128))
+    assert merged([over, apart, over, BlockPage(1280, 128, 128)], 10) == (
+        over,
+        BlockPage(1280, 128, 128),
+    )
 
 
 def test_neighbouring_pages_of_a_block_are_one_run() -> None:
-    assert merged([Page(64, 192, 64), Page(0, 192, 64), Page(128, 192, 64)], 10) == (
-        Page(0, 192, 192),
+    assert merged([BlockPage(64, 192, 64), BlockPage(0, 192, 64), BlockPage(128, 192, 64)], 10) == (
+        BlockPage(0, 192, 192),
     )
 
 
 def test_groups_whose_blocks_are_spaced_otherwise_in_shared_memory_are_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="blocks of 128 and 256 bytes"):
-        merged([Page(0, 128, 128), Page(256, 256, 256)], 10)
+        merged([BlockPage(0, 128, 128), BlockPage(256, 256, 256)], 10)

@@ -13,10 +13,10 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.engines.registry import kind_of
-from kvmig.engines.toy.core import Batch, Cache, Request, compute, sample
+from kvmig.engines.toy.core import ToyBatch, ToyCache, ToyRequest, compute, sample
 from kvmig.engines.toy.engine import ToyEngine
-from kvmig.engines.toy.script import Script, ScriptFile
-from kvmig.engines.transformers.payload import Submitted
+from kvmig.engines.toy.script import ScriptFile, ToyScript
+from kvmig.engines.transformers.payload import SubmittedRequest
 from tests.waiting import until
 
 
@@ -63,18 +63,22 @@ def test_two_blocks_that_are_mixed_up_change_the_answer() -> None:
     assert sample(cache, prompt, None) == ord("?")
 
 
-def entered(batch: Batch, *priorities: int, prompt: int = 8, tokens: int = 8) -> list[Request]:
+def entered(
+    batch: ToyBatch, *priorities: int, prompt: int = 8, tokens: int = 8
+) -> list[ToyRequest]:
     """Requests of so many tokens, in this order."""
     made = []
     for number, priority in enumerate(priorities):
-        asked = Submitted(prompt_token_ids=[49] * prompt, max_tokens=tokens, priority=priority)
-        made.append(Request(f"r{number}", 1, asked, bytearray(asked.prompt_token_ids)))
+        asked = SubmittedRequest(
+            prompt_token_ids=[49] * prompt, max_tokens=tokens, priority=priority
+        )
+        made.append(ToyRequest(f"r{number}", 1, asked, bytearray(asked.prompt_token_ids)))
         batch.enter(made[-1])
     return made
 
 
 def test_those_that_wait_begin_by_priority_then_in_order() -> None:
-    batch = Batch(Cache(100, 8), 2)
+    batch = ToyBatch(ToyCache(100, 8), 2)
     first, second, third, fourth = entered(batch, 0, 0, -1, 0)
     batch.step()
     assert batch.running == [third, first]
@@ -82,7 +86,7 @@ def test_those_that_wait_begin_by_priority_then_in_order() -> None:
 
 
 def test_the_last_of_the_least_priority_gives_way() -> None:
-    batch = Batch(Cache(4, 8), 4)
+    batch = ToyBatch(ToyCache(4, 8), 4)
     high, normal = entered(batch, -1, 0, tokens=20)
     while high.num_outputs < 10:
         batch.step()
@@ -101,23 +105,23 @@ def script(tmp_path: Path) -> Iterator[ScriptFile]:
 
 
 def test_a_script_is_read_again_when_it_has_changed(script: ScriptFile, tmp_path: Path) -> None:
-    assert script.read() == Script()
+    assert script.read() == ToyScript()
     for hold in (1, 2, 3):
-        script.write(Script(hold=hold))
-        assert script.read() == Script(hold=hold)
+        script.write(ToyScript(hold=hold))
+        assert script.read() == ToyScript(hold=hold)
     (tmp_path / "script").unlink()
-    assert script.read() == Script()
+    assert script.read() == ToyScript()
 
 
 def test_only_the_first_that_comes_to_it_hangs(script: ScriptFile) -> None:
-    script.write(Script(hang_at=7, hang_s=3))
+    script.write(ToyScript(hang_at=7, hang_s=3))
     assert script.fault([5, 6]) == 0
     assert script.fault([6, 7]) == 3
     assert script.fault([6, 7]) == 0
 
 
 def test_a_crash_kills_the_process(script: ScriptFile, tmp_path: Path) -> None:
-    script.write(Script(crash_at=7))
+    script.write(ToyScript(crash_at=7))
     code = (
         "from kvmig.engines.toy.script import ScriptFile\n"
         f"script = ScriptFile({str(tmp_path / 'script')!r})\n"
@@ -128,7 +132,7 @@ def test_a_crash_kills_the_process(script: ScriptFile, tmp_path: Path) -> None:
 
 
 async def test_held_requests_go_on_when_they_are_let(script: ScriptFile) -> None:
-    script.write(Script(hold=5))
+    script.write(ToyScript(hold=5))
     engine = ToyEngine(script=script)
     came: list[int] = []
     engine.connect(
@@ -140,7 +144,7 @@ async def test_held_requests_go_on_when_they_are_let(script: ScriptFile) -> None
     await until(lambda: len(came) >= 5)
     await asyncio.sleep(0.05)
     assert bytes(came) == b" 0019"
-    script.write(Script())
+    script.write(ToyScript())
     await until(lambda: len(came) >= 10)
     assert bytes(came) == b" 0019 0020"
     await engine.close(5)

@@ -19,7 +19,7 @@ from kvmig.engines import device_copies
 from kvmig.engines.base import Emitted, Frame
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.transformers import factory
-from kvmig.engines.transformers.payload import Output, decode
+from kvmig.engines.transformers.payload import StepOutput, decode
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.migrator import Migrator
 from tests.fake_gpu import FakeGpu, FakeKernels
@@ -64,7 +64,7 @@ class OnGpu:
 
     def connect(self) -> None:
         def take(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
-            for output in decode(bytes(frames[0]), list[Output]):
+            for output in decode(bytes(frames[0]), list[StepOutput]):
                 self.got += output.token_ids
 
         self.engine.connect(take, lambda *done: None, lambda error: None)

@@ -14,13 +14,13 @@ from kvmig.core.errors import ConfigError, StartupError, UnsupportedLayout
 from kvmig.engines.transformers import factory, kind
 from kvmig.engines.transformers.config import EngineConfig, parse
 from kvmig.engines.transformers.model import refuse_windows
-from kvmig.engines.transformers.payload import Submitted, decode
+from kvmig.engines.transformers.payload import SubmittedRequest, decode
 from kvmig.engines.transformers.requests import all_tokens, make_state
 from kvmig.engines.transformers.sampling import (
     Limits,
-    Logprobs,
+    LogprobRecorder,
     SeededNoise,
-    Truncation,
+    TruncationProcessor,
     gumbel,
     key,
     truncated,
@@ -28,7 +28,7 @@ from kvmig.engines.transformers.sampling import (
 
 pytestmark = pytest.mark.engine
 
-SUBMITTED = Submitted(prompt_token_ids=[1, 2, 3], max_tokens=5, stop_token_ids=[9])
+SUBMITTED = SubmittedRequest(prompt_token_ids=[1, 2, 3], max_tokens=5, stop_token_ids=[9])
 
 
 def test_another_version_is_refused_with_the_supported_ones(
@@ -72,7 +72,7 @@ def test_a_request_with_a_field_that_the_engine_cannot_follow_is_refused_by_name
 ) -> None:
     frame = msgspec.msgpack.encode({"prompt_token_ids": [1], "max_tokens": 2, field: 1})
     with pytest.raises(msgspec.ValidationError, match=f"unknown field `{field}`"):
-        decode(frame, Submitted)
+        decode(frame, SubmittedRequest)
 
 
 def test_configuration_has_defaults_for_everything() -> None:
@@ -141,7 +141,7 @@ class Row:
 
 
 def test_log_probabilities_are_of_the_scores_before_all_else() -> None:
-    logprobs, scores = Logprobs(), SHARES.repeat(3, 1) + 7
+    logprobs, scores = LogprobRecorder(), SHARES.repeat(3, 1) + 7
     logprobs.prepare_tensor_args([Row("a"), Row("b", logprobs=2), Row("c", logprobs=0)])
     assert logprobs(scores, torch.empty(0)) is scores
     found = logprobs.of("b", 2, 2)
@@ -155,7 +155,7 @@ def test_log_probabilities_are_of_the_scores_before_all_else() -> None:
 
 
 def test_requests_without_limits_keep_their_scores_beside_others_that_have_some() -> None:
-    truncation, scores = Truncation(), SHARES.repeat(3, 1)
+    truncation, scores = TruncationProcessor(), SHARES.repeat(3, 1)
     rows = [Row("a", temperature=1.0), Row("b", temperature=1.0, top_k=1), Row("c", top_k=1)]
     truncation.prepare_tensor_args(rows)
     changed = truncation(scores, torch.empty(0))

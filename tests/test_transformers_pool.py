@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestState as
 
 from kvmig.core.errors import ConfigError
 from kvmig.engines.transformers import pooled
-from kvmig.engines.transformers.payload import Submitted, encode
+from kvmig.engines.transformers.payload import SubmittedRequest, encode
 from kvmig.engines.transformers.serving import ServingTransformers
 from tests.pool_bench import DRAWN, SECTOR, SECTORS, PoolBench, fields, other_model
 from tests.transformers_bench import benched
@@ -165,7 +165,7 @@ async def test_an_engine_that_ends_leaves_the_pool_to_the_others(other: Path, wa
         engine.connect(lambda *out: None, lambda *done: None, lambda error: ended.set())
     share = engines["b"]._blocks.share
     assert share is not None
-    request = Submitted(prompt_token_ids=[50] * 40, max_tokens=100)
+    request = SubmittedRequest(prompt_token_ids=[50] * 40, max_tokens=100)
     engines["a"].submit(1, "r", [encode(request)])
     async with asyncio.timeout(20):
         while share.blocks_left() == SECTORS * 4:  # noqa: ASYNC110

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.engines.base import KVUse
-from kvmig.engines.entrance import Entrance
+from kvmig.engines.entrance import StepAdmission
 from kvmig.engines.gate import EVERYTHING, ComputeShares, StepGrant, StepRequest
 from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.lease_ledger import MIB, Claim
@@ -139,7 +139,7 @@ async def test_an_agent_that_dies_lets_everybody_step(path: Path) -> None:
             await stack.enter_async_context(joined(path, "b"))
             await until(lambda: not a.alone)
         await until(lambda: a.alone)
-        assert Entrance(a, lambda left: None).enter(lambda: PROMPTS) is EVERYTHING
+        assert StepAdmission(a, lambda left: None).enter(lambda: PROMPTS) is EVERYTHING
         async with agent(path, turns=Turns()):
             await until(lambda: not a.alone)
             a.ask(PROMPTS)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvmig.core.errors import ConfigError, UnsupportedLayout
 from kvmig.engines.block_copies import HostCopies
-from kvmig.engines.vllm.subblocks import LayerCache, RankCache, UnitMap, Units, units_of
+from kvmig.engines.vllm.subblocks import LayerCache, RankCache, SubBlocks, UnitMap, units_of
 
 POISON = 0xA5A5
 DIMENSIONS = 32
@@ -185,7 +185,7 @@ def test_units_travel_in_any_order_and_leave_their_neighbours_alone(
 
 @given(st.integers(1, 8), st.lists(st.integers(0, 1000), unique=True))
 def test_a_blocks_units_follow_each_other(per_block: int, blocks: list[int]) -> None:
-    ids = Units(16, per_block).ids(blocks)
+    ids = SubBlocks(16, per_block).ids(blocks)
 
     assert [unit // per_block for unit in ids[::per_block]] == blocks
     assert [unit % per_block for unit in ids] == [n % per_block for n, _ in zip(count(), ids)]
@@ -207,14 +207,14 @@ def test_an_unknown_order_of_keys_and_values_is_refused(
     layer = LayerCache(4096, (4, 2, 32, 64), strides, itemsize, "x", attention)
 
     with pytest.raises(UnsupportedLayout, match=named):
-        UnitMap([RankCache(4096, 1 << 20, (), (layer,))], 2, 4, Units(32), "LBHNC")
+        UnitMap([RankCache(4096, 1 << 20, (), (layer,))], 2, 4, SubBlocks(32), "LBHNC")
 
 
 def test_tokens_before_heads_are_refused_by_the_layouts_name() -> None:
     layer = LayerCache(4096, (4, 2, 32, 64), (8192, 128, 256, 2), 2, "x")
 
     with pytest.raises(UnsupportedLayout, match="KV layout LBNHC"):
-        UnitMap([RankCache(4096, 1 << 20, (), (layer,))], 2, 4, Units(32), "LBNHC")
+        UnitMap([RankCache(4096, 1 << 20, (), (layer,))], 2, 4, SubBlocks(32), "LBNHC")
 
 
 def test_layers_of_different_shape_are_refused() -> None:
@@ -224,7 +224,7 @@ def test_layers_of_different_shape_are_refused() -> None:
     )
 
     with pytest.raises(UnsupportedLayout, match="layers differ"):
-        UnitMap([RankCache(4096, 1 << 20, (), layers)], 2, 4, Units(32), "LBHNC")
+        UnitMap([RankCache(4096, 1 << 20, (), layers)], 2, 4, SubBlocks(32), "LBHNC")
 
 
 def test_a_cache_mapped_elsewhere_keeps_its_inner_distances() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvmig.engines.gate import EVERYTHING, ComputeShares, StepGrant, StepRequest
-from kvmig.engines.vllm.phase import Phase
+from kvmig.engines.vllm.phase import StepPhase
 from tests.local_unit import LocalUnit
 from tests.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, Pair, assert_same
 from tests.vllm_side import Side
@@ -138,7 +138,7 @@ async def test_where_nothing_decodes_prompts_are_held(gated: tuple[Pair, LocalUn
     assert time.monotonic() - began >= 0.05
     assert gate.ended == 2
     phase = pair.a.core.phase
-    assert isinstance(phase, Phase)
+    assert isinstance(phase, StepPhase)
     assert phase.entrance.unanswered == 1
     gate.alone = True
     await pair.finish("one")
@@ -284,7 +284,7 @@ async def test_a_gate_that_never_answers_stops_nobody(gated: tuple[Pair, LocalUn
     began = time.monotonic()
     assert_same(await pair.there_and_back(PROMPT), unmoved)
     phase = pair.a.core.phase
-    assert isinstance(phase, Phase)
+    assert isinstance(phase, StepPhase)
     assert phase.entrance.unanswered > 10
     assert time.monotonic() - began < 5.0
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import KVLayout
-from kvmig.engines.block_copies import Blocks
+from kvmig.engines.block_copies import BlockPlan
 from kvmig.engines.device_copies import DeviceCopies
 from kvmig.engines.vllm.memory import SharedCache
 from kvmig.engines.vllm.subblocks import whole_blocks
@@ -59,7 +59,7 @@ class World:
         self.kernels = FakeKernels(self.gpu)
         self.cache = SharedCache(ON_GPUS, executor, [])
         layout = KVLayout(whole_blocks(self.cache.ranks), BLOCKS, 16)
-        self.plan, self.size = Blocks(layout), layout.block_bytes
+        self.plan, self.size = BlockPlan(layout), layout.block_bytes
         self.copies = DeviceCopies(self.plan, self.gpu, self.kernels, steps_overlap=True)
 
     def close(self) -> None:

@@ -16,16 +16,16 @@ from kvmig.core.errors import MigrationRefused
 from kvmig.engines.base import Export
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.migration import (
-    Destination,
-    Progress,
+    VllmDestination,
+    VllmProgress,
     check_known,
     encode_progress,
     encode_request,
     token_request,
 )
-from kvmig.engines.vllm.offload import Offload
+from kvmig.engines.vllm.offload import CacheOffload
 from kvmig.engines.vllm.serving import ServingVllm
-from kvmig.engines.vllm.tables import Tables
+from kvmig.engines.vllm.tables import RequestTables
 
 pytestmark = pytest.mark.engine
 
@@ -35,11 +35,11 @@ def request(name: str = "r", tokens: int = 64) -> Request:
     return Request(name, [1] * tokens, SamplingParams(max_tokens=9), None)
 
 
-NO_TABLES = cast("Tables", None)
+NO_TABLES = cast("RequestTables", None)
 """Nothing gets as far as its blocks."""
 
 
-def destination(*running: str, seats: int = 4, longest: int = 100) -> Destination:
+def destination(*running: str, seats: int = 4, longest: int = 100) -> VllmDestination:
     """With these requests."""
     scheduler: Any = object.__new__(Scheduler)
     scheduler.running = [request(name) for name in running]
@@ -49,7 +49,7 @@ def destination(*running: str, seats: int = 4, longest: int = 100) -> Destinatio
     scheduler.lora_config = None
     scheduler.connector = None
     core = cast("StepCore", SimpleNamespace(scheduler=scheduler, is_sleeping=lambda: False))
-    return Destination(core, NO_TABLES, Offload(scheduler))
+    return VllmDestination(core, NO_TABLES, CacheOffload(scheduler))
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def destination(*running: str, seats: int = 4, longest: int = 100) -> Destinatio
     ],
 )
 def test_a_request_that_has_no_place_is_refused_and_nothing_is_kept(
-    there: Destination, comes: Request, reason: str, sentence: str
+    there: VllmDestination, comes: Request, reason: str, sentence: str
 ) -> None:
     with pytest.raises(MigrationRefused, match=sentence) as refusal:
-        there.reserve(comes, Progress([], 16, prefilled=False))
+        there.reserve(comes, VllmProgress([], 16, prefilled=False))
     assert refusal.value.reason == reason
     assert there.reserved() == 0
 
@@ -73,7 +73,7 @@ def test_what_was_never_reserved_is_not_grown_or_committed() -> None:
     there = destination()
     for ask in (
         lambda: there.grow("r", 64),
-        lambda: there.commit("r", Progress([], 64, prefilled=False), None),
+        lambda: there.commit("r", VllmProgress([], 64, prefilled=False), None),
     ):
         with pytest.raises(MigrationRefused, match="r has no reservation here") as refusal:
             ask()
@@ -82,7 +82,7 @@ def test_what_was_never_reserved_is_not_grown_or_committed() -> None:
 
 @pytest.mark.parametrize(
     "payload",
-    [[], [b"\xc1"], [encode_progress(Progress([], 0, prefilled=False))], [b"\x80", b"\x80"]],
+    [[], [b"\xc1"], [encode_progress(VllmProgress([], 0, prefilled=False))], [b"\x80", b"\x80"]],
 )
 async def test_an_export_of_another_engine_is_refused_as_such(payload: list[bytes]) -> None:
     engine = object.__new__(ServingVllm)

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from kvmig.core.errors import ConfigError, MigrationRefused, UnsupportedLayout
 from kvmig.engines.vllm import lora
 from kvmig.engines.vllm.config import refuse_experts, refuse_workers, why_not, workers_word
-from kvmig.engines.vllm.subblocks import LayerCache, RankCache, UnitMap, Units
+from kvmig.engines.vllm.subblocks import LayerCache, RankCache, SubBlocks, UnitMap
 from kvmig.kernels.driver import LIBRARY, _initialised
 from tests import fake_gpu
 
@@ -123,7 +123,7 @@ def cache(shape: tuple[int, ...] = (4, 2, 32, 64), **other: Any) -> RankCache:
 
 def test_kernel_blocks_that_are_no_multiple_of_blocks_are_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="4 kernel blocks for 3 blocks"):
-        UnitMap([cache()], 2, 3, Units(32), "LBHNC")
+        UnitMap([cache()], 2, 3, SubBlocks(32), "LBHNC")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_caches_that_cannot_be_cut_in_units_are_refused_with_their_sizes(
     ranks: list[RankCache], heads: int, tokens: int, sentence: str
 ) -> None:
     with pytest.raises(UnsupportedLayout, match=sentence):
-        UnitMap(ranks, heads, 4, Units(tokens), "LBHNC")
+        UnitMap(ranks, heads, 4, SubBlocks(tokens), "LBHNC")
 
 
 def lora_core(max_loras: int | None, *running: int) -> Any:

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, FastIncrementalDetokenizer
 
 from kvmig.engines.vllm.detokenizers import TAIL, TailDetokenizer
-from kvmig.engines.vllm.slices import SLICE_S, Slices
+from kvmig.engines.vllm.slices import SLICE_S, WorkSlices
 from kvmig.models import BUNDLED
 
 pytestmark = pytest.mark.engine
@@ -26,7 +26,7 @@ VOCABULARY = len(TOKENIZER)
 
 async def test_many_beginnings_take_only_a_part_of_each_turn() -> None:
     now, begun = 0.0, 0
-    slices = Slices(lambda: now)
+    slices = WorkSlices(lambda: now)
     in_turns: list[int] = []
 
     async def begin() -> None:
@@ -47,7 +47,7 @@ async def test_many_beginnings_take_only_a_part_of_each_turn() -> None:
 
 async def test_what_fails_takes_its_part_and_stops_nobody() -> None:
     now = 0.0
-    slices = Slices(lambda: now)
+    slices = WorkSlices(lambda: now)
 
     def fail() -> None:
         nonlocal now

@@ -20,9 +20,9 @@ from kvmig.controlplane.victims import next_victim
 from kvmig.core.errors import MigrationRefused, UnsupportedLayout
 from kvmig.engines.base import Emitted, Frame, RequestState
 from kvmig.engines.vllm.building import not_again
-from kvmig.engines.vllm.load import Holdings
+from kvmig.engines.vllm.load import RequestHoldings
 from kvmig.engines.vllm.migration import check_movable, unmovable_engine
-from kvmig.engines.vllm.tables import Tables
+from kvmig.engines.vllm.tables import RequestTables
 from kvmig.engines.vllm.warmup import warm_up_requests
 from tests.environment import environment
 from tests.vllm_side import ENVIRONMENT
@@ -79,7 +79,8 @@ def request(outputs: int = 3, status: RequestStatus = RequestStatus.RUNNING, **o
 
 
 TABLES = cast(
-    "Tables", SimpleNamespace(held=lambda block_ids: len(block_ids[0]), demand=lambda tokens: 5)
+    "RequestTables",
+    SimpleNamespace(held=lambda block_ids: len(block_ids[0]), demand=lambda tokens: 5),
 )
 
 
@@ -93,7 +94,7 @@ def row(of: Request, settings: VllmConfig) -> RequestState:
         kv_cache_manager=SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4, 5],)),
         _preempt_request=lambda request: None,
     )
-    holdings = Holdings(cast("Scheduler", scheduler), TABLES, unmovable_engine(settings))
+    holdings = RequestHoldings(cast("Scheduler", scheduler), TABLES, unmovable_engine(settings))
     if of.status is RequestStatus.RUNNING:
         scheduler.running.append(of)
     else:

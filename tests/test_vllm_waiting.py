@@ -15,7 +15,7 @@ from bench import queues
 from tests.examples import examples
 
 if TYPE_CHECKING:
-    from kvmig.engines.vllm.load import Holdings
+    from kvmig.engines.vllm.load import RequestHoldings
 
 pytestmark = pytest.mark.engine
 
@@ -26,13 +26,13 @@ class Queue:
     """A vLLM scheduler in which requests only wait."""
 
     def __init__(self, policy: str) -> None:
-        from kvmig.engines.vllm.load import Holdings
-        from kvmig.engines.vllm.subblocks import Units
-        from kvmig.engines.vllm.tables import Tables
+        from kvmig.engines.vllm.load import RequestHoldings
+        from kvmig.engines.vllm.subblocks import SubBlocks
+        from kvmig.engines.vllm.tables import RequestTables
 
         self.scheduler: Any = queues.scheduler(policy)
-        tables = Tables(self.scheduler, Units(queues.BLOCK_TOKENS))
-        self.holdings: Holdings = Holdings(self.scheduler, tables, "")
+        tables = RequestTables(self.scheduler, SubBlocks(queues.BLOCK_TOKENS))
+        self.holdings: RequestHoldings = RequestHoldings(self.scheduler, tables, "")
 
     def clear(self) -> None:
         from vllm.v1.request import RequestStatus

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from kvmig.core.errors import UnsupportedLayout
 from kvmig.engines.vllm import worker as worker_module
 from kvmig.engines.vllm.memory import SharedCache
-from kvmig.engines.vllm.subblocks import Page
+from kvmig.engines.vllm.subblocks import BlockPage
 from kvmig.engines.vllm.worker import describe_cache, repeat_for_drafts, share_cache
 
 pytestmark = pytest.mark.engine
@@ -76,7 +76,7 @@ def test_a_cache_is_described_by_where_each_layer_lies() -> None:
     assert second.address - first.address == 5 * 128
     assert (told.address, told.nbytes) == (first.address, 2 * 5 * 128)
     assert (first.dtype, first.attention) == ("torch.bfloat16", "vec")
-    assert told.pages == (Page(0, 128, 128), Page(5 * 128, 128, 128))
+    assert told.pages == (BlockPage(0, 128, 128), BlockPage(5 * 128, 128, 128))
 
 
 def test_all_that_see_the_cache_see_it_where_it_was_moved(memory: int) -> None:
@@ -142,7 +142,7 @@ def test_a_state_is_described_by_its_pages_and_moved_with_them(memory: int) -> N
     told = share_cache(worker, NAMES, [path_of(memory)])
 
     assert len(told.layers) == 1
-    assert told.pages == (Page(0, 128, 128), Page(5 * 128, 128, 128))
+    assert told.pages == (BlockPage(0, 128, 128), BlockPage(5 * 128, 128, 128))
     first, second = context["second"].kv_cache
     assert worker.model_runner.kv_caches[1][1] is second
     assert second.data_ptr() - first.data_ptr() == 64

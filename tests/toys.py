@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvmig.engines.toy.script import Script, ScriptFile
+from kvmig.engines.toy.script import ScriptFile, ToyScript
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
@@ -36,15 +36,15 @@ class Toys(Served):
             enter=enter,
         )
         self._script = ScriptFile(str(path))
-        self._usual = Script()
+        self._usual = ToyScript()
 
-    def play(self, script: Script) -> None:
+    def play(self, script: ToyScript) -> None:
         """All engines do so from their next step on."""
         self._script.write(script)
 
     def replace_weights(self, counts_by: int) -> None:
         """Whoever starts from now on counts by so much."""
-        self._usual = Script(counts_by=counts_by)
+        self._usual = ToyScript(counts_by=counts_by)
         self.play(self._usual)
 
     @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from kvmig.core.config import MigrationConfig
 from kvmig.engines.base import Emitted, Frame
-from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
+from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.migrator import Migrator
 
@@ -24,14 +24,14 @@ class Bench:
 
     def __init__(self, engines: Mapping[str, ServingTransformers]) -> None:
         self.engines = dict(engines)
-        self.got: dict[str, list[Output]] = {}
+        self.got: dict[str, list[StepOutput]] = {}
         self.changed = asyncio.Event()
         self._numbers = iter(range(1, 100_000))
         for engine in self.engines.values():
             engine.connect(self._take, lambda *done: None, lambda error: None)
 
     def _take(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
-        for output in decode(bytes(frames[0]), list[Output]):
+        for output in decode(bytes(frames[0]), list[StepOutput]):
             self.got.setdefault(output.request_id, []).append(output)
         self.changed.set()
 
@@ -39,13 +39,13 @@ class Bench:
         """The new request's id."""
         request_id = f"r{next(self._numbers)}"
         request: dict[str, Any] = {"prompt_token_ids": prompt, "max_tokens": max_tokens} | fields
-        self.engines[name].submit(1, request_id, [encode(Submitted(**request))])
+        self.engines[name].submit(1, request_id, [encode(SubmittedRequest(**request))])
         return request_id
 
     def has_ended(self, request_id: str) -> bool:
         return bool(self.got.get(request_id) and self.got[request_id][-1].finish_reason)
 
-    async def reach(self, request_id: str, tokens: int) -> list[Output]:
+    async def reach(self, request_id: str, tokens: int) -> list[StepOutput]:
         """What it has got once that is so many outputs, or all."""
         async with asyncio.timeout(60):
             while True:

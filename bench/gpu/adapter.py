@@ -13,7 +13,7 @@ from bench.gpu.shapes import Shape, ids
 from bench.report import Result
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import KVLayout
-from kvmig.engines.block_copies import Blocks, Copies, HostCopies
+from kvmig.engines.block_copies import BlockPlan, Copies, HostCopies
 from kvmig.engines.device_copies import load
 from kvmig.kernels.api import Device
 from kvmig.kernels.driver import current_device
@@ -69,8 +69,8 @@ def adapter(site: Site, shape: Shape, nbytes: int, result: Result) -> None:
 def _copies(site: Site, layout: KVLayout) -> tuple[Copies, Callable[[], None]]:
     """And what frees them."""
     if site.device == "cpu":
-        return HostCopies(Blocks(layout)), lambda: None
-    copies = load(Blocks(layout), current_device(), steps_overlap=False)
+        return HostCopies(BlockPlan(layout)), lambda: None
+    copies = load(BlockPlan(layout), current_device(), steps_overlap=False)
     return copies, copies.close
 
 

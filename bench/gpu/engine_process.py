@@ -16,7 +16,7 @@ from kvmig.core.config import MigrationConfig, Transport
 from kvmig.core.errors import KvmigError, TransportError
 from kvmig.engines.base import Emitted, ServingEngine
 from kvmig.engines.transformers import factory
-from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
+from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
 from kvmig.kvtransfer.context import Host
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import Migrations
@@ -171,7 +171,7 @@ class EngineProcess:
     ) -> float:
         """When that was, as of this host's monotonic clock."""
         self._came[request_id] = Came()
-        request = Submitted(prompt_token_ids=prompt, max_tokens=max_tokens, logprobs=0)
+        request = SubmittedRequest(prompt_token_ids=prompt, max_tokens=max_tokens, logprobs=0)
         self.engine.submit(CLIENT, request_id, [encode(request)], known)
         return time.monotonic()
 
@@ -227,7 +227,7 @@ class EngineProcess:
 
     def _take(self, client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
         now = time.monotonic()
-        for output in decode(bytes(frames[0]), list[Output]):
+        for output in decode(bytes(frames[0]), list[StepOutput]):
             for migrations in self._migrations.values():
                 migrations.stepped(output.request_id, len(output.token_ids))
             came = self._came.setdefault(output.request_id, Came())

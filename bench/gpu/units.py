@@ -19,7 +19,7 @@ from bench.gpu.sm_shares import measure as measure_step
 from bench.gpu.sm_shares import on_shares
 from bench.report import Result, begin, finish
 from kvmig.core.layout import Region
-from kvmig.engines.backing import Backing, Madvise, Vmm
+from kvmig.engines.backing import CacheBacking, MadviseBacking, VmmBacking
 from kvmig.engines.gate import PARTS
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import CudaDriver
@@ -41,7 +41,9 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure(result: Result, backing: Backing, groups: int, touch: Callable[[int], bytes]) -> None:
+def measure(
+    result: Result, backing: CacheBacking, groups: int, touch: Callable[[int], bytes]
+) -> None:
     """touch: write to a group, and what was there before."""
     taken: list[float] = []
     given: list[float] = []
@@ -75,7 +77,7 @@ def on_gpu(result: Result, groups: int, start_bytes: int) -> None:
             gpu.write(at, b"\xff")
             return before
 
-        backing = Vmm(addresses, regions(addresses.address, page, groups), groups)
+        backing = VmmBacking(addresses, regions(addresses.address, page, groups), groups)
         measure(result, backing, groups, touch)
 
 
@@ -91,7 +93,7 @@ def on_host(result: Result, groups: int) -> None:
 
         with memoryview(memory) as view:
             base = address_of(view)
-        measure(result, Madvise(regions(base, page, groups), groups), groups, touch)
+        measure(result, MadviseBacking(regions(base, page, groups), groups), groups, touch)
 
 
 def main(arguments: list[str] | None = None) -> int:

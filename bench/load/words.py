@@ -109,15 +109,17 @@ class TransformersWords:
     """Those of `kvmig.engines.transformers`."""
 
     def tokens(self, payload: Sequence[Frame]) -> int:
-        from kvmig.engines.transformers.payload import Submitted, decode
+        from kvmig.engines.transformers.payload import SubmittedRequest, decode
 
-        return decode(payload[0], Submitted).max_tokens
+        return decode(payload[0], SubmittedRequest).max_tokens
 
     def say(self, given: Sequence[Given]) -> list[Frame]:
-        from kvmig.engines.transformers.payload import Output, encode
+        from kvmig.engines.transformers.payload import StepOutput, encode
 
         return [
-            encode([Output(one.request_id, [TOKEN], "length" if one.last else "") for one in given])
+            encode(
+                [StepOutput(one.request_id, [TOKEN], "length" if one.last else "") for one in given]
+            )
         ]
 
     def answer(self, call_id: int, method: str) -> list[Frame]:

@@ -20,7 +20,7 @@ from kvmig.kernels.vmm import AddressRange
 _MADV_DONTNEED, _MADV_NOHUGEPAGE = 4, 15
 
 
-class Backing(Protocol):
+class CacheBacking(Protocol):
     """The memory behind one cache's blocks. Blocks without memory are never read or written."""
 
     group: int
@@ -36,8 +36,8 @@ class Backing(Protocol):
         ...
 
 
-class Madvise:
-    """A `Backing` in the memory of this process: a page that is written comes by itself."""
+class MadviseBacking:
+    """A `CacheBacking` in the memory of this process: a page that is written comes by itself."""
 
     def __init__(self, regions: Sequence[Region], num_blocks: int) -> None:
         """regions: in a mapping of this process's own. Raises UnsupportedLayout."""
@@ -50,12 +50,12 @@ class Madvise:
             self._advise(address, nbytes, _MADV_NOHUGEPAGE)
 
     def give(self, groups: Sequence[int]) -> None:
-        """See `Backing`. 0.1 ms a MiB."""
+        """See `CacheBacking`. 0.1 ms a MiB."""
         for address, nbytes in spans(self._regions, self.group, groups):
             self._advise(address, nbytes, _MADV_DONTNEED)
 
     def take(self, groups: Sequence[int]) -> None:
-        """See `Backing`."""
+        """See `CacheBacking`."""
 
     def _advise(self, address: int, nbytes: int, advice: int) -> None:
         if self._libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice):
@@ -64,8 +64,8 @@ class Madvise:
                 raise KvmigError(f"memory of the KV cache can't be given back: {error}")
 
 
-class Vmm:
-    """A `Backing` in a GPU's memory, whose pages are mapped and unmapped.
+class VmmBacking:
+    """A `CacheBacking` in a GPU's memory, whose pages are mapped and unmapped.
 
     Driven on the tests' GPUs; not yet measured on a real one.
     """
@@ -78,12 +78,12 @@ class Vmm:
         self._regions = tuple(regions)
 
     def give(self, groups: Sequence[int]) -> None:
-        """See `Backing`."""
+        """See `CacheBacking`."""
         self._addresses.driver.settle()  # a step in flight may have written there
         self._addresses.drop(self._pages(groups))
 
     def take(self, groups: Sequence[int]) -> None:
-        """See `Backing`. Where the device has no memory left, none of them is there."""
+        """See `CacheBacking`. Where the device has no memory left, none of them is there."""
         self._addresses.put(self._pages(groups))
 
     def _pages(self, groups: Sequence[int]) -> Iterator[int]:

@@ -2,8 +2,8 @@
 
 `BlockCopies` is what an engine's `gather` and `scatter` may be. It runs one copy after the other
 on a `CopyThread`; a copy is `HostCopies` in this process's memory, `device_copies.DeviceCopies` on
-a GPU. A `Plan` says where the blocks lie: as whole blocks (`Blocks`), or as parts of them that
-engines of other shapes understand (`kvmig.engines.vllm.subblocks`).
+a GPU. A `CopyPlan` says where the blocks lie: as whole blocks (`BlockPlan`), or as parts of them
+that engines of other shapes understand (`kvmig.engines.vllm.subblocks`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BlockCopies:
         """layout: of memory that outlives this; by: how, None: as whole blocks in the host's
         memory. Raises KernelUnavailable."""
         self._block_bytes = layout.block_bytes
-        self._by = by or HostCopies(Blocks(layout))
+        self._by = by or HostCopies(BlockPlan(layout))
         self._thread = CopyThread()
         self.absent: tuple[NDArray[np.bool_], int] | None = None
         """Which blocks have no memory, and how many ids each has; written on the copy thread."""
@@ -134,7 +134,7 @@ class CopyThread:
         answer_call(future, copy, BaseException)
 
 
-class Pass(NamedTuple):
+class CopyPass(NamedTuple):
     """One call of the copy kernels: the arguments of `kvmig.kernels.copy.start_copy`."""
 
     src: tuple[Region, ...]
@@ -144,32 +144,32 @@ class Pass(NamedTuple):
     src_blocks: int
     dst_blocks: int
 
-    def reversed(self) -> Pass:
+    def reversed(self) -> CopyPass:
         """The same copy the other way round."""
-        return Pass(
+        return CopyPass(
             *(self.dst, self.src, self.dst_ids, self.src_ids),
             *(self.dst_blocks, self.src_blocks),
         )
 
 
-class Plan(Protocol):
+class CopyPlan(Protocol):
     """The positions of fused blocks in the cache."""
 
     unit_bytes: int
     sums_by_copy: bool
     """Whether the kernels' checksums of each copy are the blocks', whatever their runs."""
 
-    def gather(self, ids: Sequence[int], address: int) -> Iterable[Pass]:
+    def gather(self, ids: Sequence[int], address: int) -> Iterable[CopyPass]:
         """Copies from the cache to the buffer at `address`, [n] fused."""
         ...
 
-    def scatter(self, ids: Sequence[int], address: int) -> Iterable[Pass]:
+    def scatter(self, ids: Sequence[int], address: int) -> Iterable[CopyPass]:
         """Copies from the buffer to the cache."""
         ...
 
 
-class Blocks:
-    """A `Plan`: an engine's blocks as it keeps them."""
+class BlockPlan:
+    """A `CopyPlan`: an engine's blocks as it keeps them."""
 
     sums_by_copy = True
 
@@ -178,14 +178,14 @@ class Blocks:
         self._layout = layout
         self.unit_bytes = layout.block_bytes
 
-    def gather(self, ids: Sequence[int], address: int) -> Iterator[Pass]:
+    def gather(self, ids: Sequence[int], address: int) -> Iterator[CopyPass]:
         """One copy of all."""
         layout, n = self._layout, len(ids)
         places, buffer = np.arange(n, dtype=np.int64), fused(address, layout)
         cache_ids = np.asarray(ids, np.int64)
-        yield Pass(layout.regions, buffer, cache_ids, places, layout.num_blocks, n)
+        yield CopyPass(layout.regions, buffer, cache_ids, places, layout.num_blocks, n)
 
-    def scatter(self, ids: Sequence[int], address: int) -> Iterator[Pass]:
+    def scatter(self, ids: Sequence[int], address: int) -> Iterator[CopyPass]:
         """One copy of all."""
         for one in self.gather(ids, address):
             yield one.reversed()
@@ -194,7 +194,7 @@ class Blocks:
 class HostCopies:
     """`Copies` in this process's memory."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CopyPlan) -> None:
         """Raises KernelUnavailable."""
         self._kernels = backend()  # built now if it must be, not in somebody's first copy
         self._plan = plan
@@ -205,7 +205,7 @@ class HostCopies:
     def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         return self._copy(self._plan.scatter(ids, address_of(data)), data)
 
-    def _copy(self, passes: Iterable[Pass], buffer: memoryview) -> list[int]:
+    def _copy(self, passes: Iterable[CopyPass], buffer: memoryview) -> list[int]:
         by_copy, sums = self._plan.sums_by_copy, list[int]()
         for one in passes:
             sums += start_copy(self._kernels, *one, checksums=by_copy).wait()

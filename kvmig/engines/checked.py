@@ -70,7 +70,7 @@ class CheckedEngine:
         self.can_hold = engine.can_hold
         self.unmovable = engine.unmovable
         self.sharing = engine.sharing
-        self._rules = Rulebook(engine.layout)
+        self._rules = AdapterRules(engine.layout)
         self.violations: list[ContractViolation] = []
         """The violations found, raised or not."""
 
@@ -247,7 +247,7 @@ class CheckedServingEngine(CheckedEngine):
 
 
 @dataclass
-class Entry:
+class CheckedRequest:
     """What is known of one request at one engine."""
 
     history: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -261,7 +261,7 @@ class Entry:
     """leaving, suspended, released or reserved; empty: not moving."""
 
 
-class Rulebook:
+class AdapterRules:
     """Checks what an adapter says of each request that moves against what it said before: pure.
 
     Methods raise ContractViolation.
@@ -269,13 +269,13 @@ class Rulebook:
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, CheckedRequest] = {}
 
-    def entry(self, request_id: str) -> Entry:
+    def entry(self, request_id: str) -> CheckedRequest:
         """Made at the first call."""
         if request_id not in self._entries:
             self._forget_old()
-        return self._entries.setdefault(request_id, Entry())
+        return self._entries.setdefault(request_id, CheckedRequest())
 
     def note(self, request_id: str, what: str) -> None:
         """Add a line to the request's history."""
@@ -296,7 +296,7 @@ class Rulebook:
     def exported(self, request_id: str, num_tokens: int) -> None:
         """A new attempt to move it."""
         history = self.entry(request_id).history
-        self._entries[request_id] = Entry(history, num_tokens, state="leaving")
+        self._entries[request_id] = CheckedRequest(history, num_tokens, state="leaving")
 
     def staged(self, request_id: str, sent: int, stage: Stage) -> None:
         """`stage` returned this."""
@@ -326,14 +326,14 @@ class Rulebook:
     def left(self, request_id: str, state: str) -> None:
         """The request was resumed (state empty) or released."""
         entry = self.entry(request_id)
-        self._entries[request_id] = Entry(entry.history, state=state)
+        self._entries[request_id] = CheckedRequest(entry.history, state=state)
 
     # -- destination
 
     def reserved(self, request_id: str, hits: int) -> None:
         """`reserve` found so many blocks."""
         entry = self.entry(request_id)
-        self._entries[request_id] = Entry(entry.history, hits=hits, state="reserved")
+        self._entries[request_id] = CheckedRequest(entry.history, hits=hits, state="reserved")
 
     def grown(self, request_id: str, num_tokens: int, block_ids: Sequence[int]) -> None:
         """`grow` returned these."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
-from kvmig.engines.block_copies import Pass, Plan
+from kvmig.engines.block_copies import CopyPass, CopyPlan
 from kvmig.kernels.api import Kernels, Pending
 from kvmig.kernels.arrays import ArrayMemory, memory_of
 from kvmig.kernels.copy import checked, start_copy
@@ -54,7 +54,7 @@ class DeviceCopies:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CopyPlan,
         device: CudaDriver,
         by: Kernels,
         steps_overlap: bool,
@@ -179,11 +179,11 @@ class DeviceCopies:
         for first in range(0, len(ids), self._fit):
             yield ids[first : first + self._fit], address + first * self._plan.unit_bytes
 
-    def _start(self, passes: Iterable[Pass], workers: int) -> Pending:
+    def _start(self, passes: Iterable[CopyPass], workers: int) -> Pending:
         (one,) = passes
         return start_copy(self._by, *one, stream=self._stream.handle, workers=workers)
 
-    def _on_gpus(self, passes: Iterable[Pass], buffer: int) -> Pending:
+    def _on_gpus(self, passes: Iterable[CopyPass], buffer: int) -> Pending:
         """A copy to or from a buffer in a GPU's memory."""
         if self._tma is None or buffer % _TMA_GRAIN:
             return self._start(passes, CTAS_ON_DEVICE)
@@ -211,7 +211,7 @@ class DeviceCopies:
         self._device.upload(self._scratch, pinned, nbytes, self._stream.handle)
         return self._start(self._plan.scatter(ids, self._scratch), CTAS_FOR_HOST)
 
-    def _by_engines(self, one: Pass, summed_at_source: bool) -> Pending:
+    def _by_engines(self, one: CopyPass, summed_at_source: bool) -> Pending:
         """The copy engines copy, few CTAs sum the blocks in the cache."""
         stream = self._stream.handle
         sources, targets = checked(*one)
@@ -267,7 +267,7 @@ class StepMarks:
             self._device.destroy_event(self._events.pop())
 
 
-def load(plan: Plan, gpu: int, steps_overlap: bool) -> DeviceCopies:
+def load(plan: CopyPlan, gpu: int, steps_overlap: bool) -> DeviceCopies:
     """Copies on a GPU of this process, tested before the engine's first step. Raises
     KernelUnavailable with the reason if that can't be."""
     device = CudaDriver(gpu)
@@ -281,18 +281,18 @@ def load(plan: Plan, gpu: int, steps_overlap: bool) -> DeviceCopies:
     return copies
 
 
-def _least_run(plan: Plan) -> int:
+def _least_run(plan: CopyPlan) -> int:
     (one,) = plan.gather((), 1)
     return min((region.run for region in one.src if region.run), default=0)
 
 
-def _fits_tma(plan: Plan) -> bool:
+def _fits_tma(plan: CopyPlan) -> bool:
     (one,) = plan.gather((), _TMA_GRAIN)
     bits = (end.base | end.block_stride | end.run for end in (*one.src, *one.dst))
     return _least_run(plan) >= TMA_RUN and not any(some % _TMA_GRAIN for some in bits)
 
 
-def _check(plan: Plan) -> None:
+def _check(plan: CopyPlan) -> None:
     for passes in (plan.gather((), 1), plan.scatter((), 1)):
         if (n := len(list(passes))) != 1:
             raise UnsupportedLayout(f"on a GPU a block is one copy of the kernels, not {n}")

@@ -20,7 +20,7 @@ REST_S = (0.001, 0.05)
 at first, and at most. A request or call that comes ends it at once."""
 
 
-class Entrance:
+class StepAdmission:
     """Where one engine's thread waits for its grants."""
 
     def __init__(self, gate: StepGate, serve: Callable[[float], None]) -> None:

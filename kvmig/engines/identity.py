@@ -31,7 +31,7 @@ SETTINGS = ("config.json", "hf_quant_config.json", "adapter_config.json")
 """Files that say how the tensors are computed with."""
 
 
-class Tensor:
+class TensorOnDisk:
     """One tensor (or file) as it lies on disk: `size` bytes from `offset` on."""
 
     def __init__(self, name: str, path: Path, offset: int, size: int) -> None:
@@ -94,7 +94,7 @@ def check_unchanged(model: str, before: str, after: str) -> None:
         )
 
 
-def tensors_of(path: Path) -> list[Tensor]:
+def tensors_of(path: Path) -> list[TensorOnDisk]:
     """The tensors of a checkpoint's folder, or of one file."""
     if path.is_file():
         return _tensors_of_file(path)
@@ -104,7 +104,7 @@ def tensors_of(path: Path) -> list[Tensor]:
     return [tensor for file in files for tensor in _tensors_of_file(file)]
 
 
-def _tensors_of_file(path: Path) -> list[Tensor]:
+def _tensors_of_file(path: Path) -> list[TensorOnDisk]:
     size = path.stat().st_size
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
@@ -112,7 +112,7 @@ def _tensors_of_file(path: Path) -> list[Tensor]:
             header = file.read(length) if 8 + length <= size else b""
         try:
             return [
-                Tensor(
+                TensorOnDisk(
                     f"{name} {one['dtype']} {one['shape']}",
                     path,
                     8 + length + one["data_offsets"][0],
@@ -123,7 +123,7 @@ def _tensors_of_file(path: Path) -> list[Tensor]:
             ]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             pass  # broken, which whoever loads it will say: it counts as it is
-    return [Tensor(path.name, path, 0, size)]
+    return [TensorOnDisk(path.name, path, 0, size)]
 
 
 def numerics_class(**words: object) -> str:

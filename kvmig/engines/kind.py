@@ -16,7 +16,7 @@ ALLOW_UNTESTED = "KVMIG_ALLOW_UNTESTED_VLLM"
 """Set in the environment: versions that kvmig wasn't tested with start, too, if they can."""
 
 
-class EngineKind(Protocol):
+class EnginePlugin(Protocol):
     """One kind of engine. Its flags come as `argv`: MODEL, and all that aren't kvmig's own."""
 
     takes_units: bool

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from kvmig.engines.kind import EngineKind
+from kvmig.engines.kind import EnginePlugin
 
 
-def kind_of(name: str) -> EngineKind:
+def kind_of(name: str) -> EnginePlugin:
     """name: one of `kvmig.core.config.ENGINES`. Nothing else of that kind is imported."""
     if name == "transformers":
         from kvmig.engines.transformers.kind import TransformersKind

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmig.core.layout import KVLayout, Region
-from kvmig.engines.transformers.payload import Submitted
+from kvmig.engines.transformers.payload import SubmittedRequest
 
 VOCABULARY = 256
 HALF = 8
@@ -64,7 +64,7 @@ def _counted(text: bytes, by: int) -> int:
     return (b"%04d" % number)[len(found[3])]
 
 
-class Cache:
+class ToyCache:
     """`num_blocks` blocks of `block_tokens` tokens, which requests have lists of; keys lie in one
     region, values in another."""
 
@@ -122,12 +122,12 @@ CHUNK = 64
 
 
 @dataclass(eq=False)
-class Request:
+class ToyRequest:
     """One request; `tokens` are prompt and outputs."""
 
     request_id: str
     client: int
-    asked: Submitted
+    asked: SubmittedRequest
     tokens: bytearray
     computed: int = 0
     """Tokens whose KV is in the blocks."""
@@ -151,56 +151,56 @@ class Request:
         return "length" if self.num_outputs >= self.asked.max_tokens else ""
 
 
-def rank(request: Request) -> tuple[int, int]:
+def rank(request: ToyRequest) -> tuple[int, int]:
     """Whoever has less goes first; whoever has most gives way."""
     return request.asked.priority, request.arrival
 
 
-def _held(request: Request, hold: int | None, prefill: int | None) -> bool:
+def _held(request: ToyRequest, hold: int | None, prefill: int | None) -> bool:
     if request.computed < len(request.asked.prompt_token_ids):
         return prefill is not None and request.computed >= prefill
     return hold is not None and request.num_outputs >= hold
 
 
-class Batch:
+class ToyBatch:
     """Continuous batching: who runs and who waits."""
 
-    def __init__(self, cache: Cache, max_running: int, counts_by: int = 1) -> None:
+    def __init__(self, cache: ToyCache, max_running: int, counts_by: int = 1) -> None:
         self._cache = cache
         self.counts_by = counts_by
         self._arrivals = itertools.count()
         self.max_running = max_running
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
+        self.running: list[ToyRequest] = []
+        self.waiting: list[ToyRequest] = []
         """By rank."""
         self.preempted: Counter[int] = Counter()
         """Preemptions by priority, and `below` those where a smaller priority number ran on."""
         self.below: Counter[int] = Counter()
 
-    def find(self, request_id: str) -> Request | None:
+    def find(self, request_id: str) -> ToyRequest | None:
         """The request with this id, if it runs or waits."""
         for request in (*self.running, *self.waiting):
             if request.request_id == request_id:
                 return request
         return None
 
-    def enter(self, request: Request) -> None:
+    def enter(self, request: ToyRequest) -> None:
         """Take a new request: it runs if it has blocks, else it waits."""
         request.arrival = next(self._arrivals)
         self.put_back(request)
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: ToyRequest) -> None:
         """Let a request that was here before run or wait again."""
         if request.blocks:
             self.running.append(request)
         else:
             insort(self.waiting, request, key=rank)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: ToyRequest) -> None:
         """Take it out, with its blocks."""
         (self.running if request in self.running else self.waiting).remove(request)
 
-    def step(self, hold: int | None = None, prefill: int | None = None) -> list[Request]:
+    def step(self, hold: int | None = None, prefill: int | None = None) -> list[ToyRequest]:
         """Make one step; the requests that got a token. hold, prefill: see `Script`."""
         self._admit()
         given = [
@@ -223,7 +223,7 @@ class Batch:
                 return
             self.running.append(self.waiting.pop(0))
 
-    def _run(self, request: Request) -> bool:
+    def _run(self, request: ToyRequest) -> bool:
         """Whether it got a token."""
         while not self._cache.take(request.blocks, len(request.tokens)):
             victim = max(self.running, key=rank)
@@ -241,7 +241,7 @@ class Batch:
         request.tokens.append(sample(cache, tokens, seed, self.counts_by))
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: ToyRequest) -> None:
         """Let the request wait; its KV is computed again later."""
         priority = request.asked.priority
         self.running.remove(request)

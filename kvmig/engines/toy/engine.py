@@ -34,9 +34,15 @@ from kvmig.engines.base import (
 )
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.identity import numerics_class
-from kvmig.engines.toy.core import VOCABULARY, Batch, Cache, Request
+from kvmig.engines.toy.core import VOCABULARY, ToyBatch, ToyCache, ToyRequest
 from kvmig.engines.toy.script import ScriptFile
-from kvmig.engines.transformers.payload import Logprob, Output, Submitted, decode, encode
+from kvmig.engines.transformers.payload import (
+    StepOutput,
+    SubmittedRequest,
+    TokenLogprob,
+    decode,
+    encode,
+)
 
 STEP_MS = 1.0
 
@@ -60,11 +66,11 @@ class ToyEngine:
         """step_ms: from one step to the next. script: what it does beside that."""
         self._script = script or ScriptFile(None)
         weights = self._script.read()
-        self._cache = Cache(num_blocks, block_tokens, weights.weights)
-        self._batch = Batch(self._cache, max_running, weights.counts_by)
+        self._cache = ToyCache(num_blocks, block_tokens, weights.weights)
+        self._batch = ToyBatch(self._cache, max_running, weights.counts_by)
         self.numerics = numerics_class(engine=numerics)
-        self._source = Source(self._batch, self._cache)
-        self._destination = Destination(self._batch, self._cache)
+        self._source = ToySource(self._batch, self._cache)
+        self._destination = ToyDestination(self._batch, self._cache)
         self.layout = self._cache.layout
         # Copies run on a thread of their own, so that no step waits for one.
         self._copies = BlockCopies(self.layout)
@@ -103,21 +109,21 @@ class ToyEngine:
                 self._work.clear()
             await asyncio.sleep(self._step_ms / 1000)
 
-    def _hand_out(self, given: list[Request]) -> None:
+    def _hand_out(self, given: list[ToyRequest]) -> None:
         for client in {one.client for one in given}:
             outputs = [
-                Output(
+                StepOutput(
                     one.request_id,
                     [one.tokens[-1]],
                     one.finish_reason,
-                    [] if one.asked.logprobs is None else [Logprob(0.0)],
+                    [] if one.asked.logprobs is None else [TokenLogprob(0.0)],
                 )
                 for one in given
                 if one.client == client
             ]
             self._put_out(client, outputs)
 
-    def _put_out(self, client: int, outputs: list[Output]) -> None:
+    def _put_out(self, client: int, outputs: list[StepOutput]) -> None:
         emitted = [Emitted(one.request_id, len(one.token_ids), one.finished) for one in outputs]
         self._on_outputs(client, emitted, [encode(outputs)])
 
@@ -163,7 +169,7 @@ class ToyEngine:
         payload: Sequence[Frame],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        asked = decode(b"".join(payload), Submitted)
+        asked = decode(b"".join(payload), SubmittedRequest)
         most = len(asked.prompt_token_ids) + asked.max_tokens
         room = self.layout.num_blocks * self._cache.block_tokens
         try:
@@ -174,11 +180,11 @@ class ToyEngine:
         if not asked.prompt_token_ids or most > room:
             self._refuse(client, request_id, f"{most} tokens, must be 1 to {room}")
             return
-        self._batch.enter(Request(request_id, client, asked, tokens))
+        self._batch.enter(ToyRequest(request_id, client, asked, tokens))
         self._work.set()
 
     def _refuse(self, client: int, request_id: str, why: str) -> None:
-        self._put_out(client, [Output(request_id, [], "error", error=why)])
+        self._put_out(client, [StepOutput(request_id, [], "error", error=why)])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -201,7 +207,7 @@ class ToyEngine:
         """For the conformance suite."""
         return [
             encode(
-                Submitted(
+                SubmittedRequest(
                     prompt_token_ids=list(prompt),
                     max_tokens=max_tokens,
                     temperature=0.0 if seed is None else 1.0,
@@ -210,9 +216,9 @@ class ToyEngine:
             )
         ]
 
-    def decode_outputs(self, frames: Sequence[Frame]) -> list[Output]:
+    def decode_outputs(self, frames: Sequence[Frame]) -> list[StepOutput]:
         """For the conformance suite."""
-        return decode(frames[0], list[Output])
+        return decode(frames[0], list[StepOutput])
 
     # -- what it does and holds
 
@@ -321,11 +327,11 @@ class ToyEngine:
         self._destination.cancel(request_id)
 
 
-class Moving(msgspec.Struct, frozen=True):
+class ToyMoving(msgspec.Struct, frozen=True):
     """A request on its way: all that its next step depends on, but for the KV. Clients and toys
     exchange what clients and transformers engines do."""
 
-    asked: Submitted
+    asked: SubmittedRequest
     outputs: bytes
     """Tokens that it has put out."""
     computed: int
@@ -333,28 +339,28 @@ class Moving(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Leaving:
+class ToyLeaving:
     """A request that was exported. A preemption since then takes its blocks: it can't go on."""
 
-    request: Request
+    request: ToyRequest
     preemptions: int
     suspended: bool = False
 
 
-class Source:
+class ToySource:
     """Requests that leave. Until `release` they can go on here at any moment."""
 
-    def __init__(self, batch: Batch, cache: Cache) -> None:
+    def __init__(self, batch: ToyBatch, cache: ToyCache) -> None:
         self._batch = batch
         self._cache = cache
-        self._leaving: dict[str, Leaving] = {}
+        self._leaving: dict[str, ToyLeaving] = {}
 
     def export(self, request_id: str) -> Export:
         """All of it but the KV; it runs on."""
         request = self._batch.find(request_id)
         if request is None:
             raise RequestGone("unknown_request", f"{request_id} is not here")
-        self._leaving[request_id] = Leaving(request, request.preemptions)
+        self._leaving[request_id] = ToyLeaving(request, request.preemptions)
         return Export(request_id, len(request.tokens), [_encode(request)])
 
     def stage(self, request_id: str, sent: int) -> Stage:
@@ -387,16 +393,16 @@ class Source:
         if leaving is not None and leaving.suspended:
             self._cache.give_back(leaving.request.blocks)
 
-    def forget(self, request_id: str) -> Request | None:
+    def forget(self, request_id: str) -> ToyRequest | None:
         """Forget a request whose client has left; returns it if it was suspended."""
         leaving = self._leaving.pop(request_id, None)
         return leaving.request if leaving is not None and leaving.suspended else None
 
-    def suspended(self) -> list[Request]:
+    def suspended(self) -> list[ToyRequest]:
         """Requests out of the batch on a migration's behalf."""
         return [one.request for one in self._leaving.values() if one.suspended]
 
-    def _checked(self, request_id: str) -> Leaving:
+    def _checked(self, request_id: str) -> ToyLeaving:
         """Still here, and with the blocks that it had at the export."""
         leaving = self._leaving.get(request_id)
         if leaving is None:
@@ -411,13 +417,13 @@ class Source:
         return leaving
 
 
-class Destination:
+class ToyDestination:
     """Requests that come. Until `commit` they are elsewhere; those that run hold blocks here."""
 
-    def __init__(self, batch: Batch, cache: Cache) -> None:
+    def __init__(self, batch: ToyBatch, cache: ToyCache) -> None:
         self._batch = batch
         self._cache = cache
-        self._arriving: dict[str, Request] = {}
+        self._arriving: dict[str, ToyRequest] = {}
 
     def reserve(self, export: Export) -> int:
         """Blocks for the request. This engine shares no prefixes, so none has its KV yet."""
@@ -463,7 +469,7 @@ class Destination:
         if request is not None:
             self._cache.give_back(request.blocks)
 
-    def _take(self, request: Request, num_tokens: int) -> None:
+    def _take(self, request: ToyRequest, num_tokens: int) -> None:
         """Room for so many tokens; with its first blocks a request has a place in the batch."""
         if not request.blocks:
             taken = len(self._batch.running) + sum(bool(o.blocks) for o in self._arriving.values())
@@ -472,22 +478,22 @@ class Destination:
         if not self._cache.take(request.blocks, num_tokens):
             raise MigrationRefused("no_blocks", f"no room for {num_tokens} tokens")
 
-    def known(self, request_id: str) -> Request:
+    def known(self, request_id: str) -> ToyRequest:
         """Raises MigrationRefused."""
         if request_id not in self._arriving:
             raise MigrationRefused("unknown_request", f"{request_id} has no reservation")
         return self._arriving[request_id]
 
 
-def _encode(request: Request) -> bytes:
+def _encode(request: ToyRequest) -> bytes:
     outputs = bytes(request.tokens[len(request.asked.prompt_token_ids) :])
-    return msgspec.msgpack.encode(Moving(request.asked, outputs, request.computed))
+    return msgspec.msgpack.encode(ToyMoving(request.asked, outputs, request.computed))
 
 
-def _decode(request_id: str, payload: list[bytes]) -> Request:
+def _decode(request_id: str, payload: list[bytes]) -> ToyRequest:
     try:
-        moving = msgspec.msgpack.decode(b"".join(payload), type=Moving)
+        moving = msgspec.msgpack.decode(b"".join(payload), type=ToyMoving)
         tokens = bytearray(moving.asked.prompt_token_ids) + moving.outputs
     except (msgspec.MsgspecError, ValueError) as error:
         raise MigrationRefused("incompatible", f"an export of another kind: {error}") from error
-    return Request(request_id, 0, moving.asked, tokens, moving.computed)
+    return ToyRequest(request_id, 0, moving.asked, tokens, moving.computed)

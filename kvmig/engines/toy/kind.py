@@ -1,4 +1,4 @@
-"""The toy as a kind of engine: implements `kvmig.engines.kind.EngineKind`; and its tokenizer.
+"""The toy as a kind of engine: implements `kvmig.engines.kind.EnginePlugin`; and its tokenizer.
 
 For tests of what is around engines: an instance starts in a moment, and does what it is told.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 
-class Script(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class ToyScript(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """All of it, as JSON. Without a file nothing of this happens."""
 
     load: bool = True
@@ -39,9 +39,9 @@ class ScriptFile:
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
         self._stamp: tuple[int, int] | None = None
-        self._script = Script()
+        self._script = ToyScript()
 
-    def read(self) -> Script:
+    def read(self) -> ToyScript:
         """The script as it is now. Raises msgspec.MsgspecError."""
         if self._path is None:
             return self._script
@@ -49,13 +49,13 @@ class ScriptFile:
             status = self._path.stat()
             stamp = (status.st_ino, status.st_mtime_ns)
             if stamp != self._stamp:
-                self._script = msgspec.json.decode(self._path.read_bytes(), type=Script)
+                self._script = msgspec.json.decode(self._path.read_bytes(), type=ToyScript)
                 self._stamp = stamp
         except FileNotFoundError:
-            self._script, self._stamp = Script(), None
+            self._script, self._stamp = ToyScript(), None
         return self._script
 
-    def write(self, script: Script) -> None:
+    def write(self, script: ToyScript) -> None:
         """Let it be so, for whoever reads it from now on."""
         assert self._path is not None
         whole = self._path.with_name(f"{self._path.name}.{os.getpid()}")

@@ -43,7 +43,7 @@ def pooled(
     from kvmig.core.errors import ConfigError
     from kvmig.engines.transformers.config import parse
     from kvmig.engines.transformers.model import read_config
-    from kvmig.engines.transformers.pool import Cut, Pool, shape_of
+    from kvmig.engines.transformers.pool import Cut, SharedPool, shape_of
     from kvmig.engines.transformers.serving import ServingTransformers
 
     if cut not in get_args(Cut):
@@ -55,5 +55,5 @@ def pooled(
         name: (one, shape_of(one, read_config(one).get_text_config()))
         for name, one in configs.items()
     }
-    pool = Pool(num_bytes, shapes, cut)
+    pool = SharedPool(num_bytes, shapes, cut)
     return {name: ServingTransformers(one, pool) for name, one in configs.items()}

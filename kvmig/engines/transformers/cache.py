@@ -8,13 +8,13 @@ from typing import Any
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from kvmig.engines.transformers.headwise import HeadShare, HeadwiseAllocator
-from kvmig.engines.transformers.pool import Pool, Share
+from kvmig.engines.transformers.pool import PoolShare, SharedPool
 
 
 class PooledCache(PagedAttentionCache):
     """Asks the pool's other engines, too, when it runs short."""
 
-    def __init__(self, pool: Pool, floor_blocks: int, **stock: Any) -> None:
+    def __init__(self, pool: SharedPool, floor_blocks: int, **stock: Any) -> None:
         """stock: as transformers makes it; of its own tensor there is one block, and that goes."""
         config = replace(stock["continuous_batching_config"], num_blocks=1)
         super().__init__(**stock | {"continuous_batching_config": config})
@@ -32,10 +32,10 @@ class PooledCache(PagedAttentionCache):
             self.cache_allocators[name] = allocator
             self.layer_to_allocator = dict.fromkeys(allocator.layer_indices, allocator)
             units = allocator.num_key_value_heads * len(allocator.layer_indices)
-            self.pool: Share = HeadShare(pool, self, floor_blocks, units)
+            self.pool: PoolShare = HeadShare(pool, self, floor_blocks, units)
             self.bytes_per_sector = allocator.bytes_per_block
         else:
-            self.pool = Share(pool, self, floor_blocks, pool.num_units)
+            self.pool = PoolShare(pool, self, floor_blocks, pool.num_units)
             self.bytes_per_sector = pool.unit_bytes
         self.cache_tensor, self.num_sectors = pool.tensor, self.pool.num_sectors
         size = self.num_sectors * self.bytes_per_sector

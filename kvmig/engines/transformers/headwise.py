@@ -24,14 +24,14 @@ from transformers.generation.continuous_batching.cache_allocators import (
 from transformers.generation.continuous_batching.cache_allocators.cache_pool import RegularTrees
 
 from kvmig.core.layout import Region
-from kvmig.engines.block_copies import Pass
-from kvmig.engines.transformers.pool import TRASH, Pool, Share
+from kvmig.engines.block_copies import CopyPass
+from kvmig.engines.transformers.pool import TRASH, PoolShare, SharedPool
 
 
-class HeadShare(Share):
+class HeadShare(PoolShare):
     """One engine's blocks: a sector of transformers is one block, made of units that are free."""
 
-    def __init__(self, pool: Pool, cache: Any, floor_blocks: int, units: int) -> None:
+    def __init__(self, pool: SharedPool, cache: Any, floor_blocks: int, units: int) -> None:
         """units: of a block."""
         self.units = units
         blocks = pool.num_units // units
@@ -129,7 +129,7 @@ class HeadwiseAllocator(FullAttentionCacheAllocator):
 
 
 class HeadPlan:
-    """A `kvmig.engines.block_copies.Plan`: copies by rows, in the order of whole blocks."""
+    """A `kvmig.engines.block_copies.CopyPlan`: copies by rows, in the order of whole blocks."""
 
     sums_by_copy = False
 
@@ -149,14 +149,14 @@ class HeadPlan:
         kinds = np.arange(2).reshape(2, 1, 1) * self._tokens
         return (units * (2 * self._tokens) + kinds + np.arange(self._tokens)[:, None]).ravel()
 
-    def gather(self, ids: Sequence[int], address: int) -> Iterator[Pass]:
+    def gather(self, ids: Sequence[int], address: int) -> Iterator[CopyPass]:
         """One copy of all rows."""
         rows = self.rows(ids)
         buffer = Region(address, self._row.run, self._row.run)
         places = np.arange(len(rows), dtype=np.int64)
-        yield Pass((self._row,), (buffer,), rows, places, self._num_rows, len(rows))
+        yield CopyPass((self._row,), (buffer,), rows, places, self._num_rows, len(rows))
 
-    def scatter(self, ids: Sequence[int], address: int) -> Iterator[Pass]:
+    def scatter(self, ids: Sequence[int], address: int) -> Iterator[CopyPass]:
         """One copy of all rows."""
         for one in self.gather(ids, address):
             yield one.reversed()

@@ -1,4 +1,4 @@
-"""transformers as a kind of engine: implements `kvmig.engines.kind.EngineKind`; and its flags."""
+"""transformers as a kind of engine: implements `kvmig.engines.kind.EnginePlugin`; and its flags."""
 
 from __future__ import annotations
 

@@ -9,25 +9,30 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import Export, Stage, Tail
-from kvmig.engines.transformers.payload import Progress, Submitted, encode
-from kvmig.engines.transformers.requests import Held, RequestTable, all_tokens, make_state
+from kvmig.engines.transformers.payload import RequestProgress, SubmittedRequest, encode
+from kvmig.engines.transformers.requests import (
+    HeldRequest,
+    SchedulerRequests,
+    all_tokens,
+    make_state,
+)
 
 
 @dataclass
-class Leaving:
+class TransformersLeaving:
     """A request whose export was taken."""
 
     state: State
     exported_tokens: int
 
 
-class Source:
+class TransformersSource:
     """Exports, stages, suspends and gives up requests of one engine."""
 
-    def __init__(self, requests: RequestTable) -> None:
+    def __init__(self, requests: SchedulerRequests) -> None:
         self._requests = requests
         self._blocks = requests.blocks
-        self._leaving: dict[str, Leaving] = {}
+        self._leaving: dict[str, TransformersLeaving] = {}
 
     def export(self, request_id: str) -> Export:
         """Where the request is now."""
@@ -36,8 +41,8 @@ class Source:
             raise RequestGone("unknown_request", f"request {request_id} is not here")
         self._forget(request_id)
         held, tokens = self._requests.held(request_id), all_tokens(state)
-        self._leaving[request_id] = Leaving(state, len(tokens))
-        progress = Progress(tokens[held.num_prompt_tokens :], state.current_len())
+        self._leaving[request_id] = TransformersLeaving(state, len(tokens))
+        progress = RequestProgress(tokens[held.num_prompt_tokens :], state.current_len())
         return Export(request_id, len(tokens), [encode(progress), encode(held.submitted)])
 
     def stage(self, request_id: str, sent: int) -> Stage:
@@ -69,20 +74,20 @@ class Source:
         if request_id in self._requests and self._requests.held(request_id).suspended:
             self._requests.drop([request_id])
 
-    def _tail(self, request_id: str, leaving: Leaving, sent: int) -> Tail:
+    def _tail(self, request_id: str, leaving: TransformersLeaving, sent: int) -> Tail:
         tokens, computed = all_tokens(leaving.state), leaving.state.current_len()
         used = self._blocks.needed(computed)
         return Tail(
             self._blocks.of(request_id)[sent:used],
             len(tokens),
             len(tokens) - self._requests.held(request_id).num_prompt_tokens,
-            encode(Progress(tokens[leaving.exported_tokens :], computed)),
+            encode(RequestProgress(tokens[leaving.exported_tokens :], computed)),
         )
 
     def _forget(self, request_id: str) -> None:
         self._leaving.pop(request_id, None)
 
-    def _checked(self, request_id: str) -> Leaving:
+    def _checked(self, request_id: str) -> TransformersLeaving:
         """The post-check: exported, still alive, and not preempted since."""
         leaving = self._leaving.get(request_id)
         if leaving is None:
@@ -96,11 +101,11 @@ class Source:
 
 
 @dataclass
-class Arriving:
+class TransformersArriving:
     """A request that is elsewhere still; one that runs there holds blocks here."""
 
-    submitted: Submitted
-    exported: Progress
+    submitted: SubmittedRequest
+    exported: RequestProgress
     client: int = 0
 
     @property
@@ -109,15 +114,15 @@ class Arriving:
         return [*self.submitted.prompt_token_ids, *self.exported.output_token_ids]
 
 
-class Destination:
+class TransformersDestination:
     """Reserves blocks for requests of other engines, and runs them after the commit."""
 
-    def __init__(self, requests: RequestTable, max_tokens: int) -> None:
+    def __init__(self, requests: SchedulerRequests, max_tokens: int) -> None:
         """max_tokens: of one request, prompt and outputs."""
         self._requests = requests
         self._blocks = requests.blocks
         self._max_tokens = max_tokens
-        self._arriving: dict[str, Arriving] = {}
+        self._arriving: dict[str, TransformersArriving] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._arriving
@@ -129,11 +134,13 @@ class Destination:
         """Arriving requests that will run."""
         return sum(bool(self._blocks.of(request_id)) for request_id in self._arriving)
 
-    def reserve(self, request_id: str, submitted: Submitted, exported: Progress) -> int:
+    def reserve(
+        self, request_id: str, submitted: SubmittedRequest, exported: RequestProgress
+    ) -> int:
         """Take blocks for the request; returns how many hold its prefix already."""
         if request_id in self._requests or request_id in self._arriving:
             raise MigrationRefused("already_migrating", f"{request_id} is here already")
-        arriving = Arriving(submitted, exported)
+        arriving = TransformersArriving(submitted, exported)
         tokens = arriving.known_tokens
         most = len(submitted.prompt_token_ids) + submitted.max_tokens
         if most > self._max_tokens:
@@ -163,7 +170,7 @@ class Destination:
         self._blocks.hold(request_id, self._with_spare(num_tokens))
         return self._blocks.of(request_id)
 
-    def commit(self, request_id: str, tail: Progress) -> None:
+    def commit(self, request_id: str, tail: RequestProgress) -> None:
         """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
         arriving = self._known(request_id)
         computed = tail.num_computed_tokens
@@ -183,11 +190,11 @@ class Destination:
         if self._arriving.pop(request_id, None) is not None:
             self._blocks.free(request_id)
 
-    def _start(self, request_id: str, arriving: Arriving, state: State) -> None:
+    def _start(self, request_id: str, arriving: TransformersArriving, state: State) -> None:
         if state.current_len():
             self._blocks.computed(state)
         del self._arriving[request_id]
-        self._requests.add(request_id, Held(arriving.submitted, arriving.client), state)
+        self._requests.add(request_id, HeldRequest(arriving.submitted, arriving.client), state)
 
     def _check_holds(self, request_id: str, computed: int) -> None:
         if len(self._blocks.of(request_id)) < self._blocks.needed(computed):
@@ -212,7 +219,7 @@ class Destination:
     def _with_spare(self, num_tokens: int) -> int:
         return min(num_tokens + self._blocks.tokens, self._max_tokens)
 
-    def _known(self, request_id: str) -> Arriving:
+    def _known(self, request_id: str) -> TransformersArriving:
         arriving = self._arriving.get(request_id)
         if arriving is None:
             raise MigrationRefused("unknown_request", f"{request_id} has no reservation here")

@@ -26,8 +26,8 @@ from transformers.utils.logging import (
 from kvmig.core.errors import ConfigError, UnsupportedLayout
 from kvmig.engines.transformers.cache import PooledCache
 from kvmig.engines.transformers.config import EngineConfig
-from kvmig.engines.transformers.pool import Pool, Share
-from kvmig.engines.transformers.sampling import Logprobs, add_sampling
+from kvmig.engines.transformers.pool import PoolShare, SharedPool
+from kvmig.engines.transformers.sampling import LogprobRecorder, add_sampling
 
 NAME = "kvmig"
 """The name of `MigratingScheduler` for `ContinuousBatchingConfig.scheduler_type`."""
@@ -35,7 +35,9 @@ _MAKING = threading.Lock()
 """While an engine is made, transformers' cache may be another class."""
 
 
-def make_manager(config: EngineConfig, pool: Pool | None = None) -> tuple[Any, Logprobs]:
+def make_manager(
+    config: EngineConfig, pool: SharedPool | None = None
+) -> tuple[Any, LogprobRecorder]:
     """The manager with its batch processor, and its log-probabilities; its loop is never started.
 
     pool: where its KV cache lies; None: in memory of its own. Raises ConfigError or
@@ -85,7 +87,7 @@ def read_config(config: EngineConfig) -> Any:
 
 
 @contextmanager
-def _cache_in(pool: Pool | None, config: EngineConfig) -> Iterator[None]:
+def _cache_in(pool: SharedPool | None, config: EngineConfig) -> Iterator[None]:
     """Caches that transformers makes are in `pool`."""
     if pool is None:
         yield
@@ -143,9 +145,9 @@ class MigratingScheduler(FIFOScheduler):
     """How many suspended and arriving ones are not among the active requests, but may be next."""
 
     @property
-    def share(self) -> Share | None:
+    def share(self) -> PoolShare | None:
         """Of the pool, where the engine's KV cache is in one."""
-        return self.cache.pool if isinstance(self.cache.pool, Share) else None
+        return self.cache.pool if isinstance(self.cache.pool, PoolShare) else None
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[Any, bool, int, int]:
         """The next step's requests; none if they have to wait for a migration's end, or for

@@ -13,7 +13,7 @@ MOST_LOGPROBS = 20
 """Most of the likeliest tokens that a request may ask for, as vLLM has it."""
 
 
-class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SubmittedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request as a client puts it."""
 
     prompt_token_ids: list[int]
@@ -36,7 +36,7 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The priority of a class; a transformers engine has one."""
 
 
-class Logprob(msgspec.Struct, array_like=True, frozen=True):
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     """Natural log-probability of one token; of the likeliest by their ids, the likeliest first."""
 
     value: float
@@ -44,14 +44,14 @@ class Logprob(msgspec.Struct, array_like=True, frozen=True):
     top: list[float] = []
 
 
-class Output(msgspec.Struct):
+class StepOutput(msgspec.Struct):
     """The output of one step for one request; an `Item` of `kvmig.frontend.ports`."""
 
     request_id: str
     token_ids: list[int]
     finish_reason: Literal["", "stop", "length", "error"] = ""
     """Empty while it runs."""
-    logprobs: list[Logprob] = []
+    logprobs: list[TokenLogprob] = []
     error: str = ""
 
     @property
@@ -65,8 +65,8 @@ class Output(msgspec.Struct):
         return bool(self.finish_reason)
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """How far a request is; with `Submitted`, all that its next step depends on."""
+class RequestProgress(msgspec.Struct, frozen=True):
+    """How far a request is; with `SubmittedRequest`, all that its next step depends on."""
 
     output_token_ids: list[int]
     """All in an Export; in a Tail those after the exported ones."""
@@ -74,7 +74,7 @@ class Progress(msgspec.Struct, frozen=True):
     """Tokens whose KV is in the blocks. 0: not started, or preempted."""
 
 
-def encode(value: msgspec.Struct | list[Output]) -> bytes:
+def encode(value: msgspec.Struct | list[StepOutput]) -> bytes:
     """msgpack."""
     return msgspec.msgpack.encode(value)
 

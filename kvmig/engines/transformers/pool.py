@@ -1,15 +1,15 @@
 """One memory for the KV caches of several models in a process, of units that any engine takes.
 
 A unit is a sector, which holds a whole number of each engine's blocks; or, head-wise, one head's
-part of a layer (`headwise`). Each engine has transformers' own `CachePool`, a `Share`, and what is
-free is one for all. What an engine only keeps (units without blocks, cached prefixes), any other
+part of a layer (`headwise`). Each engine has transformers' own `CachePool`, a `PoolShare`, and what
+is free is one for all. What an engine only keeps (units without blocks, cached prefixes), any other
 takes when it runs short; what its requests hold stays theirs.
 
 Progress: the pool is at least as large as one longest request of each engine together, the
 engines' floors. An engine that is short below its floor keeps those above theirs from admitting
 requests, until it has what it wants: so it waits for those that run, at longest.
 
-Engines step on threads of their own. All that touches a share happens under `Pool.lock`; the
+Engines step on threads of their own. All that touches a share happens under `SharedPool.lock`; the
 model's forward pass, which takes nearly all of a step, doesn't.
 """
 
@@ -43,7 +43,7 @@ TRASH = 2
 
 
 @dataclass(frozen=True)
-class Shape:
+class CacheShape:
     """The KV cache of a model: bytes of `tokens` tokens of one head of one layer, and how many."""
 
     unit_bytes: int
@@ -55,22 +55,22 @@ class Shape:
         return self.unit_bytes * self.units
 
 
-def shape_of(config: EngineConfig, model_config: Any) -> Shape:
+def shape_of(config: EngineConfig, model_config: Any) -> CacheShape:
     """model_config: of the text model."""
     itemsize = getattr(torch, config.dtype).itemsize
-    return Shape(
+    return CacheShape(
         2 * config.block_tokens * find_head_dim(model_config) * itemsize,
         find_num_key_value_heads(model_config) * model_config.num_hidden_layers,
     )
 
 
-class Pool:
+class SharedPool:
     """The memory, and which of its units are free."""
 
     def __init__(
         self,
         num_bytes: int,
-        engines: Mapping[str, tuple[EngineConfig, Shape]],
+        engines: Mapping[str, tuple[EngineConfig, CacheShape]],
         cut: Cut = "sectors",
     ) -> None:
         """engines: those that will join, by name.
@@ -104,7 +104,7 @@ class Pool:
         """Free units, where they are those of heads."""
         if cut == "head-wise":
             self.heads = heads(np.array(free, np.int64))
-        self.shares: list[Share] = []
+        self.shares: list[PoolShare] = []
 
     def free_units(self) -> int:
         """How many nobody has."""
@@ -122,7 +122,7 @@ def _check_alike(configs: Mapping[str, EngineConfig]) -> None:
         raise ConfigError("transformers pool: device is 'cuda', must be cpu for now")
 
 
-def _unit_bytes(cut: Cut, engines: Mapping[str, tuple[EngineConfig, Shape]]) -> int:
+def _unit_bytes(cut: Cut, engines: Mapping[str, tuple[EngineConfig, CacheShape]]) -> int:
     if cut == "sectors":
         return lcm(*(shape.block_bytes for _, shape in engines.values()), ALIGNMENT)
     sizes = {name: shape.unit_bytes for name, (_, shape) in engines.items()}
@@ -135,11 +135,11 @@ def _unit_bytes(cut: Cut, engines: Mapping[str, tuple[EngineConfig, Shape]]) -> 
     return next(iter(sizes.values()))
 
 
-class Share(CachePool):
+class PoolShare(CachePool):
     """One engine's blocks, in sectors of the pool."""
 
     def __init__(
-        self, pool: Pool, cache: PagedAttentionCache, floor_blocks: int, num_sectors: int
+        self, pool: SharedPool, cache: PagedAttentionCache, floor_blocks: int, num_sectors: int
     ) -> None:
         """floor_blocks: what the engine's longest request takes."""
         self.pool, self.cache = pool, cache
@@ -159,7 +159,7 @@ class Share(CachePool):
         return self.pool.free_sectors
 
     @property
-    def others(self) -> list[Share]:
+    def others(self) -> list[PoolShare]:
         """The pool's other engines."""
         return [one for one in self.pool.shares if one is not self]
 

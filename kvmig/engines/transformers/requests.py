@@ -16,15 +16,15 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from kvmig.core.errors import MigrationRefused
 from kvmig.core.layout import KVLayout, Region
 from kvmig.engines.base import EngineLoad, RequestState
-from kvmig.engines.block_copies import Blocks as Whole
-from kvmig.engines.block_copies import Plan
+from kvmig.engines.block_copies import BlockPlan as Whole
+from kvmig.engines.block_copies import CopyPlan
 from kvmig.engines.transformers.headwise import HeadPlan, HeadwiseAllocator
-from kvmig.engines.transformers.payload import Output, Submitted
-from kvmig.engines.transformers.pool import Share
-from kvmig.engines.transformers.sampling import Logprobs
+from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest
+from kvmig.engines.transformers.pool import PoolShare
+from kvmig.engines.transformers.sampling import LogprobRecorder
 
 
-class Blocks:
+class CacheBlocks:
     """transformers' paged cache with one group of layers; a block is one run of bytes in it, or as
     if it were (`plan`)."""
 
@@ -33,7 +33,7 @@ class Blocks:
         which is the identity of these.
         """
         self._cache = cache
-        self.share: Share | None = cache.pool if isinstance(cache.pool, Share) else None
+        self.share: PoolShare | None = cache.pool if isinstance(cache.pool, PoolShare) else None
         """Of a pool, where the cache is in one."""
         ((self._name, self._allocator),) = cache.cache_allocators.items()
         allocator = self._allocator
@@ -52,7 +52,7 @@ class Blocks:
             weights=weights,
         )
 
-    def plan(self) -> Plan:
+    def plan(self) -> CopyPlan:
         """How its blocks are copied."""
         if isinstance(self._allocator, HeadwiseAllocator):
             return HeadPlan(self._allocator)
@@ -112,10 +112,10 @@ class Blocks:
 
 
 @dataclass
-class Held:
+class HeldRequest:
     """A request that is here: waiting, running or suspended."""
 
-    submitted: Submitted
+    submitted: SubmittedRequest
     client: int
     suspended: State | None = None
     """The request's state while it is out of the scheduler."""
@@ -126,14 +126,14 @@ class Held:
         return len(self.submitted.prompt_token_ids)
 
 
-class RequestTable:
+class SchedulerRequests:
     """Puts requests into transformers' scheduler and takes them out, at any state."""
 
-    def __init__(self, scheduler: Any, blocks: Blocks, logprobs: Logprobs) -> None:
+    def __init__(self, scheduler: Any, blocks: CacheBlocks, logprobs: LogprobRecorder) -> None:
         self.scheduler = scheduler
         self.blocks = blocks
         self._logprobs = logprobs
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldRequest] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._held
@@ -141,7 +141,7 @@ class RequestTable:
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
 
-    def held(self, request_id: str) -> Held:
+    def held(self, request_id: str) -> HeldRequest:
         """Raises KeyError."""
         return self._held[request_id]
 
@@ -164,7 +164,7 @@ class RequestTable:
             for held in self._held.values()
         )
 
-    def add(self, request_id: str, held: Held, state: State) -> None:
+    def add(self, request_id: str, held: HeldRequest, state: State) -> None:
         """Let the scheduler run it: from its blocks on, or as one that waits."""
         self._held[request_id] = held
         if state.status == RequestStatus.PENDING:
@@ -197,9 +197,9 @@ class RequestTable:
         # The stock scheduler admits nobody after a preemption until a request has finished.
         self.scheduler.block_new_requests = False
 
-    def took(self, batch: Iterable[Any]) -> dict[int, list[Output]]:
+    def took(self, batch: Iterable[Any]) -> dict[int, list[StepOutput]]:
         """The outputs of the step that has just ended, by client."""
-        outputs: dict[int, list[Output]] = {}
+        outputs: dict[int, list[StepOutput]] = {}
         for future in batch:
             state = future.state
             held = self._held.get(state.request_id)
@@ -211,7 +211,7 @@ class RequestTable:
             token = state.generated_tokens[-1]
             stops, top = token in held.submitted.stop_token_ids, held.submitted.logprobs
             outputs.setdefault(held.client, []).append(
-                Output(
+                StepOutput(
                     state.request_id,
                     [token],
                     ("stop" if stops else "length") if finished else "",
@@ -230,7 +230,7 @@ class RequestTable:
         return state
 
 
-def engine_load(requests: RequestTable) -> EngineLoad:
+def engine_load(requests: SchedulerRequests) -> EngineLoad:
     """Blocks and counts. O(waiting and running requests)."""
     scheduler, blocks = requests.scheduler, requests.blocks
     running = [state for key, state in scheduler.active_requests.items() if key in requests]
@@ -249,7 +249,9 @@ def engine_load(requests: RequestTable) -> EngineLoad:
     )
 
 
-def request_states(requests: RequestTable, most_waiting: int | None = None) -> list[RequestState]:
+def request_states(
+    requests: SchedulerRequests, most_waiting: int | None = None
+) -> list[RequestState]:
     """Every request that runs here, then of the queue the first `most_waiting`, in its order."""
     scheduler, blocks = requests.scheduler, requests.blocks
     place = {request_id: at for at, request_id in enumerate(scheduler.waiting_requests_order)}
@@ -282,7 +284,7 @@ def all_tokens(state: State) -> list[int]:
 
 
 def make_state(
-    request_id: str, submitted: Submitted, outputs: Sequence[int], computed: int = 0
+    request_id: str, submitted: SubmittedRequest, outputs: Sequence[int], computed: int = 0
 ) -> State:
     """The request as transformers' scheduler has it once the KV of `computed` tokens is there.
 
@@ -304,7 +306,7 @@ def make_state(
 
 
 def decoding_state(
-    request_id: str, submitted: Submitted, outputs: Sequence[int], computed: int
+    request_id: str, submitted: SubmittedRequest, outputs: Sequence[int], computed: int
 ) -> State:
     """The request as one that decodes: its next step computes all that is left, and samples."""
     prompt = submitted.prompt_token_ids
@@ -321,7 +323,7 @@ def decoding_state(
     return state
 
 
-def _common(request_id: str, submitted: Submitted) -> dict[str, Any]:
+def _common(request_id: str, submitted: SubmittedRequest) -> dict[str, Any]:
     return {
         "request_id": request_id,
         "eos_token_id": submitted.stop_token_ids,
@@ -329,7 +331,7 @@ def _common(request_id: str, submitted: Submitted) -> dict[str, Any]:
     }
 
 
-def _sampling(submitted: Submitted) -> dict[str, Any]:
+def _sampling(submitted: SubmittedRequest) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     if submitted.logprobs is not None:
         wanted["logprobs"] = submitted.logprobs

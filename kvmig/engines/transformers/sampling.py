@@ -6,7 +6,8 @@ get Gumbel noise added to theirs first, which comes to the same (Gumbel-max: the
 `scores + noise` is distributed as softmax of the scores). The noise is a hash of seed, position
 and token, so there is no state that a migration would have to carry.
 
-In this order: `Logprobs` (of the model's own scores), temperature, `Truncation`, `SeededNoise`.
+In this order: `LogprobRecorder` (of the model's own scores), temperature, `TruncationProcessor`,
+`SeededNoise`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingTemperatureLogitsWarper,
 )
 
-from kvmig.engines.transformers.payload import Logprob
+from kvmig.engines.transformers.payload import TokenLogprob
 
 _GOLDEN, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """SplitMix64's constants, as signed numbers."""
@@ -32,12 +33,12 @@ Limits = tuple[int, float, float]
 """top_k (0: all), top_p, min_p."""
 
 
-def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> Logprobs:
+def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> LogprobRecorder:
     """Let requests have sampling of their own, and log-probabilities. Before the engine is made."""
     own = [
-        logprobs := Logprobs(),
+        logprobs := LogprobRecorder(),
         ContinuousBatchingTemperatureLogitsWarper(TemperatureLogitsWarper(1.0)),
-        Truncation(),
+        TruncationProcessor(),
         SeededNoise(),
     ]
     processors.logits_processor.extend(own)
@@ -46,7 +47,7 @@ def add_sampling(processors: ContinuousBatchingLogitsProcessorList) -> Logprobs:
     return logprobs
 
 
-class Logprobs(ContinuousBatchingLogitsProcessor):
+class LogprobRecorder(ContinuousBatchingLogitsProcessor):
     """Comes first among the processors, changes nothing, and keeps what requests ask for."""
 
     supported_kwargs: dict[str, type] = {"logprobs": int}  # noqa: RUF012 - as the base has it
@@ -77,19 +78,19 @@ class Logprobs(ContinuousBatchingLogitsProcessor):
             self._found = scores[self._rows].log_softmax(-1)
         return scores
 
-    def of(self, request_id: str, token: int, top: int) -> Logprob:
+    def of(self, request_id: str, token: int, top: int) -> TokenLogprob:
         """Scores of the last step's token and of the `top` likeliest. Raises KeyError."""
         assert self._found is not None
         row = self._found[self._places[request_id]]
         values, ids = row.topk(min(top, row.numel()))
-        return Logprob(
+        return TokenLogprob(
             max(float(row[token]), LEAST),
             ids.tolist(),
             [max(value, LEAST) for value in values.tolist()],
         )
 
 
-class Truncation(ContinuousBatchingLogitsProcessor):
+class TruncationProcessor(ContinuousBatchingLogitsProcessor):
     """Applies top_k, top_p and min_p to the rows that ask for it only.
 
     To sort a vocabulary takes its time; transformers' own sort all rows, in every step.

@@ -36,21 +36,21 @@ from kvmig.engines.block_copies import BlockCopies, HostCopies
 from kvmig.engines.identity import check_unchanged, numerics_class
 from kvmig.engines.transformers.config import EngineConfig, identify
 from kvmig.engines.transformers.loop import StepLoop
-from kvmig.engines.transformers.migration import Destination, Source
+from kvmig.engines.transformers.migration import TransformersDestination, TransformersSource
 from kvmig.engines.transformers.model import make_manager
 from kvmig.engines.transformers.payload import (
     MOST_LOGPROBS,
-    Output,
-    Progress,
-    Submitted,
+    RequestProgress,
+    StepOutput,
+    SubmittedRequest,
     decode,
     encode,
 )
-from kvmig.engines.transformers.pool import Pool
+from kvmig.engines.transformers.pool import SharedPool
 from kvmig.engines.transformers.requests import (
-    Blocks,
-    Held,
-    RequestTable,
+    CacheBlocks,
+    HeldRequest,
+    SchedulerRequests,
     engine_load,
     make_state,
     request_states,
@@ -74,19 +74,19 @@ class ServingTransformers:
     unmovable = ""
     sharing: Sharing | str = "only vLLM's engines do, from process to process"
 
-    def __init__(self, config: EngineConfig, pool: Pool | None = None) -> None:
+    def __init__(self, config: EngineConfig, pool: SharedPool | None = None) -> None:
         """Load the model and take the KV cache, or join `pool`: seconds. Raises KvmigError."""
         self.config = config
         weights = identify(config)
         manager, logprobs = make_manager(config, pool)
         check_unchanged(config.model, weights, identify(config))
         processor = manager.batch_processor
-        self._blocks = Blocks(processor.cache, manager.model.config.to_json_string(), weights)
+        self._blocks = CacheBlocks(processor.cache, manager.model.config.to_json_string(), weights)
         self.max_request_tokens = self._blocks.most * self._blocks.tokens
         """Most tokens of one request, prompt and outputs: more could never be computed here."""
-        self._requests = RequestTable(processor.scheduler, self._blocks, logprobs)
-        self._source = Source(self._requests)
-        self._destination = Destination(self._requests, self.max_request_tokens)
+        self._requests = SchedulerRequests(processor.scheduler, self._blocks, logprobs)
+        self._source = TransformersSource(self._requests)
+        self._destination = TransformersDestination(self._requests, self.max_request_tokens)
         processor.scheduler.elsewhere = lambda: (
             self._requests.may_come_back() + self._destination.to_come()
         )
@@ -148,8 +148,8 @@ class ServingTransformers:
 
     async def reserve(self, export: Export) -> int:
         try:
-            progress = decode(export.payload[0], Progress)
-            submitted = decode(export.payload[1], Submitted)
+            progress = decode(export.payload[0], RequestProgress)
+            submitted = decode(export.payload[1], SubmittedRequest)
         except (msgspec.MsgspecError, IndexError) as error:
             raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
         return await self._between(
@@ -182,7 +182,7 @@ class ServingTransformers:
 
         def commit() -> None:
             try:
-                self._destination.commit(request_id, decode(tail.state, Progress))
+                self._destination.commit(request_id, decode(tail.state, RequestProgress))
             except Exception:
                 self._destination.cancel(request_id)
                 raise
@@ -268,7 +268,7 @@ class ServingTransformers:
         for temperature in (0.0, 1.0):
             request_id = f"warm-up-{temperature}"
             self._warming[request_id] = events.create_future()
-            request = Submitted(
+            request = SubmittedRequest(
                 prompt_token_ids=[0] * (self._blocks.tokens + 1),
                 max_tokens=2,
                 temperature=temperature,
@@ -295,14 +295,14 @@ class ServingTransformers:
     ) -> list[Frame]:
         """A payload for `submit`; greedy without a seed."""
         temperature = 0.0 if seed is None else 1.0
-        request = Submitted(
+        request = SubmittedRequest(
             prompt_token_ids=list(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed
         )
         return [encode(request)]
 
-    def decode_outputs(self, frames: Sequence[Frame]) -> list[Output]:
+    def decode_outputs(self, frames: Sequence[Frame]) -> list[StepOutput]:
         """The outputs that `connect`'s `on_outputs` got."""
-        return decode(frames[0], list[Output])
+        return decode(frames[0], list[StepOutput])
 
     # -- on the engine's thread
 
@@ -325,14 +325,16 @@ class ServingTransformers:
 
     def _enter(self, client: int, request_id: str, frame: bytes, known: list[int]) -> None:
         try:
-            submitted = self._checked(request_id, decode(frame, Submitted), known)
+            submitted = self._checked(request_id, decode(frame, SubmittedRequest), known)
         except (msgspec.MsgspecError, ConfigError) as error:
-            self._deliver(client, [Output(request_id, [], "error", error=str(error))])
+            self._deliver(client, [StepOutput(request_id, [], "error", error=str(error))])
             return
         state = make_state(request_id, submitted, known)
-        self._requests.add(request_id, Held(submitted, client), state)
+        self._requests.add(request_id, HeldRequest(submitted, client), state)
 
-    def _checked(self, request_id: str, submitted: Submitted, known: list[int]) -> Submitted:
+    def _checked(
+        self, request_id: str, submitted: SubmittedRequest, known: list[int]
+    ) -> SubmittedRequest:
         """With a seed, if it samples. Raises ConfigError for a request that can't run."""
         most = len(submitted.prompt_token_ids) + submitted.max_tokens
         rules = (
@@ -371,13 +373,13 @@ class ServingTransformers:
         for client, outputs in self._requests.took(batch).items():
             self._deliver(client, outputs)
 
-    def _deliver(self, client: int, outputs: list[Output]) -> None:
+    def _deliver(self, client: int, outputs: list[StepOutput]) -> None:
         if self._events is not None and not self._events.is_closed():
             self._events.call_soon_threadsafe(self._hand_out, client, outputs)
 
     # -- on the event loop
 
-    def _hand_out(self, client: int, outputs: list[Output]) -> None:
+    def _hand_out(self, client: int, outputs: list[StepOutput]) -> None:
         emitted: list[Emitted] = []
         for one in outputs:
             if one.finish_reason and one.request_id in self._warming:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from kvmig.core.errors import ConfigError
 
 
-class Tokenizer:
+class ModelTokenizer:
     """The tokenizer of one model. max_tokens: that its positions allow; None: not known.
 
     longest: characters of a token at most.

@@ -33,7 +33,7 @@ _NORESERVE = 0x4000
 """MAP_NORESERVE, which Python's mmap has from 3.13 on."""
 
 
-class Taken:
+class TorchWithoutCache:
     """The module torch, but for the call that takes the cache."""
 
     def __init__(self, on_gpu: bool) -> None:
@@ -60,13 +60,13 @@ class Taken:
 
 
 @contextmanager
-def without_pages(device: str) -> Iterator[Taken]:
+def without_pages(device: str) -> Iterator[TorchWithoutCache]:
     """An engine that is made meanwhile, in this process, has its KV cache there.
 
     device: "cpu" or "cuda". Raises StartupError if vLLM takes it otherwise than expected.
     """
     on_gpu = device == "cuda"
-    taken, get_configs = Taken(on_gpu), core.get_kv_cache_configs
+    taken, get_configs = TorchWithoutCache(on_gpu), core.get_kv_cache_configs
 
     def whole_pages(
         config: VllmConfig, specs: list[dict[str, KVCacheSpec]], *more: Any

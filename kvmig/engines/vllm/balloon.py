@@ -29,11 +29,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from kvmig.core.errors import KvmigError
-from kvmig.engines.backing import Backing
+from kvmig.engines.backing import CacheBacking
 from kvmig.engines.base import EngineLoad, KVUse, Room
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.gate import StepGate
-from kvmig.engines.vllm.tables import Tables
+from kvmig.engines.vllm.tables import RequestTables
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ SPARE_BLOCKS = 2
 """Of the floor, beside those of the longest request: vLLM's null block, and one ahead."""
 
 
-def unshared(config: VllmConfig, tables: Tables | None = None, unmovable: str = "") -> str:
+def unshared(config: VllmConfig, tables: RequestTables | None = None, unmovable: str = "") -> str:
     """Why an engine's KV cache can't have a balloon, in a few words; empty when it can.
 
     tables, unmovable: once the engine is made. Before, some of those that can't aren't known.
@@ -63,14 +63,14 @@ def unshared(config: VllmConfig, tables: Tables | None = None, unmovable: str = 
     return "" if tables is None or tables.plain else "KV cache of several kinds, windows or states"
 
 
-class Balloon:
+class CacheBalloon:
     """Of one engine; all on its thread, between two steps, but for `use`."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        tables: Tables,
-        backing: Backing,
+        tables: RequestTables,
+        backing: CacheBacking,
         copies: BlockCopies,
         call: Callable[[Callable[[], None]], object],
     ) -> None:
@@ -337,7 +337,7 @@ class VllmSharing:
 
     def __init__(
         self,
-        balloon: Balloon,
+        balloon: CacheBalloon,
         on_engine: Callable[[Callable[[], None]], Awaitable[None]],
         share: Callable[[StepGate], None],
         unlimited: str = "",

@@ -5,9 +5,9 @@ its tokens. New requests are built in the order in which they came, which takes 
 takes longer holds up nobody else: grammars compile in vLLM's own pool, and requests that were
 elsewhere are built several at a time.
 
-A request that ran on a lost engine runs again from the tokens that its client has (`go_on`). For
-this engine it is a request that was preempted: its prompt and outputs are computed again, and the
-next step samples what would have come next.
+A request that ran on a lost engine runs again from the tokens that its client has
+(`requeue_request`). For this engine it is a request that was preempted: its prompt and outputs are
+computed again, and the next step samples what would have come next.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _AT_ONCE = 1 << 20
 """Numbers that are skipped by one call."""
 
 
-class Builder:
+class RequestBuilder:
     """Builds one engine's requests. One with a grammar is begun on a thread for those alone: vLLM
     makes what they share, which may take seconds, with the first, and isn't made for two threads.
     """
@@ -144,7 +144,7 @@ def without_what_was_sent(request: EngineCoreRequest) -> None:
         request.sampling_params.prompt_logprob_token_ids = None
 
 
-def go_on(core: StepCore, request: Request, generator: bytes | None) -> None:
+def requeue_request(core: StepCore, request: Request, generator: bytes | None) -> None:
     """Put the request, with its output tokens, where preempted ones wait.
 
     On the engine's thread between two steps. generator: its state, see `generator_after`.

@@ -37,7 +37,7 @@ from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.grammar_caches import SaltedGrammars
 from kvmig.engines.vllm.lora import (
-    Adapters,
+    LoraAdapters,
     decode_adapter,
     given_name,
     replaced_waiting,
@@ -92,7 +92,7 @@ class StepCore(EngineCoreProc):
         self.step_began: float | None = None
         """When the present step began, or the present request or call between two steps
         (time.monotonic); None while there is nothing to do."""
-        self.adapters = Adapters()
+        self.adapters = LoraAdapters()
         self._loaded: set[int] = set()
         """Adapters that were loaded once."""
         self._adapters_at = 0.0

@@ -13,14 +13,14 @@ from vllm.config import VllmConfig
 
 from kvmig.core.config import UnitConfig
 from kvmig.core.errors import UnsupportedLayout
-from kvmig.engines.backing import Backing, Madvise, Vmm
+from kvmig.engines.backing import CacheBacking, MadviseBacking, VmmBacking
 from kvmig.engines.base import EngineLoad, Sharing
 from kvmig.engines.gate import StepGate
 from kvmig.engines.vllm.allocation import without_pages
-from kvmig.engines.vllm.balloon import Balloon, VllmSharing, unshared
+from kvmig.engines.vllm.balloon import CacheBalloon, VllmSharing, unshared
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.memory import BlockMemory
-from kvmig.engines.vllm.phase import Phase
+from kvmig.engines.vllm.phase import StepPhase
 from kvmig.engines.vllm.share_streams import ShareStreams, streams_for
 from kvmig.kernels.vmm import AddressRange
 
@@ -29,12 +29,12 @@ class DeviceSharing:
     """One engine's share of its device; of one that is alone there nothing is open."""
 
     def __init__(self, config: VllmConfig, unit: UnitConfig | None) -> None:
-        """unit: see `kvmig.engines.kind.EngineKind.make`."""
+        """unit: see `kvmig.engines.kind.EnginePlugin.make`."""
         self.addresses: AddressRange | None = None
         """The addresses of a GPU's cache whose memory comes and goes."""
         self.streams: ShareStreams | str = ""
         """What its steps take of the SMs, or why they take all."""
-        self.balloon: Balloon | None = None
+        self.balloon: CacheBalloon | None = None
         self._config = config
         self._unit = unit
 
@@ -74,21 +74,21 @@ class DeviceSharing:
                 backing.take([0])  # of the null block
         if isinstance(backing, str):
             return backing
-        self.balloon = balloon = Balloon(
+        self.balloon = balloon = CacheBalloon(
             core.scheduler, memory.tables, backing, memory.copies, core.call
         )
         core.rest_s = balloon.rest_s
         unlimited = self.streams if isinstance(self.streams, str) else ""
         return VllmSharing(balloon, on_engine, partial(self.ask, core), unlimited)
 
-    def _backing(self, core: StepCore, memory: BlockMemory) -> Backing | str:
+    def _backing(self, core: StepCore, memory: BlockMemory) -> CacheBacking | str:
         """What gives and takes the memory of the KV cache, or why there is none."""
         if why := unshared(core.vllm_config, memory.tables, memory.unmovable):
             return why
         try:
             if self.addresses is None:
-                return Madvise(memory.regions, memory.num_blocks)
-            return Vmm(self.addresses, memory.regions, memory.num_blocks)
+                return MadviseBacking(memory.regions, memory.num_blocks)
+            return VmmBacking(self.addresses, memory.regions, memory.num_blocks)
         except UnsupportedLayout as error:
             return str(error)
 
@@ -96,9 +96,9 @@ class DeviceSharing:
         """Ask `gate` before each step from now on; before the engine runs, or on its thread."""
         streams = self.streams
         if isinstance(streams, str):
-            core.phase = Phase(core, gate)
+            core.phase = StepPhase(core, gate)
         else:
-            core.phase = Phase(core, gate, partial(streams.step, core))
+            core.phase = StepPhase(core, gate, partial(streams.step, core))
 
     @property
     def closed(self) -> bool:

@@ -57,7 +57,7 @@ from kvmig.engines.vllm.outputs import (
     check_failure,
     failure,
 )
-from kvmig.engines.vllm.slices import Slices
+from kvmig.engines.vllm.slices import WorkSlices
 from kvmig.engines.vllm.texts import bound_texts, check_words
 
 logger = logging.getLogger(__name__)
@@ -356,7 +356,7 @@ class RoutedLLM(AsyncLLM):
                 **options,
             )
         bound_texts(self.renderer, self.model_config.max_model_len)
-        self._slices = Slices()
+        self._slices = WorkSlices()
         self._measure_beginnings()
         self._salts = salts
         # `generate` checks grammars: let vLLM's processor, on the event loop, not do so once more.

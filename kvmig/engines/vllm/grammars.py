@@ -137,7 +137,7 @@ def why_given_up(grammar: StructuredOutputGrammar) -> str:
     return error.partition("\n")[0] or "it takes no token any more"
 
 
-class Compiling(Future[StructuredOutputGrammar]):
+class CompilingGrammar(Future[StructuredOutputGrammar]):
     """A grammar that is compiled. vLLM looks again and again whether it is done: that ends it."""
 
     def __init__(self, clock: Clock) -> None:
@@ -187,7 +187,9 @@ class GrammarCompiler:
         self._clock = clock
         self._refused = refused
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Compiling, Callable[[], StructuredOutputGrammar]]] = deque()
+        self._waiting: deque[tuple[CompilingGrammar, Callable[[], StructuredOutputGrammar]]] = (
+            deque()
+        )
         self._running = 0
         self._abandoned = 0
 
@@ -195,7 +197,7 @@ class GrammarCompiler:
         self, create: Callable[[Request], StructuredOutputGrammar], request: Request
     ) -> Future[StructuredOutputGrammar]:
         """As an Executor's."""
-        one = Compiling(self._clock)
+        one = CompilingGrammar(self._clock)
         one.on_late = self._abandon
         one.on_refused = lambda reason, kind: self._refused(request.request_id, reason, kind)
         self._waiting.append((one, lambda: create(request)))
@@ -224,7 +226,7 @@ class GrammarCompiler:
         one.refuse(RuntimeError("too many others are still being compiled, try again"), "retry")
         self._begin()
 
-    def _run(self, one: Compiling, create: Callable[[], StructuredOutputGrammar]) -> None:
+    def _run(self, one: CompilingGrammar, create: Callable[[], StructuredOutputGrammar]) -> None:
         try:
             in_time = one.finish(create())
         except Exception as error:  # noqa: BLE001 - raised where vLLM asks for the grammar

@@ -12,17 +12,22 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from kvmig.core.errors import MigrationRefused
 from kvmig.engines.base import Frame, too_large
-from kvmig.engines.vllm.building import Builder, go_on, not_again, without_what_was_sent
+from kvmig.engines.vllm.building import (
+    RequestBuilder,
+    not_again,
+    requeue_request,
+    without_what_was_sent,
+)
 from kvmig.engines.vllm.compat import refuse
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.migration import encode_request
-from kvmig.engines.vllm.offload import Offload
+from kvmig.engines.vllm.offload import CacheOffload
 
 
 class IncomingRequests:
     """Takes the requests of one engine in; on the event loop."""
 
-    def __init__(self, core: StepCore, builder: Builder, offload: Offload) -> None:
+    def __init__(self, core: StepCore, builder: RequestBuilder, offload: CacheOffload) -> None:
         self.submitted: dict[str, list[bytes]] = {}
         """The payload of each request that is here, by id: what a migration sends."""
         self.entering: dict[str, asyncio.Task[None] | Future[None]] = {}
@@ -103,7 +108,7 @@ class IncomingRequests:
             if own is not None and not self._core.has_adapter(built, own):
                 return
             try:
-                go_on(self._core, built, generator)
+                requeue_request(self._core, built, generator)
                 self._offload.entered(built)
             except Exception as error:  # noqa: BLE001 - reported there
                 refuse(self._core, request, error)

@@ -1,4 +1,4 @@
-"""vLLM as a kind of engine: implements `kvmig.engines.kind.EngineKind`."""
+"""vLLM as a kind of engine: implements `kvmig.engines.kind.EnginePlugin`."""
 
 from __future__ import annotations
 

@@ -19,26 +19,26 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.base import ClassLoad, EngineLoad, Preempted, RequestState
 from kvmig.engines.vllm.migration import unmovable
-from kvmig.engines.vllm.tables import Tables
+from kvmig.engines.vllm.tables import RequestTables
 
 
-class Listing(NamedTuple):
+class RequestListing(NamedTuple):
     """The requests at one moment between two steps."""
 
     states: list[RequestState]
     """States of the requests that run or are suspended."""
     waiting: list[list[Request]]
-    """The requests of each queue, see `Holdings.in_order`."""
+    """The requests of each queue, see `RequestHoldings.in_order`."""
 
 
-class Holdings:
+class RequestHoldings:
     """Tells of one engine's requests. Made before the first of them comes."""
 
-    def __init__(self, scheduler: Scheduler, tables: Tables, unmovable_here: str) -> None:
+    def __init__(self, scheduler: Scheduler, tables: RequestTables, unmovable_here: str) -> None:
         """unmovable_here: why none of the requests can be moved, if so."""
         self._scheduler = scheduler
         self._tables = tables
-        self._preemptions = Preemptions(scheduler)
+        self._preemptions = PreemptionCounter(scheduler)
         self._queues = queues_of(scheduler, tables.demand)
         self._unmovable_here = unmovable_here
 
@@ -67,7 +67,7 @@ class Holdings:
         most_waiting: int | None,
         suspended: Iterable[Request],
         arriving: Collection[str],
-    ) -> Listing:
+    ) -> RequestListing:
         """On the engine's thread: all but those that arrive, for they run elsewhere still.
 
         most_waiting: of the queue only so many, from its head. O(running and `most_waiting`).
@@ -85,11 +85,11 @@ class Holdings:
             if arriving:
                 first = [one for one in first if one.request_id not in arriving]
             waiting.append(first)
-        return Listing(states, waiting)
+        return RequestListing(states, waiting)
 
     # -- from any thread: a request that waits doesn't change but by beginning to run
 
-    def in_order(self, listing: Listing) -> list[Request]:
+    def in_order(self, listing: RequestListing) -> list[Request]:
         """All that wait, the next to start first."""
         return [
             request
@@ -142,7 +142,7 @@ class Holdings:
         )
 
 
-class Preemptions:
+class PreemptionCounter:
     """Counts one engine's preemptions by priority, on its thread; vLLM's own count says neither
     whose nor why."""
 

@@ -31,7 +31,7 @@ _MARK = "@"
 """Between a name and what makes it an engine's own; front ends' names may have it, too."""
 
 
-class Named(NamedTuple):
+class NamedAdapter(NamedTuple):
     """An adapter as front ends call it, and its files: what has one number in an engine."""
 
     name: str
@@ -50,12 +50,12 @@ class AdapterCore(Protocol):
     def load_adapter(self, own: LoRARequest) -> None: ...
 
 
-class Adapters:
+class LoraAdapters:
     """An engine's own numbers and names of adapters. Of any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: dict[Named, int] = {}
+        self._numbers: dict[NamedAdapter, int] = {}
         self._identities: dict[int, str] = {}
         self._found: dict[str, tuple[str, str]] = {}
         """Of each path the state of its files and their identity when they were last looked at."""
@@ -64,7 +64,7 @@ class Adapters:
         """The adapter that a front end means, as this engine calls it, with its files of now."""
         path = str(Path(adapter.lora_path).expanduser())
         identity, state = self._look(path)
-        named = Named(adapter.lora_name, path, adapter.is_3d_lora_weight, identity, state)
+        named = NamedAdapter(adapter.lora_name, path, adapter.is_3d_lora_weight, identity, state)
         with self._lock:
             number = self._numbers.setdefault(named, len(self._numbers) + 1)
             self._identities[number] = identity

@@ -20,18 +20,18 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from kvmig.core.errors import KvmigError, NotParked, UnsupportedLayout
 from kvmig.core.layout import KVLayout, Region
 from kvmig.engines import device_copies
-from kvmig.engines.block_copies import BlockCopies, Blocks, Copies, HostCopies, Plan
+from kvmig.engines.block_copies import BlockCopies, BlockPlan, Copies, CopyPlan, HostCopies
 from kvmig.engines.vllm import worker
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.subblocks import (
     RankCache,
+    SubBlocks,
     UnitMap,
-    Units,
     strips_of,
     units_of,
     whole_blocks,
 )
-from kvmig.engines.vllm.tables import Tables, layer_names
+from kvmig.engines.vllm.tables import RequestTables, layer_names
 from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import CudaDriver
@@ -63,14 +63,14 @@ class BlockMemory:
         self.unmovable = ""
         units = units_of(scheduler.block_size, unit_tokens)
         try:
-            self.tables = Tables(scheduler, units)
+            self.tables = RequestTables(scheduler, units)
             if self.tables.unmovable:
                 raise UnsupportedLayout(self.tables.unmovable)
             self.layout, copies = self._describe(unit_tokens)
         except UnsupportedLayout as error:
             self._close_cache()
             self.unmovable, copies = str(error), NoCopies()
-            self.tables = Tables(scheduler, Units(scheduler.block_size))
+            self.tables = RequestTables(scheduler, SubBlocks(scheduler.block_size))
             self.layout = KVLayout((), self.num_blocks, self.tables.block_tokens)
         except KvmigError:
             self._close_cache()
@@ -92,12 +92,12 @@ class BlockMemory:
             regions, tokens = whole_blocks(ranks), tables.block_tokens
             layout = KVLayout(regions, self.num_blocks, tokens, model, tables.count)
         if config.device_config.device_type == "cpu":
-            return layout, HostCopies(plan or Blocks(layout))
-        copies = self._on_gpu(config, plan or Blocks(layout), self._cache.gpu)
+            return layout, HostCopies(plan or BlockPlan(layout))
+        copies = self._on_gpu(config, plan or BlockPlan(layout), self._cache.gpu)
         return replace(layout, gpu=copies.gpu), copies
 
     def _on_gpu(
-        self, config: VllmConfig, plan: Plan, gpu: int | None
+        self, config: VllmConfig, plan: CopyPlan, gpu: int | None
     ) -> device_copies.DeviceCopies:
         """Copies on the GPU of this process's worker, or on `gpu`, which opened all workers'.
 

@@ -1,8 +1,8 @@
 """Both ends of a migration, on the engine's thread between two steps.
 
 `unmovable` says which requests move: those whose whole state the adapter carries; the others stay,
-by name. `Progress` is that state, in an Export and in a Tail. `Source` gives requests up,
-`Destination` takes them over.
+by name. `VllmProgress` is that state, in an Export and in a Tail. `VllmSource` gives requests up,
+`VllmDestination` takes them over.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import Stage, Tail
 from kvmig.engines.vllm import lora, runner
 from kvmig.engines.vllm.core import StepCore
-from kvmig.engines.vllm.offload import Offload
-from kvmig.engines.vllm.tables import Sent, Tables
+from kvmig.engines.vllm.offload import CacheOffload
+from kvmig.engines.vllm.tables import RequestTables, SentBlocks
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
 """Speculative methods with no state beside tokens and KV cache, but for the drafts of one step."""
@@ -124,7 +124,7 @@ def _scores_prompt(request: Request) -> bool:
     )
 
 
-class Progress(msgspec.Struct, frozen=True):
+class VllmProgress(msgspec.Struct, frozen=True):
     """How far a request is; with the submitted request, all that its next step depends on."""
 
     output_token_ids: list[int]
@@ -147,7 +147,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Progress).decode
+_decode = msgspec.msgpack.Decoder(VllmProgress).decode
 
 
 def token_request(
@@ -204,12 +204,12 @@ def check_known(frames: Sequence[bytes]) -> None:
         raise MigrationRefused("incompatible", why)
 
 
-def encode_progress(progress: Progress) -> bytes:
+def encode_progress(progress: VllmProgress) -> bytes:
     """msgpack."""
     return _encode(progress)
 
 
-def decode_progress(data: bytes) -> Progress:
+def decode_progress(data: bytes) -> VllmProgress:
     """Inverse of `encode_progress`; raises msgspec.DecodeError."""
     return _decode(data)
 
@@ -219,33 +219,33 @@ Gather = Callable[[list[int]], list[int]]
 
 
 @dataclass
-class Leaving:
+class VllmLeaving:
     """A request whose export was taken."""
 
     request: Request
     num_preemptions: int
     exported_outputs: int
-    sent: Sent | None = None
+    sent: SentBlocks | None = None
     """Known from the first stage, or the tail, on."""
     suspended: bool = False
     on_drained: Callable[[], None] | None = None
 
 
-class Source:
+class VllmSource:
     """Exports, stages, suspends and gives up requests of one engine."""
 
-    def __init__(self, core: StepCore, tables: Tables) -> None:
+    def __init__(self, core: StepCore, tables: RequestTables) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._tables = tables
-        self._leaving: dict[str, Leaving] = {}
+        self._leaving: dict[str, VllmLeaving] = {}
 
-    def export(self, request_id: str) -> Progress:
+    def export(self, request_id: str) -> VllmProgress:
         """Watch the request from now on; how far it is now."""
         check_awake(self._core)
         request = self._live(request_id)
         check_movable(request, self._core.vllm_config)
-        self._leaving[request_id] = Leaving(
+        self._leaving[request_id] = VllmLeaving(
             request, request.num_preemptions, request.num_output_tokens
         )
         return self._progress(request, 0)
@@ -353,16 +353,16 @@ class Source:
             places=places,
         )
 
-    def _sent(self, leaving: Leaving, sent: int) -> Sent:
+    def _sent(self, leaving: VllmLeaving, sent: int) -> SentBlocks:
         """The blocks that the destination has; at first those that its prefix cache held."""
         if leaving.sent is None:
-            leaving.sent = Sent(sent * self._tables.block_tokens, sent)
+            leaving.sent = SentBlocks(sent * self._tables.block_tokens, sent)
         leaving.sent.back_to(sent)
         return leaving.sent
 
-    def _progress(self, request: Request, since: int) -> Progress:
+    def _progress(self, request: Request, since: int) -> VllmProgress:
         stats, now = request.prefill_stats, time.monotonic()
-        return Progress(
+        return VllmProgress(
             output_token_ids=list(request.output_token_ids[since:]),
             num_computed_tokens=_computed(request),
             prefilled=stats is None,
@@ -378,7 +378,7 @@ class Source:
             raise RequestGone("finished", f"request {request_id} is not running here any more")
         return request
 
-    def _checked(self, request_id: str) -> Leaving:
+    def _checked(self, request_id: str) -> VllmLeaving:
         """The post-check: same request, still alive, not preempted since the export."""
         leaving = self._leaving.get(request_id)
         if leaving is None:
@@ -412,11 +412,11 @@ def _leave_queue(scheduler: Scheduler, request: Request) -> None:
 
 
 @dataclass
-class Arriving:
+class VllmArriving:
     """A request that is elsewhere still; one that runs there holds blocks here."""
 
     request: Request
-    exported: Progress
+    exported: VllmProgress
     has_blocks: bool = False
     hit_tokens: int = 0
     """Tokens whose blocks the prefix cache here held already."""
@@ -424,17 +424,17 @@ class Arriving:
     """With vLLM's offload: its blocks that may be written, and those that aren't."""
 
 
-class Destination:
+class VllmDestination:
     """Reserves blocks for requests of other engines, and runs them after the commit."""
 
-    def __init__(self, core: StepCore, tables: Tables, offload: Offload) -> None:
+    def __init__(self, core: StepCore, tables: RequestTables, offload: CacheOffload) -> None:
         self._core = core
         self._scheduler = core.scheduler
         self._tables = tables
         self._offload = offload
-        self._arriving: dict[str, Arriving] = {}
+        self._arriving: dict[str, VllmArriving] = {}
 
-    def reserve(self, request: Request, exported: Progress) -> int:
+    def reserve(self, request: Request, exported: VllmProgress) -> int:
         """Take blocks for the request; returns how many hold its prefix already.
 
         `request` carries the exported output tokens; it is not in the scheduler yet.
@@ -450,7 +450,7 @@ class Destination:
         if not waits:
             self._check_seat()
         lora.load_adapter(self._core, request)
-        self._arriving[request_id] = arriving = Arriving(request, exported)
+        self._arriving[request_id] = arriving = VllmArriving(request, exported)
         if waits:
             return 0  # and it will wait here
         # As PREEMPTED the watermark holds for it: it must not squeeze out those who run here.
@@ -476,7 +476,7 @@ class Destination:
         block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
         return self._tables.by_place(block_ids, arriving.hit_tokens)
 
-    def commit(self, request_id: str, tail: Progress, generator: bytes | None) -> None:
+    def commit(self, request_id: str, tail: VllmProgress, generator: bytes | None) -> None:
         """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
         check_awake(self._core)
         arriving = self._known(request_id)
@@ -525,7 +525,7 @@ class Destination:
         """Whether the request runs elsewhere still."""
         return request_id in self._arriving
 
-    def _take_over(self, request: Request, tail: Progress) -> None:
+    def _take_over(self, request: Request, tail: VllmProgress) -> None:
         request.prefill_stats = _prefill_stats(request, tail)
         now = time.monotonic()
         request.events = [
@@ -592,7 +592,7 @@ class Destination:
             request.is_prefill_chunk = True  # else a step that computes no prompts would take it
         scheduler.running.insert(0, request)
 
-    def _take_blocks(self, arriving: Arriving) -> None:
+    def _take_blocks(self, arriving: VllmArriving) -> None:
         request, computed = arriving.request, arriving.exported.num_computed_tokens
         blocks, hit_tokens, _ = self._scheduler.kv_cache_manager.get_computed_blocks(request)
         # A hit beyond what the source has computed (its prefill runs still) is of no use, nor is
@@ -617,7 +617,7 @@ class Destination:
         return found, tokens
 
     def _allocate(
-        self, arriving: Arriving, limit: int, hit: tuple[KVCacheBlocks, int] | None = None
+        self, arriving: VllmArriving, limit: int, hit: tuple[KVCacheBlocks, int] | None = None
     ) -> None:
         """Hold blocks for `limit` tokens; what the source has computed is taken as computed."""
         manager, request = self._scheduler.kv_cache_manager, arriving.request
@@ -678,14 +678,14 @@ class Destination:
         """vLLM's manager of each block table."""
         return tuple(self._scheduler.kv_cache_manager.coordinator.single_type_managers)
 
-    def _known(self, request_id: str) -> Arriving:
+    def _known(self, request_id: str) -> VllmArriving:
         arriving = self._arriving.get(request_id)
         if arriving is None:
             raise MigrationRefused("unknown_request", f"{request_id} has no reservation here")
         return arriving
 
 
-def _prefill_stats(request: Request, tail: Progress) -> PrefillStats | None:
+def _prefill_stats(request: Request, tail: VllmProgress) -> PrefillStats | None:
     """The prefill statistics that vLLM reports with the first token; None once it has."""
     if tail.prefilled:
         return None

@@ -1,7 +1,7 @@
 """vLLM's native offload (`--kv-offloading-size`) beside requests that come and go by migration.
 
 The connector learns of a request when the scheduler gets it, and of its blocks as steps hand them
-out. A request that arrives with its KV passes both by, so `Offload` tells. And the connector's
+out. A request that arrives with its KV passes both by, so `CacheOffload` tells. And the connector's
 copies to the host read blocks that are free already: nothing may arrive in these until then.
 """
 
@@ -30,7 +30,7 @@ class BeingOffloaded(MigrationRefused):
         super().__init__("no_blocks", "a free block is being offloaded still")
 
 
-class Offload:
+class CacheOffload:
     """One engine's, on its thread; without a connector there is nothing to do."""
 
     def __init__(self, scheduler: Scheduler) -> None:

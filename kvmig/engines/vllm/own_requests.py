@@ -11,12 +11,12 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 from kvmig.core.errors import NotParked
 from kvmig.engines.base import StepTime
-from kvmig.engines.vllm.building import Builder
+from kvmig.engines.vllm.building import RequestBuilder
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.incoming import IncomingRequests
 from kvmig.engines.vllm.migration import encode_request
 from kvmig.engines.vllm.warmup import (
-    Probe,
+    OutputProbe,
     StepTimes,
     profile_path,
     read_profile,
@@ -36,7 +36,7 @@ class OwnRequests:
         self,
         core: StepCore,
         incoming: IncomingRequests,
-        builder: Builder,
+        builder: RequestBuilder,
         on_engine: Callable[[Callable[[], None]], Awaitable[None]],
     ) -> None:
         """on_engine: runs something on the engine's thread, between two steps."""
@@ -47,7 +47,7 @@ class OwnRequests:
         self._builder = builder
         self._on_engine = on_engine
         self._warming: dict[str, asyncio.Future[None]] = {}
-        self._probe: Probe | None = None
+        self._probe: OutputProbe | None = None
         self._measuring: StepTimes | None = None
 
     def take(self, outputs: EngineCoreOutputs) -> bool:
@@ -67,7 +67,7 @@ class OwnRequests:
 
     async def probe(self) -> str:
         """How the engine rounds; `unpark` compares with it. Empty: no probe is possible."""
-        if Probe.possible(self._core.vllm_config):
+        if OutputProbe.possible(self._core.vllm_config):
             self.canary = await self._probed()
         return self.canary
 
@@ -121,7 +121,7 @@ class OwnRequests:
         return measuring.found
 
     async def _probed(self) -> str:
-        self._probe = probe = Probe(self._core.vllm_config)
+        self._probe = probe = OutputProbe(self._core.vllm_config)
         try:
             await self._warm([probe.request])
         finally:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
-from kvmig.engines.entrance import Entrance
+from kvmig.engines.entrance import StepAdmission
 from kvmig.engines.gate import EVERYTHING, NOTHING, StepGate, StepGrant, StepRequest
 from kvmig.engines.vllm.core import StepCore
 
@@ -25,7 +25,7 @@ RETRY_S = 0.05
 is next, or blocks come free: its grammar may be made, its cache may come from the host."""
 
 
-class Phase:
+class StepPhase:
     """The gate of one engine, on its thread."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Phase:
         """on_parts: held while a step is made that takes so many parts of the device; 0: all."""
         self.throttles = False
         """Whether the present step leaves prompts alone."""
-        self.entrance = Entrance(gate, self._serve)
+        self.entrance = StepAdmission(gate, self._serve)
         self._core = core
         self._scheduler = core.scheduler
         self._own_tokens = core.scheduler.max_num_scheduled_tokens

@@ -39,7 +39,7 @@ from kvmig.engines.base import (
     too_large,
 )
 from kvmig.engines.identity import check_unchanged
-from kvmig.engines.vllm.building import Builder
+from kvmig.engines.vllm.building import RequestBuilder
 from kvmig.engines.vllm.config import (
     Identify,
     after_call,
@@ -51,19 +51,19 @@ from kvmig.engines.vllm.device_sharing import DeviceSharing
 from kvmig.engines.vllm.grammars import GrammarLimits
 from kvmig.engines.vllm.groups import one_device
 from kvmig.engines.vllm.incoming import IncomingRequests
-from kvmig.engines.vllm.load import Holdings, Listing
+from kvmig.engines.vllm.load import RequestHoldings, RequestListing
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.migration import (
-    Destination,
-    Progress,
-    Source,
+    VllmDestination,
+    VllmProgress,
+    VllmSource,
     check_known,
     decode_progress,
     decode_request,
     encode_progress,
     unmovable_engine,
 )
-from kvmig.engines.vllm.offload import BeingOffloaded, Offload
+from kvmig.engines.vllm.offload import BeingOffloaded, CacheOffload
 from kvmig.engines.vllm.own_requests import OWN_CLIENT, OwnRequests
 from kvmig.engines.vllm.warmup import WarmStep
 
@@ -92,7 +92,7 @@ class ServingVllm:
 
         unit_tokens: of what is exchanged with other instances; 0: an engine's own block.
         identify: the weights; None: by `config`. Raises StartupError if they change meanwhile.
-        unit: see `kvmig.engines.kind.EngineKind.make`.
+        unit: see `kvmig.engines.kind.EnginePlugin.make`.
         """
         alone = config.parallel_config.world_size == 1
         self._identify = identify = identify or partial(identity_of_config, config)
@@ -122,16 +122,16 @@ class ServingVllm:
         self._scheduler = scheduler = core.scheduler
         self._memory = memory = BlockMemory(core, unit_tokens)
         self.unmovable = unmovable_engine(core.vllm_config) or memory.unmovable
-        self._source = Source(core, memory.tables)
-        offload = Offload(scheduler)
-        self._destination = Destination(core, memory.tables, offload)
+        self._source = VllmSource(core, memory.tables)
+        offload = CacheOffload(scheduler)
+        self._destination = VllmDestination(core, memory.tables, offload)
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
         self._grammars = GrammarLimits(core.structured_output_manager)
-        self._builder = builder = Builder(core)
+        self._builder = builder = RequestBuilder(core)
         self._incoming = incoming = IncomingRequests(core, builder, offload)
         self._own = OwnRequests(core, incoming, builder, self._on_engine)
-        self._holdings = Holdings(scheduler, memory.tables, self.unmovable)
+        self._holdings = RequestHoldings(scheduler, memory.tables, self.unmovable)
         self.sharing: Sharing | str = self._device.open(core, memory, self._on_engine)
         self._load = self._seen_load()
         self._load_at = 0.0
@@ -230,7 +230,7 @@ class ServingVllm:
         return self._load
 
     async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
-        def look() -> Listing:
+        def look() -> RequestListing:
             return self._holdings.listing(
                 most_waiting, self._source.suspended(), self._destination.arriving()
             )
@@ -267,7 +267,7 @@ class ServingVllm:
         if size := too_large(frames):
             raise MigrationRefused("unsupported", size)
 
-        def look() -> tuple[Progress, Request]:
+        def look() -> tuple[VllmProgress, Request]:
             return self._source.export(request_id), self._scheduler.requests[request_id]
 
         progress, request = await self._on_engine(look)

@@ -15,7 +15,7 @@ SLICE_S = 0.005
 """Of a turn. One beginning is never interrupted."""
 
 
-class Slices:
+class WorkSlices:
     """`wait` before each beginning, and do it within `measured`."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:

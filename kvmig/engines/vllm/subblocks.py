@@ -21,11 +21,11 @@ import numpy as np
 
 from kvmig.core.errors import ConfigError, UnsupportedLayout
 from kvmig.core.layout import Region
-from kvmig.engines.block_copies import Pass
+from kvmig.engines.block_copies import CopyPass
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class BlockPage:
     """One run of bytes of each block: block b is `nbytes` at `offset + b * stride`.
 
     Layers of different KV cache groups may lie on the same page, since a block is one
@@ -62,7 +62,7 @@ class RankCache:
 
     address: int
     nbytes: int
-    pages: tuple[Page, ...]
+    pages: tuple[BlockPage, ...]
     layers: tuple[LayerCache, ...]
 
     def mapped_at(self, address: int) -> RankCache:
@@ -72,12 +72,12 @@ class RankCache:
         return RankCache(address, self.nbytes, self.pages, layers)
 
 
-def merged(pages: Iterable[Page], num_blocks: int) -> tuple[Page, ...]:
+def merged(pages: Iterable[BlockPage], num_blocks: int) -> tuple[BlockPage, ...]:
     """The pages without overlaps, and neighbours as one: a block's bytes in as few runs as can be.
 
     Raises UnsupportedLayout if one page's blocks lie on another's that are spaced otherwise.
     """
-    runs: list[Page] = []
+    runs: list[BlockPage] = []
     for page in sorted(set(pages), key=lambda one: (one.offset, -one.nbytes)):
         for run in runs:
             if run.stride != page.stride and page.offset < run.offset + run.stride * num_blocks:
@@ -118,7 +118,7 @@ GRAIN = {"": 1, "vec": 1, "vec16": 1, "amx": 16}
 
 
 @dataclass(frozen=True, slots=True)
-class Strips:
+class BlockStrips:
     """`count` strips one after the other, each of `width` bytes a token."""
 
     width: int
@@ -130,7 +130,7 @@ class Strips:
         return self.width * self.count
 
 
-def strips_of(layer: LayerCache) -> tuple[Strips, ...]:
+def strips_of(layer: LayerCache) -> tuple[BlockStrips, ...]:
     """What lies inside one head of one KV block, from its first byte to its last.
 
     A strip of `width` bytes a token holds N tokens in one run of N * width bytes, so tokens
@@ -152,16 +152,16 @@ def strips_of(layer: LayerCache) -> tuple[Strips, ...]:
         raise UnsupportedLayout(f"CPU attention {layer.attention} with a KV cache of 8-bit floats")
     width = layer.shape[3] * layer.itemsize
     if layer.attention == "":
-        return (Strips(width, 1),)
+        return (BlockStrips(width, 1),)
     half = width // 2  # keys, then as much of values
     if layer.attention == "amx":
         column = AMX_COLUMN * layer.itemsize
-        return (Strips(half, 1), Strips(column, half // column))
-    return (Strips(layer.itemsize, half // layer.itemsize), Strips(half, 1))
+        return (BlockStrips(half, 1), BlockStrips(column, half // column))
+    return (BlockStrips(layer.itemsize, half // layer.itemsize), BlockStrips(half, 1))
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class SubBlocks:
     """How a request's blocks are counted where requests move: `per_block` units each."""
 
     tokens: int
@@ -175,23 +175,23 @@ class Units:
         return [unit for block in block_ids for unit in range(block * n, block * n + n)]
 
 
-def units_of(block_tokens: int, unit_tokens: int) -> Units:
+def units_of(block_tokens: int, unit_tokens: int) -> SubBlocks:
     """`unit_tokens` 0: a unit is a block. Raises ConfigError if they don't fill a block."""
     if not unit_tokens:
-        return Units(block_tokens)
+        return SubBlocks(block_tokens)
     if block_tokens % unit_tokens:
         raise ConfigError(
             f"--block-size is {block_tokens}, must be a multiple of {unit_tokens}:"
             " instances exchange that many tokens at a time"
         )
-    return Units(unit_tokens, block_tokens // unit_tokens)
+    return SubBlocks(unit_tokens, block_tokens // unit_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """All strips of one width: a region a layer and head, cut in pieces of one unit's tokens."""
 
-    strips: Strips
+    strips: BlockStrips
     piece: int
     """Bytes of one strip in one unit."""
     copies: tuple[tuple[Region, ...], ...]
@@ -215,7 +215,12 @@ class UnitMap:
     sums_by_copy = False
 
     def __init__(
-        self, ranks: Sequence[RankCache], heads: int, num_blocks: int, units: Units, order: str = ""
+        self,
+        ranks: Sequence[RankCache],
+        heads: int,
+        num_blocks: int,
+        units: SubBlocks,
+        order: str = "",
     ) -> None:
         first = _common(ranks, heads, order)
         self._units = units
@@ -244,12 +249,12 @@ class UnitMap:
             for index in range(self._layers * self._heads)
         )
 
-    def gather(self, unit_ids: Sequence[int], address: int) -> Iterator[Pass]:
+    def gather(self, unit_ids: Sequence[int], address: int) -> Iterator[CopyPass]:
         """Copies from the cache to the buffer at `address`, [n units] fused."""
         for part in self._parts:
             yield self._pass(part, part.copies[0], unit_ids, address)
 
-    def scatter(self, unit_ids: Sequence[int], address: int) -> Iterator[Pass]:
+    def scatter(self, unit_ids: Sequence[int], address: int) -> Iterator[CopyPass]:
         """Copies from the buffer to the cache, into each copy of the heads."""
         for part in self._parts:
             for regions in part.copies:
@@ -257,7 +262,7 @@ class UnitMap:
 
     def _pass(
         self, part: _Part, regions: tuple[Region, ...], unit_ids: Sequence[int], address: int
-    ) -> Pass:
+    ) -> CopyPass:
         strips = np.arange(part.strips.count, dtype=np.int64)
         block, place = np.divmod(np.asarray(unit_ids, np.int64), self._units.per_block)
         split, place = np.divmod(place, self._in_kernel_block)
@@ -270,11 +275,11 @@ class UnitMap:
             for index in range(len(regions))
         )
         blocks = self._blocks * part.kernel_block
-        return Pass(regions, buffer, cache_ids, buffer_ids, blocks, len(at) * unit)
+        return CopyPass(regions, buffer, cache_ids, buffer_ids, blocks, len(at) * unit)
 
 
 def _part(
-    ranks: Sequence[RankCache], heads: int, tokens: int, strips: Sequence[Strips], index: int
+    ranks: Sequence[RankCache], heads: int, tokens: int, strips: Sequence[BlockStrips], index: int
 ) -> _Part:
     layer = ranks[0].layers[0]
     this, before = strips[index], sum(one.token_bytes for one in strips[:index])

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvmig.engines.base import HOLE
-from kvmig.engines.vllm.subblocks import Units
+from kvmig.engines.vllm.subblocks import SubBlocks
 
 NULL_BLOCK = 0
 """vLLM's id for a block that a request doesn't have."""
@@ -41,7 +41,7 @@ _MOVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, Mamba
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class GroupTable:
     """One KV cache group. `block_tokens`: of one block; window: only the last tokens are kept.
 
     most: blocks that a request takes at most, if that is bounded.
@@ -54,7 +54,7 @@ class Table:
 
 
 @dataclass(slots=True)
-class Sent:
+class SentBlocks:
     """Which of a request's blocks the destination has, or was sent."""
 
     hit_tokens: int
@@ -68,10 +68,10 @@ class Sent:
         del self.places[max(0, sent - self.hits) :]
 
 
-class Tables:
+class RequestTables:
     """The block tables of each request of one engine; block ids are those of `units`."""
 
-    def __init__(self, scheduler: Scheduler, units: Units) -> None:
+    def __init__(self, scheduler: Scheduler, units: SubBlocks) -> None:
         groups = scheduler.kv_cache_config.kv_cache_groups
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._tables = tuple(
@@ -85,7 +85,7 @@ class Tables:
         if units.per_block > 1 and not self.plain:
             self.unmovable = "only blocks of full attention can be cut in units"
         if self.plain:
-            self._tables = (Table(units.tokens),)
+            self._tables = (GroupTable(units.tokens),)
 
     @property
     def plain(self) -> bool:
@@ -122,7 +122,7 @@ class Tables:
         """Blocks that a request of so many tokens takes, over all tables."""
         return sum(self._blocks(table, tokens) for table in self._tables) * self.units.per_block
 
-    def _blocks(self, table: Table, tokens: int) -> int:
+    def _blocks(self, table: GroupTable, tokens: int) -> int:
         """The scheduler's own, of one table."""
         if table.state:
             return 1
@@ -149,19 +149,19 @@ class Tables:
         return ids
 
     def full(
-        self, block_ids: Sequence[Sequence[int]], computed: int, sent: Sent
+        self, block_ids: Sequence[Sequence[int]], computed: int, sent: SentBlocks
     ) -> tuple[list[int], list[int]]:
         """Full blocks that weren't sent: (places, block ids). No step writes them any more."""
         return self._unsent(block_ids, computed, sent, tail=False)
 
     def rest(
-        self, block_ids: Sequence[Sequence[int]], computed: int, sent: Sent
+        self, block_ids: Sequence[Sequence[int]], computed: int, sent: SentBlocks
     ) -> tuple[list[int], list[int]]:
         """All that wasn't sent of a request that no step holds: (places, block ids)."""
         return self._unsent(block_ids, computed, sent, tail=True)
 
     def _unsent(
-        self, block_ids: Sequence[Sequence[int]], computed: int, sent: Sent, *, tail: bool
+        self, block_ids: Sequence[Sequence[int]], computed: int, sent: SentBlocks, *, tail: bool
     ) -> tuple[list[int], list[int]]:
         places: list[int] = []
         ids: list[int] = []
@@ -190,13 +190,13 @@ def layer_names(config: KVCacheConfig) -> list[str]:
     return [name for group in config.kv_cache_groups for name in group.layer_names]
 
 
-def _table(group: KVCacheGroupSpec, most: int | None) -> Table:
+def _table(group: KVCacheGroupSpec, most: int | None) -> GroupTable:
     spec = group.kv_cache_spec
     kinds = _kinds(group)
     state = all(issubclass(kind, MambaSpec) for kind in kinds)
     full = all(issubclass(kind, FullAttentionSpec) for kind in kinds)
     window = not full or any(issubclass(kind, RSWASpec) for kind in kinds)
-    return Table(spec.block_size, state, window and not state, None if state else most)
+    return GroupTable(spec.block_size, state, window and not state, None if state else most)
 
 
 def _unknown(group: KVCacheGroupSpec) -> list[str]:

@@ -54,7 +54,7 @@ PROBE_TOKENS = 48
 PROBE_ID = "kvmig-probe"
 
 
-class Probe:
+class OutputProbe:
     """Runs one fixed request by itself and notes the bits of its log-probabilities.
 
     Each is a sum over the whole vocabulary, so it depends on all that a prefill and some decodes

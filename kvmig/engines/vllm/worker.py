@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKV
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
-from kvmig.engines.vllm.subblocks import LayerCache, Page, RankCache, merged
+from kvmig.engines.vllm.subblocks import BlockPage, LayerCache, RankCache, merged
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import CudaDriver
 
@@ -77,7 +77,7 @@ def describe_cache(worker: Any, layer_names: Sequence[str]) -> RankCache:
     return RankCache(storage.data_ptr(), storage.nbytes(), pages, tuple(layers.values()))
 
 
-def _pages(config: KVCacheConfig) -> tuple[Page, ...]:
+def _pages(config: KVCacheConfig) -> tuple[BlockPage, ...]:
     """The pages of a block of any group. Raises UnsupportedLayout."""
     specs: dict[str, KVCacheSpec] = {}
     for group in config.kv_cache_groups:
@@ -90,7 +90,7 @@ def _pages(config: KVCacheConfig) -> tuple[Page, ...]:
             raise UnsupportedLayout("part of the KV cache lies in the host's memory")
         for number, name in enumerate(tensor.layers):
             offset = tensor.offset + number * tensor.layer_stride
-            pages.append(Page(offset, tensor.block_stride, specs[name].page_size_bytes))
+            pages.append(BlockPage(offset, tensor.block_stride, specs[name].page_size_bytes))
     return merged(pages, config.num_blocks)
 
 

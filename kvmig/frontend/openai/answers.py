@@ -8,14 +8,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel
 
-from kvmig.engines.transformers.payload import Logprob
+from kvmig.engines.transformers.payload import TokenLogprob
 
 
 class Token(NamedTuple):
     """An output token with its log-probabilities."""
 
     id: int
-    logprob: Logprob
+    logprob: TokenLogprob
 
 
 class Piece(NamedTuple):
@@ -59,7 +59,7 @@ class CompletionLogprobs:
             ],
         }
 
-    def _top(self, logprob: Logprob) -> dict[str, float]:
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
         tops = zip(logprob.top_ids, logprob.top, strict=True)
         return {self._decode([token]): value for token, value in tops}
 

@@ -84,10 +84,10 @@ def openai_server(
     does.
     """
     if config.engine == "transformers":
-        from kvmig.engines.transformers.tokenizer import Tokenizer
+        from kvmig.engines.transformers.tokenizer import ModelTokenizer
         from kvmig.frontend.openai.token_server import TokenServer
 
-        return TokenServer(args, sock, lambda: Tokenizer(args.model, args.chat_template))
+        return TokenServer(args, sock, lambda: ModelTokenizer(args.model, args.chat_template))
     if config.engine == "toy":
         from kvmig.engines.toy.kind import ByteTokenizer
         from kvmig.frontend.openai.token_server import TokenServer

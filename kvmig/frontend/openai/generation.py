@@ -21,7 +21,7 @@ from starlette.types import Send
 from kvmig.asgi.errors import GatewayError
 from kvmig.asgi.problems import problem
 from kvmig.core.errors import Failure, NoInstance, QuotaUsedUp
-from kvmig.engines.transformers.payload import Output, Submitted, decode, encode
+from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
 from kvmig.frontend.openai.answers import Answer, Piece, Token, usage
 from kvmig.frontend.openai.bodies import StreamOptions
 from kvmig.frontend.openai.text import Detokenizer, StopStrings
@@ -94,11 +94,11 @@ class RequestQueues:
     """Implements `Sink` with a queue for each request; one object for the whole front end."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, asyncio.Queue[Output | Failed]] = {}
+        self._queues: dict[str, asyncio.Queue[StepOutput | Failed]] = {}
 
-    def open(self, request_id: str) -> asyncio.Queue[Output | Failed]:
+    def open(self, request_id: str) -> asyncio.Queue[StepOutput | Failed]:
         """Queue of all that comes for this request from now on."""
-        self._queues[request_id] = queue = asyncio.Queue[Output | Failed]()
+        self._queues[request_id] = queue = asyncio.Queue[StepOutput | Failed]()
         return queue
 
     def close(self, request_id: str) -> None:
@@ -108,7 +108,7 @@ class RequestQueues:
     def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
         """See `Sink`."""
         for item in items:
-            assert isinstance(item, Output)
+            assert isinstance(item, StepOutput)
             if (queue := self._queues.get(item.request_id)) is not None:
                 queue.put_nowait(item)
 
@@ -116,7 +116,7 @@ class RequestQueues:
         """See `Sink`."""
         for request_id in request_ids:
             if (queue := self._queues.get(request_id)) is not None:
-                queue.put_nowait(Output(request_id, [], "length"))
+                queue.put_nowait(StepOutput(request_id, [], "length"))
 
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """See `Sink`."""
@@ -127,7 +127,7 @@ class RequestQueues:
 
 def decode_outputs(payload: Sequence[memoryview]) -> Batch:
     """The payload of an Outputs message."""
-    return Batch(decode(payload[0], list[Output]))
+    return Batch(decode(payload[0], list[StepOutput]))
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Generation:
         self,
         backend: Backend,
         external_id: str,
-        request: Submitted,
+        request: SubmittedRequest,
         stops: Sequence[str],
         choice: int | None = None,
         *,
@@ -169,7 +169,7 @@ class Generation:
         self._tokens = 0
         self._logprobs: list[Token] = []
         self._runs = False
-        self._left: list[Output | Failed] = []
+        self._left: list[StepOutput | Failed] = []
         """Taken out of the queue, but not told yet."""
 
     async def begin(self) -> None:
@@ -219,7 +219,7 @@ class Generation:
             self._runs = False
             await self._router.abort([self._request_id])
 
-    async def _take(self, output: Output | Failed) -> tuple[str, str | None]:
+    async def _take(self, output: StepOutput | Failed) -> tuple[str, str | None]:
         """The output's text, and its finish reason if it is the last."""
         if isinstance(output, Failed):
             self._runs = False

@@ -17,7 +17,7 @@ from kvmig.asgi.access import Rule
 from kvmig.asgi.call import current_call_id
 from kvmig.asgi.errors import GatewayError
 from kvmig.asgi.problems import PROBLEMS, guarded, shorten_value
-from kvmig.engines.transformers.payload import Submitted
+from kvmig.engines.transformers.payload import SubmittedRequest
 from kvmig.frontend.openai.answers import (
     EVENTS,
     Answer,
@@ -135,7 +135,7 @@ class _Runner:
         self,
         request: Request,
         body: Body,
-        submitted: Submitted,
+        submitted: SubmittedRequest,
         external_id: str,
         answer: Answer,
     ) -> Response:
@@ -160,8 +160,9 @@ class _Runner:
 
     def checked(
         self, body: Body, prompt: list[int], asked: int | None, logprobs: int | None
-    ) -> Submitted:
-        """asked: output tokens; None: as many as there is room for. logprobs: see `Submitted`.
+    ) -> SubmittedRequest:
+        """asked: output tokens; None: as many as there is room for. logprobs: see
+        `SubmittedRequest`.
 
         Raises GatewayError.
         """
@@ -186,7 +187,7 @@ class _Runner:
         stops = {*(body.stop_token_ids or ())}
         if not body.ignore_eos:
             stops.update(self._backend.tokenizer.eos_ids)
-        return Submitted(
+        return SubmittedRequest(
             prompt_token_ids=prompt,
             max_tokens=asked or room,
             stop_token_ids=sorted(stops),
@@ -201,7 +202,7 @@ class _Runner:
         )
 
 
-def seed_of(submitted: Submitted, choice: int) -> int:
+def seed_of(submitted: SubmittedRequest, choice: int) -> int:
     """The seed of a choice, from the call's; in 64 bits with a sign."""
     assert submitted.seed is not None
     return (submitted.seed + choice + 2**63) % 2**64 - 2**63

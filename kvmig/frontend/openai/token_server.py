@@ -19,7 +19,7 @@ from kvmig.asgi.access import bearer
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.asgi.problems import as_problem
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
-from kvmig.engines.transformers.payload import Output
+from kvmig.engines.transformers.payload import StepOutput
 from kvmig.frontend.middleware import HttpMiddleware
 from kvmig.frontend.openai.generation import Backend, RequestQueues, Tokenizer, decode_outputs
 from kvmig.frontend.openai.routes import openai_api
@@ -52,7 +52,7 @@ class TokenServer(HttpTask):
     def decode(self, payload: Sequence[memoryview]) -> Batch:
         return decode_outputs(payload)
 
-    def cut(self, item: Output, tokens: int) -> None:
+    def cut(self, item: StepOutput, tokens: int) -> None:
         item.token_ids = item.token_ids[:tokens]
         item.logprobs = item.logprobs[:tokens]
         item.finish_reason = ""
