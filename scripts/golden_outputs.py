@@ -277,7 +277,7 @@ def schema() -> Files:
     """The database's tables and migrations, and the table of a front end's spool."""
     from alembic.script import ScriptDirectory
 
-    from kvmig.accounts.usage import Spool
+    from kvmig.accounts.usage import UsageSpool
     from kvmig.fleet import migrations
     from kvmig.fleet.store import Store
     from kvmig.fleet.tables import SCHEMA
@@ -289,7 +289,7 @@ def schema() -> Files:
         store = Store(f"sqlite:///{at}/kvmig.sqlite", Path(at, "pepper"))
         store.open()
         store.close()
-        Spool(Path(at, "spool.sqlite")).write([])
+        UsageSpool(Path(at, "spool.sqlite")).write([])
         tables = {name: _tables(Path(at, f"{name}.sqlite")) for name in ("kvmig", "spool")}
     return {
         "database.txt": tables["kvmig"],

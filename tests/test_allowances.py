@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.accounts.allowances import FIRST, LOW, NEXT, Allowance
+from kvmig.accounts.allowances import FIRST, LOW, NEXT, TokenAllowance
 
 
-def allowance() -> Allowance[int]:
-    one: Allowance[int] = Allowance("k1", 1, 0.0)
+def allowance() -> TokenAllowance[int]:
+    one: TokenAllowance[int] = TokenAllowance("k1", 1, 0.0)
     one.expect(None)
     return one
 
@@ -47,7 +47,7 @@ def test_more_is_asked_for_ahead_but_not_twice_nor_after_a_refusal() -> None:
 
 
 def test_no_more_is_asked_for_than_answers_can_use() -> None:
-    one: Allowance[int] = Allowance("k1", 1, 0.0)
+    one: TokenAllowance[int] = TokenAllowance("k1", 1, 0.0)
     one.expect(20)
     one.await_prompt(17)
     assert one.wanted() == 17 + 20
@@ -59,7 +59,7 @@ def test_no_more_is_asked_for_than_answers_can_use() -> None:
 
 
 def test_prompts_that_wait_are_asked_for_together_with_a_first_part_of_their_answers() -> None:
-    one: Allowance[int] = Allowance("k1", 1, 0.0)
+    one: TokenAllowance[int] = TokenAllowance("k1", 1, 0.0)
     for _ in range(100):
         one.expect(1)
         one.await_prompt(6)
@@ -69,7 +69,7 @@ def test_prompts_that_wait_are_asked_for_together_with_a_first_part_of_their_ans
 
 
 def test_a_prompt_without_an_answer_is_asked_for_alone() -> None:
-    one: Allowance[int] = Allowance("k1", 1, 0.0)
+    one: TokenAllowance[int] = TokenAllowance("k1", 1, 0.0)
     one.expect(0)
     one.await_prompt(5)
     assert one.wanted() == 5

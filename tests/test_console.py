@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from kvmig import __version__
-from kvmig.accounts.keys import Keys
+from kvmig.accounts.keys import KeyIndex
 from kvmig.cli import app as console
 from kvmig.cli.client import KEY, Client
 from kvmig.cli.common import day_of
@@ -75,7 +75,7 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
             return b""
 
         models = Models(settings, lambda _: None, lambda _, __: 0, Memory())
-        keys = Keys(b"")
+        keys = KeyIndex(b"")
         backend = Backend(settings, store, thread, models, changed, fine, lambda: keys, metrics)
         client = Client("unused")
         with TestClient(make_app(backend)) as http:

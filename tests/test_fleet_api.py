@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from kvmig.accounts.keys import Keys
-from kvmig.accounts.usage import Spool, UsageRecord
+from kvmig.accounts.keys import KeyIndex
+from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.api import Backend, make_app
 from kvmig.fleet.callers import FORWARDED
@@ -34,7 +34,7 @@ class Api:
         settings = FleetSettings(data=str(place.folder))
         self.folder = place.folder
         self.store = Store(place.url, place.folder / "pepper", wait_s=0.2)
-        self.keys = Keys(b"")
+        self.keys = KeyIndex(b"")
         self.changes = 0
         self.models = Models(settings, lambda _: None, lambda _, __: 0, Memory())
         self.backend = Backend(
@@ -63,7 +63,7 @@ class Api:
     async def _changed(self) -> None:
         self.changes += 1
         told = await self.backend.stored(self.store.key_changes)
-        self.keys = Keys(self.store.pepper, told.granted)
+        self.keys = KeyIndex(self.store.pepper, told.granted)
 
     async def ask(
         self, method: str, path: str, body: Any = None, **headers: str
@@ -260,7 +260,7 @@ async def test_a_key_with_the_scope_read_sees_its_own_users_keys_quotas_and_usag
     await key_of(api, "carl", quota=50)
     await api.ask("PATCH", "users/bea", {"quotas": {"qwen": {"tokens": 300, "period": "total"}}})
     rows = await api.backend.stored(api.store.keys)
-    spool = Spool(api.folder / "front.sqlite")
+    spool = UsageSpool(api.folder / "front.sqlite")
     spool.write(used(row.key_id, seq) for seq, row in enumerate(rows, start=1))
     await api.backend.stored(merge, api.store.database, api.folder / "front.sqlite")
 
@@ -309,7 +309,7 @@ async def test_a_day_that_is_none_is_refused_with_the_form_of_one(api: Api, day:
 async def test_old_rows_of_the_ledger_are_deleted_by_an_admins_order(api: Api) -> None:
     admin = str(await api.backend.stored(api.store.first_admin_key))
     bea = await key_of(api, "bea", scopes=["read"])
-    spool = Spool(api.folder / "front-1.sqlite")
+    spool = UsageSpool(api.folder / "front-1.sqlite")
     old = UsageRecord(seq=1, call_id="c", account="k", model="a", began=0.0, ended=1.0, output=7)
     spool.write([msgspec.structs.replace(old, status="finished")])
     await api.backend.stored(merge, api.store.database, api.folder / "front-1.sqlite")

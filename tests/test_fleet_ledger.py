@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from kvmig.accounts.keys import KeyTerms
-from kvmig.accounts.usage import Damaged, HandOver, Kept, Spool, UsageRecord, read_record
+from kvmig.accounts.usage import (
+    HandOver,
+    SpoolDamaged,
+    SpooledRecord,
+    UsageRecord,
+    UsageSpool,
+    read_record,
+)
 from kvmig.fleet.ledger import AT_ONCE, merge, sums, take
 from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.store import Store
@@ -48,7 +55,7 @@ def test_what_a_call_has_used_so_far_is_replaced_by_what_it_has_used_later(
     store: Store, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
-    spool = Spool(path)
+    spool = UsageSpool(path)
     spool.write([record(prompt=5, output=10)])
     merge(store.database, path)
     assert total(store) == (1, 5, 10)
@@ -64,9 +71,9 @@ def test_a_merge_that_is_repeated_adds_nothing(
 ) -> None:
     """A server that was killed after its transaction has forgotten nothing in the spool."""
     path = tmp_path / "front-1.sqlite"
-    Spool(path).write([record(seq, prompt=1, output=10, ended=9.0) for seq in range(1, 4)])
+    UsageSpool(path).write([record(seq, prompt=1, output=10, ended=9.0) for seq in range(1, 4)])
     with monkeypatch.context() as patch:
-        patch.setattr(Spool, "forget", lambda *_: None)
+        patch.setattr(UsageSpool, "forget", lambda *_: None)
         for _ in range(3):
             merge(store.database, path)
     merge(store.database, path)
@@ -77,16 +84,16 @@ def test_what_is_written_while_it_is_merged_is_not_forgotten(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "front-1.sqlite"
-    spool = Spool(path)
+    spool = UsageSpool(path)
     spool.write([record(output=10, ended=9.0)])
-    forget = Spool.forget
+    forget = UsageSpool.forget
 
-    def later(self: Spool, merged: list[Kept]) -> None:
+    def later(self: UsageSpool, merged: list[SpooledRecord]) -> None:
         spool.write([record(output=12, ended=10.0)])  # one more sequence of the call
         forget(self, merged)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Spool, "forget", later)
+        patch.setattr(UsageSpool, "forget", later)
         merge(store.database, path)
     merge(store.database, path)
     assert total(store) == (1, 0, 12)
@@ -96,7 +103,7 @@ def test_calls_of_a_front_end_that_was_killed_count_so_far_and_run_no_more(
     store: Store, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
-    spool = Spool(path)
+    spool = UsageSpool(path)
     spool.write([record(1, output=10), record(2, output=7, ended=9.0, status="finished")])
     merge(store.database, path)
     assert len(spool.read()) == 1
@@ -109,7 +116,7 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "front-1.sqlite"
-    Spool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, 101)])
+    UsageSpool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, 101)])
     from kvmig.fleet import ledger, tables
 
     upsert, done = tables.upsert, 0
@@ -132,7 +139,7 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
 
 def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "front-1.sqlite"
-    Spool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, AT_ONCE + 3)])
+    UsageSpool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, AT_ONCE + 3)])
     first = merge(store.database, path)
     assert total(store) == (AT_ONCE, 0, AT_ONCE)
     rest = merge(store.database, path, after=first.last)
@@ -142,9 +149,9 @@ def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: Store, tmp_path:
 
 def test_what_a_prefix_cache_had_is_summed_and_moves_are_kept(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "front-1.sqlite"
-    Spool(path).write([record(1, prompt=50, cached=32), record(2, prompt=9, ended=1.0)])
+    UsageSpool(path).write([record(1, prompt=50, cached=32), record(2, prompt=9, ended=1.0)])
     merge(store.database, path)
-    Spool(path).write([record(1, prompt=50, cached=32, moves=2, ended=2.0)])
+    UsageSpool(path).write([record(1, prompt=50, cached=32, moves=2, ended=2.0)])
     merge(store.database, path)
     assert sums(store.database, ())[0]["cached"] == 32
     with store.database.transaction(reading=True) as connection:
@@ -156,7 +163,7 @@ def test_sums_are_by_key_user_model_and_day(store: Store, tmp_path: Path) -> Non
     store.add_user("eve", "user", ANNA)
     key, _ = store.create_key("eve", "", KeyTerms(), ANNA)
     path = tmp_path / "front-1.sqlite"
-    Spool(path).write([
+    UsageSpool(path).write([
         record(1, account=key.key_id, prompt=1, output=100, ended=1.0),
         record(2, account=key.key_id, model="b", prompt=1, output=10, ended=1.0),
         record(3, account="gone", began=DAY, prompt=1, output=1, ended=1.0),
@@ -187,7 +194,7 @@ def test_the_ledger_is_what_was_said_last_of_each_call(
     said: dict[int, int] = {}
     for seq, more, merges in steps:
         said[seq] = said.get(seq, 0) + more
-        Spool(path).write([record(seq, output=said[seq], ended=1.0 if more % 2 else None)])
+        UsageSpool(path).write([record(seq, output=said[seq], ended=1.0 if more % 2 else None)])
         if merges:
             merge(store.database, path)
     merge(store.database, path)
@@ -210,7 +217,7 @@ def test_what_was_handed_over_is_not_taken_back_by_what_the_spool_has(
     store: Store, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
-    Spool(path).write([record(1, output=3), record(2, output=5)])
+    UsageSpool(path).write([record(1, output=3), record(2, output=5)])
     last = record(1, output=10, ended=9.0, status="finished")
     take(store.database, handed(last, record(2, output=9)))
     for over in (False, True):
@@ -251,7 +258,7 @@ def test_a_record_that_cannot_be_read_is_told_and_the_others_are_merged(
     raw: object, store: Store, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
-    spool = Spool(path)
+    spool = UsageSpool(path)
     spool.write([record(seq, output=10, ended=1.0) for seq in (1, 2, 3)])
     spoiled(path, 2, raw)
     merged = merge(store.database, path)
@@ -265,7 +272,7 @@ def test_a_record_with_fields_that_this_kvmig_does_not_know_counts_and_goes(
     store: Store, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
-    spool = Spool(path)
+    spool = UsageSpool(path)
     spool.write([])
     newer = json.loads(msgspec.json.encode(record(1, output=10, ended=1.0)))
     spoiled(path, 1, json.dumps({**newer, "carbon_g": 3}).encode())
@@ -279,7 +286,7 @@ def test_a_spool_that_is_no_database_is_told_by_its_own_error_and_set_aside(
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     path.write_bytes(b"anything" * 1000)
-    with pytest.raises(Damaged, match=r"front-1\.sqlite"):
+    with pytest.raises(SpoolDamaged, match=r"front-1\.sqlite"):
         merge(store.database, path)
     first = keep_spool(tmp_path / "aside", path)
     path.write_bytes(b"again")

@@ -13,7 +13,7 @@ from sqlalchemy import insert
 
 from kvmig.accounts.allowances import Ask, Granted
 from kvmig.accounts.keys import KeyGrant, KeyTerms, ModelQuota, Period, quotas_of
-from kvmig.accounts.usage import Spool, UsageRecord
+from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.quotas import (
@@ -65,7 +65,7 @@ def given_to(store: Store, of: KeyGrant, *asked: Ask) -> list[int]:
 def count(store: Store, folder: Path, of: KeyGrant, seq: int = 1, **more: Any) -> None:
     """Bring a call's record into the ledger."""
     spool = folder / "front-1.sqlite"
-    Spool(spool).write([record(of, seq, **more)])
+    UsageSpool(spool).write([record(of, seq, **more)])
     merge(store.database, spool)
 
 
@@ -124,7 +124,7 @@ def test_what_a_killed_front_end_has_left_behind_is_not_said_to_come_back(
     bea = key(store, 256)
     grant(store.database, bea, asking(1))
     spool = tmp_path / "front-1.sqlite"
-    Spool(spool).write([record(bea, 1, output=20)])
+    UsageSpool(spool).write([record(bea, 1, output=20)])
     merge(store.database, spool, over=True)
     refused = grant(store.database, bea, asking(2))
     assert not refused.again
@@ -150,7 +150,7 @@ def test_a_call_is_granted_nothing_once_it_is_over(store: Store, tmp_path: Path)
 def test_a_call_of_a_killed_front_end_is_over(store: Store, tmp_path: Path) -> None:
     bea = key(store)
     spool = tmp_path / "front-1.sqlite"
-    Spool(spool).write([record(bea, 1, output=20)])
+    UsageSpool(spool).write([record(bea, 1, output=20)])
     merge(store.database, spool, over=True)
     assert grant(store.database, bea, asking()).tokens == 0
 
@@ -186,7 +186,7 @@ def test_a_call_whose_front_end_was_killed_costs_what_its_spool_has_kept(
     bea = key(store, period="total")
     given_to(store, bea, asking(1), asking(2))  # of the second one nothing was written
     spool = tmp_path / "front-1.sqlite"
-    Spool(spool).write([record(bea, 1, prompt=10, output=20)])
+    UsageSpool(spool).write([record(bea, 1, prompt=10, output=20)])
     merge(store.database, spool, over=True)
     assert tokens_left(store, bea) == 1000 - 512
 
@@ -203,7 +203,7 @@ def test_a_front_end_whose_calls_run_is_not_idle_and_one_that_was_killed_is(
     assert idle_sources(store.database) == set()
     grant(store.database, bea, asking(1))
     assert idle_sources(store.database) == {"front-1"}  # as far as the ledger knows
-    Spool(spool).write([record(bea, 1, output=20)])
+    UsageSpool(spool).write([record(bea, 1, output=20)])
     merge(store.database, spool)
     assert idle_sources(store.database) == set()
     merge(store.database, spool, over=True)
@@ -411,7 +411,7 @@ def test_however_calls_of_two_keys_ask_use_end_and_die_they_never_get_more_than_
                 over.add(seq)
             else:
                 ended = NOON if step == "end" else None
-                Spool(spool).write([record(of, seq, output=used[seq], ended=ended)])
+                UsageSpool(spool).write([record(of, seq, output=used[seq], ended=ended)])
                 over.update([seq] if step == "end" else [])
             assert sum(used.values()) <= of_user
             assert max(used[1] + used[3] + used[5], used[2] + used[4]) <= quota

@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 from kvmig.accounts.allowances import Ask
 from kvmig.accounts.keys import KeyGrant, KeyTerms
-from kvmig.accounts.usage import HandOver, Spool, UsageRecord
+from kvmig.accounts.usage import HandOver, UsageRecord, UsageSpool
 from kvmig.fleet import retention
 from kvmig.fleet.disk import Disks, disks_of
 from kvmig.fleet.ledger import merge, sums, take
@@ -42,11 +42,11 @@ def running(seq: int, day: int = 0) -> UsageRecord:
     return record(seq, day, ended=None, status="running")
 
 
-def count(store: Store, folder: Path, *records: UsageRecord, source: str = "front-1") -> Spool:
+def count(store: Store, folder: Path, *records: UsageRecord, source: str = "front-1") -> UsageSpool:
     path = folder / f"{source}.sqlite"
-    Spool(path).write(records)
+    UsageSpool(path).write(records)
     merge(store.database, path)
-    return Spool(path)
+    return UsageSpool(path)
 
 
 def seqs(store: Store) -> list[int]:
@@ -77,7 +77,7 @@ def test_a_record_that_comes_again_after_its_row_was_deleted_adds_nothing(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a spool that a server could not shorten, or from a front end that got no answer."""
-    monkeypatch.setattr(Spool, "forget", lambda *_: None)
+    monkeypatch.setattr(UsageSpool, "forget", lambda *_: None)
     spool = count(store, tmp_path, record(1), record(2), record(3, day=9))
     before = sums(store.database, ("day",))
     assert pruned(store, "1970-01-05") == 2

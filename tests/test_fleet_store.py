@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import delete, text, update
 
-from kvmig.accounts.keys import Keys, KeyTerms
+from kvmig.accounts.keys import KeyIndex, KeyTerms
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import FleetFile
 from kvmig.fleet.store import Actor, KeyRow, NotThere, Store, Taken
@@ -216,7 +216,7 @@ def test_a_column_of_json_that_has_none_is_as_any_row_that_cannot_be_read(
 def test_the_first_start_has_an_admin_key_once(store: Store) -> None:
     shown = store.first_admin_key()
     assert shown is not None
-    granted = Keys(store.pepper, store.key_changes().granted).find(shown)
+    granted = KeyIndex(store.pepper, store.key_changes().granted).find(shown)
     assert granted is not None
     assert (granted.user, granted.scopes) == ("admin", ("infer", "read", "admin"))
     assert store.first_admin_key() is None
@@ -230,7 +230,7 @@ def test_a_key_is_granted_as_it_was_made(store: Store, place: Place) -> None:
         parallel=3,
     )  # fmt: skip
     row, shown = store.create_key("bea", "laptop", terms, ANNA)
-    granted = Keys(store.pepper, store.key_changes().granted).find(shown)
+    granted = KeyIndex(store.pepper, store.key_changes().granted).find(shown)
     assert granted is not None
     assert (granted.models, granted.cidrs, granted.expires) == (terms.models, terms.cidrs, 2e6)
     assert (granted.rpm, granted.tpm, granted.parallel, granted.user) == (1, 2, 3, "bea")

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmig.accounts.usage import HAND_OVER, RESERVE_BYTES, HandOver, Spool, UsageRecord
+from kvmig.accounts.usage import HAND_OVER, RESERVE_BYTES, HandOver, UsageRecord, UsageSpool
 from kvmig.asgi.call import HttpCall
 from kvmig.frontend import usage_writer
 from kvmig.frontend.meter import Meter
@@ -29,15 +29,15 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    made, write = Disk(), Spool.write
+    made, write = Disk(), UsageSpool.write
 
-    def or_full(self: Spool, records: list[UsageRecord]) -> None:
+    def or_full(self: UsageSpool, records: list[UsageRecord]) -> None:
         held = made.reserve is not None and made.reserve.exists()
         if made.full and (made.reserve is None or held):
             raise OSError("no room is left")
         write(self, records)
 
-    monkeypatch.setattr(Spool, "write", or_full)
+    monkeypatch.setattr(UsageSpool, "write", or_full)
     return made
 
 
@@ -65,7 +65,7 @@ def writer_in(folder: Path, server: str = "", now: Now | None = None) -> UsageWr
 
 
 def kept(folder: Path) -> int:
-    return len(Spool(folder / "front-1.sqlite").read())
+    return len(UsageSpool(folder / "front-1.sqlite").read())
 
 
 @asynccontextmanager
@@ -136,7 +136,7 @@ async def test_no_more_counts_wait_than_there_is_room_for(
 
 async def test_the_last_records_have_room_in_reserve(tmp_path: Path, disk: Disk) -> None:
     writer = writer_in(tmp_path)
-    Spool(tmp_path / "front-1.sqlite").reserve()
+    UsageSpool(tmp_path / "front-1.sqlite").reserve()
     disk.reserve = tmp_path / "front-1.reserve"
     assert disk.reserve.stat().st_blocks * 512 >= RESERVE_BYTES
     call_of(writer)

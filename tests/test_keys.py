@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvmig.accounts.keys import (
     FORM,
-    Denied,
+    KeyDenied,
     KeyGrant,
-    Keys,
+    KeyIndex,
     KeyTerms,
     ModelQuota,
     NewKey,
@@ -36,7 +36,7 @@ def granted(made: NewKey | None = None, **terms: Any) -> KeyGrant:
     )
 
 
-def status(denied: Denied | None) -> int:
+def status(denied: KeyDenied | None) -> int:
     return 200 if denied is None else denied.status
 
 
@@ -46,7 +46,7 @@ def status(denied: Denied | None) -> int:
 def test_a_key_is_found_by_what_its_user_was_shown() -> None:
     made = new_key(PEPPER)
     grant = granted(made)
-    assert Keys(PEPPER, [granted(), grant, granted()]).find(made.shown) is grant
+    assert KeyIndex(PEPPER, [granted(), grant, granted()]).find(made.shown) is grant
 
 
 def test_two_keys_differ() -> None:
@@ -65,35 +65,35 @@ def test_another_secret_is_refused(where: int, other: str) -> None:
     made = new_key(PEPPER)
     at = len(made.shown) - 43 + where
     changed = made.shown[:at] + other + made.shown[at + 1 :]
-    found = Keys(PEPPER, [granted(made)]).find(changed)
+    found = KeyIndex(PEPPER, [granted(made)]).find(changed)
     assert (found is None) == (changed != made.shown)
 
 
 def test_another_keys_secret_is_refused() -> None:
     one, two = new_key(PEPPER), new_key(PEPPER)
     mixed = one.shown[:12] + two.shown[12:]
-    assert Keys(PEPPER, [granted(one), granted(two)]).find(mixed) is None
+    assert KeyIndex(PEPPER, [granted(one), granted(two)]).find(mixed) is None
 
 
 def test_under_another_pepper_no_key_is_good() -> None:
     made = new_key(PEPPER)
-    assert Keys(bytes(32), [granted(made)]).find(made.shown) is None
+    assert KeyIndex(bytes(32), [granted(made)]).find(made.shown) is None
 
 
 def test_an_unknown_key_is_none() -> None:
-    assert Keys(PEPPER).find(new_key(PEPPER).shown) is None
+    assert KeyIndex(PEPPER).find(new_key(PEPPER).shown) is None
 
 
 @given(st.text() | st.from_regex(r"kv-.{8}-.{43}"))
 def test_any_text_may_be_presented(presented: str) -> None:
-    assert Keys(PEPPER, [granted()]).find(presented) is None
+    assert KeyIndex(PEPPER, [granted()]).find(presented) is None
     parts = parse_key(presented)
     assert parts is None or "kv-{}-{}".format(*parts) == presented
 
 
 def test_keys_come_and_go() -> None:
     made, stays = new_key(PEPPER), granted()
-    keys = Keys(PEPPER, [stays])
+    keys = KeyIndex(PEPPER, [stays])
     keys.update([granted(made)])
     assert len(keys) == 2
     keys.update([], [made.prefix, "unknown0"])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmig.accounts.keys import Limits
-from kvmig.accounts.limits import Exceeded, Limiter, let_in
+from kvmig.accounts.limits import LimitExceeded, RequestLimiter, let_in
 from kvmig.proxy.shared_tallies import SEATS, SLOTS, SharedTallies
 
 PARALLEL = 3
@@ -40,7 +40,7 @@ class Proxies:
         self.all = [SharedTallies(path, self.clock) for _ in range(count)]
         self.clock.now += 60.0  # what came before the first one is paid off
 
-    def let_in(self, number: int, limits: Limits, size: int = 1) -> Exceeded | None:
+    def let_in(self, number: int, limits: Limits, size: int = 1) -> LimitExceeded | None:
         with self.all[number].held():
             return let_in([self._of(number, limits)], self.clock.now, size)
 
@@ -50,8 +50,8 @@ class Proxies:
     def running(self, number: int = 0) -> int:
         return self.all[number].of("key").running()
 
-    def _of(self, number: int, limits: Limits) -> Limiter:
-        return Limiter(limits, self.all[number].of("key"))
+    def _of(self, number: int, limits: Limits) -> RequestLimiter:
+        return RequestLimiter(limits, self.all[number].of("key"))
 
     def close(self) -> None:
         for one in self.all:
@@ -138,7 +138,7 @@ def test_a_killed_proxy_gives_back_what_it_held_and_the_lock(tmp_path: Path) -> 
             assert other.stdout is not None
             assert other.stdout.readline() == b"there\n"
             tallies = SharedTallies(path)
-            limits = Limiter(Limits(parallel=3), tallies.of("key"))
+            limits = RequestLimiter(Limits(parallel=3), tallies.of("key"))
             with tallies.held():  # it has the lock, and stands still: nobody waits for long
                 assert let_in([limits], 0.0) is not None
         finally:
@@ -168,11 +168,13 @@ def test_more_keys_than_slots_come_and_go(tmp_path: Path) -> None:
     tallies = SharedTallies(tmp_path / "limits", clock)
     clock.now += 60.0
     for number in range(SLOTS + 500):
-        limits = Limiter(Limits(rpm=1), tallies.of(str(number)))
+        limits = RequestLimiter(Limits(rpm=1), tallies.of(str(number)))
         assert let_in([limits], clock.now) is None
         limits.leave()
         clock.now += 0.01
-    assert let_in([Limiter(Limits(rpm=1), tallies.of(str(SLOTS + 499)))], clock.now) is not None
+    assert (
+        let_in([RequestLimiter(Limits(rpm=1), tallies.of(str(SLOTS + 499)))], clock.now) is not None
+    )
     tallies.close()
 
 

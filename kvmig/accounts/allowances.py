@@ -54,7 +54,7 @@ class Granted(msgspec.Struct, frozen=True):
 
 
 @dataclass(eq=False)
-class Allowance(Generic[Held]):
+class TokenAllowance(Generic[Held]):
     """Of one call."""
 
     key: str

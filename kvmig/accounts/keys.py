@@ -102,7 +102,7 @@ class KeyGrant(KeyTerms, frozen=True, kw_only=True):
     hash: bytes
 
 
-class Limited(NamedTuple):
+class LimitedAccount(NamedTuple):
     """Whose limits hold for a request."""
 
     id: str
@@ -111,34 +111,34 @@ class Limited(NamedTuple):
     limits: Limits
 
 
-def limited_by(grant: KeyGrant) -> tuple[Limited, Limited]:
+def limited_by(grant: KeyGrant) -> tuple[LimitedAccount, LimitedAccount]:
     """The key with those that it was rotated from, and its user with all keys."""
     return (
-        Limited(grant.origin, THE_KEY, grant),
-        Limited(grant.user_id, f"the user {grant.user}", grant.user_limits),
+        LimitedAccount(grant.origin, THE_KEY, grant),
+        LimitedAccount(grant.user_id, f"the user {grant.user}", grant.user_limits),
     )
 
 
-class Quota(NamedTuple):
+class AppliedQuota(NamedTuple):
     """One that holds for a request."""
 
     id: str
-    whose: Limited
+    whose: LimitedAccount
     tokens: int
     period: Period
     model: str = ""
     """Model whose tokens count; empty: all models."""
 
 
-def quotas_of(grant: KeyGrant, model: str | None = None) -> list[Quota]:
+def quotas_of(grant: KeyGrant, model: str | None = None) -> list[AppliedQuota]:
     """The quotas that hold for requests to a model of the catalogue; None: all quotas."""
     found = []
     for one in limited_by(grant):
         limits = one.limits
         if limits.quota is not None:
-            found.append(Quota(one.id, one, limits.quota, limits.period))
+            found.append(AppliedQuota(one.id, one, limits.quota, limits.period))
         found += [
-            Quota(f"{one.id} {name}", one, quota.tokens, quota.period, name)
+            AppliedQuota(f"{one.id} {name}", one, quota.tokens, quota.period, name)
             for name, quota in limits.quotas.items()
             if model is None or name == model
         ]
@@ -153,7 +153,7 @@ class NewKey(NamedTuple):
     hash: bytes
 
 
-class Denied(NamedTuple):
+class KeyDenied(NamedTuple):
     """The answer to a request that its key doesn't allow. code: OpenAI's word for it."""
 
     status: HTTPStatus
@@ -161,8 +161,8 @@ class Denied(NamedTuple):
     code: str
 
 
-BAD_KEY = Denied(HTTPStatus.UNAUTHORIZED, "no such API key", "invalid_api_key")
-EXPIRED = Denied(HTTPStatus.UNAUTHORIZED, "the API key has expired", "expired_api_key")
+BAD_KEY = KeyDenied(HTTPStatus.UNAUTHORIZED, "no such API key", "invalid_api_key")
+EXPIRED = KeyDenied(HTTPStatus.UNAUTHORIZED, "the API key has expired", "expired_api_key")
 
 
 def new_key(pepper: bytes) -> NewKey:
@@ -183,7 +183,7 @@ def parse_key(presented: str) -> tuple[str, str] | None:
     return None if found is None else (found[1], found[2])
 
 
-class Keys:
+class KeyIndex:
     """All keys that let requests in, by their prefixes."""
 
     def __init__(self, pepper: bytes, grants: Iterable[KeyGrant] = ()) -> None:
@@ -221,7 +221,7 @@ class Keys:
 
 def allows(
     grant: KeyGrant, model: str | None, address: str, now: float, scope: Scope | None = "infer"
-) -> Denied | None:
+) -> KeyDenied | None:
     """None if the key is good for a request to `model`, sent from `address` at `now`.
 
     model: None for a request to none. A model that the key may not use is as one that isn't there.
@@ -231,31 +231,31 @@ def allows(
         return EXPIRED
     if grant.cidrs is not None and not _within(address, grant.cidrs):
         message = "the API key isn't for requests from this network"
-        return Denied(HTTPStatus.FORBIDDEN, message, "network_not_allowed")
+        return KeyDenied(HTTPStatus.FORBIDDEN, message, "network_not_allowed")
     if scope is not None and scope not in grant.scopes:
         message = f"the API key has no scope {scope!r}, it has {', '.join(grant.scopes)}"
-        return Denied(HTTPStatus.FORBIDDEN, message, "insufficient_scope")
+        return KeyDenied(HTTPStatus.FORBIDDEN, message, "insufficient_scope")
     if model is not None and grant.models is not None and model not in grant.models:
         return no_model(model)
     return None
 
 
-def quota_used_up(quota: Quota, anew: float | None) -> Denied:
+def quota_used_up(quota: AppliedQuota, anew: float | None) -> KeyDenied:
     """The answer to a request where nothing is left of a quota."""
     message = f"{_named(quota)} is used up{_anew(anew)}"
-    return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
+    return KeyDenied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
 
 
-def quota_too_small(quota: Quota, left: int, needed: int, anew: float | None) -> Denied:
+def quota_too_small(quota: AppliedQuota, left: int, needed: int, anew: float | None) -> KeyDenied:
     """The same where less is left than a request needs to begin."""
     message = f"{_named(quota)} has {left} left, the request needs {needed} to begin{_anew(anew)}"
-    return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
+    return KeyDenied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
 
 
-def quota_reserved(quota: Quota, left: int) -> Denied:
+def quota_reserved(quota: AppliedQuota, left: int) -> KeyDenied:
     """The same where others hold what is left, and may give it back."""
     message = f"{left} tokens are left of {_named(quota)}, {RESERVED_WORDS}: try again"
-    return Denied(HTTPStatus.TOO_MANY_REQUESTS, message, RESERVED_CODE)
+    return KeyDenied(HTTPStatus.TOO_MANY_REQUESTS, message, RESERVED_CODE)
 
 
 def quota_code(sentence: str) -> str:
@@ -265,7 +265,7 @@ def quota_code(sentence: str) -> str:
     return QUOTA_CODE if QUOTA_WORDS in sentence else ""
 
 
-def _named(quota: Quota) -> str:
+def _named(quota: AppliedQuota) -> str:
     period = "in all" if quota.period == "total" else f"a {quota.period}"
     of_model = f" for model {quota.model}" if quota.model else ""
     return f"{quota.whose.name}{QUOTA_WORDS}{quota.tokens} tokens {period}{of_model}"
@@ -275,9 +275,9 @@ def _anew(anew: float | None) -> str:
     return "" if anew is None else f"; it begins anew at {datetime.fromtimestamp(anew, UTC):%FT%TZ}"
 
 
-def no_model(model: str) -> Denied:
+def no_model(model: str) -> KeyDenied:
     """The answer to a request to a model that isn't there, or isn't for the key."""
-    return Denied(HTTPStatus.NOT_FOUND, f"no model {model[:150]!r}", "model_not_found")
+    return KeyDenied(HTTPStatus.NOT_FOUND, f"no model {model[:150]!r}", "model_not_found")
 
 
 @lru_cache(maxsize=4096)

@@ -1,9 +1,9 @@
 """Limits of keys and users: requests at once, requests and tokens a minute. Pure.
 
 A request is a sequence: a call with several answers or prompts counts as so many. What all proxies
-of a fleet let in is counted in one place (`Tallies`): a limit is the same however many there are.
-Tokens are counted by the server, which tells every proxy what was spent; no request is refused in
-the midst of its answer, the next one waits instead.
+of a fleet let in is counted in one place (`AccountTallies`): a limit is the same however many there
+are. Tokens are counted by the server, which tells every proxy what was spent; no request is refused
+in the midst of its answer, the next one waits instead.
 
 A server doesn't know what was spent before it, nor the first proxy what came before it: each takes
 it that everybody has just used a minute's worth, so that a limit holds across its death.
@@ -24,7 +24,7 @@ BUSY_S = 1.0
 """When a client may try again whose other requests still run."""
 
 
-class Arrivals(NamedTuple):
+class ArrivalDebt(NamedTuple):
     """Requests that came faster than the minute's rate pays them off: so many, at that time."""
 
     requests: float = 0.0
@@ -36,14 +36,14 @@ class Arrivals(NamedTuple):
         return max(0.0, requests - (now - self.at) * rpm / MINUTE_S)
 
 
-class Tally(Protocol):
+class AccountTally(Protocol):
     """What all proxies have let in for one key, or one user."""
 
     def running(self) -> int:
         """Requests that run, or are held."""
         ...
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> ArrivalDebt:
         """See there."""
         ...
 
@@ -55,15 +55,15 @@ class Tally(Protocol):
         """Count requests as over."""
         ...
 
-    def note_arrivals(self, arrivals: Arrivals, forget_at: float) -> None:
+    def note_arrivals(self, arrivals: ArrivalDebt, forget_at: float) -> None:
         """Record arrivals. forget_at: when nothing of them is left."""
         ...
 
 
-class Tallies(Protocol):
+class AccountTallies(Protocol):
     """All of them."""
 
-    def of(self, whose: str) -> Tally:
+    def of(self, whose: str) -> AccountTally:
         """The tally of a `Limited.id`."""
         ...
 
@@ -77,12 +77,12 @@ class OwnTally:
 
     def __init__(self, since: float = -inf) -> None:
         self._running = 0
-        self._arrivals = Arrivals(inf, since)
+        self._arrivals = ArrivalDebt(inf, since)
 
     def running(self) -> int:
         return self._running
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> ArrivalDebt:
         return self._arrivals
 
     def enter(self, requests: int) -> None:
@@ -91,7 +91,7 @@ class OwnTally:
     def leave(self, requests: int) -> None:
         self._running -= requests
 
-    def note_arrivals(self, arrivals: Arrivals, forget_at: float) -> None:
+    def note_arrivals(self, arrivals: ArrivalDebt, forget_at: float) -> None:
         self._arrivals = arrivals
 
 
@@ -111,7 +111,7 @@ class OwnTallies:
         yield
 
 
-class Exceeded(NamedTuple):
+class LimitExceeded(NamedTuple):
     """Why a request may not come in now, and when it may; None: never."""
 
     sentence: str
@@ -119,7 +119,7 @@ class Exceeded(NamedTuple):
 
 
 @dataclass
-class Bucket:
+class SpendBucket:
     """Tokens that were spent faster than `per_minute` pays them off: a minute's worth is free."""
 
     per_minute: int
@@ -147,7 +147,7 @@ class Bucket:
 What = Literal["requests", "tokens"]
 
 
-class Left(NamedTuple):
+class LimitLeft(NamedTuple):
     """Of a limit a minute, or of a quota."""
 
     left: int
@@ -157,24 +157,24 @@ class Left(NamedTuple):
 
 
 @dataclass
-class Limiter:
+class RequestLimiter:
     """What is let in for one key, or one user."""
 
     limits: Limits
-    tally: Tally = field(default_factory=OwnTally)
+    tally: AccountTally = field(default_factory=OwnTally)
     name: str = THE_KEY
     """Name in error messages."""
-    bucket: Bucket = field(init=False)
+    bucket: SpendBucket = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bucket = Bucket(self.limits.tpm or 1)
+        self.bucket = SpendBucket(self.limits.tpm or 1)
 
     def renew(self, limits: Limits) -> None:
         """Set other limits; what came, runs, and was spent, still counts."""
         self.limits = limits
         self.bucket.per_minute = limits.tpm or 1
 
-    def exceeded(self, now: float, requests: int = 1) -> Exceeded | None:
+    def exceeded(self, now: float, requests: int = 1) -> LimitExceeded | None:
         """Why no call of so many requests may come in now; None: one may."""
         parallel, rpm, tpm = self.limits.parallel, self.limits.rpm, self.limits.tpm
         if parallel is not None and self.tally.running() + requests > parallel:
@@ -189,31 +189,31 @@ class Limiter:
         """A call comes in; it must `leave`."""
         if (rpm := self.limits.rpm) is not None:
             count = self.tally.arrivals().now(rpm, now) + requests
-            self.tally.note_arrivals(Arrivals(count, now), now + count * MINUTE_S / rpm)
+            self.tally.note_arrivals(ArrivalDebt(count, now), now + count * MINUTE_S / rpm)
         self.tally.enter(requests)
 
     def leave(self, requests: int = 1) -> None:
         """A call that was let in is over."""
         self.tally.leave(requests)
 
-    def left(self, what: What, now: float) -> Left | None:
+    def left(self, what: What, now: float) -> LimitLeft | None:
         """What is left of a limit; None: there is no limit."""
         rpm, tpm = self.limits.rpm, self.limits.tpm
         if what == "requests" and rpm is not None:
             count = self.tally.arrivals().now(rpm, now)
-            return Left(max(0, int(rpm - count + 1e-9)), rpm, count * MINUTE_S / rpm)
+            return LimitLeft(max(0, int(rpm - count + 1e-9)), rpm, count * MINUTE_S / rpm)
         if what == "tokens" and tpm is not None:
             level = self.bucket.now(now)
-            return Left(max(0, int(tpm - level)), tpm, level * MINUTE_S / tpm)
+            return LimitLeft(max(0, int(tpm - level)), tpm, level * MINUTE_S / tpm)
         return None
 
-    def _refuse(self, may: str, requests: int, most: int, again_s: float) -> Exceeded:
+    def _refuse(self, may: str, requests: int, most: int, again_s: float) -> LimitExceeded:
         sentence = f"{self.name} may {may}"
         if requests > most:
             asks = f"the call asks for {requests} (n times its prompts): send fewer in a call"
-            return Exceeded(f"{sentence}, {asks}", None)
+            return LimitExceeded(f"{sentence}, {asks}", None)
         when = "when one has ended" if "at once" in may else f"in {again_s:.1f} s"
-        return Exceeded(f"{sentence}, try again {when}", again_s)
+        return LimitExceeded(f"{sentence}, try again {when}", again_s)
 
     def _early_s(self, rpm: int, now: float, requests: int) -> float:
         """Seconds by which the call is too early."""
@@ -221,7 +221,9 @@ class Limiter:
         return over * MINUTE_S / rpm if over > 1e-9 else 0.0
 
 
-def let_in(limiters: Sequence[Limiter], now: float, requests: int = 1) -> Exceeded | None:
+def let_in(
+    limiters: Sequence[RequestLimiter], now: float, requests: int = 1
+) -> LimitExceeded | None:
     """Let a call of so many requests in past all of them; or past none, and say why."""
     for one in limiters:
         if (why := one.exceeded(now, requests)) is not None:
@@ -232,7 +234,7 @@ def let_in(limiters: Sequence[Limiter], now: float, requests: int = 1) -> Exceed
 
 
 def headers(
-    limiters: Sequence[Limiter], now: float, quotas: Sequence[Left] = ()
+    limiters: Sequence[RequestLimiter], now: float, quotas: Sequence[LimitLeft] = ()
 ) -> list[tuple[bytes, bytes]]:
     """Headers as OpenAI's clients know them, for the limits of which least is left.
 

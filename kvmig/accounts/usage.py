@@ -63,7 +63,7 @@ RESERVE_BYTES = 2 << 20
 """Reserve for the last records of a front end whose disk is full: some thousands of calls."""
 
 
-class Kept(NamedTuple):
+class SpooledRecord(NamedTuple):
     """A record as a spool has it."""
 
     seq: int
@@ -80,16 +80,16 @@ MOST_NUMBER = 2**31 - 1
 MOST_TIME = 1e11
 
 
-def read_record(seq: int, raw: object) -> Kept:
+def read_record(seq: int, raw: object) -> SpooledRecord:
     """Read what may be cut short, of another kvmig, or anything."""
     if not isinstance(raw, bytes):
-        return Kept(seq, raw, None, "it is no text")
+        return SpooledRecord(seq, raw, None, "it is no text")
     try:
         record = msgspec.json.decode(raw, type=UsageRecord)
     except msgspec.MsgspecError as error:
-        return Kept(seq, raw, None, str(error))
+        return SpooledRecord(seq, raw, None, str(error))
     wrong = _wrong(seq, record)
-    return Kept(seq, raw, None if wrong else record, wrong)
+    return SpooledRecord(seq, raw, None if wrong else record, wrong)
 
 
 def _wrong(seq: int, record: UsageRecord) -> str:
@@ -116,11 +116,11 @@ def _wrong(seq: int, record: UsageRecord) -> str:
     return ""
 
 
-class Damaged(OSError):
+class SpoolDamaged(OSError):
     """A spool is no database, or a damaged one."""
 
 
-class Spool:
+class UsageSpool:
     """A SQLite file of records. The front end writes, the fleet's server takes. Blocking."""
 
     def __init__(self, path: Path) -> None:
@@ -163,7 +163,7 @@ class Spool:
         """What can be read of `rows`. Raises OSError."""
         return [one.record for one in self.rows(after, most) if one.record is not None]
 
-    def rows(self, after: int = 0, most: int = 5_000) -> list[Kept]:
+    def rows(self, after: int = 0, most: int = 5_000) -> list[SpooledRecord]:
         """The rows with numbers greater than `after`, in order, readable or not.
 
         Raises OSError.
@@ -174,7 +174,7 @@ class Spool:
             )
             return [read_record(seq, raw) for seq, raw in rows]
 
-    def forget(self, kept: Iterable[Kept]) -> None:
+    def forget(self, kept: Iterable[SpooledRecord]) -> None:
         """Drop those that are kept elsewhere, unless others have taken their places.
 
         Raises OSError.
@@ -222,7 +222,7 @@ class Spool:
             yield file
         except sqlite3.Error as error:
             if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in DAMAGES:
-                raise Damaged(f"{self._path}: {error}") from error
+                raise SpoolDamaged(f"{self._path}: {error}") from error
             raise OSError(f"{self._path}: {error}") from error
         finally:
             file.close()

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from kvmig.accounts.allowances import Allowance
+from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.answer_room import AnswerRoom, part
 from kvmig.asgi.answer_usage import Usage
 from kvmig.asgi.body_budget import BodyShare
@@ -72,7 +72,7 @@ class HttpCall:
         self.account = account
         self.tenant = tenant
         self.quota = quota
-        self.allowance: Allowance[Any] | None = None
+        self.allowance: TokenAllowance[Any] | None = None
         """Allowance of a call that has asked for tokens of its key's quota."""
         self.body: BodyShare | None = None
         """What its body takes of the room for bodies, until the engine has the prompt."""

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvmig.accounts.keys import KeyGrant, Keys, KeyTerms, ModelQuota, quotas_of
+from kvmig.accounts.keys import KeyGrant, KeyIndex, KeyTerms, ModelQuota, quotas_of
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.callers import who_calls, who_reads
@@ -67,7 +67,7 @@ class Backend:
     """To be awaited after every change of the catalogue or of keys."""
     check: Callable[[Spec], Awaitable[None]]
     """Lets a model's engine read its flags; raises ConfigError."""
-    keys: Callable[[], Keys]
+    keys: Callable[[], KeyIndex]
     """Those that let calls in now."""
     metrics: Callable[[], Awaitable[bytes]]
     """The whole fleet's, as Prometheus reads them."""

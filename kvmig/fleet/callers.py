@@ -11,14 +11,14 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, Scope, allows
+from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, Scope, allows
 from kvmig.fleet.store import Actor
 
 FORWARDED = "x-forwarded-for"
 """The proxy says by it for whom it speaks; clients' own are dropped there."""
 
 
-def who_calls(request: Request, keys: Keys, now: float) -> Actor:
+def who_calls(request: Request, keys: KeyIndex, now: float) -> Actor:
     """The caller of a call that may do everything. Raises HTTPException, 401 or 403."""
     grant = _granted(request, keys, now, "admin")
     if grant is None:
@@ -26,7 +26,7 @@ def who_calls(request: Request, keys: Keys, now: float) -> Actor:
     return Actor(f"{grant.user} ({grant.prefix})", request.headers[FORWARDED])
 
 
-def who_reads(request: Request, keys: Keys, now: float) -> str | None:
+def who_reads(request: Request, keys: KeyIndex, now: float) -> str | None:
     """The user whose usage and keys a call may see; None: everybody's.
 
     Raises HTTPException, 401 or 403.
@@ -35,7 +35,7 @@ def who_reads(request: Request, keys: Keys, now: float) -> str | None:
     return None if grant is None or "admin" in grant.scopes else grant.user
 
 
-def _granted(request: Request, keys: Keys, now: float, scope: Scope) -> KeyGrant | None:
+def _granted(request: Request, keys: KeyIndex, now: float, scope: Scope) -> KeyGrant | None:
     """The key's; None: the socket's own user calls. `admin` includes `read`."""
     address = request.headers.get(FORWARDED)
     if address is None:

@@ -18,7 +18,7 @@ import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.engine import Connection
 
-from kvmig.accounts.usage import HandOver, Kept, Spool, UsageRecord
+from kvmig.accounts.usage import HandOver, SpooledRecord, UsageRecord, UsageSpool
 from kvmig.fleet.pruned import among
 from kvmig.fleet.quotas import settle
 from kvmig.fleet.tables import Database, api_keys, upsert, usage, usage_daily, users
@@ -40,7 +40,7 @@ class Merged(NamedTuple):
     """Prompt and output together, by the keys' ids."""
     last: int
     """Number of the last record."""
-    unread: Sequence[Kept] = ()
+    unread: Sequence[SpooledRecord] = ()
     """Rows that can't be read; they stay in the spool."""
 
 
@@ -51,7 +51,7 @@ def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -
     Records of calls that run stay in the spool. over: nobody writes it any more, so no call runs;
     the front end was killed under those that say so.
     """
-    file = Spool(spool)
+    file = UsageSpool(spool)
     kept = file.rows(after, AT_ONCE)
     if not kept:
         return Merged(0, {}, after)

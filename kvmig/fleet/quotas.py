@@ -22,9 +22,9 @@ from sqlalchemy.engine import Connection
 
 from kvmig.accounts.allowances import SMALL, Ask, Granted
 from kvmig.accounts.keys import (
+    AppliedQuota,
     KeyGrant,
     Period,
-    Quota,
     quota_reserved,
     quota_too_small,
     quota_used_up,
@@ -92,7 +92,7 @@ def grant(database: Database, key: KeyGrant, ask: Ask) -> Granted:
         return Granted(ask.number, given)
 
 
-def _refusal(ask: Ask, quota: Quota, spare: int, reserved: int) -> Granted:
+def _refusal(ask: Ask, quota: AppliedQuota, spare: int, reserved: int) -> Granted:
     """Why there are fewer than it needs. spare: what nobody has. reserved: by other calls."""
     anew = begins_anew(quota.period, ask.began)
     if spare + reserved >= ask.least:
@@ -112,7 +112,7 @@ def _is_over(connection: Connection, ask: Ask) -> bool:
     return bool(among(connection, ask.source, [ask.seq]))
 
 
-def _counts(rows: Table, quota: Quota, period: str) -> ColumnElement[bool]:
+def _counts(rows: Table, quota: AppliedQuota, period: str) -> ColumnElement[bool]:
     """Which rows count for a quota: those of all keys that were rotated one into another, or of all
     of a user's, and of its model.
     """
@@ -122,13 +122,13 @@ def _counts(rows: Table, quota: Quota, period: str) -> ColumnElement[bool]:
     return found & (rows.c.model == quota.model) if quota.model else found
 
 
-def _open(connection: Connection, quota: Quota, period: str) -> int:
+def _open(connection: Connection, quota: AppliedQuota, period: str) -> int:
     """Calls that have grants, among whom the rest of a quota is shared; at least 1."""
     counted = select(func.count()).where(_counts(grants, quota, period))
     return max(1, int(connection.execute(counted).scalar() or 0))
 
 
-def left_of(connection: Connection, quota: Quota, period: str) -> int:
+def left_of(connection: Connection, quota: AppliedQuota, period: str) -> int:
     """Tokens of a quota that are neither used nor granted."""
     used = _used(quota, period)
     open_ = _ahead().where(_counts(grants, quota, period))
@@ -136,7 +136,7 @@ def left_of(connection: Connection, quota: Quota, period: str) -> int:
     return quota.tokens - spent
 
 
-def _used(quota: Quota, period: str) -> Any:
+def _used(quota: AppliedQuota, period: str) -> Any:
     """Tokens of a quota that the ledger has."""
     return select(func.sum(usage_daily.c.prompt + usage_daily.c.output)).where(
         _counts(usage_daily, quota, period)
@@ -151,7 +151,7 @@ def _ahead() -> Any:
     )
 
 
-def _reserved(connection: Connection, quota: Quota, period: str, ask: Ask) -> int:
+def _reserved(connection: Connection, quota: AppliedQuota, period: str, ask: Ask) -> int:
     """Tokens of a quota that other calls were granted and may give back. What this one was granted
     it has used, or it would not ask; and calls of a killed front end give nothing back."""
     others = (grants.c.source != ask.source) | (grants.c.seq != ask.seq)
@@ -200,7 +200,7 @@ def idle_sources(database: Database) -> set[str]:
 
 
 def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:
-    """What isn't used of the quotas of keys and their users in this period, by `Quota.id`.
+    """What isn't used of the quotas of keys and their users in this period, by `AppliedQuota.id`.
     What of it calls have reserved, they may give back.
 
     Raises StoreError.

@@ -27,9 +27,9 @@ import uvicorn
 import uvloop
 
 from kvmig.accounts.allowances import Ask, Granted
-from kvmig.accounts.keys import BAD_KEY, KeyGrant, Keys, limited_by
-from kvmig.accounts.limits import Bucket
-from kvmig.accounts.usage import Damaged, HandOver, Kept, Spool
+from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, limited_by
+from kvmig.accounts.limits import SpendBucket
+from kvmig.accounts.usage import HandOver, SpoolDamaged, SpooledRecord, UsageSpool
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
@@ -134,7 +134,7 @@ class FleetServer:
         self._grants_by_id: dict[str, KeyGrant] = {}
         self._left: dict[str, QuotaLeft] = {}
         """What is left of quotas, by `Quota.id`."""
-        self._keys = Keys(b"")
+        self._keys = KeyIndex(b"")
         self._keys_version = 0
         self._heard = asyncio.Event()
         """Set when a proxy has told what it knows, or has gone."""
@@ -155,7 +155,7 @@ class FleetServer:
         self._links = ProxyLinks(str(settings.links), self._first, self._hear)
         self._quotas = QuotaSocket(str(settings.quotas), self._grant, self._take)
         self._since = monotonic()
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, SpendBucket] = {}
         """Buckets of limits of tokens per minute, by `Limited.id`."""
         self._backend = Backend(
             settings,
@@ -185,7 +185,7 @@ class FleetServer:
         if (key := await stored(self._store.first_admin_key)) is not None:
             keep_key(self._settings.path("admin-key"), key)
             say(f"the first admin's key is in {self._settings.path('admin-key')}")
-        self._keys = Keys(self._store.pepper)
+        self._keys = KeyIndex(self._store.pepper)
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:
             try:
@@ -230,7 +230,7 @@ class FleetServer:
                     for path in sorted(folder.glob("*.sqlite")):
                         try:
                             await self._take_spool(path, over)
-                        except Damaged as error:
+                        except SpoolDamaged as error:
                             await self._set_spool_aside(path, error)
                     if over:
                         await asyncio.to_thread(remove_empty, folder)
@@ -252,7 +252,7 @@ class FleetServer:
         """
         database = self._store.database
         idle = await self._backend.stored(idle_sources, database)
-        spools = {Spool(path).source for path in self._settings.spools.glob("*/*.sqlite")}
+        spools = {UsageSpool(path).source for path in self._settings.spools.glob("*/*.sqlite")}
         gone, self._spoolless = self._spoolless & (idle - spools), idle - spools
         if gone:
             calls = await self._backend.stored(give_back, database, gone)
@@ -260,7 +260,7 @@ class FleetServer:
 
     async def _take_spool(self, path: Path, over: bool) -> None:
         """Raises StoreError, OSError."""
-        spool = Spool(path)
+        spool = UsageSpool(path)
         left = spool.left  # before it is read: who ends last has written all by then
         await self._merge(path, over or left)
         if over or left:
@@ -268,17 +268,17 @@ class FleetServer:
         if left and not await asyncio.to_thread(spool.rows, most=1):
             await asyncio.to_thread(spool.remove)
 
-    async def _set_spool_aside(self, path: Path, why: Damaged) -> None:
+    async def _set_spool_aside(self, path: Path, why: SpoolDamaged) -> None:
         """What it held is lost to the ledger. Its front end begins another one. Raises OSError."""
         into = await asyncio.to_thread(keep_spool, self._aside, path)
         self._set_aside.add("spool", str(into), why)
 
-    async def _set_records_aside(self, path: Path, unread: Sequence[Kept]) -> None:
+    async def _set_records_aside(self, path: Path, unread: Sequence[SpooledRecord]) -> None:
         """Raises OSError."""
         into = await asyncio.to_thread(keep_records, self._aside, path.stem, unread)
         for one in unread:
             self._set_aside.add("record", f"{one.seq} of {into}", one.why)
-        await asyncio.to_thread(Spool(path).forget, unread)
+        await asyncio.to_thread(UsageSpool(path).forget, unread)
 
     async def _merge(self, spool: Path, over: bool) -> None:
         """Merge the whole spool. Raises StoreError, OSError."""
@@ -300,7 +300,7 @@ class FleetServer:
         for key in keys:
             for whose in limited_by(key):
                 if (tpm := whose.limits.tpm) is not None:
-                    before = Bucket(tpm, level=tpm, at=self._since)
+                    before = SpendBucket(tpm, level=tpm, at=self._since)
                     bucket = self._buckets.setdefault(whose.id, before)
                     bucket.per_minute = tpm
                     bucket.spend(tokens[key.key_id], now)
@@ -461,7 +461,7 @@ class FleetServer:
 
 def remove_empty(folder: Path) -> None:
     """Remove the spools of a deployment that has ended, once all is counted. Raises OSError."""
-    if not any(Spool(path).rows(most=1) for path in folder.glob("*.sqlite")):
+    if not any(UsageSpool(path).rows(most=1) for path in folder.glob("*.sqlite")):
         shutil.rmtree(folder)
 
 

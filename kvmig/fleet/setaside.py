@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 from sqlalchemy import RowMapping
 
-from kvmig.accounts.usage import Kept
+from kvmig.accounts.usage import SpooledRecord
 from kvmig.fleet.tables import StoreError
 
 Row = TypeVar("Row")
@@ -66,7 +66,7 @@ UNREADABLE = (StoreError, msgspec.MsgspecError, KeyError, TypeError, ValueError)
 """What reading a row raises that says what it must not say."""
 
 
-def keep_records(folder: Path, source: str, records: Sequence[Kept]) -> Path:
+def keep_records(folder: Path, source: str, records: Sequence[SpooledRecord]) -> Path:
     """Write a spool's records that can't be read where people find them, as they are (base64), a
     line each. Raises OSError.
     """

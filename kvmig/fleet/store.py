@@ -168,7 +168,7 @@ class Store:
 
     @property
     def pepper(self) -> bytes:
-        """The secret under which keys are hashed; for `kvmig.accounts.keys.Keys`."""
+        """The secret under which keys are hashed; for `kvmig.accounts.keys.KeyIndex`."""
         return self._pepper
 
     def open(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
-from kvmig.accounts.allowances import Allowance, Ask, Granted
+from kvmig.accounts.allowances import Ask, Granted, TokenAllowance
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Span
 from kvmig.core.errors import NoInstance, QuotaUsedUp
@@ -51,15 +51,15 @@ class Quotas:
         self._numbers = itertools.count(1)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._turn = asyncio.Lock()
-        self._asks: dict[Allowance[Output], asyncio.Task[None]] = {}
+        self._asks: dict[TokenAllowance[Output], asyncio.Task[None]] = {}
         self.release: Callable[[Output], None] = lambda _: None
         """Takes what was held, once it is paid for."""
-        self.end: Callable[[Sequence[Output], Allowance[Output]], None] = lambda _, __: None
+        self.end: Callable[[Sequence[Output], TokenAllowance[Output]], None] = lambda _, __: None
         """Ends the requests of what can't be paid for; the allowance says why."""
 
     async def begin(
         self, call: HttpCall, prompt: Hashable, prompt_tokens: int, most: int | None
-    ) -> Allowance[Output] | None:
+    ) -> TokenAllowance[Output] | None:
         """What pays for the prompt and its answer's tokens; None: the key has no quota.
 
         prompt: names it; several answers may have it. most: tokens of the answer; None: unknown.
@@ -69,8 +69,8 @@ class Quotas:
             return None
         seq, began = self.meter.enter(call)
         if call.allowance is None or call.allowance.seq != seq:
-            call.allowance = Allowance(call.account, seq, began)
-        allowance: Allowance[Output] = call.allowance
+            call.allowance = TokenAllowance(call.account, seq, began)
+        allowance: TokenAllowance[Output] = call.allowance
         allowance.expect(most)
         if prompt in allowance.prompts:
             return allowance
@@ -87,7 +87,7 @@ class Quotas:
             allowance.end_prompt(wanted)
         return allowance
 
-    def want_more(self, allowance: Allowance[Output]) -> None:
+    def want_more(self, allowance: TokenAllowance[Output]) -> None:
         """Ask ahead, or for what is held; what was refused before ends now."""
         if allowance.refused:
             self.end(allowance.give_up(), allowance)
@@ -102,7 +102,7 @@ class Quotas:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._drop()
 
-    def _asked(self, allowance: Allowance[Output], least: int) -> asyncio.Task[None]:
+    def _asked(self, allowance: TokenAllowance[Output], least: int) -> asyncio.Task[None]:
         """What asks for the call's next tokens, one after the other."""
         task = self._asks.get(allowance)
         if task is None:
@@ -111,7 +111,7 @@ class Quotas:
             self._asks[allowance] = task
         return task
 
-    async def _more(self, allowance: Allowance[Output], least: int) -> None:
+    async def _more(self, allowance: TokenAllowance[Output], least: int) -> None:
         try:
             granted = await self._ask(allowance, least)
         finally:
@@ -131,7 +131,7 @@ class Quotas:
             self.release(held[0])
         self.end(held, allowance)
 
-    async def _ask(self, allowance: Allowance[Output], least: int) -> Granted | None:
+    async def _ask(self, allowance: TokenAllowance[Output], least: int) -> Granted | None:
         """The answer; None if there is none in PATIENCE_S."""
         clock = asyncio.get_running_loop().time
         reserved_until = clock() + RESERVED_S

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from kvmig.accounts.allowances import Allowance
+from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.call import HttpCall, current_call
 from kvmig.asgi.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.engines.base import Frame
@@ -69,7 +69,7 @@ class LiveRequest:
     placed: float = 0.0
     """When its present run was sent to an instance, in the router's clock."""
     call: HttpCall | None = None
-    allowance: Allowance[Any] | None = None
+    allowance: TokenAllowance[Any] | None = None
     """What pays for its tokens; None: they cost nothing."""
     search: BeamSearch | None = None
     """The beam search that it is a step of."""

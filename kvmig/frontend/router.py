@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvmig.accounts.allowances import Allowance
+from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi import answer_room
 from kvmig.asgi.call import HttpCall, current_call, current_call_id
 from kvmig.asgi.errors import (
@@ -492,7 +492,7 @@ class Router:
         for action in self._streams.splice(request, instance, span, item):
             self._ownership.act(request, action)
 
-    def _end_unpaid(self, outputs: Sequence[Output], allowance: Allowance[Output]) -> None:
+    def _end_unpaid(self, outputs: Sequence[Output], allowance: TokenAllowance[Output]) -> None:
         """A client that would get nothing before the last token gets what is paid for."""
         runs = [self._table.runs.get(span.request_id) for _, span, _ in outputs]
         requests = list({one.request_id: one for one in runs if one is not None}.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvmig.accounts.usage import HAND_OVER, HandOver, Spool, UsageRecord
+from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord, UsageSpool
 from kvmig.core.clock import Clock, monotonic
 from kvmig.frontend.meter import Meter
 
@@ -44,7 +44,7 @@ class UsageWriter:
         """server: path of the socket of who takes what the disk doesn't; empty: nobody."""
         self.meter = meter
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._spool = Spool(path)
+        self._spool = UsageSpool(path)
         self._server = server
         self._clock = clock
         self._unwritten: dict[int, UsageRecord] = {}

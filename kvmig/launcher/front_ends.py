@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvmig.accounts.usage import Spool
+from kvmig.accounts.usage import UsageSpool
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import Discreet
@@ -163,6 +163,6 @@ class FrontEnds:
         if not (folder := self._launch.config.http.usage_spool):
             return
         try:
-            Spool(Path(folder, f"{name}.sqlite")).leave()
+            UsageSpool(Path(folder, f"{name}.sqlite")).leave()
         except OSError as error:  # then it is counted to its end when the deployment ends
             log.warning("%s", error)

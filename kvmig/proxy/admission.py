@@ -16,9 +16,9 @@ from kvmig.accounts.keys import (
     BAD_KEY,
     EXPIRED,
     THE_KEY,
-    Denied,
+    KeyDenied,
     KeyGrant,
-    Limited,
+    LimitedAccount,
     Limits,
     Scope,
     allows,
@@ -27,7 +27,14 @@ from kvmig.accounts.keys import (
     quota_used_up,
     quotas_of,
 )
-from kvmig.accounts.limits import Exceeded, Left, Limiter, OwnTallies, Tallies, let_in
+from kvmig.accounts.limits import (
+    AccountTallies,
+    LimitExceeded,
+    LimitLeft,
+    OwnTallies,
+    RequestLimiter,
+    let_in,
+)
 from kvmig.proxy.messages import QuotaLeft, Spent
 
 
@@ -56,7 +63,7 @@ class Visit:
     address: str
     scope: Scope | None
     """Scope that the key must have; None: the server checks it."""
-    cut: Callable[[Denied], None]
+    cut: Callable[[KeyDenied], None]
     """Called when it may go on no more."""
     name: str | None = None
     """Name of the model, as the client gave it; None: not known yet, or none."""
@@ -66,7 +73,7 @@ class Visit:
     """Whether its tokens count for quotas."""
     granted: bool = False
     """Whether the server grants its tokens one by one, and so ends it by itself."""
-    limiters: Sequence[Limiter] = ()
+    limiters: Sequence[RequestLimiter] = ()
     """Limiters that count the call."""
     sequences: int = 1
     """Number of requests that the call counts as."""
@@ -84,17 +91,18 @@ class Admission:
         keys: KnownKeys,
         clock: Callable[[], float],
         wall: Callable[[], float],
-        tallies: Tallies | None = None,
+        tallies: AccountTallies | None = None,
     ) -> None:
         """clock: a steady one. wall: Unix time. tallies: None: its own, of one that is alone."""
         self._keys = keys
         self._clock = clock
         self._wall = wall
-        self._tallies: Tallies = tallies or OwnTallies()
+        self._tallies: AccountTallies = tallies or OwnTallies()
         self._visits: dict[str, set[Visit]] = {}
         """Visits by the prefixes of their keys."""
-        self._limiters: dict[str, Limiter] = {}
-        """Limiters of keys and users that came here or have spent tokens, by `Limited.id`."""
+        self._limiters: dict[str, RequestLimiter] = {}
+        """Limiters of keys and users that came here or have spent tokens, by
+        `LimitedAccount.id`."""
         self._left: dict[str, QuotaLeft] = {}
         """What is left of quotas, by `Quota.id`."""
 
@@ -106,8 +114,8 @@ class Admission:
     # -- one call
 
     def enter(
-        self, key: str, address: str, scope: Scope | None, cut: Callable[[Denied], None]
-    ) -> Visit | Denied:
+        self, key: str, address: str, scope: Scope | None, cut: Callable[[KeyDenied], None]
+    ) -> Visit | KeyDenied:
         """A call's head has come; who is let in must `leave`."""
         grant = self._keys.grant(key)
         if grant is None:
@@ -120,7 +128,7 @@ class Admission:
 
     def name_model(
         self, visit: Visit, name: str | None, model: str | None, charged: bool = True
-    ) -> KeyGrant | Denied:
+    ) -> KeyGrant | KeyDenied:
         """Check the model that the call asks for.
 
         name: None: it asks for an earlier answer of the model. model: None: there is none of the
@@ -132,7 +140,7 @@ class Admission:
             return BAD_KEY
         return self._why_not(visit) or grant
 
-    def look(self, visit: Visit) -> tuple[Exceeded | None, Sequence[Limiter]]:
+    def look(self, visit: Visit) -> tuple[LimitExceeded | None, Sequence[RequestLimiter]]:
         """Why no request may come in now; None: one may. With the limits that it would meet."""
         grant = self._keys.current(visit.prefix)
         if grant is None:
@@ -142,7 +150,9 @@ class Admission:
         reasons = (one.exceeded(now) for one in limiters)
         return next((why for why in reasons if why is not None), None), limiters
 
-    def begin(self, visit: Visit, sequences: int = 1) -> tuple[Exceeded | None, Sequence[Limiter]]:
+    def begin(
+        self, visit: Visit, sequences: int = 1
+    ) -> tuple[LimitExceeded | None, Sequence[RequestLimiter]]:
         """Let its request, of so many sequences, in past the limits; or say why not. With the
         limits that it met."""
         grant = self._keys.current(visit.prefix)
@@ -162,7 +172,7 @@ class Admission:
         visit.granted = bool(quotas)
         return visit.granted
 
-    def quotas_left(self, visit: Visit) -> list[Left]:
+    def quotas_left(self, visit: Visit) -> list[LimitLeft]:
         """What is left of the quotas that hold for it, as far as the server has said it."""
         grant = self._keys.current(visit.prefix)
         quotas = () if grant is None or not visit.charged else quotas_of(grant, visit.model or "")
@@ -214,7 +224,7 @@ class Admission:
     def _all(self) -> list[Visit]:
         return [visit for visits in self._visits.values() for visit in visits]
 
-    def _why_not(self, visit: Visit) -> Denied | None:
+    def _why_not(self, visit: Visit) -> KeyDenied | None:
         grant = self._keys.current(visit.prefix)
         if grant is None:
             return BAD_KEY
@@ -232,14 +242,14 @@ class Admission:
             return None
         return self._used_up(grant, visit.model, wall)
 
-    def _used_up(self, grant: KeyGrant, model: str, wall: float) -> Denied | None:
+    def _used_up(self, grant: KeyGrant, model: str, wall: float) -> KeyDenied | None:
         for quota in quotas_of(grant, model):
             left = self._left.get(quota.id)
             if left is not None and left.says_no(wall):
                 return quota_used_up(quota, left.anew)
         return None
 
-    def _limiter_of(self, whose: Limited) -> Limiter:
+    def _limiter_of(self, whose: LimitedAccount) -> RequestLimiter:
         limiter = self._limiters.get(whose.id)
         if limiter is None:
             limiter = self._limiters[whose.id] = self._limiter(whose.id, whose.limits, whose.name)
@@ -248,5 +258,5 @@ class Admission:
             limiter.renew(whose.limits)
         return limiter
 
-    def _limiter(self, whose: str, limits: Limits, name: str = THE_KEY) -> Limiter:
-        return Limiter(limits, self._tallies.of(whose), name)
+    def _limiter(self, whose: str, limits: Limits, name: str = THE_KEY) -> RequestLimiter:
+        return RequestLimiter(limits, self._tallies.of(whose), name)

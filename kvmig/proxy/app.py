@@ -19,9 +19,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.datastructures import MutableHeaders
 from starlette.types import Receive, Scope, Send
 
-from kvmig.accounts.keys import QUOTA_CODE, Denied, KeyGrant, no_model, quota_code
+from kvmig.accounts.keys import QUOTA_CODE, KeyDenied, KeyGrant, no_model, quota_code
 from kvmig.accounts.keys import Scope as KeyScope
-from kvmig.accounts.limits import Exceeded, Limiter, Tallies, headers
+from kvmig.accounts.limits import AccountTallies, LimitExceeded, RequestLimiter, headers
 from kvmig.asgi import request_body as gateway
 from kvmig.asgi.body_bounds import ROOM, ModelReach
 from kvmig.asgi.body_budget import BodyBudget
@@ -90,7 +90,7 @@ class Door:
         clock: Clock = monotonic,
         wall: Clock = time.time,
         number: int = 0,
-        tallies: Tallies | None = None,
+        tallies: AccountTallies | None = None,
         cross_origin: CrossOrigin | None = None,
     ) -> None:
         """api: path of the server's HTTP socket. want: tells the server of a cold model.
@@ -225,7 +225,7 @@ class Door:
         visit = self.admission.enter(
             call.key, call.address, scope, lambda why: call.cut_off(refused(why))
         )
-        if isinstance(visit, Denied):
+        if isinstance(visit, KeyDenied):
             raise refused(visit)
         self._sweep_soon()
         try:
@@ -330,8 +330,8 @@ class Door:
         self,
         call: Call,
         visit: Visit,
-        exceeded: Exceeded | None,
-        limiters: Sequence[Limiter],
+        exceeded: LimitExceeded | None,
+        limiters: Sequence[RequestLimiter],
     ) -> None:
         """Raises Refused: 429, or 400 for a call that never may come in."""
         call.limits = headers(limiters, self._clock(), self.admission.quotas_left(visit))
@@ -405,8 +405,8 @@ class Door:
         found = self.directory.find(name, call.call_id)
         model = None if found is None else found.model
         grant = self.admission.name_model(visit, name, model, charged)
-        if isinstance(grant, Denied) or found is None:
-            raise refused(grant if isinstance(grant, Denied) else no_model(name))
+        if isinstance(grant, KeyDenied) or found is None:
+            raise refused(grant if isinstance(grant, KeyDenied) else no_model(name))
         return grant, found
 
     def _find_answer(self, visit: Visit, where: Asked) -> tuple[KeyGrant, Found]:
@@ -419,7 +419,7 @@ class Door:
         if where.model is not None and route.name not in self.directory.models_of(where.model):
             raise _no_answer(where.answer_id)
         grant = self.admission.name_model(visit, None, route.name, charged=False)
-        if isinstance(grant, Denied):
+        if isinstance(grant, KeyDenied):
             raise refused(grant)
         return grant, Found(route.name, route.served or route.name)
 

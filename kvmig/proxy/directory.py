@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from kvmig.accounts.keys import KeyGrant
-from kvmig.accounts.keys import Keys as KnownKeys
+from kvmig.accounts.keys import KeyIndex as KnownKeys
 from kvmig.asgi.body_bounds import ModelReach, widest
 from kvmig.proxy.answer_ids import model_of_answer, new_answer_id
 from kvmig.proxy.messages import Aliases, Keys, Known, Route, Routes, Snapshot

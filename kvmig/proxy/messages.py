@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.accounts.keys import KeyGrant
-from kvmig.accounts.limits import Left
+from kvmig.accounts.limits import LimitLeft
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.config import HttpConfig
 from kvmig.core.priorities import NORMAL, PriorityClass
@@ -134,12 +134,12 @@ class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
         """Whether nothing is left at that Unix time."""
         return self.tokens <= 0 and (self.anew is None or now < self.anew)
 
-    def now(self, whole: int, now: float) -> Left:
+    def now(self, whole: int, now: float) -> LimitLeft:
         """What is left at that Unix time of a quota of so many tokens."""
         if self.anew is not None and self.anew <= now:
-            return Left(whole, whole, 0.0)
+            return LimitLeft(whole, whole, 0.0)
         reset_s = inf if self.anew is None else self.anew - now
-        return Left(max(0, self.tokens), whole, reset_s)
+        return LimitLeft(max(0, self.tokens), whole, reset_s)
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):

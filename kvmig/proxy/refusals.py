@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from http import HTTPStatus
 
-from kvmig.accounts.keys import Denied
+from kvmig.accounts.keys import KeyDenied
 
 
 class Refused(Exception):
@@ -34,6 +34,6 @@ def bad(message: str, code: str = "invalid_request") -> Refused:
     return Refused(HTTPStatus.BAD_REQUEST, message, code)
 
 
-def refused(denied: Denied) -> Refused:
+def refused(denied: KeyDenied) -> Refused:
     """What a key's check says."""
     return Refused(denied.status, denied.message, denied.code)

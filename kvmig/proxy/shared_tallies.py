@@ -21,7 +21,7 @@ from hashlib import blake2b
 from math import inf
 from pathlib import Path
 
-from kvmig.accounts.limits import MINUTE_S, Arrivals, OwnTally, Tally
+from kvmig.accounts.limits import MINUTE_S, AccountTally, ArrivalDebt, OwnTally
 from kvmig.core.clock import Clock, monotonic
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ _LOCK_AT = SEATS
 
 
 class SharedTallies:
-    """One proxy's view of the file. Implements `kvmig.accounts.limits.Tallies`."""
+    """One proxy's view of the file. Implements `kvmig.accounts.limits.AccountTallies`."""
 
     def __init__(self, path: Path, clock: Clock = monotonic) -> None:
         """clock: the same for all proxies. Raises OSError."""
@@ -74,7 +74,7 @@ class SharedTallies:
         self._map.close()
         os.close(self._file)
 
-    def of(self, whose: str) -> Tally:
+    def of(self, whose: str) -> AccountTally:
         """The tally of a `Limited.id`."""
         return SharedTally(self, blake2b(whose.encode(), digest_size=16).digest())
 
@@ -113,12 +113,14 @@ class SharedTallies:
         found, *_ = self._read(slot)
         return bool(found == whose)
 
-    def arrivals(self, slot: int) -> Arrivals:
+    def arrivals(self, slot: int) -> ArrivalDebt:
         """The arrivals at all proxies."""
         _, count, at, _ = self._read(slot)
-        return Arrivals(count, at)
+        return ArrivalDebt(count, at)
 
-    def note_arrivals(self, whose: bytes, slot: int, arrivals: Arrivals, forget_at: float) -> None:
+    def note_arrivals(
+        self, whose: bytes, slot: int, arrivals: ArrivalDebt, forget_at: float
+    ) -> None:
         """Record the arrivals for all proxies."""
         self._write(slot, whose, *arrivals, forget_at)
 
@@ -209,7 +211,7 @@ class SharedTally:
         slot = self._find()
         return self._own.running() if slot is None else self._all.running(slot)
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> ArrivalDebt:
         slot = self._find()
         return self._own.arrivals() if slot is None else self._all.arrivals(slot)
 
@@ -228,7 +230,7 @@ class SharedTally:
         elif (slot := self._find()) is not None:
             self._all.add_running(slot, -requests)
 
-    def note_arrivals(self, arrivals: Arrivals, forget_at: float) -> None:
+    def note_arrivals(self, arrivals: ArrivalDebt, forget_at: float) -> None:
         slot = self._find()
         if slot is None:
             self._own.note_arrivals(arrivals, forget_at)
