@@ -42,7 +42,7 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.transports.base import Channel, Staging
+from kvmig.kvtransfer.transports.base import StagingPool, TransportChannel
 from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.zmq_sockets import RpcClient
@@ -67,7 +67,7 @@ class Sample:
 class Road:
     """One transport to the other process, open."""
 
-    def __init__(self, client: RpcClient, staging: Staging, channel: Channel) -> None:
+    def __init__(self, client: RpcClient, staging: StagingPool, channel: TransportChannel) -> None:
         self._client = client
         self._staging = staging
         self._channel = channel

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from multiprocessing.connection import Connection
 
 from kvmig.kvtransfer.messages import Chunk, ChunkDone, PeerMessage, Refused, Reserve, Reserved
-from kvmig.kvtransfer.transports.base import Inbox
+from kvmig.kvtransfer.transports.base import TransportInbox
 from kvmig.kvtransfer.transports.select import open_offer
 from kvmig.rpc.zmq_sockets import RpcServer
 
@@ -32,7 +32,7 @@ async def _serve(pipe: Connection, secret: bytes, memory: bytearray) -> None:
 
 
 async def _take(server: RpcServer, memory: bytearray) -> None:
-    target, inboxes = memoryview(memory), dict[str, Inbox]()
+    target, inboxes = memoryview(memory), dict[str, TransportInbox]()
     try:
         while True:
             sender, message, payload = await server.recv()

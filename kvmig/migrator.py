@@ -20,11 +20,11 @@ from msgspec.structs import replace
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, TransportError
 from kvmig.engines.base import Emitted, Engine, Frame, OnOutputs
-from kvmig.kvtransfer.context import Host
+from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.measured import slot_bytes
-from kvmig.kvtransfer.migrations import Migrations
+from kvmig.kvtransfer.migrations import MigrationSessions
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.transports.select import Site, open_staging
+from kvmig.kvtransfer.transports.select import TransportSite, open_staging
 from kvmig.rpc.messages import RpcMessage
 
 OnCommit = Callable[[str, str], None]
@@ -143,7 +143,7 @@ class Migrator:
         return self._nodes[name]
 
 
-class _Node(Host):
+class _Node(LlumletPort):
     """One engine and its migrations, whose messages go straight to the others'.
 
     Endpoints are names here. A message comes with the next turn of the event loop.
@@ -169,10 +169,10 @@ class _Node(Host):
             name,
             config.staging_buffers,
             slot_bytes(config.chunk_bytes, engine.layout),
-            Site(gpu=engine.layout.gpu),
+            TransportSite(gpu=engine.layout.gpu),
         )
         try:
-            self.migrations = Migrations(name, engine, config, self._stagings, self)
+            self.migrations = MigrationSessions(name, engine, config, self._stagings, self)
         except BaseException:
             self.free()
             raise

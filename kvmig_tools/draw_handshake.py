@@ -14,10 +14,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvmig.kvtransfer.destination_machine import DestinationMachine
-from kvmig.kvtransfer.destination_machine import S as There
+from kvmig.kvtransfer.destination_machine import DestinationState as There
 from kvmig.kvtransfer.machine import Table
-from kvmig.kvtransfer.source_machine import S as Here
 from kvmig.kvtransfer.source_machine import SourceMachine
+from kvmig.kvtransfer.source_machine import SourceState as Here
 
 INK, GREY = "#1f2933", "#52606d"
 BLUE, GREEN, AMBER = ("#e6f0fb", "#2f6db5"), ("#e5f5ea", "#2e8b57"), ("#fdf1dc", "#b7791f")

@@ -1,4 +1,5 @@
-"""Two llumlets without engines or front end: real links and transports, real `Migrations`."""
+"""Two llumlets without engines or front end: real links and transports, real
+`MigrationSessions`."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from typing import Any
 
 from kvmig.core.config import MigrationConfig, Transport
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
-from kvmig.kvtransfer.context import Host
+from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
-from kvmig.kvtransfer.migrations import Migrations
+from kvmig.kvtransfer.migrations import MigrationSessions
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports.select import open_staging
 from kvmig.rpc.codec import Frame
@@ -30,7 +31,7 @@ SECRET = b"a secret of the cluster"
 Drop = Callable[[RpcMessage], bool]
 
 
-class Node(Host):
+class Node(LlumletPort):
     """One llumlet. drop: messages that it loses when they come."""
 
     def __init__(self, name: str, engine: FakeEngine, config: MigrationConfig) -> None:
@@ -41,7 +42,7 @@ class Node(Host):
             *(config.transport, "test", name, config.staging_buffers),
             slot_bytes(config.chunk_bytes, engine.layout),
         )
-        self.migrations = Migrations(
+        self.migrations = MigrationSessions(
             name,
             engine,
             config,

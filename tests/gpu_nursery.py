@@ -31,7 +31,7 @@ from kvmig.engines.base import ServingEngine
 from kvmig.engines.vllm.kind import VllmKind
 from kvmig.kernels import driver
 from kvmig.kernels.driver import CudaDriver
-from kvmig.kvtransfer.machine import Machine
+from kvmig.kvtransfer.machine import StateMachine
 from kvmig.kvtransfer.transports import select
 from kvmig.launcher import shared_fork_server
 from kvmig.process import child, supervisor
@@ -87,7 +87,7 @@ class Orders:
 def main(words: Sequence[str]) -> int:
     """As `kvmig.launcher.shared_fork_server`."""
     folder = Path(os.environ[ORDERS])
-    load, make, init, go = VllmKind.load, VllmKind.make, Machine.__init__, Machine.go
+    load, make, init, go = VllmKind.load, VllmKind.make, StateMachine.__init__, StateMachine.go
 
     def load_runner(kind: VllmKind) -> None:
         if os.environ.get(V2) == "1":
@@ -106,7 +106,7 @@ def main(words: Sequence[str]) -> int:
         (folder / f"engine {os.getpid()}").write_text(json.dumps(words_of(made)))
         return made
 
-    def entered(machine: Machine) -> None:
+    def entered(machine: StateMachine) -> None:
         side = "source" if type(machine).__name__ == "SourceMachine" else "destination"
         order = folder / f"{side} {machine.state}"
         if order.exists():
@@ -117,19 +117,19 @@ def main(words: Sequence[str]) -> int:
             else:
                 os.kill(os.getpid(), blow.number)
 
-    def begun(machine: Machine, key: str, initial: StrEnum) -> None:
+    def begun(machine: StateMachine, key: str, initial: StrEnum) -> None:
         init(machine, key, initial)
         entered(machine)
 
-    def gone(machine: Machine, event: StrEnum) -> None:
+    def gone(machine: StateMachine, event: StrEnum) -> None:
         go(machine, event)
         entered(machine)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(VllmKind, "load", load_runner)
     patch.setattr(VllmKind, "make", make_on_gpu)
-    patch.setattr(Machine, "__init__", begun)
-    patch.setattr(Machine, "go", gone)
+    patch.setattr(StateMachine, "__init__", begun)
+    patch.setattr(StateMachine, "go", gone)
     patch.setattr(supervisor, "PAUSES_S", (0.1,))
     patch.setattr(select, "LOOK_S", 0.2)
     return shared_fork_server.main(words)

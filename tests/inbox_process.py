@@ -16,8 +16,8 @@ from kvmig.core.errors import KvmigError, TransportError
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
-from kvmig.kvtransfer.transports.base import Announce, Staging
-from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
+from kvmig.kvtransfer.transports.base import AnnounceChunk, StagingPool
+from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.rpc.codec import Frame
 from tests import fake_gpu
 
@@ -26,12 +26,12 @@ RECEIVE_S = 3.0
 """For one chunk; the transports' own time-outs are longer."""
 
 
-def staging_of(transport: str, slots: int, slot_bytes: int) -> Staging:
+def staging_of(transport: str, slots: int, slot_bytes: int) -> StagingPool:
     """A source's; `cuda-ipc` on GPUs of the tests' own. Raises TransportError."""
     stagings = open_staging(
         transport,  # type: ignore[arg-type]
         *("test", "a", slots, slot_bytes),
-        Site(gpu=0),
+        TransportSite(gpu=0),
     )
     return stagings[transport]
 
@@ -77,7 +77,7 @@ class Destination:
         assert self.pipe.poll(TIMEOUT_S), "the destination says nothing"
         return self.pipe.recv()
 
-    def announce(self, chunk: Chunk) -> Announce:
+    def announce(self, chunk: Chunk) -> AnnounceChunk:
         """What a channel calls to tell it of `chunk`."""
 
         def send(payload: Sequence[Frame] = (), number: int = 0) -> None:
@@ -110,7 +110,7 @@ def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool) -> None:
 
 
 async def _receive(pipe: Connection, offer: Offer, gpu: int) -> None:
-    inbox = await asyncio.to_thread(open_offer, [offer], "auto", Site(gpu=gpu))
+    inbox = await asyncio.to_thread(open_offer, [offer], "auto", TransportSite(gpu=gpu))
     pipe.send(inbox.token)
     while (told := await asyncio.to_thread(pipe.recv)) is not None:
         chunk, frames = told

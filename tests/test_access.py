@@ -15,7 +15,7 @@ from kvmig.core.errors import ConfigError, TransportError
 from kvmig.engines.kind import API_KEY_VARIABLE, api_keys
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import nixl
-from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
+from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.launcher.environment import cluster_secret
 from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.launcher.launch import LlumletLaunch
@@ -152,8 +152,8 @@ def test_blocks_go_in_the_clear_only_where_the_network_is_trusted(transport: Tra
 def test_auto_takes_no_offer_in_the_clear_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "has_rdma", lambda: True)
     with pytest.raises(TransportError, match="nixl: this side takes encrypted ones only"):
-        open_offer([Offer("nixl", "{}")], "auto", Site(trusted=False))
-    pools = open_staging("auto", "test", "i0", 1, 4096, Site(trusted=False))
+        open_offer([Offer("nixl", "{}")], "auto", TransportSite(trusted=False))
+    pools = open_staging("auto", "test", "i0", 1, 4096, TransportSite(trusted=False))
     try:
         assert "nixl" not in pools
     finally:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.kvtransfer.bandwidth import BURST_S, FairShare, Throttle
+from kvmig.kvtransfer.bandwidth import BURST_S, BandwidthThrottle, FairShare
 
 CHUNK = 1000
 
@@ -126,14 +126,14 @@ def test_who_leaves_gets_no_turn_and_what_it_did_not_use_is_there_for_others() -
 
 
 async def test_without_caps_a_turn_is_had_at_once() -> None:
-    line = Throttle(0.0, 0.0, timeout_s=1.0).line("a", "x")
+    line = BandwidthThrottle(0.0, 0.0, timeout_s=1.0).line("a", "x")
     await line.reserve(1 << 40)
     line.commit(1 << 40)
     line.release()
 
 
 async def test_those_who_wait_get_their_turns_in_order() -> None:
-    throttle = Throttle(1e6, 0.0, timeout_s=10.0)
+    throttle = BandwidthThrottle(1e6, 0.0, timeout_s=10.0)
     order: list[str] = []
 
     async def send(name: str) -> None:
@@ -149,7 +149,7 @@ async def test_those_who_wait_get_their_turns_in_order() -> None:
 
 
 async def test_a_turn_is_waited_for_no_longer_than_the_time_out() -> None:
-    throttle = Throttle(1.0, 0.0, timeout_s=0.02)
+    throttle = BandwidthThrottle(1.0, 0.0, timeout_s=0.02)
     first, second = throttle.line("a", "x"), throttle.line("b", "x")
     await first.reserve(1000)
     with pytest.raises(MigrationRefused, match=r"no bandwidth for 5 bytes within 0\.02 s"):
@@ -159,7 +159,7 @@ async def test_a_turn_is_waited_for_no_longer_than_the_time_out() -> None:
 
 
 async def test_a_wait_that_is_given_up_holds_up_nobody() -> None:
-    throttle = Throttle(1.0, 0.0, timeout_s=10.0)
+    throttle = BandwidthThrottle(1.0, 0.0, timeout_s=10.0)
     first, second, third = (throttle.line(name, "x") for name in "abc")
     await first.reserve(1000)
     waiting = asyncio.create_task(second.reserve(1000))
@@ -171,7 +171,7 @@ async def test_a_wait_that_is_given_up_holds_up_nobody() -> None:
 
 
 async def test_a_turn_in_hand_serves_the_next_chunk() -> None:
-    throttle = Throttle(1.0, 0.0, timeout_s=0.02)
+    throttle = BandwidthThrottle(1.0, 0.0, timeout_s=0.02)
     line = throttle.line("a", "x")
     await line.reserve(10)
     await line.reserve(10)

@@ -27,7 +27,7 @@ from bench.chaos.place import Place
 from bench.chaos.plan import AGENT, HANDSHAKE, plan
 from bench.soak_samples import Sample, growth, steepest
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk
-from kvmig.kvtransfer.source_machine import S, SourceMachine
+from kvmig.kvtransfer.source_machine import SourceMachine, SourceState
 from kvmig.kvtransfer.transports.tcp import TcpInbox
 
 COUNTED = "".join(f" {one:04d}" for one in range(100, 400))
@@ -186,7 +186,7 @@ def test_the_hooks_see_every_state_that_a_machine_enters(place: Place) -> None:
             machine.exported(10)
     finally:
         mock.patch.stopall()
-    assert machine.state is S.RESERVING
+    assert machine.state is SourceState.RESERVING
 
 
 async def test_a_corrupt_transport_changes_what_arrives_while_its_order_is_there(

@@ -14,9 +14,9 @@ from kvmig.frontend.splice import Splicer
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer import source_machine
 from kvmig.kvtransfer import source_machine as here
-from kvmig.kvtransfer.destination_machine import DestinationMachine, Tombstones
+from kvmig.kvtransfer.destination_machine import DestinationMachine, MachineTombstones
 from kvmig.kvtransfer.messages import Commit
-from kvmig.kvtransfer.source_machine import E, S, SourceMachine
+from kvmig.kvtransfer.source_machine import SourceMachine, SourceState, SourceTransition
 from kvmig_tools.check.__main__ import _chosen, _options, main
 from kvmig_tools.check.explore import Result
 from kvmig_tools.check.freeze import freeze
@@ -63,12 +63,12 @@ def _commits_twice(plant: PLANT) -> None:
 
 
 def _forgets_that_it_committed(plant: PLANT) -> None:
-    plant.setattr(Tombstones, "bury", lambda self, machine, attempt: None)
+    plant.setattr(MachineTombstones, "bury", lambda self, machine, attempt: None)
 
 
 def _resumes_after_the_commit(plant: PLANT) -> None:
     def committed(self: SourceMachine) -> list[here.Action]:
-        self.go(E.COMMITTED)
+        self.go(SourceTransition.COMMITTED)
         return [here.Resume()]
 
     plant.setattr(SourceMachine, "committed", committed)
@@ -76,7 +76,7 @@ def _resumes_after_the_commit(plant: PLANT) -> None:
 
 def _resumes_when_nobody_answers(plant: PLANT) -> None:
     def unanswered(self: SourceMachine) -> list[here.Action]:
-        self.go(E.REFUSED)
+        self.go(SourceTransition.REFUSED)
         return [here.Resume()]
 
     plant.setattr(SourceMachine, "unanswered", unanswered)
@@ -84,7 +84,7 @@ def _resumes_when_nobody_answers(plant: PLANT) -> None:
 
 def _does_not_ask_again(plant: PLANT) -> None:
     def unanswered(self: SourceMachine) -> list[here.Action]:
-        self.go(E.TIMEOUT)
+        self.go(SourceTransition.TIMEOUT)
         return []
 
     plant.setattr(SourceMachine, "unanswered", unanswered)
@@ -106,9 +106,9 @@ def _the_lease_forgets_to_free(plant: PLANT) -> None:
 
 
 def _an_arrow_is_missing(plant: PLANT) -> None:
-    arrows = dict(SourceMachine.table[S.COMMITTING])
-    del arrows[E.CANCEL]
-    plant.setattr(SourceMachine, "table", {**SourceMachine.table, S.COMMITTING: arrows})
+    arrows = dict(SourceMachine.table[SourceState.COMMITTING])
+    del arrows[SourceTransition.CANCEL]
+    plant.setattr(SourceMachine, "table", {**SourceMachine.table, SourceState.COMMITTING: arrows})
 
 
 def _the_splice_takes_a_gap(plant: PLANT) -> None:
@@ -134,8 +134,8 @@ def _waits_for_the_dead(plant: PLANT) -> None:
     sends = 9
 
     def patient(self: SourceMachine) -> list[here.Action]:
-        if self.state is S.COMMITTING and self._commits < sends:
-            self.go(E.TIMEOUT)
+        if self.state is SourceState.COMMITTING and self._commits < sends:
+            self.go(SourceTransition.TIMEOUT)
             return []
         return unreachable(self)
 

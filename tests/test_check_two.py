@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.fronts import Tracking
 from kvmig.frontend.requests import RequestTable
-from kvmig.kvtransfer.destination_machine import Attempt, Tombstones
+from kvmig.kvtransfer.destination_machine import Attempt, MachineTombstones
 from kvmig.kvtransfer.messages import Reserve
-from kvmig.kvtransfer.source_machine import Epochs
+from kvmig.kvtransfer.source_machine import EpochCounter
 from kvmig_tools.check.cluster import Step
 from kvmig_tools.check.pairs import count
 from kvmig_tools.check.scenarios import Scenario, explore
@@ -38,15 +38,15 @@ def test_two_requests_of_several_stages_leave_each_other_be(names: tuple[str, ..
 
 
 def _an_attempt_is_known_by_its_epoch_alone(plant: PLANT) -> None:
-    def used(self: Tombstones, attempt: Attempt) -> bool:
+    def used(self: MachineTombstones, attempt: Attempt) -> bool:
         return attempt[1] in {epoch for _, epoch in self._attempts}
 
-    plant.setattr(Tombstones, "used", used)
+    plant.setattr(MachineTombstones, "used", used)
 
 
 def _requests_have_their_epochs_in_common(plant: PLANT) -> None:
-    after = Epochs.after
-    plant.setattr(Epochs, "after", lambda self, request_id, epoch: after(self, "all", epoch))
+    after = EpochCounter.after
+    plant.setattr(EpochCounter, "after", lambda self, request_id, epoch: after(self, "all", epoch))
 
 
 def _one_that_leaves_takes_the_others_along(plant: PLANT) -> None:

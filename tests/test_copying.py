@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, TransportError
-from kvmig.kvtransfer.context import Host, SourceContext
+from kvmig.kvtransfer.context import LlumletPort, SourceContext
 from kvmig.kvtransfer.copying import ChunkBatcher, QueuedChunk, SharedSlot
 from kvmig.kvtransfer.messages import Bundle, Chunk
-from kvmig.kvtransfer.transports.base import Announce, Channel, Staging
+from kvmig.kvtransfer.transports.base import AnnounceChunk, StagingPool, TransportChannel
 from kvmig.kvtransfer.transports.tcp import TcpStaging
 from kvmig.rpc.messages import RpcMessage
 from tests.fake_cluster import cluster
@@ -34,11 +34,13 @@ class Line:
     def __init__(self, slots: int = 2, timeout_s: float = 5.0) -> None:
         self.engine = FakeEngine()
         self.engine.memory[:] = bytes(number % 251 for number in range(len(self.engine.memory)))
-        self.staging: Staging = TcpStaging(slots, MOST * BLOCK_BYTES)
+        self.staging: StagingPool = TcpStaging(slots, MOST * BLOCK_BYTES)
         config = MigrationConfig(
             chunk_bytes=MOST * BLOCK_BYTES, chunk_ms=2.0, reply_timeout_ms=timeout_s * 1e3
         )
-        context = SourceContext(cast("Host", self), self.engine, config, {"tcp": self.staging})
+        context = SourceContext(
+            cast("LlumletPort", self), self.engine, config, {"tcp": self.staging}
+        )
         context.sizer.observe(MOST * BLOCK_BYTES, 1e-6)
         self.batcher = ChunkBatcher(context, "b")
         self.said: list[list[Chunk]] = []
@@ -133,12 +135,12 @@ async def test_nobody_has_the_buffer_of_a_transfer_that_failed(
     line = Line(timeout_s=0.05)
     buffers = list[weakref.ref[Mapped]]()
 
-    async def buffer(self: Channel, slot: int) -> memoryview:
+    async def buffer(self: TransportChannel, slot: int) -> memoryview:
         mapped = Mapped(MOST * BLOCK_BYTES)
         buffers.append(weakref.ref(mapped))
         return memoryview(mapped)
 
-    async def push(self: Channel, chunk: Chunk, announce: Announce) -> None:
+    async def push(self: TransportChannel, chunk: Chunk, announce: AnnounceChunk) -> None:
         if why is not None:
             raise why
         await asyncio.Event().wait()

@@ -18,9 +18,9 @@ from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports import cuda_ipc
-from kvmig.kvtransfer.transports.base import Inbox, Staging
-from kvmig.kvtransfer.transports.cuda_ipc import Origin, Place
-from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
+from kvmig.kvtransfer.transports.base import StagingPool, TransportInbox
+from kvmig.kvtransfer.transports.cuda_ipc import IpcOrigin, IpcPlace
+from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.rpc.codec import Frame
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.usefixtures("gpus")
 SLOTS, SIZE = 3, 1_000_000
 
 
-def staging_on(gpu: int) -> Staging:
-    return open_staging("cuda-ipc", "test", "a", SLOTS, SIZE, Site(gpu=gpu))["cuda-ipc"]
+def staging_on(gpu: int) -> StagingPool:
+    return open_staging("cuda-ipc", "test", "a", SLOTS, SIZE, TransportSite(gpu=gpu))["cuda-ipc"]
 
 
-def inbox_on(gpu: int, staging: Staging) -> Inbox:
-    return open_offer([staging.offer()], "cuda-ipc", Site(gpu=gpu))
+def inbox_on(gpu: int, staging: StagingPool) -> TransportInbox:
+    return open_offer([staging.offer()], "cuda-ipc", TransportSite(gpu=gpu))
 
 
 def announced(payload: Sequence[Frame] = (), number: int = 0) -> None:
@@ -44,14 +44,14 @@ def announced(payload: Sequence[Frame] = (), number: int = 0) -> None:
 
 
 @pytest.fixture
-def staging(gpus: None) -> Iterator[Staging]:
+def staging(gpus: None) -> Iterator[StagingPool]:
     made = staging_on(0)
     yield made
     made.close()
 
 
 @pytest.fixture
-def inbox(staging: Staging) -> Iterator[Inbox]:
+def inbox(staging: StagingPool) -> Iterator[TransportInbox]:
     """Of the same GPU and process."""
     made = inbox_on(0, staging)
     yield made
@@ -62,14 +62,14 @@ def chunk(slot: int, nbytes: int = SIZE) -> Chunk:
     return Chunk("m", 0, 0, slot, nbytes, [])
 
 
-async def pushed(staging: Staging, token: str, data: bytes, slot: int = 0) -> Chunk:
+async def pushed(staging: StagingPool, token: str, data: bytes, slot: int = 0) -> Chunk:
     channel, one = staging.channel(token), chunk(slot, len(data))
     write(await channel.buffer(slot), data)
     await channel.push(one, announced)
     return one
 
 
-async def crosses(staging: Staging, there: Destination, data: bytes, slot: int) -> None:
+async def crosses(staging: StagingPool, there: Destination, data: bytes, slot: int) -> None:
     """To another process, which ends then."""
     there.announce(await pushed(staging, there.token, data, slot))()
     assert await asyncio.to_thread(there.hear) == digest(data)
@@ -78,7 +78,7 @@ async def crosses(staging: Staging, there: Destination, data: bytes, slot: int) 
 
 @pytest.mark.parametrize("there", [0, 1])
 async def test_engines_of_one_process_push_into_each_others_memory(
-    staging: Staging, there: int
+    staging: StagingPool, there: int
 ) -> None:
     """A6: what a process exports it can't map itself."""
     inbox = inbox_on(there, staging)
@@ -106,13 +106,13 @@ async def test_buffers_are_on_the_engines_gpu_whatever_thread_opens_them() -> No
     staging.close()
 
 
-async def test_two_processes_use_a_gpu_each(staging: Staging) -> None:
+async def test_two_processes_use_a_gpu_each(staging: StagingPool) -> None:
     with Destination(staging.offer(), gpu=1) as there:
         await crosses(staging, there, b"seven" * 1000, await staging.acquire(1))
 
 
 async def test_a_gpu_without_access_to_the_others_fails_the_push_and_nothing_else(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
+    staging: StagingPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inbox = inbox_on(1, staging)
     slot = await staging.acquire(1)
@@ -127,13 +127,13 @@ async def test_a_gpu_without_access_to_the_others_fails_the_push_and_nothing_els
 # -- what `auto` takes
 
 
-def stagings_on(gpu: int | None) -> dict[str, Staging]:
-    return open_staging("auto", "test", "a", SLOTS, SIZE, Site(gpu=gpu))
+def stagings_on(gpu: int | None) -> dict[str, StagingPool]:
+    return open_staging("auto", "test", "a", SLOTS, SIZE, TransportSite(gpu=gpu))
 
 
-def taken(stagings: dict[str, Staging], gpu: int | None) -> str:
+def taken(stagings: dict[str, StagingPool], gpu: int | None) -> str:
     """The transport of the inbox that a destination with such a KV cache opens."""
-    inbox = open_offer([one.offer() for one in stagings.values()], "auto", Site(gpu=gpu))
+    inbox = open_offer([one.offer() for one in stagings.values()], "auto", TransportSite(gpu=gpu))
     inbox.close()
     return inbox.transport
 
@@ -162,12 +162,12 @@ def test_auto_falls_back_where_they_do_not_and_says_so(
         one.close()
 
 
-def test_auto_falls_back_where_other_bytes_come(staging: Staging) -> None:
+def test_auto_falls_back_where_other_bytes_come(staging: StagingPool) -> None:
     offer = staging.offer()
-    origin = msgspec.json.decode(offer.token, type=Origin)
+    origin = msgspec.json.decode(offer.token, type=IpcOrigin)
     forged = msgspec.json.encode(replace(origin, nonce="00" * 16)).decode()
     with pytest.raises(TransportError, match="a test transfer failed: other bytes came"):
-        open_offer([replace(offer, token=forged)], "auto", Site(gpu=0))
+        open_offer([replace(offer, token=forged)], "auto", TransportSite(gpu=0))
 
 
 def test_auto_without_room_on_the_gpu_goes_through_the_hosts_memory(
@@ -181,7 +181,9 @@ def test_auto_without_room_on_the_gpu_goes_through_the_hosts_memory(
         one.close()
 
 
-def test_an_inbox_whose_source_has_ended_is_stale(staging: Staging, inbox: Inbox) -> None:
+def test_an_inbox_whose_source_has_ended_is_stale(
+    staging: StagingPool, inbox: TransportInbox
+) -> None:
     assert not inbox.stale
     staging.close()
     assert inbox.stale
@@ -212,7 +214,7 @@ async def test_a_source_that_is_killed_leaves_its_inbox_whole_and_stale(
     source: subprocess.Popen[str],
 ) -> None:
     assert source.stdout is not None
-    inbox = open_offer([Offer("cuda-ipc", source.stdout.readline())], "auto", Site(gpu=0))
+    inbox = open_offer([Offer("cuda-ipc", source.stdout.readline())], "auto", TransportSite(gpu=0))
     assert not inbox.stale
     source.kill()
     source.wait(20)
@@ -228,10 +230,10 @@ async def test_a_source_that_is_killed_leaves_its_inbox_whole_and_stale(
 
 @pytest.mark.parametrize("wrong", [{"size": SLOTS * SIZE - 1}, {"slot_bytes": SIZE - 1}])
 async def test_memory_that_is_too_small_for_the_slots_is_refused(
-    staging: Staging, inbox: Inbox, wrong: dict[str, int]
+    staging: StagingPool, inbox: TransportInbox, wrong: dict[str, int]
 ) -> None:
     """A3: a copy beyond a mapping ends the source's engine, not the migration."""
-    place = msgspec.json.decode(inbox.token, type=Place)
+    place = msgspec.json.decode(inbox.token, type=IpcPlace)
     if "size" in wrong:
         place = replace(place, exported=replace(place.exported, **wrong))
     else:
@@ -240,10 +242,10 @@ async def test_memory_that_is_too_small_for_the_slots_is_refused(
         staging.channel(msgspec.json.encode(place).decode())
 
 
-async def test_a_mapping_is_no_longer_than_its_memory(staging: Staging) -> None:
+async def test_a_mapping_is_no_longer_than_its_memory(staging: StagingPool) -> None:
     """A3: what the token says of its size is the peer's word only."""
     with Destination(staging.offer()) as there:
-        place = msgspec.json.decode(there.token, type=Place)
+        place = msgspec.json.decode(there.token, type=IpcPlace)
         longer = replace(place.exported, size=2 * place.exported.size)
         token = msgspec.json.encode(replace(place, exported=longer)).decode()
         slot = await staging.acquire(1)
@@ -252,18 +254,18 @@ async def test_a_mapping_is_no_longer_than_its_memory(staging: Staging) -> None:
         there.end()
 
 
-async def test_the_last_byte_of_the_last_slot_arrives(staging: Staging) -> None:
+async def test_the_last_byte_of_the_last_slot_arrives(staging: StagingPool) -> None:
     with Destination(staging.offer()) as there:
         slots = [await staging.acquire(1) for _ in range(SLOTS)]
         await crosses(staging, there, bytes(SIZE - 1) + b"!", slots[-1])
 
 
 async def test_a_test_transfer_that_never_ends_is_given_up_and_its_memory_left_alone(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
+    staging: StagingPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unmapped under a copy, either end of it would end the engine."""
     monkeypatch.setattr(cuda_ipc, "TEST_TIMEOUT_S", 0.05)
-    kept: list[tuple[cuda_ipc.GpuMemory, cuda_ipc.PeerMemory]] = []
+    kept: list[tuple[cuda_ipc.IpcMemory, cuda_ipc.PeerMemory]] = []
     monkeypatch.setattr(cuda_ipc, "_stuck", kept)
     FakeGpu().stick()
     with pytest.raises(TransportError, match=r"a test transfer failed: .* not done after 0\.05 s"):
@@ -275,14 +277,14 @@ async def test_a_test_transfer_that_never_ends_is_given_up_and_its_memory_left_a
 
 
 async def test_a_chunk_that_is_larger_than_a_slot_is_refused(
-    staging: Staging, inbox: Inbox
+    staging: StagingPool, inbox: TransportInbox
 ) -> None:
     with pytest.raises(PeerError, match="1000001 bytes for buffers of 1000000"):
         await staging.channel(inbox.token).push(chunk(0, SIZE + 1), announced)
 
 
 async def test_an_inbox_that_was_given_up_takes_nothing_more(
-    staging: Staging, inbox: Inbox
+    staging: StagingPool, inbox: TransportInbox
 ) -> None:
     slot = await staging.acquire(1)
     inbox.close()
@@ -293,7 +295,7 @@ async def test_an_inbox_that_was_given_up_takes_nothing_more(
 
 
 async def test_a_channel_that_was_closed_says_so_and_keeps_a_buffer_in_use(
-    staging: Staging,
+    staging: StagingPool,
 ) -> None:
     inbox = inbox_on(1, staging)
     slot, channel = await staging.acquire(1), staging.channel(inbox.token)
@@ -306,7 +308,9 @@ async def test_a_channel_that_was_closed_says_so_and_keeps_a_buffer_in_use(
 
 
 @pytest.mark.parametrize("how", ["the next channel", "told"])
-async def test_memory_of_a_destination_that_has_ended_is_let_go(staging: Staging, how: str) -> None:
+async def test_memory_of_a_destination_that_has_ended_is_let_go(
+    staging: StagingPool, how: str
+) -> None:
     """It stays on the destination's GPU as long as anybody maps it, and the next one wants it."""
     with Destination(staging.offer(), gpu=1) as there:
         slot = await staging.acquire(1)
@@ -324,7 +328,7 @@ async def test_memory_of_a_destination_that_has_ended_is_let_go(staging: Staging
 
 
 async def test_a_slot_that_nobody_has_acquired_has_no_buffer(
-    staging: Staging, inbox: Inbox
+    staging: StagingPool, inbox: TransportInbox
 ) -> None:
     with pytest.raises(ValueError, match="staging slot 1 is not acquired"):
         await staging.channel(inbox.token).buffer(1)

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.transports import descriptors
-from kvmig.kvtransfer.transports.cuda_ipc import Place
-from kvmig.kvtransfer.transports.descriptors import Donor, take
-from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
+from kvmig.kvtransfer.transports.cuda_ipc import IpcPlace
+from kvmig.kvtransfer.transports.descriptors import DescriptorDonor, take
+from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.rpc.codec import RefusalCounter
 
 WAIT_S = 20.0
@@ -51,16 +51,18 @@ def refusals() -> RefusalCounter:
 
 
 @pytest.fixture
-def donor(refusals: RefusalCounter) -> Iterator[Donor]:
+def donor(refusals: RefusalCounter) -> Iterator[DescriptorDonor]:
     memory = os.memfd_create("kvmig-test")
     os.write(memory, b"shared")
-    made = Donor(memory, refusals)
+    made = DescriptorDonor(memory, refusals)
     os.close(memory)
     yield made
     made.close()
 
 
-def test_who_has_the_ticket_gets_the_same_memory(donor: Donor, refusals: RefusalCounter) -> None:
+def test_who_has_the_ticket_gets_the_same_memory(
+    donor: DescriptorDonor, refusals: RefusalCounter
+) -> None:
     for _ in range(2):
         copy = take(donor.ticket, refusals)
         assert os.pread(copy, 6, 0) == b"shared"
@@ -70,7 +72,7 @@ def test_who_has_the_ticket_gets_the_same_memory(donor: Donor, refusals: Refusal
 
 
 def test_who_has_another_word_gets_nothing_and_is_counted(
-    donor: Donor, refusals: RefusalCounter
+    donor: DescriptorDonor, refusals: RefusalCounter
 ) -> None:
     with pytest.raises(TransportError, match="it refused"):
         take(replace(donor.ticket, secret="00" * descriptors.SECRET_BYTES), refusals)
@@ -79,7 +81,7 @@ def test_who_has_another_word_gets_nothing_and_is_counted(
 
 @pytest.mark.parametrize("said", [b"", b"half", b"GET / HTTP/1.1\r\n\r\n"])
 def test_a_stranger_is_counted_whatever_it_says(
-    said: bytes, donor: Donor, refusals: RefusalCounter
+    said: bytes, donor: DescriptorDonor, refusals: RefusalCounter
 ) -> None:
     for leaves in (True, False):
         with connected(donor.ticket.socket) as stranger:
@@ -92,7 +94,7 @@ def test_a_stranger_is_counted_whatever_it_says(
 
 
 def test_another_users_process_gets_nothing_whatever_it_knows(
-    donor: Donor, refusals: RefusalCounter, monkeypatch: pytest.MonkeyPatch
+    donor: DescriptorDonor, refusals: RefusalCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as others:
         others.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -111,7 +113,9 @@ def test_the_word_is_not_told_to_another_users_socket(
         squatter.bind("\0kvmig-test-squatter")
         squatter.listen()
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        ticket = descriptors.Ticket("kvmig-test-squatter", "00" * descriptors.SECRET_BYTES)
+        ticket = descriptors.DescriptorTicket(
+            "kvmig-test-squatter", "00" * descriptors.SECRET_BYTES
+        )
         with pytest.raises(TransportError, match="another user's socket"):
             take(ticket, refusals)
         squatter.settimeout(WAIT_S)
@@ -124,10 +128,12 @@ def test_the_word_is_not_told_to_another_users_socket(
 def test_strangers_at_an_inbox_are_counted_where_its_process_counts(
     gpus: None, refusals: RefusalCounter
 ) -> None:
-    site = Site(refusals=refusals, gpu=0)
+    site = TransportSite(refusals=refusals, gpu=0)
     staging = open_staging("cuda-ipc", "test", "a", 1, 4096, site)["cuda-ipc"]
     inbox = open_offer([staging.offer()], "cuda-ipc", site)
-    with connected(msgspec.json.decode(inbox.token, type=Place).exported.ticket.socket) as stranger:
+    with connected(
+        msgspec.json.decode(inbox.token, type=IpcPlace).exported.ticket.socket
+    ) as stranger:
         stranger.sendall(bytes(descriptors.SECRET_BYTES))
         assert heard(stranger) == b""
     inbox.close()
@@ -135,14 +141,18 @@ def test_strangers_at_an_inbox_are_counted_where_its_process_counts(
     assert refusals.counts() == {"unauthenticated": 1}
 
 
-def test_a_donor_that_is_gone_gives_nothing(donor: Donor, refusals: RefusalCounter) -> None:
+def test_a_donor_that_is_gone_gives_nothing(
+    donor: DescriptorDonor, refusals: RefusalCounter
+) -> None:
     donor.close()
     donor.close()
     with pytest.raises(TransportError, match="no descriptor from"):
         take(donor.ticket, refusals)
 
 
-def test_a_peer_that_stands_still_holds_up_no_other(donor: Donor, refusals: RefusalCounter) -> None:
+def test_a_peer_that_stands_still_holds_up_no_other(
+    donor: DescriptorDonor, refusals: RefusalCounter
+) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(f"\0{donor.ticket.socket}")
         os.close(take(donor.ticket, refusals))
@@ -156,4 +166,4 @@ def test_a_donor_that_stands_still_is_given_up(
         deaf.bind("\0kvmig-test-deaf")
         deaf.listen()
         with pytest.raises(TransportError, match="timed out"):
-            take(descriptors.Ticket("kvmig-test-deaf", "00"), refusals)
+            take(descriptors.DescriptorTicket("kvmig-test-deaf", "00"), refusals)

@@ -20,7 +20,7 @@ from kvmig.engines.vllm.subblocks import LayerCache, RankCache, SubBlocks, UnitM
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.transports.base import unmap
-from kvmig.kvtransfer.transports.cuda_ipc import GpuMemory
+from kvmig.kvtransfer.transports.cuda_ipc import IpcMemory
 from kvmig.rpc.codec import RefusalCounter
 from tests import fake_gpu
 from tests.fake_gpu import HIGHEST, DeviceCache, FakeGpu, FakeKernels
@@ -66,7 +66,7 @@ class World:
         whole = nbytes + 2 * mmap.PAGESIZE
         middle = slice(mmap.PAGESIZE, mmap.PAGESIZE + nbytes)
         if kind == "device":
-            memory = GpuMemory(0, whole, RefusalCounter())
+            memory = IpcMemory(0, whole, RefusalCounter())
             memory.close()
             return memory.view(0, whole)[middle]
         if kind == "bytes":

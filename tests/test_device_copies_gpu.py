@@ -19,7 +19,7 @@ from kvmig.kernels.copy import checksum_fused
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.ipc import view
 from kvmig.kvtransfer.messages import Chunk
-from kvmig.kvtransfer.transports.select import Site, open_staging
+from kvmig.kvtransfer.transports.select import TransportSite, open_staging
 from tests.inbox_process import Destination, digest
 
 RUN, LAYERS, BLOCKS = 65536, 4, 600
@@ -83,7 +83,7 @@ def test_a_copy_comes_after_the_engines_step() -> None:
 async def test_a_chunk_reaches_another_process_through_memory_that_both_map() -> None:
     """On the last GPU there is: across two where there are two."""
     source, target = CudaDriver(0), torch.cuda.device_count() - 1
-    staging = open_staging("cuda-ipc", "test", "a", 2, SIZE, Site(gpu=0))["cuda-ipc"]
+    staging = open_staging("cuda-ipc", "test", "a", 2, SIZE, TransportSite(gpu=0))["cuda-ipc"]
     with Destination(staging.offer(), gpu=target, fake=False) as there:
         slot, data = await staging.acquire(1), bytes(range(256)) * (SIZE // 256)
         channel, chunk = staging.channel(there.token), Chunk("m", 0, 0, slot, SIZE, [])

@@ -22,7 +22,7 @@ from kvmig.controlplane.messages import (
     Welcome,
 )
 from kvmig.core.errors import PeerError, TransportError
-from kvmig.kvtransfer.destination_machine import SourceMessage, Tombstones
+from kvmig.kvtransfer.destination_machine import MachineTombstones, SourceMessage
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
@@ -118,13 +118,13 @@ FROM_A_SOURCE = (Reserve, Chunk, Commit, Abort)
 def test_a_tombstone_bears_any_message_in_any_order(
     kinds: list[type[RpcMessage]], names: int
 ) -> None:
-    tombstones = Tombstones()
+    tombstones = MachineTombstones()
     for at, kind in enumerate(kinds):
         mid = str(at % (names + 1))
         message = msgspec.structs.replace(example(kind), mid=mid)
         assert isinstance(message, SourceMessage)
         for action in tombstones.answer(mid, message):
-            assert type(action).__name__ in ("Answer", "ReserveBlocks", "FreeBlocks")
+            assert type(action).__name__ in ("SendAnswer", "ReserveBlocks", "FreeBlocks")
     assert not tombstones.fence(("text", 7))
 
 

@@ -13,8 +13,8 @@ from kvmig.engines.base import Stage, Tail
 from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig.kvtransfer import destination_machine as destination
 from kvmig.kvtransfer import source_machine as source
-from kvmig.kvtransfer.destination_machine import Answer, DestinationMachine, FreeBlocks
-from kvmig.kvtransfer.machine import Machine
+from kvmig.kvtransfer.destination_machine import DestinationMachine, FreeBlocks, SendAnswer
+from kvmig.kvtransfer.machine import StateMachine
 from kvmig.kvtransfer.messages import (
     Aborted,
     Chunk,
@@ -32,20 +32,20 @@ TAIL = Tail([9], 33, 3, b"")
 EXPORT = base.Export("r", 30, [])
 
 
-def source_at(state: source.S) -> SourceMachine:
+def source_at(state: source.SourceState) -> SourceMachine:
     """A source that came to `state` the shortest way."""
     machine = SourceMachine("m", max_stages=8)
-    steps: tuple[tuple[source.S | None, Callable[[], object]], ...] = (
-        (source.S.EXPORTING, lambda: machine.exported(30)),
-        (source.S.RESERVING, lambda: machine.reserved(1)),
-        (source.S.CHECKING, lambda: machine.checked(Stage([4, 5, 6], 31))),
-        (source.S.RESERVING_STAGE, lambda: machine.reserved(0)),
-        (source.S.COPYING, machine.copied),
+    steps: tuple[tuple[source.SourceState | None, Callable[[], object]], ...] = (
+        (source.SourceState.EXPORTING, lambda: machine.exported(30)),
+        (source.SourceState.RESERVING, lambda: machine.reserved(1)),
+        (source.SourceState.CHECKING, lambda: machine.checked(Stage([4, 5, 6], 31))),
+        (source.SourceState.RESERVING_STAGE, lambda: machine.reserved(0)),
+        (source.SourceState.COPYING, machine.copied),
         (None, lambda: machine.checked(Stage([7], 32))),
-        (source.S.RESERVING_TAIL, lambda: machine.reserved(0)),
-        (source.S.SUSPENDING, lambda: machine.suspended(TAIL)),
-        (source.S.SENDING_TAIL, machine.commit_sent),
-        (source.S.COMMITTING, machine.unreachable),
+        (source.SourceState.RESERVING_TAIL, lambda: machine.reserved(0)),
+        (source.SourceState.SUSPENDING, lambda: machine.suspended(TAIL)),
+        (source.SourceState.SENDING_TAIL, machine.commit_sent),
+        (source.SourceState.COMMITTING, machine.unreachable),
     )
     for at, step in steps:
         if machine.state is state and at is state:
@@ -55,26 +55,26 @@ def source_at(state: source.S) -> SourceMachine:
     return machine
 
 
-def destination_at(state: destination.S) -> DestinationMachine:
+def destination_at(state: destination.DestinationState) -> DestinationMachine:
     """A destination that came to `state` the shortest way, with 1 hit and 3 blocks."""
     machine = DestinationMachine("m")
-    if state is destination.S.NEW:
+    if state is destination.DestinationState.NEW:
         return machine
     machine.reserve(reserve(0))
-    if state is destination.S.RESERVING:
+    if state is destination.DestinationState.RESERVING:
         return machine
     machine.reserved(1, "tcp")
-    if state is destination.S.CANCELLED:
+    if state is destination.DestinationState.CANCELLED:
         machine.cancel("timeout")
         return machine
-    if state is destination.S.RECEIVING:
+    if state is destination.DestinationState.RECEIVING:
         return machine
     machine.chunk(chunk(1, 2))
-    if state is destination.S.SCATTERING:
+    if state is destination.DestinationState.SCATTERING:
         return machine
     machine.scattered(chunk(1, 2), 0.5)
     machine.commit(commit())
-    if state is destination.S.COMMITTED:
+    if state is destination.DestinationState.COMMITTED:
         machine.committed(2.0)
     return machine
 
@@ -95,46 +95,46 @@ def test_the_source_goes_from_export_to_release() -> None:
     machine = SourceMachine("m", max_stages=8)
     assert machine.start() == [source_machine.ExportRequest()]
     assert machine.exported(30) == [source_machine.SendReserve(0, 30)]
-    assert machine.reserved(2) == [source_machine.Check(sent=2)]
+    assert machine.reserved(2) == [source_machine.CheckRequest(sent=2)]
     assert machine.checked(Stage([4, 5, 6], 31)) == [source_machine.SendReserve(1, 31)]
     assert machine.reserved(0) == [source_machine.Copy(1, 2, (4, 5, 6))]
-    assert machine.copied() == [source_machine.Check(sent=5)]
+    assert machine.copied() == [source_machine.CheckRequest(sent=5)]
     assert machine.checked(Stage([7], 33)) == [source_machine.SendReserve(2, 33, last=True)]
     assert machine.reserved(0) == [source_machine.Suspend(sent=5)]
     assert machine.suspended(TAIL) == [source_machine.SendTail(5, TAIL)]
     assert machine.commit_sent() == []
     assert machine.committed() == [Release()]
-    assert (machine.state, machine.ended) == (source.S.COMMITTED, True)
+    assert (machine.state, machine.ended) == (source.SourceState.COMMITTED, True)
 
 
 BEFORE_COMMIT = [
-    source.S.EXPORTING,
-    source.S.RESERVING,
-    source.S.CHECKING,
-    source.S.RESERVING_STAGE,
-    source.S.COPYING,
-    source.S.RESERVING_TAIL,
-    source.S.SUSPENDING,
-    source.S.SENDING_TAIL,
+    source.SourceState.EXPORTING,
+    source.SourceState.RESERVING,
+    source.SourceState.CHECKING,
+    source.SourceState.RESERVING_STAGE,
+    source.SourceState.COPYING,
+    source.SourceState.RESERVING_TAIL,
+    source.SourceState.SUSPENDING,
+    source.SourceState.SENDING_TAIL,
 ]
 
 
 @pytest.mark.parametrize("state", BEFORE_COMMIT)
-def test_before_the_commit_every_end_leaves_the_request_here(state: source.S) -> None:
+def test_before_the_commit_every_end_leaves_the_request_here(state: source.SourceState) -> None:
     assert source_at(state).failed("finished") == [Resume(), SendAbort("finished")]
     assert source_at(state).cancel("shutdown") == [Resume(), SendAbort("shutdown")]
     assert source_at(state).refused("no_blocks", "why") == [Resume()]
     machine = source_at(state)
     machine.refused("no_blocks", "why")
     assert (machine.state, machine.reason, machine.detail) == (
-        source.S.ABORTED,
+        source.SourceState.ABORTED,
         "no_blocks",
         "why",
     )
 
 
 def test_an_unanswered_commit_is_sent_twice_more_and_then_the_arbiter_is_asked() -> None:
-    machine = source_at(source.S.COMMITTING)
+    machine = source_at(source.SourceState.COMMITTING)
     assert machine.unanswered() == [source_machine.SendCommit()]
     assert machine.unanswered() == [source_machine.SendCommit()]
     assert machine.unanswered() == [source_machine.AskArbiter()]
@@ -152,16 +152,19 @@ def test_a_request_whose_fate_nobody_tells_is_dropped_after_so_many_questions() 
     assert machine.unreachable() == [source_machine.AskArbiter()]
     assert machine.unreachable() == [source_machine.AskArbiter()]
     assert machine.unreachable() == [Release()]
-    assert (machine.state, machine.reason) == (source.S.ABORTED, "orphaned")
+    assert (machine.state, machine.reason) == (source.SourceState.ABORTED, "orphaned")
 
 
 def test_the_arbiter_decides() -> None:
-    assert source_at(source.S.RESOLVING).resolved(moved=True) == [Release()]
-    assert source_at(source.S.RESOLVING).resolved(moved=False) == [Resume(), SendAbort("timeout")]
+    assert source_at(source.SourceState.RESOLVING).resolved(moved=True) == [Release()]
+    assert source_at(source.SourceState.RESOLVING).resolved(moved=False) == [
+        Resume(),
+        SendAbort("timeout"),
+    ]
 
 
-@pytest.mark.parametrize("state", [source.S.COMMITTING, source.S.RESOLVING])
-def test_after_the_commit_was_sent_only_an_answer_resumes(state: source.S) -> None:
+@pytest.mark.parametrize("state", [source.SourceState.COMMITTING, source.SourceState.RESOLVING])
+def test_after_the_commit_was_sent_only_an_answer_resumes(state: source.SourceState) -> None:
     assert source_at(state).refused("corrupt") == [Resume()]
     assert source_at(state).committed() == [Release()]
     assert source_at(state).orphaned() == [Release()]
@@ -173,9 +176,9 @@ def test_after_the_commit_was_sent_only_an_answer_resumes(state: source.S) -> No
 
 
 def test_an_answer_that_comes_once_more_is_no_event() -> None:
-    machine = source_at(source.S.CHECKING)
+    machine = source_at(source.SourceState.CHECKING)
     assert machine.hear(Reserved("m", 0, 1, "tcp")) == []
-    machine = source_at(source.S.RESERVING_STAGE)
+    machine = source_at(source.SourceState.RESERVING_STAGE)
     assert machine.hear(Reserved("m", 0, 1, "tcp")) == []
     assert machine.hear(Reserved("m", 1, 1, "tcp")) == [source.Copy(1, 1, (4, 5, 6))]
 
@@ -187,25 +190,25 @@ def test_an_answer_that_comes_once_more_is_no_event() -> None:
 def test_a_destination_that_gives_up_leaves_the_request_here(
     message: Refused | Aborted, reason: str
 ) -> None:
-    machine = source_at(source.S.RESERVING)
+    machine = source_at(source.SourceState.RESERVING)
     assert machine.hear(message) == [Resume()]
     assert machine.reason == reason
 
 
 def test_a_commit_that_is_confirmed_releases_the_request() -> None:
-    assert source_at(source.S.COMMITTING).hear(Committed("m", 1.0)) == [Release()]
+    assert source_at(source.SourceState.COMMITTING).hear(Committed("m", 1.0)) == [Release()]
 
 
 @pytest.mark.parametrize(
     ("state", "actions"),
     [
-        (source.S.COPYING, [Resume(), SendAbort("peer_lost")]),
-        (source.S.COMMITTING, [source.AskArbiter()]),
-        (source.S.RESOLVING, []),
+        (source.SourceState.COPYING, [Resume(), SendAbort("peer_lost")]),
+        (source.SourceState.COMMITTING, [source.AskArbiter()]),
+        (source.SourceState.RESOLVING, []),
     ],
 )
 def test_a_lost_connection_ends_what_is_undecided_and_asks_the_arbiter_once(
-    state: source.S, actions: list[source.Action]
+    state: source.SourceState, actions: list[source.Action]
 ) -> None:
     assert source_at(state).lost("no connection") == actions
 
@@ -246,50 +249,52 @@ def test_a_request_that_waits_goes_without_room_or_blocks() -> None:
 def test_a_request_that_waited_and_has_begun_to_run_stays() -> None:
     machine = waiting_source()
     assert machine.suspended(TAIL) == [Resume(), SendAbort("started")]
-    assert (machine.state, machine.reason) == (source.S.ABORTED, "started")
+    assert (machine.state, machine.reason) == (source.SourceState.ABORTED, "started")
 
 
 def test_the_destination_goes_from_reserve_to_commit() -> None:
     machine = DestinationMachine("m")
     assert machine.reserve(reserve(0)) == [destination_machine.ReserveBlocks(EXPORT, 30)]
-    assert machine.reserved(1, "tcp") == [Answer(Reserved("m", 0, 1, "tcp"))]
+    assert machine.reserved(1, "tcp") == [SendAnswer(Reserved("m", 0, 1, "tcp"))]
     assert machine.chunk(chunk(1, 2)) == [destination_machine.Scatter(chunk(1, 2))]
-    assert machine.scattered(chunk(1, 2), 0.5) == [Answer(ChunkDone("m", 2, 0.5))]
+    assert machine.scattered(chunk(1, 2), 0.5) == [SendAnswer(ChunkDone("m", 2, 0.5))]
     assert machine.reserve(reserve(1)) == [destination_machine.ReserveBlocks(None, 31)]
-    assert machine.reserved() == [Answer(Reserved("m", 1, 1, "tcp"))]
+    assert machine.reserved() == [SendAnswer(Reserved("m", 1, 1, "tcp"))]
     assert machine.commit(commit()) == [destination_machine.RunRequest(TAIL)]
-    assert machine.committed(2.0) == [Answer(Committed("m", 2.0))]
+    assert machine.committed(2.0) == [SendAnswer(Committed("m", 2.0))]
     assert machine.committed_here
 
 
 def test_a_commit_is_answered_the_same_way_however_often_it_comes() -> None:
-    machine = destination_at(destination.S.COMMITTED)
-    again: list[destination_machine.Action] = [Answer(Committed("m", 2.0))]
+    machine = destination_at(destination.DestinationState.COMMITTED)
+    again: list[destination_machine.Action] = [SendAnswer(Committed("m", 2.0))]
     assert machine.commit(commit()) == machine.abort() == machine.reserve(reserve(0)) == again
     assert machine.chunk(chunk(1, 2)) == machine.fence() == machine.cancel("timeout") == []
     assert machine.committed_here
 
 
 def refusal(actions: list[destination_machine.Action]) -> str:
-    answers = [action.message for action in actions if isinstance(action, Answer)]
+    answers = [action.message for action in actions if isinstance(action, SendAnswer)]
     assert len(answers) == 1
     assert isinstance(answers[0], Refused)
     return answers[0].reason
 
 
 def test_an_aborted_migration_never_commits() -> None:
-    machine = destination_at(destination.S.RECEIVING)
+    machine = destination_at(destination.DestinationState.RECEIVING)
     aborted: RpcMessage = Aborted("m")
-    assert machine.abort() == [FreeBlocks(), Answer(aborted)]
+    assert machine.abort() == [FreeBlocks(), SendAnswer(aborted)]
     assert refusal(machine.commit(commit())) == "superseded"
-    assert machine.abort() == [Answer(aborted)]
+    assert machine.abort() == [SendAnswer(aborted)]
 
 
-@pytest.mark.parametrize("state", [destination.S.NEW, destination.S.RECEIVING])
-def test_a_fenced_migration_never_commits(state: destination.S) -> None:
+@pytest.mark.parametrize(
+    "state", [destination.DestinationState.NEW, destination.DestinationState.RECEIVING]
+)
+def test_a_fenced_migration_never_commits(state: destination.DestinationState) -> None:
     machine = destination_at(state)
-    freed = [FreeBlocks()] if state is destination.S.RECEIVING else []
-    assert machine.fence() == [*freed, Answer(Refused("m", "superseded", "fenced"))]
+    freed = [FreeBlocks()] if state is destination.DestinationState.RECEIVING else []
+    assert machine.fence() == [*freed, SendAnswer(Refused("m", "superseded", "fenced"))]
     assert not machine.committed_here
     assert refusal(machine.commit(commit())) == "superseded"
     assert refusal(machine.reserve(reserve(0))) == "superseded"
@@ -303,14 +308,14 @@ def test_a_commit_for_an_unknown_migration_is_refused_for_good() -> None:
 
 
 def test_a_missing_chunk_is_noticed_by_the_next_one_or_by_the_commit() -> None:
-    machine = destination_at(destination.S.RECEIVING)
+    machine = destination_at(destination.DestinationState.RECEIVING)
     assert machine.chunk(chunk(2, 1))[0] == FreeBlocks()
-    machine = destination_at(destination.S.RECEIVING)
+    machine = destination_at(destination.DestinationState.RECEIVING)
     assert refusal(machine.commit(commit(3))[1:]) == "error"
 
 
 def test_blocks_that_come_with_the_commit_count() -> None:
-    machine = destination_at(destination.S.RECEIVING)
+    machine = destination_at(destination.DestinationState.RECEIVING)
     last = chunk(1, 2)
     message = Commit("m", "r", 1, TAIL, 3, last)
     assert machine.commit(message) == [destination_machine.RunRequest(TAIL, last)]
@@ -320,48 +325,59 @@ def test_blocks_that_come_with_the_commit_count() -> None:
     "last", [chunk(0, 3), chunk(2, 1), chunk(1, 1)], ids=["shared prefix", "gap", "too few"]
 )
 def test_blocks_that_come_with_the_commit_must_fit(last: Chunk) -> None:
-    machine = destination_at(destination.S.RECEIVING)
+    machine = destination_at(destination.DestinationState.RECEIVING)
     machine.commit(Commit("m", "r", 1, TAIL, 3, last))
-    assert machine.state is destination.S.CANCELLED
+    assert machine.state is destination.DestinationState.CANCELLED
 
 
 def test_a_chunk_never_writes_into_the_shared_prefix() -> None:
-    machine = destination_at(destination.S.RECEIVING)
+    machine = destination_at(destination.DestinationState.RECEIVING)
     assert machine.chunk(chunk(0, 1))[0] == FreeBlocks()
-    assert machine.state is destination.S.CANCELLED
+    assert machine.state is destination.DestinationState.CANCELLED
 
 
 @pytest.mark.parametrize(
-    "state", [destination.S.RESERVING, destination.S.RECEIVING, destination.S.SCATTERING]
+    "state",
+    [
+        destination.DestinationState.RESERVING,
+        destination.DestinationState.RECEIVING,
+        destination.DestinationState.SCATTERING,
+    ],
 )
-def test_a_lease_that_runs_out_frees_the_blocks(state: destination.S) -> None:
+def test_a_lease_that_runs_out_frees_the_blocks(state: destination.DestinationState) -> None:
     actions = destination_at(state).cancel("timeout")
     assert actions[0] == FreeBlocks()
     assert refusal(actions) == "timeout"
 
 
 def test_a_failed_reservation_frees_what_the_engine_may_hold() -> None:
-    machine = destination_at(destination.S.RESERVING)
-    assert machine.failed("no_blocks") == [FreeBlocks(), Answer(Refused("m", "no_blocks"))]
+    machine = destination_at(destination.DestinationState.RESERVING)
+    assert machine.failed("no_blocks") == [FreeBlocks(), SendAnswer(Refused("m", "no_blocks"))]
 
 
 def test_a_repeated_first_reserve_keeps_what_has_come() -> None:
-    machine = destination_at(destination.S.RECEIVING)
+    machine = destination_at(destination.DestinationState.RECEIVING)
     machine.chunk(chunk(1, 2))
     machine.scattered(chunk(1, 2), 0.5)
     assert machine.reserve(reserve(0)) == [destination_machine.ReserveBlocks(None, 30)]
-    assert machine.reserved() == [Answer(Reserved("m", 0, 1, "tcp"))]
+    assert machine.reserved() == [SendAnswer(Reserved("m", 0, 1, "tcp"))]
     assert machine.received == 3
 
 
 @pytest.mark.parametrize("machine_type", [SourceMachine, DestinationMachine])
-def test_an_event_without_an_arrow_raises_and_changes_nothing(machine_type: type[Machine]) -> None:
-    events = source.E if machine_type is SourceMachine else destination.E
+def test_an_event_without_an_arrow_raises_and_changes_nothing(
+    machine_type: type[StateMachine],
+) -> None:
+    events = (
+        source.SourceTransition
+        if machine_type is SourceMachine
+        else destination.DestinationTransition
+    )
     for state, event in itertools.product(machine_type.table, events):
         if event in machine_type.table[state]:
             continue
         machine = machine_type.__new__(machine_type)
-        Machine.__init__(machine, "key", state)
+        StateMachine.__init__(machine, "key", state)
         with pytest.raises(
             InvalidTransition, match=f"key: no transition for {event} in state {state}"
         ):
@@ -370,7 +386,9 @@ def test_an_event_without_an_arrow_raises_and_changes_nothing(machine_type: type
 
 
 @pytest.mark.parametrize("machine_type", [SourceMachine, DestinationMachine])
-def test_every_state_can_be_reached_and_has_a_way_to_an_end(machine_type: type[Machine]) -> None:
+def test_every_state_can_be_reached_and_has_a_way_to_an_end(
+    machine_type: type[StateMachine],
+) -> None:
     table = machine_type.table
     reached = {next(iter(table))}
     for _ in table:

@@ -18,8 +18,8 @@ from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports import nixl
-from kvmig.kvtransfer.transports.base import Inbox, Shape, Staging
-from kvmig.kvtransfer.transports.nixl import NixlInbox, NixlStaging, Place
+from kvmig.kvtransfer.transports.base import BufferShape, StagingPool, TransportInbox
+from kvmig.kvtransfer.transports.nixl import NixlInbox, NixlStaging, RdmaPlace
 from kvmig.rpc.codec import Frame
 from tests import fake_gpu
 from tests.test_peer_copies import IDS, INTO, End
@@ -64,7 +64,9 @@ def mistaken(monkeypatch: pytest.MonkeyPatch) -> Mistaken:
     return made
 
 
-async def brought(staging: Staging, inbox: Inbox, slot: int, nbytes: int) -> memoryview:
+async def brought(
+    staging: StagingPool, inbox: TransportInbox, slot: int, nbytes: int
+) -> memoryview:
     """What is in the slot."""
     chunk, numbers = Chunk("m", 0, 0, slot, nbytes, []), list[int]()
 
@@ -140,9 +142,9 @@ def test_a_source_that_knows_no_gpus_is_given_memory_of_the_host(
     mistaken: Mistaken, knows: bool, kind: str
 ) -> None:
     """One of the version before."""
-    offered = nixl.Offered(SLOTS, SIZE, gpus=True) if knows else Shape(SLOTS, SIZE)
+    offered = nixl.RdmaOffer(SLOTS, SIZE, gpus=True) if knows else BufferShape(SLOTS, SIZE)
     inbox = NixlInbox(Offer("nixl", offered.token()), gpu=1)
-    place = msgspec.json.decode(inbox.token, type=Place)
+    place = msgspec.json.decode(inbox.token, type=RdmaPlace)
     assert (place.kind, place.device) == (kind, int(knows))
     inbox.close()
 

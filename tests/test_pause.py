@@ -22,7 +22,7 @@ from kvmig.kvtransfer.pause import (
     MOST_STEPS,
     NEAR,
     PUT_OFF_STEPS,
-    Spread,
+    PauseSpread,
     due_ms,
     put_off_ms,
     spread,
@@ -214,7 +214,7 @@ PAUSES = st.floats(0.01, 1e4)
 
 
 def test_a_pause_takes_as_many_steps_as_it_has_stretches() -> None:
-    assert spread(5.0, 20.0, 0.1) == Spread(5.0, 2.0, 3)
+    assert spread(5.0, 20.0, 0.1) == PauseSpread(5.0, 2.0, 3)
 
 
 def test_an_engine_without_steps_and_a_share_of_nothing_spread_nothing() -> None:

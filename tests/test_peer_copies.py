@@ -18,9 +18,9 @@ from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.gpu import GpuKernels
 from kvmig.kernels.side_stream import SideStream
 from kvmig.kvtransfer.messages import Chunk
-from kvmig.kvtransfer.transports.base import Channel, Staging
-from kvmig.kvtransfer.transports.cuda_ipc import GpuMemory
-from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
+from kvmig.kvtransfer.transports.base import StagingPool, TransportChannel
+from kvmig.kvtransfer.transports.cuda_ipc import IpcMemory
+from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.rpc.codec import Frame, RefusalCounter
 from tests.fake_gpu import DeviceCache, FakeGpu, FakeKernels
 from tests.inbox_process import Destination, digest
@@ -61,8 +61,8 @@ def source() -> Iterator[End]:
     made.close()
 
 
-def staging_of(end: End) -> Staging:
-    slots = open_staging("cuda-ipc", "test", "a", 2, len(IDS) * end.size, Site(gpu=0))
+def staging_of(end: End) -> StagingPool:
+    slots = open_staging("cuda-ipc", "test", "a", 2, len(IDS) * end.size, TransportSite(gpu=0))
     return slots["cuda-ipc"]
 
 
@@ -70,7 +70,7 @@ def announced(payload: Sequence[Frame] = (), number: int = 0) -> None:
     assert not payload
 
 
-async def gathered(end: End, channel: Channel, slot: int) -> list[int]:
+async def gathered(end: End, channel: TransportChannel, slot: int) -> list[int]:
     """As a chunk's sender does."""
     out = (await channel.buffer(slot))[: len(IDS) * end.size]
     return await asyncio.to_thread(end.copies.gather, IDS, out)
@@ -81,7 +81,7 @@ async def test_blocks_cross_to_another_gpu_by_one_copy_and_to_their_places_by_an
     source: End, there: int
 ) -> None:
     target, staging = End(there, 2), staging_of(source)
-    inbox = open_offer([staging.offer()], "cuda-ipc", Site(gpu=there))
+    inbox = open_offer([staging.offer()], "cuda-ipc", TransportSite(gpu=there))
     slot, channel = await staging.acquire(1), staging.channel(inbox.token)
     sums = await gathered(source, channel, slot)
     chunk = Chunk("m", 0, 0, slot, len(IDS) * source.size, sums)
@@ -100,7 +100,7 @@ async def test_blocks_cross_to_another_gpu_by_one_copy_and_to_their_places_by_an
 
 def buffer_for(end: End, shift: int = 0) -> memoryview:
     """In the GPU's memory, for all IDS."""
-    memory = GpuMemory(0, len(IDS) * end.size + shift, RefusalCounter())
+    memory = IpcMemory(0, len(IDS) * end.size + shift, RefusalCounter())
     memory.close()
     return memory.view(shift, len(IDS) * end.size)
 
@@ -188,7 +188,7 @@ async def test_a_late_copy_meets_no_memory_of_a_destination_that_has_given_up(so
     """A4: a migration is given up, its inbox too, and the engine takes new memory; then the source,
     which was slow, writes."""
     staging, other = staging_of(source), FakeGpu(1)
-    inbox = open_offer([staging.offer()], "cuda-ipc", Site(gpu=1))
+    inbox = open_offer([staging.offer()], "cuda-ipc", TransportSite(gpu=1))
     slot, channel = await staging.acquire(1), staging.channel(inbox.token)
     out, gate = (await channel.buffer(slot))[: len(IDS) * source.size], Event()
     source.gpu.queue(source.copies._stream.handle, lambda: gate.wait(20))

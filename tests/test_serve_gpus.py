@@ -157,7 +157,7 @@ async def test_a_request_moves_there_and_back_by_cuda_ipc_which_auto_has_chosen(
 
 # -- kill -9
 
-SIDES = {"source": source_machine.S, "destination": destination_machine.S}
+SIDES = {"source": source_machine.SourceState, "destination": destination_machine.DestinationState}
 STATES = [(side, str(state)) for side, states in SIDES.items() for state in states]
 COPIES = ("source", "copying"), ("destination", "scattering")
 IN_COPY_S = 0.03

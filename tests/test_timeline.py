@@ -7,9 +7,9 @@ from itertools import count
 import pytest
 
 from kvmig.kvtransfer.report import Downtime
-from kvmig.kvtransfer.timeline import Move, Part, Timeline
+from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline, Part
 
-MOVE = Move(mid="m", request_id="r", epoch=1, source="a", destination="b")
+MOVE = MigrationSpec(mid="m", request_id="r", epoch=1, source="a", destination="b")
 PARTS: list[Part] = ["drain", "tail copy", "commit"]
 
 
@@ -24,7 +24,7 @@ PARTS: list[Part] = ["drain", "tail copy", "commit"]
 )
 def test_a_pause_ends_in_whatever_part_it_was(marked: int, downtime: Downtime | None) -> None:
     seconds = count()
-    timeline = Timeline(MOVE, lambda: float(next(seconds)))
+    timeline = MigrationTimeline(MOVE, lambda: float(next(seconds)))
     for part in PARTS[:marked]:
         timeline.mark(part)
     timeline.resumed()
@@ -35,7 +35,7 @@ def test_a_pause_ends_in_whatever_part_it_was(marked: int, downtime: Downtime | 
 
 def test_a_part_counts_once_the_next_one_has_begun() -> None:
     seconds = count()
-    timeline = Timeline(MOVE, lambda: float(next(seconds)))
+    timeline = MigrationTimeline(MOVE, lambda: float(next(seconds)))
     timeline.mark("drain")
     assert timeline.downtime() is None
     timeline.mark("tail copy")

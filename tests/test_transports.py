@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports import nixl, select, shm
-from kvmig.kvtransfer.transports.base import KEPT, Inbox, Shape, Staging
-from kvmig.kvtransfer.transports.cuda_ipc import Exported, Origin, host_identity
-from kvmig.kvtransfer.transports.descriptors import Ticket
-from kvmig.kvtransfer.transports.select import Inboxes, Site, open_offer, open_staging
+from kvmig.kvtransfer.transports.base import KEPT, BufferShape, StagingPool, TransportInbox
+from kvmig.kvtransfer.transports.cuda_ipc import ExportedMemory, IpcOrigin, host_identity
+from kvmig.kvtransfer.transports.descriptors import DescriptorTicket
+from kvmig.kvtransfer.transports.select import InboxCache, TransportSite, open_offer, open_staging
 from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, sweep
 from kvmig.kvtransfer.transports.tcp import TcpStaging
 from kvmig.rpc.codec import Frame
@@ -58,7 +58,7 @@ def shared() -> Iterator[ShmStaging]:
 
 
 @pytest.fixture(params=["shm", "tcp"])
-def staging(request: pytest.FixtureRequest) -> Iterator[Staging]:
+def staging(request: pytest.FixtureRequest) -> Iterator[StagingPool]:
     transport = request.param
     (staging,) = open_staging(transport, CLUSTER, "a", 2, SIZE).values()
     assert staging.transport == transport
@@ -70,7 +70,7 @@ def chunk(slot: int, nbytes: int) -> Chunk:
     return Chunk("m", stage=0, first=0, slot=slot, nbytes=nbytes, checksums=[])
 
 
-async def send(staging: Staging, slot: int, inbox: Inbox, nbytes: int) -> memoryview:
+async def send(staging: StagingPool, slot: int, inbox: TransportInbox, nbytes: int) -> memoryview:
     sent: list[tuple[Chunk, bytes | memoryview | None]] = []
 
     def announce(payload: Sequence[Frame] = (), number: int = 0) -> None:
@@ -83,7 +83,9 @@ async def send(staging: Staging, slot: int, inbox: Inbox, nbytes: int) -> memory
     return await inbox.receive(said, payload)
 
 
-async def test_what_is_gathered_at_the_source_is_seen_at_the_destination(staging: Staging) -> None:
+async def test_what_is_gathered_at_the_source_is_seen_at_the_destination(
+    staging: StagingPool,
+) -> None:
     inbox = open_offer([staging.offer()])
     slots = [await staging.acquire(1.0) for _ in range(2)]
     for slot, text in zip(slots, (b"one", b"second"), strict=True):
@@ -93,14 +95,14 @@ async def test_what_is_gathered_at_the_source_is_seen_at_the_destination(staging
     inbox.close()
 
 
-async def test_the_destination_cannot_write_what_it_sees(staging: Staging) -> None:
+async def test_the_destination_cannot_write_what_it_sees(staging: StagingPool) -> None:
     inbox = open_offer([staging.offer()])
     slot = await staging.acquire(1.0)
     assert (await send(staging, slot, inbox, 8)).readonly
     inbox.close()
 
 
-async def test_a_slot_time_out_says_so_and_keeps_the_pool_whole(staging: Staging) -> None:
+async def test_a_slot_time_out_says_so_and_keeps_the_pool_whole(staging: StagingPool) -> None:
     held = [await staging.acquire(1.0) for _ in range(2)]
     with pytest.raises(TransportError, match=r"no free staging slot of 2 within 0.01 s"):
         await staging.acquire(0.01)
@@ -109,7 +111,7 @@ async def test_a_slot_time_out_says_so_and_keeps_the_pool_whole(staging: Staging
     assert sorted([await staging.acquire(1.0), await staging.acquire(1.0)]) == sorted(held)
 
 
-async def test_a_released_slot_wakes_the_one_who_waits(staging: Staging) -> None:
+async def test_a_released_slot_wakes_the_one_who_waits(staging: StagingPool) -> None:
     held = [await staging.acquire(1.0) for _ in range(2)]
     waiter = asyncio.create_task(staging.acquire(5.0))
     await asyncio.sleep(0)
@@ -118,7 +120,7 @@ async def test_a_released_slot_wakes_the_one_who_waits(staging: Staging) -> None
     assert staging.held == 2
 
 
-async def test_a_cancelled_wait_loses_no_slot(staging: Staging) -> None:
+async def test_a_cancelled_wait_loses_no_slot(staging: StagingPool) -> None:
     held = [await staging.acquire(1.0) for _ in range(2)]
     waiter = asyncio.create_task(staging.acquire(5.0))
     await asyncio.sleep(0)
@@ -128,14 +130,14 @@ async def test_a_cancelled_wait_loses_no_slot(staging: Staging) -> None:
     assert await staging.acquire(1.0) == held[0]
 
 
-async def test_a_slot_is_released_once(staging: Staging) -> None:
+async def test_a_slot_is_released_once(staging: StagingPool) -> None:
     slot = await staging.acquire(1.0)
     staging.release(slot)
     with pytest.raises(ValueError, match="not acquired"):
         staging.release(slot)
 
 
-async def test_close_fails_everyone_who_waits(staging: Staging) -> None:
+async def test_close_fails_everyone_who_waits(staging: StagingPool) -> None:
     held = [await staging.acquire(1.0) for _ in range(2)]
     channel = staging.channel("")
     waiters = [asyncio.create_task(staging.acquire(5.0)) for _ in range(2)]
@@ -220,7 +222,7 @@ async def test_a_chunk_without_all_its_bytes_is_the_peers_error(payload: bytes |
 
 
 async def test_a_source_is_mapped_once_and_unmapped_after_its_end() -> None:
-    inboxes = Inboxes()
+    inboxes = InboxCache()
     first, second = (ShmStaging(CLUSTER, name, 1, SIZE) for name in "ab")
     assert await inboxes.open([first.offer()]) is await inboxes.open([first.offer()])
     first.close()
@@ -236,7 +238,7 @@ async def test_an_inbox_that_nobody_can_copy_from_is_closed(shared: ShmStaging) 
         assert memory.nbytes >= SIZE
         raise TransportError("no")
 
-    inboxes = Inboxes(ready=fail)
+    inboxes = InboxCache(ready=fail)
     with pytest.raises(TransportError, match="no"):
         await inboxes.open([shared.offer()])
     inboxes.close()
@@ -246,7 +248,7 @@ async def test_what_is_held_for_a_source_that_has_ended_is_freed_though_no_other
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(select, "LOOK_S", 0.01)
-    inboxes = Inboxes()
+    inboxes = InboxCache()
     stays, ends = (ShmStaging(CLUSTER, name, 1, SIZE) for name in "ab")
     for one in (stays, ends):
         await inboxes.open([one.offer()])
@@ -266,11 +268,11 @@ def test_the_file_is_its_owners_alone(shared: ShmStaging) -> None:
 def test_without_its_folder_auto_goes_over_tcp_and_shm_fails(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stagings = open_staging("auto", CLUSTER, "a", 1, SIZE, Site(tmp_path / "none"))
+    stagings = open_staging("auto", CLUSTER, "a", 1, SIZE, TransportSite(tmp_path / "none"))
     assert list(stagings) == ["tcp"]
     assert "No such file" in caplog.text
     with pytest.raises(TransportError, match="none: No such file"):
-        open_staging("shm", CLUSTER, "a", 1, SIZE, Site(tmp_path / "none"))
+        open_staging("shm", CLUSTER, "a", 1, SIZE, TransportSite(tmp_path / "none"))
 
 
 @pytest.fixture
@@ -283,9 +285,9 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_folder_makes_auto_go_over_tcp_and_shm_fail(tiny: Path) -> None:
-    assert list(open_staging("auto", CLUSTER, "a", 4, 1 << 20, Site(tiny))) == ["tcp"]
+    assert list(open_staging("auto", CLUSTER, "a", 4, 1 << 20, TransportSite(tiny))) == ["tcp"]
     with pytest.raises(TransportError, match=r"bytes of shared memory.*No space left"):
-        open_staging("shm", CLUSTER, "a", 4, 1 << 20, Site(tiny))
+        open_staging("shm", CLUSTER, "a", 4, 1 << 20, TransportSite(tiny))
     assert list(tiny.iterdir()) == []
 
 
@@ -401,8 +403,8 @@ def test_a_pool_of_private_memory_leaves_no_file() -> None:
 def test_what_needs_a_gpu_says_so_at_the_door() -> None:
     with pytest.raises(TransportError, match="needs a KV cache in an NVIDIA GPU's memory"):
         open_staging("cuda-ipc", CLUSTER, "a", 1, SIZE)
-    exported = Exported(Ticket("nowhere", "00"), SIZE)
-    origin = Origin(host_identity(), Shape(1, SIZE), exported, "00")
+    exported = ExportedMemory(DescriptorTicket("nowhere", "00"), SIZE)
+    origin = IpcOrigin(host_identity(), BufferShape(1, SIZE), exported, "00")
     token = msgspec.json.encode(origin).decode()
     with pytest.raises(TransportError, match=r"cuda-ipc: .* needs a KV cache in an NVIDIA GPU's"):
         open_offer([Offer("cuda-ipc", token)])
@@ -438,14 +440,14 @@ def test_an_offer_of_buffers_that_cannot_be_is_refused(transport: str, token: st
 
 
 def test_memory_of_another_host_is_not_mapped() -> None:
-    exported = Exported(Ticket("nowhere", "00"), SIZE)
-    token = msgspec.json.encode(Origin("another", Shape(1, 8), exported, "00")).decode()
+    exported = ExportedMemory(DescriptorTicket("nowhere", "00"), SIZE)
+    token = msgspec.json.encode(IpcOrigin("another", BufferShape(1, 8), exported, "00")).decode()
     with pytest.raises(TransportError, match="the source is on another host"):
         open_offer([Offer("cuda-ipc", token)])
 
 
 async def test_the_inboxes_of_too_many_sources_are_closed_the_oldest_first() -> None:
-    inboxes = Inboxes()
+    inboxes = InboxCache()
     stagings = [ShmStaging(CLUSTER, "a", 1, SIZE) for _ in range(KEPT + 1)]
     first = await inboxes.open([stagings[0].offer()])
     for one in stagings[1:]:
@@ -463,7 +465,7 @@ async def test_the_inboxes_of_too_many_sources_are_closed_the_oldest_first() -> 
 async def test_an_inbox_that_is_opened_while_all_are_closed_is_closed_too(
     shared: ShmStaging,
 ) -> None:
-    inboxes = Inboxes()
+    inboxes = InboxCache()
     opening = asyncio.create_task(inboxes.open([shared.offer()]))
     await asyncio.sleep(0)
     inboxes.close()

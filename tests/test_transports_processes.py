@@ -15,7 +15,7 @@ import pytest
 from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Chunk
 from kvmig.kvtransfer.transports import nixl
-from kvmig.kvtransfer.transports.base import Announce, Staging
+from kvmig.kvtransfer.transports.base import AnnounceChunk, StagingPool
 from kvmig.rpc.codec import Frame
 from tests.inbox_process import Destination, digest, staging_of, write
 
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.usefixtures("gpus")
 
 
 @pytest.fixture(params=TRANSPORTS)
-def staging(gpus: None, request: pytest.FixtureRequest) -> Iterator[Staging]:
+def staging(gpus: None, request: pytest.FixtureRequest) -> Iterator[StagingPool]:
     pool = staging_of(request.param, SLOTS, SIZE)
     yield pool
     pool.close()
 
 
 @pytest.fixture
-def destination(staging: Staging) -> Iterator[Callable[[], Destination]]:
+def destination(staging: StagingPool) -> Iterator[Callable[[], Destination]]:
     made: list[Destination] = []
 
     def start() -> Destination:
@@ -58,7 +58,11 @@ def content(number: int, nbytes: int) -> bytes:
 
 
 async def push(
-    staging: Staging, token: str, slot: int, data: bytes, announce: Callable[[Chunk], Announce]
+    staging: StagingPool,
+    token: str,
+    slot: int,
+    data: bytes,
+    announce: Callable[[Chunk], AnnounceChunk],
 ) -> None:
     """Put `data` into the slot and bring it there, as a copier does."""
     channel, chunk = staging.channel(token), Chunk("m", 0, 0, slot, len(data), [])
@@ -67,7 +71,7 @@ async def push(
         await channel.push(chunk, announce(chunk))
 
 
-def to_nobody(chunk: Chunk) -> Announce:
+def to_nobody(chunk: Chunk) -> AnnounceChunk:
     """The message is lost."""
 
     def announce(payload: Sequence[Frame] = (), number: int = 0) -> None: ...
@@ -75,7 +79,7 @@ def to_nobody(chunk: Chunk) -> Announce:
     return announce
 
 
-async def works(staging: Staging, there: Destination) -> bool:
+async def works(staging: StagingPool, there: Destination) -> bool:
     """Whether chunks of all sizes arrive, in slots that are used again and again."""
     for number, nbytes in enumerate((1, 4096, SIZE, 77_777)):
         slot, data = await staging.acquire(1.0), content(number, nbytes)
@@ -87,7 +91,7 @@ async def works(staging: Staging, there: Destination) -> bool:
 
 
 async def test_chunks_arrive_as_they_were(
-    staging: Staging, destination: Callable[[], Destination]
+    staging: StagingPool, destination: Callable[[], Destination]
 ) -> None:
     there = destination()
     assert await works(staging, there)
@@ -100,7 +104,7 @@ async def test_chunks_arrive_as_they_were(
 
 
 async def test_a_chunk_that_nobody_took_is_not_taken_for_the_next(
-    staging: Staging, destination: Callable[[], Destination]
+    staging: StagingPool, destination: Callable[[], Destination]
 ) -> None:
     there, slot = destination(), await staging.acquire(1.0)
     await push(staging, there.token, slot, content(0, SIZE), there.announce)
@@ -112,7 +116,7 @@ async def test_a_chunk_that_nobody_took_is_not_taken_for_the_next(
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_destination_that_dies_or_stands_still_leaves_the_source_able_to_go_on(
-    staging: Staging, destination: Callable[[], Destination], blow: signal.Signals
+    staging: StagingPool, destination: Callable[[], Destination], blow: signal.Signals
 ) -> None:
     if staging.transport == "tcp" and blow is signal.SIGSTOP:
         pytest.skip("the pipe of this test would block, a ZeroMQ socket queues")
@@ -133,14 +137,14 @@ async def test_a_destination_that_dies_or_stands_still_leaves_the_source_able_to
 
 
 async def test_a_source_that_dies_is_noticed_by_the_one_who_waits(
-    staging: Staging, destination: Callable[[], Destination]
+    staging: StagingPool, destination: Callable[[], Destination]
 ) -> None:
     if staging.transport in ("shm", "tcp", "cuda-ipc"):
         pytest.skip("what was announced is there already")
     there = destination()
-    said: list[Announce] = []
+    said: list[AnnounceChunk] = []
 
-    def only_said(chunk: Chunk) -> Announce:
+    def only_said(chunk: Chunk) -> AnnounceChunk:
         said.append(there.announce(chunk))
         return to_nobody(chunk)
 

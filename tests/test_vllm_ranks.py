@@ -17,7 +17,7 @@ from kvmig.engines.vllm.memory import SharedCache
 from kvmig.engines.vllm.subblocks import whole_blocks
 from kvmig.kernels.arrays import memory_of
 from kvmig.kvtransfer.messages import Chunk
-from kvmig.kvtransfer.transports.select import Site, open_offer, open_staging
+from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from tests import fake_gpu
 from tests.fake_gpu import FakeGpu, FakeKernels
 from tests.poisoned import make_cache
@@ -107,8 +107,8 @@ async def test_one_kernel_gathers_from_all_workers_into_another_instances_inbox(
     world: World,
 ) -> None:
     nbytes = len(IDS) * world.size
-    staging = open_staging("cuda-ipc", "test", "a", 1, nbytes, Site(gpu=0))["cuda-ipc"]
-    inbox = open_offer([staging.offer()], "cuda-ipc", Site(gpu=1))
+    staging = open_staging("cuda-ipc", "test", "a", 1, nbytes, TransportSite(gpu=0))["cuda-ipc"]
+    inbox = open_offer([staging.offer()], "cuda-ipc", TransportSite(gpu=1))
     slot, channel = await staging.acquire(1), staging.channel(inbox.token)
     out = await channel.buffer(slot)
     sums = world.copies.gather(IDS, out)

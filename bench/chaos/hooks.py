@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
-from kvmig.kvtransfer.machine import Machine
+from kvmig.kvtransfer.machine import StateMachine
 from kvmig.kvtransfer.messages import Chunk, PeerMessage
 from kvmig.kvtransfer.transports.shm import ShmInbox
 from kvmig.kvtransfer.transports.tcp import TcpInbox
@@ -37,14 +37,14 @@ PEER_MESSAGES = tuple(one for one in get_args(PeerMessage) if one is not Hello)
 
 def install(folder: Path) -> None:
     """Let things go wrong from now on, as the folder's files say."""
-    go = Machine.go
+    go = StateMachine.go
     wires = {RpcClient: Wire(folder, RpcClient.send), RpcServer: Wire(folder, RpcServer.send)}
 
-    def entering(machine: Machine, event: Any) -> None:
+    def entering(machine: StateMachine, event: Any) -> None:
         go(machine, event)
         strike(folder, f"{side(machine)}.{machine.state}")
 
-    mock.patch.object(Machine, "go", entering).start()
+    mock.patch.object(StateMachine, "go", entering).start()
     for inbox in (ShmInbox, TcpInbox):
         mock.patch.object(
             inbox, "receive", garbled(inbox.receive, folder / NOW / "corrupt")
@@ -69,7 +69,7 @@ def garbled(receive: Receive, corrupt: Path) -> Receive:
     return received
 
 
-def side(machine: Machine) -> str:
+def side(machine: StateMachine) -> str:
     """source or destination."""
     return type(machine).__name__.removesuffix("Machine").lower()
 

@@ -17,10 +17,10 @@ from kvmig.core.errors import KvmigError, TransportError
 from kvmig.engines.base import Emitted, ServingEngine
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
-from kvmig.kvtransfer.context import Host
+from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.messages import PeerMessage
-from kvmig.kvtransfer.migrations import Migrations
-from kvmig.kvtransfer.transports.select import Site, open_staging
+from kvmig.kvtransfer.migrations import MigrationSessions
+from kvmig.kvtransfer.transports.select import TransportSite, open_staging
 from kvmig.rpc.codec import Frame, MessageCodec
 from kvmig.rpc.messages import RpcMessage
 
@@ -88,7 +88,7 @@ def _received(control: Connection) -> Any:
         return None
 
 
-class _Way(Host):
+class _Way(LlumletPort):
     """The pipe to the other process, and the engine that runs what comes."""
 
     def __init__(self, engine: ServingEngine, peer: Connection, mode: str) -> None:
@@ -143,13 +143,13 @@ class EngineProcess:
         )
         self._stagings = open_staging(
             *(config.transport, "bench", name, config.staging_buffers, setting.chunk_bytes),
-            Site(gpu=self.engine.layout.gpu),
+            TransportSite(gpu=self.engine.layout.gpu),
         )
         self._migrations = {
-            LIVE: Migrations(
+            LIVE: MigrationSessions(
                 name, self.engine, config, self._stagings, _Way(self.engine, peer, LIVE)
             ),
-            BLOCKING: Migrations(
+            BLOCKING: MigrationSessions(
                 name,
                 self.engine,
                 msgspec.structs.replace(config, max_stages=0),

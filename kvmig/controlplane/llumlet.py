@@ -58,7 +58,7 @@ from kvmig.engines.gate import ComputeShares
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.transports.base import Staging
+from kvmig.kvtransfer.transports.base import StagingPool
 from kvmig.kvtransfer.transports.select import open_staging, site_of
 from kvmig.rpc.codec import REFUSED
 from kvmig.rpc.messages import VERSION, Hello, RpcMessage
@@ -94,7 +94,7 @@ class Llumlet:
         self._overrun: set[bytes] = set()
         """Front ends that were too slow, and don't know yet what it cost them."""
         self._tracking = Tracking()
-        self._stagings: dict[str, Staging] = {}
+        self._stagings: dict[str, StagingPool] = {}
         if not engine.unmovable:
             self._stagings = open_staging(
                 config.migration.transport,

@@ -13,8 +13,8 @@ from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, TransportError
 from kvmig.engines.base import ServingEngine
 from kvmig.kvtransfer.messages import PeerMessage
-from kvmig.kvtransfer.migrations import Migrations
-from kvmig.kvtransfer.transports.base import Staging
+from kvmig.kvtransfer.migrations import MigrationSessions
+from kvmig.kvtransfer.transports.base import StagingPool
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
@@ -31,7 +31,7 @@ class MigrationHost:
         secret: bytes,
         engine: ServingEngine,
         config: MigrationConfig,
-        stagings: Mapping[str, Staging],
+        stagings: Mapping[str, StagingPool],
         server: RpcServer,
         fronts: Fronts,
         tracking: Tracking,
@@ -51,7 +51,9 @@ class MigrationHost:
         """Connections to peers, by endpoint, and who hears their answers."""
         self._questions: dict[str, asyncio.Future[bool]] = {}
         """Questions to front ends that are open, by migration."""
-        self.migrations = Migrations(instance, engine, config, stagings, self, server.refusals)
+        self.migrations = MigrationSessions(
+            instance, engine, config, stagings, self, server.refusals
+        )
 
     # -- peers
 

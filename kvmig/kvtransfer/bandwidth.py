@@ -1,4 +1,5 @@
-"""Bandwidth caps of an instance: `FairShare` decides who sends next, `Throttle` makes them wait.
+"""Bandwidth caps of an instance: `FairShare` decides who sends next, `BandwidthThrottle` makes them
+wait.
 
 Two kinds of token bucket, one for the instance and one a pair (this instance and a
 destination). A bucket that isn't in debt lets a whole chunk through and may go into debt
@@ -22,7 +23,7 @@ ROUNDING = 1e-3
 """Bytes of debt that count as none."""
 
 
-class Bucket:
+class TokenBucket:
     """A token bucket of `rate` bytes a second, 0 for no cap; full at the start."""
 
     def __init__(self, rate: float) -> None:
@@ -62,9 +63,9 @@ class FairShare:
 
     def __init__(self, rate: float, pair_rate: float) -> None:
         """Bytes a second out of the instance and to one destination; 0: no cap."""
-        self._all = Bucket(rate)
+        self._all = TokenBucket(rate)
         self._pair_rate = pair_rate
-        self._pairs: dict[str, Bucket] = {}
+        self._pairs: dict[str, TokenBucket] = {}
         self._asks: list[_Ask] = []
         self._served: dict[str, float] = {}
         self._virtual = 0.0
@@ -111,11 +112,11 @@ class FairShare:
     def _ready_at(self, ask: _Ask, now: float) -> float:
         return max(self._all.ready_at(now), self._pair(ask.pair).ready_at(now))
 
-    def _pair(self, pair: str) -> Bucket:
-        return self._pairs.setdefault(pair, Bucket(self._pair_rate))
+    def _pair(self, pair: str) -> TokenBucket:
+        return self._pairs.setdefault(pair, TokenBucket(self._pair_rate))
 
 
-class Throttle:
+class BandwidthThrottle:
     """Makes the flows of one instance wait for their turns. Bytes a second, 0 for no cap."""
 
     def __init__(self, rate: float, pair_rate: float, timeout_s: float) -> None:
@@ -126,9 +127,9 @@ class Throttle:
         """Waiters by flow; each is done when its turn has come."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def line(self, flow: str, pair: str) -> Line:
+    def line(self, flow: str, pair: str) -> MigrationLine:
         """One migration's bandwidth to `pair`."""
-        return Line(self, flow, pair)
+        return MigrationLine(self, flow, pair)
 
     def grant(self) -> None:
         """Wake those whose turn it is, and come back when the next one's is."""
@@ -144,10 +145,10 @@ class Throttle:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, at - now), self.grant)
 
 
-class Line:
+class MigrationLine:
     """One migration's bandwidth: a turn is reserved, then committed for one chunk."""
 
-    def __init__(self, throttle: Throttle, flow: str, pair: str) -> None:
+    def __init__(self, throttle: BandwidthThrottle, flow: str, pair: str) -> None:
         self._throttle = throttle
         self._flow = flow
         self._pair = pair

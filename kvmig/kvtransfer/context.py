@@ -10,14 +10,14 @@ from typing import Protocol
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import MigrationConfig
 from kvmig.engines.base import Engine
-from kvmig.kvtransfer.bandwidth import Throttle
+from kvmig.kvtransfer.bandwidth import BandwidthThrottle
 from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, LeadTime, PauseTime, slot_bytes
-from kvmig.kvtransfer.transports.base import Staging
+from kvmig.kvtransfer.transports.base import StagingPool
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import RpcMessage
 
 
-class Host(Protocol):
+class LlumletPort(Protocol):
     """The llumlet, as its migrations see it. Called on the event loop; must not block.
 
     The methods with a body are those that a program without front ends needn't have.
@@ -76,15 +76,15 @@ class Host(Protocol):
 class SourceContext:
     """Shared by all migrations out of one instance: engine, buffers, bandwidth, measurements."""
 
-    host: Host
+    host: LlumletPort
     engine: Engine
     config: MigrationConfig
-    stagings: Mapping[str, Staging]
+    stagings: Mapping[str, StagingPool]
     """Staging buffers by transport's name, the best first; all are offered."""
     clock: Clock = monotonic
     places: asyncio.Semaphore = field(init=False)
     """Places for as many migrations as may go at once."""
-    throttle: Throttle = field(init=False)
+    throttle: BandwidthThrottle = field(init=False)
     sizer: ChunkSizer = field(init=False)
     rate: BlockRate = field(init=False)
     lead: LeadTime = field(default_factory=LeadTime)
@@ -94,7 +94,7 @@ class SourceContext:
         config, layout = self.config, self.engine.layout
         block_bytes, slot = layout.block_bytes, slot_bytes(config.chunk_bytes, layout)
         self.places = asyncio.Semaphore(config.max_migrations)
-        self.throttle = Throttle(
+        self.throttle = BandwidthThrottle(
             config.max_bandwidth, config.max_pair_bandwidth, config.lease_ms / 2e3
         )
         self.sizer = ChunkSizer(block_bytes, slot, config.chunk_ms)

@@ -21,11 +21,11 @@ from msgspec.structs import replace
 
 from kvmig.core.errors import MigrationRefused, TransportError
 from kvmig.kvtransfer.context import SourceContext
-from kvmig.kvtransfer.mailbox import Mailbox
+from kvmig.kvtransfer.mailbox import EventMailbox
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Bundle, Chunk
 from kvmig.kvtransfer.report import StageParts
-from kvmig.kvtransfer.timeline import Move, Timeline
-from kvmig.kvtransfer.transports.base import Channel, Staging
+from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
+from kvmig.kvtransfer.transports.base import StagingPool, TransportChannel
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import RpcMessage
 
@@ -35,7 +35,7 @@ Send = Callable[[RpcMessage, Sequence[Frame]], None]
 class SharedSlot:
     """A slot that several chunks are in: it is released with the last one."""
 
-    def __init__(self, staging: Staging, slot: int, chunks: int) -> None:
+    def __init__(self, staging: StagingPool, slot: int, chunks: int) -> None:
         self._staging = staging
         self._slot = slot
         self._chunks = chunks
@@ -56,12 +56,12 @@ class BlockSender:
 
     def __init__(
         self,
-        move: Move,
+        move: MigrationSpec,
         batcher: ChunkBatcher,
-        staging: Staging,
+        staging: StagingPool,
         token: str,
-        mailbox: Mailbox[Any, Any],
-        timeline: Timeline,
+        mailbox: EventMailbox[Any, Any],
+        timeline: MigrationTimeline,
     ) -> None:
         """token: of the inbox at the destination. Raises TransportError if it can't be reached."""
         self._mid = move.mid
@@ -233,8 +233,8 @@ class QueuedChunk:
     stage: int
     first: int
     block_ids: Sequence[int]
-    staging: Staging
-    channel: Channel
+    staging: StagingPool
+    channel: TransportChannel
     board: Callable[[SharedSlot], None]
     """Called just before the chunk is announced."""
     places: Sequence[int] = ()
@@ -309,7 +309,7 @@ class ChunkBatcher:
                     if not queued.sent.done():
                         queued.sent.set_result(times)
 
-    def _take(self, staging: Staging) -> list[QueuedChunk]:
+    def _take(self, staging: StagingPool) -> list[QueuedChunk]:
         """The chunks at the head of the queue that one copy and one slot can hold; at least one."""
         batch: list[QueuedChunk] = []
         room = self.context.sizer.blocks()
@@ -324,7 +324,7 @@ class ChunkBatcher:
         return batch
 
     async def _transfer(
-        self, batch: Sequence[QueuedChunk], staging: Staging, slot: int
+        self, batch: Sequence[QueuedChunk], staging: StagingPool, slot: int
     ) -> tuple[float, float]:
         """Gather all blocks of the batch in one copy and push them; milliseconds of both."""
         clock, shared, boarded = self.context.clock, SharedSlot(staging, slot, len(batch)), 0

@@ -20,13 +20,13 @@ from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail
 from kvmig.engines.identity import difference
 from kvmig.kvtransfer import destination_machine as do
-from kvmig.kvtransfer.context import Host
+from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.destination_machine import Action, DestinationMachine, SourceMessage
-from kvmig.kvtransfer.mailbox import Cancel
+from kvmig.kvtransfer.mailbox import CancelMigration
 from kvmig.kvtransfer.messages import Chunk, FirstToken, Reserve, Reserved
 from kvmig.kvtransfer.session import Session
-from kvmig.kvtransfer.transports.base import Inbox
-from kvmig.kvtransfer.transports.select import Inboxes
+from kvmig.kvtransfer.transports.base import TransportInbox
+from kvmig.kvtransfer.transports.select import InboxCache
 from kvmig.rpc.messages import RpcMessage
 
 log = logging.getLogger(__name__)
@@ -36,17 +36,17 @@ log = logging.getLogger(__name__)
 class DestinationContext:
     """Shared by all migrations into one instance."""
 
-    host: Host
+    host: LlumletPort
     engine: Engine
     config: MigrationConfig
-    inboxes: Inboxes
+    inboxes: InboxCache
     clock: Clock = monotonic
     unstepped: dict[str, DestinationSession] = field(default_factory=dict)
     """Committed requests whose first step here has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class FenceQuestion:
     """Answer whether the migration is committed; from then on it stays so."""
 
     answer: asyncio.Future[bool]
@@ -60,7 +60,7 @@ class SourceEvent:
     payload: Sequence[memoryview]
 
 
-Event = SourceEvent | Cancel | Fence
+Event = SourceEvent | CancelMigration | FenceQuestion
 
 
 class DestinationSession(Session[Event, Action]):
@@ -82,7 +82,7 @@ class DestinationSession(Session[Event, Action]):
         self._engine = context.engine
         self._sender = sender
         self._exact = reserve.numerics == context.engine.numerics
-        self._inbox: Inbox | None = None
+        self._inbox: TransportInbox | None = None
         self._blocks: list[int] = []
         """The request's own, in their order; HOLE where none is kept."""
         self._payload: Sequence[memoryview] = ()
@@ -107,7 +107,7 @@ class DestinationSession(Session[Event, Action]):
                     async with asyncio.timeout(self._context.config.lease_ms / 1e3):
                         actions = await self._mailbox.listen()
                 except TimeoutError:
-                    actions = self._hear(Cancel("timeout"))
+                    actions = self._hear(CancelMigration("timeout"))
                 await self._deal_with(actions)
         except BaseException:  # a cancellation, or what nothing here was made for
             if not self.machine.ended:
@@ -122,14 +122,14 @@ class DestinationSession(Session[Event, Action]):
         while (event := self._mailbox.take()) is not None:
             if self.machine.ended:
                 await self._deal_with(self._hear(event))
-            elif isinstance(event, Fence) and not event.answer.done():
+            elif isinstance(event, FenceQuestion) and not event.answer.done():
                 event.answer.cancel()
 
     def _hear(self, event: Event) -> list[Action]:
         match event:
-            case Cancel(reason=reason):
+            case CancelMigration(reason=reason):
                 return self.machine.cancel(reason)
-            case Fence(answer):
+            case FenceQuestion(answer):
                 self._fence = answer
                 return self.machine.fence()
             case SourceEvent(message, payload):
@@ -170,7 +170,7 @@ class DestinationSession(Session[Event, Action]):
                 return await self._commit(tail, came_along)
             case do.FreeBlocks():
                 await self._engine.cancel(self.request_id)
-            case do.Answer(message):
+            case do.SendAnswer(message):
                 self._answer(message)
         return []
 

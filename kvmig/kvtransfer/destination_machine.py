@@ -14,7 +14,7 @@ from enum import StrEnum, auto
 from typing import ClassVar
 
 from kvmig.engines.base import Export, Tail
-from kvmig.kvtransfer.machine import Machine, Table
+from kvmig.kvtransfer.machine import StateMachine, Table
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
@@ -60,18 +60,18 @@ class FreeBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SendAnswer:
     """Send this to the source."""
 
     message: RpcMessage
 
 
-Action = ReserveBlocks | Scatter | RunRequest | FreeBlocks | Answer
+Action = ReserveBlocks | Scatter | RunRequest | FreeBlocks | SendAnswer
 SourceMessage = Reserve | Chunk | Commit | Abort
 """Messages that the machine hears; others of the source aren't its business."""
 
 
-class S(StrEnum):
+class DestinationState(StrEnum):
     """States of the destination."""
 
     NEW = auto()
@@ -83,7 +83,7 @@ class S(StrEnum):
     CANCELLED = auto()
 
 
-class E(StrEnum):
+class DestinationTransition(StrEnum):
     """Events at the destination."""
 
     RESERVE = auto()
@@ -100,41 +100,59 @@ class E(StrEnum):
     """The lease ran out, the client left, or the instance stops."""
 
 
-_LATE = (E.RESERVE, E.CHUNK, E.COMMIT, E.ABORT, E.FENCE, E.CANCEL)
+_LATE = (
+    DestinationTransition.RESERVE,
+    DestinationTransition.CHUNK,
+    DestinationTransition.COMMIT,
+    DestinationTransition.ABORT,
+    DestinationTransition.FENCE,
+    DestinationTransition.CANCEL,
+)
 """Events that may still come when the machine has ended."""
 
 
-class DestinationMachine(Machine):
+class DestinationMachine(StateMachine):
     """One attempt to move one request here. Each method is an event."""
 
     table: ClassVar[Table] = {
-        S.NEW: {
-            E.RESERVE: S.RESERVING,
-            E.CHUNK: S.NEW,
-            E.COMMIT: S.CANCELLED,
-            E.FAILED: S.CANCELLED,
-            E.ABORT: S.CANCELLED,
-            E.FENCE: S.CANCELLED,
-            E.CANCEL: S.CANCELLED,
+        DestinationState.NEW: {
+            DestinationTransition.RESERVE: DestinationState.RESERVING,
+            DestinationTransition.CHUNK: DestinationState.NEW,
+            DestinationTransition.COMMIT: DestinationState.CANCELLED,
+            DestinationTransition.FAILED: DestinationState.CANCELLED,
+            DestinationTransition.ABORT: DestinationState.CANCELLED,
+            DestinationTransition.FENCE: DestinationState.CANCELLED,
+            DestinationTransition.CANCEL: DestinationState.CANCELLED,
         },
-        S.RESERVING: {E.RESERVED: S.RECEIVING, E.FAILED: S.CANCELLED, E.CANCEL: S.CANCELLED},
-        S.RECEIVING: {
-            E.RESERVE: S.RESERVING,
-            E.CHUNK: S.SCATTERING,
-            E.COMMIT: S.COMMITTING,
-            E.FAILED: S.CANCELLED,
-            E.ABORT: S.CANCELLED,
-            E.FENCE: S.CANCELLED,
-            E.CANCEL: S.CANCELLED,
+        DestinationState.RESERVING: {
+            DestinationTransition.RESERVED: DestinationState.RECEIVING,
+            DestinationTransition.FAILED: DestinationState.CANCELLED,
+            DestinationTransition.CANCEL: DestinationState.CANCELLED,
         },
-        S.SCATTERING: {E.SCATTERED: S.RECEIVING, E.FAILED: S.CANCELLED, E.CANCEL: S.CANCELLED},
-        S.COMMITTING: {E.COMMITTED: S.COMMITTED, E.FAILED: S.CANCELLED},
-        S.COMMITTED: dict.fromkeys(_LATE, S.COMMITTED),
-        S.CANCELLED: dict.fromkeys(_LATE, S.CANCELLED),
+        DestinationState.RECEIVING: {
+            DestinationTransition.RESERVE: DestinationState.RESERVING,
+            DestinationTransition.CHUNK: DestinationState.SCATTERING,
+            DestinationTransition.COMMIT: DestinationState.COMMITTING,
+            DestinationTransition.FAILED: DestinationState.CANCELLED,
+            DestinationTransition.ABORT: DestinationState.CANCELLED,
+            DestinationTransition.FENCE: DestinationState.CANCELLED,
+            DestinationTransition.CANCEL: DestinationState.CANCELLED,
+        },
+        DestinationState.SCATTERING: {
+            DestinationTransition.SCATTERED: DestinationState.RECEIVING,
+            DestinationTransition.FAILED: DestinationState.CANCELLED,
+            DestinationTransition.CANCEL: DestinationState.CANCELLED,
+        },
+        DestinationState.COMMITTING: {
+            DestinationTransition.COMMITTED: DestinationState.COMMITTED,
+            DestinationTransition.FAILED: DestinationState.CANCELLED,
+        },
+        DestinationState.COMMITTED: dict.fromkeys(_LATE, DestinationState.COMMITTED),
+        DestinationState.CANCELLED: dict.fromkeys(_LATE, DestinationState.CANCELLED),
     }
 
     def __init__(self, mid: str) -> None:
-        super().__init__(mid, S.NEW)
+        super().__init__(mid, DestinationState.NEW)
         self._stage = 0
         self._hit = 0
         self._transport = ""
@@ -147,7 +165,7 @@ class DestinationMachine(Machine):
     @property
     def committed_here(self) -> bool:
         """Whether the request was committed: the answer to Fence."""
-        return self.state is S.COMMITTED
+        return self.state is DestinationState.COMMITTED
 
     # -- messages
 
@@ -165,82 +183,87 @@ class DestinationMachine(Machine):
 
     def reserve(self, message: Reserve) -> list[Action]:
         """The source asks for blocks before a stage. A repeated Reserve is answered again."""
-        if self.state is S.NEW and message.export is None:
+        if self.state is DestinationState.NEW and message.export is None:
             return self.failed("error", "a later stage of a migration that isn't known")
-        opening = self.state is S.NEW
-        self.go(E.RESERVE)
+        opening = self.state is DestinationState.NEW
+        self.go(DestinationTransition.RESERVE)
         if self.ended:
-            return [Answer(self._answer)]
+            return [SendAnswer(self._answer)]
         self._stage = message.stage
         export = message.export if opening else None
         return [ReserveBlocks(export, message.num_tokens, message.last)]
 
     def chunk(self, message: Chunk) -> list[Action]:
         """Blocks came in: in order, and never into those that the prefix cache shares."""
-        if self.state is S.RECEIVING and not self._hit <= message.first <= self.received:
+        if (
+            self.state is DestinationState.RECEIVING
+            and not self._hit <= message.first <= self.received
+        ):
             return self.failed("error", f"block {message.first} came after {self.received}")
-        self.go(E.CHUNK)
-        return [Scatter(message)] if self.state is S.SCATTERING else []
+        self.go(DestinationTransition.CHUNK)
+        return [Scatter(message)] if self.state is DestinationState.SCATTERING else []
 
     def commit(self, message: Commit) -> list[Action]:
         """Run the request, once: all blocks are here. A repeated Commit gets the same answer."""
         came = self._come_with(message)
-        if self.state is S.RECEIVING and (came < 0 or message.blocks != came):
+        if self.state is DestinationState.RECEIVING and (came < 0 or message.blocks != came):
             return self.failed("error", f"{came} of {message.blocks} blocks came")
-        unknown = self.state is S.NEW
-        self.go(E.COMMIT)
+        unknown = self.state is DestinationState.NEW
+        self.go(DestinationTransition.COMMIT)
         if unknown:
             return self._refuse("superseded", "the migration isn't known")
-        return [Answer(self._answer)] if self.ended else [RunRequest(message.tail, message.last)]
+        return (
+            [SendAnswer(self._answer)] if self.ended else [RunRequest(message.tail, message.last)]
+        )
 
     def abort(self) -> list[Action]:
         """The source gives up; too late after a commit."""
         was = self.state
-        self.go(E.ABORT)
+        self.go(DestinationTransition.ABORT)
         if self.committed_here:
-            return [Answer(self._answer)]
+            return [SendAnswer(self._answer)]
         self._answer = Refused(self.key, "superseded", "aborted before")
-        return [*_free(was), Answer(Aborted(self.key))]
+        return [*_free(was), SendAnswer(Aborted(self.key))]
 
     def fence(self) -> list[Action]:
         """The arbiter asks: committed or never. Afterwards `committed_here` is final."""
         was = self.state
-        self.go(E.FENCE)
+        self.go(DestinationTransition.FENCE)
         return [] if was is self.state else [*_free(was), *self._refuse("superseded", "fenced")]
 
     # -- results and what else happens here
 
     def reserved(self, hit_blocks: int = 0, transport: str = "") -> list[Action]:
         """The engine holds the blocks; the arguments count when it is the first stage."""
-        self.go(E.RESERVED)
+        self.go(DestinationTransition.RESERVED)
         if not self._opened:
             self._opened = True
             self._hit = self.received = hit_blocks
             self._transport = transport
-        return [Answer(Reserved(self.key, self._stage, self._hit, self._transport))]
+        return [SendAnswer(Reserved(self.key, self._stage, self._hit, self._transport))]
 
     def scattered(self, chunk: Chunk, ms: float) -> list[Action]:
         """The chunk is in its blocks, and the checksums agree."""
-        self.go(E.SCATTERED)
+        self.go(DestinationTransition.SCATTERED)
         self.received = max(self.received, chunk.first + len(chunk.checksums))
-        return [Answer(ChunkDone(self.key, chunk.slot, ms))]
+        return [SendAnswer(ChunkDone(self.key, chunk.slot, ms))]
 
     def committed(self, ms: float) -> list[Action]:
         """The engine has the request in its queue: this is never undone."""
-        self.go(E.COMMITTED)
+        self.go(DestinationTransition.COMMITTED)
         self._answer = Committed(self.key, ms)
-        return [Answer(self._answer)]
+        return [SendAnswer(self._answer)]
 
     def failed(self, reason: str, detail: str = "") -> list[Action]:
         """The engine can't, or what came in can't be used."""
         was = self.state
-        self.go(E.FAILED)
+        self.go(DestinationTransition.FAILED)
         return [*_free(was), *self._refuse(reason, detail)]
 
     def cancel(self, reason: str) -> list[Action]:
         """Something here gives the migration up, unless the request is committed already."""
         was = self.state
-        self.go(E.CANCEL)
+        self.go(DestinationTransition.CANCEL)
         return [] if was is self.state else [*_free(was), *self._refuse(reason)]
 
     def _come_with(self, message: Commit) -> int:
@@ -254,12 +277,16 @@ class DestinationMachine(Machine):
 
     def _refuse(self, reason: str, detail: str = "") -> list[Action]:
         self._answer = Refused(self.key, reason, detail)
-        return [Answer(self._answer)]
+        return [SendAnswer(self._answer)]
 
 
 def _free(was: StrEnum) -> list[Action]:
     """Free what the engine may hold; it ignores a request that it doesn't know."""
-    return [] if was in (S.NEW, S.COMMITTED, S.CANCELLED) else [FreeBlocks()]
+    return (
+        []
+        if was in (DestinationState.NEW, DestinationState.COMMITTED, DestinationState.CANCELLED)
+        else [FreeBlocks()]
+    )
 
 
 REMEMBERED = 4096
@@ -269,7 +296,7 @@ Attempt = tuple[str, int]
 """(request_id, epoch): used once."""
 
 
-class Tombstones:
+class MachineTombstones:
     """Ended machines of one instance, by migration and by attempt.
 
     A tombstone answers late and repeated messages, and fences, as the migration ended: so a

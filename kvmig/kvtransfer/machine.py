@@ -21,7 +21,7 @@ HISTORY = 32
 """Transitions that a machine remembers for its errors."""
 
 
-class Machine:
+class StateMachine:
     """State, history, and the one way to change the state."""
 
     table: ClassVar[Table]

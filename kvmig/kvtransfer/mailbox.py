@@ -14,7 +14,7 @@ E = TypeVar("E")
 A = TypeVar("A")
 
 
-class Cancel(msgspec.Struct, frozen=True):
+class CancelMigration(msgspec.Struct, frozen=True):
     """The client left, or the instance stops."""
 
     reason: str
@@ -24,7 +24,7 @@ class PeerLost(msgspec.Struct, frozen=True):
     """The connection to the destination is gone."""
 
 
-class Interrupted(Exception):
+class ActionInterrupted(Exception):
     """An event asks for other actions than the one that is under way."""
 
     def __init__(self, actions: list[Any]) -> None:
@@ -32,7 +32,7 @@ class Interrupted(Exception):
         self.actions = actions
 
 
-class Mailbox(Generic[E, A]):
+class EventMailbox(Generic[E, A]):
     """Events E in order; `hear` gives one to the machine and returns its actions A."""
 
     def __init__(self, hear: Callable[[E], list[A]]) -> None:
@@ -53,7 +53,7 @@ class Mailbox(Generic[E, A]):
     def read(self) -> None:
         """Hear what has come. Raises Interrupted at the first event that asks for something."""
         if actions := self._next():
-            raise Interrupted(actions)
+            raise ActionInterrupted(actions)
 
     async def wait(self, timeout_s: float) -> None:
         """Wait for news for at most `timeout_s`, and `read`."""

@@ -19,11 +19,21 @@ from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, PeerError
 from kvmig.core.layout import KVLayout
 from kvmig.engines.base import Engine
-from kvmig.kvtransfer.context import Host, SourceContext
+from kvmig.kvtransfer.context import LlumletPort, SourceContext
 from kvmig.kvtransfer.copying import ChunkBatcher
-from kvmig.kvtransfer.destination import DestinationContext, DestinationSession, Fence, SourceEvent
-from kvmig.kvtransfer.destination_machine import Action, Answer, DestinationMachine, Tombstones
-from kvmig.kvtransfer.mailbox import Cancel, PeerLost
+from kvmig.kvtransfer.destination import (
+    DestinationContext,
+    DestinationSession,
+    FenceQuestion,
+    SourceEvent,
+)
+from kvmig.kvtransfer.destination_machine import (
+    Action,
+    DestinationMachine,
+    MachineTombstones,
+    SendAnswer,
+)
+from kvmig.kvtransfer.mailbox import CancelMigration, PeerLost
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
@@ -40,10 +50,10 @@ from kvmig.kvtransfer.messages import (
 )
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.source import SourceSession
-from kvmig.kvtransfer.source_machine import Epochs
-from kvmig.kvtransfer.timeline import Move, Timeline
-from kvmig.kvtransfer.transports.base import Staging
-from kvmig.kvtransfer.transports.select import Inboxes, site_of
+from kvmig.kvtransfer.source_machine import EpochCounter
+from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
+from kvmig.kvtransfer.transports.base import StagingPool
+from kvmig.kvtransfer.transports.select import InboxCache, site_of
 from kvmig.rpc.codec import RefusalCounter
 from kvmig.rpc.messages import RpcMessage
 
@@ -79,7 +89,7 @@ def admit(config: MigrationConfig, way: str, under_way: Sequence[int], nbytes: i
         )
 
 
-class Migrations:
+class MigrationSessions:
     """Starts sessions and delivers messages to them."""
 
     def __init__(
@@ -87,8 +97,8 @@ class Migrations:
         instance: str,
         engine: Engine,
         config: MigrationConfig,
-        stagings: Mapping[str, Staging],
-        host: Host,
+        stagings: Mapping[str, StagingPool],
+        host: LlumletPort,
         refusals: RefusalCounter | None = None,
     ) -> None:
         """stagings: by transport's name, the best first; whoever opened them closes them.
@@ -107,15 +117,15 @@ class Migrations:
         self._queued: set[str] = set()
         self._departures: dict[str, SourceSession] = {}
         self._batchers: dict[str, ChunkBatcher] = {}
-        self._epochs = Epochs()
+        self._epochs = EpochCounter()
         # Into this instance.
         site = site_of(config, engine.layout.gpu, refusals or RefusalCounter())
         self._on_gpu = engine.layout.gpu is not None
         ready = partial(engine.scatter, []) if self._on_gpu else None
-        inboxes = Inboxes(config.transport, site, ready)
+        inboxes = InboxCache(config.transport, site, ready)
         self._in = DestinationContext(host, engine, config, inboxes)
         self._arrivals: dict[str, DestinationSession] = {}
-        self._tombstones = Tombstones()
+        self._tombstones = MachineTombstones()
 
     # -- what is under way
 
@@ -167,10 +177,11 @@ class Migrations:
     ) -> MigrationReport:
         """Move a request to the llumlet `destination` at `endpoint`; the report says how it ended.
 
-        epoch: under which it runs here; urgent, inexact: see `Move`. Waits while `max_migrations`
-        others go; once it has begun, cancelling the wait doesn't stop the migration.
+        epoch: under which it runs here; urgent, inexact: see `MigrationSpec`. Waits while
+        `max_migrations` others go; once it has begun, cancelling the wait doesn't stop the
+        migration.
         """
-        move = Move(
+        move = MigrationSpec(
             mid=f"{self._instance}-{secrets.token_hex(8)}",
             request_id=request_id,
             epoch=self._epochs.after(request_id, epoch),
@@ -184,7 +195,7 @@ class Migrations:
         try:
             await self._take_turn(request_id)
         except MigrationRefused as error:
-            return Timeline(move, monotonic).aborted(error.reason, error.detail)
+            return MigrationTimeline(move, monotonic).aborted(error.reason, error.detail)
         session = SourceSession(move, endpoint, self._batcher(endpoint), self._admit)
         self._departures[move.mid] = session
         task = asyncio.create_task(session.run(), name=f"out {move.mid}")
@@ -303,7 +314,7 @@ class Migrations:
         for session in self._arrivals.values():
             if session.attempt == (request_id, epoch):
                 answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-                session.deliver(Fence(answer))
+                session.deliver(FenceQuestion(answer))
                 async with asyncio.timeout(self._config.lease_ms / 1e3):
                     return await answer
         return self._tombstones.fence((request_id, epoch))
@@ -361,7 +372,7 @@ class Migrations:
 
     def _answer(self, sender: bytes, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Answer):
+            if isinstance(action, SendAnswer):
                 self._host.reply(sender, action.message, ())
 
     # -- both
@@ -379,7 +390,7 @@ class Migrations:
         """End the migration of a request that has been aborted. Unknown ids are ignored."""
         for session in self._departures.values():
             if session.move.request_id == request_id:
-                session.deliver(Cancel(reason))
+                session.deliver(CancelMigration(reason))
         self._cancel_arrivals(request_id, reason)
 
     async def close(self, timeout_s: float) -> None:
@@ -387,9 +398,9 @@ class Migrations:
         self._closing = True
         tasks = list(self._tasks.values())
         for departure in self._going():
-            departure.deliver(Cancel("shutdown"))
+            departure.deliver(CancelMigration("shutdown"))
         for arrival in self._arrivals.values():
-            arrival.deliver(Cancel("shutdown"))
+            arrival.deliver(CancelMigration("shutdown"))
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
             for task in late:
@@ -402,7 +413,7 @@ class Migrations:
         self._in.unstepped.pop(request_id, None)
         for session in self._arrivals.values():
             if session.request_id == request_id:
-                session.deliver(Cancel(reason))
+                session.deliver(CancelMigration(reason))
 
     def _ended(self, mid: str, task: asyncio.Task[MigrationReport] | asyncio.Task[None]) -> None:
         del self._tasks[mid]

@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from kvmig.engines.base import Cadence, Tail
 from kvmig.engines.steps import limit_s
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
-from kvmig.kvtransfer.mailbox import Mailbox
+from kvmig.kvtransfer.mailbox import EventMailbox
 from kvmig.kvtransfer.measured import MeasuredPause
 from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Expect, Reserve, Reserved
-from kvmig.kvtransfer.timeline import Move, Timeline
+from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import RpcMessage
 
@@ -42,7 +42,7 @@ ANSWER_STEPS = 4
 """Own steps that the last answers are awaited beyond PUT_OFF_STEPS."""
 
 
-class Spread(NamedTuple):
+class PauseSpread(NamedTuple):
     """stretch_ms: how much later each token comes; steps: of them before the suspension."""
 
     pause_ms: float
@@ -50,7 +50,7 @@ class Spread(NamedTuple):
     steps: int
 
 
-def spread(pause_ms: float, step_ms: float, share: float) -> Spread | None:
+def spread(pause_ms: float, step_ms: float, share: float) -> PauseSpread | None:
     """Over how many steps of `step_ms` a pause is spread, `share` of a step for each.
 
     None: it isn't. Example: 5 ms, steps of 20 ms and a share of 0.1: 3 steps, 2 ms each.
@@ -59,7 +59,7 @@ def spread(pause_ms: float, step_ms: float, share: float) -> Spread | None:
     if stretch_ms <= 0.0 or pause_ms <= 0.0:
         return None
     steps = min(math.ceil(pause_ms / stretch_ms), MOST_STEPS)
-    return Spread(min(pause_ms, steps * stretch_ms), stretch_ms, steps)
+    return PauseSpread(min(pause_ms, steps * stretch_ms), stretch_ms, steps)
 
 
 def due_ms(here: Cadence, lead_ms: float) -> float:
@@ -92,11 +92,15 @@ def put_off_ms(here: Cadence, there: Cadence, lead_ms: float, can_hold: bool = F
     return ends_ms + LATER * here.step_ms
 
 
-class Pause:
+class MigrationPause:
     """The steps of one pause, in their order. Those that wait raise Interrupted."""
 
     def __init__(
-        self, move: Move, batcher: ChunkBatcher, mailbox: Mailbox[Any, Any], timeline: Timeline
+        self,
+        move: MigrationSpec,
+        batcher: ChunkBatcher,
+        mailbox: EventMailbox[Any, Any],
+        timeline: MigrationTimeline,
     ) -> None:
         self._move = move
         self._context = batcher.context

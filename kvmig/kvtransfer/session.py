@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from kvmig.core.errors import KvmigError, MigrationRefused
-from kvmig.kvtransfer.machine import Machine
-from kvmig.kvtransfer.mailbox import Interrupted, Mailbox
+from kvmig.kvtransfer.machine import StateMachine
+from kvmig.kvtransfer.mailbox import ActionInterrupted, EventMailbox
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +26,12 @@ A = TypeVar("A")
 class Session(ABC, Generic[E, A]):
     """One half of one migration, with events E and actions A."""
 
-    machine: Machine
+    machine: StateMachine
 
     def __init__(self, timeout_s: float) -> None:
         """timeout_s: that an engine's call or an answer may take."""
         self._timeout_s = timeout_s
-        self._mailbox: Mailbox[E, A] = Mailbox(self._hear)
+        self._mailbox: EventMailbox[E, A] = EventMailbox(self._hear)
         self._undone: list[A] = []
         """The action under way, and those that come after it."""
 
@@ -59,7 +59,7 @@ class Session(ABC, Generic[E, A]):
                 self._undone = actions[index:]
                 try:
                     following += await self._perform(action)
-                except Interrupted as stop:
+                except ActionInterrupted as stop:
                     following += stop.actions
                 except MemoryError:
                     raise  # it may have come between a state and its actions: see `Migrations`

@@ -18,7 +18,7 @@ from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import Export, too_large
 from kvmig.kvtransfer import source_machine as do
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
-from kvmig.kvtransfer.mailbox import Cancel, PeerLost
+from kvmig.kvtransfer.mailbox import CancelMigration, PeerLost
 from kvmig.kvtransfer.messages import (
     Abort,
     Aborted,
@@ -29,16 +29,16 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.pause import Pause
+from kvmig.kvtransfer.pause import MigrationPause
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.session import Session
-from kvmig.kvtransfer.source_machine import Action, DestinationMessage, S, SourceMachine
-from kvmig.kvtransfer.timeline import Move, Timeline
+from kvmig.kvtransfer.source_machine import Action, DestinationMessage, SourceMachine, SourceState
+from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
 
 log = logging.getLogger(__name__)
 
 
-Event = DestinationMessage | ChunkDone | FirstToken | Cancel | PeerLost
+Event = DestinationMessage | ChunkDone | FirstToken | CancelMigration | PeerLost
 
 
 class SourceSession(Session[Event, Action]):
@@ -48,7 +48,7 @@ class SourceSession(Session[Event, Action]):
 
     def __init__(
         self,
-        move: Move,
+        move: MigrationSpec,
         endpoint: str,
         batcher: ChunkBatcher,
         admit: Callable[[SourceSession], None],
@@ -70,8 +70,8 @@ class SourceSession(Session[Event, Action]):
         self._engine = context.engine
         self._batcher = batcher
         self._admit = admit
-        self._timeline = Timeline(move, context.clock)
-        self.pause = Pause(move, batcher, self._mailbox, self._timeline)
+        self._timeline = MigrationTimeline(move, context.clock)
+        self.pause = MigrationPause(move, batcher, self._mailbox, self._timeline)
         self._export: Export | None = None
         self._sender: BlockSender | None = None
         self._first_token: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
@@ -86,7 +86,7 @@ class SourceSession(Session[Event, Action]):
                     self._sender.done(scatter_ms)
             case FirstToken(ms=ms):
                 self._hear_first_token(ms)
-            case Cancel() | PeerLost() if self.machine.state is S.COMMITTED:
+            case CancelMigration() | PeerLost() if self.machine.state is SourceState.COMMITTED:
                 self._hear_first_token(None)  # it won't come, or nobody would tell
             case _:
                 super().deliver(event)
@@ -98,7 +98,7 @@ class SourceSession(Session[Event, Action]):
     def _hear(self, event: Event) -> list[Action]:
         machine = self.machine
         match event:
-            case Cancel(reason=reason):
+            case CancelMigration(reason=reason):
                 return machine.cancel(reason)
             case PeerLost():
                 return machine.lost(f"no connection to {self.move.destination}")
@@ -156,7 +156,7 @@ class SourceSession(Session[Event, Action]):
     async def _report(self) -> MigrationReport:
         """The report; waits for the first token at the destination, if one is to come soon."""
         machine = self.machine
-        if machine.state is not S.COMMITTED:
+        if machine.state is not SourceState.COMMITTED:
             return self._timeline.aborted(machine.reason, machine.detail)
         if machine.decoding:
             await asyncio.wait((self._first_token,), timeout=self._context.timeout_s)
@@ -189,7 +189,7 @@ class SourceSession(Session[Event, Action]):
                 return self.machine.exported(self.num_tokens)
             case do.SendReserve():
                 return await self._reserve(action)
-            case do.Check(sent):
+            case do.CheckRequest(sent):
                 async with self._in_time():
                     plan = await self._engine.stage(self.move.request_id, sent)
                 return self.machine.checked(plan)
@@ -290,7 +290,7 @@ class SourceSession(Session[Event, Action]):
                 self._timeline.resumed()
             case do.Release():
                 self._timeline.resumed()
-                if self.machine.state is S.COMMITTED:
+                if self.machine.state is SourceState.COMMITTED:
                     self._context.host.on_left(self.move.request_id, self.endpoint)
                 await self._engine.release(self.move.request_id)
             case do.SendAbort(reason):

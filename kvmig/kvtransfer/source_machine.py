@@ -55,7 +55,7 @@ from enum import StrEnum, auto
 from typing import ClassVar
 
 from kvmig.engines.base import Stage, Tail
-from kvmig.kvtransfer.machine import Machine, Table
+from kvmig.kvtransfer.machine import StateMachine, Table
 from kvmig.kvtransfer.messages import Aborted, Committed, Refused, Reserved
 
 
@@ -75,7 +75,7 @@ class SendReserve:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckRequest:
     """Ask the engine whether the request still is as it was, and what is new after `sent`."""
 
     sent: int
@@ -134,7 +134,7 @@ class SendAbort:
 
 
 Action = (
-    ExportRequest | SendReserve | Check | Copy | Suspend | SendTail | SendCommit
+    ExportRequest | SendReserve | CheckRequest | Copy | Suspend | SendTail | SendCommit
     | AskArbiter | Resume | Release | SendAbort
 )  # fmt: skip
 
@@ -150,7 +150,7 @@ QUESTIONS = 8
 """Questions to the arbiter that may stay unanswered, each for a reply's time-out."""
 
 
-class S(StrEnum):
+class SourceState(StrEnum):
     """States of the source."""
 
     EXPORTING = auto()
@@ -167,7 +167,7 @@ class S(StrEnum):
     ABORTED = auto()
 
 
-class E(StrEnum):
+class SourceTransition(StrEnum):
     """Events at the source."""
 
     EXPORTED = auto()
@@ -196,50 +196,59 @@ class E(StrEnum):
     """The arbiter is gone, and the client with it, or it answers none of its questions."""
 
 
-def _until_commit(event: E, after: S) -> dict[StrEnum, StrEnum]:
-    return {event: after, E.REFUSED: S.ABORTED, E.FAILED: S.ABORTED, E.CANCEL: S.ABORTED}
+def _until_commit(event: SourceTransition, after: SourceState) -> dict[StrEnum, StrEnum]:
+    return {
+        event: after,
+        SourceTransition.REFUSED: SourceState.ABORTED,
+        SourceTransition.FAILED: SourceState.ABORTED,
+        SourceTransition.CANCEL: SourceState.ABORTED,
+    }
 
 
-class SourceMachine(Machine):
+class SourceMachine(StateMachine):
     """One attempt to move one request away. Each method is an event."""
 
     table: ClassVar[Table] = {
-        S.EXPORTING: _until_commit(E.EXPORTED, S.RESERVING),
-        S.RESERVING: _until_commit(E.RESERVED, S.CHECKING),
-        S.CHECKING: _until_commit(E.MORE, S.RESERVING_STAGE)
+        SourceState.EXPORTING: _until_commit(SourceTransition.EXPORTED, SourceState.RESERVING),
+        SourceState.RESERVING: _until_commit(SourceTransition.RESERVED, SourceState.CHECKING),
+        SourceState.CHECKING: _until_commit(SourceTransition.MORE, SourceState.RESERVING_STAGE)
         | {
-            E.ENOUGH: S.RESERVING_TAIL,
-            E.WAITS: S.SUSPENDING,
+            SourceTransition.ENOUGH: SourceState.RESERVING_TAIL,
+            SourceTransition.WAITS: SourceState.SUSPENDING,
         },
-        S.RESERVING_STAGE: _until_commit(E.RESERVED, S.COPYING),
-        S.COPYING: _until_commit(E.COPIED, S.CHECKING),
-        S.RESERVING_TAIL: _until_commit(E.RESERVED, S.SUSPENDING),
-        S.SUSPENDING: _until_commit(E.SUSPENDED, S.SENDING_TAIL),
-        S.SENDING_TAIL: _until_commit(E.COMMIT_SENT, S.COMMITTING),
-        S.COMMITTING: {
-            E.COMMITTED: S.COMMITTED,
-            E.REFUSED: S.ABORTED,
-            E.TIMEOUT: S.COMMITTING,
-            E.CANCEL: S.COMMITTING,
-            E.UNANSWERED: S.RESOLVING,
-            E.ORPHANED: S.ABORTED,
+        SourceState.RESERVING_STAGE: _until_commit(SourceTransition.RESERVED, SourceState.COPYING),
+        SourceState.COPYING: _until_commit(SourceTransition.COPIED, SourceState.CHECKING),
+        SourceState.RESERVING_TAIL: _until_commit(
+            SourceTransition.RESERVED, SourceState.SUSPENDING
+        ),
+        SourceState.SUSPENDING: _until_commit(SourceTransition.SUSPENDED, SourceState.SENDING_TAIL),
+        SourceState.SENDING_TAIL: _until_commit(
+            SourceTransition.COMMIT_SENT, SourceState.COMMITTING
+        ),
+        SourceState.COMMITTING: {
+            SourceTransition.COMMITTED: SourceState.COMMITTED,
+            SourceTransition.REFUSED: SourceState.ABORTED,
+            SourceTransition.TIMEOUT: SourceState.COMMITTING,
+            SourceTransition.CANCEL: SourceState.COMMITTING,
+            SourceTransition.UNANSWERED: SourceState.RESOLVING,
+            SourceTransition.ORPHANED: SourceState.ABORTED,
         },
-        S.RESOLVING: {
-            E.COMMITTED: S.COMMITTED,
-            E.MOVED: S.COMMITTED,
-            E.REFUSED: S.ABORTED,
-            E.KEPT: S.ABORTED,
-            E.CANCEL: S.RESOLVING,
-            E.UNANSWERED: S.RESOLVING,
-            E.ORPHANED: S.ABORTED,
+        SourceState.RESOLVING: {
+            SourceTransition.COMMITTED: SourceState.COMMITTED,
+            SourceTransition.MOVED: SourceState.COMMITTED,
+            SourceTransition.REFUSED: SourceState.ABORTED,
+            SourceTransition.KEPT: SourceState.ABORTED,
+            SourceTransition.CANCEL: SourceState.RESOLVING,
+            SourceTransition.UNANSWERED: SourceState.RESOLVING,
+            SourceTransition.ORPHANED: SourceState.ABORTED,
         },
-        S.COMMITTED: {},
-        S.ABORTED: {},
+        SourceState.COMMITTED: {},
+        SourceState.ABORTED: {},
     }
 
     def __init__(self, key: str, max_stages: int, questions: int = QUESTIONS) -> None:
         """max_stages: live stages, then the tail is what is left; questions: see `QUESTIONS`."""
-        super().__init__(key, S.EXPORTING)
+        super().__init__(key, SourceState.EXPORTING)
         self._max_stages = max_stages
         self._questions = questions
         self._commits = 0
@@ -257,7 +266,7 @@ class SourceMachine(Machine):
 
     def expects(self, stage: int) -> bool:
         """Whether a Reserved for `stage` is what the machine waits for."""
-        return E.RESERVED in self.table[self.state] and stage == self.stage
+        return SourceTransition.RESERVED in self.table[self.state] and stage == self.stage
 
     @property
     def decoding(self) -> bool:
@@ -272,7 +281,7 @@ class SourceMachine(Machine):
     @property
     def beyond(self) -> bool:
         """Whether the point of no return is passed, and nothing is decided."""
-        return self.state in (S.COMMITTING, S.RESOLVING)
+        return self.state in (SourceState.COMMITTING, SourceState.RESOLVING)
 
     # -- messages, and what else comes from outside
 
@@ -291,7 +300,7 @@ class SourceMachine(Machine):
 
     def lost(self, detail: str) -> list[Action]:
         """The connection to the destination is gone: it may answer no more."""
-        if self.state is S.RESOLVING:
+        if self.state is SourceState.RESOLVING:
             return []  # the arbiter is asked already
         return self.broken("peer_lost", detail)
 
@@ -307,17 +316,17 @@ class SourceMachine(Machine):
 
     def exported(self, num_tokens: int) -> list[Action]:
         """The engine described the request."""
-        self.go(E.EXPORTED)
+        self.go(SourceTransition.EXPORTED)
         return [SendReserve(0, num_tokens)]
 
     def reserved(self, hit_blocks: int) -> list[Action]:
         """The destination holds blocks for `self.stage`; `hit_blocks` counts for stage 0."""
         before = self.state
-        self.go(E.RESERVED)
-        if before is S.RESERVING:
+        self.go(SourceTransition.RESERVED)
+        if before is SourceState.RESERVING:
             self.sent = hit_blocks
-            return [Check(self.sent)]
-        if before is S.RESERVING_STAGE:
+            return [CheckRequest(self.sent)]
+        if before is SourceState.RESERVING_STAGE:
             plan = self._plan
             return [Copy(self.stage, self.sent, tuple(plan.block_ids), tuple(plan.places))]
         return [Suspend(self.sent)]
@@ -326,7 +335,13 @@ class SourceMachine(Machine):
         """The request is as it was; `plan` names the blocks that are new."""
         stop = enough(len(plan.block_ids), self.stage, self._max_stages)
         waits = not plan.num_tokens
-        self.go(E.WAITS if waits else E.ENOUGH if stop else E.MORE)
+        self.go(
+            SourceTransition.WAITS
+            if waits
+            else SourceTransition.ENOUGH
+            if stop
+            else SourceTransition.MORE
+        )
         self._plan = plan
         if waits:
             return [Suspend(self.sent)]
@@ -335,50 +350,50 @@ class SourceMachine(Machine):
 
     def copied(self) -> list[Action]:
         """The blocks of the stage are gathered and sent."""
-        self.go(E.COPIED)
+        self.go(SourceTransition.COPIED)
         self.sent += len(self._plan.block_ids)
-        return [Check(self.sent)]
+        return [CheckRequest(self.sent)]
 
     def suspended(self, tail: Tail) -> list[Action]:
         """The request runs nowhere from here on."""
         if self.waits and tail.block_ids:
             return self.failed("started", "it waited, and began to run before it was suspended")
-        self.go(E.SUSPENDED)
+        self.go(SourceTransition.SUSPENDED)
         return [SendTail(self.sent, tail)]
 
     def commit_sent(self) -> list[Action]:
         """Tail and Commit are on their way: the point of no return."""
-        self.go(E.COMMIT_SENT)
+        self.go(SourceTransition.COMMIT_SENT)
         self._commits = 1
         return []
 
     def committed(self) -> list[Action]:
         """The destination runs the request."""
-        self.go(E.COMMITTED)
+        self.go(SourceTransition.COMMITTED)
         return [Release()]
 
     def refused(self, reason: str, detail: str = "") -> list[Action]:
         """The destination holds nothing and never will: Refused or Aborted."""
-        self.go(E.REFUSED)
+        self.go(SourceTransition.REFUSED)
         return self._kept(reason, detail)
 
     def failed(self, reason: str, detail: str = "") -> list[Action]:
         """Something went wrong at this side."""
-        self.go(E.FAILED)
+        self.go(SourceTransition.FAILED)
         return [*self._kept(reason, detail), SendAbort(reason)]
 
     def cancel(self, reason: str) -> list[Action]:
         """The client left, or the instance stops: give up, unless it is too late for that."""
-        self.go(E.CANCEL)
+        self.go(SourceTransition.CANCEL)
         self.cancelled = self.cancelled or reason
-        if self.state is not S.ABORTED:
+        if self.state is not SourceState.ABORTED:
             return []
         return [*self._kept(reason), SendAbort(reason)]
 
     def unanswered(self) -> list[Action]:
         """No answer came in time to what was sent last after the point of no return."""
-        if self.state is S.COMMITTING and self._commits < COMMIT_SENDS:
-            self.go(E.TIMEOUT)
+        if self.state is SourceState.COMMITTING and self._commits < COMMIT_SENDS:
+            self.go(SourceTransition.TIMEOUT)
             self._commits += 1
             return [SendCommit()]
         return self.unreachable()
@@ -387,13 +402,13 @@ class SourceMachine(Machine):
         """No answer can come any more, or none came to a question."""
         if not self._questions:
             return self.orphaned()
-        self.go(E.UNANSWERED)
+        self.go(SourceTransition.UNANSWERED)
         self._questions -= 1
         return [AskArbiter()]
 
     def resolved(self, moved: bool) -> list[Action]:
         """The arbiter's word is final."""
-        self.go(E.MOVED if moved else E.KEPT)
+        self.go(SourceTransition.MOVED if moved else SourceTransition.KEPT)
         if moved:
             return [Release()]
         self.fenced = True
@@ -401,7 +416,7 @@ class SourceMachine(Machine):
 
     def orphaned(self) -> list[Action]:
         """The stream has no reader left: run the request nowhere rather than twice."""
-        self.go(E.ORPHANED)
+        self.go(SourceTransition.ORPHANED)
         self.reason, self.detail = "orphaned", "neither destination nor front end answers"
         return [Release()]
 
@@ -426,7 +441,7 @@ EPOCHS_REMEMBERED = 65536
 """Requests whose last tried epoch is remembered."""
 
 
-class Epochs:
+class EpochCounter:
     """Numbers the attempts to move requests out of one instance: none is used twice."""
 
     def __init__(self) -> None:

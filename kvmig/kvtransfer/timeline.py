@@ -16,7 +16,7 @@ Part = Literal["drain", "tail copy", "commit", "end"]
 commits. A pause that is given up may end in any of them."""
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
+class MigrationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One migration to attempt."""
 
     mid: str
@@ -32,10 +32,10 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     """The request may go to an engine of another numerics class."""
 
 
-class Timeline:
+class MigrationTimeline:
     """Stages and the pause of one migration, on one clock."""
 
-    def __init__(self, move: Move, clock: Clock) -> None:
+    def __init__(self, move: MigrationSpec, clock: Clock) -> None:
         self._move = move
         self._clock = clock
         self._began = clock()

@@ -58,7 +58,7 @@ class Arrival:
     def _perform(self, site: Site, action: there.Action) -> list[there.Action]:
         machine, run = self.machine, self.opening.request_id
         match action:
-            case there.Answer(message):
+            case there.SendAnswer(message):
                 site.answer(machine.key, message)
             case there.FreeBlocks():
                 site.engine.cancel(run)

@@ -27,7 +27,7 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.source_machine import S, SourceMachine
+from kvmig.kvtransfer.source_machine import SourceMachine, SourceState
 from kvmig.rpc.messages import RpcMessage
 from kvmig_tools.check.part import Letter, Lost, Move
 
@@ -154,7 +154,7 @@ class Departure:
             case here.Resume():
                 site.engine.resume(self.run)
             case here.Release():
-                if machine.state is S.COMMITTED:
+                if machine.state is SourceState.COMMITTED:
                     site.tracking.left(self.run, self.destination)
                 site.engine.abort(self.run)
             case here.AskArbiter():
@@ -165,20 +165,22 @@ class Departure:
                 self.doing = action
             case here.Copy() | here.Suspend() | here.SendTail():
                 self.doing = action
-            case here.ExportRequest() | here.Check():
+            case here.ExportRequest() | here.CheckRequest():
                 return self._look(site, action)
         return []
 
-    def _look(self, site: Site, action: here.ExportRequest | here.Check) -> list[here.Action]:
+    def _look(
+        self, site: Site, action: here.ExportRequest | here.CheckRequest
+    ) -> list[here.Action]:
         slot = site.engine.active(self.run)
         if slot is None:
             return self._failed("finished")
         match action:
             case here.ExportRequest():
                 return self.machine.exported(max(slot.full, 0))
-            case here.Check() if slot.full < 0:
+            case here.CheckRequest() if slot.full < 0:
                 return self.machine.checked(Stage([], 0))
-            case here.Check(sent):
+            case here.CheckRequest(sent):
                 if self.machine.stage and site.oracle.choose(("", 0), ("2 blocks more", 0)):
                     slot.full += 2
                 blocks = list(range(sent, slot.full))

@@ -21,13 +21,13 @@ from kvmig.controlplane.messages import (
 from kvmig.engines.base import Emitted
 from kvmig.kvtransfer.destination_machine import (
     Action,
-    Answer,
     DestinationMachine,
+    MachineTombstones,
+    SendAnswer,
     SourceMessage,
-    Tombstones,
 )
 from kvmig.kvtransfer.messages import ChunkDone, Reserve
-from kvmig.kvtransfer.source_machine import QUESTIONS, Epochs, SourceMachine
+from kvmig.kvtransfer.source_machine import QUESTIONS, EpochCounter, SourceMachine
 from kvmig.rpc.messages import RpcMessage
 from kvmig_tools.check.arrival import Arrival, answered
 from kvmig_tools.check.departure import Departure
@@ -88,13 +88,13 @@ class Site(Part):
         self.tracking = Tracking()
         self.out: Departure | None = None
         self.arrivals: dict[str, Arrival] = {}
-        self.tombstones = Tombstones()
+        self.tombstones = MachineTombstones()
         self.committed: dict[tuple[str, int], str] = {}
         """Attempts that were committed here, ever, and their migrations."""
         self.unheard: set[str] = set()
         """Migrations whose source has no connection to here now."""
         self.front_known = self.front_up = True
-        self._epochs = Epochs()
+        self._epochs = EpochCounter()
         self._begun = 0
 
     def share(self, other: Site) -> None:
@@ -321,7 +321,7 @@ class Site(Part):
 
     def _answers(self, mid: str, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Answer):
+            if isinstance(action, SendAnswer):
                 self.answer(mid, action.message)
 
     def _fence(self, message: Fence) -> None:

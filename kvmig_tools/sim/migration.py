@@ -134,7 +134,7 @@ class Migration:
                     export if stage == 0 else None,
                 )
                 self._send(partial(self._hear_reserve, message))
-            case here.Check(sent):
+            case here.CheckRequest(sent):
                 self._at_source(partial(self._check, sent))
             case here.Copy(stage, first, block_ids):
                 self.outcome.stages += 1
@@ -245,9 +245,9 @@ class Migration:
                     self._at_destination(self._run)
                 case there.FreeBlocks():
                     self._destination.release(self.request)
-                case there.Answer(ChunkDone()):
+                case there.SendAnswer(ChunkDone()):
                     pass  # the source has no staging buffer to wait for
-                case there.Answer(message):
+                case there.SendAnswer(message):
                     self._events.after(self._hop_s, partial(self._answer, message))
                 case _:
                     raise NotImplementedError(f"{type(action).__name__} in the simulator")

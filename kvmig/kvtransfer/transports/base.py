@@ -1,4 +1,5 @@
-"""The transport port: `Staging` at the source, `Inbox` at the destination, `Channel` between.
+"""The transport port: `StagingPool` at the source, `TransportInbox` at the destination,
+`TransportChannel` between.
 
 The source gathers a chunk into a slot's buffer, and a channel brings it to one destination:
 
@@ -6,7 +7,7 @@ The source gathers a chunk into a slot's buffer, and a channel brings it to one 
 - the bytes travel with the chunk's message (TCP): `Chunk.slot` is then PAYLOAD_SLOT, or
 - they are pushed into the slot of the same number in the inbox (NIXL), or
 - the buffer is that slot of the inbox (CUDA IPC), so that gathered is there.
-  `Inbox.token` says where that is; `Chunk.number` tells one push from another.
+  `TransportInbox.token` says where that is; `Chunk.number` tells one push from another.
 
 The slot stays the chunk's until `ChunkDone`, or until the migration is given up: a
 destination that still reads a reused slot finds that the checksums differ.
@@ -36,13 +37,13 @@ MOST = 1 << 36
 """Most bytes of an inbox: a peer that asks for more is mistaken."""
 
 
-class Announce(Protocol):
+class AnnounceChunk(Protocol):
     """Send the chunk's message, at once. Raises TransportError if the peer is gone."""
 
     def __call__(self, payload: Sequence[Frame] = (), number: int = 0) -> None: ...
 
 
-class Channel(ABC):
+class TransportChannel(ABC):
     """The way from a staging pool to one inbox; serves all migrations between the two."""
 
     broken = False
@@ -62,7 +63,7 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    async def push(self, chunk: Chunk, announce: Announce) -> None:
+    async def push(self, chunk: Chunk, announce: AnnounceChunk) -> None:
         """Bring the chunk, gathered into slot `chunk.slot`, to the inbox; announces it once.
 
         Raises TransportError if that fails.
@@ -73,7 +74,7 @@ class Channel(ABC):
         return
 
 
-class Staging(ABC):
+class StagingPool(ABC):
     """A bounded pool of buffers that serves all migrations out of an instance.
 
     One event loop uses it; a buffer's memory may be written by other threads.
@@ -90,7 +91,7 @@ class Staging(ABC):
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._held: set[int] = set()
         self._closed = False
-        self._channels: OrderedDict[str, Channel] = OrderedDict()
+        self._channels: OrderedDict[str, TransportChannel] = OrderedDict()
         for slot in range(slots):
             self._free.put_nowait(slot)
 
@@ -145,7 +146,7 @@ class Staging(ABC):
 
     # -- channels
 
-    def channel(self, token: str) -> Channel:
+    def channel(self, token: str) -> TransportChannel:
         """The way to the inbox whose token this is, made at the first call.
 
         Raises TransportError if it can't be had.
@@ -169,7 +170,7 @@ class Staging(ABC):
             self._channels.pop(token).close()
 
     @abstractmethod
-    def _connect(self, token: str) -> Channel:
+    def _connect(self, token: str) -> TransportChannel:
         """A new channel."""
 
     def close(self) -> None:
@@ -185,7 +186,7 @@ class Staging(ABC):
         self._free.put_nowait(CLOSED)
 
 
-class HostStaging(Staging):
+class HostStaging(StagingPool):
     """Slots in a mapping of this process, from `offset` on: chunks are gathered there."""
 
     def __init__(self, memory: mmap.mmap, slots: int, slot_bytes: int, offset: int = 0) -> None:
@@ -195,11 +196,11 @@ class HostStaging(Staging):
 
     @property
     def memory(self) -> memoryview:
-        """See `Staging`."""
+        """See `StagingPool`."""
         return memoryview(self._memory)
 
     def buffer(self, slot: int) -> memoryview:
-        """The slot [slot_bytes], see `Channel.buffer`."""
+        """The slot [slot_bytes], see `TransportChannel.buffer`."""
         self.check(slot)
         start = self._offset + slot * self.slot_bytes
         return memoryview(self._memory)[start : start + self.slot_bytes]
@@ -214,7 +215,7 @@ class HostStaging(Staging):
         unmap(self._memory)
 
 
-class HostChannel(Channel):
+class HostChannel(TransportChannel):
     """A channel out of the slots of a `HostStaging`."""
 
     def __init__(self, staging: HostStaging) -> None:
@@ -225,7 +226,7 @@ class HostChannel(Channel):
         return self._staging.buffer(slot)
 
 
-class Inbox(ABC):
+class TransportInbox(ABC):
     """The receiver of one source's chunks; serves all migrations from that source."""
 
     transport: str
@@ -255,7 +256,7 @@ class Inbox(ABC):
         """Free what it holds (with the last view of it). Idempotent."""
 
 
-class Shape(msgspec.Struct, frozen=True):
+class BufferShape(msgspec.Struct, frozen=True):
     """The source's buffers, of which the destination needs as many: an offer's token."""
 
     slots: int

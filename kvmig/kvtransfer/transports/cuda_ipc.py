@@ -25,9 +25,16 @@ from kvmig.kernels import ipc
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.side_stream import SideStream
 from kvmig.kvtransfer.messages import Chunk, Offer
-from kvmig.kvtransfer.transports.base import Announce, Channel, Inbox, Shape, Staging, check_slot
-from kvmig.kvtransfer.transports.descriptors import Donor, Ticket, gone, take
-from kvmig.kvtransfer.transports.worker import Worker
+from kvmig.kvtransfer.transports.base import (
+    AnnounceChunk,
+    BufferShape,
+    StagingPool,
+    TransportChannel,
+    TransportInbox,
+    check_slot,
+)
+from kvmig.kvtransfer.transports.descriptors import DescriptorDonor, DescriptorTicket, gone, take
+from kvmig.kvtransfer.transports.worker import CallWorker
 from kvmig.rpc.codec import RefusalCounter
 
 NAME = "cuda-ipc"
@@ -37,26 +44,26 @@ TEST_TIMEOUT_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class Exported(msgspec.Struct, frozen=True):
+class ExportedMemory(msgspec.Struct, frozen=True):
     """Memory of one process, for others on the host: where a descriptor of it can be had."""
 
-    ticket: Ticket
+    ticket: DescriptorTicket
     size: int
 
 
-class Origin(msgspec.Struct, frozen=True):
+class IpcOrigin(msgspec.Struct, frozen=True):
     """The offer's token. `exported` begins with `nonce`, in hex, for a test transfer."""
 
     host: str
-    shape: Shape
-    exported: Exported
+    shape: BufferShape
+    exported: ExportedMemory
     nonce: str
 
 
-class Place(msgspec.Struct, frozen=True):
+class IpcPlace(msgspec.Struct, frozen=True):
     """The inbox's token."""
 
-    exported: Exported
+    exported: ExportedMemory
     slot_bytes: int
 
 
@@ -69,7 +76,7 @@ def host_identity() -> str:
     return f"{boot} {Path('/proc/self/ns/net').readlink()}"
 
 
-class GpuMemory:
+class IpcMemory:
     """Memory of this process on one GPU, which others may map; it goes with its last view."""
 
     def __init__(self, gpu: int | None, nbytes: int, refusals: RefusalCounter) -> None:
@@ -84,10 +91,10 @@ class GpuMemory:
             raise TransportError(f"no {nbytes} bytes of GPU memory to share: {error}") from error
         weakref.finalize(self, ipc.close, self.driver, self.mapping)
         try:
-            self._donor = Donor(descriptor, refusals)
+            self._donor = DescriptorDonor(descriptor, refusals)
         finally:
             os.close(descriptor)
-        self.exported = Exported(self._donor.ticket, self.mapping.size)
+        self.exported = ExportedMemory(self._donor.ticket, self.mapping.size)
         _ours[self._donor.ticket.socket] = self
 
     def view(self, start: int, nbytes: int) -> memoryview:
@@ -99,14 +106,16 @@ class GpuMemory:
         self._donor.close()
 
 
-_ours: weakref.WeakValueDictionary[str, GpuMemory] = weakref.WeakValueDictionary()
+_ours: weakref.WeakValueDictionary[str, IpcMemory] = weakref.WeakValueDictionary()
 """This process's memory by its sockets' names: it can't be mapped again here, and needn't."""
 
 
 class PeerMemory:
     """Another's memory as `driver`'s device reaches it at `address`; it goes with its last view."""
 
-    def __init__(self, driver: CudaDriver, exported: Exported, refusals: RefusalCounter) -> None:
+    def __init__(
+        self, driver: CudaDriver, exported: ExportedMemory, refusals: RefusalCounter
+    ) -> None:
         """Raises KvmigError, and OSError."""
         self._ours = _ours.get(exported.ticket.socket)
         if self._ours is not None:
@@ -118,7 +127,9 @@ class PeerMemory:
         self.address = mapping.address
 
 
-def _mapped(driver: CudaDriver, exported: Exported, refusals: RefusalCounter) -> ipc.DeviceMapping:
+def _mapped(
+    driver: CudaDriver, exported: ExportedMemory, refusals: RefusalCounter
+) -> ipc.DeviceMapping:
     descriptor = take(exported.ticket, refusals)
     try:
         return ipc.open_descriptor(driver, descriptor, exported.size)
@@ -126,7 +137,7 @@ def _mapped(driver: CudaDriver, exported: Exported, refusals: RefusalCounter) ->
         os.close(descriptor)
 
 
-class CudaIpcStaging(Staging):
+class CudaIpcStaging(StagingPool):
     """Slots of the inboxes; here there is only what a destination tests the way with."""
 
     transport = NAME
@@ -135,7 +146,7 @@ class CudaIpcStaging(Staging):
         self, gpu: int | None, slots: int, slot_bytes: int, refusals: RefusalCounter
     ) -> None:
         """refusals: counts strangers at sockets. Raises TransportError without a GPU's memory."""
-        self._memory = GpuMemory(gpu, NONCE_BYTES, refusals)
+        self._memory = IpcMemory(gpu, NONCE_BYTES, refusals)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             self._memory.driver.write(self._memory.mapping.address, self._nonce)
@@ -147,13 +158,13 @@ class CudaIpcStaging(Staging):
 
     def offer(self) -> Offer:
         """The offer: this side's location, and how many buffers the destination needs for it."""
-        shape = Shape(self.slots, self.slot_bytes)
-        origin = Origin(host_identity(), shape, self._memory.exported, self._nonce.hex())
+        shape = BufferShape(self.slots, self.slot_bytes)
+        origin = IpcOrigin(host_identity(), shape, self._memory.exported, self._nonce.hex())
         return Offer(NAME, msgspec.json.encode(origin).decode())
 
-    def _connect(self, token: str) -> Channel:
+    def _connect(self, token: str) -> TransportChannel:
         try:
-            place = msgspec.json.decode(token, type=Place)
+            place = msgspec.json.decode(token, type=IpcPlace)
         except msgspec.DecodeError as error:
             raise PeerError(f"not a token of {NAME}: {error}") from error
         size = place.exported.size
@@ -172,17 +183,17 @@ class CudaIpcStaging(Staging):
             del self._memory
 
 
-class CudaIpcChannel(Channel):
+class CudaIpcChannel(TransportChannel):
     """The inbox's slots as the source's GPU reaches them, mapped on a thread: it takes a while."""
 
     def __init__(
-        self, staging: CudaIpcStaging, driver: CudaDriver, place: Place, refusals: RefusalCounter
+        self, staging: CudaIpcStaging, driver: CudaDriver, place: IpcPlace, refusals: RefusalCounter
     ) -> None:
         self._staging = staging
         self._place = place
         self._peer: PeerMemory | None = None  # not in the future, which lives as long as it likes
         self._closed = False
-        worker = Worker(f"{NAME} map")
+        worker = CallWorker(f"{NAME} map")
         self._mapped = worker.submit(lambda: self._map(driver, refusals))
         worker.close()
 
@@ -208,7 +219,7 @@ class CudaIpcChannel(Channel):
             peer.address + slot * self._place.slot_bytes, self._staging.slot_bytes, peer
         )
 
-    async def push(self, chunk: Chunk, announce: Announce) -> None:
+    async def push(self, chunk: Chunk, announce: AnnounceChunk) -> None:
         """Announce the chunk: the gather has put its bytes there already."""
         if chunk.nbytes > self._staging.slot_bytes:
             raise PeerError(f"{chunk.nbytes} bytes for buffers of {self._staging.slot_bytes}")
@@ -223,7 +234,7 @@ class CudaIpcChannel(Channel):
         self._peer = None if self._closed else peer
 
 
-class CudaIpcInbox(Inbox):
+class CudaIpcInbox(TransportInbox):
     """Buffers like the source's, in a GPU's memory."""
 
     transport = NAME
@@ -232,15 +243,15 @@ class CudaIpcInbox(Inbox):
         """Raises TransportError for a source on another host, without enough memory, and where the
         GPUs don't reach each other's memory."""
         try:
-            origin = msgspec.json.decode(offer.token, type=Origin)
+            origin = msgspec.json.decode(offer.token, type=IpcOrigin)
         except msgspec.DecodeError as error:
             raise TransportError(f"not a token of {offer.transport}: {error}") from error
         if origin.host != host_identity():
             raise TransportError("the source is on another host")
         self._shape, self._source = origin.shape.checked(), origin.exported.ticket
         nbytes = max(self._shape.slots * self._shape.slot_bytes, NONCE_BYTES)
-        memory = GpuMemory(gpu, nbytes, refusals)
-        self._memory: GpuMemory | None = memory
+        memory = IpcMemory(gpu, nbytes, refusals)
+        self._memory: IpcMemory | None = memory
         try:
             _test(memory, origin, refusals)
         except (KvmigError, OSError) as error:
@@ -249,7 +260,7 @@ class CudaIpcInbox(Inbox):
             # Said here: the next offer may work, and is slower.
             log.warning("GPU %d doesn't reach a source on this host by %s: %s", gpu, NAME, why)
             raise TransportError(f"a test transfer failed: {why}") from error
-        place = Place(memory.exported, self._shape.slot_bytes)
+        place = IpcPlace(memory.exported, self._shape.slot_bytes)
         self.token = msgspec.json.encode(place).decode()
 
     @property
@@ -271,7 +282,7 @@ class CudaIpcInbox(Inbox):
         self._memory = None
 
 
-def _test(memory: GpuMemory, origin: Origin, refusals: RefusalCounter) -> None:
+def _test(memory: IpcMemory, origin: IpcOrigin, refusals: RefusalCounter) -> None:
     """Copy the source's nonce into `memory`. Raises KvmigError."""
     if origin.exported.size < NONCE_BYTES:
         raise PeerError(f"{origin.exported.size} bytes are too small for a nonce")
@@ -290,5 +301,5 @@ def _test(memory: GpuMemory, origin: Origin, refusals: RefusalCounter) -> None:
         raise TransportError("other bytes came")
 
 
-_stuck: list[tuple[GpuMemory, PeerMemory]] = []
+_stuck: list[tuple[IpcMemory, PeerMemory]] = []
 """Both ends of copies that didn't end. They stay mapped, because the device may still copy."""

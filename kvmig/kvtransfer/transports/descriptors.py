@@ -22,14 +22,14 @@ WORD_TIMEOUT_S = 0.2
 """Timeout of a peer's half, much shorter because other peers wait behind it."""
 
 
-class Ticket(msgspec.Struct, frozen=True):
+class DescriptorTicket(msgspec.Struct, frozen=True):
     """The socket that hands a descriptor out, and the token that it asks for."""
 
     socket: str
     secret: str
 
 
-class Donor:
+class DescriptorDonor:
     """Gives copies of one descriptor to this user's processes that have the ticket.
 
     The socket is abstract: it leaves no file, and only this network namespace sees it. Who
@@ -42,7 +42,7 @@ class Donor:
         self._refusals = refusals
         self._secret = secrets.token_bytes(SECRET_BYTES)
         name = f"kvmig-{secrets.token_hex(8)}"
-        self.ticket = Ticket(name, self._secret.hex())
+        self.ticket = DescriptorTicket(name, self._secret.hex())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{name}")
         self._socket.listen()
@@ -85,7 +85,7 @@ class Donor:
         return secrets.compare_digest(word, self._secret)
 
 
-def gone(ticket: Ticket) -> bool:
+def gone(ticket: DescriptorTicket) -> bool:
     """Whether the donor has closed its socket, or died: its name is free then."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
@@ -95,7 +95,7 @@ def gone(ticket: Ticket) -> bool:
     return True
 
 
-def take(ticket: Ticket, refusals: RefusalCounter) -> int:
+def take(ticket: DescriptorTicket, refusals: RefusalCounter) -> int:
     """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
 
     Raises TransportError if the donor is gone, gives none, or is another user's: anybody may

@@ -32,15 +32,15 @@ from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
-    Announce,
-    Channel,
-    Inbox,
-    Shape,
-    Staging,
+    AnnounceChunk,
+    BufferShape,
+    StagingPool,
+    TransportChannel,
+    TransportInbox,
     check_slot,
     unmap,
 )
-from kvmig.kvtransfer.transports.worker import Worker
+from kvmig.kvtransfer.transports.worker import CallWorker
 
 NAME = "nixl"
 MODULES = ("nixl_cu13._api", "nixl_cu12._api")
@@ -63,13 +63,13 @@ Kind = Literal["DRAM", "VRAM"]
 log = logging.getLogger(__name__)
 
 
-class Offered(Shape, frozen=True):
+class RdmaOffer(BufferShape, frozen=True):
     """The offer's token. gpus: whether the source can write to a GPU's memory."""
 
     gpus: bool = False
 
 
-class Place(msgspec.Struct, frozen=True):
+class RdmaPlace(msgspec.Struct, frozen=True):
     """The inbox's token: whom to write to, and where."""
 
     metadata: str
@@ -122,7 +122,7 @@ class HostMemory:
         unmap(self._mapping)
 
 
-class GpuMemory:
+class RdmaMemory:
     """Memory of a GPU that RDMA devices reach; it goes with its last view."""
 
     kind: Kind = "VRAM"
@@ -146,10 +146,10 @@ class GpuMemory:
         """Release the memory; it is freed with its last view."""
 
 
-class Agent:
+class RdmaAgent:
     """A NIXL agent with registered memory."""
 
-    memory: HostMemory | GpuMemory
+    memory: HostMemory | RdmaMemory
 
     def __init__(self, nbytes: int, gpu: int | None) -> None:
         """gpu: whose memory it is, if that can be; None: the host's. Raises TransportError if NIXL
@@ -159,7 +159,7 @@ class Agent:
         self.arrived: OrderedDict[int, None] = OrderedDict()
         """Numbers of the chunks that have come, and that nobody has taken."""
         # Without progress here a writer would wait for one who has stopped to listen.
-        self.worker = Worker(f"nixl {self.name}", self._progress, IDLE_S)
+        self.worker = CallWorker(f"nixl {self.name}", self._progress, IDLE_S)
         self.metadata = b""
         """What another agent needs to write here."""
         self._registered: Any = None
@@ -197,16 +197,16 @@ class Agent:
 
     def _on_gpu(self, api: Any, gpu: int, nbytes: int) -> bool:
         try:
-            self._have(api, GpuMemory(gpu, nbytes), nbytes)
+            self._have(api, RdmaMemory(gpu, nbytes), nbytes)
         except Exception as error:  # noqa: BLE001 - of NIXL's own kinds, and said
             log.warning("NIXL brings blocks through the host's memory: %s", repr(error))
             return False
         return True
 
-    def _have(self, api: Any, memory: HostMemory | GpuMemory, nbytes: int) -> None:
+    def _have(self, api: Any, memory: HostMemory | RdmaMemory, nbytes: int) -> None:
         self.worker.submit(lambda: self._open(api, memory, nbytes)).result(OPEN_TIMEOUT_S)
 
-    def _open(self, api: Any, memory: HostMemory | GpuMemory, nbytes: int) -> None:
+    def _open(self, api: Any, memory: HostMemory | RdmaMemory, nbytes: int) -> None:
         # An agent that has failed to register memory tells others what they can't read.
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         agent = api.nixl_agent(self.name, config)
@@ -237,33 +237,33 @@ class Agent:
         self._registered = self._agent = None
 
 
-class NixlStaging(Staging):
+class NixlStaging(StagingPool):
     """Slots in registered memory."""
 
     transport = NAME
 
     def __init__(self, slots: int, slot_bytes: int, gpu: int | None = None) -> None:
         """gpu: that the KV cache is on. Raises TransportError if NIXL can't be had."""
-        self.agent = Agent(slots * slot_bytes, gpu)
+        self.agent = RdmaAgent(slots * slot_bytes, gpu)
         super().__init__(slots, slot_bytes)
 
     @property
     def memory(self) -> memoryview | None:
-        """See `Staging`."""
+        """See `StagingPool`."""
         return self.agent.memory.mapped
 
     def buffer(self, slot: int) -> memoryview:
-        """The slot [slot_bytes], see `Channel.buffer`."""
+        """The slot [slot_bytes], see `TransportChannel.buffer`."""
         self.check(slot)
         return self.agent.memory.view(slot * self.slot_bytes, self.slot_bytes)
 
     def offer(self) -> Offer:
         """How many buffers the destination needs for it."""
-        return Offer(NAME, Offered(self.slots, self.slot_bytes, gpus=True).token())
+        return Offer(NAME, RdmaOffer(self.slots, self.slot_bytes, gpus=True).token())
 
-    def _connect(self, token: str) -> Channel:
+    def _connect(self, token: str) -> TransportChannel:
         try:
-            place = msgspec.json.decode(token, type=Place)
+            place = msgspec.json.decode(token, type=RdmaPlace)
         except msgspec.DecodeError as error:
             raise PeerError(f"not a token of NIXL: {error}") from error
         return NixlChannel(self, place)
@@ -275,10 +275,10 @@ class NixlStaging(Staging):
             self.agent.close()
 
 
-class NixlChannel(Channel):
+class NixlChannel(TransportChannel):
     """Writes a slot into the inbox's slot of the same number."""
 
-    def __init__(self, staging: NixlStaging, place: Place) -> None:
+    def __init__(self, staging: NixlStaging, place: RdmaPlace) -> None:
         self._staging = staging
         self._agent = staging.agent
         self._place = place
@@ -290,7 +290,7 @@ class NixlChannel(Channel):
         """The slot itself."""
         return self._staging.buffer(slot)
 
-    async def push(self, chunk: Chunk, announce: Announce) -> None:
+    async def push(self, chunk: Chunk, announce: AnnounceChunk) -> None:
         """Announced first: the destination drives its half while it waits."""
         if chunk.nbytes > self._place.slot_bytes:
             raise PeerError(f"{chunk.nbytes} bytes for buffers of {self._place.slot_bytes}")
@@ -335,7 +335,7 @@ class NixlChannel(Channel):
         )
 
 
-class NixlInbox(Inbox):
+class NixlInbox(TransportInbox):
     """Registered buffers like the source's."""
 
     transport = NAME
@@ -343,17 +343,17 @@ class NixlInbox(Inbox):
 
     def __init__(self, offer: Offer, gpu: int | None = None) -> None:
         """gpu: that the KV cache is on. Raises TransportError if NIXL can't be had."""
-        self._shape = shape = Offered.of(offer)
+        self._shape = shape = RdmaOffer.of(offer)
         wanted = gpu if shape.gpus else None
-        self._agent = agent = Agent(shape.slots * shape.slot_bytes, wanted)
+        self._agent = agent = RdmaAgent(shape.slots * shape.slot_bytes, wanted)
         metadata = base64.b85encode(agent.metadata).decode()
         memory = agent.memory
-        place = Place(metadata, memory.base, shape.slot_bytes, memory.kind, memory.device)
+        place = RdmaPlace(metadata, memory.base, shape.slot_bytes, memory.kind, memory.device)
         self.token = msgspec.json.encode(place).decode()
 
     @property
     def memory(self) -> memoryview | None:
-        """See `Inbox`."""
+        """See `TransportInbox`."""
         return self._agent.memory.mapped
 
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:

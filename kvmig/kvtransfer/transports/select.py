@@ -13,7 +13,7 @@ from kvmig.core.config import IN_THE_CLEAR, MigrationConfig, Transport
 from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
-from kvmig.kvtransfer.transports.base import KEPT, Inbox, Staging
+from kvmig.kvtransfer.transports.base import KEPT, StagingPool, TransportInbox
 from kvmig.rpc.codec import RefusalCounter
 
 LOOK_S = 5.0
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Site:
+class TransportSite:
     """The place of the transports' files and sockets."""
 
     folder: Path = shm.FOLDER
@@ -45,15 +45,15 @@ class Site:
         return self.trusted or name not in IN_THE_CLEAR
 
 
-HERE = Site()
+HERE = TransportSite()
 
 
-def site_of(config: MigrationConfig, gpu: int | None, refusals: RefusalCounter) -> Site:
+def site_of(config: MigrationConfig, gpu: int | None, refusals: RefusalCounter) -> TransportSite:
     """The site of an instance."""
-    return Site(trusted=config.trust_network, refusals=refusals, gpu=gpu)
+    return TransportSite(trusted=config.trust_network, refusals=refusals, gpu=gpu)
 
 
-_INBOXES: Mapping[str, Callable[[Offer, Site], Inbox]] = {
+_INBOXES: Mapping[str, Callable[[Offer, TransportSite], TransportInbox]] = {
     shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder),
     tcp.NAME: lambda offer, site: tcp.TcpInbox(),
     nixl.NAME: lambda offer, site: nixl.NixlInbox(offer, site.gpu),
@@ -67,8 +67,8 @@ def open_staging(
     instance: str,
     slots: int,
     slot_bytes: int,
-    site: Site = HERE,
-) -> dict[str, Staging]:
+    site: TransportSite = HERE,
+) -> dict[str, StagingPool]:
     """The pools of an instance by transport's name, the best first: offer them all.
 
     `auto` has CUDA IPC where the KV cache is on a GPU, shared memory, NIXL where there is an RDMA
@@ -77,7 +77,7 @@ def open_staging(
     Raises TransportError if `allowed` is one transport that can't be had.
     """
 
-    def open_one(name: str) -> Staging:
+    def open_one(name: str) -> StagingPool:
         match name:
             case shm.NAME:
                 return shm.ShmStaging(cluster, instance, slots, slot_bytes, site.folder)
@@ -89,7 +89,7 @@ def open_staging(
 
     if allowed != "auto":
         return {allowed: open_one(allowed)}
-    stagings: dict[str, Staging] = {}
+    stagings: dict[str, StagingPool] = {}
     rdma = site.takes(nixl.NAME, allowed) and nixl.has_rdma()
     gpu = site.gpu is not None
     first, third = ((cuda_ipc.NAME,) if gpu else ()), ((nixl.NAME,) if rdma else ())
@@ -101,7 +101,9 @@ def open_staging(
     return stagings
 
 
-def open_offer(offers: Sequence[Offer], allowed: Transport = "auto", site: Site = HERE) -> Inbox:
+def open_offer(
+    offers: Sequence[Offer], allowed: Transport = "auto", site: TransportSite = HERE
+) -> TransportInbox:
     """Open the first offer that works here. May block for some tenths of a second.
 
     Raises TransportError, with each offer's reason, if none does.
@@ -121,7 +123,7 @@ def open_offer(offers: Sequence[Offer], allowed: Transport = "auto", site: Site 
     raise TransportError("; ".join(reasons) or "the source offered no transport")
 
 
-class Inboxes:
+class InboxCache:
     """One inbox a source, opened at its first migration and kept for the next ones, until it ends.
 
     Nobody tells of a source's end, so this looks every LOOK_S. Of more than KEPT the one used
@@ -129,20 +131,20 @@ class Inboxes:
     """
 
     def __init__(
-        self, allowed: Transport = "auto", site: Site = HERE, ready: Ready | None = None
+        self, allowed: Transport = "auto", site: TransportSite = HERE, ready: Ready | None = None
     ) -> None:
         """ready: to be called with each inbox's memory before its first chunk comes."""
         self._allowed = allowed
         self._site = site
         self._ready = ready
-        self._open: OrderedDict[tuple[Offer, ...], asyncio.Future[Inbox]] = OrderedDict()
+        self._open: OrderedDict[tuple[Offer, ...], asyncio.Future[TransportInbox]] = OrderedDict()
         self._looking: asyncio.TimerHandle | None = None
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def open(self, offers: Sequence[Offer]) -> Inbox:
+    async def open(self, offers: Sequence[Offer]) -> TransportInbox:
         """The inbox for these offers. Raises TransportError if none works."""
         if self._closed:
             raise TransportError("this instance stops")
@@ -165,7 +167,7 @@ class Inboxes:
         while self._open:
             _discard(self._open.popitem()[1])
 
-    async def _open_one(self, offers: Sequence[Offer]) -> Inbox:
+    async def _open_one(self, offers: Sequence[Offer]) -> TransportInbox:
         # In a thread: libraries take their time.
         inbox = await asyncio.to_thread(open_offer, offers, self._allowed, self._site)
         memory = inbox.memory
@@ -193,10 +195,10 @@ class Inboxes:
                 _discard(self._open.pop(key))
 
 
-def _discard(opened: asyncio.Future[Inbox]) -> None:
+def _discard(opened: asyncio.Future[TransportInbox]) -> None:
     """Close the inbox, if there is one or as soon as there is."""
 
-    def close(opened: asyncio.Future[Inbox]) -> None:
+    def close(opened: asyncio.Future[TransportInbox]) -> None:
         if not opened.cancelled() and opened.exception() is None:
             opened.result().close()
 

@@ -24,11 +24,11 @@ import msgspec
 from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
-    Announce,
-    Channel,
+    AnnounceChunk,
     HostChannel,
     HostStaging,
-    Inbox,
+    TransportChannel,
+    TransportInbox,
     check_slot,
     unmap,
 )
@@ -41,7 +41,7 @@ FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 """Populate: no copy stops for a page fault."""
 
 
-class Token(msgspec.Struct, frozen=True):
+class ShmToken(msgspec.Struct, frozen=True):
     """Tells the destination where the memory is, and that it is the right one."""
 
     file: str
@@ -77,14 +77,14 @@ class ShmStaging(HostStaging):
             raise TransportError(
                 f"no {size} bytes of shared memory in {folder}: {error.strerror}"
             ) from error
-        self._token = Token(self._path.name, nonce.hex(), slots, slot_bytes)
+        self._token = ShmToken(self._path.name, nonce.hex(), slots, slot_bytes)
         super().__init__(memory, slots, slot_bytes, mmap.PAGESIZE)
 
     def offer(self) -> Offer:
         """The file's name and nonce."""
         return Offer(NAME, msgspec.json.encode(self._token).decode())
 
-    def _connect(self, token: str) -> Channel:
+    def _connect(self, token: str) -> TransportChannel:
         return ShmChannel(self)
 
     def _remove(self) -> None:
@@ -99,12 +99,12 @@ class ShmStaging(HostStaging):
 class ShmChannel(HostChannel):
     """Moves nothing: the destination reads the slot itself."""
 
-    async def push(self, chunk: Chunk, announce: Announce) -> None:
+    async def push(self, chunk: Chunk, announce: AnnounceChunk) -> None:
         """Announce the chunk: its bytes are there already."""
         announce()
 
 
-class ShmInbox(Inbox):
+class ShmInbox(TransportInbox):
     """The source's slots, mapped read-only."""
 
     transport = NAME
@@ -112,7 +112,7 @@ class ShmInbox(Inbox):
     def __init__(self, offer: Offer, folder: Path = FOLDER) -> None:
         """Raises TransportError if this process can't see the source's memory."""
         try:
-            self._token = msgspec.json.decode(offer.token, type=Token)
+            self._token = msgspec.json.decode(offer.token, type=ShmToken)
         except msgspec.DecodeError as error:
             raise TransportError(f"not a token of shared memory: {error}") from error
         self._memory, self._file = _open(self._token, folder)
@@ -120,7 +120,7 @@ class ShmInbox(Inbox):
 
     @property
     def memory(self) -> memoryview:
-        """See `Inbox`."""
+        """See `TransportInbox`."""
         return memoryview(self._memory)
 
     @property
@@ -176,7 +176,7 @@ def _create(folder: Path, cluster: str, instance: str) -> tuple[Path, int]:
         os.close(file)  # a sweep came between the two lines
 
 
-def _open(token: Token, folder: Path) -> tuple[mmap.mmap, int]:
+def _open(token: ShmToken, folder: Path) -> tuple[mmap.mmap, int]:
     """The source's memory and its file, if it is what the token says."""
     if not re.fullmatch(rf"{PREFIX}-[A-Za-z0-9_.-]+", token.file):
         raise TransportError(f"{token.file!r} is no name of a staging file")

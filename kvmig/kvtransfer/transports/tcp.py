@@ -6,7 +6,13 @@ import mmap
 
 from kvmig.core.errors import PeerError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
-from kvmig.kvtransfer.transports.base import Announce, Channel, HostChannel, HostStaging, Inbox
+from kvmig.kvtransfer.transports.base import (
+    AnnounceChunk,
+    HostChannel,
+    HostStaging,
+    TransportChannel,
+    TransportInbox,
+)
 
 NAME = "tcp"
 
@@ -24,19 +30,19 @@ class TcpStaging(HostStaging):
         """An empty offer: a peer that received it has the socket."""
         return Offer(NAME)
 
-    def _connect(self, token: str) -> Channel:
+    def _connect(self, token: str) -> TransportChannel:
         return TcpChannel(self)
 
 
 class TcpChannel(HostChannel):
     """Sends the slot's first bytes; the socket may read them until the chunk is done."""
 
-    async def push(self, chunk: Chunk, announce: Announce) -> None:
+    async def push(self, chunk: Chunk, announce: AnnounceChunk) -> None:
         """Send the bytes with the message."""
         announce((self._staging.buffer(chunk.slot)[: chunk.nbytes],))
 
 
-class TcpInbox(Inbox):
+class TcpInbox(TransportInbox):
     """Takes the bytes from the message."""
 
     transport = NAME

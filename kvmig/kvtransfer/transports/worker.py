@@ -32,7 +32,7 @@ def _join() -> None:
         thread.join(EXIT_S)
 
 
-class Worker:
+class CallWorker:
     """Runs calls one after the other. A daemon: a call that never returns keeps no process."""
 
     def __init__(
