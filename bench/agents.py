@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.units.site import Agent
 from kvmig.core.errors import TransportError
-from kvmig.sharing.member import ask
+from kvmig.sharing.member import fetch_unit
 
 AWAY_S = 2.0
 """Between an agent's end and the start of the next one."""
@@ -39,7 +39,7 @@ class Agents:
     async def leased(self, unit: str) -> int:
         """Bytes that its members may have, all together; 0 while it doesn't answer."""
         try:
-            shares = (await ask(str(self._paths[unit]), ANSWER_S)).shares
+            shares = (await fetch_unit(str(self._paths[unit]), ANSWER_S)).shares
         except TransportError:
             return 0
         return sum(one.lease for one in shares)

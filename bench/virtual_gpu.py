@@ -33,8 +33,8 @@ from kvmig.engines.vllm.migration import token_request
 from kvmig.engines.vllm.phase import StepPhase
 from kvmig.models import BUNDLED
 from kvmig.placement.step_costs import Device, StepCost
-from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use
-from kvmig.sharing.step_scheduler import Turns
+from kvmig.sharing.memory_quotas import PERIOD_S, RULES, MemoryUse
+from kvmig.sharing.step_scheduler import StepScheduler
 from kvmig_tools.sim.unit import MOST_SEQUENCES, PREFILL_TOKENS, SHARED, Crowd
 
 BLOCK_TOKENS = 32
@@ -275,7 +275,7 @@ class VirtualUnit:
         or `SHARED`: who comes first takes what is free."""
         self.engines = {one.name: one for one in engines}
         self.now = 0.0
-        self._turns = Turns(policy, math.inf)
+        self._turns = StepScheduler(policy, math.inf)
         for name in self.engines:
             self._turns.join(name, shares[name])
         self._crowd = Crowd(device.bandwidth * gpus)
@@ -379,13 +379,13 @@ class VirtualUnit:
 
     def _adapt(self) -> None:
         """Quotas by the live rule, as long as anything is here."""
-        uses: list[Use] = []
+        uses: list[MemoryUse] = []
         for name, engine in self.engines.items():
             running = len(engine.core.scheduler.running)
             held = engine.held_bytes
             mean = held / running if running else 0.0
             uses.append(
-                Use(
+                MemoryUse(
                     model=name,
                     quota=int(self._quotas[name]),
                     floor=MOST_TOKENS * engine.token_bytes,

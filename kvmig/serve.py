@@ -56,7 +56,7 @@ from kvmig.launcher.shapes import (
 from kvmig.process.child import begin_loading, call_at_stdin_end, leave, quiet, say, send_heartbeats
 from kvmig.process.fork_server import HANDED, SharedForks
 from kvmig.process.sockets import listening_at, raise_open_files, take_port
-from kvmig.sharing.member import ask
+from kvmig.sharing.member import fetch_unit
 
 
 def main(argv: Sequence[str]) -> int:
@@ -246,7 +246,7 @@ def joining(config: ClusterConfig, unit: UnitConfig, args: Namespace) -> tuple[C
     largest = 0
     for path in dict.fromkeys((unit.path, *unit.paths.values())):
         try:
-            arena = asyncio.run(ask(path)).arena
+            arena = asyncio.run(fetch_unit(path)).arena
         except TransportError as error:
             raise ConfigError(f"--unit is {path}, must be a unit's socket: {error}") from error
         if unit.guarantee > arena:

@@ -9,14 +9,14 @@ from functools import partial
 
 from kvmig.engines.gate import ComputeShares, StepGrant, StepRequest
 from kvmig.sharing.step_gate import UnitGate
-from kvmig.sharing.step_scheduler import Turns
+from kvmig.sharing.step_scheduler import StepScheduler
 
 
 class LocalUnit:
     """Answers at once, on the thread that asks, but while it is told to be silent."""
 
     def __init__(self, policy: str = "adbs") -> None:
-        self.turns = Turns(policy, 60.0)
+        self.turns = StepScheduler(policy, 60.0)
         self.silent = False
         self.gates: dict[str, UnitGate] = {}
         self.told: list[tuple[str, StepGrant]] = []

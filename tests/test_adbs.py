@@ -8,15 +8,17 @@ from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
 from kvmig.engines.gate import PARTS, ComputeShares, StepRequest
-from kvmig.sharing.policies import OVERBOOKED, POLICIES, Gate, Job
+from kvmig.sharing.policies import OVERBOOKED, POLICIES, DeviceState, ScheduledStep
 
 BOTH = StepRequest(prompt_tokens=1, decodes=1)
 DECODES = StepRequest(prompt_tokens=0, decodes=1)
 PROMPTS = StepRequest(prompt_tokens=1, decodes=0)
 
 
-def gate(policy: str = "adbs", **decode: int) -> Gate:
-    return Gate(policy, {name: ComputeShares(PARTS, parts) for name, parts in decode.items()})
+def gate(policy: str = "adbs", **decode: int) -> DeviceState:
+    return DeviceState(
+        policy, {name: ComputeShares(PARTS, parts) for name, parts in decode.items()}
+    )
 
 
 def test_prompts_go_first_and_take_turns() -> None:
@@ -24,11 +26,11 @@ def test_prompts_go_first_and_take_turns() -> None:
     for model in ("a", "b"):
         it.want(model, PROMPTS)
     (first,) = it.grants()
-    assert first == Job("a", "prefill", PARTS)
+    assert first == ScheduledStep("a", "prefill", PARTS)
     it.done(first)
     it.want("a", PROMPTS)
     (second,) = it.grants()
-    assert second == Job("b", "prefill", PARTS)
+    assert second == ScheduledStep("b", "prefill", PARTS)
 
 
 def test_models_decode_beside_each_other_as_long_as_their_parts_fit() -> None:
@@ -85,7 +87,7 @@ def test_fcfs_does_one_thing_at_a_time_for_the_oldest_request() -> None:
     it.want("a", StepRequest(prompt_tokens=0, decodes=1, oldest_decode=5.0))
     it.want("b", StepRequest(prompt_tokens=0, decodes=1, oldest_decode=2.0))
     (only,) = it.grants()
-    assert only == Job("b", "decode", PARTS)
+    assert only == ScheduledStep("b", "decode", PARTS)
 
 
 def test_round_robin_does_one_thing_at_a_time_model_after_model() -> None:
@@ -93,7 +95,7 @@ def test_round_robin_does_one_thing_at_a_time_model_after_model() -> None:
     for model in it.models:
         it.want(model, BOTH)
     (first,) = it.grants()
-    assert first == Job("a", "prefill", PARTS)
+    assert first == ScheduledStep("a", "prefill", PARTS)
     it.done(first)
     it.want("a", BOTH)
     assert [one.model for one in it.grants()] == ["b"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.chaos.unit import whole
-from kvmig.sharing.messages import Share
+from kvmig.sharing.messages import MemberShare
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def member() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def share(process: int, *, connected: bool) -> Share:
-    return Share(
+def share(process: int, *, connected: bool) -> MemberShare:
+    return MemberShare(
         instance="i0", model="count", process=process, guarantee=0, quota=0, lease=0, used=0,
         cached=0, wanted=0, connected=connected,
     )  # fmt: skip

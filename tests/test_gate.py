@@ -25,7 +25,7 @@ from kvmig.engines.gate import (
 )
 from kvmig.sharing.policies import POLICIES
 from kvmig.sharing.step_gate import UnitGate
-from kvmig.sharing.step_scheduler import Turns
+from kvmig.sharing.step_scheduler import StepScheduler
 from tests.local_unit import LocalUnit
 
 PROMPTS = StepRequest(prompt_tokens=100, decodes=0, oldest_prompt=1.0)
@@ -317,7 +317,7 @@ def test_a_grant_stands_no_more_once_its_agent_has_gone() -> None:
 
 
 def test_grants_of_decodes_stand_until_somebody_is_left_waiting() -> None:
-    turns = Turns(job_s=5.0)
+    turns = StepScheduler(job_s=5.0)
     for name in ("a", "b", "c"):
         turns.join(name, ComputeShares(10, 4))
     for name in ("a", "b"):
@@ -342,7 +342,7 @@ def test_grants_of_decodes_stand_until_somebody_is_left_waiting() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "round-robin"])
 def test_where_one_computes_at_a_time_no_grant_stands_while_two_want(policy: str) -> None:
-    turns = Turns(policy)
+    turns = StepScheduler(policy)
     for name in ("a", "b"):
         turns.join(name, ComputeShares(10, 4))
         turns.ask(name, replace(DECODES, number=1))
@@ -351,7 +351,7 @@ def test_where_one_computes_at_a_time_no_grant_stands_while_two_want(policy: str
 
 
 def test_a_member_that_dies_frees_its_parts() -> None:
-    turns = Turns()
+    turns = StepScheduler()
     for name in ("a", "b"):
         turns.join(name, ComputeShares(10, 10))
         turns.ask(name, replace(PROMPTS, number=1))
@@ -363,7 +363,7 @@ def test_a_member_that_dies_frees_its_parts() -> None:
 
 
 def test_a_job_whose_end_nobody_says_ends_after_a_limit() -> None:
-    turns = Turns(job_s=5.0)
+    turns = StepScheduler(job_s=5.0)
     for name in ("a", "b"):
         turns.join(name, ComputeShares(10, 10))
         turns.ask(name, replace(PROMPTS, number=1))
@@ -380,7 +380,7 @@ def test_a_job_whose_end_nobody_says_ends_after_a_limit() -> None:
 
 
 def test_a_question_that_came_before_the_end_of_the_last_job_is_kept() -> None:
-    turns = Turns()
+    turns = StepScheduler()
     turns.join("a", ComputeShares(10, 4))
     turns.ask("a", replace(DECODES, number=1))
     turns.grants(0.0)
@@ -392,7 +392,7 @@ def test_a_question_that_came_before_the_end_of_the_last_job_is_kept() -> None:
 
 
 def test_turns_survive_who_comes_and_goes() -> None:
-    turns = Turns("round-robin")
+    turns = StepScheduler("round-robin")
     for name in ("b", "d"):
         turns.join(name, ComputeShares(10, 10))
     turns.ask("b", replace(DECODES, number=1))

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvmig.core.errors import ConfigError
-from kvmig.sharing.lease_ledger import MIB, Claim, Ledger, Order, Told
+from kvmig.sharing.lease_ledger import MIB, LeaseLedger, LeaseOrder, MemberClaim, MemberReport
 from kvmig.sharing.memory_quotas import RULES
 
 ARENA = 64 * MIB
 
 
-def claim(floor: int = 4, guarantee: int = 0, lease: int = 0, capacity: int = 64) -> Claim:
+def claim(floor: int = 4, guarantee: int = 0, lease: int = 0, capacity: int = 64) -> MemberClaim:
     """In MiB."""
-    return Claim("model", floor * MIB, capacity * MIB, MIB, guarantee * MIB, lease * MIB)
+    return MemberClaim("model", floor * MIB, capacity * MIB, MIB, guarantee * MIB, lease * MIB)
 
 
-def told(seq: int, lease: int, used: int, wanted: int) -> Told:
+def told(seq: int, lease: int, used: int, wanted: int) -> MemberReport:
     """In MiB."""
-    return Told(seq, lease * MIB, used * MIB, 0, wanted * MIB)
+    return MemberReport(seq, lease * MIB, used * MIB, 0, wanted * MIB)
 
 
-def quotas(ledger: Ledger) -> dict[str, int]:
+def quotas(ledger: LeaseLedger) -> dict[str, int]:
     """In MiB."""
     return {name: one.due // MIB for name, one in ledger.members.items()}
 
@@ -35,7 +35,7 @@ class Site:
     """A ledger whose members are as quick as can be: they do at once what they are told."""
 
     def __init__(self, rule: str = "kvmig") -> None:
-        self.ledger = Ledger(ARENA, rule)
+        self.ledger = LeaseLedger(ARENA, rule)
         self.used: dict[str, int] = {}
         self.wanted: dict[str, int] = {}
         self.lease: dict[str, int] = {}
@@ -150,17 +150,17 @@ def test_who_is_gone_leaves_its_memory() -> None:
 
 
 def test_nothing_grows_before_others_could_have_come_back() -> None:
-    ledger = Ledger(ARENA)
+    ledger = LeaseLedger(ARENA)
     ledger.join("new", claim())
     assert ledger.orders(grow=False) == []
     ledger.join("old", claim(lease=60))
-    assert ledger.orders(grow=False) == [("old", Order(1, 32 * MIB, 60 * MIB, 32 * MIB))]
+    assert ledger.orders(grow=False) == [("old", LeaseOrder(1, 32 * MIB, 60 * MIB, 32 * MIB))]
     assert ledger.leased == 60 * MIB
     assert dict(ledger.orders())["new"].quota == 4 * MIB, "what is free"
 
 
 def test_a_member_is_told_of_its_guarantee_when_others_come_and_go() -> None:
-    ledger = Ledger(ARENA)
+    ledger = LeaseLedger(ARENA)
     ledger.join("a", claim())
     assert dict(ledger.orders())["a"].guarantee == ARENA
     ledger.join("b", claim(guarantee=44))
@@ -206,7 +206,7 @@ def test_a_guarantee_that_cannot_be_is_refused_and_the_old_one_holds(size: int, 
 
 
 def test_an_answer_to_an_older_order_changes_no_lease() -> None:
-    ledger = Ledger(ARENA)
+    ledger = LeaseLedger(ARENA)
     ledger.join("a", claim())
     ((_, first),) = ledger.orders()
     ledger.join("b", claim())
@@ -221,13 +221,13 @@ def test_an_answer_to_an_older_order_changes_no_lease() -> None:
         (claim(floor=61), "one request takes 61.0 MiB, those of 1 others 4.0 MiB, .* 1.0 MiB are"),
         (claim(guarantee=61), "its guarantee takes 61.0 MiB, .* 1.0 MiB are missing"),
         (claim(floor=8, capacity=4), "one request of the greatest length takes 8.0 MiB .* 4.0 MiB"),
-        (Claim("m", MIB, MIB, 3000), "can't be"),
+        (MemberClaim("m", MIB, MIB, 3000), "can't be"),
         (claim(guarantee=-1), "can't be"),
         (claim(lease=-1), "can't be"),
     ],
 )
-def test_who_does_not_fit_is_refused_with_what_is_missing(given: Claim, words: str) -> None:
-    ledger = Ledger(ARENA)
+def test_who_does_not_fit_is_refused_with_what_is_missing(given: MemberClaim, words: str) -> None:
+    ledger = LeaseLedger(ARENA)
     ledger.join("a", claim())
     with pytest.raises(ConfigError, match=words):
         ledger.join("b", given)
@@ -237,7 +237,7 @@ def test_who_does_not_fit_is_refused_with_what_is_missing(given: Claim, words: s
 @pytest.mark.parametrize(("arena", "quotas"), [(0, "kvmig"), (-1, "kvmig"), (MIB, "none")])
 def test_an_arena_that_cannot_be_is_refused(arena: int, quotas: str) -> None:
     with pytest.raises(ConfigError, match=r"--memory is .* 1 MiB or more|--quotas is 'none', must"):
-        Ledger(arena, quotas)
+        LeaseLedger(arena, quotas)
 
 
 class Arena(RuleBasedStateMachine):
@@ -246,13 +246,13 @@ class Arena(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(ARENA)
+        self.ledger = LeaseLedger(ARENA)
         self.has: dict[str, int] = {}
         """Pages that may be touched, MiB."""
         self.quota: dict[str, int] = {}
         self.used: dict[str, int] = {}
-        self.orders: dict[str, deque[Order]] = {}
-        self.answers: deque[tuple[str, Told]] = deque()
+        self.orders: dict[str, deque[LeaseOrder]] = {}
+        self.answers: deque[tuple[str, MemberReport]] = deque()
         self.settled = True
         self.now = 0.0
 
@@ -274,7 +274,7 @@ class Arena(RuleBasedStateMachine):
 
     @rule()
     def agent_dies(self) -> None:
-        self.ledger, self.settled = Ledger(ARENA), False
+        self.ledger, self.settled = LeaseLedger(ARENA), False
         self.answers.clear()
         for name, has in self.has.items():
             self.orders[name].clear()

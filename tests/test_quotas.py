@@ -7,23 +7,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
-from kvmig.sharing.memory_quotas import RULES, Use, fair, kvmig, muxserve
+from kvmig.sharing.memory_quotas import RULES, MemoryUse, fair, kvmig, muxserve
 
 
 def use(
     model: str, quota: int, mean: float, wanted: float, *, held: int | None = None, floor: int = 10
-) -> Use:
-    return Use(model, quota, floor, int(mean) if held is None else held, mean, wanted)
+) -> MemoryUse:
+    return MemoryUse(model, quota, floor, int(mean) if held is None else held, mean, wanted)
 
 
 @st.composite
-def units(draw: st.DrawFn) -> list[Use]:
+def units(draw: st.DrawFn) -> list[MemoryUse]:
     uses = []
     for name in draw(st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)):
         quota = draw(st.integers(10, 100_000))
         held = draw(st.integers(0, quota))
         uses.append(
-            Use(
+            MemoryUse(
                 name,
                 quota,
                 draw(st.integers(1, quota)),
@@ -37,7 +37,7 @@ def units(draw: st.DrawFn) -> list[Use]:
 
 @given(uses=units(), rule=st.sampled_from(sorted(RULES)))
 def test_no_rule_leases_more_than_the_arena_or_less_than_is_held(
-    uses: list[Use], rule: str
+    uses: list[MemoryUse], rule: str
 ) -> None:
     quotas = RULES[rule](uses)
     assert quotas.keys() == {one.model for one in uses}
@@ -47,7 +47,9 @@ def test_no_rule_leases_more_than_the_arena_or_less_than_is_held(
 
 
 @given(uses=units(), rule=st.sampled_from(sorted(RULES)))
-def test_the_order_in_which_models_are_listed_means_nothing(uses: list[Use], rule: str) -> None:
+def test_the_order_in_which_models_are_listed_means_nothing(
+    uses: list[MemoryUse], rule: str
+) -> None:
     assert RULES[rule](uses) == RULES[rule](uses[::-1])
 
 

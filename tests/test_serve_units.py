@@ -19,8 +19,8 @@ import pytest
 
 from kvmig.core.errors import TransportError
 from kvmig.sharing.lease_ledger import MIB
-from kvmig.sharing.member import ask
-from kvmig.sharing.messages import Share, Unit
+from kvmig.sharing.member import fetch_unit
+from kvmig.sharing.messages import MemberShare, UnitState
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
@@ -65,10 +65,10 @@ class Agent:
         self.process.wait()
         self.process.stdin.close()
 
-    def unit(self) -> Unit:
-        return asyncio.run(ask(str(self.path)))
+    def unit(self) -> UnitState:
+        return asyncio.run(fetch_unit(str(self.path)))
 
-    def until(self, holds: Callable[[Unit], bool], *, starts: bool = False) -> Unit:
+    def until(self, holds: Callable[[UnitState], bool], *, starts: bool = False) -> UnitState:
         """starts: an engine may, with the one block that it has before its first lease."""
         most = self.arena + (BLOCK if starts else 0)
         deadline = time.monotonic() + PATIENCE_S
@@ -84,7 +84,7 @@ class Agent:
             time.sleep(0.02)
 
 
-def share(unit: Unit, model: str) -> Share:
+def share(unit: UnitState, model: str) -> MemberShare:
     return next(one for one in unit.shares if one.model == model)
 
 
@@ -138,7 +138,7 @@ def test_a_guarantee_that_was_changed_outlives_a_crash_and_a_rolling_restart(
 ) -> None:
     flags = [*FLAGS, "--instances=2", "--front-ends=2", f"--unit={agent.path}"]
 
-    def guarantees(unit: Unit) -> dict[str, tuple[int, int]]:
+    def guarantees(unit: UnitState) -> dict[str, tuple[int, int]]:
         """Process and MiB of each, by instance."""
         return {
             one.instance.rpartition(".")[2]: (one.process, round(one.guarantee / MIB))

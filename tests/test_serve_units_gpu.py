@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.sharing.lease_ledger import MIB
-from kvmig.sharing.messages import Unit
+from kvmig.sharing.messages import UnitState
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests import fake_gpu
@@ -32,7 +32,9 @@ def pieces(served: Served) -> int:
     return len(fake_gpu.memory_of(one.pid))
 
 
-def once(agent: Agent, holds: Callable[[Unit], bool], at: dict[str, Served], beside: int) -> None:
+def once(
+    agent: Agent, holds: Callable[[UnitState], bool], at: dict[str, Served], beside: int
+) -> None:
     """Wait for it; meanwhile the instances have at most the arena, and then what they lease.
 
     beside: pieces that each has for its copies.

@@ -22,19 +22,19 @@ from kvmig.process.sockets import take_path
 from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.__main__ import main, shown
 from kvmig.sharing.agent import UnitAgent
-from kvmig.sharing.lease_ledger import MIB, Claim, Ledger
-from kvmig.sharing.member import UnitMember, ask
-from kvmig.sharing.member_locks import Roll
+from kvmig.sharing.lease_ledger import MIB, LeaseLedger, MemberClaim
+from kvmig.sharing.member import UnitMember, fetch_unit
+from kvmig.sharing.member_locks import MemberLocks
 from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
-    Ask,
-    Held,
-    Hello,
+    AskUnit,
+    HeldMemory,
     InUnit,
-    Refused,
-    Share,
-    Unit,
+    MemberHello,
+    MemberRefused,
+    MemberShare,
+    UnitState,
     encode,
     to_member,
 )
@@ -75,7 +75,7 @@ class Engine:
 def member(
     path: Path, name: str, engine: Engine, *, guarantee: int = 0, floor: int = 4
 ) -> UnitMember:
-    claim = Claim("llama", floor * MIB, 64 * MIB, MIB, guarantee * MIB)
+    claim = MemberClaim("llama", floor * MIB, 64 * MIB, MIB, guarantee * MIB)
     return UnitMember(str(path), name, claim, engine.use, engine.watch, engine.resize)
 
 
@@ -163,7 +163,7 @@ async def test_who_waits_for_an_agent_that_dies_hears_of_it(path: Path) -> None:
     one = member(path, "a", engine)
     with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
         sock.setblocking(True)
-        running = asyncio.create_task(UnitAgent(sock, Ledger(64 * MIB), 0.0).run())
+        running = asyncio.create_task(UnitAgent(sock, LeaseLedger(64 * MIB), 0.0).run())
         await one.join()
         serving = asyncio.create_task(one.run())
         asking = asyncio.create_task(one.guarantee(16 * MIB))
@@ -280,7 +280,7 @@ def test_two_processes_of_one_number_are_both_in_the_roll(tmp_path: Path) -> Non
         for one in both:
             assert one.stdout is not None
             assert one.stdout.readline()
-        roll = Roll(path)
+        roll = MemberLocks(path)
         assert roll.processes() == {one.pid for one in both}
         for one in both:
             one.kill()
@@ -295,7 +295,7 @@ async def test_a_member_whose_process_lives_keeps_its_lease_without_a_connection
     async with agent(path) as ledger:
         async with joined(path, "a") as a:
             await until(lambda: a.quota == 64)
-        unit = await ask(str(path))
+        unit = await fetch_unit(str(path))
         assert [(one.lease, one.connected) for one in unit.shares] == [(64 * MIB, False)]
         assert ledger.leased == 64 * MIB
 
@@ -373,12 +373,15 @@ async def test_where_no_agent_listens_a_member_cannot_start(path: Path) -> None:
         (b"\x00" * (MOST_BYTES + 1), None),
         (msgspec.msgpack.encode({"type": "Hello"}), "missing required field"),
         (
-            encode(Ask(VERSION + 1)),
+            encode(AskUnit(VERSION + 1)),
             f"version {VERSION + 1} of the unit's messages isn't known, only {VERSION}",
         ),
-        (encode(Hello(VERSION + 1, "a", "m", 1, 1, 1)), f"version {VERSION + 1} of the unit's"),
-        (encode(Held(0, 0, 0, 0, 0)), "Held isn't expected now"),
-        (encode(Hello(VERSION, "b", "m", 0, 1, 1)), "one request of the greatest length"),
+        (
+            encode(MemberHello(VERSION + 1, "a", "m", 1, 1, 1)),
+            f"version {VERSION + 1} of the unit's",
+        ),
+        (encode(HeldMemory(0, 0, 0, 0, 0)), "Held isn't expected now"),
+        (encode(MemberHello(VERSION, "b", "m", 0, 1, 1)), "one request of the greatest length"),
     ],
 )
 async def test_what_is_no_message_ends_that_connection_alone(
@@ -392,12 +395,12 @@ async def test_what_is_no_message_ends_that_connection_alone(
             assert answer == b""
         else:
             refused = to_member.decode(answer)
-            assert isinstance(refused, Refused)
+            assert isinstance(refused, MemberRefused)
             assert words in refused.why
             assert await bad.recv() == b""
         bad.close()
         a.wanted = 64
-        assert isinstance(await ask(str(path)), Unit)
+        assert isinstance(await fetch_unit(str(path)), UnitState)
 
 
 async def test_another_users_listener_is_not_trusted(
@@ -406,7 +409,7 @@ async def test_another_users_listener_is_not_trusted(
     async with agent(path):
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(TransportError, match="another user listens"):
-            await ask(str(path))
+            await fetch_unit(str(path))
 
 
 async def test_another_users_process_is_not_let_in(
@@ -443,7 +446,7 @@ def test_its_socket_is_this_users_and_goes_with_it(
     path: Path, process: subprocess.Popen[str]
 ) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    unit = asyncio.run(ask(str(path)))
+    unit = asyncio.run(fetch_unit(str(path)))
     assert (unit.arena, unit.rule, unit.shares) == (64 * MIB, "kvmig", [])
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
@@ -455,8 +458,8 @@ def test_it_shows_what_the_unit_is_like(
 ) -> None:
     assert main([str(path), "--show"]) == 0
     assert capsys.readouterr().out == "64 MiB, 0 leased, quotas by kvmig\n"
-    one = Share("c.i0", "llama", 7, 32 * MIB, 31 * MIB, 30 * MIB, MIB, 0, 2 * MIB, False)
-    assert shown(Unit(64 * MIB, "kvmig", [one]))[1] == (
+    one = MemberShare("c.i0", "llama", 7, 32 * MIB, 31 * MIB, 30 * MIB, MIB, 0, 2 * MIB, False)
+    assert shown(UnitState(64 * MIB, "kvmig", [one]))[1] == (
         "c.i0 (llama): lease 30.0, quota 31.0, guaranteed 32.0, used 1.0, cached 0.0, wanted 2.0,"
         " not connected"
     )

@@ -14,19 +14,19 @@ from kvmig.engines.base import KVUse
 from kvmig.engines.entrance import StepAdmission
 from kvmig.engines.gate import EVERYTHING, ComputeShares, StepGrant, StepRequest
 from kvmig.rpc.unix_packets import UnixPackets
-from kvmig.sharing.lease_ledger import MIB, Claim
+from kvmig.sharing.lease_ledger import MIB, MemberClaim
 from kvmig.sharing.member import UnitMember
 from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
-    Done,
-    Hello,
-    Refused,
+    MemberHello,
+    MemberRefused,
+    StepDone,
     encode,
     to_member,
 )
 from kvmig.sharing.step_gate import UnitGate
-from kvmig.sharing.step_scheduler import Turns
+from kvmig.sharing.step_scheduler import StepScheduler
 from tests import unit_site
 from tests.unit_site import agent
 from tests.waiting import until
@@ -42,7 +42,7 @@ async def resize(quota: int, limit: int) -> None:
 
 @contextlib.asynccontextmanager
 async def joined(path: Path, name: str, decode: int = 6) -> AsyncIterator[UnitGate]:
-    claim = Claim("llama", 4 * MIB, 64 * MIB, MIB, 0)
+    claim = MemberClaim("llama", 4 * MIB, 64 * MIB, MIB, 0)
     shares = ComputeShares(10, decode)
     one = UnitMember(
         str(path), name, claim, lambda: KVUse(0, 0, 0, 0), lambda on_use: None, resize, shares
@@ -69,7 +69,7 @@ def path(tmp_path: Path) -> Path:
 
 
 async def test_members_take_turns_and_who_is_alone_asks_nobody(path: Path) -> None:
-    turns = Turns()
+    turns = StepScheduler()
     async with agent(path, turns=turns), joined(path, "a") as a:
         assert a.alone
         async with joined(path, "b") as b:
@@ -91,7 +91,7 @@ async def test_members_take_turns_and_who_is_alone_asks_nobody(path: Path) -> No
 
 
 async def test_decodes_go_on_without_asking_until_somebody_waits(path: Path) -> None:
-    async with agent(path, turns=Turns()), joined(path, "a") as a, joined(path, "b") as b:
+    async with agent(path, turns=StepScheduler()), joined(path, "a") as a, joined(path, "b") as b:
         for gate in (a, b):
             gate.ask(DECODES)
             assert (await grant_of(gate)).stands
@@ -106,7 +106,7 @@ async def test_decodes_go_on_without_asking_until_somebody_waits(path: Path) -> 
 
 
 async def test_a_member_whose_connection_ends_frees_its_parts(path: Path) -> None:
-    async with agent(path, turns=Turns()), joined(path, "b") as b:
+    async with agent(path, turns=StepScheduler()), joined(path, "b") as b:
         async with joined(path, "a") as a, joined(path, "c"):
             a.ask(PROMPTS)
             await grant_of(a)
@@ -119,7 +119,7 @@ async def test_a_member_whose_connection_ends_frees_its_parts(path: Path) -> Non
 async def test_a_member_that_is_stopped_in_a_step_frees_its_parts_after_a_while(
     path: Path,
 ) -> None:
-    turns = Turns(job_s=0.2)
+    turns = StepScheduler(job_s=0.2)
     async with agent(path, turns=turns), joined(path, "a") as a, joined(path, "b") as b:
         a.ask(PROMPTS)
         await grant_of(a)  # and never says that it is done
@@ -134,13 +134,13 @@ async def test_a_member_that_is_stopped_in_a_step_frees_its_parts_after_a_while(
 
 async def test_an_agent_that_dies_lets_everybody_step(path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        async with agent(path, turns=Turns()):
+        async with agent(path, turns=StepScheduler()):
             a = await stack.enter_async_context(joined(path, "a"))
             await stack.enter_async_context(joined(path, "b"))
             await until(lambda: not a.alone)
         await until(lambda: a.alone)
         assert StepAdmission(a, lambda left: None).enter(lambda: PROMPTS) is EVERYTHING
-        async with agent(path, turns=Turns()):
+        async with agent(path, turns=StepScheduler()):
             await until(lambda: not a.alone)
             a.ask(PROMPTS)
             await grant_of(a)
@@ -151,20 +151,20 @@ async def test_an_agent_that_dies_lets_everybody_step(path: Path) -> None:
     [
         (ComputeShares(11, 4), r"shares are \(11, 4\), must be 1 to 10"),
         (ComputeShares(4, 0), r"shares are \(4, 0\), must be 1 to 10"),
-        (Done(1), "Done isn't expected before Gated"),
+        (StepDone(1), "Done isn't expected before Gated"),
     ],
 )
 async def test_what_can_not_be_is_refused_in_one_sentence(
-    path: Path, message: ComputeShares | Done, why: str
+    path: Path, message: ComputeShares | StepDone, why: str
 ) -> None:
-    async with agent(path, turns=Turns()), joined(path, "a") as a:
+    async with agent(path, turns=StepScheduler()), joined(path, "a") as a:
         packets = UnixPackets.connect(str(path), MOST_BYTES)
-        packets.send(encode(Hello(VERSION, "bad", "llama", 4 * MIB, 64 * MIB, MIB)))
+        packets.send(encode(MemberHello(VERSION, "bad", "llama", 4 * MIB, 64 * MIB, MIB)))
         packets.send(encode(message))
         said = ""
         async with asyncio.timeout(PATIENCE_S):
             while packet := await packets.recv():
-                if isinstance(heard := to_member.decode(packet), Refused):
+                if isinstance(heard := to_member.decode(packet), MemberRefused):
                     said = heard.why
         packets.close()
         assert re.search(why, said), said

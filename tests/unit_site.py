@@ -10,17 +10,17 @@ from pathlib import Path
 
 from kvmig.process.sockets import take_path
 from kvmig.sharing.agent import UnitAgent
-from kvmig.sharing.lease_ledger import MIB, Ledger
+from kvmig.sharing.lease_ledger import MIB, LeaseLedger
 from kvmig.sharing.member import UnitMember
-from kvmig.sharing.step_scheduler import Turns
+from kvmig.sharing.step_scheduler import StepScheduler
 
 
 @contextlib.asynccontextmanager
 async def agent(
-    path: Path, *, settle_s: float = 0.0, turns: Turns | None = None
-) -> AsyncIterator[Ledger]:
+    path: Path, *, settle_s: float = 0.0, turns: StepScheduler | None = None
+) -> AsyncIterator[LeaseLedger]:
     """It has an arena of 64 MiB, and dies at the end of the block."""
-    ledger = Ledger(64 * MIB)
+    ledger = LeaseLedger(64 * MIB)
     with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
         running = asyncio.create_task(UnitAgent(sock, ledger, settle_s, turns).run())
         try:

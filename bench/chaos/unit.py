@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from bench import report
 from bench.chaos.place import Place
 from kvmig.core.errors import TransportError
-from kvmig.sharing.member import ask
-from kvmig.sharing.messages import Share
+from kvmig.sharing.member import fetch_unit
+from kvmig.sharing.messages import MemberShare
 
 ARENA = 80 << 20
 """Bytes. Three instances would like more: 600 blocks of 64 KiB each, as without a unit."""
@@ -53,7 +53,7 @@ class Away:
     back_s: float = -1.0
 
 
-def whole(members: Iterable[int], shares: Iterable[Share]) -> bool:
+def whole(members: Iterable[int], shares: Iterable[MemberShare]) -> bool:
     """Whether all members that run are connected. One that a fault has stopped can't be."""
     connected = {one.process for one in shares if one.connected}
     return all(pid in connected or not _runs(pid) for pid in members)
@@ -75,7 +75,7 @@ class Unit:
     looks: int = 0
     most_leased: int = 0
     """Bytes, of all members together, at any look."""
-    at_most: list[Share] = field(default_factory=list)
+    at_most: list[MemberShare] = field(default_factory=list)
     """The members then."""
     _process: subprocess.Popen[bytes] | None = None
     _members: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Unit:
             self._close()
             self._start()
         try:
-            shares = (await ask(str(self.path), ANSWER_S)).shares
+            shares = (await fetch_unit(str(self.path), ANSWER_S)).shares
         except TransportError:  # it is killed, stopped, or starts
             return
         self.looks += 1

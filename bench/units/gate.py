@@ -30,7 +30,7 @@ from bench.replace import counted
 from bench.units.site import MIB, PATIENCE_S, Site, cores
 from kvmig.process.sockets import take_path
 from kvmig.sharing.agent import UnitAgent
-from kvmig.sharing.lease_ledger import Ledger
+from kvmig.sharing.lease_ledger import LeaseLedger
 
 ARENA = 128 * MIB
 CALLS = 4
@@ -112,7 +112,7 @@ async def call(http: aiohttp.ClientSession, url: str, model: str, number: int, t
 
 async def starved(site: Site, path: Path) -> dict[str, float]:
     """What engines take of a core while their requests wait for memory."""
-    ledger = Ledger(ARENA, "fixed")
+    ledger = LeaseLedger(ARENA, "fixed")
     own = (f"--unit={path}", "--instances=1", "--max-model-len=2048")
     with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
         agent = UnitAgent(sock, ledger)
@@ -131,7 +131,7 @@ async def starved(site: Site, path: Path) -> dict[str, float]:
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def starving(site: Site, agent: UnitAgent, ledger: Ledger, model: str) -> float:
+async def starving(site: Site, agent: UnitAgent, ledger: LeaseLedger, model: str) -> float:
     """Of a core, while it has a block and a request that wants more; which is right in the end."""
     (process,) = [one.process for one in agent.unit.shares if one.model == model]
     (member,) = [one for one in ledger.members.values() if one.claim.model == model]

@@ -31,7 +31,7 @@ from bench.units.site import (
     cores,
     share,
 )
-from kvmig.sharing.messages import Unit
+from kvmig.sharing.messages import UnitState
 
 SAMPLE_S = 0.1
 LONGEST = 1216
@@ -127,7 +127,7 @@ def waited(site: Bursts, agent: Agent, model: str, calls: int, tokens: int, bloc
     site.burst(model, calls, PROMPT, tokens)
     began = agent.until(lambda unit: share(unit, model).wanted > share(unit, model).lease)
 
-    def has(unit: Unit) -> bool:
+    def has(unit: UnitState) -> bool:
         one = share(unit, model)
         return one.lease >= min(one.wanted, one.guarantee) - block
 

@@ -34,8 +34,8 @@ from bench.client import session
 from bench.models import model_flags
 from bench.replace import counted
 from bench.units.site import BLOCK_BYTES, BLOCK_TOKENS, Agent, Site
-from kvmig.sharing.member import ask
-from kvmig.sharing.messages import Unit
+from kvmig.sharing.member import fetch_unit
+from kvmig.sharing.messages import UnitState
 
 MODELS = ("a", "b", "c")
 ARMS = ("kvmig", "fixed")
@@ -233,7 +233,7 @@ async def sample(agent: Agent, rows: list[dict[str, Any]]) -> None:
     """What each model has of the unit, until cancelled. Bytes; vLLM's null block is nobody's."""
     began = time.monotonic()
     while True:
-        unit = await ask(agent.path)
+        unit = await fetch_unit(agent.path)
         rows.append(
             {
                 "at_s": round(time.monotonic() - began, 2),
@@ -263,7 +263,7 @@ def processor_s() -> float:
     return float(sum(one.user + one.system for one in every))
 
 
-def settled(unit: Unit) -> bool:
+def settled(unit: UnitState) -> bool:
     """Whether all models are there, and have as much as they shall have."""
     here = [one for one in unit.shares if one.connected]
     leased = sum(one.lease for one in here)

@@ -18,8 +18,8 @@ from bench.models import kv_numbers
 from bench.site import all_up
 from kvmig.core.errors import TransportError
 from kvmig.models import BUNDLED
-from kvmig.sharing.member import ask
-from kvmig.sharing.messages import Share, Unit
+from kvmig.sharing.member import fetch_unit
+from kvmig.sharing.messages import MemberShare, UnitState
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
@@ -63,10 +63,10 @@ class Agent:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def unit(self) -> Unit:
-        return asyncio.run(ask(self.path))
+    def unit(self) -> UnitState:
+        return asyncio.run(fetch_unit(self.path))
 
-    def until(self, holds: Callable[[Unit], bool]) -> float:
+    def until(self, holds: Callable[[UnitState], bool]) -> float:
         """When that was so first, by a steady clock."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
@@ -77,7 +77,7 @@ class Agent:
         raise TimeoutError(f"{self.path}: {self.unit()}")
 
 
-def share(unit: Unit, name: str) -> Share:
+def share(unit: UnitState, name: str) -> MemberShare:
     """Of the instance, or the model, of that name."""
     return next(one for one in unit.shares if name in (one.model, one.instance.split(".")[1]))
 

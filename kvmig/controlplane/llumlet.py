@@ -63,7 +63,7 @@ from kvmig.kvtransfer.transports.select import open_staging, site_of
 from kvmig.rpc.codec import REFUSED
 from kvmig.rpc.messages import VERSION, Hello, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcServer
-from kvmig.sharing.lease_ledger import Claim
+from kvmig.sharing.lease_ledger import MemberClaim
 from kvmig.sharing.member import UnitMember
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Llumlet:
         if unit is None or isinstance(sharing, str):
             return
         room, patience_s = sharing.room, unit.patience_s
-        claim = Claim(unit.model, room.floor, room.capacity, room.granule, unit.guarantee)
+        claim = MemberClaim(unit.model, room.floor, room.capacity, room.granule, unit.guarantee)
         self._member = UnitMember(
             unit.path,
             f"{self._cluster}.{self.instance}",

@@ -24,12 +24,12 @@ from kvmig.process.child import call_at_stdin_end, leave, quiet, say
 from kvmig.process.sockets import listening_at
 from kvmig.process.watchdog import notify_manager
 from kvmig.sharing.agent import UnitAgent
-from kvmig.sharing.lease_ledger import MIB, Ledger
-from kvmig.sharing.member import ask
+from kvmig.sharing.lease_ledger import MIB, LeaseLedger
+from kvmig.sharing.member import fetch_unit
 from kvmig.sharing.memory_quotas import RULES
-from kvmig.sharing.messages import Unit
+from kvmig.sharing.messages import UnitState
 from kvmig.sharing.policies import POLICIES
-from kvmig.sharing.step_scheduler import Turns
+from kvmig.sharing.step_scheduler import StepScheduler
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if flags.memory is None:
             raise ConfigError("--memory is missing, must be the KV cache of all members together")
-        ledger = Ledger(int(flags.memory), flags.quotas)
-        turns = Turns(flags.policy)
+        ledger = LeaseLedger(int(flags.memory), flags.quotas)
+        turns = StepScheduler(flags.policy)
         with listening_at(flags.path, f"PATH {flags.path}", socket.SOCK_SEQPACKET) as sock:
             uvloop.run(serve(sock, ledger, turns, flags.path, flags.end_with_stdin))
     except KvmigError as error:
@@ -76,15 +76,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-async def found(path: str) -> Unit:
+async def found(path: str) -> UnitState:
     """The unit there. Raises ConfigError."""
     try:
-        return await ask(path)
+        return await fetch_unit(path)
     except TransportError as error:
         raise ConfigError(f"PATH is {path}, must be a unit's socket: {error}") from error
 
 
-def shown(unit: Unit) -> list[str]:
+def shown(unit: UnitState) -> list[str]:
     """One line each, in MiB."""
     leased = sum(one.lease for one in unit.shares)
     return [
@@ -100,7 +100,7 @@ def shown(unit: Unit) -> list[str]:
 
 
 async def serve(
-    sock: socket.socket, ledger: Ledger, turns: Turns, path: str, end_with_stdin: bool
+    sock: socket.socket, ledger: LeaseLedger, turns: StepScheduler, path: str, end_with_stdin: bool
 ) -> None:
     """Serve until a signal."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()

@@ -24,28 +24,28 @@ from kvmig.core.errors import ConfigError, PeerError, TransportError
 from kvmig.engines.gate import ComputeShares, StepRequest
 from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.rpc.unix_peer import credentials
-from kvmig.sharing.lease_ledger import Claim, Ledger, Told
-from kvmig.sharing.member_locks import Roll
+from kvmig.sharing.lease_ledger import LeaseLedger, MemberClaim, MemberReport
+from kvmig.sharing.member_locks import MemberLocks
 from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
-    Ask,
-    Done,
+    AskUnit,
     Guarantee,
     GuaranteeSet,
-    Held,
-    Hello,
-    Lease,
-    Refused,
-    Share,
+    HeldMemory,
+    MemberHello,
+    MemberRefused,
+    MemberShare,
+    MemoryLease,
+    StepDone,
     ToAgent,
-    Unit,
+    UnitState,
     encode,
     tag_of,
     to_agent,
 )
 from kvmig.sharing.step_grants import UnitTurns
-from kvmig.sharing.step_scheduler import Turns
+from kvmig.sharing.step_scheduler import StepScheduler
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ NO_FILE_S = 0.5
 
 
 @dataclass(eq=False)
-class Tenant:
+class MemberConnection:
     """A member's process. packets: None while it isn't connected."""
 
     process: int
@@ -73,15 +73,15 @@ class UnitAgent:
     def __init__(
         self,
         sock: socket.socket,
-        ledger: Ledger,
+        ledger: LeaseLedger,
         settle_s: float = SETTLE_S,
-        turns: Turns | None = None,
+        turns: StepScheduler | None = None,
     ) -> None:
         """turns: None: by ADBS."""
         self._sock = sock
         self._ledger = ledger
-        self._turns = UnitTurns(turns or Turns())
-        self._tenants: dict[str, Tenant] = {}
+        self._turns = UnitTurns(turns or StepScheduler())
+        self._tenants: dict[str, MemberConnection] = {}
         self._tasks = BackgroundTasks("agent")
         self._again: asyncio.TimerHandle | None = None
         """Lets clients in again, after there was no file for one."""
@@ -89,7 +89,7 @@ class UnitAgent:
         self._settled_at = self._loop.time() + settle_s
         self._settled = False
         """Whether all that may hold memory have said how much."""
-        self._roll = Roll(sock.getsockname())
+        self._roll = MemberLocks(sock.getsockname())
         self._refused: set[int] = set()
         """Processes of members that may not join; they have what they have."""
 
@@ -114,11 +114,11 @@ class UnitAgent:
             self._roll.close()
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> UnitState:
         """How it is now."""
         guarantees = self._ledger.guarantees()
         shares = [
-            Share(
+            MemberShare(
                 instance=name,
                 model=one.claim.model,
                 process=self._tenants[name].process,
@@ -132,7 +132,7 @@ class UnitAgent:
             )
             for name, one in self._ledger.members.items()
         ]
-        return Unit(self._ledger.arena, self._ledger.rule, shares)
+        return UnitState(self._ledger.arena, self._ledger.rule, shares)
 
     # -- connections
 
@@ -164,7 +164,7 @@ class UnitAgent:
         except (ConfigError, PeerError) as error:
             self._refused.add(packets.process)
             with contextlib.suppress(TransportError):  # it has gone
-                packets.send(encode(Refused(str(error))))
+                packets.send(encode(MemberRefused(str(error))))
         except TransportError as error:
             log.warning("%s: %s", name or "somebody", error)
         finally:
@@ -180,22 +180,22 @@ class UnitAgent:
         Raises ConfigError, PeerError or TransportError, which end the connection.
         """
         match message:
-            case Ask():
+            case AskUnit():
                 _check_version(message.version)
                 packets.send(encode(self.unit))
-            case Hello() if not name:
+            case MemberHello() if not name:
                 _check_version(message.version)
                 self._join(packets, message)
                 self._tell()
                 return message.instance
-            case Held() if name:
-                told = Told(*msgspec.structs.astuple(message))
+            case HeldMemory() if name:
+                told = MemberReport(*msgspec.structs.astuple(message))
                 self._ledger.heard(name, told, self._loop.time())
                 self._tell()
             case Guarantee() if name:
                 packets.send(encode(self._guarantee(name, message)))
                 self._tell()
-            case ComputeShares() | StepRequest() | Done() if name:
+            case ComputeShares() | StepRequest() | StepDone() if name:
                 self._turns.handle(name, message, packets.send)
             case _:
                 raise PeerError(f"{tag_of(message)} isn't expected now")
@@ -203,14 +203,14 @@ class UnitAgent:
 
     # -- members
 
-    def _join(self, packets: UnixPackets, hello: Hello) -> None:
+    def _join(self, packets: UnixPackets, hello: MemberHello) -> None:
         """Raises ConfigError."""
         name, known = hello.instance, self._tenants.get(hello.instance)
         if known is not None and known.process != packets.process:
             if _lives(known):
                 raise ConfigError(f"instance {name} is in the unit already, as another process")
             self._forget(name)
-        claim = Claim(
+        claim = MemberClaim(
             hello.model, hello.floor, hello.capacity, hello.granule, hello.guarantee, hello.lease
         )
         self._ledger.join(name, claim, self._loop.time())
@@ -224,7 +224,7 @@ class UnitAgent:
         except OSError as error:
             self._ledger.leave(name, self._loop.time())
             raise ConfigError(f"the process of {name} is gone: {error}") from error
-        self._tenants[name] = Tenant(packets.process, ended, packets)
+        self._tenants[name] = MemberConnection(packets.process, ended, packets)
         self._loop.add_reader(ended, self._left, name)
 
     def _guarantee(self, name: str, wanted: Guarantee) -> GuaranteeSet:
@@ -260,13 +260,13 @@ class UnitAgent:
             if packets is None:
                 continue
             try:
-                packets.send(encode(Lease(*order, arena=self._ledger.arena)))
+                packets.send(encode(MemoryLease(*order, arena=self._ledger.arena)))
             except TransportError as error:
                 log.warning("%s: %s", name, error)
                 packets.close()  # it connects again, and says what it has
 
 
-def _lives(tenant: Tenant) -> bool:
+def _lives(tenant: MemberConnection) -> bool:
     try:
         os.kill(tenant.process, 0)
     except ProcessLookupError:

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvmig.core.errors import ConfigError
-from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use, fair
+from kvmig.sharing.memory_quotas import PERIOD_S, RULES, MemoryUse, fair
 
 PERIODS_S = {"kvmig": 0.0, "muxserve": PERIOD_S, "fixed": PERIOD_S}
 """Least time between two applications of a rule."""
 MIB = 1 << 20
 
 
-class Claim(NamedTuple):
+class MemberClaim(NamedTuple):
     """What a member is when it joins. Bytes."""
 
     model: str
@@ -39,7 +39,7 @@ class Claim(NamedTuple):
     """What it has already, leased by an agent that is gone."""
 
 
-class Told(NamedTuple):
+class MemberReport(NamedTuple):
     """What a member tells of itself. Bytes."""
 
     seq: int
@@ -54,7 +54,7 @@ class Told(NamedTuple):
     """Bytes that all its requests want, waiting ones included."""
 
 
-class Order(NamedTuple):
+class LeaseOrder(NamedTuple):
     """To a member: have so many bytes at most, at once more, or less as soon as it can."""
 
     seq: int
@@ -66,10 +66,10 @@ class Order(NamedTuple):
 
 
 @dataclass(slots=True)
-class Member:
+class LeaseMember:
     """One instance of a model in the unit. Bytes."""
 
-    claim: Claim
+    claim: MemberClaim
     quota: int
     """Quota by the rule; `due` follows from it."""
     lease: int
@@ -100,7 +100,7 @@ class Member:
         self.seen_at = now
 
 
-class Ledger:
+class LeaseLedger:
     """Of one unit. All times are of one clock, in seconds."""
 
     def __init__(self, arena: int, rule: str = "kvmig") -> None:
@@ -111,7 +111,7 @@ class Ledger:
             raise ConfigError(f"--quotas is {rule!r:.100}, must be {' or '.join(RULES)}")
         self.arena = arena
         self.rule = rule
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, LeaseMember] = {}
         self._adapted_at = 0.0
         self._changed = False
         """Whether the rule hasn't seen the newest news."""
@@ -121,13 +121,13 @@ class Ledger:
         """Bytes that members may have now, all together."""
         return sum(one.lease for one in self.members.values())
 
-    def join(self, name: str, claim: Claim, now: float = 0.0) -> None:
+    def join(self, name: str, claim: MemberClaim, now: float = 0.0) -> None:
         """A new member, or a known one after its connection was lost.
 
         Raises ConfigError in words for whoever started it, and nothing is changed.
         """
         self._check(name, claim)
-        self.members[name] = Member(claim, claim.lease, claim.lease, seen_at=now)
+        self.members[name] = LeaseMember(claim, claim.lease, claim.lease, seen_at=now)
         self._spread(now)
 
     def guarantee(self, name: str, size: int, now: float = 0.0) -> None:
@@ -149,7 +149,7 @@ class Ledger:
         if self.members.pop(name, None) is not None:
             self._spread(now)
 
-    def heard(self, name: str, told: Told, now: float) -> None:
+    def heard(self, name: str, told: MemberReport, now: float) -> None:
         """A member's report."""
         member = self.members[name]
         member.count(now)
@@ -166,14 +166,14 @@ class Ledger:
         if self.members and due and (self._changed or PERIODS_S[self.rule]):
             self._adapt(now)
 
-    def orders(self, *, grow: bool = True) -> list[tuple[str, Order]]:
+    def orders(self, *, grow: bool = True) -> list[tuple[str, LeaseOrder]]:
         """What members are to be told now. Those that are to give come first; what is free goes
         to those that want it most urgently.
 
         grow: whether anybody may get more. Not as long as members of an agent that is gone may
         still come with their leases.
         """
-        told: list[tuple[str, Order]] = []
+        told: list[tuple[str, LeaseOrder]] = []
         guarantees = self.guarantees()
         bounds = {name: (self._limit(one), guarantees[name]) for name, one in self.members.items()}
         members = sorted(self.members.items(), key=lambda one: (_need(one[1]), one[0]))
@@ -203,7 +203,7 @@ class Ledger:
 
     # -- helpers
 
-    def _check(self, name: str, claim: Claim) -> None:
+    def _check(self, name: str, claim: MemberClaim) -> None:
         if not 0 < claim.floor <= claim.capacity:
             raise ConfigError(
                 f"{name}: one request of the greatest length takes {_mib(claim.floor)} of KV cache,"
@@ -242,11 +242,11 @@ class Ledger:
 
     def _adapt(self, now: float) -> None:
         guarantees, passed = self.guarantees(), now - self._adapted_at
-        uses: list[Use] = []
+        uses: list[MemoryUse] = []
         for name, one in self.members.items():
             one.count(now)
             uses.append(
-                Use(
+                MemoryUse(
                     model=name,
                     quota=one.quota,
                     floor=one.claim.floor,
@@ -261,18 +261,18 @@ class Ledger:
             self.members[name].quota = quota
         self._adapted_at, self._changed = now, False
 
-    def _limit(self, one: Member) -> int:
+    def _limit(self, one: LeaseMember) -> int:
         others = sum(other.claim.floor for other in self.members.values()) - one.claim.floor
         return one.rounded(self.arena - others)
 
 
-def _order(one: Member, quota: int, bounds: tuple[int, int]) -> Order:
+def _order(one: LeaseMember, quota: int, bounds: tuple[int, int]) -> LeaseOrder:
     one.seq += 1
     one.ordered, one.bounds = quota, bounds
-    return Order(one.seq, quota, *bounds)
+    return LeaseOrder(one.seq, quota, *bounds)
 
 
-def _need(one: Member) -> tuple[bool, float]:
+def _need(one: LeaseMember) -> tuple[bool, float]:
     """The smaller, the more urgent: who waits for memory, who has the least of what it shall."""
     return one.wanted <= one.lease, one.lease / max(one.due, 1)
 

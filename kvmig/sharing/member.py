@@ -16,25 +16,25 @@ from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
 from kvmig.engines.gate import ComputeShares, StepGrant
 from kvmig.rpc.unix_packets import UnixPackets
-from kvmig.sharing.lease_ledger import Claim
-from kvmig.sharing.member_locks import Roll
+from kvmig.sharing.lease_ledger import MemberClaim
+from kvmig.sharing.member_locks import MemberLocks
 from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
-    Ask,
-    Crowd,
-    Done,
+    AskUnit,
     Guarantee,
     GuaranteeSet,
-    Held,
-    Hello,
+    HeldMemory,
     InUnit,
-    Lease,
+    MemberCount,
+    MemberHello,
+    MemberRefused,
+    MemoryLease,
     Recalled,
-    Refused,
+    StepDone,
     ToAgent,
     ToMember,
-    Unit,
+    UnitState,
     encode,
     to_member,
 )
@@ -62,7 +62,7 @@ class UnitMember:
         self,
         path: str,
         instance: str,
-        claim: Claim,
+        claim: MemberClaim,
         use: Callable[[], KVUse],
         watch: Callable[[Callable[[], None]], None],
         resize: Resize,
@@ -85,7 +85,7 @@ class UnitMember:
         self._quota = 0
         """The newest that was heard."""
         self._guarantee = claim.guarantee
-        self._told: Held | None = None
+        self._told: HeldMemory | None = None
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         """Set while there may be more to tell."""
@@ -100,7 +100,7 @@ class UnitMember:
     async def join(self) -> None:
         """Wait for the first lease. Raises StartupError: refused, or no agent there."""
         try:
-            Roll(self._path).enter()
+            MemberLocks(self._path).enter()
             async with asyncio.timeout(JOIN_S):
                 self._packets = packets = self._hello()
                 while not self._leased.is_set():
@@ -175,7 +175,7 @@ class UnitMember:
     # -- on the engine's thread: a packet that can't be sent is one that nobody answers
 
     def _done(self, number: int) -> None:
-        self._say(Done(number))
+        self._say(StepDone(number))
 
     def _say(self, message: ToAgent) -> None:
         with self._sending:
@@ -223,7 +223,7 @@ class UnitMember:
         packets = UnixPackets.connect(self._path, MOST_BYTES)
         self._seq, self._told = 0, None
         claim = self._claim._replace(lease=max(self._quota, self._use().lease))
-        hello = Hello(
+        hello = MemberHello(
             version=VERSION, instance=self._instance, model=claim.model, floor=claim.floor,
             capacity=claim.capacity, granule=claim.granule, guarantee=claim.guarantee,
             lease=claim.lease,
@@ -240,17 +240,17 @@ class UnitMember:
     async def _heard(self, packets: UnixPackets, packet: bytes) -> None:
         """Raises ConfigError where the agent refuses, TransportError where it has gone."""
         message = decoded(packet)
-        if isinstance(message, Refused):
+        if isinstance(message, MemberRefused):
             raise ConfigError(message.why)
         if isinstance(message, StepGrant):
             self.gate.heard(message)
         if isinstance(message, Recalled):
             self.gate.recalled(message.number)
-        if isinstance(message, Crowd):
+        if isinstance(message, MemberCount):
             self.gate.crowd(alone=message.members < 2)
         if isinstance(message, GuaranteeSet):
             self._settled(message)
-        if isinstance(message, Lease):
+        if isinstance(message, MemoryLease):
             self._quota, self._guarantee = message.quota, message.guarantee
             await self._resize(message.quota, message.limit)
             self._seq = message.seq
@@ -280,26 +280,26 @@ class UnitMember:
     def _tell(self, packets: UnixPackets) -> None:
         """What it holds, if that is news."""
         use = self._use()
-        told = Held(self._seq, use.lease, use.used, use.cached, use.wanted)
+        told = HeldMemory(self._seq, use.lease, use.used, use.cached, use.wanted)
         if told != self._told:
             packets.send(encode(told))
             self._told = told
 
 
-async def ask(path: str, timeout_s: float = 5.0) -> Unit:
+async def fetch_unit(path: str, timeout_s: float = 5.0) -> UnitState:
     """The unit there as it is now. Raises TransportError, or ConfigError where it refuses."""
     packets = UnixPackets.connect(path, MOST_BYTES)
     try:
         async with asyncio.timeout(timeout_s):
-            packets.send(encode(Ask(VERSION)))
+            packets.send(encode(AskUnit(VERSION)))
             message = decoded(await packets.recv())
     except TimeoutError as error:
         raise TransportError(f"no answer at {path} within {timeout_s:g} s") from error
     finally:
         packets.close()
-    if isinstance(message, Refused):
+    if isinstance(message, MemberRefused):
         raise ConfigError(message.why)
-    assert isinstance(message, Unit)
+    assert isinstance(message, UnitState)
     return message
 
 

@@ -19,7 +19,7 @@ _MOST = 1 << 23
 """Bytes. Process numbers are below half of it."""
 
 
-class Roll:
+class MemberLocks:
     """Of the unit at a path. To be closed by the agent; a member's ends with its process, since to
     close the file gives up the lock."""
 

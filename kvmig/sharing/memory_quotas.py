@@ -23,7 +23,7 @@ MOST_GAIN = 0.1
 """Most gain per period, as a share of its mean use."""
 
 
-class Use(NamedTuple):
+class MemoryUse(NamedTuple):
     """Of one model since the last time. Bytes."""
 
     model: str
@@ -55,7 +55,7 @@ def fair(arena: int, floors: Mapping[str, int], demand: Mapping[str, float]) -> 
     }
 
 
-def muxserve(uses: Sequence[Use]) -> dict[str, int]:
+def muxserve(uses: Sequence[MemoryUse]) -> dict[str, int]:
     """MuxServe's rule: models that use less than 90 % give what is beyond 95 %; those that are full
     and have more to do gain a tenth of their use at most, the fullest first, from all pro rata."""
     spare = {
@@ -77,12 +77,12 @@ def muxserve(uses: Sequence[Use]) -> dict[str, int]:
     return quotas
 
 
-def fixed(uses: Sequence[Use]) -> dict[str, int]:
+def fixed(uses: Sequence[MemoryUse]) -> dict[str, int]:
     """Quotas stay as they are."""
     return {one.model: one.quota for one in uses}
 
 
-def kvmig(uses: Sequence[Use]) -> dict[str, int]:
+def kvmig(uses: Sequence[MemoryUse]) -> dict[str, int]:
     """Every model gets what it wants, as far as that goes; where it doesn't, all who want more are
     levelled from below (max-min fair). What a model holds is taken from it only if others want
     what they were guaranteed: from those first that hold most for their guarantee, and never below
@@ -110,7 +110,7 @@ def kvmig(uses: Sequence[Use]) -> dict[str, int]:
     return quotas
 
 
-def _kept(uses: Sequence[Use], arena: int) -> dict[str, int]:
+def _kept(uses: Sequence[MemoryUse], arena: int) -> dict[str, int]:
     """What nobody else gets: what a model holds, and what it wants of its guarantee."""
     rights = {one.model: max(one.floor, min(int(one.wanted), one.guarantee)) for one in uses}
     kept = {one.model: max(one.held, rights[one.model]) for one in uses}
@@ -132,11 +132,11 @@ def _kept(uses: Sequence[Use], arena: int) -> dict[str, int]:
     return cut(low)
 
 
-def _least(one: Use) -> int:
+def _least(one: MemoryUse) -> int:
     return max(one.floor, one.held)
 
 
-RULES: dict[str, Callable[[Sequence[Use]], dict[str, int]]] = {
+RULES: dict[str, Callable[[Sequence[MemoryUse]], dict[str, int]]] = {
     "muxserve": muxserve,
     "kvmig": kvmig,
     "fixed": fixed,

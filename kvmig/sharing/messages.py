@@ -26,8 +26,8 @@ class UnitMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 # -- member to agent
 
 
-class Hello(UnitMessage, frozen=True, tag=True):
-    """I am this instance. Bytes; see `kvmig.sharing.lease_ledger.Claim`."""
+class MemberHello(UnitMessage, frozen=True, tag="Hello"):
+    """I am this instance. Bytes; see `kvmig.sharing.lease_ledger.MemberClaim`."""
 
     version: int
     instance: str
@@ -40,8 +40,8 @@ class Hello(UnitMessage, frozen=True, tag=True):
     lease: int = 0
 
 
-class Held(UnitMessage, frozen=True, tag=True):
-    """This is what I have. Bytes; see `kvmig.sharing.lease_ledger.Told`."""
+class HeldMemory(UnitMessage, frozen=True, tag="Held"):
+    """This is what I have. Bytes; see `kvmig.sharing.lease_ledger.MemberReport`."""
 
     seq: int
     lease: int
@@ -58,13 +58,13 @@ class Guarantee(UnitMessage, frozen=True, tag=True):
     size: int
 
 
-class Ask(UnitMessage, frozen=True, tag=True):
+class AskUnit(UnitMessage, frozen=True, tag="Ask"):
     """What is the unit?"""
 
     version: int
 
 
-class Done(UnitMessage, frozen=True, tag=True):
+class StepDone(UnitMessage, frozen=True, tag="Done"):
     """The step that this question's answer was for has ended, or won't be made."""
 
     number: int
@@ -73,7 +73,7 @@ class Done(UnitMessage, frozen=True, tag=True):
 # -- agent to member
 
 
-class Lease(UnitMessage, frozen=True, tag=True):
+class MemoryLease(UnitMessage, frozen=True, tag="Lease"):
     """Have so many bytes at most: more at once, or less as soon as you can."""
 
     seq: int
@@ -100,19 +100,19 @@ class Recalled(UnitMessage, frozen=True, tag=True):
     number: int
 
 
-class Crowd(UnitMessage, frozen=True, tag=True):
+class MemberCount(UnitMessage, frozen=True, tag="Crowd"):
     """So many members ask, you among them; while you are the only one, don't."""
 
     members: int
 
 
-class Refused(UnitMessage, frozen=True, tag=True):
+class MemberRefused(UnitMessage, frozen=True, tag="Refused"):
     """Why not, in a sentence; the connection ends."""
 
     why: str
 
 
-class Share(msgspec.Struct, frozen=True):
+class MemberShare(msgspec.Struct, frozen=True):
     """One member's part. Bytes."""
 
     instance: str
@@ -128,16 +128,18 @@ class Share(msgspec.Struct, frozen=True):
     connected: bool
 
 
-class Unit(UnitMessage, frozen=True, tag=True):
+class UnitState(UnitMessage, frozen=True, tag="Unit"):
     """The unit as it is now."""
 
     arena: int
     rule: str
-    shares: list[Share]
+    shares: list[MemberShare]
 
 
-ToAgent = Hello | Held | Guarantee | Ask | ComputeShares | StepRequest | Done
-ToMember = Lease | GuaranteeSet | Refused | Unit | StepGrant | Recalled | Crowd
+ToAgent = MemberHello | HeldMemory | Guarantee | AskUnit | ComputeShares | StepRequest | StepDone
+ToMember = (
+    MemoryLease | GuaranteeSet | MemberRefused | UnitState | StepGrant | Recalled | MemberCount
+)
 
 encode = msgspec.msgpack.Encoder().encode
 

@@ -24,7 +24,7 @@ PASSES = 8
 """How often others may begin before a decode step that doesn't fit beside them."""
 
 
-class Job(NamedTuple):
+class ScheduledStep(NamedTuple):
     """One step of one model's engine."""
 
     model: str
@@ -32,7 +32,7 @@ class Job(NamedTuple):
     parts: int
 
 
-class Gate:
+class DeviceState:
     """One unit's jobs: what is wanted, what runs, whose turn it is."""
 
     def __init__(self, policy: str, shares: Mapping[str, ComputeShares]) -> None:
@@ -43,7 +43,7 @@ class Gate:
         self.shares: dict[str, ComputeShares] = {}
         self.models: list[str] = []
         self.wants: dict[str, StepRequest] = {}
-        self.running: dict[str, Job] = {}
+        self.running: dict[str, ScheduledStep] = {}
         self.passed: Counter[str] = Counter()
         """How often others began while this one didn't fit."""
         self.turn: dict[StepKind, int] = {"prefill": 0, "decode": 0}
@@ -78,7 +78,7 @@ class Gate:
         """What it could do now, instead of what it said last."""
         self.wants[model] = want
 
-    def done(self, job: Job) -> None:
+    def done(self, job: ScheduledStep) -> None:
         """Take a job's end; its model then reports again what it wants."""
         if self.running.get(job.model) == job:
             del self.running[job.model]
@@ -89,9 +89,9 @@ class Gate:
         self.running.pop(model, None)
         self.wants.pop(model, None)
 
-    def grants(self) -> list[Job]:
+    def grants(self) -> list[ScheduledStep]:
         """Jobs that begin now."""
-        begun: list[Job] = []
+        begun: list[ScheduledStep] = []
         for job in self._policy(self):
             self.running[job.model] = job
             begun.append(job)
@@ -120,16 +120,16 @@ class Gate:
         ring = self.models[turn:] + self.models[:turn]
         return [one for one in ring if self.since(one, kind) is not None]
 
-    def job(self, model: str, kind: StepKind, parts: int | None = None) -> Job:
+    def job(self, model: str, kind: StepKind, parts: int | None = None) -> ScheduledStep:
         """Start its next job; then it is the next model's turn."""
         self.passed[model] = 0
         self.turn[kind] = (self.models.index(model) + 1) % len(self.models)
         shares = self.shares[model]
         own = shares.prefill if kind == "prefill" else shares.decode
-        return Job(model, kind, own if parts is None else parts)
+        return ScheduledStep(model, kind, own if parts is None else parts)
 
 
-def adbs(gate: Gate) -> Iterator[Job]:
+def adbs(gate: DeviceState) -> Iterator[ScheduledStep]:
     """Algorithm 3: one model's prompts at a time, in turn, before all decoding; models decode
     beside each other, in turn, as long as their parts fit. Prompts that don't fit hold new decode
     steps back, or there would never be room for them; so do decode steps that others have passed
@@ -151,7 +151,7 @@ def adbs(gate: Gate) -> Iterator[Job]:
             passed.append(model)
 
 
-def fcfs(gate: Gate) -> Iterator[Job]:
+def fcfs(gate: DeviceState) -> Iterator[ScheduledStep]:
     """MuxServe's temporal baseline: one job at a time, on all parts: the prompts of who waits
     longest, else the decode step of the model with the oldest request."""
     if gate.running:
@@ -163,7 +163,7 @@ def fcfs(gate: Gate) -> Iterator[Job]:
             return
 
 
-def round_robin(gate: Gate) -> Iterator[Job]:
+def round_robin(gate: DeviceState) -> Iterator[ScheduledStep]:
     """One job at a time, on all parts: models in turn, each with its prompts if any wait, else a
     decode step. MuxServe's, as far as its figures tell: its FCFS and its round robin are close."""
     if gate.running:
@@ -176,7 +176,7 @@ def round_robin(gate: Gate) -> Iterator[Job]:
             return
 
 
-def round_robin_shares(gate: Gate) -> Iterator[Job]:
+def round_robin_shares(gate: DeviceState) -> Iterator[ScheduledStep]:
     """As round robin, but models compute beside each other, each on its parts; who doesn't fit is
     waited for."""
     for model in _ring(gate):
@@ -189,7 +189,7 @@ def round_robin_shares(gate: Gate) -> Iterator[Job]:
             yield job
 
 
-def free(gate: Gate) -> Iterator[Job]:
+def free(gate: DeviceState) -> Iterator[ScheduledStep]:
     """No gate: whoever wants something does it at once, with all parts, prompts first."""
     for model in gate.models:
         if (kind := _wanted(gate, model)) is not None:
@@ -199,18 +199,18 @@ def free(gate: Gate) -> Iterator[Job]:
 _KINDS: tuple[StepKind, ...] = ("prefill", "decode")
 
 
-def _ring(gate: Gate) -> list[str]:
+def _ring(gate: DeviceState) -> list[str]:
     """The models, from the one whose turn it is."""
     turn = gate.turn["decode"]
     return gate.models[turn:] + gate.models[:turn]
 
 
-def _wanted(gate: Gate, model: str) -> StepKind | None:
+def _wanted(gate: DeviceState, model: str) -> StepKind | None:
     """The step that it wants: prompts, if any wait, else decodes; None: neither."""
     return next((kind for kind in _KINDS if gate.since(model, kind) is not None), None)
 
 
-POLICIES: dict[str, Callable[[Gate], Iterator[Job]]] = {
+POLICIES: dict[str, Callable[[DeviceState], Iterator[ScheduledStep]]] = {
     "adbs": adbs,
     "fcfs": fcfs,
     "round-robin": round_robin,

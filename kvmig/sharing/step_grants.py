@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.engines.gate import ComputeShares, StepRequest
-from kvmig.sharing.messages import Crowd, Done, Recalled, ToMember, encode, tag_of
-from kvmig.sharing.step_scheduler import Turns
+from kvmig.sharing.messages import MemberCount, Recalled, StepDone, ToMember, encode, tag_of
+from kvmig.sharing.step_scheduler import StepScheduler
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,15 @@ Send = Callable[[bytes], None]
 class UnitTurns:
     """Make it inside a running event loop."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: StepScheduler) -> None:
         self.turns = turns
         self._loop = asyncio.get_running_loop()
         self._sends: dict[str, Send] = {}
         self._due: asyncio.TimerHandle | None = None
 
-    def handle(self, name: str, message: ComputeShares | StepRequest | Done, send: Send) -> None:
+    def handle(
+        self, name: str, message: ComputeShares | StepRequest | StepDone, send: Send
+    ) -> None:
         """send: on that member's connection. Raises ConfigError for shares that can't be, and
         PeerError for a question of one that isn't gated."""
         if isinstance(message, ComputeShares):
@@ -71,4 +73,4 @@ class UnitTurns:
 
     def _tell_crowd(self) -> None:
         for name in list(self._sends):
-            self._send(name, Crowd(len(self._sends)))
+            self._send(name, MemberCount(len(self._sends)))

@@ -1,7 +1,7 @@
 """A unit's engines and their jobs, as its agent sees them: who asked, who was told what. Pure.
 
-`Gate` decides which jobs begin; here are grants, requests by number, and an end for jobs of engines
-that never say theirs. Times are seconds of one clock, passed in.
+`DeviceState` decides which jobs begin; here are grants, requests by number, and an end for jobs of
+engines that never say theirs. Times are seconds of one clock, passed in.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from kvmig.engines.gate import NOTHING, PARTS, ComputeShares, StepGrant, StepKind, StepRequest
-from kvmig.sharing.policies import Gate, Job
+from kvmig.sharing.policies import DeviceState, ScheduledStep
 
 JOB_S = 5.0
 """A job that hasn't ended after so long is taken as ended: its engine hangs, or is stopped."""
 
 
 class _Running(NamedTuple):
-    job: Job
+    job: ScheduledStep
     number: int
     began: float
     stands: bool
@@ -26,12 +26,12 @@ class _Running(NamedTuple):
     """Time from which it is overdue; infinity as long as it stands."""
 
 
-class Turns:
+class StepScheduler:
     """Who of a unit's engines computes next."""
 
     def __init__(self, policy: str = "adbs", job_s: float = JOB_S) -> None:
         """Raises ConfigError for an unknown policy."""
-        self._gate = Gate(policy, {})
+        self._gate = DeviceState(policy, {})
         self._job_s = job_s
         self._asked: dict[str, int] = {}
         """The number of each member's question that has no answer yet."""

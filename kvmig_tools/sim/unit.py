@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from kvmig.engines.gate import PARTS, ComputeShares, StepRequest
 from kvmig.placement.step_costs import Device
-from kvmig.sharing.memory_quotas import PERIOD_S, RULES, Use
-from kvmig.sharing.policies import Gate, Job
+from kvmig.sharing.memory_quotas import PERIOD_S, RULES, MemoryUse
+from kvmig.sharing.policies import DeviceState, ScheduledStep
 from kvmig_tools.sim.batch import DecodeBatch
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.request import SimRequest
@@ -149,7 +149,7 @@ class SimUnit:
         self._crowd = Crowd(device.bandwidth * gpus)
         self.tenants = {one.name: SimTenant(one, device, gpus) for one in tenants}
         self._shares = {one.name: ComputeShares(PARTS, parts(one.decode_share)) for one in tenants}
-        self._gate = Gate(policy, self._shares)
+        self._gate = DeviceState(policy, self._shares)
         self._arena = sum(one.quota_bytes for one in tenants)
         self._rule = rule if len(tenants) > 1 else "fixed"
         self._adapting = False
@@ -182,7 +182,7 @@ class SimUnit:
             seconds = self._begin(job)
             self._events.after(seconds, partial(self._end, job))
 
-    def _begin(self, job: Job) -> float:
+    def _begin(self, job: ScheduledStep) -> float:
         """How long the job takes, from what runs beside it."""
         one = self.tenants[job.model]
         one.count(self._events.now)
@@ -195,7 +195,7 @@ class SimUnit:
         # Every step reads the weights and the batch's cache.
         return self._crowd.begin(one.name, seconds, booked, one.weights + context * one.token_bytes)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: ScheduledStep) -> None:
         one, now = self.tenants[job.model], self._events.now
         one.count(now)
         self._crowd.end(one.name)
@@ -227,12 +227,12 @@ class SimUnit:
     def _adapt(self) -> None:
         """Quotas by the live rule, as long as anything is here."""
         now = self._events.now
-        uses: list[Use] = []
+        uses: list[MemoryUse] = []
         for one in self.tenants.values():
             one.count(now)
             size = one.request_bytes
             uses.append(
-                Use(
+                MemoryUse(
                     model=one.name,
                     quota=int(one.quota),
                     floor=int(size),
