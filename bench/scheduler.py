@@ -31,7 +31,7 @@ from rich.table import Table
 from bench import queues, report
 from bench.queues import Look
 from kvmig.controlplane.dispatch import NewRequest
-from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member
+from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport
 from kvmig.controlplane.policy import POLICIES, policy_of
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ViewBuilder
@@ -80,7 +80,7 @@ class Cluster:
         self._dispatch = chosen.dispatcher()
         self._decoder = msgspec.msgpack.Decoder(ClusterMessage)
         self._builder = ViewBuilder(headroom=chosen.headroom)
-        self._builder.members(Member(name, f"tcp://{name}") for name in self._names)
+        self._builder.members(ClusterMember(name, f"tcp://{name}") for name in self._names)
         self._seq = 0
         self._take(self._reports(self._names))
 

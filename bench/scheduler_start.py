@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import time
 
-from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Members, Pairs
+from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport, Members, Pairs
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import TransportError
@@ -38,7 +38,7 @@ async def seconds_to_first_pair() -> float:
         endpoint = await child.ready(START_S)
         client = RpcClient(endpoint, secret, "launcher", "launcher", ClusterMessage)
         members = [
-            Member(f"i{number}", server.endpoint, "serving")
+            ClusterMember(f"i{number}", server.endpoint, "serving")
             for number, server in enumerate(servers)
         ]
         began = time.monotonic()

@@ -21,7 +21,7 @@ import msgspec
 import uvloop
 
 from kvmig.asgi.access import is_loopback
-from kvmig.controlplane.messages import Member
+from kvmig.controlplane.messages import ClusterMember
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.secret import ADMIN_KEY
@@ -383,7 +383,7 @@ class ClusterServer:
             self._exit_code = 1
         ended.cancel()
 
-    def _schedule(self, members: Sequence[Member]) -> None:
+    def _schedule(self, members: Sequence[ClusterMember]) -> None:
         """Start the scheduler as soon as there is something to decide."""
         if self._scheduler is not None or self._stop.is_set():
             return
@@ -392,7 +392,7 @@ class ClusterServer:
             keeper = SchedulerKeeper(config, self._launch.secret, self._cluster)
             self._scheduler = asyncio.create_task(keeper.run(), name="scheduler")
 
-    def _stop_without_instances(self, members: Sequence[Member]) -> None:
+    def _stop_without_instances(self, members: Sequence[ClusterMember]) -> None:
         if not members:  # the last one left, as it was told
             return
         if all(one.state == "failed" for one in members) and not self._stop.is_set():

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvmig.controlplane.messages import LoadReport, Member
-from kvmig.controlplane.scheduler import Pairing
+from kvmig.controlplane.messages import ClusterMember, LoadReport
+from kvmig.controlplane.scheduler import InstancePairing
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.engines.base import ClassLoad, EngineLoad
 
@@ -41,7 +41,7 @@ def instance(
         preempted_waiting=preempted,
     )
     builder = ViewBuilder()
-    builder.join(Member(name, f"tcp://{name}"))
+    builder.join(ClusterMember(name, f"tcp://{name}"))
     builder.report(LoadReport(name, 0, load, 0, out, state, headroom=dict(headroom or {})), 0.0)
     return replace(builder.view(0.0).instances[0], reported_at=reported_at)
 
@@ -51,6 +51,6 @@ def cluster(*instances: InstanceView) -> ClusterView:
     return ClusterView(0.5, instances)
 
 
-def short(pairings: list[Pairing]) -> list[tuple[str, str, str, float]]:
+def short(pairings: list[InstancePairing]) -> list[tuple[str, str, str, float]]:
     """Why, from where, to where, and how many blocks."""
     return [(one.why, one.source, one.destination, one.budget_blocks) for one in pairings]

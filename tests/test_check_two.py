@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmig.controlplane.fronts import Tracking
+from kvmig.controlplane.fronts import OwnershipTable
 from kvmig.frontend.requests import RequestTable
 from kvmig.kvtransfer.destination_machine import Attempt, MachineTombstones
 from kvmig.kvtransfer.messages import Reserve
@@ -50,13 +50,13 @@ def _requests_have_their_epochs_in_common(plant: PLANT) -> None:
 
 
 def _one_that_leaves_takes_the_others_along(plant: PLANT) -> None:
-    left = Tracking.left
+    left = OwnershipTable.left
 
-    def all_leave(self: Tracking, request_id: str, endpoint: str) -> None:
+    def all_leave(self: OwnershipTable, request_id: str, endpoint: str) -> None:
         left(self, request_id, endpoint)
         self._here.clear()
 
-    plant.setattr(Tracking, "left", all_leave)
+    plant.setattr(OwnershipTable, "left", all_leave)
 
 
 def _the_next_stage_goes_to_any_migration(plant: PLANT) -> None:

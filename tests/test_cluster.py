@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 from kvmig.asgi.errors import LauncherGone, OrderFailed
 from kvmig.controlplane.messages import (
     AddInstances,
+    ClusterMember,
     ClusterMessage,
     DrainInstance,
     Evacuate,
     LoadReport,
-    Member,
     Members,
     MessagesRefused,
     RestartInstances,
@@ -177,7 +177,7 @@ class Told:
     """What a front end hears."""
 
     def __init__(self) -> None:
-        self.members: list[Member] = []
+        self.members: list[ClusterMember] = []
         self.evacuated: list[str] = []
         self.ended: list[bool] = []
         self.preferred = ""

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.dispatch import (
-    Dispatch,
+    DispatchPolicy,
     FewestWithRoom,
-    Freest,
+    FreestInstance,
     LeastLoaded,
     NewRequest,
     RoomiestAfter,
     RoundRobin,
 )
-from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.messages import ClusterMember, LoadReport
 from kvmig.controlplane.policy import POLICIES
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder, usage
 from kvmig.core.config import PolicyName
@@ -29,7 +29,7 @@ from kvmig.engines.base import ClassLoad, EngineLoad
 from tests.made_up_instances import instance as made_up
 
 
-def policy(name: str) -> Dispatch:
+def policy(name: str) -> DispatchPolicy:
     return POLICIES[cast("PolicyName", name)].dispatcher()
 
 
@@ -62,7 +62,7 @@ def cluster(*instances: InstanceView) -> ClusterView:
     return ClusterView(0.5, instances)
 
 
-def picks(by: Dispatch, view: ClusterView, times: int, demand: float = 5) -> str:
+def picks(by: DispatchPolicy, view: ClusterView, times: int, demand: float = 5) -> str:
     return "".join(by.pick(view, NewRequest(demand)).instance for _ in range(times))
 
 
@@ -78,27 +78,27 @@ def test_least_loaded_counts_memory_in_use_and_queued_for() -> None:
 
 def test_freeness_takes_the_instance_whose_batch_can_grow_longest() -> None:
     view = cluster(instance("a", 50, 10), instance("b", 60, 2), instance("c", 55, 10))
-    for by in (Freest("head"), Freest("all"), RoomiestAfter()):
+    for by in (FreestInstance("head"), FreestInstance("all"), RoomiestAfter()):
         assert picks(by, view, 1) == "b"
 
 
 def test_an_idle_instance_is_freest() -> None:
     view = cluster(instance("a", 1, 1, total=1000), instance("b", total=20))
-    for by in (Freest("head"), Freest("all"), RoomiestAfter()):
+    for by in (FreestInstance("head"), FreestInstance("all"), RoomiestAfter()):
         assert picks(by, view, 1) == "b"
 
 
 def test_with_the_head_only_a_long_queue_hides_and_with_all_of_it_it_counts() -> None:
     view = cluster(instance("a", 60, 6, 50, 5, 900), instance("b", 70, 6, 2, 5, 10))
-    assert picks(Freest("head"), view, 1) == "a"
-    for by in (Freest("all"), RoomiestAfter()):
+    assert picks(FreestInstance("head"), view, 1) == "a"
+    for by in (FreestInstance("all"), RoomiestAfter()):
         assert picks(by, view, 1) == "b"
 
 
 def test_a_request_goes_where_it_fits_now_rather_than_where_others_may_grow_more() -> None:
     view = cluster(instance("a", 60, 20), instance("b", 80, 4))
     assert picks(RoomiestAfter(), view, 1, demand=30) == "a"
-    assert picks(Freest("head"), view, 1, demand=30) == "b"
+    assert picks(FreestInstance("head"), view, 1, demand=30) == "b"
 
 
 def test_when_all_are_overloaded_the_one_missing_the_fewest_blocks_is_taken() -> None:
@@ -147,7 +147,7 @@ def test_an_empty_cluster_is_an_error_that_says_so(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_burst_between_two_reports_spreads_out(name: str) -> None:
     views = ViewBuilder()
-    views.members(Member(name, f"tcp://{name}") for name in "abcd")
+    views.members(ClusterMember(name, f"tcp://{name}") for name in "abcd")
     for seq, member in enumerate("abcd"):
         views.report(LoadReport(member, seq, EngineLoad(100, 0, 0, 0, 0, 0), 0, 0), 0.0)
     by, went = policy(name), Counter[str]()

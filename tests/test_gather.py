@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.rules import OPEN_BLOCKS, gather, make_room, move_queues
-from kvmig.controlplane.scheduler import Pairing, Rounds, rebalance
+from kvmig.controlplane.scheduler import InstancePairing, RoundConfig, rebalance
 from kvmig.controlplane.view import InstanceView
 from tests.made_up_instances import cluster, instance, short
 
-GATHER = Rounds(rules=(gather,))
-BOTH = Rounds(rules=(move_queues, gather), destination_above=3.0)
+GATHER = RoundConfig(rules=(gather,))
+BOTH = RoundConfig(rules=(move_queues, gather), destination_above=3.0)
 
 
-def decide(*instances: InstanceView, rounds: Rounds = GATHER) -> list[Pairing]:
+def decide(*instances: InstanceView, rounds: RoundConfig = GATHER) -> list[InstancePairing]:
     return rebalance(cluster(*instances), (), rounds)
 
 
@@ -64,7 +64,7 @@ def test_queues_of_prompts_that_never_ran_stay_where_they_are() -> None:
 
 
 def test_a_head_that_room_is_being_made_for_stays() -> None:
-    rounds = Rounds(rules=(make_room, gather), destination_above=3.0)
+    rounds = RoundConfig(rules=(make_room, gather), destination_above=3.0)
     roomy, full = instance("c", 60, 4), instance("d", 85, 4)
     pairings = decide(stuck("a", 30, 50), stuck("b", 25), roomy, full, rounds=rounds)
     assert short(pairings) == [("defragment", "a", "c", 20)]
@@ -86,7 +86,9 @@ def test_those_behind_a_head_that_fits_nowhere_go_where_there_is_room_for_some_o
 
 
 def test_a_head_that_waits_alone_lets_nobody_pass() -> None:
-    assert decide(stuck("a", 30), instance("b", 50, 4), rounds=Rounds(rules=(move_queues,))) == []
+    assert (
+        decide(stuck("a", 30), instance("b", 50, 4), rounds=RoundConfig(rules=(move_queues,))) == []
+    )
 
 
 @given(

@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.heap import keep_small
-from kvmig.core.trimming import GROWN, LITTLE, PAUSE_S, Trimming
+from kvmig.core.trimming import GROWN, LITTLE, PAUSE_S, MemoryTrimming
 
 BASE = 100 << 20
 
 
 def test_a_process_that_hardly_grows_is_left_alone() -> None:
-    plan = Trimming(BASE)
+    plan = MemoryTrimming(BASE)
     assert not plan.due(BASE + GROWN - 1, now=1000.0)
 
 
 def test_what_has_grown_is_given_back_at_once() -> None:
-    plan = Trimming(BASE)
+    plan = MemoryTrimming(BASE)
     assert plan.due(BASE + GROWN, now=0.0)
     plan.done(BASE + GROWN, BASE, now=0.0)
     assert not plan.due(BASE, now=0.0)
@@ -32,7 +32,7 @@ def test_what_has_grown_is_given_back_at_once() -> None:
 
 
 def test_what_was_in_use_is_looked_at_again_after_a_pause() -> None:
-    plan, body = Trimming(BASE), BASE + 4 * GROWN
+    plan, body = MemoryTrimming(BASE), BASE + 4 * GROWN
     assert plan.due(body, now=0.0)
     plan.done(body, body, now=0.0)
     pause_s = 2 * PAUSE_S[0]
@@ -41,7 +41,7 @@ def test_what_was_in_use_is_looked_at_again_after_a_pause() -> None:
 
 
 def test_what_stays_in_use_is_looked_at_ever_more_rarely() -> None:
-    plan, larger, now = Trimming(BASE), BASE + 4 * GROWN, 0.0
+    plan, larger, now = MemoryTrimming(BASE), BASE + 4 * GROWN, 0.0
     looks: list[float] = []
     while len(looks) < 20:
         if plan.due(larger, now):
@@ -56,7 +56,7 @@ def test_what_stays_in_use_is_looked_at_ever_more_rarely() -> None:
 @given(st.lists(st.tuples(st.integers(0, 8 * GROWN), st.integers(0, 8 * GROWN)), min_size=1))
 def test_whatever_was_in_use_is_given_back_once_it_is_free(steps: list[tuple[int, int]]) -> None:
     """steps: by how much the process is larger, and how much of that is in use."""
-    plan, now, resident = Trimming(BASE), 0.0, BASE
+    plan, now, resident = MemoryTrimming(BASE), 0.0, BASE
     for larger, used in steps:
         now, resident = now + 1.0, BASE + larger
         if plan.due(resident, now):

@@ -15,9 +15,9 @@ import pytest
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.controlplane.messages import (
     AbortRequests,
-    Call,
     CallDone,
     ClusterMessage,
+    EngineCall,
     Fence,
     ListRequests,
     LoadReport,
@@ -341,7 +341,7 @@ async def test_a_call_that_an_engine_can_not_read_is_answered() -> None:
             raise ValueError("no such argument")
 
     async with llumlet(Strict()) as it, front_end(it) as front:
-        front.client.send(Call(7, "reset"))
+        front.client.send(EngineCall(7, "reset"))
         assert await front.hear(CallDone) == CallDone(7, "ValueError('no such argument')")
         assert await front.requests() == set()
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.controlplane.messages import Pair, Why
-from kvmig.controlplane.mover import MOST_WAITING, Mover
+from kvmig.controlplane.mover import MOST_WAITING, MigrationDriver
 from kvmig.engines.base import RequestState
 from kvmig.kvtransfer.report import MigrationReport
 
@@ -60,7 +60,7 @@ class Instance:
         self, *destinations: str, why: Why = "drain", at_once: int = 1
     ) -> AsyncIterator[None]:
         """Until nothing more moves."""
-        mover = Mover(self.requests, lambda: (), dict, self.migrate, at_once=at_once)
+        mover = MigrationDriver(self.requests, lambda: (), dict, self.migrate, at_once=at_once)
         running = asyncio.create_task(mover.run())
         mover.set([Pair(one, f"tcp://{one}", 1e9, 1e9, why) for one in destinations])
         for _ in range(ENOUGH * (1 + len(self.queue))):
@@ -123,7 +123,7 @@ async def test_a_move_that_fails_unforeseen_does_not_end_the_moves() -> None:
             id="m", request_id="r", source="a", destination="b", state="aborted", reason="busy"
         )
 
-    mover = Mover(requests, lambda: (), dict, migrate)
+    mover = MigrationDriver(requests, lambda: (), dict, migrate)
     running = asyncio.create_task(mover.run())
     mover.set([Pair("b", "tcp://b", 10.0, 10.0)])
     for _ in range(ENOUGH):

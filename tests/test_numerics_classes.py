@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvmig.controlplane.policy import POLICIES, policy_of
-from kvmig.controlplane.scheduler import Rounds, rebalance
+from kvmig.controlplane.scheduler import RoundConfig, rebalance
 from kvmig.controlplane.view import InstanceView
 from kvmig.core.config import PolicyName, SchedulerConfig
 from kvmig.engines.identity import difference, numerics_class
@@ -21,12 +21,12 @@ def of(one: InstanceView, weights: str, numerics: str = "n") -> InstanceView:
     return msgspec.structs.replace(one, weights=weights, numerics=numerics)
 
 
-def pairs(rounds: Rounds, *instances: InstanceView) -> set[tuple[str, str]]:
+def pairs(rounds: RoundConfig, *instances: InstanceView) -> set[tuple[str, str]]:
     found = rebalance(cluster(*instances), (), rounds)
     return {(pair.source, pair.destination) for pair in found}
 
 
-def rounds_of(policy: PolicyName, inexact: bool = False) -> Rounds:
+def rounds_of(policy: PolicyName, inexact: bool = False) -> RoundConfig:
     rounds = policy_of(SchedulerConfig(policy=policy, inexact_moves=inexact)).rounds
     assert rounds is not None
     return rounds

@@ -11,16 +11,18 @@ from kvmig.controlplane.freeness import batch_size, free_blocks, slack
 from kvmig.controlplane.messages import Pair, Pairs
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.rules import balance
-from kvmig.controlplane.scheduler import UNPAIR, Pairing, Rounds, Scheduler, rebalance
+from kvmig.controlplane.scheduler import UNPAIR, InstancePairing, RoundConfig, Scheduler, rebalance
 from kvmig.controlplane.view import ClusterView, InstanceView
 from kvmig.core.config import SchedulerConfig
 from tests.examples import examples
 from tests.made_up_instances import cluster, instance
 
-CONFIG = Rounds(rules=(balance,), source_below=3, destination_above=6, min_gain=1)
+CONFIG = RoundConfig(rules=(balance,), source_below=3, destination_above=6, min_gain=1)
 
 
-def decide(*instances: InstanceView, last: tuple[Pairing, ...] = ()) -> list[tuple[str, str]]:
+def decide(
+    *instances: InstanceView, last: tuple[InstancePairing, ...] = ()
+) -> list[tuple[str, str]]:
     pairings = rebalance(cluster(*instances), last, CONFIG)
     return [(one.source, one.destination) for one in pairings]
 
@@ -29,7 +31,7 @@ def test_the_worked_example() -> None:
     # a: 10 free blocks for 9 requests of 10. b: 90 for one of 10. Moving k leaves
     # (10 + 10k) / (9 - k) at a and (90 - 10k) / (1 + k) at b: equal at k = 4.
     [pairing] = rebalance(cluster(instance("a", 90, 9), instance("b", 10, 1)), (), CONFIG)
-    assert pairing == Pairing(
+    assert pairing == InstancePairing(
         "a", "b", budget_blocks=40, room_blocks=90 - 6 * 2, endpoint="tcp://b"
     )
 
@@ -112,7 +114,7 @@ def test_what_moves_already_uses_the_budget_up() -> None:
 
 
 def test_the_reverse_of_the_last_pair_is_never_made() -> None:
-    last = (Pairing("b", "a", 10, 10),)
+    last = (InstancePairing("b", "a", 10, 10),)
     assert decide(instance("a", 90, 9), instance("b", 10, 1), last=last) == []
 
 
@@ -149,7 +151,7 @@ INSTANCES = st.lists(CROWDED | ROOMY, min_size=2, max_size=7).map(
     ]
 )
 CONFIGS = st.builds(
-    lambda below, above, gain: Rounds(
+    lambda below, above, gain: RoundConfig(
         rules=(balance,), source_below=below, destination_above=below + above, min_gain=gain
     ),
     st.sampled_from([3.0, 3.0, 10.0, 0.0, -2.0]),
@@ -170,7 +172,7 @@ def moved(one: InstanceView, blocks: float, requests: int) -> InstanceView:
     )
 
 
-def after(view: ClusterView, pairings: list[Pairing]) -> ClusterView:
+def after(view: ClusterView, pairings: list[InstancePairing]) -> ClusterView:
     before = {one.instance: one for one in view.instances}
     later = dict(before)
     for pairing in pairings:
@@ -184,7 +186,7 @@ def after(view: ClusterView, pairings: list[Pairing]) -> ClusterView:
 
 @given(INSTANCES, CONFIGS)
 def test_an_instance_gives_or_takes_and_never_both(
-    instances: list[InstanceView], config: Rounds
+    instances: list[InstanceView], config: RoundConfig
 ) -> None:
     pairings = rebalance(cluster(*instances), (), config)
     assert not {one.source for one in pairings} & {one.destination for one in pairings}
@@ -195,7 +197,7 @@ def test_an_instance_gives_or_takes_and_never_both(
 @examples(300)
 @given(INSTANCES, CONFIGS)
 def test_a_round_never_calls_for_the_way_back(
-    instances: list[InstanceView], config: Rounds
+    instances: list[InstanceView], config: RoundConfig
 ) -> None:
     view = cluster(*instances)
     went: set[tuple[str, str]] = set()
@@ -210,7 +212,7 @@ def test_a_round_never_calls_for_the_way_back(
 @examples(300)
 @given(INSTANCES, CONFIGS)
 def test_a_pair_helps_and_leaves_the_destination_above_its_threshold(
-    instances: list[InstanceView], config: Rounds
+    instances: list[InstanceView], config: RoundConfig
 ) -> None:
     # Those that move already are part of the plan; without them the effect is whole.
     view = cluster(*(msgspec.structs.replace(one, migrations_out=0) for one in instances))

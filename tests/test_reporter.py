@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.controlplane.reporter import IDLE_PERIOD_S, LINGER_S, Reporter
+from kvmig.controlplane.reporter import IDLE_PERIOD_S, LINGER_S, LoadReporter
 from kvmig.engines.base import EngineLoad
 
 ONE = EngineLoad(100, 10, 1, 0, 0, 0)
@@ -13,7 +13,7 @@ GROWN = EngineLoad(100, 11, 2, 0, 0, 0)
 
 
 def test_it_reports_when_it_is_time_and_when_there_is_news() -> None:
-    reporter = Reporter(50, 60, 0.0)
+    reporter = LoadReporter(50, 60, 0.0)
     assert reporter.due(1.0, "serving", ONE, 0, 0)
     assert not reporter.due(1.01, "serving", ONE, 0, 0)
     assert reporter.due(1.02, "serving", TWO, 0, 0)
@@ -25,7 +25,7 @@ def test_it_reports_when_it_is_time_and_when_there_is_news() -> None:
 
 
 def test_it_is_in_the_wanted_state_unless_it_ails() -> None:
-    reporter = Reporter(50, 1.0, 0.0)
+    reporter = LoadReporter(50, 1.0, 0.0)
     reporter.wanted = "draining"
     said = [reporter.state(look / 10, look / 10, failed=False) for look in range(1, 31)]
     assert sorted(set(said), key=said.index) == ["draining", "hung", "failed"]
@@ -34,7 +34,7 @@ def test_it_is_in_the_wanted_state_unless_it_ails() -> None:
 
 
 def test_an_engine_with_nothing_to_do_is_looked_at_for_heartbeats_alone() -> None:
-    reporter, now, looks = Reporter(50, 60, 0.0), 1.0, 0
+    reporter, now, looks = LoadReporter(50, 60, 0.0), 1.0, 0
     while now < 2.0:
         reporter.due(now, "serving", ONE, 0, 0)
         now += reporter.pause_s(now, busy=False, came=False)
@@ -43,7 +43,7 @@ def test_an_engine_with_nothing_to_do_is_looked_at_for_heartbeats_alone() -> Non
 
 
 def test_an_engine_with_requests_is_looked_at_often_and_so_it_is_a_while_after_a_message() -> None:
-    reporter = Reporter(5000, 60, 0.0)
+    reporter = LoadReporter(5000, 60, 0.0)
     reporter.due(1.0, "serving", ONE, 0, 0)
     assert reporter.pause_s(1.0, busy=True, came=False) == pytest.approx(0.01)
     assert reporter.pause_s(1.0 + LINGER_S, busy=False, came=False) == IDLE_PERIOD_S
@@ -52,7 +52,7 @@ def test_an_engine_with_requests_is_looked_at_often_and_so_it_is_a_while_after_a
 
 
 def test_a_look_that_came_a_little_too_early_is_followed_by_one_in_time() -> None:
-    reporter = Reporter(50, 60, 0.0)
+    reporter = LoadReporter(50, 60, 0.0)
     reporter.due(1.0, "serving", ONE, 0, 0)
     assert not reporter.due(1.0495, "serving", ONE, 0, 0)
     assert reporter.pause_s(1.0495, busy=False, came=False) == pytest.approx(0.001)

@@ -22,9 +22,9 @@ from kvmig.asgi.errors import (
 )
 from kvmig.controlplane.messages import (
     AbortRequests,
-    Call,
     CallDone,
     Discard,
+    EngineCall,
     Fence,
     Fenced,
     ListRequests,
@@ -84,7 +84,7 @@ async def test_instances_tell_their_load() -> None:
 async def test_a_call_goes_to_all_instances_and_brings_all_answers() -> None:
     async with cluster() as it:
         for llumlet in it.llumlets:
-            llumlet.on[Call] = lambda call: CallDone(getattr(call, "call_id", 0))
+            llumlet.on[EngineCall] = lambda call: CallDone(getattr(call, "call_id", 0))
         answers = await it.router.call("sleep", [b"arguments"])
         assert {name: [bytes(part) for part in parts] for name, parts in answers.items()} == {
             "0": [b"arguments"],
@@ -94,7 +94,9 @@ async def test_a_call_goes_to_all_instances_and_brings_all_answers() -> None:
 
 async def test_a_call_that_fails_or_is_not_answered_is_an_error_that_names_the_instance() -> None:
     async with cluster() as it:
-        it.llumlets[0].on[Call] = lambda call: CallDone(getattr(call, "call_id", 0), "no such")
+        it.llumlets[0].on[EngineCall] = lambda call: CallDone(
+            getattr(call, "call_id", 0), "no such"
+        )
         with pytest.raises(CallFailed, match="sleep failed on instance 0: no such"):
             await it.router.call("sleep", instances=["0"])
         with pytest.raises(CallTimeout, match=r"instance 1 did not answer sleep within 0\.05 s"):

@@ -12,8 +12,8 @@ from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import (
     AbortRequests,
-    Call,
     Discard,
+    EngineCall,
     ListRequests,
     Migrate,
     Migrated,
@@ -119,7 +119,7 @@ async def test_a_lost_instance_gets_nothing_new_and_its_calls_fail() -> None:
     async with cluster() as it:
         a, b = await it.submitted()
         calling = asyncio.create_task(it.router.call("sleep", instances=[a.instance]))
-        assert isinstance(await a.hear(), Call)
+        assert isinstance(await a.hear(), EngineCall)
         await a.close()
         with pytest.raises(InstanceLost):
             await calling

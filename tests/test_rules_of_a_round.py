@@ -24,9 +24,9 @@ from kvmig.controlplane.rules import (
 from kvmig.controlplane.scheduler import (
     MAX_DESTINATIONS,
     MAX_SOURCES,
-    Ledger,
-    Pairing,
-    Rounds,
+    InstancePairing,
+    RoundConfig,
+    RoundPlan,
     rebalance,
 )
 from kvmig.controlplane.view import InstanceView
@@ -34,16 +34,16 @@ from kvmig.engines.base import ClassLoad
 from tests.made_up_instances import cluster, instance, short
 
 
-def only(*rules: Callable[[Ledger], None]) -> Rounds:
+def only(*rules: Callable[[RoundPlan], None]) -> RoundConfig:
     """Destinations keep 6 blocks a request."""
-    return Rounds(rules=rules, destination_above=6.0)
+    return RoundConfig(rules=rules, destination_above=6.0)
 
 
 ALL = only(drain, relieve, protect, move_queues, make_room, gather, balance)
-PAPER = Rounds(rules=(pair_extremes,), queued="head", destination_above=3.0)
+PAPER = RoundConfig(rules=(pair_extremes,), queued="head", destination_above=3.0)
 
 
-def decide(*instances: InstanceView, rounds: Rounds = ALL) -> list[Pairing]:
+def decide(*instances: InstanceView, rounds: RoundConfig = ALL) -> list[InstancePairing]:
     return rebalance(cluster(*instances), (), rounds)
 
 
@@ -122,7 +122,7 @@ def test_a_queue_uses_a_headroom_only_when_it_can_start_nowhere_else() -> None:
 
 
 def test_a_head_that_can_start_where_it_is_stays() -> None:
-    rounds = Rounds(rules=(move_queues, make_room))
+    rounds = RoundConfig(rules=(move_queues, make_room))
     assert decide(instance("a", 60, 4, (30,)), instance("b"), rounds=rounds) == []
 
 
@@ -285,7 +285,7 @@ def made(rows: list[tuple[int, int, list[int], int, str, int]]) -> list[Instance
 @pytest.mark.parametrize("rounds", [ALL, PAPER], ids=["kvmig", "llumnix"])
 @given(rows=CLUSTERS)
 def test_every_pair_makes_sense(
-    rounds: Rounds, rows: list[tuple[int, int, list[int], int, str, int]]
+    rounds: RoundConfig, rows: list[tuple[int, int, list[int], int, str, int]]
 ) -> None:
     instances = {one.instance: one for one in made(rows)}
     pairings = decide(*instances.values(), rounds=rounds)
@@ -334,7 +334,7 @@ def test_a_round_looks_at_the_worst_when_everybody_is_overloaded() -> None:
 @pytest.mark.parametrize("state", ["serving", "draining"])
 @pytest.mark.parametrize("rounds", [one.rounds for one in POLICIES.values() if one.rounds])
 def test_no_policy_pairs_an_instance_whose_requests_can_not_be_moved(
-    rounds: Rounds, state: str, unmovable: str
+    rounds: RoundConfig, state: str, unmovable: str
 ) -> None:
     pair = instance("a", 95, 9, (40,), state=state), instance("b")
     assert decide(*pair, rounds=rounds) != []

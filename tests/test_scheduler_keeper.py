@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused
+from kvmig.controlplane.messages import ClusterMember, ClusterMessage, Members, MessagesRefused
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
@@ -32,8 +32,8 @@ class FakeCluster:
         self.refusals = RefusalCounter()
         self.scheduler_refusals: dict[str, int] = {}
 
-    def members(self) -> list[Member]:
-        return [Member("i0", "tcp://i0")]
+    def members(self) -> list[ClusterMember]:
+        return [ClusterMember("i0", "tcp://i0")]
 
 
 class FakeChild:

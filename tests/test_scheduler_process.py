@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from kvmig.controlplane.messages import (
+    ClusterMember,
     ClusterMessage,
     LoadReport,
-    Member,
     Members,
     MessagesRefused,
     Pair,
@@ -46,7 +46,7 @@ class Llumlet:
         self.load = load
         self.pairs: asyncio.Queue[Pair | None] = asyncio.Queue()
         self.server = RpcServer(SECRET, "llumlet", name, ClusterMessage, port=port)
-        self.member = Member(name, self.server.endpoint)
+        self.member = ClusterMember(name, self.server.endpoint)
         self.peer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.ensure_future(self._hear()), asyncio.ensure_future(self._report())]
 
@@ -103,7 +103,7 @@ class Process:
         self.popen = popen
         self.client = RpcClient(ready.endpoint, SECRET, "gateway", "test", ClusterMessage)
 
-    def members(self, *llumlets: Llumlet | Member) -> None:
+    def members(self, *llumlets: Llumlet | ClusterMember) -> None:
         named = [one.member if isinstance(one, Llumlet) else one for one in llumlets]
         self.client.send(Members(named))
 
@@ -173,7 +173,7 @@ async def test_the_crowded_one_of_two_is_paired_with_the_other_and_undone_when_e
 async def test_llumlets_that_hang_or_are_gone_do_not_keep_others_from_their_pairs() -> None:
     async with llumlets(CROWDED, ROOMY, CROWDED, ROOMY) as (a, b, hung, dead), running() as process:
         with socket.create_server(("127.0.0.1", 0)) as deaf:
-            mute = Member("mute", f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
+            mute = ClusterMember("mute", f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
             process.members(mute, hung, a, b, dead)
             await asyncio.gather(hung.next_pair(), a.next_pair())
             await hung.hang()

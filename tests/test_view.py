@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.messages import ClusterMember, LoadReport
 from kvmig.controlplane.view import FIELDS, ClusterView, ViewBuilder
 from kvmig.engines.base import EngineLoad
 
@@ -17,7 +17,7 @@ def report(instance: str, seq: int, used: int = 0, state: str = "serving") -> Lo
 
 def builder(*instances: str) -> ViewBuilder:
     made = ViewBuilder(stale_after_s=1.0, settle_s=0.1)
-    made.members(Member(name, f"tcp://{name}") for name in instances)
+    made.members(ClusterMember(name, f"tcp://{name}") for name in instances)
     return made
 
 
@@ -68,14 +68,14 @@ def test_what_was_dispatched_counts_until_a_report_can_count_it() -> None:
 def test_members_that_are_gone_are_forgotten_and_the_others_keep_their_load() -> None:
     views = builder("a", "b")
     views.report(report("a", 1, used=10), 0.0)
-    views.members([Member("a", "tcp://a"), Member("c", "tcp://c")])
+    views.members([ClusterMember("a", "tcp://a"), ClusterMember("c", "tcp://c")])
     assert used(views) == {"a": 10, "c": 0}
 
 
 def test_an_instance_at_a_new_endpoint_starts_anew() -> None:
     views = builder("a")
     views.report(report("a", 9, used=10), 0.0)
-    views.members([Member("a", "tcp://elsewhere")])
+    views.members([ClusterMember("a", "tcp://elsewhere")])
     assert used(views) == {"a": 0}
     views.report(report("a", 0, used=20), 1.0)
     assert used(views) == {"a": 20}
@@ -104,7 +104,7 @@ def test_the_columns_always_show_what_the_instances_say(
     for now, (what, name, blocks) in enumerate(events):
         match what:
             case "join":
-                views.join(Member(name, f"tcp://{name}"))
+                views.join(ClusterMember(name, f"tcp://{name}"))
             case "leave":
                 views.leave(name)
             case "report":

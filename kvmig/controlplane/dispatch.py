@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of, freenesses
-from kvmig.controlplane.view import ClusterView, Column, Columns, InstanceView, Mask, number_of
+from kvmig.controlplane.view import ClusterView, Column, InstanceView, Mask, ViewColumns, number_of
 from kvmig.core.errors import NoInstance
 
 _IDLE = 1e12
@@ -35,7 +35,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     """Weights under which it had better begin, where there is room for it."""
 
 
-class Dispatch(Protocol):
+class DispatchPolicy(Protocol):
     """A dispatch policy."""
 
     def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
@@ -72,7 +72,7 @@ def allowed(view: ClusterView, request: NewRequest) -> ClusterView:
     return view
 
 
-class Rotation:
+class TieRotation:
     """Breaks ties: the first after the one taken last, in the view's order."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class RoundRobin:
     """Dispatch to the instances in turn, regardless of load."""
 
     def __init__(self) -> None:
-        self._rotation = Rotation()
+        self._rotation = TieRotation()
 
     def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
         """The next one."""
@@ -101,9 +101,9 @@ class _Best:
     """The instance with the highest score."""
 
     def __init__(self) -> None:
-        self._rotation = Rotation()
+        self._rotation = TieRotation()
 
-    def scores(self, columns: Columns, demand_blocks: float) -> Column:
+    def scores(self, columns: ViewColumns, demand_blocks: float) -> Column:
         """How well the request would be at each."""
         raise NotImplementedError
 
@@ -121,14 +121,14 @@ class _Best:
 class LeastLoaded(_Best):
     """The lowest share of memory in use or queued for: INFaaS++ of the paper."""
 
-    def scores(self, columns: Columns, demand_blocks: float) -> Column:
+    def scores(self, columns: ViewColumns, demand_blocks: float) -> Column:
         """Less load is better."""
         free: Column = columns.free + columns.kept - columns.behind
         share: Column = free / np.maximum(columns.total, 1)
         return share
 
 
-class Freest(_Best):
+class FreestInstance(_Best):
     """The freest instance.
 
     queued: whose demand counts. The paper's rule, literally, with "head"; its artifact's
@@ -139,7 +139,7 @@ class Freest(_Best):
         super().__init__()
         self.queued: Queued = queued
 
-    def scores(self, columns: Columns, demand_blocks: float) -> Column:
+    def scores(self, columns: ViewColumns, demand_blocks: float) -> Column:
         """More freeness is better."""
         return freenesses(free_blocks_of(columns, self.queued), batch_sizes(columns, self.queued))
 
@@ -151,7 +151,7 @@ class RoomiestAfter(_Best):
     one that it fits on is best.
     """
 
-    def scores(self, columns: Columns, demand_blocks: float) -> Column:
+    def scores(self, columns: ViewColumns, demand_blocks: float) -> Column:
         """More slack is better."""
         free = columns.room - demand_blocks
         weight = np.where(columns.requests == 0, _IDLE, columns.share)
@@ -175,7 +175,7 @@ class FewestWithRoom:
     def __init__(self, enough: float, prompt_weight: float) -> None:
         self.enough = enough
         self.prompt_weight = prompt_weight
-        self._rotation = Rotation()
+        self._rotation = TieRotation()
         self._roomiest = RoomiestAfter()
 
     def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:

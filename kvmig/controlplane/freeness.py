@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvmig.controlplane.view import Column, Columns, InstanceView
+from kvmig.controlplane.view import Column, InstanceView, ViewColumns
 
 Queued = Literal["head", "all"]
 """How much of a queue counts.
@@ -63,12 +63,12 @@ def instance_freeness(one: InstanceView) -> float:
 # -- the same over all instances
 
 
-def free_blocks_of(columns: Columns, queued: Queued) -> Column:
+def free_blocks_of(columns: ViewColumns, queued: Queued) -> Column:
     """`free_blocks` of each."""
     return columns.room if queued == "all" else columns.free
 
 
-def batch_sizes(columns: Columns, queued: Queued) -> Column:
+def batch_sizes(columns: ViewColumns, queued: Queued) -> Column:
     """`batch_size` of each."""
     if queued == "all":
         return columns.requests

@@ -14,7 +14,7 @@ FORWARDED = 4096
 """Requests whose next place is remembered, so that a late abort finds them."""
 
 
-class Fronts:
+class FrontendRegistry:
     """Front ends by name, socket identity and number (1, 2, ...); numbers are never reused."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Fronts:
 
 
 @dataclass(slots=True)
-class Track:
+class RequestOwner:
     """A request that runs here. gateway: the front end that owns its stream.
 
     arrived_at: when it came here by a migration; None if it was submitted here.
@@ -97,12 +97,12 @@ class Track:
     arrived_at: float | None = None
 
 
-class Tracking:
+class OwnershipTable:
     """The requests of one llumlet, with the epochs and positions of what they emit; and where those
     that left went."""
 
     def __init__(self) -> None:
-        self._here: dict[str, Track] = {}
+        self._here: dict[str, RequestOwner] = {}
         self._left: OrderedDict[str, str] = OrderedDict()
 
     def begin(
@@ -114,10 +114,10 @@ class Tracking:
         arrived_at: float | None = None,
     ) -> None:
         """The request runs here from now on, `emitted` output tokens in."""
-        self._here[request_id] = Track(epoch, emitted, gateway, arrived_at)
+        self._here[request_id] = RequestOwner(epoch, emitted, gateway, arrived_at)
         self._left.pop(request_id, None)
 
-    def get(self, request_id: str) -> Track | None:
+    def get(self, request_id: str) -> RequestOwner | None:
         """The request's track; None if it doesn't run here."""
         return self._here.get(request_id)
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from kvmig.controlplane.fronts import Fronts, Tracking
+from kvmig.controlplane.fronts import FrontendRegistry, OwnershipTable
 from kvmig.controlplane.headroom import measured_headroom
 from kvmig.controlplane.messages import (
     URGENT,
     AbortRequests,
-    Call,
     CallDone,
     ClusterMessage,
     Discard,
+    EngineCall,
     Fence,
     Fenced,
     ListRequests,
@@ -41,9 +41,9 @@ from kvmig.controlplane.messages import (
     Welcome,
 )
 from kvmig.controlplane.migration_host import MigrationHost
-from kvmig.controlplane.mover import Mover
+from kvmig.controlplane.mover import MigrationDriver
 from kvmig.controlplane.policy import policy_of
-from kvmig.controlplane.reporter import CHANGE_PERIOD_S, Reporter
+from kvmig.controlplane.reporter import CHANGE_PERIOD_S, LoadReporter
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig
@@ -88,12 +88,12 @@ class Llumlet:
         self._server = RpcServer(
             secret, "llumlet", instance, ClusterMessage | PeerMessage, host=config.control_host
         )
-        self._fronts = Fronts()
+        self._fronts = FrontendRegistry()
         self._came = asyncio.Event()
         """Something has come since the engine was last looked at."""
         self._overrun: set[bytes] = set()
         """Front ends that were too slow, and don't know yet what it cost them."""
-        self._tracking = Tracking()
+        self._tracking = OwnershipTable()
         self._stagings: dict[str, StagingPool] = {}
         if not engine.unmovable:
             self._stagings = open_staging(
@@ -116,7 +116,7 @@ class Llumlet:
             self._on_exit,
         )
         self._migrations = self._host.migrations
-        self._mover = Mover(
+        self._mover = MigrationDriver(
             engine.requests,
             self._migrations.moving,
             self._tracking.arrived,
@@ -130,7 +130,7 @@ class Llumlet:
         self._told_weights = engine.layout.weights
         self._untold = 0
         """See `LoadReport`."""
-        self._reporter = Reporter(
+        self._reporter = LoadReporter(
             config.heartbeat_interval_ms, config.faults.step_timeout_s, monotonic()
         )
 
@@ -227,7 +227,7 @@ class Llumlet:
                 self._abort(message.request_ids)
             case Discard():
                 self._discard(message)
-            case Call():
+            case EngineCall():
                 self._call(sender, message, payload)
             case ListRequests():
                 self._tasks.start(self._list(sender, message.call_id))
@@ -380,7 +380,7 @@ class Llumlet:
         if sender is not None:
             self._send(sender, CallDone(call_id, error), frames)
 
-    def _call(self, sender: bytes, call: Call, payload: list[memoryview]) -> None:
+    def _call(self, sender: bytes, call: EngineCall, payload: list[memoryview]) -> None:
         if call.method in ("park", "unpark"):
             self._tasks.start(self._park(sender, call.call_id, call.method))
             return

@@ -102,7 +102,7 @@ class Discard(RpcMessage, frozen=True, tag=True):
     epoch: int
 
 
-class Call(RpcMessage, frozen=True, tag=True):
+class EngineCall(RpcMessage, frozen=True, tag="Call"):
     """Front end: run an engine method (payload frames: the adapter's encoding of arguments)."""
 
     call_id: int
@@ -336,7 +336,7 @@ MemberState = Literal["starting", "serving", "draining", "failed"]
 """The state of an instance as the launcher knows it; failed: given up."""
 
 
-class Member(msgspec.Struct, frozen=True):
+class ClusterMember(msgspec.Struct, frozen=True):
     """An instance and where its llumlet listens."""
 
     instance: str
@@ -356,7 +356,7 @@ class Member(msgspec.Struct, frozen=True):
 class Members(RpcMessage, frozen=True, tag=True):
     """Launcher to the scheduler and to front ends: these instances are the cluster."""
 
-    members: list[Member]
+    members: list[ClusterMember]
     weights: str = ""
     """Weights whose instances new requests prefer while both run; empty: no preference."""
 
@@ -416,7 +416,7 @@ ClusterMessage = (
     | Submit
     | AbortRequests
     | Discard
-    | Call
+    | EngineCall
     | CallDone
     | ListRequests
     | Requests

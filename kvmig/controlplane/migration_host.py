@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from kvmig.controlplane.fronts import Fronts, Tracking
+from kvmig.controlplane.fronts import FrontendRegistry, OwnershipTable
 from kvmig.controlplane.messages import ClusterMessage, PauseAhead, Resolve, Resolved
 from kvmig.core.clock import monotonic
 from kvmig.core.config import MigrationConfig
@@ -33,8 +33,8 @@ class MigrationHost:
         config: MigrationConfig,
         stagings: Mapping[str, StagingPool],
         server: RpcServer,
-        fronts: Fronts,
-        tracking: Tracking,
+        fronts: FrontendRegistry,
+        tracking: OwnershipTable,
         on_exit: Callable[[BaseException], None],
     ) -> None:
         """on_exit: hears of an error after which the instance can't go on."""

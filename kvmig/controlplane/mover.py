@@ -26,7 +26,7 @@ MOST_WAITING = 64
 
 
 @dataclass(slots=True)
-class Listing:
+class RequestsHere:
     """The requests here at one moment."""
 
     requests: asyncio.Task[list[RequestState]]
@@ -35,7 +35,7 @@ class Listing:
     """Whether any of them left: then those behind them may go, too."""
 
 
-class Mover:
+class MigrationDriver:
     """Holds the present pairs and moves requests until their budgets are spent.
 
     The budget bounds what a dead scheduler's last word can do.
@@ -64,7 +64,7 @@ class Mover:
         self._at_once = at_once
         self._pairs: dict[str, Pair] = {}
         self._spent: dict[str, float] = {}
-        self._listing: Listing | None = None
+        self._listing: RequestsHere | None = None
         self._changed = asyncio.Event()
 
     def set(self, pairs: Sequence[Pair]) -> None:
@@ -113,14 +113,14 @@ class Mover:
         # For other reasons the pair doesn't work now; the next round decides anew.
         return report.reason in ("finished", "aborted_by_client", "started", "unknown_request")
 
-    async def _choose(self, destination: str) -> tuple[RequestState, Pair, Listing] | None:
+    async def _choose(self, destination: str) -> tuple[RequestState, Pair, RequestsHere] | None:
         """A victim among the requests that were listed when the pairs came: a list costs the engine
         time, so it makes none for each victim, but another one when all of these are done with.
         """
         while True:
             listing = self._listing
             if listing is None:
-                listing = Listing(asyncio.create_task(self._requests(MOST_WAITING)))
+                listing = RequestsHere(asyncio.create_task(self._requests(MOST_WAITING)))
                 self._listing = listing
             requests = await listing.requests
             pair = self._pairs.get(destination)

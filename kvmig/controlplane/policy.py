@@ -11,9 +11,9 @@ from collections.abc import Callable
 import msgspec
 
 from kvmig.controlplane.dispatch import (
-    Dispatch,
+    DispatchPolicy,
     FewestWithRoom,
-    Freest,
+    FreestInstance,
     LeastLoaded,
     RoomiestAfter,
     RoundRobin,
@@ -28,7 +28,7 @@ from kvmig.controlplane.rules import (
     protect,
     relieve,
 )
-from kvmig.controlplane.scheduler import Rounds
+from kvmig.controlplane.scheduler import RoundConfig
 from kvmig.controlplane.victims import VictimRule
 from kvmig.core.config import PolicyName, SchedulerConfig
 
@@ -37,15 +37,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run a cluster."""
 
     name: PolicyName
-    dispatcher: Callable[[], Dispatch]
-    rounds: Rounds | None = None
+    dispatcher: Callable[[], DispatchPolicy]
+    rounds: RoundConfig | None = None
     """The policy's rounds; None: requests move only in a drain, or by hand."""
     victims: VictimRule = VictimRule()
     headroom: bool = True
     """Whether the headroom of priorities counts as usage."""
 
 
-_PAPER = Rounds(rules=(pair_extremes,), queued="head", min_gain=0.0)
+_PAPER = RoundConfig(rules=(pair_extremes,), queued="head", min_gain=0.0)
 _PAPER_VICTIMS = VictimRule(cooldown_s=0.0)
 
 _POLICIES = (
@@ -54,27 +54,29 @@ _POLICIES = (
     Policy(name="freeness", dispatcher=RoomiestAfter),
     Policy(
         name="llumnix",
-        dispatcher=lambda: Freest("head"),
+        dispatcher=lambda: FreestInstance("head"),
         rounds=_PAPER,
         victims=_PAPER_VICTIMS,
     ),
     Policy(
         name="llumnix-base",
-        dispatcher=lambda: Freest("head"),
+        dispatcher=lambda: FreestInstance("head"),
         rounds=_PAPER,
         victims=_PAPER_VICTIMS,
         headroom=False,
     ),
     Policy(
         name="llumnix-artifact",
-        dispatcher=lambda: Freest("all"),
+        dispatcher=lambda: FreestInstance("all"),
         rounds=msgspec.structs.replace(_PAPER, queued="all", preempted_give=True),
         victims=msgspec.structs.replace(_PAPER_VICTIMS, prefers="latest"),
     ),
     Policy(
         name="kvmig",
         dispatcher=lambda: FewestWithRoom(enough=15.0, prompt_weight=0.3),
-        rounds=Rounds(rules=(drain, relieve, protect, move_queues, make_room, gather, balance)),
+        rounds=RoundConfig(
+            rules=(drain, relieve, protect, move_queues, make_room, gather, balance)
+        ),
     ),
 )
 POLICIES = {one.name: one for one in _POLICIES}
@@ -86,7 +88,7 @@ def policy_of(config: SchedulerConfig) -> Policy:
     if not config.migration:
         return msgspec.structs.replace(policy, rounds=None)
     if policy.rounds is None:  # what an operator wants moved is moved, whatever the policy
-        drains = Rounds(rules=(drain,), inexact=config.inexact_moves)
+        drains = RoundConfig(rules=(drain,), inexact=config.inexact_moves)
         return msgspec.structs.replace(policy, rounds=drains)
     given: dict[str, object] = {
         field: value

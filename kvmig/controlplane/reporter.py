@@ -16,7 +16,7 @@ LINGER_S = 0.25
 """Time after a message before an engine counts as idle: a request may be on its way to it."""
 
 
-class Reporter:
+class LoadReporter:
     """wanted: the state that it was told to be in, while nothing ails it."""
 
     def __init__(self, heartbeat_interval_ms: float, step_timeout_s: float, now: float) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvmig.controlplane.freeness import freenesses, slack
 from kvmig.controlplane.messages import Why
-from kvmig.controlplane.scheduler import Ledger, Takers
+from kvmig.controlplane.scheduler import DestinationHeap, RoundPlan
 from kvmig.controlplane.view import Column, InstanceView, Mask
 
 OPEN_SHARE = 0.5
@@ -21,21 +21,21 @@ OPEN_BLOCKS = 20.0
 """Free blocks that make an instance without a queue open."""
 
 
-def drain(ledger: Ledger) -> None:
+def drain(ledger: RoundPlan) -> None:
     """Pair each draining instance with the roomiest, an equal share of its requests each."""
     columns = ledger.columns
     held = columns.running + columns.waiting
     sources = ledger.worst(ledger.draining & (held > columns.out), held)
     if not sources:
         return
-    takers = Takers(ledger, ledger.serving, ledger.slacks(), ledger.slack)
+    takers = DestinationHeap(ledger, ledger.serving, ledger.slacks(), ledger.slack)
     for source in sources:
         roomiest = takers.take(source)
         _empty(ledger, source, roomiest)
         takers.put_back(roomiest)
 
 
-def _empty(ledger: Ledger, source: int, roomiest: list[int]) -> None:
+def _empty(ledger: RoundPlan, source: int, roomiest: list[int]) -> None:
     columns = ledger.columns
     held = float(columns.running[source] + columns.waiting[source])
     wanted = float(columns.used[source] + columns.head[source] + columns.behind[source])
@@ -62,7 +62,7 @@ def _empty(ledger: Ledger, source: int, roomiest: list[int]) -> None:
         )
 
 
-def relieve(ledger: Ledger) -> None:
+def relieve(ledger: RoundPlan) -> None:
     """Pair instances that hold more than their quota with those that have room.
 
     The quota of an instance shrinks when others of its unit want back what they have lent it. It
@@ -81,7 +81,7 @@ def relieve(ledger: Ledger) -> None:
         takers.put_back(roomiest)
 
 
-def protect(ledger: Ledger) -> None:
+def protect(ledger: RoundPlan) -> None:
     """Pair instances that keep less free than their headroom with ones that keep none: those who
     run beside a protected request give way when its headroom is used."""
     columns = ledger.columns
@@ -92,7 +92,7 @@ def protect(ledger: Ledger) -> None:
     sources = ledger.worst(crowded & (columns.running > columns.out), -over)
     slacks = ledger.slacks()
     roomy = ledger.serving & (columns.kept == 0) & (slacks > ledger.rounds.destination_above)
-    takers = Takers(ledger, roomy, slacks, ledger.slack)
+    takers = DestinationHeap(ledger, roomy, slacks, ledger.slack)
     for source in sources:
         roomiest = takers.take(source)
         need = min(float(over[source]), float(columns.lower[source]))
@@ -100,7 +100,7 @@ def protect(ledger: Ledger) -> None:
         takers.put_back(roomiest)
 
 
-def _clear(ledger: Ledger, source: int, need: float, roomiest: list[int]) -> None:
+def _clear(ledger: RoundPlan, source: int, need: float, roomiest: list[int]) -> None:
     columns = ledger.columns
     average = max(float(columns.used[source] / columns.running[source]), 1.0)
     out = float(columns.out[source]) * average
@@ -129,19 +129,19 @@ def protected_priority(one: InstanceView) -> int | None:
     return min((priority for priority in running if one.headroom.get(priority)), default=None)
 
 
-def unheld_blocks(ledger: Ledger) -> Column:
+def unheld_blocks(ledger: RoundPlan) -> Column:
     """Blocks of each that nobody holds now."""
     free: Column = ledger.columns.total - ledger.columns.used
     return free
 
 
-def missing_blocks(ledger: Ledger) -> Column:
+def missing_blocks(ledger: RoundPlan) -> Column:
     """Blocks that the head of each queue lacks; 0 or less: it can start."""
     columns = ledger.columns
     return np.where(columns.waiting > 0, columns.head - unheld_blocks(ledger), 0.0)
 
 
-def move_queues(ledger: Ledger) -> None:
+def move_queues(ledger: RoundPlan) -> None:
     """Pair instances whose head can't start with ones where it can, at once.
 
     The head of a queue may want more blocks than its instance has free, or a seat in a full
@@ -166,7 +166,7 @@ def move_queues(ledger: Ledger) -> None:
         _pass_head(ledger, source, takers)
 
 
-def _move_queue(ledger: Ledger, source: int, takers: Takers, borrowed: float) -> bool:
+def _move_queue(ledger: RoundPlan, source: int, takers: DestinationHeap, borrowed: float) -> bool:
     """Move a queue to the first taker, which lends `borrowed` of its headroom; whether it may."""
     columns = ledger.columns
     roomiest = takers.take(source)
@@ -186,7 +186,7 @@ def _move_queue(ledger: Ledger, source: int, takers: Takers, borrowed: float) ->
     return room >= wanted
 
 
-def _pass_head(ledger: Ledger, source: int, takers: Takers) -> None:
+def _pass_head(ledger: RoundPlan, source: int, takers: DestinationHeap) -> None:
     """Pair an instance with the first of `takers` that requests behind its head fit on."""
     columns = ledger.columns
     behind, count = float(columns.behind[source]), float(columns.waiting[source]) - 1
@@ -205,7 +205,7 @@ def _pass_head(ledger: Ledger, source: int, takers: Takers) -> None:
     takers.put_back(roomiest)
 
 
-def make_room(ledger: Ledger) -> None:
+def make_room(ledger: RoundPlan) -> None:
     """Pair instances whose head fits nowhere with those who can take enough of what runs.
 
     Where the blocks are nowhere in one place, running requests of the head's own instance go to
@@ -224,13 +224,13 @@ def make_room(ledger: Ledger) -> None:
         takers.put_back(roomiest)
 
 
-def _let_in(ledger: Ledger, source: int, need: float, roomiest: list[int]) -> None:
+def _let_in(ledger: RoundPlan, source: int, need: float, roomiest: list[int]) -> None:
     """Move `need` blocks, if there is room for so many: some but not enough helps nobody."""
     if sum(max(ledger.room(row), 0.0) for row in roomiest) >= need and not ledger.gives(source):
         _share_out(ledger, source, need, roomiest, "defragment")
 
 
-def _share_out(ledger: Ledger, source: int, need: float, roomiest: list[int], why: Why) -> None:
+def _share_out(ledger: RoundPlan, source: int, need: float, roomiest: list[int], why: Why) -> None:
     """Move `need` blocks, as far as there is room for them."""
     average = _average(ledger, source)
     out = float(ledger.columns.out[source]) * average
@@ -244,21 +244,23 @@ def _share_out(ledger: Ledger, source: int, need: float, roomiest: list[int], wh
         ledger.pair(source, row, share / average, share, budget=budget, room=room, why=why)
 
 
-def _keepers(ledger: Ledger) -> Takers:
+def _keepers(ledger: RoundPlan) -> DestinationHeap:
     """Instances with a headroom, the most room with it and no queue: better than waiting."""
     kept = ledger.columns.kept
     free = ledger.serving & (ledger.columns.waiting == 0) & (kept > 0)
     free &= ledger.batch < ledger.columns.seats
-    return Takers(ledger, free, ledger.rooms() + kept, lambda row: ledger.room(row) + kept[row])
+    return DestinationHeap(
+        ledger, free, ledger.rooms() + kept, lambda row: ledger.room(row) + kept[row]
+    )
 
 
-def _takers(ledger: Ledger) -> Takers:
+def _takers(ledger: RoundPlan) -> DestinationHeap:
     """Instances with the most room and no queue of their own."""
     free = ledger.serving & (ledger.columns.waiting == 0) & (ledger.batch < ledger.columns.seats)
-    return Takers(ledger, free, ledger.rooms(), ledger.room)
+    return DestinationHeap(ledger, free, ledger.rooms(), ledger.room)
 
 
-def gather(ledger: Ledger) -> None:
+def gather(ledger: RoundPlan) -> None:
     """Pair instances that give their queues with ones that have to keep theirs, so that prompts
     that come find others open.
 
@@ -296,7 +298,7 @@ def gather(ledger: Ledger) -> None:
         ledger.pair(source, destination, requests, blocks, budget=blocks, room=blocks, why="queue")
 
 
-def balance(ledger: Ledger) -> None:
+def balance(ledger: RoundPlan) -> None:
     """Pair who is short of room with who has much, where that helps.
 
     Sources lie below one threshold of slack and destinations above another. The lowest is
@@ -317,25 +319,25 @@ def balance(ledger: Ledger) -> None:
     sources = [row for row in ledger.worst(low, slacks) if not _slow(ledger, row)]
     if not sources:
         return
-    takers = Takers(ledger, high, slacks, ledger.slack)
+    takers = DestinationHeap(ledger, high, slacks, ledger.slack)
     for source in sources:
         highest = takers.take(source)
         _relieve(ledger, source, highest)
         takers.put_back(highest)
 
 
-def _slow(ledger: Ledger, row: int) -> bool:
+def _slow(ledger: RoundPlan, row: int) -> bool:
     """Whether one average request would be on its way for too long."""
     bandwidth = ledger.view.instances[row].bandwidth
     return bandwidth > 0 and _average(ledger, row) > bandwidth * ledger.rounds.longest_move_s
 
 
-def _average(ledger: Ledger, row: int) -> float:
+def _average(ledger: RoundPlan, row: int) -> float:
     """Blocks of one running request."""
     return max(float(ledger.columns.used[row] / ledger.columns.running[row]), 1.0)
 
 
-def _relieve(ledger: Ledger, source: int, highest: list[int]) -> None:
+def _relieve(ledger: RoundPlan, source: int, highest: list[int]) -> None:
     """Pair one source with the highest, until it needs no more."""
     out = float(ledger.columns.out[source])
     for destination in highest:
@@ -347,7 +349,7 @@ def _relieve(ledger: Ledger, source: int, highest: list[int]) -> None:
             return
 
 
-def _pair(ledger: Ledger, source: int, destination: int, moves: int, out: float) -> float:
+def _pair(ledger: RoundPlan, source: int, destination: int, moves: int, out: float) -> float:
     """Decide it. What moves already (`out`) uses the budget up; returns how much is left."""
     average = _average(ledger, source)
     budget = max(moves - out, 0.0) * average
@@ -358,7 +360,7 @@ def _pair(ledger: Ledger, source: int, destination: int, moves: int, out: float)
     return max(out - moves, 0.0)
 
 
-def _moves(ledger: Ledger, source: int, destination: int) -> int:
+def _moves(ledger: RoundPlan, source: int, destination: int) -> int:
     """How many average requests go; 0: the pair doesn't help."""
     average = _average(ledger, source)
     floor = ledger.floor
@@ -381,7 +383,7 @@ def _moves(ledger: Ledger, source: int, destination: int) -> int:
     return moves if gain >= ledger.rounds.min_gain else 0
 
 
-def pair_extremes(ledger: Ledger) -> None:
+def pair_extremes(ledger: RoundPlan) -> None:
     """The paper's pairing (Llumnix, section 4.4.3), literally; draining instances are the lowest.
 
     Sources have a freeness below one threshold, destinations above another; the lowest is

@@ -23,19 +23,19 @@ ANSWER_S = 10.0
 """Pause before the same is asked for again: the launcher may be busy, or can't start more."""
 
 
-class Out(msgspec.Struct, frozen=True):
+class ScaleOut(msgspec.Struct, frozen=True):
     """Start so many instances more."""
 
     count: int
 
 
-class In(msgspec.Struct, frozen=True):
+class ScaleIn(msgspec.Struct, frozen=True):
     """Drain this one, then end it."""
 
     instance: str
 
 
-class Scaler:
+class InstanceScaler:
     """Decides when to scale; asked once a round, and its orders are carried out at once."""
 
     def __init__(self, config: ScalingConfig) -> None:
@@ -47,7 +47,7 @@ class Scaler:
         """When more instances were asked for, none of which has been seen."""
         self._members: frozenset[str] = frozenset()
 
-    def decide(self, view: ClusterView) -> Out | In | None:
+    def decide(self, view: ClusterView) -> ScaleOut | ScaleIn | None:
         """The order to give now; None: none."""
         config, now = self._config, view.now
         members = frozenset(one.instance for one in view.instances)
@@ -57,14 +57,14 @@ class Scaler:
             return None
         staying = [one for one in view.instances if one.state != "draining"]
         if len(staying) < config.min_instances:
-            return self._act(Out(config.min_instances - len(staying)), now)
+            return self._act(ScaleOut(config.min_instances - len(staying)), now)
         free, batch = _room(view)
         missing = config.low * batch - free
         self._low_since = _since(self._low_since, missing > 0, now)
         self._high_since = _since(self._high_since, free > config.high * batch, now)
         if self._held(self._low_since, now) and len(staying) < config.max_instances:
             count = math.ceil(missing / _typical_blocks(view))
-            return self._act(Out(min(max(count, 1), config.max_instances - len(staying))), now)
+            return self._act(ScaleOut(min(max(count, 1), config.max_instances - len(staying))), now)
         if (
             self._held(self._high_since, now)
             and now - self._acted_at >= config.cooldown_s
@@ -72,12 +72,12 @@ class Scaler:
         ):
             leaving = _least_busy(view)
             if leaving is not None and free - leaving.load.total_blocks >= config.low * batch:
-                return self._act(In(leaving.instance), now)
+                return self._act(ScaleIn(leaving.instance), now)
         return None
 
-    def _act(self, decision: Out | In, now: float) -> Out | In:
+    def _act(self, decision: ScaleOut | ScaleIn, now: float) -> ScaleOut | ScaleIn:
         self._acted_at, self._low_since, self._high_since = now, None, None
-        if isinstance(decision, Out):
+        if isinstance(decision, ScaleOut):
             self._asked_at = now
         return decision
 

@@ -1,6 +1,6 @@
 """The scheduler: runs the pure rules once a round. No sockets, no clock of its own.
 
-`Rounds` says which rules and thresholds, `Ledger` is what a round has decided so far, and
+`RoundConfig` says which rules and thresholds, `RoundPlan` is what a round has decided so far, and
 `Scheduler` what it tells the sources. The rules of a round run one after the other on one ledger:
 each sees the free blocks and batches as those before it will have left them. An instance either
 gives or takes in a round, never both, and the reverse of a pair of the last round is never made.
@@ -25,10 +25,10 @@ MAX_DESTINATIONS = 4
 """Destinations of one source in a round."""
 
 
-class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+class RoundConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rules and thresholds of a round. Freeness in KV blocks a request."""
 
-    rules: tuple[Callable[[Ledger], None], ...]
+    rules: tuple[Callable[[RoundPlan], None], ...]
     """The rules, in their order."""
     queued: Queued = "all"
     source_below: float = 3.0
@@ -47,7 +47,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     not balance: nobody knows whether the request lasts so long."""
 
 
-class Pairing(msgspec.Struct, frozen=True):
+class InstancePairing(msgspec.Struct, frozen=True):
     """Move up to `budget_blocks` of requests from source to destination this round."""
 
     source: str
@@ -62,13 +62,15 @@ class Pairing(msgspec.Struct, frozen=True):
     """priority: only requests that come after this one."""
 
 
-class Ledger:
+class RoundPlan:
     """What one round has decided so far. Rows are those of the view; sizes in KV blocks.
 
     serving, draining: of those whose requests can be moved at all.
     """
 
-    def __init__(self, view: ClusterView, last: Collection[Pairing], rounds: Rounds) -> None:
+    def __init__(
+        self, view: ClusterView, last: Collection[InstancePairing], rounds: RoundConfig
+    ) -> None:
         columns = view.columns
         self.view = view
         self.columns = columns
@@ -86,12 +88,12 @@ class Ledger:
         alike = bool((self.kinds == self.kinds[:1]).all())
         self.each_kind: list[float] = (self.kinds[:1] if alike else np.unique(self.kinds)).tolist()
         self._before = {(pair.source, pair.destination) for pair in last}
-        self._pairs: dict[tuple[int, int], Pairing] = {}
+        self._pairs: dict[tuple[int, int], InstancePairing] = {}
         self._gives: set[int] = set()
         self._takes: set[int] = set()
 
     @property
-    def pairings(self) -> list[Pairing]:
+    def pairings(self) -> list[InstancePairing]:
         """The pairs that were decided, in order."""
         return list(self._pairs.values())
 
@@ -154,7 +156,7 @@ class Ledger:
         """
         names = self.view.instances
         there = names[destination]
-        self._pairs[source, destination] = Pairing(
+        self._pairs[source, destination] = InstancePairing(
             names[source].instance, there.instance, budget, room, why, there.endpoint, priority
         )
         self._gives.add(source)
@@ -165,17 +167,17 @@ class Ledger:
         self.batch[destination] += requests
 
 
-class Takers:
+class DestinationHeap:
     """Destinations, the best first; who was asked for one gets it back in its new place."""
 
     def __init__(
-        self, ledger: Ledger, rows: Mask, by: Column, value: Callable[[int], float]
+        self, ledger: RoundPlan, rows: Mask, by: Column, value: Callable[[int], float]
     ) -> None:
         """by: what orders them now; value: the same of one row, as predicted later."""
         self._ledger = ledger
         self._value = value
         self._heaps: dict[float, list[tuple[float, int]]] = {}
-        """By what `Ledger.kinds` says."""
+        """By what `RoundPlan.kinds` says."""
         alike = len(ledger.each_kind) == 1
         for kind in ledger.each_kind:
             best = ledger.best(rows if alike else rows & (ledger.kinds == kind), by)
@@ -216,7 +218,9 @@ def _first(rows: Mask, by: Column) -> list[int]:
     return ordered[:MAX_SOURCES]
 
 
-def rebalance(view: ClusterView, last: Collection[Pairing], rounds: Rounds) -> list[Pairing]:
+def rebalance(
+    view: ClusterView, last: Collection[InstancePairing], rounds: RoundConfig
+) -> list[InstancePairing]:
     """The pairs of this round.
 
     last: the pairs of the round before. A pair that isn't decided again is over (its
@@ -224,7 +228,7 @@ def rebalance(view: ClusterView, last: Collection[Pairing], rounds: Rounds) -> l
     is never decided, whatever the estimates missed. A draining or stale instance
     takes nothing in; one that is stale, hangs or failed isn't asked to move anything either.
     """
-    ledger = Ledger(view, last, rounds)
+    ledger = RoundPlan(view, last, rounds)
     for rule in rounds.rules:
         rule(ledger)
     return ledger.pairings
@@ -236,10 +240,10 @@ UNPAIR = Pairs()
 class Scheduler:
     """Same views in the same order, same orders out."""
 
-    def __init__(self, rounds: Rounds | None) -> None:
+    def __init__(self, rounds: RoundConfig | None) -> None:
         """rounds: of a policy; None: nothing moves."""
         self._rounds = rounds
-        self._pairings: list[Pairing] = []
+        self._pairings: list[InstancePairing] = []
 
     @property
     def rebalances(self) -> bool:

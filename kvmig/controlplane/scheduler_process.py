@@ -13,21 +13,21 @@ import msgspec
 import zmq
 
 from kvmig.controlplane.messages import (
+    ClusterMember,
     ClusterMessage,
     LoadReport,
-    Member,
     Members,
     MessagesRefused,
     Scale,
 )
 from kvmig.controlplane.policy import policy_of
-from kvmig.controlplane.scaling import In, Out, Scaler
+from kvmig.controlplane.scaling import InstanceScaler, ScaleIn, ScaleOut
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ClusterView, ViewBuilder
 from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import PeerError, StartupError, TransportError
-from kvmig.core.secret import Discreet
+from kvmig.core.secret import SecretStruct
 from kvmig.process.child import announce, until_stopped
 from kvmig.rpc.messages import Hello
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
@@ -41,7 +41,7 @@ TELL_S = 1.0
 """Pause between two reports of refusals."""
 
 
-class SchedulerLaunch(Discreet, frozen=True):
+class SchedulerLaunch(SecretStruct, frozen=True):
     """The launcher's document for the scheduler's stdin (JSON; the secret in base64)."""
 
     secret: bytes
@@ -66,14 +66,14 @@ class SchedulerProcess:
         self._round_s = config.scheduler.interval_ms / 1000
         policy = policy_of(config.scheduler)
         self._scheduler = Scheduler(policy.rounds)
-        self._scaler = Scaler(config.scaling) if config.scaling is not None else None
+        self._scaler = InstanceScaler(config.scaling) if config.scaling is not None else None
         self._launcher = b""
         self._builder = ViewBuilder(
             stale_after_s=max(1.0, 4 * config.heartbeat_interval_ms / 1000),
             headroom=policy.headroom,
         )
         self._clients: dict[str, RpcClient] = {}
-        self._following: dict[Member, asyncio.Task[None]] = {}
+        self._following: dict[ClusterMember, asyncio.Task[None]] = {}
         try:
             self._server = RpcServer(
                 launch.secret, "scheduler", NAME, ClusterMessage, host=config.control_host
@@ -108,13 +108,15 @@ class SchedulerProcess:
     def _take(self, members: Members, group: asyncio.TaskGroup) -> None:
         self._builder.members(members.members)
         # Those that start have no endpoint yet, but count as room that comes.
-        wanted = {Member(one.instance, one.endpoint) for one in members.members if one.endpoint}
+        wanted = {
+            ClusterMember(one.instance, one.endpoint) for one in members.members if one.endpoint
+        }
         for gone in self._following.keys() - wanted:
             self._following.pop(gone).cancel()
         for member in wanted - self._following.keys():
             self._following[member] = group.create_task(self._follow(member))
 
-    async def _follow(self, member: Member) -> None:
+    async def _follow(self, member: ClusterMember) -> None:
         """Take one llumlet's reports in, connecting again whenever it is lost."""
         complain = log.warning
         while True:
@@ -175,9 +177,9 @@ class SchedulerProcess:
         match self._scaler.decide(view):
             case None:
                 return
-            case Out(count):
+            case ScaleOut(count):
                 order = Scale(add=count)
-            case In(instance):
+            case ScaleIn(instance):
                 order = Scale(drain=instance)
         try:
             self._server.send(self._launcher, order)

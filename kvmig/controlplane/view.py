@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvmig.controlplane.messages import LoadReport, Member
+from kvmig.controlplane.messages import ClusterMember, LoadReport
 from kvmig.engines.base import ClassLoad, EngineLoad, GroupLoad
 from kvmig.sharing.messages import InUnit
 
@@ -28,7 +28,7 @@ Mask = NDArray[np.bool_]
 SERVING, STARTING, DRAINING = 0.0, 1.0, 2.0
 
 
-class Columns:
+class ViewColumns:
     """Rows in a fixed order; sizes in KV blocks, see `InstanceView`. Read-only outside.
 
     weights, numerics: numbers that are equal where requests can move, and where they do so exactly.
@@ -69,9 +69,9 @@ class Columns:
             view.flags.writeable = False
             setattr(self, name, view)
 
-    def only(self, rows: Mask) -> Columns:
+    def only(self, rows: Mask) -> ViewColumns:
         """A copy of these rows."""
-        some = Columns()
+        some = ViewColumns()
         some._take(np.ascontiguousarray(self._table[:, rows]))
         return some
 
@@ -83,12 +83,12 @@ class Columns:
         self._table[:, row] = values
 
 
-FIELDS = tuple(Columns.__annotations__)
+FIELDS = tuple(ViewColumns.__annotations__)
 Headroom = Mapping[int, float]
 """Priority -> blocks kept free for all its running requests together (absent: 0)."""
 
 
-class Usage(NamedTuple):
+class RequestWeight(NamedTuple):
     """What an instance's requests weigh together, in KV blocks (Llumnix, section 4.4).
 
     Example: 3 running requests of 10, 20 and 30 blocks, then a queue that wants 8 and 5
@@ -107,7 +107,7 @@ class Usage(NamedTuple):
 
 def usage(
     load: EngineLoad, headroom: Headroom | None = None, *, terminating: bool = False
-) -> Usage:
+) -> RequestWeight:
     """The usage by an engine's totals. Of several pools of blocks, the scarcest counts.
 
     It is expressed in blocks of the first pool: a share of one is as good as the same share
@@ -119,7 +119,7 @@ def usage(
     kept, lower = _headroom(load, headroom) if headroom else (0.0, 0.0)
     held = scale * (scarcest.used_blocks + scarcest.head_blocks) + kept
     behind = scale * (scarcest.waiting_blocks - scarcest.head_blocks)
-    return Usage(math.inf if terminating else held, behind, kept, lower)
+    return RequestWeight(math.inf if terminating else held, behind, kept, lower)
 
 
 def _headroom(load: EngineLoad, headroom: Headroom) -> tuple[float, float]:
@@ -187,7 +187,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
         return load.running + load.waiting + self.migrations_in + self.pending_requests
 
     def row(self, stale_after_s: float) -> tuple[float, ...]:
-        """The instance's row in `Columns`."""
+        """The instance's row in `ViewColumns`."""
         load = self.load
         state = _STATES.get(self.state, _OTHER)
         free = load.total_blocks - self.virtual_blocks - self.pending_blocks
@@ -233,7 +233,7 @@ class ClusterView:
         now: float,
         instances: Sequence[InstanceView],
         stale_after_s: float = 1.0,
-        columns: Columns | None = None,
+        columns: ViewColumns | None = None,
     ) -> None:
         """columns: of the same instances, if they are there already."""
         self.now = now
@@ -242,10 +242,10 @@ class ClusterView:
         self._columns = columns
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ViewColumns:
         """The instances in the same order, a row each."""
         if self._columns is None:
-            self._columns = Columns(one.row(self.stale_after_s) for one in self.instances)
+            self._columns = ViewColumns(one.row(self.stale_after_s) for one in self.instances)
         return self._columns
 
     def only(self, rows: Mask) -> ClusterView:
@@ -287,10 +287,10 @@ class ViewBuilder:
         self.headroom = headroom
         self._entries: dict[str, _Entry] = {}
         self._views: list[InstanceView] = []
-        self._columns: Columns | None = None
+        self._columns: ViewColumns | None = None
         """The columns; None: the members have changed."""
 
-    def join(self, member: Member) -> None:
+    def join(self, member: ClusterMember) -> None:
         """A new instance, or a new start of a known one: nothing is known of it."""
         view = InstanceView(instance=member.instance, endpoint=member.endpoint)
         known = self._entries.get(member.instance)
@@ -312,7 +312,7 @@ class ViewBuilder:
             self._entries[view.instance].row = row
         self._columns = None
 
-    def members(self, members: Iterable[Member]) -> None:
+    def members(self, members: Iterable[ClusterMember]) -> None:
         """Keep these members and no others; one with a new endpoint starts anew."""
         wanted = {member.instance: member for member in members}
         for instance in [known for known in self._entries if known not in wanted]:
@@ -377,7 +377,7 @@ class ViewBuilder:
     def view(self, now: float) -> ClusterView:
         """The cluster as known now; to be looked at before the builder is told anything more."""
         if self._columns is None:
-            self._columns = Columns(one.row(self.stale_after_s) for one in self._views)
+            self._columns = ViewColumns(one.row(self.stale_after_s) for one in self._views)
         return ClusterView(now, self._views, self.stale_after_s, self._columns)
 
     def _put(self, entry: _Entry, view: InstanceView) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvmig.core.clock import Clock, monotonic
-from kvmig.core.trimming import Trimming
+from kvmig.core.trimming import MemoryTrimming
 
 LOOK_S = 2.0
 """Pause between two readings of the process's size."""
@@ -34,7 +34,7 @@ async def keep_small(
     look_s: float = LOOK_S,
 ) -> None:
     """Trim the heap until cancelled: a task of each process that receives clients' data."""
-    plan = Trimming(resident())
+    plan = MemoryTrimming(resident())
     while True:
         await asyncio.sleep(look_s)
         if plan.due(before := resident(), clock()):

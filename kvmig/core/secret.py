@@ -12,7 +12,7 @@ ADMIN_KEY = "KVMIG_ADMIN_KEY"
 """Environment variable: the admin API's own key. (Everybody can read a process's flags.)"""
 
 
-class Discreet(msgspec.Struct, frozen=True, kw_only=True):
+class SecretStruct(msgspec.Struct, frozen=True, kw_only=True):
     """Base of what processes are told in confidence."""
 
     def __repr__(self) -> str:

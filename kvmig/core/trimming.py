@@ -15,7 +15,7 @@ PAUSE_S = (5.0, 300.0)
 longest."""
 
 
-class Trimming:
+class MemoryTrimming:
     """When to trim one process's heap. Sizes: bytes of resident memory; times: a steady clock's."""
 
     def __init__(self, resident: int) -> None:

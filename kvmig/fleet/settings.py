@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.core.secret import Discreet
+from kvmig.core.secret import SecretStruct
 
 DATA = "KVMIG_DATA"
 """Environment variable: the fleet's folder, where `--data` doesn't say."""
@@ -19,7 +19,7 @@ SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 
 
-class FleetSettings(Discreet, frozen=True, kw_only=True):
+class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     """Flags of `kvmig up`; every process of the fleet gets them."""
 
     data: str

@@ -13,7 +13,7 @@ import msgspec
 from kvmig.asgi.errors import InstanceLost, NoDestination, UnknownInstance
 from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.freeness import instance_freeness
-from kvmig.controlplane.messages import ClusterMessage, LoadReport, Member, Welcome
+from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport, Welcome
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.core.api_records import InstanceRow
@@ -472,7 +472,7 @@ class Fleet:
         self._view.report(report, self._clock())
 
     def _join(self, instance: Instance) -> Health:
-        self._view.join(Member(instance.name, instance.endpoint))
+        self._view.join(ClusterMember(instance.name, instance.endpoint))
         instance.health = health = Health(self._listening)
         return health
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvmig.asgi.errors import AmbiguousRequest
 from kvmig.controlplane.freeness import instance_freeness
-from kvmig.controlplane.messages import Member, Requests, Welcome
+from kvmig.controlplane.messages import ClusterMember, Requests, Welcome
 from kvmig.controlplane.view import InstanceView
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
 from kvmig.engines.base import RequestState
@@ -59,7 +59,7 @@ def _unit_memory(shared: InUnit) -> UnitMemory:
 
 
 def cluster_rows(
-    linked: Sequence[InstanceRow], members: Iterable[Member], model: str
+    linked: Sequence[InstanceRow], members: Iterable[ClusterMember], model: str
 ) -> list[InstanceRow]:
     """Rows of all instances of the model, in the order of `members`. linked: those that are
     connected to.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from kvmig.asgi.errors import InstanceLost, LauncherGone, OrderFailed
 from kvmig.controlplane.messages import (
+    ClusterMember,
     ClusterMessage,
     Evacuate,
-    Member,
     Members,
     MessagesRefused,
     OrderDone,
@@ -125,7 +125,7 @@ class Membership:
     """
 
     def __init__(self, router: Router) -> None:
-        self.members: Sequence[Member] = ()
+        self.members: Sequence[ClusterMember] = ()
         self._router = router
         self._following: dict[str, tuple[str, asyncio.Task[None]]] = {}
         """Endpoint by instance, and the task that keeps it in the router."""

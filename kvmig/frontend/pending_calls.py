@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvmig.asgi.errors import CallFailed, CallTimeout, InstanceLost
-from kvmig.controlplane.messages import Call, CallDone
+from kvmig.controlplane.messages import CallDone, EngineCall
 from kvmig.core.errors import PeerError
 from kvmig.engines.base import Frame
 from kvmig.rpc.messages import RpcMessage
@@ -86,7 +86,12 @@ class Questions:
     ) -> Payload:
         """Run an engine method. Raises CallFailed, CallTimeout, InstanceLost."""
         done, result = await self.ask(
-            instance, lambda call_id: Call(call_id, method), CallDone, timeout_s, method, payload
+            instance,
+            lambda call_id: EngineCall(call_id, method),
+            CallDone,
+            timeout_s,
+            method,
+            payload,
         )
         if done.error is not None:
             raise CallFailed(f"{method} failed on instance {instance}: {done.error}")

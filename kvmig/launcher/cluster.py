@@ -11,9 +11,9 @@ import msgspec
 
 from kvmig.controlplane.messages import (
     AddInstances,
+    ClusterMember,
     DrainInstance,
     Evacuate,
-    Member,
     OrderRefused,
     RestartInstances,
     Scale,
@@ -57,7 +57,7 @@ class InstanceManager:
         self.whose = whose
         self.preferred_weights = ""
         """Weights that new requests begin under as long as an instance with them has room."""
-        self.on_change: list[Callable[[list[Member]], None]] = []
+        self.on_change: list[Callable[[list[ClusterMember]], None]] = []
         self.on_evacuate: list[Callable[[Evacuate], None]] = []
         self.refusals = RefusalCounter()
         """What the launcher refused, counted over all its sockets."""
@@ -105,7 +105,7 @@ class InstanceManager:
         self._instances.clear()
         await self._launcher.close()
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ClusterMember]:
         """All instances, in the order in which they came."""
         return [instance.member for instance in self._instances.values()]
 

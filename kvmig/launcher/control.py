@@ -10,9 +10,9 @@ import zmq
 
 from kvmig.controlplane.messages import (
     AddInstances,
+    ClusterMember,
     ClusterMessage,
     DrainInstance,
-    Member,
     Members,
     MessagesRefused,
     OrderDone,
@@ -130,7 +130,7 @@ class ControlServer:
             case RestartInstances():
                 return self._cluster.restart(order)
 
-    def _members(self, members: Sequence[Member]) -> None:
+    def _members(self, members: Sequence[ClusterMember]) -> None:
         if self._open:
             self._tell(Members(list(members), self._cluster.preferred_weights))
 

@@ -17,7 +17,7 @@ import msgspec
 from kvmig.accounts.usage import UsageSpool
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
-from kvmig.core.secret import Discreet
+from kvmig.core.secret import SecretStruct
 from kvmig.process.child import end_loading
 from kvmig.process.kept_child import KeptChild
 from kvmig.process.supervisor import ChildProcess, ProcessPort, running
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class FrontLaunch(Discreet, frozen=True, kw_only=True):
+class FrontLaunch(SecretStruct, frozen=True, kw_only=True):
     """Everything that a front end must know to start (JSON; the secret in base64)."""
 
     name: str

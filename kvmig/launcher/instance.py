@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, Protocol
 from msgspec.structs import replace
 
 from kvmig.controlplane.messages import (
+    ClusterMember,
     ClusterMessage,
     LoadReport,
-    Member,
     MemberState,
     OrderRefused,
     SetState,
@@ -108,10 +108,10 @@ class ManagedInstance:
         self._task = asyncio.create_task(self._run(), name=f"instance {self.name}")
 
     @property
-    def member(self) -> Member:
+    def member(self) -> ClusterMember:
         """Describe it for others."""
         launch = self._launch
-        return Member(
+        return ClusterMember(
             self.name,
             self._endpoint,
             self.state,

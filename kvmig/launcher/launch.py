@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvmig.core.config import ClusterConfig
-from kvmig.core.secret import Discreet
+from kvmig.core.secret import SecretStruct
 from kvmig.process.supervisor import ProcessHandle
 
 
-class LlumletLaunch(Discreet, frozen=True, kw_only=True):
+class LlumletLaunch(SecretStruct, frozen=True, kw_only=True):
     """Everything that a llumlet must know to start (JSON; the secret in base64)."""
 
     cluster: str

@@ -12,7 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvmig.controlplane.messages import ClusterMessage, Member, Members, MessagesRefused, Scale
+from kvmig.controlplane.messages import (
+    ClusterMember,
+    ClusterMessage,
+    Members,
+    MessagesRefused,
+    Scale,
+)
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import KvmigError, PeerError, StartupError, TransportError
@@ -117,7 +123,7 @@ class SchedulerKeeper:
             return str(error)
         raise AssertionError("a connection ends with an error")
 
-    def _tell(self, members: Sequence[Member]) -> None:
+    def _tell(self, members: Sequence[ClusterMember]) -> None:
         if self._link is None:
             return
         try:

@@ -14,12 +14,12 @@ from kvmig.accounts.limits import LimitLeft
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.config import HttpConfig
 from kvmig.core.priorities import NORMAL, PriorityClass
-from kvmig.core.secret import Discreet
+from kvmig.core.secret import SecretStruct
 
 RouteState = Literal["cold", "starting", "ready", "failed", "off"]
 
 
-class ProxyLaunch(Discreet, frozen=True, kw_only=True):
+class ProxyLaunch(SecretStruct, frozen=True, kw_only=True):
     """Everything that a proxy must know to start (JSON, on stdin)."""
 
     name: str
@@ -88,7 +88,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 # -- from the server
 
 
-class Snapshot(Discreet, frozen=True, kw_only=True, tag=True):
+class Snapshot(SecretStruct, frozen=True, kw_only=True, tag=True):
     """All that there is. First on each connection."""
 
     version: int
@@ -100,7 +100,7 @@ class Snapshot(Discreet, frozen=True, kw_only=True, tag=True):
     """Names that stand for models: how many requests of how many each gets."""
 
 
-class Keys(Discreet, frozen=True, kw_only=True, tag=True):
+class Keys(SecretStruct, frozen=True, kw_only=True, tag=True):
     """Keys that are new or have changed, and prefixes of those that let nothing in any more."""
 
     version: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvmig.controlplane.fronts import Tracking
+from kvmig.controlplane.fronts import OwnershipTable
 from kvmig.controlplane.messages import (
     AbortRequests,
     Discard,
@@ -85,7 +85,7 @@ class Site(Part):
         self.request = request
         self.shape = shape
         self.engine = Engine()
-        self.tracking = Tracking()
+        self.tracking = OwnershipTable()
         self.out: Departure | None = None
         self.arrivals: dict[str, Arrival] = {}
         self.tombstones = MachineTombstones()

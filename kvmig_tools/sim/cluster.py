@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from kvmig.controlplane.dispatch import NewRequest
-from kvmig.controlplane.messages import Member
+from kvmig.controlplane.messages import ClusterMember
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.view import ClusterView, ViewBuilder
@@ -134,7 +134,7 @@ class SimCluster:
             self._headroom,
             self._migration,
         )
-        self._builder.join(Member(name, name))
+        self._builder.join(ClusterMember(name, name))
         self._since[name] = self.events.now
         return name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvmig.controlplane.scaling import In, Out, Scaler
+from kvmig.controlplane.scaling import InstanceScaler, ScaleIn, ScaleOut
 from kvmig.controlplane.view import ClusterView
 from kvmig.core.config import ScalingConfig
 from kvmig_tools.sim.events import EventQueue
@@ -25,7 +25,7 @@ class Scaling:
         leave: Callable[[str], None],
     ) -> None:
         """order: a new member that doesn't serve yet; serve, leave: its name."""
-        self._scaler = Scaler(config)
+        self._scaler = InstanceScaler(config)
         self._events = events
         self._start_s = start_s
         self._order = order
@@ -39,8 +39,8 @@ class Scaling:
                 self._leave(name)
         decision = self._scaler.decide(view)
         match decision:
-            case Out(count):
+            case ScaleOut(count):
                 for _ in range(count):
                     self._events.after(self._start_s, partial(self._serve, self._order()))
-            case In(instance):
+            case ScaleIn(instance):
                 members[instance].state = "draining"
