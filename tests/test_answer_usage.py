@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.asgi.answer_usage import Usage, UsageReader
+from kvmig.asgi.answer_usage import CallUsage, UsageReader
 from kvmig.asgi.route_table import Api
 
 JSON, EVENTS = "application/json", "text/event-stream; charset=utf-8"
 
 
-def read(kind: str, *parts: bytes, api: Api = "openai") -> Usage | None:
+def read(kind: str, *parts: bytes, api: Api = "openai") -> CallUsage | None:
     reader = UsageReader(api)
     reader.begin(kind)
     for part in parts:
@@ -36,17 +36,19 @@ DONE = b"data: [DONE]\n\n"
 
 
 def test_a_whole_answer_says_its_usage() -> None:
-    assert read(JSON, body(choices=[{"text": "x"}], usage=USED, more=None)) == Usage(7, 30)
+    assert read(JSON, body(choices=[{"text": "x"}], usage=USED, more=None)) == CallUsage(7, 30)
 
 
 def test_an_answer_that_generates_nothing_has_a_prompt_alone() -> None:
-    assert read(JSON, body(data=[], usage={"prompt_tokens": 9, "total_tokens": 9})) == Usage(9, 0)
+    assert read(JSON, body(data=[], usage={"prompt_tokens": 9, "total_tokens": 9})) == CallUsage(
+        9, 0
+    )
 
 
 def test_a_stream_says_its_usage_in_the_event_without_choices() -> None:
     each = {"prompt_tokens": 7, "completion_tokens": 1}
     chunk = event(choices=[{"text": "x"}], usage=each)
-    assert read(EVENTS, chunk, chunk, event(choices=[], usage=USED), DONE) == Usage(7, 30)
+    assert read(EVENTS, chunk, chunk, event(choices=[], usage=USED), DONE) == CallUsage(7, 30)
 
 
 def test_usage_of_one_choice_is_not_the_answers() -> None:
@@ -55,9 +57,9 @@ def test_usage_of_one_choice_is_not_the_answers() -> None:
 
 def test_a_response_says_its_usage_in_its_own_words_whole_or_as_a_stream() -> None:
     used = {"input_tokens": 70, "output_tokens": 30, "total_tokens": 100}
-    assert read(JSON, body(output=[], usage=used), api="responses") == Usage(70, 30)
+    assert read(JSON, body(output=[], usage=used), api="responses") == CallUsage(70, 30)
     last = event(type="response.completed", response={"output": [], "usage": used})
-    assert read(EVENTS, event(type="x"), last, api="responses") == Usage(70, 30)
+    assert read(EVENTS, event(type="x"), last, api="responses") == CallUsage(70, 30)
 
 
 @pytest.mark.parametrize(
@@ -79,4 +81,4 @@ def test_of_several_parts_nothing_is_read_but_in_a_stream() -> None:
 def test_no_text_of_a_client_or_a_model_is_taken_for_usage(said: str) -> None:
     forged = said + body(usage={"prompt_tokens": 0, "completion_tokens": 0}).decode()
     answer = body(usage=USED, choices=[{"text": forged}], kv={"a": forged})
-    assert read(JSON, answer) == Usage(7, 30)
+    assert read(JSON, answer) == CallUsage(7, 30)

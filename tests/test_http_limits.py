@@ -17,7 +17,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.asgi.call import current_call
-from kvmig.asgi.connection import Connection
+from kvmig.asgi.connection import HttpConnection
 from kvmig.asgi.problems import shorten_value
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.config import HttpConfig
@@ -101,7 +101,7 @@ def engine_api() -> APIRouter:
 async def front(limits: HttpConfig = SMALL) -> AsyncIterator[Front]:
     app = FastAPI()
     state = behind_middleware(app, limits)
-    app.state.connection = Connection.limited(limits.send_timeout_s, state.count)
+    app.state.connection = HttpConnection.limited(limits.send_timeout_s, state.count)
 
     @app.post("/")
     async def size(request: Request) -> int:
@@ -280,7 +280,7 @@ async def test_headers_that_come_too_slowly_are_408() -> None:
             slow = asyncio.gather(one.say(), one.say(b"POST / HT"))
             await asyncio.sleep(0)
             assert (await one.echo(b"x")).json() == 1  # it came after them
-            skip(Connection.head_s)
+            skip(HttpConnection.head_s)
             for answer in await slow:
                 assert answer.startswith(b"HTTP/1.1 408 ")
 
@@ -291,7 +291,7 @@ async def test_a_call_may_take_longer_than_its_headers() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
             writer.write(head("content-length: 2", "connection: close") + b"x")
             await until(lambda: one.state.budget.used)
-            skip(Connection.head_s)
+            skip(HttpConnection.head_s)
             writer.write(b"y")
             assert (await reader.read()).endswith(b"2")
             writer.close()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from kvmig.accounts.usage import UsageRecord
-from kvmig.asgi.answer_usage import Usage
+from kvmig.asgi.answer_usage import CallUsage
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Outputs, Span
 from kvmig.frontend.meter import Meter
@@ -162,7 +162,7 @@ def test_a_call_has_used_what_its_answer_says() -> None:
     front = Front()
     front.begin(front.add("1"), 16)
     front.table.remove("1")
-    front.call.told = Usage(70, 3)
+    front.call.told = CallUsage(70, 3)
     record = ended_with(front, 200)
     assert (record.prompt, record.output, record.status) == (70, 3, "finished")
 

@@ -22,26 +22,26 @@ PROXIED = ("forwarded", "x-forwarded-for", "x-real-ip")
 """Headers by which a proxy says for whom it speaks."""
 
 
-class Denied(NamedTuple):
+class AccessDenied(NamedTuple):
     """The answer to a call that isn't let in."""
 
     status: HTTPStatus
     message: str
 
 
-Rule = Callable[[Mapping[str, str]], Denied | None]
+Rule = Callable[[Mapping[str, str]], AccessDenied | None]
 """Takes a call's headers, by names in lower case; gives None for a call that is let in."""
 
 
 def bearer(keys: Sequence[str]) -> Rule:
     """A rule for calls that bear one of the keys; all calls where there are none."""
 
-    def rule(headers: Mapping[str, str]) -> Denied | None:
+    def rule(headers: Mapping[str, str]) -> AccessDenied | None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         matches = [hmac.compare_digest(given.encode(), key.encode()) for key in keys]
         if not keys or (scheme.lower() == "bearer" and any(matches)):
             return None
-        return Denied(HTTPStatus.UNAUTHORIZED, "Unauthorized")
+        return AccessDenied(HTTPStatus.UNAUTHORIZED, "Unauthorized")
 
     return rule
 
@@ -49,13 +49,13 @@ def bearer(keys: Sequence[str]) -> Rule:
 def local_only(bound: str) -> Rule:
     """A rule for programs of this machine. bound: the address that the server listens on, or the
     path of a socket that only its own user can connect to."""
-    closed = Denied(
+    closed = AccessDenied(
         HTTPStatus.FORBIDDEN,
         f"the admin API is for calls from this machine only: set {ADMIN_KEY} at the start, and"
         " send it as a bearer token",
     )
 
-    def rule(headers: Mapping[str, str]) -> Denied | None:
+    def rule(headers: Mapping[str, str]) -> AccessDenied | None:
         # A name that only a browser was told to be this machine's is no name of it (rebinding).
         host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
         proxied = any(name in headers for name in PROXIED)
@@ -63,7 +63,9 @@ def local_only(bound: str) -> Rule:
         if proxied or not here:
             return closed
         if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
-            return Denied(HTTPStatus.FORBIDDEN, "the admin API without a key is not for web pages")
+            return AccessDenied(
+                HTTPStatus.FORBIDDEN, "the admin API without a key is not for web pages"
+            )
         return None
 
     return rule
@@ -76,7 +78,7 @@ OPENAI = ("/v1", "/v2", "/inference", "/cohere")
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessRules:
     """A front end's rules."""
 
     openai: Rule
@@ -84,7 +86,7 @@ class Access:
     has_admin_key: bool = False
     """Whether the operator has a key that tenants don't have."""
 
-    def denied(self, method: str, path: str, headers: Mapping[str, str]) -> Denied | None:
+    def denied(self, method: str, path: str, headers: Mapping[str, str]) -> AccessDenied | None:
         """The answer to a call that isn't let in; None for one that is.
 
         Without a key, clients may read the paths that vLLM shows to all (/health, /metrics, ...);
@@ -106,14 +108,14 @@ def is_for_operators(method: str, path: str) -> bool:
     return method not in ("GET", "HEAD") and find_route(method, path.rstrip("/")) is None
 
 
-def access(api_keys: Sequence[str], admin_key: str, bound: str) -> Access:
+def access(api_keys: Sequence[str], admin_key: str, bound: str) -> AccessRules:
     """The rules of a front end. admin_key: empty: the API's keys open the admin API, too.
 
     bound: the address that the server listens on.
     """
     keys = [admin_key] if admin_key else list(api_keys)
     admin = bearer(keys) if keys else local_only(bound)
-    return Access(bearer(api_keys), admin, bool(admin_key))
+    return AccessRules(bearer(api_keys), admin, bool(admin_key))
 
 
 def is_loopback(host: str) -> bool:

@@ -22,7 +22,7 @@ _EVENTS = 4
 _DECODER = json.JSONDecoder()
 
 
-class Usage(NamedTuple):
+class CallUsage(NamedTuple):
     """Tokens of a call."""
 
     prompt: int
@@ -46,7 +46,7 @@ class UsageReader:
         if part:
             self._parts.append(part)
 
-    def told(self) -> Usage | None:
+    def told(self) -> CallUsage | None:
         """What the answer says; None: nothing of its tokens."""
         if self._kind == "application/json" and len(self._parts) == 1:
             return self._read(self._parts[0])
@@ -62,7 +62,7 @@ class UsageReader:
             return b'"type":"response.' in event
         return b'"choices":[]' in event
 
-    def _read(self, body: bytes) -> Usage | None:
+    def _read(self, body: bytes) -> CallUsage | None:
         at = body.rfind(_KEY)
         if at < 0:
             return None
@@ -73,12 +73,12 @@ class UsageReader:
             return None
         return self._usage(found) if isinstance(found, dict) else None
 
-    def _usage(self, found: dict[str, Any]) -> Usage | None:
+    def _usage(self, found: dict[str, Any]) -> CallUsage | None:
         if self._api == "messages":
             return None  # of what a cache had it says less
         own = self._api == "responses"
         prompt = found.get("input_tokens" if own else "prompt_tokens")
         output = found.get("output_tokens" if own else "completion_tokens") or 0
         if type(prompt) is int and type(output) is int and prompt >= 0 and output >= 0:
-            return Usage(prompt, output)
+            return CallUsage(prompt, output)
         return None

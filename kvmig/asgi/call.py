@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.answer_room import AnswerRoom, part
-from kvmig.asgi.answer_usage import Usage
+from kvmig.asgi.answer_usage import CallUsage
 from kvmig.asgi.body_budget import BodyShare
 from kvmig.asgi.error_forms import ApiError
 
@@ -26,7 +26,7 @@ class BackgroundWork(Protocol):
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None: ...
 
 
-class Held(Protocol):
+class HeldResource(Protocol):
     """Something that a call holds for a while."""
 
     def give_back(self) -> None:
@@ -82,7 +82,7 @@ class HttpCall:
         """What goes on for it once its client has an answer; None: nothing does."""
         self.loop_payer = ""
         """Account whose stalls of the event loop its own are; empty: its work isn't timed."""
-        self.media: Held | None = None
+        self.media: HeldResource | None = None
         """What its images, audio and video take, until they go to the engine with the prompt."""
         self.request_ids: set[str] = set()
         self.priority: int | None = None
@@ -97,7 +97,7 @@ class HttpCall:
         """Whether the client has left before that."""
         self.status = 0
         """Status of the answer; 0: it hasn't begun."""
-        self.told: Usage | None = None
+        self.told: CallUsage | None = None
         """What the answer says that the call has used, if it does."""
         self.failure: ApiError | None = None
         """Why its stream could not go on, whatever the application makes of it."""

@@ -27,7 +27,7 @@ def most_clients(each: int) -> float:
     return (files - min(SPARE_FILES, files // 4)) // each
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's HTTP connection, with bounds on a head's size and time, and on a pause in reading.
 
     uvicorn waits for a call's headers for ever, and keeps whatever comes of them; and for ever for

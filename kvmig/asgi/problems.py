@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvmig.asgi.access import Denied, Rule
+from kvmig.asgi.access import AccessDenied, Rule
 from kvmig.asgi.error_forms import type_of
 from kvmig.asgi.errors import GatewayError
 from kvmig.core.errors import KvmigError
@@ -56,7 +56,7 @@ def problem(
     return JSONResponse(body.model_dump(), status, headers)
 
 
-def denial(denied: Denied) -> Response:
+def denial(denied: AccessDenied) -> Response:
     """The answer to a call that isn't let in."""
     asks = denied.status is HTTPStatus.UNAUTHORIZED
     return problem(*denied, headers={"WWW-Authenticate": "Bearer"} if asks else None)

@@ -27,7 +27,7 @@ UNREAD_BYTES = 1 << 20
 """Bytes of a denied call's body that are taken, and dropped, so that its client sees the answer."""
 
 
-class Refused(Exception):
+class HttpRejection(Exception):
     """The call is answered with this instead.
 
     unread: how much of its body is taken, and dropped; the connection is closed then.
@@ -96,7 +96,7 @@ async def read_body(
     except TimeoutError:
         share.give_back()
         sentence = f"the body did not arrive within {rules.timeout_s:g} s (--body-timeout)"
-        raise Refused(problem(HTTPStatus.REQUEST_TIMEOUT, sentence), rules.unread) from None
+        raise HttpRejection(problem(HTTPStatus.REQUEST_TIMEOUT, sentence), rules.unread) from None
     except BaseException:
         share.give_back()
         raise
@@ -138,7 +138,7 @@ def _look(rules: BodyRules, part: bytes, whole: bytes | None) -> None:
             rules.check.check(whole)
     except TooMuch as error:
         status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        raise Refused(problem(status, str(error)), rules.unread) from error
+        raise HttpRejection(problem(status, str(error)), rules.unread) from error
 
 
 def _take(rules: BodyRules, share: BodyShare, part: bytes) -> None:
@@ -151,12 +151,12 @@ def _take(rules: BodyRules, share: BodyShare, part: bytes) -> None:
     else:
         sentence = "too many large bodies are in, try again"
         status = HTTPStatus.SERVICE_UNAVAILABLE
-    raise Refused(problem(status, sentence, headers=RETRY_AFTER), rules.unread)
+    raise HttpRejection(problem(status, sentence, headers=RETRY_AFTER), rules.unread)
 
 
-def _too_large(rules: BodyRules) -> Refused:
+def _too_large(rules: BodyRules) -> HttpRejection:
     sentence = f"the body is too large, allowed are {rules.most} bytes ({rules.why})"
-    return Refused(problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, sentence), rules.unread)
+    return HttpRejection(problem(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, sentence), rules.unread)
 
 
 async def discard(receive: Receive, most: int, within_s: float = DISCARD_S) -> None:

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
-from kvmig.asgi.connection import Connection
+from kvmig.asgi.connection import HttpConnection
 from kvmig.core.api_records import InstanceRow
 from kvmig.frontend.admin import admin_api, instances_api
 from kvmig.frontend.events import events_api
@@ -58,7 +58,7 @@ def extend(
     add_schemas(app)
     describe_beside_streams(app)
     app.state.kvmig = http
-    app.state.connection = Connection.limited(http.config.send_timeout_s, http.count)
+    app.state.connection = HttpConnection.limited(http.config.send_timeout_s, http.count)
 
 
 def describe_beside_streams(app: FastAPI) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from kvmig.accounts.usage import Status, UsageRecord
-from kvmig.asgi.answer_usage import Usage
+from kvmig.asgi.answer_usage import CallUsage
 from kvmig.asgi.call import HttpCall
 from kvmig.frontend.requests import BeamSearch, LiveRequest
 
@@ -131,17 +131,17 @@ class Meter:
         )
 
 
-def _so_far(found: _Metered, running: int) -> Usage:
+def _so_far(found: _Metered, running: int) -> CallUsage:
     """The usage of all that has begun. running: tokens of what is live."""
     prompts = sum(found.prompts.values()) + sum(one.prompt or 0 for one in found.searches)
-    return Usage(prompts, found.output + running + sum(one.output for one in found.searches))
+    return CallUsage(prompts, found.output + running + sum(one.output for one in found.searches))
 
 
-def _due(call: HttpCall, found: _Metered) -> Usage:
+def _due(call: HttpCall, found: _Metered) -> CallUsage:
     """What a call that is over has used: nothing, if it was answered with an error; what its answer
     says; or what its client was sent until it left or something failed."""
     if call.refused:
-        return Usage(0, 0)
+        return CallUsage(0, 0)
     if call.told is not None and call.answered:
         return call.told
     if not found.failed or call.left:

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmig.asgi.access import ADMIN, Access
+from kvmig.asgi.access import ADMIN, AccessRules
 from kvmig.asgi.answer_usage import UsageReader
 from kvmig.asgi.body_bounds import ModelReach, largest_size
 from kvmig.asgi.body_budget import BodyBudget
@@ -33,7 +33,7 @@ from kvmig.asgi.request_body import (
     RETRY_AFTER,
     UNREAD_BYTES,
     BodyRules,
-    Refused,
+    HttpRejection,
     discard,
     read_body,
     rules_of,
@@ -61,7 +61,7 @@ class HttpState:
     """
 
     config: HttpConfig
-    access: Access
+    access: AccessRules
     priorities: Sequence[PriorityClass]
     registry: CollectorRegistry
     closed: bool = False
@@ -222,7 +222,7 @@ class HttpMiddleware:
                 check_counted(state)
                 sequences = check_work(state, found.route, message["body"])
                 check_load(state, priority, call.account, sequences)
-        except Refused as refused:
+        except HttpRejection as refused:
             if refused.unread and "expect" not in headers:
                 # Whoever asks before sending hasn't sent it yet.
                 await discard(receive, refused.unread)
@@ -259,7 +259,7 @@ def check_access(state: HttpState, method: str, path: str, headers: MutableHeade
     denied = state.access.denied(method, path, headers)
     if denied is not None:
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        raise Refused(denial(denied), UNREAD_BYTES if has_body else 0)
+        raise HttpRejection(denial(denied), UNREAD_BYTES if has_body else 0)
 
 
 def check_open(state: HttpState, path: str) -> None:
@@ -270,7 +270,7 @@ def check_open(state: HttpState, path: str) -> None:
     sentence = why_closed(state)
     if sentence is None or (path.startswith(ADMIN) and not state.closed):
         return
-    raise Refused(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=RETRY_AFTER))
+    raise HttpRejection(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=RETRY_AFTER))
 
 
 def check_stalls(state: HttpState, payer: str) -> None:
@@ -282,14 +282,14 @@ def check_stalls(state: HttpState, payer: str) -> None:
             f" {again_s} s"
         )
         status, answer = HTTPStatus.TOO_MANY_REQUESTS, {"Retry-After": str(again_s)}
-        raise Refused(problem(status, sentence, headers=answer), UNREAD_BYTES)
+        raise HttpRejection(problem(status, sentence, headers=answer), UNREAD_BYTES)
 
 
 def check_counted(state: HttpState) -> None:
     """Raises Refused, 503, while what calls use can't be kept."""
     if sentence := state.uncounted():
         status = HTTPStatus.SERVICE_UNAVAILABLE
-        raise Refused(problem(status, sentence, headers=RETRY_AFTER))
+        raise HttpRejection(problem(status, sentence, headers=RETRY_AFTER))
 
 
 def why_closed(state: HttpState) -> str | None:
@@ -330,7 +330,7 @@ def check_priority(
             number = checked_header(given, state.priorities)
             headers[PRIORITY] = str(number)
     except UnknownPriority as error:
-        raise Refused(problem(HTTPStatus.BAD_REQUEST, str(error), error.param)) from error
+        raise HttpRejection(problem(HTTPStatus.BAD_REQUEST, str(error), error.param)) from error
     return message, number
 
 
@@ -348,7 +348,7 @@ def check_work(state: HttpState, route: ClientRoute, body: bytes) -> int:
             shown = shorten_value(value)
             what = f"n is {shown}" if name == "n" else f"{name} has {shown} prompts"
             sentence = f"{what}, allowed are {most} a call ({flag})"
-            raise Refused(problem(HTTPStatus.BAD_REQUEST, sentence, name))
+            raise HttpRejection(problem(HTTPStatus.BAD_REQUEST, sentence, name))
     return work.sequences
 
 
@@ -360,7 +360,7 @@ def check_load(state: HttpState, priority: int, account: str, sequences: int) ->
             f"the call asks for {sequences} sequences (n times its prompts), allowed to wait are"
             f" {limit} (--max-waiting): send fewer in a call"
         )
-        raise Refused(problem(HTTPStatus.BAD_REQUEST, sentence))
+        raise HttpRejection(problem(HTTPStatus.BAD_REQUEST, sentence))
     queued, now = state.queued(priority), state.clock()
     overload = state.shedding.refusal(priority, queued, now, account, sequences)
     if overload is None:
@@ -372,4 +372,4 @@ def check_load(state: HttpState, priority: int, account: str, sequences: int) ->
         f" {overload.allowed} (--max-waiting): try again in {overload.retry_after_s} s"
     )
     answer = {"Retry-After": str(overload.retry_after_s)}
-    raise Refused(problem(HTTPStatus.TOO_MANY_REQUESTS, sentence, headers=answer))
+    raise HttpRejection(problem(HTTPStatus.TOO_MANY_REQUESTS, sentence, headers=answer))

@@ -172,7 +172,7 @@ class Door:
             if not call.gone:
                 comes = call.cycle.more_body and "expect" not in call.headers
                 await call.refuse(why, UNREAD_BYTES if comes else 0)
-        except gateway.Refused as no_body:
+        except gateway.HttpRejection as no_body:
             self.count_refused(no_body.answer.status_code)
             if no_body.unread and "expect" not in call.headers:
                 await gateway.discard(receive, no_body.unread)

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from kvmig.asgi import request_body as gateway
 from kvmig.asgi.body_budget import BodyShare
 from kvmig.asgi.call import CALL_ID, accepted
-from kvmig.asgi.connection import Connection
+from kvmig.asgi.connection import HttpConnection
 from kvmig.asgi.error_forms import EventNumbers, api_of
 from kvmig.asgi.route_table import Api
 from kvmig.proxy.calls import error_body, error_event, heartbeat, unnamed
@@ -48,7 +48,7 @@ class Gone(Exception):
     """The client has left."""
 
 
-class DoorConnection(Connection):
+class DoorConnection(HttpConnection):
     """A client's connection. It shows itself to the door, which writes to it."""
 
     each = 2
