@@ -186,11 +186,16 @@ def metrics() -> Files:
     from kvmig.core.priorities import NORMAL
     from kvmig.fleet.metrics import FleetMetrics, of_disks, of_models, of_set_aside, of_usage
     from kvmig.frontend.loop_watch import LoopWatch
-    from kvmig.frontend.metrics import ClassCollector, InstanceCollector, Metrics, UnitCollector
+    from kvmig.frontend.metrics import (
+        ClassCollector,
+        FrontendMetrics,
+        InstanceCollector,
+        UnitCollector,
+    )
     from kvmig.proxy.metrics import DoorMetrics
 
     state = _http_state()
-    Metrics(state.registry, (NORMAL,))
+    FrontendMetrics(state.registry, (NORMAL,))
     LoopWatch(state.registry, set)
     for collector in (
         InstanceCollector(tuple),

@@ -24,7 +24,7 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import Failure
 from kvmig.engines.base import EngineLoad
-from kvmig.frontend.ports import Batch, Item, Observer
+from kvmig.frontend.ports import OutputBatch, OutputItem, RouterObserver
 from kvmig.frontend.router import Router
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
 from kvmig.rpc.messages import VERSION, Hello, RpcMessage
@@ -44,10 +44,10 @@ class Tokens(msgspec.Struct):
     finished: bool = False
 
 
-def decode(payload: Sequence[memoryview]) -> Batch:
+def decode(payload: Sequence[memoryview]) -> OutputBatch:
     """The decoder of `FakeLlumlet.step`; the meta is the frame that names the step."""
     items = msgspec.msgpack.decode(payload[0], type=list[Tokens])
-    return Batch(items, bytes(payload[1]))
+    return OutputBatch(items, bytes(payload[1]))
 
 
 def report(
@@ -183,7 +183,7 @@ class Front:
     """Those that were ended before their time, with what they had."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+    def deliver(self, index: int, items: Sequence[OutputItem], meta: object) -> None:
         for item in items:
             self.tokens.setdefault(item.request_id, []).extend(item.new_token_ids)
             self.places.setdefault(item.request_id, []).extend([index] * len(item.new_token_ids))
@@ -247,7 +247,7 @@ class Cluster:
 async def cluster(
     config: ClusterConfig | None = None,
     *,
-    observer: Observer | None = None,
+    observer: RouterObserver | None = None,
     clock: Clock = monotonic,
     lost_after_s: float = 10.0,
     fence_timeout_s: float = 0.1,
@@ -263,7 +263,7 @@ async def cluster(
     llumlets = [FakeLlumlet(str(number), one) for number, one in enumerate(each)]
     router = Router(
         "front", SECRET, config or ClusterConfig(), front, decode,
-        observer=observer or Observer(), clock=clock, lost_after_s=lost_after_s,
+        observer=observer or RouterObserver(), clock=clock, lost_after_s=lost_after_s,
         fence_timeout_s=fence_timeout_s,
     )  # fmt: skip
     try:

@@ -22,10 +22,10 @@ from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.config import ClusterConfig, HttpConfig, MigrationConfig
 from kvmig.core.priorities import PriorityClass
 from kvmig.frontend.app import extend
-from kvmig.frontend.launcher_link import LauncherLink, Membership
-from kvmig.frontend.metrics import Metrics
+from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink
+from kvmig.frontend.metrics import FrontendMetrics
 from kvmig.frontend.middleware import HttpMiddleware, HttpState
-from kvmig.frontend.openai.generation import Backend, RequestQueues, decode_outputs
+from kvmig.frontend.openai.generation import GenerationBackend, RequestQueues, decode_outputs
 from kvmig.frontend.openai.routes import openai_api
 from kvmig.frontend.router import Router
 from tests.byte_tokens import Bytes
@@ -83,7 +83,7 @@ async def stubbed_front(
     engine = StubEngine(TransformersWords(), metronome, 0.0)
     llumlet = Llumlet("i0", "test", SECRET, config, engine)
     await llumlet.start()
-    metrics = Metrics(registry, priorities)
+    metrics = FrontendMetrics(registry, priorities)
     queues = RequestQueues()
     router = Router("front", SECRET, config, queues, decode_outputs, observer=metrics)
     state = HttpState(
@@ -95,12 +95,12 @@ async def stubbed_front(
         queued=router.fleet.waiting,
         overloaded=metrics.refused,
     )
-    membership = Membership(router)
+    membership = InstanceMembership(router)
     launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership.hear)
     await router.add_instance("i0", llumlet.endpoint)
     app = FastAPI()
     app.add_middleware(HttpMiddleware)
-    backend = Backend(router, queues, cast("ModelTokenizer", Bytes(TOKENS)))
+    backend = GenerationBackend(router, queues, cast("ModelTokenizer", Bytes(TOKENS)))
     app.include_router(openai_api(backend, ["bytes"], TOKENS, state.access.openai))
     extend(app, state, router, membership, launcher, "bytes")
     sock = socket.create_server(("127.0.0.1", 0))

@@ -12,7 +12,7 @@ from kvmig.asgi.call import HttpCall, current_call
 from kvmig.controlplane.messages import AbortRequests
 from kvmig.core.errors import AnswerTooLarge
 from kvmig.frontend.requests import LiveRequest
-from kvmig.frontend.splice import Splicer
+from kvmig.frontend.splice import StreamSplicer
 from tests.fake_llumlet import cluster
 
 pytestmark = pytest.mark.usefixtures("small_room")
@@ -125,7 +125,7 @@ async def test_embeddings_have_only_so_many_numbers(monkeypatch: pytest.MonkeyPa
 
 def test_what_a_client_has_read_does_not_count() -> None:
     call = HttpCall()
-    request = LiveRequest("r", "r", "r", Splicer("i0"), 1, 0, (), 0.0, call=call, logprobs=3)
+    request = LiveRequest("r", "r", "r", StreamSplicer("i0"), 1, 0, (), 0.0, call=call, logprobs=3)
     request.splicer.next = 100
     assert not call.has_too_much([request])
     call.stopped_reading()

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Tail
-from kvmig.frontend.ownership import Ownership
-from kvmig.frontend.splice import Splicer
+from kvmig.frontend.ownership import RequestOwnership
+from kvmig.frontend.splice import StreamSplicer
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer import source_machine
 from kvmig.kvtransfer import source_machine as here
@@ -112,21 +112,21 @@ def _an_arrow_is_missing(plant: PLANT) -> None:
 
 
 def _the_splice_takes_a_gap(plant: PLANT) -> None:
-    def advance(self: Splicer, epoch: int, start: int, count: int, now: float) -> bool:
+    def advance(self: StreamSplicer, epoch: int, start: int, count: int, now: float) -> bool:
         self.next += count
         self.last_at = now
         return True
 
-    plant.setattr(Splicer, "advance", advance)
+    plant.setattr(StreamSplicer, "advance", advance)
 
 
 def _the_front_end_guesses(plant: PLANT) -> None:
-    plant.setattr(Ownership, "decide", lambda self, question, committed: "source")
+    plant.setattr(RequestOwnership, "decide", lambda self, question, committed: "source")
 
 
 def _nobody_looks_for_the_lost(plant: PLANT) -> None:
-    plant.setattr(Ownership, "_leave", lambda self, entries, instance, reason: None)
-    plant.setattr(Ownership, "_leave_lost", lambda self: None)
+    plant.setattr(RequestOwnership, "_leave", lambda self, entries, instance, reason: None)
+    plant.setattr(RequestOwnership, "_leave_lost", lambda self: None)
 
 
 def _waits_for_the_dead(plant: PLANT) -> None:

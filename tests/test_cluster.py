@@ -33,8 +33,8 @@ from kvmig.core.config import ClusterConfig, LifecycleConfig, UnitConfig
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import EngineLoad
-from kvmig.frontend.launcher_link import LauncherLink, Membership, News
-from kvmig.frontend.metrics import Metrics
+from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink, News
+from kvmig.frontend.metrics import FrontendMetrics
 from kvmig.frontend.router import Router
 from kvmig.launcher import cluster, control, instance
 from kvmig.launcher.cluster import InstanceManager
@@ -558,7 +558,7 @@ async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
         await link.close()
 
 
-class Counting(Membership):
+class Counting(InstanceMembership):
     """A front end's, without its instances."""
 
     def _take(self, members: Members) -> None:
@@ -570,7 +570,7 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
 ) -> None:
     monkeypatch.setattr(control, "TELL_S", 0.01)
     registry = CollectorRegistry()
-    observer = Metrics(registry, [NORMAL])
+    observer = FrontendMetrics(registry, [NORMAL])
     router = Router("front-2", SECRET, ClusterConfig(), Front(), decode, observer=observer)
 
     def shown(process: str, reason: str) -> float | None:

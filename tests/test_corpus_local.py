@@ -19,8 +19,8 @@ from kvmig.asgi.call import HttpCall
 from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of, order_of
 from kvmig.fleet.quotas import QuotaSocket
 from kvmig.fleet.server import InitLink
-from kvmig.frontend.meter import Meter
-from kvmig.frontend.quotas import Quotas
+from kvmig.frontend.meter import UsageMeter
+from kvmig.frontend.quotas import QuotaClient
 from kvmig.frontend.usage_writer import UsageWriter
 from kvmig.process.fork_server import ForkNews, ForkOrder, receive_news, send_news, send_order
 from kvmig.proxy.control_link import ProxyLinks, ServerLink
@@ -216,9 +216,9 @@ async def test_a_front_end_asks_for_tokens_and_hands_records_over_as_recorded(
                 writer.write(PROTOCOLS["quotas"].framing.write(granted))
 
     path = str(tmp_path / "s")
-    meter = Meter("text", lambda: 1.5)
+    meter = UsageMeter("text", lambda: 1.5)
     async with listening(path, serve), asyncio.timeout(PATIENCE_S):
-        quotas = Quotas(meter, "text", path, lambda _, __: None)
+        quotas = QuotaClient(meter, "text", path, lambda _, __: None)
         usage = UsageWriter(meter, tmp_path / "none" / "text.sqlite", path)
         try:
             await quotas.begin(HttpCall("text", "text", quota=True), "text", 5, 1)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import NoInstance
-from kvmig.frontend.dispatch_turns import FRESH, QUEUED, Queues, Turns
+from kvmig.frontend.dispatch_turns import FRESH, QUEUED, DispatchTurns, QueueLengths
 from kvmig.frontend.fair_queue import FairQueue
 
 
@@ -63,10 +63,10 @@ class Engines:
     """What instances tell, and what was sent to them."""
 
     def __init__(self, instances: int = 1) -> None:
-        self.queues = Queues(instances, 0)
+        self.queues = QueueLengths(instances, 0)
         self.fresh: set[str] = set()
         self.sent: list[str] = []
-        self.turns = Turns(lambda: self.queues, self.fresh.__contains__)
+        self.turns = DispatchTurns(lambda: self.queues, self.fresh.__contains__)
 
     async def submit(self, name: str, tenant: str, priority: int = 0) -> None:
         await self.turns.wait(name, priority, tenant)
@@ -99,25 +99,25 @@ async def test_many_are_held_back_and_the_other_tenants_goes_next() -> None:
 
 async def test_none_goes_on_while_the_queues_of_instances_are_long() -> None:
     engines = Engines(instances=2)
-    engines.queues = Queues(2, 2 * QUEUED)
+    engines.queues = QueueLengths(2, 2 * QUEUED)
     task = asyncio.create_task(engines.submit("a", "a"))
     await settle()
     engines.turns.go_on()
     await settle()
     assert not engines.sent
-    engines.queues = Queues(2, 2 * QUEUED - 1)
+    engines.queues = QueueLengths(2, 2 * QUEUED - 1)
     engines.turns.go_on()
     await task
 
 
 async def test_one_that_leaves_gives_its_turn_to_the_next() -> None:
     engines = Engines()
-    engines.queues = Queues(1, QUEUED)
+    engines.queues = QueueLengths(1, QUEUED)
     tasks = [asyncio.create_task(engines.submit(name, "a")) for name in "abc"]
     await settle()
     tasks[0].cancel()
     await settle()
-    engines.queues = Queues(1, 0)
+    engines.queues = QueueLengths(1, 0)
     engines.turns.go_on()
     await asyncio.gather(*tasks[1:])
     assert engines.sent == ["b", "c"]
@@ -125,9 +125,9 @@ async def test_one_that_leaves_gives_its_turn_to_the_next() -> None:
 
 async def test_without_an_instance_and_at_the_end_nobody_waits() -> None:
     engines = Engines()
-    engines.queues = Queues(0, 0)
+    engines.queues = QueueLengths(0, 0)
     await engines.submit("a", "a")
-    engines.queues = Queues(1, QUEUED)
+    engines.queues = QueueLengths(1, QUEUED)
     task = asyncio.create_task(engines.submit("b", "a"))
     await settle()
     engines.turns.give_up("the server stops")

@@ -20,9 +20,9 @@ from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
 from kvmig.engines.base import EngineLoad, Preempted
 from kvmig.frontend.metrics import (
     ClassCollector,
-    Exposition,
+    FrontendMetrics,
     InstanceCollector,
-    Metrics,
+    MetricsExposition,
     UnitCollector,
     with_instances,
 )
@@ -34,7 +34,7 @@ from tests.waiting import until
 
 def test_migrations_are_counted_by_outcome_and_reason() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics(registry, [NORMAL])
+    metrics = FrontendMetrics(registry, [NORMAL])
     metrics.migrated(report(), 0)
     metrics.migrated(report(reason="no_blocks"), None)
     for outcome, reason in (("committed", ""), ("aborted", "no_blocks")):
@@ -48,7 +48,7 @@ def test_migrations_are_counted_by_outcome_and_reason() -> None:
 
 def test_refused_messages_are_those_since_the_start_of_their_process() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics(registry, [NORMAL])
+    metrics = FrontendMetrics(registry, [NORMAL])
 
     def shown(reason: str) -> float | None:
         labels = {"process": "scheduler", "reason": reason}
@@ -67,7 +67,7 @@ async def test_of_an_instance_that_was_removed_no_refused_messages_are_shown() -
         labels = {"process": "0", "reason": "early"}
         return registry.get_sample_value("kvmig_messages_refused", labels)
 
-    async with cluster(observer=Metrics(registry, [NORMAL])) as it:
+    async with cluster(observer=FrontendMetrics(registry, [NORMAL])) as it:
         it.router.messages_refused("0", {"early": 2})
         assert shown() == 2
         await it.router.remove_instance("0")
@@ -76,7 +76,7 @@ async def test_of_an_instance_that_was_removed_no_refused_messages_are_shown() -
 
 def test_only_gaps_between_two_tokens_are_observed() -> None:
     registry = CollectorRegistry()
-    metrics = Metrics(registry, [NORMAL])
+    metrics = FrontendMetrics(registry, [NORMAL])
     metrics.switched(None)
     metrics.switched(0.25)
     assert registry.get_sample_value("kvmig_client_gap_seconds_count") == 1
@@ -210,7 +210,7 @@ class Registry(CollectorRegistry):
 
 def test_each_class_has_its_own_latencies() -> None:
     registry = Registry()
-    metrics = Metrics(registry, CLASSES)
+    metrics = FrontendMetrics(registry, CLASSES)
     metrics.began(-1, 0.5)
     metrics.ended(-1, whole_s=2.5, decode_s=2.0, tokens=5)
     metrics.ended(0, whole_s=1.0, decode_s=0.0, tokens=1)
@@ -223,7 +223,7 @@ def test_each_class_has_its_own_latencies() -> None:
 
 def test_only_committed_moves_for_a_priority_count_as_such() -> None:
     registry = Registry()
-    metrics = Metrics(registry, CLASSES)
+    metrics = FrontendMetrics(registry, CLASSES)
     for_priority = replace(report(), why="priority")
     metrics.migrated(for_priority, 0)
     metrics.migrated(replace(report(reason="no_blocks"), why="priority"), 0)
@@ -257,7 +257,9 @@ class Hands:
 @pytest.mark.parametrize("moved", [False, True])
 async def test_a_requests_latencies_are_what_its_client_sees(moved: bool) -> None:
     registry, clock = Registry(), Hands()
-    async with cluster(observer=Metrics(registry, CLASSES), clock=clock, lost_after_s=1e6) as it:
+    async with cluster(
+        observer=FrontendMetrics(registry, CLASSES), clock=clock, lost_after_s=1e6
+    ) as it:
         owner = it.llumlets[int(await it.router.submit("r", "x", 20, -1, [b""]))]
         await owner.hear()
         clock.now += 2
@@ -278,7 +280,7 @@ async def test_a_stop_string_ends_a_request_and_a_client_that_leaves_does_not(
     complete: bool, ends: int
 ) -> None:
     registry = Registry()
-    async with cluster(observer=Metrics(registry, CLASSES), instances=1) as it:
+    async with cluster(observer=FrontendMetrics(registry, CLASSES), instances=1) as it:
         llumlet = await it.submit()
         llumlet.step(("r", 0, 0, [1]))
         await it.front.until(lambda: it.front.tokens.get("r") == [1])
@@ -299,10 +301,10 @@ class Slow(Collector):
         return ()
 
 
-def slow() -> tuple[Slow, Exposition]:
+def slow() -> tuple[Slow, MetricsExposition]:
     registry = CollectorRegistry(auto_describe=False)
     collector = Slow()
-    exposition = Exposition(registry, CLASSES, tuple, tuple, dict)
+    exposition = MetricsExposition(registry, CLASSES, tuple, tuple, dict)
     registry.register(collector)
     collector.texts = 0  # a registry looks at what it gets
     return collector, exposition

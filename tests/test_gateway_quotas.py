@@ -14,8 +14,8 @@ from kvmig.accounts.allowances import FIRST, Ask, Granted
 from kvmig.asgi.call import HttpCall
 from kvmig.core.errors import NoInstance, QuotaUsedUp
 from kvmig.frontend import quotas
-from kvmig.frontend.meter import Meter
-from kvmig.frontend.quotas import Quotas
+from kvmig.frontend.meter import UsageMeter
+from kvmig.frontend.quotas import QuotaClient
 
 
 class Granter:
@@ -37,11 +37,11 @@ class Granter:
 
 
 @asynccontextmanager
-async def asking(folder: Path) -> AsyncIterator[tuple[Quotas, Granter]]:
+async def asking(folder: Path) -> AsyncIterator[tuple[QuotaClient, Granter]]:
     granter = Granter()
     path = str(folder / "quotas.sock")
     server = await asyncio.start_unix_server(granter.connected, path)
-    made = Quotas(Meter("a", lambda: 1.0), "front-1", path, lambda _, __: None)
+    made = QuotaClient(UsageMeter("a", lambda: 1.0), "front-1", path, lambda _, __: None)
     try:
         yield made, granter
     finally:
@@ -98,7 +98,9 @@ async def test_a_call_is_refused_when_nobody_grants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quotas, "PATIENCE_S", 0.1)
-    made = Quotas(Meter("a", lambda: 1.0), "front-1", str(tmp_path / "none"), lambda _, __: None)
+    made = QuotaClient(
+        UsageMeter("a", lambda: 1.0), "front-1", str(tmp_path / "none"), lambda _, __: None
+    )
     with pytest.raises(NoInstance, match="nobody grants tokens"):
         await made.begin(call(), "x", 5, 10)
     await made.close()

@@ -18,16 +18,23 @@ from kvmig.asgi.errors import (
 from kvmig.controlplane.messages import Fence, Fenced, Resolved
 from kvmig.core.errors import PeerError
 from kvmig.frontend import requests
-from kvmig.frontend.pending_calls import Questions
-from kvmig.frontend.requests import PATIENCE_S, Crashes, LiveRequest, RequestTable, Verdict, call_of
-from kvmig.frontend.splice import Splicer
+from kvmig.frontend.pending_calls import PendingCalls
+from kvmig.frontend.requests import (
+    PATIENCE_S,
+    InstanceCrashes,
+    LiveRequest,
+    RequestTable,
+    Verdict,
+    call_of,
+)
+from kvmig.frontend.splice import StreamSplicer
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import RpcMessage
 
 
 def entry(request_id: str, external_id: str) -> LiveRequest:
     return LiveRequest(
-        request_id, external_id, call_of(external_id), Splicer("0"), 10, 0, [b"payload"], 0.0
+        request_id, external_id, call_of(external_id), StreamSplicer("0"), 10, 0, [b"payload"], 0.0
     )
 
 
@@ -106,7 +113,7 @@ async def test_an_answer_reaches_who_asked() -> None:
         questions.answer(call_id, Fenced(call_id, committed=True), [memoryview(b"x")])
         questions.answer(call_id, Fenced(call_id, committed=False), [])  # too late
 
-    questions = Questions(answer)
+    questions = PendingCalls(answer)
     message, payload = await questions.ask("0", fence, Fenced, 1.0, "Fence")
     assert message.committed
     assert [bytes(frame) for frame in payload] == [b"x"]
@@ -119,7 +126,7 @@ async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() ->
         if instance == "wrong":
             questions.answer(question.call_id, Resolved("", True), [])
 
-    questions = Questions(send)
+    questions = PendingCalls(send)
     with pytest.raises(CallTimeout, match="instance 0 did not answer Fence within 0 s"):
         await questions.ask("0", fence, Fenced, 0.0, "Fence")
     with pytest.raises(PeerError, match="wrong answered Fence with Resolved"):
@@ -135,7 +142,7 @@ async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() ->
 
 def test_a_lost_run_is_known_by_its_id_no_more() -> None:
     table = RequestTable()
-    entry = LiveRequest("r", "x", "x", Splicer("a"), 1, 0, [b""], 0.0)
+    entry = LiveRequest("r", "x", "x", StreamSplicer("a"), 1, 0, [b""], 0.0)
     table.add(entry)
     entry.moved_to, entry.destination = "b", "c"
     assert entry.holders == {"a", "b", "c"}
@@ -154,9 +161,9 @@ def test_a_lost_run_is_known_by_its_id_no_more() -> None:
 # -- when a request may run on a further instance
 
 
-def crashes(crashed: int, missing: int, since: float = 0.0) -> Crashes:
+def crashes(crashed: int, missing: int, since: float = 0.0) -> InstanceCrashes:
     names = [f"i{number}" for number in range(crashed + missing)]
-    return Crashes(names[:crashed], dict.fromkeys(names[crashed:], since))
+    return InstanceCrashes(names[:crashed], dict.fromkeys(names[crashed:], since))
 
 
 TABLE: dict[tuple[int, int], Verdict] = {
@@ -179,13 +186,13 @@ def test_nobody_waits_longer_than_the_patience(crashed: int, missing: int) -> No
 
 
 def test_patience_starts_with_the_last_that_went_missing() -> None:
-    seen = Crashes(missing={"a": 0.0, "b": 10.0})
+    seen = InstanceCrashes(missing={"a": 0.0, "b": 10.0})
     assert seen.verdict(PATIENCE_S + 5, 2) == "wait"
     assert seen.verdict(PATIENCE_S + 10, 2) == "run"
 
 
 def test_only_a_missing_instance_is_confirmed_to_have_crashed() -> None:
-    seen = Crashes()
+    seen = InstanceCrashes()
     seen.confirmed("never ran there")
     seen.missed("a", 1.0, 0)
     seen.missed("a", 2.0, 0)
@@ -203,7 +210,7 @@ def test_an_instance_that_returned_does_not_count() -> None:
 
 
 def test_a_restarted_instance_counts_each_time() -> None:
-    seen = Crashes()
+    seen = InstanceCrashes()
     for at in (0.0, 5.0):
         seen.missed("a", at, 0)
         seen.confirmed("a")
@@ -211,7 +218,7 @@ def test_a_restarted_instance_counts_each_time() -> None:
 
 
 def test_a_hang_counts_as_a_crash_at_once_and_its_end_not_again() -> None:
-    seen = Crashes()
+    seen = InstanceCrashes()
     seen.missed("a", 0.0, 0)  # silent before
     seen.hung("a", 0, blamed=True)
     seen.hung("a", 0, blamed=True)
@@ -226,7 +233,7 @@ def test_a_hang_counts_as_a_crash_at_once_and_its_end_not_again() -> None:
 def test_who_came_during_a_hang_is_to_blame_neither_for_it_nor_for_the_end_of_the_instance() -> (
     None
 ):
-    seen = Crashes()
+    seen = InstanceCrashes()
     seen.hung("a", 0, blamed=False)
     seen.missed("a", 1.0, 0)
     seen.confirmed("a")
@@ -247,7 +254,7 @@ def test_who_came_during_a_hang_is_to_blame_neither_for_it_nor_for_the_end_of_th
 def test_the_sentence_says_what_became_of_the_instances(
     hung: list[str], crashed: list[str], sentence: str
 ) -> None:
-    seen = Crashes()
+    seen = InstanceCrashes()
     for name in hung:
         seen.hung(name, 0, blamed=True)
     for name in crashed:

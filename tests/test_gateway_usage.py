@@ -14,7 +14,7 @@ import pytest
 from kvmig.accounts.usage import HAND_OVER, RESERVE_BYTES, HandOver, UsageRecord, UsageSpool
 from kvmig.asgi.call import HttpCall
 from kvmig.frontend import usage_writer
-from kvmig.frontend.meter import Meter
+from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.usage_writer import UsageWriter
 
 
@@ -60,7 +60,7 @@ def call_of(writer: UsageWriter) -> HttpCall:
 
 
 def writer_in(folder: Path, server: str = "", now: Now | None = None) -> UsageWriter:
-    meter = Meter("a", lambda: 1.0)
+    meter = UsageMeter("a", lambda: 1.0)
     return UsageWriter(meter, folder / "front-1.sqlite", server, now or Now())
 
 

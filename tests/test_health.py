@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from kvmig.core.config import ClusterConfig, FaultConfig, check
 from kvmig.core.errors import ConfigError
-from kvmig.frontend.instances import Health, Listening
+from kvmig.frontend.instances import InstanceHealth, ListeningClock
 
 PERIOD_S = 0.2
 SILENT_S = 1.5
 
 
-def ticked(listening: Listening, start: float, seconds: float) -> float:
+def ticked(listening: ListeningClock, start: float, seconds: float) -> float:
     """Let time pass in ticks; the time then."""
     steps = round(seconds / PERIOD_S)
     for step in range(1, steps + 1):
@@ -23,8 +23,8 @@ def ticked(listening: Listening, start: float, seconds: float) -> float:
 
 
 def test_who_says_nothing_for_long_is_silent_until_it_speaks() -> None:
-    listening = Listening(PERIOD_S, 100.0)
-    health = Health(listening)
+    listening = ListeningClock(PERIOD_S, 100.0)
+    health = InstanceHealth(listening)
     now = ticked(listening, 100.0, 1.4)
     assert health.ailment(SILENT_S) == ""
     ticked(listening, now, 0.2)
@@ -36,7 +36,7 @@ def test_who_says_nothing_for_long_is_silent_until_it_speaks() -> None:
 
 @pytest.mark.parametrize("state", ["hung", "failed"])
 def test_who_says_that_it_ails_does_until_it_says_otherwise(state: str) -> None:
-    health = Health(Listening(PERIOD_S, 0.0))
+    health = InstanceHealth(ListeningClock(PERIOD_S, 0.0))
     health.state = state
     assert health.ailment(SILENT_S) == state
     health.state = "draining"
@@ -45,8 +45,8 @@ def test_who_says_that_it_ails_does_until_it_says_otherwise(state: str) -> None:
 
 @given(st.floats(0, 1000))
 def test_time_during_which_nobody_listened_is_no_silence(slept: float) -> None:
-    listening = Listening(PERIOD_S, 0.0)
-    health = Health(listening)
+    listening = ListeningClock(PERIOD_S, 0.0)
+    health = InstanceHealth(listening)
     listening.tick(slept)
     assert health.silence_s <= 2 * PERIOD_S
 

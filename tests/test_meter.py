@@ -9,29 +9,29 @@ from kvmig.accounts.usage import UsageRecord
 from kvmig.asgi.answer_usage import CallUsage
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Outputs, Span
-from kvmig.frontend.meter import Meter
-from kvmig.frontend.ports import NOT_BEGUN, Batch, Observer
+from kvmig.frontend.meter import UsageMeter
+from kvmig.frontend.ports import NOT_BEGUN, OutputBatch, RouterObserver
 from kvmig.frontend.requests import BeamSearch, LiveRequest, RequestTable
-from kvmig.frontend.splice import Splicer
-from kvmig.frontend.streams import Streams
+from kvmig.frontend.splice import StreamSplicer
+from kvmig.frontend.streams import RequestStreams
 from tests.fake_llumlet import Tokens
 
 if TYPE_CHECKING:
-    from kvmig.frontend.ports import Instances, Sink
+    from kvmig.frontend.ports import InstancePort, OutputSink
 
 
 class Front:
     """A meter and its table."""
 
     def __init__(self) -> None:
-        self.meter = Meter("a", lambda: 100.0)
+        self.meter = UsageMeter("a", lambda: 100.0)
         self.table = RequestTable(self.meter)
         self.call = HttpCall("c", "k")
 
     def add(self, request_id: str, prompt_id: str = "x") -> LiveRequest:
         """A sequence of the call, whose prompt has 50 tokens."""
         request = LiveRequest(
-            request_id, prompt_id, "c", Splicer("i"), 50, 0, [b""], 0.0, call=self.call
+            request_id, prompt_id, "c", StreamSplicer("i"), 50, 0, [b""], 0.0, call=self.call
         )
         self.table.add(request)
         return request
@@ -93,12 +93,12 @@ class Nobody:
 def test_what_was_cached_is_what_the_first_run_said_with_its_first_token() -> None:
     front, nobody, said = Front(), Nobody(), [32, 48]
     request = front.add("1")
-    streams = Streams(
+    streams = RequestStreams(
         front.table,
-        cast("Sink", nobody),
-        lambda _: Batch([Tokens(request.run_id, [7])], None, {request.run_id: said.pop(0)}),
-        cast("Instances", nobody),
-        Observer(),
+        cast("OutputSink", nobody),
+        lambda _: OutputBatch([Tokens(request.run_id, [7])], None, {request.run_id: said.pop(0)}),
+        cast("InstancePort", nobody),
+        RouterObserver(),
         lambda: 2.0,
     )
     streams.take("i", Outputs([Span("1", 0, 0)]), [memoryview(b"")])
@@ -117,7 +117,7 @@ def search_of(front: Front, width: int, steps: int) -> BeamSearch:
         for beam in range(width if step else 1):
             name = f"{step}-{beam}"
             request = LiveRequest(
-                name, f"x-{name}", "c", Splicer("i"), 50 + step, 0, [b""], 0.0,
+                name, f"x-{name}", "c", StreamSplicer("i"), 50 + step, 0, [b""], 0.0,
                 call=front.call, search=search,
             )  # fmt: skip
             front.table.add(request)

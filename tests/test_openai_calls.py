@@ -17,9 +17,14 @@ from pydantic import ValidationError
 from kvmig.asgi.access import bearer
 from kvmig.core.errors import Failure, NoInstance
 from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, TokenLogprob, decode
-from kvmig.frontend.openai.answers import ChatAnswer, Piece, Token
+from kvmig.frontend.openai.answers import ChatAnswer, ChoicePiece, OutputToken
 from kvmig.frontend.openai.bodies import ChatBody
-from kvmig.frontend.openai.generation import Backend, Choices, Generation, RequestQueues
+from kvmig.frontend.openai.generation import (
+    CallChoices,
+    ChoiceGeneration,
+    GenerationBackend,
+    RequestQueues,
+)
 from kvmig.frontend.openai.routes import openai_api
 from kvmig.frontend.router import Router
 from kvmig.rpc.codec import Frame
@@ -82,7 +87,7 @@ def instances() -> Instances:
 async def http(instances: Instances) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     behind_middleware(app)
-    backend = Backend(
+    backend = GenerationBackend(
         cast("Router", instances), instances._outlet, cast("ModelTokenizer", Bytes(100))
     )
     app.include_router(openai_api(backend, ["bytes"], 100, bearer([])))
@@ -201,14 +206,14 @@ async def test_log_probabilities_of_a_completion_are_of_all_its_tokens(
 
 async def test_log_probabilities_of_a_chat_have_their_bytes(instances: Instances) -> None:
     answer = ChatAnswer("id", "model", Bytes(100).spell)
-    token = Token(ord("b"), TokenLogprob(-0.5, [ord("z")], [-0.25]))
-    (choice,) = answer.chunk(1, Piece("b", 1, None, [token]))["choices"]
+    token = OutputToken(ord("b"), TokenLogprob(-0.5, [ord("z")], [-0.25]))
+    (choice,) = answer.chunk(1, ChoicePiece("b", 1, None, [token]))["choices"]
     top = {"token": "z", "logprob": -0.25, "bytes": [122]}
     assert choice["index"] == 1
     assert choice["logprobs"] == {
         "content": [{"token": "b", "logprob": -0.5, "bytes": [98], "top_logprobs": [top]}]
     }
-    (choice,) = answer.whole([Piece("b", 1, "stop")])["choices"]
+    (choice,) = answer.whole([ChoicePiece("b", 1, "stop")])["choices"]
     assert choice["logprobs"] is None
 
 
@@ -250,11 +255,13 @@ async def test_one_choice_that_fails_ends_them_all(
 async def test_a_stream_whose_client_leaves_ends_all_choices_though_it_is_cancelled(
     instances: Instances,
 ) -> None:
-    backend = Backend(
+    backend = GenerationBackend(
         cast("Router", instances), instances._outlet, cast("ModelTokenizer", Bytes(100))
     )
     submitted = SubmittedRequest(prompt_token_ids=[1], max_tokens=9)
-    choices = Choices([Generation(backend, "c", submitted, (), choice) for choice in range(2)])
+    choices = CallChoices(
+        [ChoiceGeneration(backend, "c", submitted, (), choice) for choice in range(2)]
+    )
     await choices.begin()
 
     async def read() -> None:
@@ -417,7 +424,7 @@ async def test_fields_of_a_completion_with_their_neutral_values_are_taken(
 @pytest.mark.parametrize("dropped", [False, True])
 def test_an_answers_own_message_is_taken_as_history(dropped: bool) -> None:
     answer = ChatAnswer("id", "m", Bytes(100).spell)
-    whole: Any = answer.whole([Piece("b", 1, "stop", [])])
+    whole: Any = answer.whole([ChoicePiece("b", 1, "stop", [])])
     own = openai.types.chat.ChatCompletionMessage.model_validate(whole["choices"][0]["message"])
     sent = own.model_dump(exclude_none=dropped)
     sent |= {} if dropped else {"annotations": [], "audio": None, "tool_calls": None}

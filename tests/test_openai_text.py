@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.frontend.openai.text import Detokenizer, StopStrings
+from kvmig.frontend.openai.text import StopStrings, StreamDetokenizer
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
@@ -23,7 +23,7 @@ def of_words(token_ids: Sequence[int]) -> str:
     return " ".join("abc"[token - 1] for token in token_ids if token)
 
 
-def pieces(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
+def pieces(detokenizer: StreamDetokenizer, token_ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.add(token) for token in token_ids), detokenizer.rest()]
 
 
@@ -40,31 +40,31 @@ def cut(stops: Sequence[str], text: str) -> str:
 
 @given(st.text(), st.text())
 def test_the_pieces_of_a_text_are_the_text(prompt: str, text: str) -> None:
-    assert "".join(pieces(Detokenizer(of_bytes, prompt.encode()), text.encode())) == text
+    assert "".join(pieces(StreamDetokenizer(of_bytes, prompt.encode()), text.encode())) == text
 
 
 @given(st.binary())
 def test_bytes_that_are_no_text_come_as_they_would_all_at_once(data: bytes) -> None:
-    assert "".join(pieces(Detokenizer(of_bytes), data)) == of_bytes(data)
+    assert "".join(pieces(StreamDetokenizer(of_bytes), data)) == of_bytes(data)
 
 
 def test_a_character_comes_with_its_last_byte() -> None:
-    assert pieces(Detokenizer(of_bytes), "é€𝄞".encode()) == [
+    assert pieces(StreamDetokenizer(of_bytes), "é€𝄞".encode()) == [
         *("", "é"), *("", "", "€"), *("", "", "", "𝄞"), "",
     ]  # fmt: skip
 
 
 def test_a_character_that_the_prompt_has_begun_is_ended() -> None:
     begun, rest = "x€".encode()[:-1], "€".encode()[-1:]
-    assert "".join(pieces(Detokenizer(of_bytes, begun), rest)) == "€"
+    assert "".join(pieces(StreamDetokenizer(of_bytes, begun), rest)) == "€"
 
 
 def test_half_a_character_at_the_end_is_told() -> None:
-    assert pieces(Detokenizer(of_bytes), "a€".encode()[:-1]) == ["a", "", "", "�"]
+    assert pieces(StreamDetokenizer(of_bytes), "a€".encode()[:-1]) == ["a", "", "", "�"]
 
 
 def test_a_space_between_words_is_kept_over_special_tokens_and_after_the_prompt() -> None:
-    assert "".join(pieces(Detokenizer(of_words, [1]), [2, 0, 3])) == " b c"
+    assert "".join(pieces(StreamDetokenizer(of_words, [1]), [2, 0, 3])) == " b c"
 
 
 @given(STOPS, st.text("abc", max_size=30))

@@ -14,7 +14,7 @@ from kvmig.asgi.call import HttpCall
 from kvmig.core.config import ClusterConfig, HttpConfig, check
 from kvmig.core.errors import ConfigError
 from kvmig.core.priorities import NORMAL, PriorityClass
-from kvmig.frontend.load_shedding import LoadShedding, Overload
+from kvmig.frontend.load_shedding import LoadShedding, OverloadReason
 from tests.stubbed_front import Stubbed, stubbed_front
 
 LONGEST_S = LoadShedding.LONGEST_S
@@ -26,7 +26,7 @@ def test_one_more_than_the_limit_is_refused() -> None:
     shedding.hold(0, 1, 0.0)
     assert shedding.refusal(0, 0, 0.0) is None
     shedding.hold(0, 1, 0.0)
-    assert shedding.refusal(0, 0, 0.0) == Overload(2, 2, LONGEST_S)
+    assert shedding.refusal(0, 0, 0.0) == OverloadReason(2, 2, LONGEST_S)
 
 
 def test_what_waits_in_queues_counts_whoever_sent_it() -> None:
@@ -64,7 +64,7 @@ def test_the_client_is_told_when_those_ahead_have_begun(every_s: float, told_s: 
     for step in range(1, 51):
         shedding.hold(0, -1, step * every_s)
     refusal = shedding.refusal(0, 0, 50 * every_s)
-    assert refusal == Overload(10, 10, told_s)
+    assert refusal == OverloadReason(10, 10, told_s)
 
 
 class Count:

@@ -9,14 +9,14 @@ from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import Discard, Resolve, Span
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure
-from kvmig.frontend.ownership import Ownership
-from kvmig.frontend.ports import Observer
+from kvmig.frontend.ownership import RequestOwnership
+from kvmig.frontend.ports import RouterObserver
 from kvmig.frontend.requests import LiveRequest, RequestTable
-from kvmig.frontend.splice import Splicer
+from kvmig.frontend.splice import StreamSplicer
 from kvmig.rpc.messages import RpcMessage
 
 if TYPE_CHECKING:
-    from kvmig.frontend.ports import Instances
+    from kvmig.frontend.ports import InstancePort
 
 
 class Sends:
@@ -36,9 +36,11 @@ class Sends:
         raise AssertionError(reason)
 
 
-def ownership(table: RequestTable, sends: Sends) -> Ownership:
-    instances = cast("Instances", sends)
-    return Ownership(table, instances, sends.fail, Observer(), lambda: 0.0, FaultConfig())
+def ownership(table: RequestTable, sends: Sends) -> RequestOwnership:
+    instances = cast("InstancePort", sends)
+    return RequestOwnership(
+        table, instances, sends.fail, RouterObserver(), lambda: 0.0, FaultConfig()
+    )
 
 
 def test_an_instance_that_could_not_be_told_is_told_again() -> None:
@@ -60,7 +62,7 @@ def test_a_request_that_ended_has_no_owner_and_one_that_stays_keeps_its_source()
     it = ownership(table, sends)
     question = Resolve("m1", "r", 1, "b")
     assert it.owner(question) == "nobody"
-    table.add(LiveRequest("r", "x", "x", Splicer("a"), 9, 0, [b""], 0.0))
+    table.add(LiveRequest("r", "x", "x", StreamSplicer("a"), 9, 0, [b""], 0.0))
     assert it.owner(question) is None
     assert it.decide(question, committed=False) == "source"
     assert it.owner(question) == "source"
@@ -70,7 +72,7 @@ def test_a_request_that_ended_has_no_owner_and_one_that_stays_keeps_its_source()
 def test_a_destination_that_committed_owns_the_request() -> None:
     table = RequestTable()
     it = ownership(table, Sends())
-    request = LiveRequest("r", "x", "x", Splicer("a"), 9, 0, [b""], 0.0)
+    request = LiveRequest("r", "x", "x", StreamSplicer("a"), 9, 0, [b""], 0.0)
     table.add(request)
     question = Resolve("m1", "r", 1, "b")
     assert it.decide(question, committed=True) == "destination"

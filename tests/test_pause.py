@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
 from kvmig.engines.steps import limit_s
-from kvmig.frontend.streams import MOST_S, Ramp
+from kvmig.frontend.streams import MOST_S, DelayRamp
 from kvmig.kvtransfer.measured import LeadTime, MeasuredPause, PauseTime
 from kvmig.kvtransfer.messages import Reserve
 from kvmig.kvtransfer.pause import (
@@ -231,7 +231,7 @@ def test_the_last_token_before_the_pause_is_as_late_as_was_foretold(
     assert found is not None
     assert 1 <= found.steps <= MOST_STEPS
     assert found.pause_ms <= pause_ms
-    ramp = Ramp(found.pause_ms / 1e3, found.stretch_ms / 1e3)
+    ramp = DelayRamp(found.pause_ms / 1e3, found.stretch_ms / 1e3)
     assert ramp.delay_s(found.steps) == pytest.approx(min(MOST_S, found.pause_ms / 1e3))
 
 
@@ -239,15 +239,15 @@ def test_the_last_token_before_the_pause_is_as_late_as_was_foretold(
 def test_no_token_is_held_longer_than_the_pause_nor_stretched_by_more_than_was_said(
     pause_ms: float, stretch_ms: float, number: int
 ) -> None:
-    ramp = Ramp(pause_ms / 1e3, stretch_ms / 1e3)
+    ramp = DelayRamp(pause_ms / 1e3, stretch_ms / 1e3)
     delay, following = ramp.delay_s(number), ramp.delay_s(number + 1)
     assert 0.0 <= delay <= following <= min(MOST_S, pause_ms / 1e3)
     assert following - delay <= stretch_ms / 1e3 + 1e-9
 
 
 def test_nonsense_holds_nothing_for_long() -> None:
-    assert Ramp(-1.0, 1.0).delay_s(1) == 0.0
-    assert 0.0 <= Ramp(nan, nan).delay_s(1) <= MOST_S
+    assert DelayRamp(-1.0, 1.0).delay_s(1) == 0.0
+    assert 0.0 <= DelayRamp(nan, nan).delay_s(1) <= MOST_S
 
 
 def test_a_pause_is_foretold_by_those_before_it() -> None:

@@ -7,7 +7,7 @@ import asyncio
 from kvmig.asgi.call import HttpCall
 from kvmig.core.config import HttpConfig
 from kvmig.frontend.requests import LiveRequest
-from kvmig.frontend.splice import Splicer
+from kvmig.frontend.splice import StreamSplicer
 from tests.stubbed_front import Stubbed, stubbed_front
 from tests.waiting import until
 
@@ -20,7 +20,7 @@ SMALL_BUFFER = 4096
 
 def made(tokens: int = 0) -> tuple[HttpCall, LiveRequest]:
     call = HttpCall()
-    request = LiveRequest("r", "r", "r", Splicer("i0"), 1, 0, (), 0.0, call=call)
+    request = LiveRequest("r", "r", "r", StreamSplicer("i0"), 1, 0, (), 0.0, call=call)
     request.splicer.next = tokens
     return call, request
 

@@ -31,7 +31,7 @@ from kvmig.core.config import ClusterConfig, FaultConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import RequestState
 from kvmig.frontend import ownership, requests, router
-from kvmig.frontend.ports import Observer
+from kvmig.frontend.ports import RouterObserver
 from tests.fake_llumlet import (
     LOAD,
     Cluster,
@@ -640,8 +640,8 @@ async def test_a_waiting_request_is_in_the_list_and_can_not_be_moved() -> None:
 
 
 @dataclass
-class Counted(Observer):
-    """An `Observer` that keeps what it hears."""
+class Counted(RouterObserver):
+    """An `RouterObserver` that keeps what it hears."""
 
     heard: list[tuple[object, ...]] = field(default_factory=list)
 

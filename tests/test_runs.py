@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Outputs, Span
 from kvmig.core.errors import Failure
-from kvmig.frontend.ports import Arithmetic, Batch, Item, Observer
+from kvmig.frontend.ports import EngineArithmetic, OutputBatch, OutputItem, RouterObserver
 from kvmig.frontend.requests import LiveRequest, RequestTable
-from kvmig.frontend.splice import Broken, Splicer
-from kvmig.frontend.streams import Streams
+from kvmig.frontend.splice import StreamGap, StreamSplicer
+from kvmig.frontend.streams import RequestStreams
 
 if TYPE_CHECKING:
-    from kvmig.frontend.ports import Instances
+    from kvmig.frontend.ports import InstancePort
 
 INSTANCES = "abc"
 
@@ -58,21 +58,21 @@ class World:
     )
 
     def __post_init__(self) -> None:
-        self.entry = LiveRequest("r", "x", "x", Splicer("a"), 9, 0, [b""], 0.0)
+        self.entry = LiveRequest("r", "x", "x", StreamSplicer("a"), 9, 0, [b""], 0.0)
         self.table.add(self.entry)
         self.copies.append(Copy("a", "r", 0, 0))
-        self.streams = Streams(
+        self.streams = RequestStreams(
             self.table,
             self,
-            lambda payload: Batch([self.item]),
-            cast("Instances", self),
-            Observer(),
+            lambda payload: OutputBatch([self.item]),
+            cast("InstancePort", self),
+            RouterObserver(),
             lambda: 0.0,
         )
 
     # -- the front end
 
-    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+    def deliver(self, index: int, items: Sequence[OutputItem], meta: object) -> None:
         for item in items:
             assert item.request_id == "r"
             self.delivered += item.new_token_ids
@@ -86,8 +86,8 @@ class World:
     def index(self, instance: str) -> int:
         return INSTANCES.index(instance)
 
-    def arithmetic(self, instance: str) -> Arithmetic:
-        return Arithmetic()
+    def arithmetic(self, instance: str) -> EngineArithmetic:
+        return EngineArithmetic()
 
     def hear(self, instance: str) -> None:
         if not self.sent[instance]:
@@ -99,7 +99,7 @@ class World:
                 self.stale.add(span.request_id)
                 continue
             actions = self.streams.splice(request, instance, span, item)
-            assert not any(isinstance(action, Broken) for action in actions)
+            assert not any(isinstance(action, StreamGap) for action in actions)
 
     def run_again(self, instance: str) -> None:
         """Give the present run up, whatever it does, and start one there."""

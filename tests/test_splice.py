@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Span
 from kvmig.frontend import splice
-from kvmig.frontend.ports import Item
-from kvmig.frontend.splice import Action, Broken, Fed, Splicer, Stale, Switched
+from kvmig.frontend.ports import OutputItem
+from kvmig.frontend.splice import (
+    Action,
+    OwnerSwitched,
+    SplicedItems,
+    StaleCopy,
+    StreamGap,
+    StreamSplicer,
+)
 from kvmig.kvtransfer.source_machine import LEAP
 
 
@@ -30,18 +37,18 @@ def item(start: int, count: int, last: bool = False) -> Tokens:
 
 
 def feed(
-    splicer: Splicer, owner: str, epoch: int, start: int, count: int = 1, *,
+    splicer: StreamSplicer, owner: str, epoch: int, start: int, count: int = 1, *,
     last: bool = False, now: float = 0.0,
-) -> Fed:  # fmt: skip
+) -> SplicedItems:  # fmt: skip
     return splicer.feed(owner, Span("r", epoch, start), item(start, count, last), now)
 
 
-def tokens(delivered: Sequence[tuple[str, Item]]) -> list[int]:
+def tokens(delivered: Sequence[tuple[str, OutputItem]]) -> list[int]:
     return [token for _, piece in delivered for token in piece.new_token_ids]
 
 
 def test_what_comes_next_advances_and_anything_else_does_not() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     assert splicer.advance(0, 0, 2, now=1.0)
     assert not splicer.advance(0, 3, 1, now=1.0)
     assert not splicer.advance(0, 1, 1, now=1.0)
@@ -50,61 +57,61 @@ def test_what_comes_next_advances_and_anything_else_does_not() -> None:
 
 
 def test_the_new_owner_waits_for_the_old_ones_tokens_and_then_takes_over() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     splicer.advance(0, 0, 3, now=1.0)
-    assert feed(splicer, "b", 1, 4, now=2.0) == Fed([], [])
+    assert feed(splicer, "b", 1, 4, now=2.0) == SplicedItems([], [])
     fed = feed(splicer, "a", 0, 3, now=2.5)
     assert tokens(fed.deliver) == [3, 4]
     assert [owner for owner, _ in fed.deliver] == ["a", "b"]
-    assert fed.actions == [Switched("a", "b", 1, 0.0)]
+    assert fed.actions == [OwnerSwitched("a", "b", 1, 0.0)]
     assert (splicer.owner, splicer.epoch, splicer.next) == ("b", 1, 5)
     assert splicer.advance(1, 5, 1, now=3.0)
 
 
 def test_the_gap_is_the_time_from_the_last_old_token_to_the_first_new_one() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     splicer.advance(0, 0, 3, now=1.0)
     fed = feed(splicer, "b", 1, 3, now=1.25)
-    assert fed.actions == [Switched("a", "b", 1, 0.25)]
+    assert fed.actions == [OwnerSwitched("a", "b", 1, 0.25)]
 
 
 def test_a_request_moved_before_its_first_token_has_no_gap() -> None:
-    assert feed(Splicer("a"), "b", 1, 0).actions == [Switched("a", "b", 1, None)]
+    assert feed(StreamSplicer("a"), "b", 1, 0).actions == [OwnerSwitched("a", "b", 1, None)]
 
 
 def test_a_stale_owner_is_told_once_and_never_heard() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     feed(splicer, "b", 1, 0)
     for position in (1, 2):  # until it could be told
-        assert feed(splicer, "a", 0, position) == Fed([], [Stale("a", 0)])
-    splicer.told(Stale("a", 0))
-    assert feed(splicer, "a", 0, 3) == Fed([], [])
+        assert feed(splicer, "a", 0, position) == SplicedItems([], [StaleCopy("a", 0)])
+    splicer.told(StaleCopy("a", 0))
+    assert feed(splicer, "a", 0, 3) == SplicedItems([], [])
     assert splicer.next == 1
 
 
 def test_a_stale_owner_that_is_at_its_end_needs_no_telling() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     feed(splicer, "b", 1, 0)
-    assert feed(splicer, "a", 0, 1, last=True) == Fed([], [])
+    assert feed(splicer, "a", 0, 1, last=True) == SplicedItems([], [])
 
 
 def test_a_fenced_epoch_is_never_heard_though_it_is_higher() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     assert splicer.fence(1)
-    assert feed(splicer, "b", 1, 0) == Fed([], [Stale("b", 1)])
+    assert feed(splicer, "b", 1, 0) == SplicedItems([], [StaleCopy("b", 1)])
     assert splicer.advance(0, 0, 1, now=0.0)
     assert tokens(feed(splicer, "b", 1 + LEAP, 1).deliver) == [1]
 
 
 def test_where_a_fenced_epoch_may_have_gone_on_to_is_fenced_too() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     assert splicer.fence(1)
-    assert feed(splicer, "c", 2, 0) == Fed([], [Stale("c", 2)])
+    assert feed(splicer, "c", 2, 0) == SplicedItems([], [StaleCopy("c", 2)])
 
 
 @pytest.mark.parametrize("how", ["switched", "held", "granted"])
 def test_an_epoch_that_runs_the_request_cannot_be_fenced(how: str) -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     if how == "granted":
         splicer.grant(1)
     else:
@@ -115,10 +122,10 @@ def test_an_epoch_that_runs_the_request_cannot_be_fenced(how: str) -> None:
 
 
 def test_a_duplicate_is_dropped() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     splicer.advance(0, 0, 3, now=0.0)
-    assert feed(splicer, "a", 0, 1, 2) == Fed([], [])
-    assert feed(splicer, "b", 1, 2, 1) == Fed([], [])
+    assert feed(splicer, "a", 0, 1, 2) == SplicedItems([], [])
+    assert feed(splicer, "b", 1, 2, 1) == SplicedItems([], [])
     assert splicer.owner == "a"
 
 
@@ -127,23 +134,23 @@ def test_a_duplicate_is_dropped() -> None:
     [(4, 1, "tokens 3 to 3 of a were lost"), (2, 2, "outputs of a overlap at token 3")],
 )
 def test_what_cannot_be_spliced_breaks_the_stream(start: int, count: int, words: str) -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     splicer.advance(0, 0, 3, now=0.0)
-    assert feed(splicer, "a", 0, start, count) == Fed([], [Broken(words)])
+    assert feed(splicer, "a", 0, start, count) == SplicedItems([], [StreamGap(words)])
     assert splicer.closed
-    assert feed(splicer, "a", 0, 3) == Fed([], [Stale("a", 0)])
+    assert feed(splicer, "a", 0, 3) == SplicedItems([], [StaleCopy("a", 0)])
 
 
 def test_held_outputs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splice, "HOLD_LIMIT", 2)
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     assert feed(splicer, "b", 1, 1).actions == []
     assert feed(splicer, "b", 1, 2).actions == []
-    assert feed(splicer, "b", 1, 3).actions == [Broken("2 outputs wait for token 0 of a")]
+    assert feed(splicer, "b", 1, 3).actions == [StreamGap("2 outputs wait for token 0 of a")]
 
 
 def test_it_knows_since_when_it_waits() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     assert not splicer.waits_since(100.0)
     feed(splicer, "b", 1, 1, now=5.0)
     assert not splicer.waits_since(5.0)
@@ -151,16 +158,16 @@ def test_it_knows_since_when_it_waits() -> None:
 
 
 def test_a_finish_closes_and_whoever_still_runs_it_is_told() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     feed(splicer, "b", 1, 7)
     fed = feed(splicer, "a", 0, 0, last=True)
-    assert (tokens(fed.deliver), fed.actions) == ([0], [Stale("b", 1)])
+    assert (tokens(fed.deliver), fed.actions) == ([0], [StaleCopy("b", 1)])
     assert splicer.closed
     assert not splicer.advance(0, 1, 1, now=0.0)
 
 
 def test_a_finish_without_tokens_comes_after_all_tokens() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     feed(splicer, "b", 1, 1, 0, last=True)
     fed = feed(splicer, "a", 0, 0)
     assert [owner for owner, _ in fed.deliver] == ["a", "b"]
@@ -202,8 +209,8 @@ def test_any_interleaving_gives_each_token_once_and_in_order(
     sent: tuple[int, list[Sent]],
 ) -> None:
     total, order = sent
-    splicer = Splicer("a")
-    delivered: list[tuple[str, Item]] = []
+    splicer = StreamSplicer("a")
+    delivered: list[tuple[str, OutputItem]] = []
     actions: list[Action] = []
     for one in order:
         piece = item(one.start, one.count, one.last)
@@ -214,7 +221,7 @@ def test_any_interleaving_gives_each_token_once_and_in_order(
         delivered += fed.deliver
         actions += fed.actions
     assert tokens(delivered) == list(range(total))
-    assert not any(isinstance(action, Broken) for action in actions)
+    assert not any(isinstance(action, StreamGap) for action in actions)
     assert not splicer.waits_since(1.0)
 
 
@@ -223,8 +230,8 @@ def test_outputs_that_come_twice_are_delivered_once(
     sent: tuple[int, list[Sent]], data: st.DataObject
 ) -> None:
     total, order = sent
-    splicer = Splicer("a")
-    delivered: list[tuple[str, Item]] = []
+    splicer = StreamSplicer("a")
+    delivered: list[tuple[str, OutputItem]] = []
     for at, one in enumerate(order):
         again = [one for one in order[:at] if one.count and data.draw(st.booleans())]
         for piece in [one, *again]:
@@ -234,7 +241,7 @@ def test_outputs_that_come_twice_are_delivered_once(
 
 
 def test_a_new_run_starts_where_the_stream_is_and_remembers_nothing_of_the_one_before() -> None:
-    splicer = Splicer("a")
+    splicer = StreamSplicer("a")
     splicer.advance(0, 0, 3, now=1.0)
     splicer.fence(1)
     splicer.grant(2)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Migrated, PauseAhead
 from kvmig.core.errors import Failure
-from kvmig.frontend.ports import Item, Observer
+from kvmig.frontend.ports import OutputItem, RouterObserver
 from kvmig.frontend.requests import RequestTable
-from kvmig.frontend.streams import GIVE_UP_S, Streams
+from kvmig.frontend.streams import GIVE_UP_S, RequestStreams
 from tests.fake_llumlet import Cluster, FakeLlumlet, Tokens, cluster, decode, report
 from tests.skipped_time import Skip, skipped_time
 
 if TYPE_CHECKING:
-    from kvmig.frontend.ports import Instances
+    from kvmig.frontend.ports import InstancePort
 
 SOURCE, DESTINATION = 0, 1
 TURNS = 5
@@ -36,7 +36,7 @@ class Client:
     failed: list[str] = field(default_factory=list)
     metas: list[object] = field(default_factory=list)
 
-    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+    def deliver(self, index: int, items: Sequence[OutputItem], meta: object) -> None:
         for item in items:
             assert item.request_id not in self.failed
             self.came.setdefault(item.request_id, []).extend(item.new_token_ids)
@@ -53,13 +53,13 @@ class Client:
 @dataclass
 class Scene:
     client: Client
-    streams: Streams
+    streams: RequestStreams
     skip: Skip
 
     def step(self, *tokens: int, request_id: str = "r", index: int = SOURCE) -> None:
         self.deliver(index, [Tokens(request_id, [one]) for one in tokens], None)
 
-    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+    def deliver(self, index: int, items: Sequence[OutputItem], meta: object) -> None:
         self.client.deliver(index, self.streams.due(index, items), meta)
 
     async def passes(self, seconds: float) -> None:
@@ -76,12 +76,12 @@ class Scene:
 async def scene() -> AsyncIterator[Scene]:
     with skipped_time() as skip:
         client = Client()
-        streams = Streams(
+        streams = RequestStreams(
             RequestTable(),
             client,
             decode,
-            cast("Instances", None),
-            Observer(),
+            cast("InstancePort", None),
+            RouterObserver(),
             asyncio.get_running_loop().time,
         )
         try:

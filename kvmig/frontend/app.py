@@ -13,8 +13,8 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.frontend.admin import admin_api, instances_api
 from kvmig.frontend.events import events_api
 from kvmig.frontend.inventory import cluster_rows
-from kvmig.frontend.launcher_link import LauncherLink, Membership
-from kvmig.frontend.metrics import Exposition
+from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink
+from kvmig.frontend.metrics import MetricsExposition
 from kvmig.frontend.middleware import HttpState
 from kvmig.frontend.probes import probe_routes
 from kvmig.frontend.router import Router
@@ -25,7 +25,7 @@ def extend(
     app: FastAPI,
     http: HttpState,
     router: Router,
-    membership: Membership,
+    membership: InstanceMembership,
     launcher: LauncherLink,
     model: str,
 ) -> None:
@@ -41,7 +41,7 @@ def extend(
     app.include_router(admin_api(router, rows, model, http.access.admin, http.reach))
     app.include_router(instances_api(launcher, rows, http.access.admin))
     app.include_router(events_api(router, rows, http.access.admin, closed=lambda: http.closed))
-    exposition = Exposition(
+    exposition = MetricsExposition(
         http.registry,
         http.priorities,
         rows_of_router,

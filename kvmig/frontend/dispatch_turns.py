@@ -16,17 +16,17 @@ FRESH = 16
 """Requests an instance that have been sent and have no token yet: reports are late."""
 
 
-class Queues(NamedTuple):
+class QueueLengths(NamedTuple):
     """Of all instances, as they tell."""
 
     instances: int
     waiting: int
 
 
-class Turns:
+class DispatchTurns:
     """Of one front end, within a running event loop."""
 
-    def __init__(self, queues: Callable[[], Queues], is_fresh: Callable[[str], bool]) -> None:
+    def __init__(self, queues: Callable[[], QueueLengths], is_fresh: Callable[[str], bool]) -> None:
         """is_fresh: whether a request that was sent has no token yet, and has not ended."""
         self._queues = queues
         self._is_fresh = is_fresh

@@ -21,9 +21,9 @@ from kvmig.core.clock import Clock
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import NoInstance, PeerError, TransportError
 from kvmig.engines.base import Frame
-from kvmig.frontend.dispatch_turns import Queues
+from kvmig.frontend.dispatch_turns import QueueLengths
 from kvmig.frontend.inventory import instance_row
-from kvmig.frontend.ports import NOT_BEGUN, Arithmetic
+from kvmig.frontend.ports import NOT_BEGUN, EngineArithmetic
 from kvmig.rpc.messages import VERSION, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient
 
@@ -37,7 +37,7 @@ AILMENTS = ("hung", "failed")
 log = logging.getLogger(__name__)
 
 
-class Instance:
+class InstanceConnection:
     """One instance: its connection, made again whenever it is lost, and its health.
 
     welcome: the instance's answer to our Hello, while the connection lives. health: None until the
@@ -45,14 +45,20 @@ class Instance:
     """
 
     def __init__(
-        self, name: str, index: int, endpoint: str, secret: bytes, front: str, listener: Listener
+        self,
+        name: str,
+        index: int,
+        endpoint: str,
+        secret: bytes,
+        front: str,
+        listener: InstanceListener,
     ) -> None:
         """front: this front end's name."""
         self.name = name
         self.index = index
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
-        self.health: Health | None = None
+        self.health: InstanceHealth | None = None
         self._secret = secret
         self._front = front
         self._listener = listener
@@ -68,11 +74,11 @@ class Instance:
         return self.welcome is not None
 
     @property
-    def arithmetic(self) -> Arithmetic:
+    def arithmetic(self) -> EngineArithmetic:
         """Weights and numerics of the instance, as last told."""
         if self.health is not None and self.health.arithmetic is not None:
             return self.health.arithmetic
-        return Arithmetic("" if self.welcome is None else self.welcome.weights)
+        return EngineArithmetic("" if self.welcome is None else self.welcome.weights)
 
     async def connected(self, timeout_s: float) -> Welcome:
         """Wait for the instance's Welcome. Raises InstanceLost."""
@@ -172,31 +178,31 @@ class Instance:
         self._up.set()
 
 
-class Listener(Protocol):
+class InstanceListener(Protocol):
     """The router, as instances tell it what comes over their connections."""
 
     def on_message(
-        self, instance: Instance, message: RpcMessage, payload: list[memoryview]
+        self, instance: InstanceConnection, message: RpcMessage, payload: list[memoryview]
     ) -> None:
         """A message came after the instance's Welcome."""
         ...
 
-    def on_refused(self, instance: Instance, error: PeerError) -> None:
+    def on_refused(self, instance: InstanceConnection, error: PeerError) -> None:
         """A message came that can't be read, or taken."""
         ...
 
-    def on_lost(self, instance: Instance, reason: str) -> None:
+    def on_lost(self, instance: InstanceConnection, reason: str) -> None:
         """The connection is gone, and what was on its way with it. Called once a connection."""
         ...
 
 
-class Health:
+class InstanceHealth:
     """State of a connected instance, from its Welcome or first report on. Pure."""
 
-    def __init__(self, listening: Listening) -> None:
+    def __init__(self, listening: ListeningClock) -> None:
         self.state = ""
         """State in the last load report; empty before."""
-        self.arithmetic: Arithmetic | None = None
+        self.arithmetic: EngineArithmetic | None = None
         """Arithmetic in the last load report; None before."""
         self._listening = listening
         self.heard()
@@ -217,7 +223,7 @@ class Health:
         return self.state if self.state in AILMENTS else ""
 
 
-class Listening:
+class ListeningClock:
     """A clock of the time during which this process listened, to measure silence by. Pure.
 
     While this process itself stood still no instance was silent: its messages are still unread.
@@ -235,12 +241,12 @@ class Listening:
         self._ticked = now
 
 
-class Fleet:
+class InstancePool:
     """Instances by name, in the order in which they were added; each keeps its engine index.
 
     An instance is alive while it is connected. Only those that report are dispatched to; one that
     was lost comes back with its next report. An instance is fit while it also says enough, and
-    nothing bad (`Health`).
+    nothing bad (`InstanceHealth`).
     """
 
     def __init__(
@@ -250,7 +256,7 @@ class Fleet:
         config: ClusterConfig,
         clock: Clock,
         lost_after_s: float,
-        listener: Listener,
+        listener: InstanceListener,
     ) -> None:
         """name: this front end's. Call `tick` every `tick_s`."""
         self.block_tokens = 16
@@ -266,11 +272,11 @@ class Fleet:
         policy = policy_of(config.scheduler)
         self._dispatch = policy.dispatcher()
         self._view = ViewBuilder(headroom=policy.headroom)
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[str, InstanceConnection] = {}
         self._indexes: dict[str, int] = {}
         """Engine indexes of all instances that ever were."""
         self.tick_s = min(TICK_S, self._silent_after_s / 4)
-        self._listening = Listening(self.tick_s, clock())
+        self._listening = ListeningClock(self.tick_s, clock())
 
     async def add(
         self, name: str, endpoint: str, timeout_s: float, index: int | None = None
@@ -279,7 +285,7 @@ class Fleet:
         if name in self._instances:
             raise ValueError(f"instance {name} was added before")
         index = self._indexes.setdefault(name, len(self._indexes) if index is None else index)
-        made = Instance(name, index, endpoint, self._secret, self._name, self._listener)
+        made = InstanceConnection(name, index, endpoint, self._secret, self._name, self._listener)
         self._instances[name] = made
         try:
             welcome = await made.connected(timeout_s)
@@ -324,7 +330,7 @@ class Fleet:
         """Whether some instance can be relied on."""
         return any(self.fit(name) for name in self._instances)
 
-    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool:
+    def others_serve(self, instance: str, begun: EngineArithmetic = NOT_BEGUN) -> bool:
         """Whether another fit instance takes requests, also those that have begun so."""
         return any(
             one.health is not None
@@ -361,10 +367,10 @@ class Fleet:
         health = self._instances[name].health
         return "" if health is None else health.ailment(self._silent_after_s)
 
-    def arithmetic(self, instance: str) -> Arithmetic:
+    def arithmetic(self, instance: str) -> EngineArithmetic:
         """Weights and numerics of the instance, as last told."""
         one = self._instances.get(instance)
-        return Arithmetic("") if one is None else one.arithmetic
+        return EngineArithmetic("") if one is None else one.arithmetic
 
     def index(self, instance: str) -> int:
         """The engine index of the instance, also after it was removed."""
@@ -392,12 +398,12 @@ class Fleet:
             if load.waiting
         )
 
-    def queues(self) -> Queues:
+    def queues(self) -> QueueLengths:
         """How many wait in the queues of instances that may get more."""
         serving = [
             one for one in self._view.view(self._clock()).instances if self.fit(one.instance)
         ]
-        return Queues(len(serving), sum(one.load.waiting for one in serving))
+        return QueueLengths(len(serving), sum(one.load.waiting for one in serving))
 
     def rows(self) -> list[InstanceRow]:
         """All instances as last heard of."""
@@ -433,7 +439,7 @@ class Fleet:
         payload: Sequence[Frame],
         *,
         fit: bool = False,
-        begun: Arithmetic = NOT_BEGUN,
+        begun: EngineArithmetic = NOT_BEGUN,
     ) -> str:
         """Send a request of so many tokens where the policy wants it. Raises NoInstance.
 
@@ -467,16 +473,16 @@ class Fleet:
         if instance is None:
             return
         health = instance.health or self._join(instance)
-        health.arithmetic = Arithmetic(report.weights, report.numerics)
+        health.arithmetic = EngineArithmetic(report.weights, report.numerics)
         health.state = report.state
         self._view.report(report, self._clock())
 
-    def _join(self, instance: Instance) -> Health:
+    def _join(self, instance: InstanceConnection) -> InstanceHealth:
         self._view.join(ClusterMember(instance.name, instance.endpoint))
-        instance.health = health = Health(self._listening)
+        instance.health = health = InstanceHealth(self._listening)
         return health
 
-    def forget(self, instance: Instance) -> None:
+    def forget(self, instance: InstanceConnection) -> None:
         """Dispatch nothing to the instance until its next report."""
         instance.health = None
         self._view.leave(instance.name)

@@ -39,7 +39,7 @@ News = Members | Evacuate | MessagesRefused | PeerError
 class LauncherLink:
     """The connection to the launcher. Make it inside a running event loop; `close` it.
 
-    name: the front end's. hear: takes what the launcher tells, `Membership.hear`.
+    name: the front end's. hear: takes what the launcher tells, `InstanceMembership.hear`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LauncherLink:
                     self._hear(PeerError(f"{name} isn't for a front end"))
 
 
-class Membership:
+class InstanceMembership:
     """Keeps the router's instances those that the launcher names: they come, go and come again.
 
     Make it inside a running event loop; `close` it. members: as last told.

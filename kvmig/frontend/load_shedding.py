@@ -11,7 +11,7 @@ from collections import Counter, deque
 from typing import NamedTuple
 
 
-class Overload(NamedTuple):
+class OverloadReason(NamedTuple):
     """Why no more may wait.
 
     waiting, allowed: requests ahead of it, or, if `own`, those of its account.
@@ -52,7 +52,7 @@ class LoadShedding:
 
     def refusal(
         self, priority: int, queued: int, now: float, account: str = "", sequences: int = 1
-    ) -> Overload | None:
+    ) -> OverloadReason | None:
         """Whether so many more requests are too many.
 
         queued: of any front end's, as instances tell, that aren't after this priority.
@@ -63,11 +63,11 @@ class LoadShedding:
         if not self.limit:
             return None
         if ahead + sequences > self.limit:
-            return Overload(ahead, self.limit, self._until_begun_s(ahead, now))
+            return OverloadReason(ahead, self.limit, self._until_begun_s(ahead, now))
         own = sum(count for (_, whose), count in before if whose == account)
         if account and own and own + sequences > self.limit - ahead:
             allowed = max(own, self.limit - ahead)
-            return Overload(own, allowed, self._until_begun_s(own, now), own=True)
+            return OverloadReason(own, allowed, self._until_begun_s(own, now), own=True)
         return None
 
     def _until_begun_s(self, ahead: int, now: float) -> int:

@@ -33,7 +33,7 @@ class _Metered:
     changed: bool = True
 
 
-class Meter:
+class UsageMeter:
     """Counts for one front end. Hears of requests from the `RequestTable`."""
 
     def __init__(self, model: str, wall: Callable[[], float]) -> None:

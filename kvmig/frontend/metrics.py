@@ -21,7 +21,7 @@ from kvmig.controlplane.view import InstanceView
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.priorities import PriorityClass, class_of
 from kvmig.engines.base import Preempted
-from kvmig.frontend.ports import Observer
+from kvmig.frontend.ports import RouterObserver
 from kvmig.kvtransfer.report import Downtime, MigrationReport
 from kvmig.sharing.messages import InUnit
 
@@ -46,8 +46,9 @@ def downtime_s(downtime: Downtime) -> float:
     return sum(part or 0.0 for part in parts) / 1000
 
 
-class Metrics(Observer):
-    """Counts what happens to requests, migrations and instances: an `Observer` for the router."""
+class FrontendMetrics(RouterObserver):
+    """Counts what happens to requests, migrations and instances: an `RouterObserver` for the
+    router."""
 
     def __init__(self, registry: CollectorRegistry, classes: Sequence[PriorityClass]) -> None:
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
@@ -336,7 +337,7 @@ def _works(row: InstanceRow) -> bool:
     return row.state not in ("lost", "failed") and row.running + row.waiting > 0
 
 
-class Exposition:
+class MetricsExposition:
     """The text of /metrics, made on a thread: it takes as long as several steps, and streams go on.
 
     Anybody may ask: who asks while one is made shares the next one, which is as new as the call.

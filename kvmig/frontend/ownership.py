@@ -18,9 +18,9 @@ from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import AbortRequests, Discard, Resolve, Span, Submit
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
-from kvmig.frontend.ports import Instances, Observer
+from kvmig.frontend.ports import InstancePort, RouterObserver
 from kvmig.frontend.requests import LiveRequest, RequestTable
-from kvmig.frontend.splice import Action, Broken, Stale, Switched
+from kvmig.frontend.splice import Action, OwnerSwitched, StaleCopy, StreamGap
 from kvmig.rpc.messages import RpcMessage
 
 MAX_RUNS = 16
@@ -34,15 +34,15 @@ Owner = Literal["source", "destination", "nobody"]
 log = logging.getLogger(__name__)
 
 
-class Ownership:
+class RequestOwnership:
     """Keeps every request of the table on one instance, or waits for one, or ends it."""
 
     def __init__(
         self,
         table: RequestTable,
-        instances: Instances,
+        instances: InstancePort,
         fail: Callable[[Sequence[str], str, Failure], None],
-        observer: Observer,
+        observer: RouterObserver,
         clock: Callable[[], float],
         config: FaultConfig,
         inexact: bool = False,
@@ -67,13 +67,13 @@ class Ownership:
     def act(self, request: LiveRequest, action: Action) -> None:
         """Carry out what the request's splicer asks for."""
         match action:
-            case Stale(instance, epoch):
+            case StaleCopy(instance, epoch):
                 if self.send_quietly(instance, Discard(request.run_id, epoch)):
                     request.splicer.told(action)
-            case Switched(_, _, epoch, gap_s):
+            case OwnerSwitched(_, _, epoch, gap_s):
                 request.note_switch(epoch)
                 self._observer.switched(gap_s)
-            case Broken(reason):
+            case StreamGap(reason):
                 self.run_again([request], reason)
 
     def stop_unknown_output(self, instance: str, span: Span, last: bool) -> None:

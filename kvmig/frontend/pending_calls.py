@@ -26,7 +26,7 @@ class _Waiting:
     future: asyncio.Future[tuple[RpcMessage, Payload]]
 
 
-class Questions:
+class PendingCalls:
     """Open questions of one front end to its instances."""
 
     def __init__(self, send: Send) -> None:

@@ -12,7 +12,7 @@ from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import RpcMessage
 
 
-class Item(Protocol):
+class OutputItem(Protocol):
     """Tokens of one request from one step (vLLM: `EngineCoreOutput`, as it is)."""
 
     request_id: str
@@ -30,31 +30,31 @@ class Item(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class OutputBatch:
     """A decoded `Outputs` payload.
 
     items: one a span of the message, in the same order; meta: the engine's own
     (vLLM: statistics), handed through with the batch, never with a held item.
     """
 
-    items: Sequence[Item]
+    items: Sequence[OutputItem]
     meta: object = None
     cached: Mapping[str, int] = field(default_factory=dict)
     """Prompt tokens that the prefix cache had, for runs whose first tokens these are."""
 
 
-class Decode(Protocol):
+class OutputDecoder(Protocol):
     """The adapter's decoder of `Outputs` payloads."""
 
-    def __call__(self, payload: Sequence[memoryview]) -> Batch:
+    def __call__(self, payload: Sequence[memoryview]) -> OutputBatch:
         """May keep views into `payload`."""
         ...
 
 
-class Sink(Protocol):
+class OutputSink(Protocol):
     """End of all streams: the engine's front half. Called on the event loop; must not block."""
 
-    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+    def deliver(self, index: int, items: Sequence[OutputItem], meta: object) -> None:
         """Tokens in their right order. index: the engine index of the instance they are from."""
         ...
 
@@ -67,7 +67,7 @@ class Sink(Protocol):
         ...
 
 
-class Arithmetic(NamedTuple):
+class EngineArithmetic(NamedTuple):
     """Weights and numerics of an instance: a stream that has begun there goes on with the same."""
 
     weights: str = ""
@@ -75,25 +75,25 @@ class Arithmetic(NamedTuple):
     numerics: str = ""
     """The numerics class; empty: no matter which."""
 
-    def goes_on(self, there: Arithmetic) -> bool:
+    def goes_on(self, there: EngineArithmetic) -> bool:
         """Whether a stream that has begun so may go on there."""
         return self.weights in ("", there.weights) and self.numerics in ("", there.numerics)
 
 
-NOT_BEGUN = Arithmetic()
+NOT_BEGUN = EngineArithmetic()
 
 
-class Instances(Protocol):
-    """The part of `kvmig.frontend.instances.Fleet`, described there, that decisions need."""
+class InstancePort(Protocol):
+    """The part of `kvmig.frontend.instances.InstancePool`, described there, that decisions need."""
 
     @property
     def alive(self) -> list[str]: ...
     def fit(self, instance: str) -> bool: ...
     def any_fit(self) -> bool: ...
-    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool: ...
+    def others_serve(self, instance: str, begun: EngineArithmetic = NOT_BEGUN) -> bool: ...
     def ailing(self) -> dict[str, str]: ...
     def index(self, instance: str) -> int: ...
-    def arithmetic(self, instance: str) -> Arithmetic: ...
+    def arithmetic(self, instance: str) -> EngineArithmetic: ...
     def send(self, instance: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None: ...
     def dispatch(
         self,
@@ -103,12 +103,12 @@ class Instances(Protocol):
         payload: Sequence[Frame],
         *,
         fit: bool = False,
-        begun: Arithmetic = NOT_BEGUN,
+        begun: EngineArithmetic = NOT_BEGUN,
     ) -> str: ...
 
 
-class Observer:
-    """Hears what happens, and counts nothing; `kvmig.frontend.metrics.Metrics` counts."""
+class RouterObserver:
+    """Hears what happens, and counts nothing; `kvmig.frontend.metrics.FrontendMetrics` counts."""
 
     def migrated(self, report: MigrationReport, priority: int | None) -> None:
         """A migration ended. priority: the request's, if it is one of this front end's."""

@@ -13,8 +13,8 @@ from kvmig.accounts.allowances import Ask, Granted, TokenAllowance
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Span
 from kvmig.core.errors import NoInstance, QuotaUsedUp
-from kvmig.frontend.meter import Meter
-from kvmig.frontend.ports import Item
+from kvmig.frontend.meter import UsageMeter
+from kvmig.frontend.ports import OutputItem
 
 ANSWER_S = 5.0
 """Timeout of one answer; the question is then asked again on another connection."""
@@ -28,17 +28,17 @@ AGAIN_S = 0.5
 
 AWAY = "nobody grants tokens of the API key's quota now, try again"
 
-Output = tuple[str, Span, Item]
+Output = tuple[str, Span, OutputItem]
 """An instance's, as it came."""
 
 log = logging.getLogger(__name__)
 
 
-class Quotas:
+class QuotaClient:
     """Of one front end. Make it inside a running event loop; `close` it."""
 
     def __init__(
-        self, meter: Meter, source: str, path: str, cut: Callable[[Item, int], None]
+        self, meter: UsageMeter, source: str, path: str, cut: Callable[[OutputItem, int], None]
     ) -> None:
         """source: the front end's name in usage records. path: of the socket.
 

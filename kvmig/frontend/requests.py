@@ -13,8 +13,8 @@ from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.call import HttpCall, current_call
 from kvmig.asgi.errors import AmbiguousRequest, RequestFinished, UnknownRequest
 from kvmig.engines.base import Frame
-from kvmig.frontend.ports import NOT_BEGUN, Arithmetic
-from kvmig.frontend.splice import Splicer
+from kvmig.frontend.ports import NOT_BEGUN, EngineArithmetic
+from kvmig.frontend.splice import StreamSplicer
 
 REMEMBERED = 4096
 """Names of ended requests, up to three of each, that are still told apart from unknown ones."""
@@ -58,7 +58,7 @@ class LiveRequest:
     """The engine's id of the client's request; several sequences may share it."""
     call_id: str
     """The x-request-id of the call."""
-    splicer: Splicer
+    splicer: StreamSplicer
     """The client's stream."""
     prompt_tokens: int
     priority: int
@@ -83,7 +83,7 @@ class LiveRequest:
     """When the first token came, in the router's clock."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache of the first run had."""
-    begun: Arithmetic = NOT_BEGUN
+    begun: EngineArithmetic = NOT_BEGUN
     """Weights and numerics of the first token: the request goes on under no other weights."""
     output_token_ids: list[int] = field(default_factory=list)
     """Tokens that the client has got: the next run goes on after them."""
@@ -102,7 +102,7 @@ class LiveRequest:
     """Epoch of the owner that the request left for `moved_to`."""
     unplaced_since: float | None = None
     """Time since which the request has had no instance, in the router's clock."""
-    crashes: Crashes = field(default_factory=lambda: Crashes())  # noqa: PLW0108 - defined below
+    crashes: InstanceCrashes = field(default_factory=lambda: InstanceCrashes())  # noqa: PLW0108 - defined below
     reconnected: set[str] = field(default_factory=set)
     """Instances that were missing during this run and came back: they may have dropped their copy,
     and its tokens may be lost."""
@@ -159,7 +159,7 @@ Verdict = Literal["run", "wait", "poison"]
 
 
 @dataclass(slots=True)
-class Crashes:
+class InstanceCrashes:
     """Instances that hung or went while they ran the request. Pure.
 
     An instance is missing when its connection is lost or it is silent or failed: it may come back.
@@ -238,7 +238,7 @@ def priority_of_call(asked: int) -> int:
 
 
 class RequestObserver(Protocol):
-    """Learns when each request begins and ends: `kvmig.frontend.meter.Meter`."""
+    """Learns when each request begins and ends: `kvmig.frontend.meter.UsageMeter`."""
 
     def began(self, request: LiveRequest) -> None:
         """The request is in the table now."""

@@ -51,19 +51,19 @@ from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import AnswerTooLarge, PeerError
-from kvmig.frontend.dispatch_turns import Turns
-from kvmig.frontend.instances import Fleet, Instance
+from kvmig.frontend.dispatch_turns import DispatchTurns
+from kvmig.frontend.instances import InstanceConnection, InstancePool
 from kvmig.frontend.inventory import (
     OthersRequest,
     find_other,
     others_requests,
     request_rows,
 )
-from kvmig.frontend.meter import Meter
-from kvmig.frontend.ownership import Ownership
-from kvmig.frontend.pending_calls import Questions
-from kvmig.frontend.ports import Decode, Item, Observer, Sink
-from kvmig.frontend.quotas import Output, Quotas
+from kvmig.frontend.meter import UsageMeter
+from kvmig.frontend.ownership import RequestOwnership
+from kvmig.frontend.pending_calls import PendingCalls
+from kvmig.frontend.ports import OutputDecoder, OutputItem, OutputSink, RouterObserver
+from kvmig.frontend.quotas import Output, QuotaClient
 from kvmig.frontend.requests import (
     LiveRequest,
     RequestTable,
@@ -72,8 +72,8 @@ from kvmig.frontend.requests import (
     priority_of_call,
     sequences_of_call,
 )
-from kvmig.frontend.splice import Splicer
-from kvmig.frontend.streams import Streams
+from kvmig.frontend.splice import StreamSplicer
+from kvmig.frontend.streams import RequestStreams
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.codec import Frame, RefusalCounter
 from kvmig.rpc.messages import RpcMessage
@@ -103,12 +103,12 @@ class Router:
         name: str,
         secret: bytes,
         config: ClusterConfig,
-        sink: Sink,
-        decode: Decode,
+        sink: OutputSink,
+        decode: OutputDecoder,
         *,
-        observer: Observer | None = None,
-        meter: Meter | None = None,
-        quotas: Quotas | None = None,
+        observer: RouterObserver | None = None,
+        meter: UsageMeter | None = None,
+        quotas: QuotaClient | None = None,
         clock: Clock = monotonic,
         lost_after_s: float = 10.0,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
@@ -117,7 +117,7 @@ class Router:
 
         meter: counts what its calls use. quotas: pays for calls whose keys have one.
         """
-        self.fleet = Fleet(name, secret, config, clock, lost_after_s, self)
+        self.fleet = InstancePool(name, secret, config, clock, lost_after_s, self)
         self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
         """Reports of the last migrations, by hand or by policy, oldest first."""
         self.reported = 0
@@ -126,17 +126,19 @@ class Router:
         """Whether all instances' KV caches are given back."""
         self._name = name
         self._config = config
-        self._observer = observer = observer or Observer()
+        self._observer = observer = observer or RouterObserver()
         self._clock = clock
         self._fence_timeout_s = fence_timeout_s
         self._table = RequestTable(meter)
-        self._questions = Questions(self.fleet.send)
-        self._streams = Streams(self._table, sink, decode, self.fleet, observer, clock, quotas)
+        self._questions = PendingCalls(self.fleet.send)
+        self._streams = RequestStreams(
+            self._table, sink, decode, self.fleet, observer, clock, quotas
+        )
         self._quotas = quotas
         if quotas is not None:
             quotas.release = lambda output: self._splice(*output)
             quotas.end = self._end_unpaid
-        self._ownership = Ownership(
+        self._ownership = RequestOwnership(
             self._table,
             self.fleet,
             self._streams.fail,
@@ -146,7 +148,7 @@ class Router:
             config.scheduler.inexact_moves,
         )
         self._refusals = RefusalCounter()
-        self._turns = Turns(self.fleet.queues, self._is_fresh)
+        self._turns = DispatchTurns(self.fleet.queues, self._is_fresh)
         self._fences: dict[tuple[str, int], asyncio.Task[bool]] = {}
         """Destinations that are asked whether they committed: by run id and epoch."""
         self._tasks = BackgroundTasks("router")
@@ -288,7 +290,7 @@ class Router:
                 request_id=request_id,
                 external_id=external_id,
                 call_id=current_call_id() or call_of(external_id),
-                splicer=Splicer(instance),
+                splicer=StreamSplicer(instance),
                 prompt_tokens=prompt_tokens,
                 priority=priority,
                 payload=payload,
@@ -440,7 +442,7 @@ class Router:
     # -- what comes from instances: see `Listener`
 
     def on_message(
-        self, instance: Instance, message: RpcMessage, payload: list[memoryview]
+        self, instance: InstanceConnection, message: RpcMessage, payload: list[memoryview]
     ) -> None:
         if instance.health is not None:
             instance.health.heard()
@@ -471,17 +473,17 @@ class Router:
                 log.warning("instance %s sent %s", instance.name, type(message).__name__)
                 self.refused(PeerError(f"{type(message).__name__} isn't for a front end"))
 
-    def on_refused(self, instance: Instance, error: PeerError) -> None:
+    def on_refused(self, instance: InstanceConnection, error: PeerError) -> None:
         self.refused(error)
 
-    def on_lost(self, instance: Instance, reason: str) -> None:
+    def on_lost(self, instance: InstanceConnection, reason: str) -> None:
         self.fleet.forget(instance)
         log.warning("connection to instance %s: %s", instance.name, reason)
         reason = f"instance {instance.name} is lost"
         self._questions.lost(instance.name, reason)
         self._ownership.lost(instance.name, reason)
 
-    def _splice(self, instance: str, span: Span, item: Item) -> None:
+    def _splice(self, instance: str, span: Span, item: OutputItem) -> None:
         """Take an output that isn't just what comes next in its stream."""
         if span.epoch < 0:
             return  # aborted there before it came out: nobody's

@@ -21,9 +21,9 @@ from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.process.child import end_loading, say
 
 if TYPE_CHECKING:
-    from kvmig.frontend.metrics import Metrics
+    from kvmig.frontend.metrics import FrontendMetrics
     from kvmig.frontend.middleware import HttpState
-    from kvmig.frontend.quotas import Quotas
+    from kvmig.frontend.quotas import QuotaClient
     from kvmig.frontend.usage_writer import UsageWriter
 
 COLLECT = (20_000, 20, 50)
@@ -50,9 +50,9 @@ class FrontEnd:
         from prometheus_client import REGISTRY
 
         from kvmig.frontend.isolation import PromptSalts
-        from kvmig.frontend.launcher_link import LauncherLink, Membership
+        from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink
         from kvmig.frontend.loop_watch import LoopWatch
-        from kvmig.frontend.metrics import Metrics
+        from kvmig.frontend.metrics import FrontendMetrics
         from kvmig.frontend.openai.base import openai_server
         from kvmig.frontend.router import Router
 
@@ -63,7 +63,7 @@ class FrontEnd:
         config = launch.config
         salts = PromptSalts(launch.secret) if config.http.isolate_users else None
         self._server = openai_server(config, launch.engine_argv, args, sock, salts)
-        metrics = Metrics(REGISTRY, config.priorities)
+        metrics = FrontendMetrics(REGISTRY, config.priorities)
         names = args.served_model_name or [args.model]
         self._model = names[0]
         self._usage = usage_writer(launch, self._model)
@@ -81,7 +81,7 @@ class FrontEnd:
         self._http = self._http_state(metrics)
         if args.api_key and launch.admin_key:  # the server's own look comes after ours
             args.api_key = [*args.api_key, launch.admin_key]
-        self._membership = Membership(self._router)
+        self._membership = InstanceMembership(self._router)
         self._launcher = LauncherLink(
             launch.launcher, launch.secret, launch.name, self._membership.hear
         )
@@ -90,7 +90,7 @@ class FrontEnd:
         self._watch = LoopWatch(REGISTRY, self._http.budget.take_seen)
         self._watching: list[asyncio.Task[None]] = []
 
-    def _http_state(self, metrics: Metrics) -> HttpState:
+    def _http_state(self, metrics: FrontendMetrics) -> HttpState:
         from prometheus_client import REGISTRY
 
         from kvmig.frontend.middleware import HttpState
@@ -184,27 +184,27 @@ class FrontEnd:
 
 def usage_writer(launch: FrontLaunch, model: str) -> UsageWriter | None:
     """Writes what calls have used; None: no usage is wanted. model: its name in records."""
-    from kvmig.frontend.meter import Meter
+    from kvmig.frontend.meter import UsageMeter
     from kvmig.frontend.usage_writer import UsageWriter
 
     http = launch.config.http
     if not http.usage_spool:
         return None
     path = Path(http.usage_spool, f"{launch.name}.sqlite")
-    return UsageWriter(Meter(model, time.time), path, http.quota_socket)
+    return UsageWriter(UsageMeter(model, time.time), path, http.quota_socket)
 
 
 def quotas_of(
     launch: FrontLaunch, usage: UsageWriter | None, cut: Callable[[Any, int], None]
-) -> Quotas | None:
+) -> QuotaClient | None:
     """Asks the server for tokens; None: calls may use as many as they like. cut: leaves the first
     tokens of what an instance sent."""
-    from kvmig.frontend.quotas import Quotas
+    from kvmig.frontend.quotas import QuotaClient
 
     socket_path = launch.config.http.quota_socket
     if not socket_path or usage is None:
         return None
-    return Quotas(usage.meter, launch.name, socket_path, cut)
+    return QuotaClient(usage.meter, launch.name, socket_path, cut)
 
 
 def bound_to(sock: socket.socket) -> str:

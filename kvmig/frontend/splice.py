@@ -10,21 +10,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvmig.controlplane.messages import Span
-from kvmig.frontend.ports import Item
+from kvmig.frontend.ports import OutputItem
 from kvmig.kvtransfer.source_machine import LEAP
 
 HOLD_LIMIT = 1024
 """Most items of one request that wait for the old owner's; more is an error."""
 
 
-class Stale(NamedTuple):
+class StaleCopy(NamedTuple):
     """The instance runs a copy of the request whose tokens don't count: tell it, once."""
 
     instance: str
     epoch: int
 
 
-class Switched(NamedTuple):
+class OwnerSwitched(NamedTuple):
     """The stream went over to a new owner.
 
     gap_s: from the old owner's last token to the new one's first, as they came here, before the
@@ -37,19 +37,19 @@ class Switched(NamedTuple):
     gap_s: float | None
 
 
-class Broken(NamedTuple):
+class StreamGap(NamedTuple):
     """Tokens are missing and will never come: the stream is closed."""
 
     reason: str
 
 
-Action = Stale | Switched | Broken
+Action = StaleCopy | OwnerSwitched | StreamGap
 
 
-class Fed(NamedTuple):
+class SplicedItems(NamedTuple):
     """The outcome of one item: (instance, item) to deliver in this order, and what else to do."""
 
-    deliver: list[tuple[str, Item]]
+    deliver: list[tuple[str, OutputItem]]
     actions: list[Action]
 
 
@@ -58,11 +58,11 @@ class _Held(NamedTuple):
     epoch: int
     start: int
     end: int
-    item: Item
+    item: OutputItem
     at: float
 
 
-class Splicer:
+class StreamSplicer:
     """The stream of one request.
 
     owner, epoch: the instance whose tokens the client gets, and under which epoch; next: index of
@@ -82,7 +82,7 @@ class Splicer:
         self._held: list[_Held] = []
         self._fenced: set[int] = set()
         self._granted: set[int] = set()
-        self._told: set[Stale] = set()
+        self._told: set[StaleCopy] = set()
 
     def restart(self, owner: str) -> None:
         """Begin a new run where the stream is. Outputs of earlier runs must not be fed any more."""
@@ -102,9 +102,9 @@ class Splicer:
         self.last_at = now
         return True
 
-    def feed(self, instance: str, span: Span, item: Item, now: float) -> Fed:
+    def feed(self, instance: str, span: Span, item: OutputItem, now: float) -> SplicedItems:
         """Take an item from `instance`, whose outputs come in their order."""
-        fed = Fed([], [])
+        fed = SplicedItems([], [])
         end = span.start + len(item.new_token_ids)
         if self.closed or span.epoch < self.epoch or self.fenced(span.epoch):
             if not item.finished:
@@ -122,7 +122,7 @@ class Splicer:
             self._drain(now, fed)
         return fed
 
-    def told(self, stale: Stale) -> None:
+    def told(self, stale: StaleCopy) -> None:
         """The instance was sent Discard: once is enough."""
         self._told.add(stale)
 
@@ -156,7 +156,7 @@ class Splicer:
         """Whether `epoch` is shut out."""
         return any(first <= epoch < first + LEAP for first in self._fenced)
 
-    def _drain(self, now: float, fed: Fed) -> None:
+    def _drain(self, now: float, fed: SplicedItems) -> None:
         while not self.closed:
             ready = [held for held in self._held if held.start == self.next]
             if not ready:
@@ -170,12 +170,12 @@ class Splicer:
             self._held.remove(best)
             self._sort_out(fed)
 
-    def _switch(self, to: _Held, now: float, fed: Fed) -> None:
+    def _switch(self, to: _Held, now: float, fed: SplicedItems) -> None:
         gap = None if self.last_at is None else now - self.last_at
-        fed.actions.append(Switched(self.owner, to.instance, to.epoch, gap))
+        fed.actions.append(OwnerSwitched(self.owner, to.instance, to.epoch, gap))
         self.owner, self.epoch = to.instance, to.epoch
 
-    def _sort_out(self, fed: Fed) -> None:
+    def _sort_out(self, fed: SplicedItems) -> None:
         """Keep those of the held items that are still to come."""
         kept = []
         for held in self._held:
@@ -189,12 +189,12 @@ class Splicer:
                 return
         self._held = kept
 
-    def _stale(self, instance: str, epoch: int, fed: Fed) -> None:
-        action = Stale(instance, epoch)
+    def _stale(self, instance: str, epoch: int, fed: SplicedItems) -> None:
+        action = StaleCopy(instance, epoch)
         if action not in self._told and action not in fed.actions:
             fed.actions.append(action)
 
-    def _break(self, reason: str, fed: Fed) -> None:
+    def _break(self, reason: str, fed: SplicedItems) -> None:
         self.closed = True
         self._held = []
-        fed.actions.append(Broken(reason))
+        fed.actions.append(StreamGap(reason))

@@ -21,8 +21,8 @@ from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Outputs, Span
 from kvmig.core.clock import Clock
 from kvmig.core.errors import Failure, PeerError
-from kvmig.frontend.ports import Decode, Instances, Item, Observer, Sink
-from kvmig.frontend.quotas import Quotas
+from kvmig.frontend.ports import InstancePort, OutputDecoder, OutputItem, OutputSink, RouterObserver
+from kvmig.frontend.quotas import QuotaClient
 from kvmig.frontend.requests import LiveRequest, RequestTable
 from kvmig.frontend.splice import Action
 
@@ -33,7 +33,7 @@ GIVE_UP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ramp:
+class DelayRamp:
     """Delays of the tokens before a pause. Pure."""
 
     pause_s: float
@@ -51,26 +51,26 @@ class Ramp:
 class _Spread:
     """Tokens of one request that are held until they are due."""
 
-    ramp: Ramp
+    ramp: DelayRamp
     index: int
     ends: asyncio.TimerHandle
     number: int = 0
-    held: deque[tuple[float, Item]] = field(default_factory=deque)
+    held: deque[tuple[float, OutputItem]] = field(default_factory=deque)
     timer: asyncio.TimerHandle | None = None
 
 
-class Streams:
+class RequestStreams:
     """All streams of one front end."""
 
     def __init__(
         self,
         table: RequestTable,
-        sink: Sink,
-        decode: Decode,
-        instances: Instances,
-        observer: Observer,
+        sink: OutputSink,
+        decode: OutputDecoder,
+        instances: InstancePort,
+        observer: RouterObserver,
         clock: Clock,
-        quotas: Quotas | None = None,
+        quotas: QuotaClient | None = None,
     ) -> None:
         """quotas: pays for tokens of requests with an allowance."""
         self._quotas = quotas
@@ -86,7 +86,7 @@ class Streams:
 
     def take(
         self, instance: str, outputs: Outputs, payload: Sequence[memoryview]
-    ) -> list[tuple[Span, Item]]:
+    ) -> list[tuple[Span, OutputItem]]:
         """Deliver the outputs of an instance's step that come next in their streams.
 
         Returns the others, for `splice`. Raises PeerError when spans and items don't match,
@@ -101,7 +101,7 @@ class Streams:
                 f"{instance} sent {len(outputs.spans)} spans for {len(batch.items)} items"
             )
         runs = self._table.runs
-        others: list[tuple[Span, Item]] = []
+        others: list[tuple[Span, OutputItem]] = []
         ended: list[LiveRequest] = []
         held: set[int] = set()
         for run_id, tokens in batch.cached.items():
@@ -130,7 +130,9 @@ class Streams:
         self._sink.deliver(index, self.due(index, items), batch.meta)
         return others
 
-    def _pays(self, request: LiveRequest | None, instance: str, span: Span, item: Item) -> bool:
+    def _pays(
+        self, request: LiveRequest | None, instance: str, span: Span, item: OutputItem
+    ) -> bool:
         """Whether the output is paid for, or costs nothing; else it waits for the next grant."""
         if request is None or (allowance := request.allowance) is None:
             return True
@@ -143,7 +145,9 @@ class Streams:
             self._quotas.want_more(allowance)
         return paid
 
-    def splice(self, request: LiveRequest, instance: str, span: Span, item: Item) -> list[Action]:
+    def splice(
+        self, request: LiveRequest, instance: str, span: Span, item: OutputItem
+    ) -> list[Action]:
         """Deliver what follows from an output that didn't just come next; what else to do."""
         now = self._clock()
         fed = request.splicer.feed(instance, span, item, now)
@@ -157,7 +161,7 @@ class Streams:
             self.end(request)
         return fed.actions
 
-    def _keep(self, request: LiveRequest, item: Item, instance: str, now: float) -> None:
+    def _keep(self, request: LiveRequest, item: OutputItem, instance: str, now: float) -> None:
         """The next run goes on after these tokens; the client knows nothing of runs."""
         request.output_token_ids += item.new_token_ids
         if request.whole and request.call is not None:
@@ -195,7 +199,7 @@ class Streams:
             self._sink.finish([one.request_id for one in requests])
 
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
-        """Fail requests, see `Sink.fail`; tokens that are held come first."""
+        """Fail requests, see `OutputSink.fail`; tokens that are held come first."""
         for request_id in request_ids:
             self.end_spread(request_id)
         self._sink.fail(request_ids, reason, kind)
@@ -218,7 +222,7 @@ class Streams:
         """
         self.end_spread(request_id)
         ends = asyncio.get_running_loop().call_later(GIVE_UP_S, self.end_spread, request_id)
-        self._spreads[request_id] = _Spread(Ramp(pause_s, stretch_s), index, ends)
+        self._spreads[request_id] = _Spread(DelayRamp(pause_s, stretch_s), index, ends)
 
     def end_spread(self, request_id: str) -> None:
         """Deliver what is held and hold nothing more: the pause is over, or doesn't come.
@@ -234,13 +238,13 @@ class Streams:
         if spread.held:
             self._sink.deliver(spread.index, [item for _, item in spread.held], None)
 
-    def due(self, index: int, items: Sequence[Item]) -> Sequence[Item]:
+    def due(self, index: int, items: Sequence[OutputItem]) -> Sequence[OutputItem]:
         """The items that go on at once; the others are kept for later."""
         if not self._spreads:
             return items
         return [item for item in items if not self._holds(index, item)]
 
-    def _holds(self, index: int, item: Item) -> bool:
+    def _holds(self, index: int, item: OutputItem) -> bool:
         """Whether the item is kept for later. If not, what was kept before it has gone on."""
         request_id = item.request_id
         spread = self._spreads.get(request_id)

@@ -16,7 +16,7 @@ import msgspec
 
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord, UsageSpool
 from kvmig.core.clock import Clock, monotonic
-from kvmig.frontend.meter import Meter
+from kvmig.frontend.meter import UsageMeter
 
 WRITE_S = 1.0
 """Pause between two writes: the counts that a killed front end may lose."""
@@ -39,7 +39,7 @@ class UsageWriter:
     """Writes what a meter counts into its spool, every second; `run` it as a task, then `close`."""
 
     def __init__(
-        self, meter: Meter, path: Path, server: str = "", clock: Clock = monotonic
+        self, meter: UsageMeter, path: Path, server: str = "", clock: Clock = monotonic
     ) -> None:
         """server: path of the socket of who takes what the disk doesn't; empty: nobody."""
         self.meter = meter

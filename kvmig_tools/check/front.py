@@ -13,12 +13,18 @@ from kvmig.controlplane.messages import Fence, Fenced, Outputs, Resolve, Resolve
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
 from kvmig.frontend.instances import TICK_S
-from kvmig.frontend.ownership import Ownership
-from kvmig.frontend.ports import NOT_BEGUN, Arithmetic, Batch, Item, Observer
+from kvmig.frontend.ownership import RequestOwnership
+from kvmig.frontend.ports import (
+    NOT_BEGUN,
+    EngineArithmetic,
+    OutputBatch,
+    OutputItem,
+    RouterObserver,
+)
 from kvmig.frontend.requests import LiveRequest, RequestTable
 from kvmig.frontend.router import FENCE_TIMEOUT_S, HOLD_S
-from kvmig.frontend.splice import Splicer
-from kvmig.frontend.streams import Streams
+from kvmig.frontend.splice import StreamSplicer
+from kvmig.frontend.streams import RequestStreams
 from kvmig.kvtransfer.source_machine import LEAP
 from kvmig.rpc.codec import Frame
 from kvmig.rpc.messages import RpcMessage
@@ -31,7 +37,7 @@ ALWAYS = FaultConfig(max_crashes=99)
 
 @dataclass
 class Output:
-    """An `Item`."""
+    """An `OutputItem`."""
 
     request_id: str
     new_token_ids: tuple[int, ...]
@@ -56,16 +62,16 @@ class Front(Part):
         self.given = 0
         self.failed = ""
         self._tokens = tokens
-        self._batch: list[Item] = []
+        self._batch: list[OutputItem] = []
         self._asking: dict[str, tuple[Resolve, str]] = {}
         """Questions of sources that the destination was asked for, by migration."""
         self.table = RequestTable() if table is None else table
-        observer = Observer()
-        self._streams = Streams(self.table, self, self._decode, self, observer, _no_time)
-        self._ownership = Ownership(
+        observer = RouterObserver()
+        self._streams = RequestStreams(self.table, self, self._decode, self, observer, _no_time)
+        self._ownership = RequestOwnership(
             self.table, self, self._streams.fail, observer, _no_time, ALWAYS
         )
-        self.table.add(LiveRequest(request, request, request, Splicer(owner), 1, 0, (), 0.0))
+        self.table.add(LiveRequest(request, request, request, StreamSplicer(owner), 1, 0, (), 0.0))
 
     def facts(self) -> Facts:
         """See `Part`; decodes: the run whose tokens count, and the epochs that are fenced."""
@@ -194,7 +200,7 @@ class Front(Part):
         """Whether one is connected."""
         return bool(self.alive)
 
-    def others_serve(self, instance: str, begun: Arithmetic = NOT_BEGUN) -> bool:
+    def others_serve(self, instance: str, begun: EngineArithmetic = NOT_BEGUN) -> bool:
         """Whether another one is connected."""
         return any(one != instance for one in self.alive)
 
@@ -206,7 +212,7 @@ class Front(Part):
         """Nobody looks at it."""
         return 0
 
-    def arithmetic(self, instance: str) -> Arithmetic:
+    def arithmetic(self, instance: str) -> EngineArithmetic:
         """All are alike."""
         return NOT_BEGUN
 
@@ -224,7 +230,7 @@ class Front(Part):
         payload: Sequence[Frame],
         *,
         fit: bool = False,
-        begun: Arithmetic = NOT_BEGUN,
+        begun: EngineArithmetic = NOT_BEGUN,
     ) -> str:
         """To the first that is connected."""
         if not self.alive:
@@ -235,7 +241,7 @@ class Front(Part):
 
     # -- a sink
 
-    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+    def deliver(self, index: int, items: Sequence[OutputItem], meta: object) -> None:
         """The client's own look at what comes."""
         for item in items:
             for token in item.new_token_ids:
@@ -253,8 +259,8 @@ class Front(Part):
         """The request was given up."""
         self.failed = reason
 
-    def _decode(self, payload: Sequence[memoryview]) -> Batch:
-        return Batch(self._batch)
+    def _decode(self, payload: Sequence[memoryview]) -> OutputBatch:
+        return OutputBatch(self._batch)
 
 
 def _no_time() -> float:

@@ -110,7 +110,7 @@ class ToyKind:
 
 
 class ByteTokenizer:
-    """Each byte of a text is a token: `kvmig.frontend.openai.generation.Tokenizer`."""
+    """Each byte of a text is a token: `kvmig.frontend.openai.generation.TokenizerPort`."""
 
     max_tokens: int | None = None
     vocabulary = VOCABULARY

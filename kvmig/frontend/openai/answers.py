@@ -11,14 +11,14 @@ from pydantic import BaseModel
 from kvmig.engines.transformers.payload import TokenLogprob
 
 
-class Token(NamedTuple):
+class OutputToken(NamedTuple):
     """An output token with its log-probabilities."""
 
     id: int
     logprob: TokenLogprob
 
 
-class Piece(NamedTuple):
+class ChoicePiece(NamedTuple):
     """A part of one choice's answer.
 
     tokens: output tokens so far; logprobs: of this piece's tokens, if they are asked for, whether
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     text: str
     tokens: int
     finish_reason: str | None
-    logprobs: Sequence[Token] = ()
+    logprobs: Sequence[OutputToken] = ()
 
 
 Decode = Callable[[Sequence[int]], str]
@@ -42,7 +42,7 @@ class CompletionLogprobs:
         self._decode = decode
         self._offset = 0
 
-    def of(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def of(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """OpenAI's object."""
         texts = [self._decode([token.id]) for token in tokens]
         offsets: list[int] = []
@@ -71,7 +71,7 @@ class ChatLogprobs:
         """decode: of any run of tokens, those that are special too."""
         self._decode = decode
 
-    def of(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def of(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """OpenAI's object."""
         return {
             "content": [
@@ -91,14 +91,14 @@ class ChatLogprobs:
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
-class Answer(Protocol):
+class AnswerWriter(Protocol):
     """Writes the answer to one call, of one choice or several."""
 
     def head(self, choice: int) -> dict[str, Any] | None:
         """A chunk before a choice's first text, if there is one."""
         ...
 
-    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, choice: int, piece: ChoicePiece) -> dict[str, Any]:
         """A part of the stream."""
         ...
 
@@ -106,7 +106,7 @@ class Answer(Protocol):
         """A chunk without text, for the usage."""
         ...
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
         """The answer without a stream, but for its usage."""
         ...
 
@@ -131,19 +131,19 @@ class CompletionAnswer:
     def head(self, choice: int) -> None:
         """None."""
 
-    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, choice: int, piece: ChoicePiece) -> dict[str, Any]:
         return {**self._base, "choices": [self._choice(choice, piece)]}
 
     def last(self) -> dict[str, Any]:
         return {**self._base, "choices": []}
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
         return {
             **self._base,
             "choices": [self._choice(choice, piece) for choice, piece in enumerate(choices)],
         }
 
-    def _choice(self, choice: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, choice: int, piece: ChoicePiece) -> dict[str, Any]:
         logprobs = self._logprobs[choice].of(piece.logprobs) if piece.logprobs else None
         return _choice(choice, {"text": piece.text}, logprobs, piece.finish_reason)
 
@@ -161,21 +161,21 @@ class ChatAnswer:
         delta = {"role": "assistant", "content": ""}
         return {**self._chunk, "choices": [_choice(choice, {"delta": delta}, None, None)]}
 
-    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, choice: int, piece: ChoicePiece) -> dict[str, Any]:
         delta = {"delta": {"content": piece.text}}
         return {**self._chunk, "choices": [self._choice(choice, delta, piece)]}
 
     def last(self) -> dict[str, Any]:
         return {**self._chunk, "choices": []}
 
-    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
         found = [
             self._choice(choice, {"message": _message(piece.text)}, piece)
             for choice, piece in enumerate(choices)
         ]
         return {**self._whole, "choices": found}
 
-    def _choice(self, choice: int, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _choice(self, choice: int, content: dict[str, Any], piece: ChoicePiece) -> dict[str, Any]:
         logprobs = self._logprobs.of(piece.logprobs) if piece.logprobs else None
         return _choice(choice, content, logprobs, piece.finish_reason)
 

@@ -13,7 +13,7 @@ from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.config import ClusterConfig
 from kvmig.frontend.isolation import PromptSalts
 from kvmig.frontend.media_rules import MediaRules
-from kvmig.frontend.ports import Batch, Sink
+from kvmig.frontend.ports import OutputBatch, OutputSink
 from kvmig.frontend.router import Router
 
 
@@ -21,12 +21,12 @@ class OpenAIServer(Protocol):
     """Serves the API: `load`, `learn`, `make_app`, `serve`; then `stop`, also after a failure."""
 
     @property
-    def sink(self) -> Sink:
+    def sink(self) -> OutputSink:
         """The end of the router's streams."""
         ...
 
-    def decode(self, payload: Sequence[memoryview]) -> Batch:
-        """See `kvmig.frontend.ports.Decode`."""
+    def decode(self, payload: Sequence[memoryview]) -> OutputBatch:
+        """See `kvmig.frontend.ports.OutputDecoder`."""
         ...
 
     def cut(self, item: Any, tokens: int) -> None:

@@ -1,7 +1,7 @@
 """One call's requests: to the router, their tokens back as text, their text to the client.
 
-A `Generation` is one request, `Choices` are those of one call (`n`), `whole` and `stream` answer
-the call; its client may leave at any time.
+A `ChoiceGeneration` is one request, `CallChoices` are those of one call (`n`), `whole` and `stream`
+answer the call; its client may leave at any time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvmig.asgi.errors import GatewayError
 from kvmig.asgi.problems import problem
 from kvmig.core.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
-from kvmig.frontend.openai.answers import Answer, Piece, Token, usage
+from kvmig.frontend.openai.answers import AnswerWriter, ChoicePiece, OutputToken, usage
 from kvmig.frontend.openai.bodies import StreamOptions
-from kvmig.frontend.openai.text import Detokenizer, StopStrings
-from kvmig.frontend.ports import Batch, Item
+from kvmig.frontend.openai.text import StopStrings, StreamDetokenizer
+from kvmig.frontend.ports import OutputBatch, OutputItem
 from kvmig.frontend.requests import priority_of_call
 from kvmig.frontend.router import Router
 
@@ -36,7 +36,7 @@ _STATUSES: dict[Failure, HTTPStatus] = {
 }
 
 
-class Failed(GatewayError):
+class GenerationFailed(GatewayError):
     """A request that began can't go on."""
 
     def __init__(self, message: str, kind: Failure) -> None:
@@ -45,7 +45,7 @@ class Failed(GatewayError):
             self.status = _STATUSES[kind]
 
 
-class Tokenizer(Protocol):
+class TokenizerPort(Protocol):
     """Tokenizer of one model."""
 
     @property
@@ -94,18 +94,18 @@ class RequestQueues:
     """Implements `Sink` with a queue for each request; one object for the whole front end."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, asyncio.Queue[StepOutput | Failed]] = {}
+        self._queues: dict[str, asyncio.Queue[StepOutput | GenerationFailed]] = {}
 
-    def open(self, request_id: str) -> asyncio.Queue[StepOutput | Failed]:
+    def open(self, request_id: str) -> asyncio.Queue[StepOutput | GenerationFailed]:
         """Queue of all that comes for this request from now on."""
-        self._queues[request_id] = queue = asyncio.Queue[StepOutput | Failed]()
+        self._queues[request_id] = queue = asyncio.Queue[StepOutput | GenerationFailed]()
         return queue
 
     def close(self, request_id: str) -> None:
         """Drop the request's queue."""
         self._queues.pop(request_id, None)
 
-    def deliver(self, index: int, items: Sequence[Item], meta: object) -> None:
+    def deliver(self, index: int, items: Sequence[OutputItem], meta: object) -> None:
         """See `Sink`."""
         for item in items:
             assert isinstance(item, StepOutput)
@@ -122,29 +122,29 @@ class RequestQueues:
         """See `Sink`."""
         for request_id in request_ids:
             if (queue := self._queues.get(request_id)) is not None:
-                queue.put_nowait(Failed(reason, kind))
+                queue.put_nowait(GenerationFailed(reason, kind))
 
 
-def decode_outputs(payload: Sequence[memoryview]) -> Batch:
+def decode_outputs(payload: Sequence[memoryview]) -> OutputBatch:
     """The payload of an Outputs message."""
-    return Batch(decode(payload[0], list[StepOutput]))
+    return OutputBatch(decode(payload[0], list[StepOutput]))
 
 
 @dataclass(frozen=True)
-class Backend:
+class GenerationBackend:
     """Router, queues and tokenizer that all requests of a front end share."""
 
     router: Router
     queues: RequestQueues
-    tokenizer: Tokenizer
+    tokenizer: TokenizerPort
 
 
-class Generation:
+class ChoiceGeneration:
     """`begin`, `next` until a piece has a finish reason, `close` in any case."""
 
     def __init__(
         self,
-        backend: Backend,
+        backend: GenerationBackend,
         external_id: str,
         request: SubmittedRequest,
         stops: Sequence[str],
@@ -163,13 +163,13 @@ class Generation:
         place = "" if choice is None else f"{choice}_"
         self._request_id = f"{place}{external_id}-{secrets.token_hex(4)}"
         self._request = request
-        self._detokenizer = Detokenizer(backend.tokenizer.decode, request.prompt_token_ids)
+        self._detokenizer = StreamDetokenizer(backend.tokenizer.decode, request.prompt_token_ids)
         self._stops = StopStrings(stops)
         self._queue = self._queues.open(self._request_id)
         self._tokens = 0
-        self._logprobs: list[Token] = []
+        self._logprobs: list[OutputToken] = []
         self._runs = False
-        self._left: list[StepOutput | Failed] = []
+        self._left: list[StepOutput | GenerationFailed] = []
         """Taken out of the queue, but not told yet."""
 
     async def begin(self) -> None:
@@ -188,12 +188,12 @@ class Generation:
                 logprobs=0 if (wanted := self._request.logprobs) is None else wanted + 1,
             )
         except NoInstance as error:
-            raise Failed(str(error), "retry") from error
+            raise GenerationFailed(str(error), "retry") from error
         except QuotaUsedUp as error:
-            raise Failed(str(error), "quota") from error
+            raise GenerationFailed(str(error), "quota") from error
         self._runs = True
 
-    async def next(self) -> Piece:
+    async def next(self) -> ChoicePiece:
         """More of the text, or its end. Raises Failed."""
         while True:
             came, self._left = self._left or [await self._queue.get()], []
@@ -201,7 +201,7 @@ class Generation:
                 came.append(self._queue.get_nowait())
             text, reason = "", None
             for one in came:
-                if text and isinstance(one, Failed):
+                if text and isinstance(one, GenerationFailed):
                     self._left = [one]  # the client gets what came before
                     break
                 more, reason = await self._take(one)
@@ -210,7 +210,7 @@ class Generation:
                     break
             if text or reason is not None:
                 logprobs, self._logprobs = self._logprobs, []
-                return Piece(text, self._tokens, reason, logprobs)
+                return ChoicePiece(text, self._tokens, reason, logprobs)
 
     async def close(self) -> None:
         """Abort the request if it still runs. May be called twice."""
@@ -219,19 +219,19 @@ class Generation:
             self._runs = False
             await self._router.abort([self._request_id])
 
-    async def _take(self, output: StepOutput | Failed) -> tuple[str, str | None]:
+    async def _take(self, output: StepOutput | GenerationFailed) -> tuple[str, str | None]:
         """The output's text, and its finish reason if it is the last."""
-        if isinstance(output, Failed):
+        if isinstance(output, GenerationFailed):
             self._runs = False
             raise output
         if output.finish_reason == "error":
             self._runs = False
-            raise Failed(output.error, "final")
+            raise GenerationFailed(output.error, "final")
         text = ""
         for at, token in enumerate(output.token_ids, 1):
             self._tokens += 1
             if output.logprobs:
-                self._logprobs.append(Token(token, output.logprobs[at - 1]))
+                self._logprobs.append(OutputToken(token, output.logprobs[at - 1]))
             ends = output.finish_reason == "stop" and at == len(output.token_ids)
             cut = self._stops.add("" if ends else self._detokenizer.add(token))
             text += cut.text
@@ -252,13 +252,13 @@ CLIENT_LEFT = 499
 """Status as nginx logs it; no client reads it."""
 
 
-class Choices:
+class CallChoices:
     """The choices of one call, beside each other: `begin`, then `pieces`; `close` in any case."""
 
-    def __init__(self, generations: Sequence[Generation]) -> None:
+    def __init__(self, generations: Sequence[ChoiceGeneration]) -> None:
         self._generations = generations
         self._counts = [0] * len(generations)
-        self._waiting: dict[asyncio.Future[Piece], int] = {}
+        self._waiting: dict[asyncio.Future[ChoicePiece], int] = {}
 
     def __len__(self) -> int:
         return len(self._generations)
@@ -273,7 +273,7 @@ class Choices:
         for generation in self._generations:
             await generation.begin()
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, ChoicePiece]]:
         """(choice, piece), as they come, to the last one's end. Raises Failed."""
         if len(self) == 1:  # nearly always: no task for each piece
             ended = False
@@ -308,11 +308,13 @@ class Choices:
         self._waiting[asyncio.ensure_future(self._generations[choice].next())] = choice
 
 
-async def whole(request: Request, choices: Choices, answer: Answer, prompt_tokens: int) -> Response:
+async def whole(
+    request: Request, choices: CallChoices, answer: AnswerWriter, prompt_tokens: int
+) -> Response:
     """The answer, or none if the client leaves before. Raises Failed."""
 
     async def run() -> Response:
-        came: list[list[Piece]] = [[] for _ in range(len(choices))]
+        came: list[list[ChoicePiece]] = [[] for _ in range(len(choices))]
         await choices.begin()
         async for choice, piece in choices.pieces():
             came[choice].append(piece)
@@ -330,7 +332,7 @@ async def whole(request: Request, choices: Choices, answer: Answer, prompt_token
         await choices.close()
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
+def _joined(pieces: Sequence[ChoicePiece]) -> ChoicePiece:
     """Join the pieces of one choice."""
     text = "".join(piece.text for piece in pieces)
     logprobs = [token for piece in pieces for token in piece.logprobs]
@@ -338,7 +340,7 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 
 async def stream(
-    choices: Choices, answer: Answer, prompt_tokens: int, options: StreamOptions
+    choices: CallChoices, answer: AnswerWriter, prompt_tokens: int, options: StreamOptions
 ) -> Response:
     """Server-sent events. Raises Failed where nothing could begin."""
     try:
@@ -352,7 +354,7 @@ async def stream(
 class _Events(StreamingResponse):
     """Ends the choices with the response, however that ends."""
 
-    def __init__(self, events: AsyncIterator[bytes], choices: Choices) -> None:
+    def __init__(self, events: AsyncIterator[bytes], choices: CallChoices) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._choices = choices
 
@@ -364,7 +366,7 @@ class _Events(StreamingResponse):
 
 
 async def _events(
-    choices: Choices, answer: Answer, prompt_tokens: int, options: StreamOptions
+    choices: CallChoices, answer: AnswerWriter, prompt_tokens: int, options: StreamOptions
 ) -> AsyncIterator[bytes]:
     def event(chunk: dict[str, Any], counted: bool = options.continuous_usage_stats) -> bytes:
         if counted:
@@ -377,7 +379,7 @@ async def _events(
     try:
         async for choice, piece in choices.pieces():
             yield event(answer.chunk(choice, piece))
-    except Failed as error:
+    except GenerationFailed as error:
         body = bytes(problem(HTTPStatus(error.status), str(error)).body)
         yield b"data: " + body + b"\n\n"
     else:

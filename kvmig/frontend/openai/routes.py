@@ -20,7 +20,7 @@ from kvmig.asgi.problems import PROBLEMS, guarded, shorten_value
 from kvmig.engines.transformers.payload import SubmittedRequest
 from kvmig.frontend.openai.answers import (
     EVENTS,
-    Answer,
+    AnswerWriter,
     ChatAnswer,
     ChatCompletion,
     Completion,
@@ -28,7 +28,13 @@ from kvmig.frontend.openai.answers import (
     Models,
 )
 from kvmig.frontend.openai.bodies import Body, ChatBody, CompletionBody, field_names
-from kvmig.frontend.openai.generation import Backend, Choices, Generation, stream, whole
+from kvmig.frontend.openai.generation import (
+    CallChoices,
+    ChoiceGeneration,
+    GenerationBackend,
+    stream,
+    whole,
+)
 
 USUAL_TOKENS = 16
 """Default max_tokens of a completion, as OpenAI has it."""
@@ -51,7 +57,9 @@ class UnknownModel(GatewayError):
     param = "model"
 
 
-def openai_api(backend: Backend, names: Sequence[str], max_tokens: int, rule: Rule) -> APIRouter:
+def openai_api(
+    backend: GenerationBackend, names: Sequence[str], max_tokens: int, rule: Rule
+) -> APIRouter:
     """The routes under /v1. names: of the model; max_tokens: of a request, prompt and output.
 
     rule: who may call them.
@@ -120,7 +128,7 @@ def openai_api(backend: Backend, names: Sequence[str], max_tokens: int, rule: Ru
 class _Runner:
     """Checks what a call asks for, and runs it."""
 
-    def __init__(self, backend: Backend, names: Sequence[str], max_tokens: int) -> None:
+    def __init__(self, backend: GenerationBackend, names: Sequence[str], max_tokens: int) -> None:
         self._backend = backend
         self._names = names
         self._max_tokens = max_tokens
@@ -137,13 +145,13 @@ class _Runner:
         body: Body,
         submitted: SubmittedRequest,
         external_id: str,
-        answer: Answer,
+        answer: AnswerWriter,
     ) -> Response:
         """Raises GatewayError."""
         n, tokens = body.n or 1, len(submitted.prompt_token_ids)
-        choices = Choices(
+        choices = CallChoices(
             [
-                Generation(
+                ChoiceGeneration(
                     self._backend,
                     external_id,
                     replace(submitted, seed=seed_of(submitted, choice)),

@@ -10,7 +10,7 @@ CONTEXT = 6
 """Tokens of the prompt before the first output token that say how it is written (a space)."""
 
 
-class Detokenizer:
+class StreamDetokenizer:
     """Pieces that give, one after the other, what the tokens after a prompt read."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
@@ -43,7 +43,7 @@ class Detokenizer:
         return after[len(list(same)) :]
 
 
-class Cut(NamedTuple):
+class CutText(NamedTuple):
     """text: what the client may have; stopped: a stop string has come, which is not part of it."""
 
     text: str
@@ -57,16 +57,16 @@ class StopStrings:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
 
-    def add(self, text: str) -> Cut:
+    def add(self, text: str) -> CutText:
         """More text; character by character or in pieces, as it comes."""
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             text, self._held = self._held[: min(found)], ""
-            return Cut(text, True)
+            return CutText(text, True)
         held = self._tail()
         text, self._held = self._held[: len(self._held) - held], self._held[-held:] if held else ""
-        return Cut(text, False)
+        return CutText(text, False)
 
     def rest(self) -> str:
         """The text that was held back, when no text comes any more."""

@@ -21,13 +21,18 @@ from kvmig.asgi.problems import as_problem
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.engines.transformers.payload import StepOutput
 from kvmig.frontend.middleware import HttpMiddleware
-from kvmig.frontend.openai.generation import Backend, RequestQueues, Tokenizer, decode_outputs
+from kvmig.frontend.openai.generation import (
+    GenerationBackend,
+    RequestQueues,
+    TokenizerPort,
+    decode_outputs,
+)
 from kvmig.frontend.openai.routes import openai_api
-from kvmig.frontend.ports import Batch
+from kvmig.frontend.ports import OutputBatch
 from kvmig.frontend.router import Router
 
 
-class Described(msgspec.Struct):
+class DescribedEngine(msgspec.Struct):
     """The part of `ServingEngine.describe` that matters here."""
 
     block_tokens: int
@@ -38,18 +43,18 @@ class TokenServer(HttpTask):
     """Serves completions, chats and /v1/models."""
 
     def __init__(
-        self, args: Namespace, sock: socket.socket, tokenizer: Callable[[], Tokenizer]
+        self, args: Namespace, sock: socket.socket, tokenizer: Callable[[], TokenizerPort]
     ) -> None:
         """tokenizer: makes one, on a thread of its own."""
         super().__init__(sock, lambda: self._uvicorn)
         self.sink = RequestQueues()
         self._args = args
         self._make_tokenizer = tokenizer
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer: TokenizerPort | None = None
         self._max_tokens = 0
         self._uvicorn: uvicorn.Server | None = None
 
-    def decode(self, payload: Sequence[memoryview]) -> Batch:
+    def decode(self, payload: Sequence[memoryview]) -> OutputBatch:
         return decode_outputs(payload)
 
     def cut(self, item: StepOutput, tokens: int) -> None:
@@ -62,7 +67,7 @@ class TokenServer(HttpTask):
 
     def learn(self, ready: Sequence[bytes]) -> int:
         assert self._tokenizer is not None
-        engines = [msgspec.msgpack.decode(one, type=Described) for one in ready]
+        engines = [msgspec.msgpack.decode(one, type=DescribedEngine) for one in ready]
         limits = [self._tokenizer.max_tokens, self._args.max_model_len]
         limits += [one.max_request_tokens for one in engines]
         self._max_tokens = min(one for one in limits if one)
@@ -79,7 +84,7 @@ class TokenServer(HttpTask):
         app.add_middleware(HttpMiddleware)
         app.add_exception_handler(HTTPException, as_problem)
 
-        backend = Backend(router, self.sink, self._tokenizer)
+        backend = GenerationBackend(router, self.sink, self._tokenizer)
         names = args.served_model_name or [args.model]
         app.include_router(openai_api(backend, names, self._max_tokens, bearer(args.api_key)))
         return app

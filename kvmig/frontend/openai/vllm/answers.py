@@ -35,7 +35,7 @@ _POOL = ThreadPoolExecutor(1, thread_name_prefix="answers")
 T = TypeVar("T")
 
 
-class Spelt(NamedTuple):
+class SerializedAnswer(NamedTuple):
     """An answer as JSON, in place of what JSON is made of."""
 
     text: bytes
@@ -45,7 +45,7 @@ class SpeltResponse(JSONResponse):
     """A response that may have its text already."""
 
     def render(self, content: Any) -> bytes:
-        return content.text if isinstance(content, Spelt) else super().render(content)
+        return content.text if isinstance(content, SerializedAnswer) else super().render(content)
 
 
 class _Late(NamedTuple):
@@ -147,7 +147,7 @@ def _spell(answer: Any) -> Any:
     for number, (_, _, value) in enumerate(parts):
         before, _, rest = rest.partition(f'"{mark}{number}."'.encode())
         pieces += [before, *_pieces(value)]
-    spelt = Spelt(b"".join([*pieces, rest]))
+    spelt = SerializedAnswer(b"".join([*pieces, rest]))
     answer.__dict__["model_dump"] = lambda: spelt
     return answer
 

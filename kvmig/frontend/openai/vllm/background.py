@@ -34,7 +34,7 @@ class ResponseFailed(BaseModel):
     response: ResponsesResponse
 
 
-class Work:
+class ResponseWork:
     """A response that is being made. It is cancelled as by its client."""
 
     def __init__(self, task: asyncio.Task[Any], response: ResponsesResponse | None) -> None:
@@ -56,7 +56,7 @@ class Work:
         return self._task.cancel()
 
 
-class BackgroundTasks(OwnEntries["asyncio.Task[Any]"]):
+class ResponseTasks(OwnEntries["asyncio.Task[Any]"]):
     """vLLM's tasks by the ids of their responses, in place of its own dictionary."""
 
     def __init__(self, responses: OpenAIServingResponses) -> None:
@@ -66,7 +66,7 @@ class BackgroundTasks(OwnEntries["asyncio.Task[Any]"]):
     def __setitem__(self, response_id: str, task: asyncio.Task[Any]) -> None:
         super().__setitem__(response_id, task)
         if (call := current_call.get()) is not None:
-            call.background = Work(task, self._responses.response_store.get(response_id))
+            call.background = ResponseWork(task, self._responses.response_store.get(response_id))
         task.add_done_callback(partial(self._ended, response_id))
 
     def _ended(self, response_id: str, task: asyncio.Task[Any]) -> None:
@@ -88,7 +88,7 @@ class BackgroundTasks(OwnEntries["asyncio.Task[Any]"]):
 
 def end_background_responses(responses: OpenAIServingResponses) -> None:
     """Give each background response an end, and the streams of its events, too."""
-    responses.background_tasks = BackgroundTasks(responses)
+    responses.background_tasks = ResponseTasks(responses)
     follow = responses.responses_background_stream_generator
 
     async def follow_to_end(

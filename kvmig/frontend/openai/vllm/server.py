@@ -44,7 +44,7 @@ from kvmig.frontend.openai.vllm.beams import count_beams_as_one
 from kvmig.frontend.openai.vllm.errors import note_failures
 from kvmig.frontend.openai.vllm.first_error import stop_at_first_error
 from kvmig.frontend.openai.vllm.media import load_media_by
-from kvmig.frontend.ports import Batch
+from kvmig.frontend.ports import OutputBatch
 from kvmig.frontend.router import Router
 
 
@@ -77,9 +77,9 @@ class VllmServer(HttpTask):
     def cut(self, item: Any, tokens: int) -> None:
         cut_output(item, tokens)
 
-    def decode(self, payload: Sequence[memoryview]) -> Batch:
+    def decode(self, payload: Sequence[memoryview]) -> OutputBatch:
         outputs = decode_outputs(payload)
-        return Batch(outputs.outputs, outputs, cached_tokens(outputs))
+        return OutputBatch(outputs.outputs, outputs, cached_tokens(outputs))
 
     async def load(self) -> None:
         self._config = await asyncio.get_running_loop().run_in_executor(
