@@ -20,11 +20,11 @@ from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import HttpConfig
 from kvmig.process.sockets import take_path
-from kvmig.proxy.app import Door
+from kvmig.proxy.app import ProxyApp
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
-from kvmig.proxy.directory import Directory
-from kvmig.proxy.messages import Route, Routes, Snapshot
+from kvmig.proxy.directory import ModelDirectory
+from kvmig.proxy.messages import ModelRoute, Routes, Snapshot
 
 PEPPER = b"p" * 32
 GRACE_S = 2.0
@@ -133,19 +133,19 @@ class Deployment:
 class Site:
     """A door that serves."""
 
-    door: Door
+    door: ProxyApp
     port: int
     folder: Path
     key: str
     wanted: list[str]
 
-    def tell(self, *routes: Route, removed: tuple[str, ...] = ()) -> None:
+    def tell(self, *routes: ModelRoute, removed: tuple[str, ...] = ()) -> None:
         version = self.door.directory.version + 1
         self.door.apply(Routes(version=version, changed=routes, removed=removed))
 
     def ready(self, name: str = "count", **more: Any) -> None:
         """The model is there, at `deployment`."""
-        self.tell(Route(name=name, state="ready", socket=f"{self.folder}/{name}", **more))
+        self.tell(ModelRoute(name=name, state="ready", socket=f"{self.folder}/{name}", **more))
 
     @asynccontextmanager
     async def deployment(
@@ -206,8 +206,8 @@ async def site(
     shown, grant = key(scopes=("infer", "read", "admin"))
     wanted: list[str] = []
     api = str(folder / "api")
-    door = Door(
-        Directory(), HttpConfig(**limits), api, wanted.append, clock=clock, wall=wall,
+    door = ProxyApp(
+        ModelDirectory(), HttpConfig(**limits), api, wanted.append, clock=clock, wall=wall,
         cross_origin=CrossOrigin(pages),
     )  # fmt: skip
     door.apply(Snapshot(version=1, pepper=PEPPER, keys=(grant, *grants)))

@@ -24,7 +24,7 @@ from kvmig.frontend.quotas import QuotaClient
 from kvmig.frontend.usage_writer import UsageWriter
 from kvmig.process.fork_server import ForkNews, ForkOrder, receive_news, send_news, send_order
 from kvmig.proxy.control_link import ProxyLinks, ServerLink
-from kvmig.proxy.messages import Demand, Down, Figures, Hello, Snapshot, Want
+from kvmig.proxy.messages import Down, Figures, ModelWanted, ProxyDemand, ProxyHello, Snapshot
 from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.messages import MOST_BYTES, ToAgent, ToMember, to_agent, to_member
 from scripts.corpus import CORPUS, PROTOCOLS, example, local_messages, name_of
@@ -112,7 +112,7 @@ async def test_the_server_reads_of_proxies_and_sends_them_what_was_recorded(tmp_
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            for kind in (Hello, Want, Demand, Figures):
+            for kind in (ProxyHello, ModelWanted, ProxyDemand, Figures):
                 writer.write(record_of("proxies", kind))
             assert await reader.readexactly(len(record_of("proxies", Snapshot))) == record_of(
                 "proxies", Snapshot
@@ -125,13 +125,13 @@ async def test_the_server_reads_of_proxies_and_sends_them_what_was_recorded(tmp_
         writer.close()
         await writer.wait_closed()
         await links.close()
-    assert heard == [example(Want), example(Demand), example(Figures), None]
+    assert heard == [example(ModelWanted), example(ProxyDemand), example(Figures), None]
 
 
 async def test_a_proxy_reads_of_the_server_and_sends_it_what_was_recorded(tmp_path: Path) -> None:
     heard: list[object] = []
     said: asyncio.Queue[bytes] = asyncio.Queue()
-    kinds = (Hello, Want, Figures)
+    kinds = (ProxyHello, ModelWanted, Figures)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for kind in get_args(Down):
@@ -142,11 +142,11 @@ async def test_a_proxy_reads_of_the_server_and_sends_it_what_was_recorded(tmp_pa
 
     path = str(tmp_path / "s")
     async with listening(path, serve), asyncio.timeout(PATIENCE_S):
-        link = ServerLink(path, example(Hello).proxy, heard.append)
+        link = ServerLink(path, example(ProxyHello).proxy, heard.append)
         try:
-            assert await said.get() == record_of("proxies", Hello)
+            assert await said.get() == record_of("proxies", ProxyHello)
             await until(lambda: len(heard) == len(get_args(Down)))
-            for message in (example(Want), example(Figures)):
+            for message in (example(ModelWanted), example(Figures)):
                 link.send(message)
                 assert await said.get() == record_of("proxies", type(message))
         finally:

@@ -22,7 +22,7 @@ from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Sta
 from kvmig.fleet.schedule import Floor
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import Instances, Spec
-from kvmig.proxy.messages import Demand, ModelDemand, Route, Want
+from kvmig.proxy.messages import ModelDemand, ModelRoute, ModelWanted, ProxyDemand
 
 
 def served(name: str) -> InstanceRow:
@@ -36,7 +36,7 @@ class Bench:
         self.now = 1000.0
         self.model_id = "m1"
         self.ordered: list[Order] = []
-        self.told: list[tuple[Sequence[Route], Sequence[str]]] = []
+        self.told: list[tuple[Sequence[ModelRoute], Sequence[str]]] = []
         self.folder = folder
         self.models = Models(
             FleetSettings(data=str(folder)),
@@ -47,7 +47,7 @@ class Bench:
             lambda: self.now,
         )
 
-    def _tell(self, routes: Sequence[Route], gone: Sequence[str]) -> int:
+    def _tell(self, routes: Sequence[ModelRoute], gone: Sequence[str]) -> int:
         self.told.append((routes, gone))
         return len(self.told)
 
@@ -64,7 +64,7 @@ class Bench:
         total = running + held
         of_model = ModelDemand("a", running, held, 0, total * 0.5)
         seen = len(self.told) if version is None else version
-        self.models.take_demand("p0", Demand(seen, 0.5, (of_model,)))
+        self.models.take_demand("p0", ProxyDemand(seen, 0.5, (of_model,)))
 
     def serve(self, instances: int = 1, live: int = 0) -> None:
         """Its deployment tells that so many instances serve."""
@@ -95,7 +95,7 @@ class Bench:
         return [one for one in self.ordered if isinstance(one, Stop)]
 
     @property
-    def route(self) -> Route:
+    def route(self) -> ModelRoute:
         """As told last."""
         return next(one for routes, _ in reversed(self.told) for one in routes)
 
@@ -120,7 +120,7 @@ async def test_a_model_that_nobody_wants_is_cold_and_its_engine_is_loaded(bench:
 async def test_however_many_want_it_one_is_started(bench: Bench) -> None:
     bench.catalogue(spec())
     for _ in range(50):
-        bench.models.take_want(Want("a"))
+        bench.models.take_want(ModelWanted("a"))
         bench.demand(held=50)
         bench.turn(0.1)
     (start,) = bench.started
@@ -131,7 +131,7 @@ async def test_however_many_want_it_one_is_started(bench: Bench) -> None:
 
 async def test_it_is_routed_to_once_it_serves(bench: Bench) -> None:
     bench.catalogue(spec())
-    bench.models.take_want(Want("a"))
+    bench.models.take_want(ModelWanted("a"))
     bench.turn()
     bench.models.take_news(Started(bench.started[0].deployment, 7))
     bench.serve()
@@ -158,7 +158,7 @@ async def test_a_want_that_is_not_repeated_does_not_wait_for_room(
 ) -> None:
     monkeypatch.setattr(bench.models.memory, "host", lambda: Host(1 << 40, 0))
     bench.catalogue(spec())
-    bench.models.take_want(Want("a"))
+    bench.models.take_want(ModelWanted("a"))
     bench.turn()
     assert (bench.route.state, bench.started) == ("cold", [])
     assert bench.route.why.startswith("no room: it needs 0.1 GiB, 0.0 GiB is free")
@@ -171,7 +171,7 @@ async def test_one_that_is_too_large_for_what_is_allowed_now_says_so(
 ) -> None:
     monkeypatch.setattr(bench.models.memory, "host", lambda: Host(1000, 1000))
     bench.catalogue(spec(memory=1001))
-    bench.models.take_want(Want("a"))
+    bench.models.take_want(ModelWanted("a"))
     bench.turn()
     assert (bench.route.state, bench.started) == ("failed", [])
     assert bench.route.why == (
@@ -196,7 +196,7 @@ async def test_a_schedule_starts_it_and_lets_it_go(bench: Bench) -> None:
 
 async def serving(bench: Bench, **more: Any) -> None:
     bench.catalogue(spec(**more))
-    bench.models.take_want(Want("a"))
+    bench.models.take_want(ModelWanted("a"))
     bench.turn()
     bench.serve()
     bench.turn(1)
@@ -232,7 +232,7 @@ async def test_one_that_has_woken_is_idle_only_after_its_time(
     bench.watched.told = Told(parked=True)
     bench.turn()
     bench.turn(600)
-    bench.models.take_want(Want("a"))
+    bench.models.take_want(ModelWanted("a"))
     bench.turn()
     bench.serve()
     bench.turn()
@@ -246,7 +246,9 @@ async def test_one_that_has_woken_is_idle_only_after_its_time(
 async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Bench) -> None:
     await serving(bench, instances=Instances(zero_after_s=60))
     bench.turn(59)
-    bench.models.take_demand("p0", Demand(len(bench.told), 0.5, (ModelDemand("a", 0, 0, 1, 0.1),)))
+    bench.models.take_demand(
+        "p0", ProxyDemand(len(bench.told), 0.5, (ModelDemand("a", 0, 0, 1, 0.1),))
+    )
     states = []
     for seconds in (59, 1):
         bench.turn(seconds)
@@ -271,7 +273,7 @@ async def test_requests_that_its_own_front_end_has_keep_it(bench: Bench) -> None
 
 async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench) -> None:
     bench.catalogue(spec())
-    bench.models.take_want(Want("a"))
+    bench.models.take_want(ModelWanted("a"))
     bench.turn()
     deployment = bench.started[0].deployment
     bench.models.take_news(Ended(deployment, "exit code 2", "not enough memory"))
@@ -284,7 +286,7 @@ async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench)
     bench.turn(FIRST_RETRY_S / 2)
     assert bench.route.state == "cold"
     assert len(bench.started) == 1
-    bench.models.take_want(Want("a"))
+    bench.models.take_want(ModelWanted("a"))
     bench.turn()
     assert len(bench.started) == 2
 
@@ -445,7 +447,7 @@ async def test_a_deployment_of_a_removed_model_is_not_taken_over_by_one_of_its_n
 
 async def test_one_that_is_switched_off_says_so(bench: Bench) -> None:
     bench.catalogue(spec(), on=False)
-    bench.models.take_want(Want("a"))
+    bench.models.take_want(ModelWanted("a"))
     bench.turn()
     assert bench.route.state == "off"
     assert bench.started == []

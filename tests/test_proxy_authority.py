@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvmig.accounts.keys import KeyGrant, Limits
-from kvmig.proxy.messages import Aliases, Keys, QuotaLeft, Route, Spent
+from kvmig.proxy.messages import Aliases, KeyUpdates, ModelRoute, QuotaLeft, Spent
 from tests.proxy_site import Got, Site, key, site
 from tests.waiting import until
 
@@ -23,11 +23,11 @@ SOON_S = 1.0
 
 def changed(door: Site, grant: KeyGrant, **terms: Any) -> None:
     now = msgspec.structs.replace(grant, **terms)
-    door.door.apply(Keys(version=9, changed=(now,)))
+    door.door.apply(KeyUpdates(version=9, changed=(now,)))
 
 
 def revoke(door: Site, grant: KeyGrant) -> None:
-    door.door.apply(Keys(version=9, removed=(grant.prefix,)))
+    door.door.apply(KeyUpdates(version=9, removed=(grant.prefix,)))
 
 
 def use_up(door: Site, grant: KeyGrant) -> None:
@@ -95,7 +95,7 @@ async def test_a_held_call_ends_with_the_right_of_its_key(tmp_path: Path, kind: 
     given, grant = key()
     change, status, sentence = CHANGES[kind]
     async with site(tmp_path, grant) as door:
-        door.tell(Route(name="count", state="cold"))
+        door.tell(ModelRoute(name="count", state="cold"))
         held = asyncio.create_task(door.ask(given=given))
         await until(lambda: door.door.hold.waiting("count"))
         change(door, grant)
@@ -211,7 +211,7 @@ async def test_a_limit_that_was_lowered_is_not_raised_by_a_call_that_came_before
 async def test_a_quota_that_came_while_the_call_was_held_counts_its_tokens(tmp_path: Path) -> None:
     given, grant = key()
     async with site(tmp_path, grant) as door:
-        door.tell(Route(name="count", state="cold"))
+        door.tell(ModelRoute(name="count", state="cold"))
         held = asyncio.create_task(door.ask(given=given))
         await until(lambda: door.door.hold.waiting("count"))
         changed(door, grant, quota=1000)

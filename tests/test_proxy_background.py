@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.proxy.messages import Keys
+from kvmig.proxy.messages import KeyUpdates
 from tests.proxy_site import Got, Site, key, site
 from tests.waiting import until
 
@@ -32,7 +32,7 @@ async def streams(got: Got) -> None:
 
 
 def revoke(door: Site, prefix: str) -> None:
-    door.door.apply(Keys(version=9, removed=(prefix,)))
+    door.door.apply(KeyUpdates(version=9, removed=(prefix,)))
 
 
 async def test_a_response_in_the_background_is_answered_at_once_and_ends_with_its_key(

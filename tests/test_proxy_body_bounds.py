@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvmig.asgi.body_bounds import ModelReach, widest
-from kvmig.proxy.directory import Directory
-from kvmig.proxy.messages import ModelCard, Route, Snapshot
+from kvmig.proxy.directory import ModelDirectory
+from kvmig.proxy.messages import ModelCard, ModelRoute, Snapshot
 from tests.proxy_site import PEPPER, Site, key, site
 
 SMALL, LARGE = ModelReach(600), ModelReach(131_072)
@@ -18,8 +18,8 @@ MIDDLE_BYTES = 2_000_000
 """Of use to LARGE, and not to SMALL."""
 
 
-def told(name: str, reach: ModelReach | None, **more: Any) -> Route:
-    return Route(name=name, state="cold", card=ModelCard(reach=reach), **more)
+def told(name: str, reach: ModelReach | None, **more: Any) -> ModelRoute:
+    return ModelRoute(name=name, state="cold", card=ModelCard(reach=reach), **more)
 
 
 def body(model: str = "small") -> bytes:
@@ -88,7 +88,7 @@ async def test_an_order_to_the_server_is_a_small_one(tmp_path: Path) -> None:
 def test_a_key_has_the_reach_of_the_models_that_it_may_use(
     models: tuple[str, ...] | None, expected: ModelReach | None
 ) -> None:
-    directory = Directory()
+    directory = ModelDirectory()
     routes = (told("small", SMALL), told("large", LARGE), told("unknown", None))
     directory.apply(
         Snapshot(

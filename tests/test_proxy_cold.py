@@ -12,7 +12,7 @@ import pytest
 
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.proxy import activator
-from kvmig.proxy.messages import Route
+from kvmig.proxy.messages import ModelRoute
 from tests.proxy_site import EVENT, Deployment, Got, Site, site
 from tests.waiting import until
 
@@ -21,8 +21,8 @@ HIGH, LOW = PriorityClass("high", -1), PriorityClass("low", 9)
 BEATS = {"model": "count", "stream": True}
 
 
-def cold(**more: Any) -> Route:
-    return Route(name="count", state="cold", **more)
+def cold(**more: Any) -> ModelRoute:
+    return ModelRoute(name="count", state="cold", **more)
 
 
 async def events(got: Got) -> None:
@@ -147,7 +147,7 @@ async def test_a_start_that_fails_is_a_503_in_the_childs_own_words(tmp_path: Pat
     async with site(tmp_path) as door:
         door.tell(cold())
         call = await one_waits(door)
-        door.tell(Route(name="count", state="failed", why="no such folder", retry_s=20.0))
+        door.tell(ModelRoute(name="count", state="failed", why="no such folder", retry_s=20.0))
         answer = await call
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "20")
     assert answer.json()["error"]["message"] == "no such folder"

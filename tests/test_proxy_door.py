@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvmig.accounts.keys import Limits, ModelQuota
-from kvmig.proxy.messages import Aliases, Keys, ModelCard, QuotaLeft, Route, Spent
+from kvmig.proxy.messages import Aliases, KeyUpdates, ModelCard, ModelRoute, QuotaLeft, Spent
 from tests.proxy_site import Got, key, site
 from tests.waiting import until
 
@@ -71,7 +71,7 @@ async def test_a_revoked_key_opens_nothing_from_the_next_call_on(tmp_path: Path)
     given, grant = key()
     async with site(tmp_path, grant) as door, door.deployment():
         before = await door.ask(given=given)
-        door.door.apply(Keys(version=9, removed=(grant.prefix,)))
+        door.door.apply(KeyUpdates(version=9, removed=(grant.prefix,)))
         after = await door.ask(given=given)
     assert (before.status_code, after.status_code) == (200, 401)
 
@@ -133,7 +133,7 @@ async def test_a_limit_that_is_raised_lets_the_next_request_in(tmp_path: Path) -
         statuses = []
         for rpm in (1, 1, 5):
             changed = msgspec.structs.replace(grant, rpm=rpm)
-            door.door.apply(Keys(version=9, changed=(changed,)))
+            door.door.apply(KeyUpdates(version=9, changed=(changed,)))
             statuses.append((await door.ask(given=given)).status_code)
     assert statuses == [200, 429, 200]
 
@@ -176,7 +176,7 @@ async def test_a_clock_that_jumps_by_an_hour_brings_no_new_minute(tmp_path: Path
 async def test_requests_at_once_are_counted_until_they_are_over(tmp_path: Path) -> None:
     given, grant = key(parallel=1)
     async with site(tmp_path, grant) as door:
-        door.tell(Route(name="count", state="cold"))
+        door.tell(ModelRoute(name="count", state="cold"))
         held = asyncio.create_task(door.ask(given=given))
         await until(lambda: door.door.hold.waiting("count"))
         refused = await door.ask(given=given)
@@ -483,8 +483,9 @@ async def test_models_are_those_that_the_key_may_use_cold_ones_too(tmp_path: Pat
     given, grant = key(models=("count", "cold", "gone", "alias"))
     async with site(tmp_path, grant) as door, door.client(given) as client:
         door.tell(
-            Route(name="count", state="ready"), Route(name="cold", state="cold", start_s=4.5),
-            Route(name="gone", state="off"), Route(name="secret", state="ready"),
+            ModelRoute(name="count", state="ready"),
+            ModelRoute(name="cold", state="cold", start_s=4.5),
+            ModelRoute(name="gone", state="off"), ModelRoute(name="secret", state="ready"),
         )  # fmt: skip
         door.door.apply(Aliases(version=9, aliases={"alias": {"cold": 1}}))
         rows = (await client.get("/v1/models")).json()["data"]
@@ -500,7 +501,7 @@ async def test_the_list_says_of_a_model_what_its_deployment_said_also_when_it_is
 ) -> None:
     card = ModelCard(created=1_700_000_000, owned_by="vllm", max_model_len=4096)
     async with site(tmp_path) as door, door.client() as client:
-        door.tell(Route(name="count", state="cold", card=card, adapters=("poet",)))
+        door.tell(ModelRoute(name="count", state="cold", card=card, adapters=("poet",)))
         rows = (await client.get("/v1/models")).json()["data"]
     known = {"object": "model", "created": 1_700_000_000, "owned_by": "vllm", "max_model_len": 4096}
     state = {"kvmig": {"state": "cold", "start_s": None}}

@@ -9,47 +9,58 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmig.proxy.activator import BEAT_S, Counted, Counts, Go, Hold, Stay, Waiter, verdict
-from kvmig.proxy.messages import Route, RouteState
-from kvmig.proxy.refusals import Refused
+from kvmig.proxy.activator import (
+    BEAT_S,
+    CountedRequest,
+    Forward,
+    PendingRequest,
+    PendingRequests,
+    RequestCounts,
+    Wait,
+    decide,
+)
+from kvmig.proxy.messages import ModelRoute, RouteState
+from kvmig.proxy.refusals import ProxyRefusal
 
 STATES: tuple[RouteState, ...] = ("cold", "starting", "ready", "failed", "off")
 
 
-def route(state: RouteState = "cold", **more: Any) -> Route:
-    return Route(name="m", state=state, socket="/s", **more)
+def route(state: RouteState = "cold", **more: Any) -> ModelRoute:
+    return ModelRoute(name="m", state=state, socket="/s", **more)
 
 
-def waiter(**more: Any) -> Waiter:
-    return Waiter(**{"model": "m", "priority": 0, "size": 1, "since": 0.0, "beats": False, **more})
+def waiter(**more: Any) -> PendingRequest:
+    return PendingRequest(
+        **{"model": "m", "priority": 0, "size": 1, "since": 0.0, "beats": False, **more}
+    )
 
 
-def refusal(found: object) -> Refused:
-    assert isinstance(found, Refused)
+def refusal(found: object) -> ProxyRefusal:
+    assert isinstance(found, ProxyRefusal)
     return found
 
 
 def test_a_ready_route_is_taken() -> None:
-    assert verdict(route("ready"), waiter(), 0.0) == Go("/s")
+    assert decide(route("ready"), waiter(), 0.0) == Forward("/s")
 
 
 def test_a_route_that_could_not_be_reached_is_tried_again_a_little_later() -> None:
     one = waiter(tried=1.0)
-    found = verdict(route("ready"), one, 1.0)
-    assert isinstance(found, Stay)
-    assert verdict(route("ready"), one, 1.0 + found.seconds) == Go("/s")
+    found = decide(route("ready"), one, 1.0)
+    assert isinstance(found, Wait)
+    assert decide(route("ready"), one, 1.0 + found.seconds) == Forward("/s")
 
 
 def test_a_stream_hears_a_sign_of_life_when_it_is_due_and_each_ten_seconds() -> None:
     one = waiter(beats=True)
-    assert verdict(route(), one, 9.0) == Stay(1.0, beat=False)
-    assert verdict(route(), one, 10.0) == Stay(BEAT_S, beat=True)
+    assert decide(route(), one, 9.0) == Wait(1.0, beat=False)
+    assert decide(route(), one, 10.0) == Wait(BEAT_S, beat=True)
     one.beaten = 10.0
-    assert verdict(route(), one, 15.0) == Stay(5.0, beat=False)
+    assert decide(route(), one, 15.0) == Wait(5.0, beat=False)
 
 
 def test_a_model_that_is_off_is_not_to_be_tried_again() -> None:
-    found = refusal(verdict(route("off", why="turned off by ann"), waiter(), 0.0))
+    found = refusal(decide(route("off", why="turned off by ann"), waiter(), 0.0))
     assert (found.status, str(found), found.again_s) == (503, "turned off by ann", None)
 
 
@@ -71,8 +82,8 @@ def test_nobody_waits_beyond_the_deadline_and_nobody_spins(
 ) -> None:
     here = route(state, start_timeout_s=start_timeout_s, heartbeat_after_s=heartbeat_after_s)
     one = waiter(beats=beats, beaten=now if beaten else None, tried=now)
-    found = verdict(here, one, now)
-    if isinstance(found, Stay):
+    found = decide(here, one, now)
+    if isinstance(found, Wait):
         assert found.seconds > 0
         assert now + found.seconds <= start_timeout_s + 1e-6
         assert not (found.beat and (not beats or beaten))
@@ -87,9 +98,9 @@ class Holding(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hold = Hold(self.MOST_BYTES)
-        self.counts = Counts()
-        self.inside: list[tuple[Waiter, Counted]] = []
+        self.hold = PendingRequests(self.MOST_BYTES)
+        self.counts = RequestCounts()
+        self.inside: list[tuple[PendingRequest, CountedRequest]] = []
         self.now = 0.0
         self.request_s = 0.0
         self.told_s = 0.0
@@ -102,7 +113,7 @@ class Holding(RuleBasedStateMachine):
         one = waiter(model=model, priority=priority, size=size, since=self.now)
         here = [held for held, _ in self.inside if held.model == model]
         taken = sum(held.size for held, _ in self.inside)
-        refused = self.hold.enter(one, Route(name=model, state="cold", max_held=self.MAX_HELD))
+        refused = self.hold.enter(one, ModelRoute(name=model, state="cold", max_held=self.MAX_HELD))
         fits = len(here) < self.MAX_HELD and taken + size <= self.MOST_BYTES
         assert (refused is None) == fits
         counted = self.counts.arrive(model, self.now)
@@ -149,7 +160,7 @@ TestHolding.settings = settings(max_examples=30, stateful_step_count=30, deadlin
 
 
 def test_a_refusal_says_when_to_try_again() -> None:
-    hold = Hold(10)
+    hold = PendingRequests(10)
     hold.enter(waiter(), route(max_held=1))
     found = refusal(hold.enter(waiter(), route(max_held=1, start_s=12.0)))
     assert (found.status, found.again_s) == (429, 12.0)
@@ -157,11 +168,11 @@ def test_a_refusal_says_when_to_try_again() -> None:
 
 @pytest.mark.parametrize("state", ["failed", "off"])
 def test_what_will_not_start_is_refused_whatever_the_time(state: RouteState) -> None:
-    assert refusal(verdict(route(state), waiter(), 1e9)).status == 503
+    assert refusal(decide(route(state), waiter(), 1e9)).status == 503
 
 
 def test_one_account_that_waits_leaves_as_many_places_as_it_has() -> None:
-    hold = Hold(100)
+    hold = PendingRequests(100)
     places = route(max_held=6)
     for _ in range(3):
         assert hold.enter(waiter(account="a"), places) is None
@@ -171,7 +182,7 @@ def test_one_account_that_waits_leaves_as_many_places_as_it_has() -> None:
 
 
 def test_one_accounts_large_bodies_leave_room_for_those_of_others() -> None:
-    hold = Hold(100)
+    hold = PendingRequests(100)
     assert hold.enter(waiter(account="a", size=50), route()) is None
     assert refusal(hold.enter(waiter(account="a", size=1), route())).status == 429
     other = waiter(account="b", size=20)

@@ -12,10 +12,19 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.proxy.control_link import ProxyLinks, ServerLink
-from kvmig.proxy.messages import Demand, Down, Figures, ModelDemand, Route, Routes, Snapshot, Want
+from kvmig.proxy.messages import (
+    Down,
+    Figures,
+    ModelDemand,
+    ModelRoute,
+    ModelWanted,
+    ProxyDemand,
+    Routes,
+    Snapshot,
+)
 from tests.waiting import until
 
-Heard = list[tuple[str, Want | Demand | Figures | None]]
+Heard = list[tuple[str, ModelWanted | ProxyDemand | Figures | None]]
 
 
 @asynccontextmanager
@@ -47,7 +56,7 @@ def has(heard: list[Down], count: int) -> bool:
 
 async def test_a_proxy_hears_a_snapshot_then_what_changes(tmp_path: Path) -> None:
     heard: list[Down] = []
-    change = Routes(version=2, changed=(Route(name="a", state="cold"),), removed=("b",))
+    change = Routes(version=2, changed=(ModelRoute(name="a", state="cold"),), removed=("b",))
     async with serving(tmp_path / "s", []) as links, proxy(tmp_path / "s", heard):
         await until(lambda: len(heard) == 1)
         links.tell(change)
@@ -57,16 +66,16 @@ async def test_a_proxy_hears_a_snapshot_then_what_changes(tmp_path: Path) -> Non
 
 async def test_the_server_hears_what_is_wanted_and_that_a_proxy_has_gone(tmp_path: Path) -> None:
     heard: Heard = []
-    demand = Demand(2, 0.5, (ModelDemand("a", 1, 2, 3, 1.5),))
+    demand = ProxyDemand(2, 0.5, (ModelDemand("a", 1, 2, 3, 1.5),))
     async with serving(tmp_path / "s", heard):
         async with proxy(tmp_path / "s", []) as link:
             await until(lambda: link.connected)
-            link.send(Want("a"))
+            link.send(ModelWanted("a"))
             await until(lambda: len(heard) == 1)
             link.send(demand)
             await until(lambda: len(heard) == 2)
         await until(lambda: len(heard) == 3)
-    assert heard == [("p0", Want("a")), ("p0", demand), ("p0", None)]
+    assert heard == [("p0", ModelWanted("a")), ("p0", demand), ("p0", None)]
 
 
 async def test_a_proxy_connects_again_to_another_server(tmp_path: Path) -> None:
@@ -76,7 +85,7 @@ async def test_a_proxy_connects_again_to_another_server(tmp_path: Path) -> None:
             async with serving(tmp_path / "s", []):
                 await until(partial(has, heard, count))
             await until(lambda: not link.connected)
-        link.send(Want("a"))  # lost, and no error
+        link.send(ModelWanted("a"))  # lost, and no error
 
 
 async def test_who_says_nonsense_is_disconnected_and_the_others_are_not(tmp_path: Path) -> None:

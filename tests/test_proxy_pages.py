@@ -10,7 +10,7 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.settings import FleetSettings, check_settings
-from kvmig.proxy.messages import Route
+from kvmig.proxy.messages import ModelRoute
 from tests.proxy_site import Got, site
 
 PAGE = "https://chat.example.com"
@@ -60,7 +60,7 @@ async def test_every_answer_to_a_page_can_be_read_by_it_errors_too(tmp_path: Pat
 
     headers = {"origin": PAGE}
     async with site(tmp_path, pages=(PAGE,), max_body=2000) as door, door.deployment(streams):
-        door.tell(Route(name="broken", state="failed", why="no"))
+        door.tell(ModelRoute(name="broken", state="failed", why="no"))
         answers = [
             await door.ask(headers=headers),
             await door.ask(given="-", headers=headers),
@@ -81,7 +81,7 @@ async def test_every_answer_to_a_page_can_be_read_by_it_errors_too(tmp_path: Pat
 
 async def test_a_held_streams_sign_of_life_can_be_read_by_its_page(tmp_path: Path) -> None:
     async with site(tmp_path, pages=("*",)) as door:
-        door.tell(Route(name="count", state="cold", heartbeat_after_s=0.05))
+        door.tell(ModelRoute(name="count", state="cold", heartbeat_after_s=0.05))
         reader, writer = await door.connect()
         writer.write(door.call({"model": "count", "stream": True}, f"origin: {PAGE}"))
         head = await reader.readuntil(b"\r\n\r\n")
@@ -128,10 +128,10 @@ async def test_a_client_of_http_1_0_gets_its_signs_of_life_and_error_without_chu
     tmp_path: Path,
 ) -> None:
     async with site(tmp_path) as door:
-        door.tell(Route(name="count", state="cold", heartbeat_after_s=0.05))
+        door.tell(ModelRoute(name="count", state="cold", heartbeat_after_s=0.05))
         asking = asyncio.create_task(ask_1_0(door, {"model": "count", "stream": True}))
         await asyncio.sleep(0.3)
-        door.tell(Route(name="count", state="failed", why="it broke"))
+        door.tell(ModelRoute(name="count", state="failed", why="it broke"))
         head, body = await asking
     assert b"transfer-encoding" not in head
     assert body.startswith(b": starting")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvmig.core.priorities import NORMAL, PriorityClass
-from kvmig.proxy.priority_choice import Chosen, choose_class
-from kvmig.proxy.refusals import Refused
+from kvmig.proxy.priority_choice import ChosenPriority, choose_class
+from kvmig.proxy.refusals import ProxyRefusal
 from tests.proxy_site import key, site
 
 HIGH, LOW = PriorityClass("high", -1), PriorityClass("low", 9)
@@ -20,16 +20,16 @@ CLASSES = (HIGH, NORMAL, LOW)
 @pytest.mark.parametrize(
     ("allowed", "header", "field", "chosen"),
     [
-        (None, None, None, Chosen(5)),
-        (None, "high", None, Chosen(-1)),
-        (("low", "normal"), None, None, Chosen(0, 0)),
-        (("high", "low"), None, None, Chosen(9, 9)),
-        (("high", "low"), "high", "low", Chosen(-1, -1)),
-        (("low",), None, 9, Chosen(9, 9)),
+        (None, None, None, ChosenPriority(5)),
+        (None, "high", None, ChosenPriority(-1)),
+        (("low", "normal"), None, None, ChosenPriority(0, 0)),
+        (("high", "low"), None, None, ChosenPriority(9, 9)),
+        (("high", "low"), "high", "low", ChosenPriority(-1, -1)),
+        (("low",), None, 9, ChosenPriority(9, 9)),
     ],
 )
 def test_the_class_is_what_the_call_names_else_one_that_the_key_may_use(
-    allowed: tuple[str, ...] | None, header: str | None, field: Any, chosen: Chosen
+    allowed: tuple[str, ...] | None, header: str | None, field: Any, chosen: ChosenPriority
 ) -> None:
     assert choose_class(CLASSES, 5, allowed, header, field) == chosen
 
@@ -46,7 +46,7 @@ def test_the_class_is_what_the_call_names_else_one_that_the_key_may_use(
 def test_a_class_that_the_key_may_not_use_is_refused(
     allowed: tuple[str, ...], header: str | None, field: Any, status: int, sentence: str
 ) -> None:
-    with pytest.raises(Refused, match=re.escape(sentence)) as refused:
+    with pytest.raises(ProxyRefusal, match=re.escape(sentence)) as refused:
         choose_class(CLASSES, 0, allowed, header, field)
     assert refused.value.status == status
 

@@ -17,7 +17,14 @@ import pytest
 
 from kvmig.process.supervisor import ChildProcess, ProcessPort
 from kvmig.proxy.control_link import ProxyLinks
-from kvmig.proxy.messages import Demand, Figures, ProxyLaunch, Route, Snapshot, Want
+from kvmig.proxy.messages import (
+    Figures,
+    ModelRoute,
+    ModelWanted,
+    ProxyDemand,
+    ProxyLaunch,
+    Snapshot,
+)
 from tests.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key
 from tests.waiting import until
 
@@ -60,7 +67,7 @@ def knowing(folder: Path, *, older: bool = False) -> str:
     older: as a kvmig kept it that had the pepper in the same file.
     """
     given, grant = key()
-    route = Route(name="count", state="ready", socket=str(folder / "count"))
+    route = ModelRoute(name="count", state="ready", socket=str(folder / "count"))
     known = Snapshot(version=3, pepper=PEPPER if older else b"", keys=(grant,), routes=(route,))
     if not older:
         (folder / "pepper").write_bytes(PEPPER)
@@ -107,10 +114,10 @@ async def test_a_proxy_serves_what_the_server_tells_and_says_what_there_is_to_do
     tmp_path: Path,
 ) -> None:
     given, grant = key()
-    heard: list[Want | Demand | Figures | None] = []
+    heard: list[ModelWanted | ProxyDemand | Figures | None] = []
     routes = (
-        Route(name="count", state="ready", socket=str(tmp_path / "count")),
-        Route(name="cold", state="cold", start_timeout_s=1.0),
+        ModelRoute(name="count", state="ready", socket=str(tmp_path / "count")),
+        ModelRoute(name="cold", state="cold", start_timeout_s=1.0),
     )
     links = ProxyLinks(
         str(tmp_path / "links"),
@@ -122,20 +129,20 @@ async def test_a_proxy_serves_what_the_server_tells_and_says_what_there_is_to_do
     await there.open()
     try:
         async with proxy(tmp_path) as (_, client):
-            await until(lambda: any(isinstance(one, Demand) for one in heard))
+            await until(lambda: any(isinstance(one, ProxyDemand) for one in heard))
             client.headers["authorization"] = f"Bearer {given}"
             warm = await client.post("/v1/completions", json={"model": "count"})
             cold = await client.post("/v1/completions", json={"model": "cold"})
     finally:
         await links.close()
         await there.close()
-    demands = [one for one in heard if isinstance(one, Demand)]
+    demands = [one for one in heard if isinstance(one, ProxyDemand)]
     assert (warm.status_code, cold.status_code) == (200, 503)
     assert {one.version for one in demands} == {7}
     assert sum(model.arrivals for one in demands for model in one.models) == 2
     waited = [model for one in demands for model in one.models if model.model == "cold"]
     assert 0.4 < sum(one.request_s for one in waited) <= 1.5
-    assert Want("cold") in heard
+    assert ModelWanted("cold") in heard
 
 
 async def test_a_proxy_without_the_server_goes_on_with_its_file(tmp_path: Path) -> None:

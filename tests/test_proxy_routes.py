@@ -12,7 +12,7 @@ import pytest
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute
-from kvmig.proxy.messages import Keys, Route
+from kvmig.proxy.messages import KeyUpdates, ModelRoute
 from tests.proxy_site import Deployment, Got, Site, key, site
 from tests.waiting import until
 
@@ -42,7 +42,7 @@ async def test_a_route_that_is_not_in_the_table_is_404_and_starts_nothing(
     tmp_path: Path, method: str, path: str, before: str
 ) -> None:
     async with site(tmp_path) as door:
-        door.tell(Route(name="count", state="cold"))
+        door.tell(ModelRoute(name="count", state="cold"))
         answer = await send(door, method, before + path, {"model": "count"})
         assert door.wanted == []
     assert answer.status_code == 404
@@ -54,7 +54,7 @@ async def test_another_method_of_a_route_is_405_with_those_that_there_are(
     tmp_path: Path, before: str
 ) -> None:
     async with site(tmp_path) as door:
-        door.tell(Route(name="count", state="cold"))
+        door.tell(ModelRoute(name="count", state="cold"))
         answer = await send(door, "GET", f"{before}/v1/chat/completions")
         listing = await send(door, "POST", f"{before}/v1/models", {"model": "count"})
         assert door.wanted == []
@@ -87,7 +87,7 @@ async def test_a_route_of_the_table_reaches_a_running_model_however_its_path_is_
 @pytest.mark.parametrize("route", [one for one in ASKED if not one.works], ids=lambda one: one.path)
 async def test_what_no_engine_works_for_starts_no_model(tmp_path: Path, route: ClientRoute) -> None:
     async with site(tmp_path) as door:
-        door.tell(Route(name="count", state="cold"))
+        door.tell(ModelRoute(name="count", state="cold"))
         answer = await send(door, "POST", route.path, {"model": "count", "prompt": "hi"})
         demands = door.door.demands()
         assert door.wanted == []
@@ -221,7 +221,7 @@ async def test_a_path_may_name_a_model_whose_name_has_slashes_and_capitals(
     async with site(tmp_path) as door:
         there = Deployment(f"{tmp_path}/socket")
         await there.open()
-        door.tell(Route(name=name, state="ready", socket=there.path))
+        door.tell(ModelRoute(name=name, state="ready", socket=there.path))
         for path in ("/v1/chat/completions", "/v1/rerank", "/inference/v1/generate", "/tokenize"):
             await send(door, "POST", f"/models/{name}{path}", {"model": "other"})
         rows = (await send(door, "GET", f"/models/{name}/v1/models")).json()["data"]
@@ -316,7 +316,7 @@ async def test_an_answer_of_a_model_that_is_cold_is_not_there_and_starts_nothing
     async with site(tmp_path, grant) as door:
         async with door.deployment(answers_with_its_id):
             made = (await respond(door, given)).json()["id"]
-        door.tell(Route(name="count", state="cold"))
+        door.tell(ModelRoute(name="count", state="cold"))
         answer = await send(door, "GET", f"/v1/responses/{made}", given=given)
         assert door.wanted == []
     assert answer.status_code == 404
@@ -340,7 +340,7 @@ async def test_an_answers_stream_ends_with_the_right_of_its_key(tmp_path: Path) 
         running = asyncio.create_task(send(door, "GET", path, given=given))
         await until(lambda: len(there.got) == 2)
         other = msgspec.structs.replace(grant, models=("other",))
-        door.door.apply(Keys(version=9, changed=(other,)))
+        door.door.apply(KeyUpdates(version=9, changed=(other,)))
         async with asyncio.timeout(2):
             said = (await running).text
     assert "no model 'count'" in said

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvmig.proxy.messages import Keys, Route
-from kvmig.proxy.relay import Broken, Chunked, parse_head
+from kvmig.proxy.messages import KeyUpdates, ModelRoute
+from kvmig.proxy.relay import ChunkedFraming, UpstreamProtocolError, parse_head
 from tests.proxy_site import EVENT, Answer, Got, Site, key, site
 from tests.waiting import until
 
@@ -30,7 +30,7 @@ async def streamed(door: Site, path: str = "/v1/chat/completions") -> bytes:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_chunks_are_followed_however_they_come_apart(size: int) -> None:
-    framing = Chunked()
+    framing = ChunkedFraming()
     wire = b"5\r\n0\r\n\r\n\r\nA;x=y\r\n0123456789\r\n0\r\ntrailer: 1\r\n\r\n"
     ends = []
     for at in range(0, len(wire), size):
@@ -53,7 +53,7 @@ def test_chunks_end_where_they_end_in_pieces_of_any_size(
     chunks: list[bytes], ends: bytes, cuts: list[int]
 ) -> None:
     wire = b"".join(b"%x%s%s\r\n" % (len(one), ends, one) for one in (*chunks, b""))
-    bytewise, pieces = Chunked(), Chunked()
+    bytewise, pieces = ChunkedFraming(), ChunkedFraming()
     for start, end in pairwise(sorted({0, *(min(cut, len(wire)) for cut in cuts), len(wire)})):
         for at in range(start, end):
             bytewise.feed(wire[at : at + 1])
@@ -64,12 +64,12 @@ def test_chunks_end_where_they_end_in_pieces_of_any_size(
 
 @pytest.mark.parametrize("line", [b"data: 1", b"-5", b""])
 def test_what_is_no_chunk_is_said_to_be_none(line: bytes) -> None:
-    with pytest.raises(Broken, match="a chunk begins with"):
-        Chunked().feed(line + b"\r\n0\r\n")
+    with pytest.raises(UpstreamProtocolError, match="a chunk begins with"):
+        ChunkedFraming().feed(line + b"\r\n0\r\n")
 
 
 def test_a_head_that_is_none_is_said_to_be_none() -> None:
-    with pytest.raises(Broken, match="its answer begins with"):
+    with pytest.raises(UpstreamProtocolError, match="its answer begins with"):
         parse_head(b"SSH-2.0-OpenSSH")
 
 
@@ -227,7 +227,7 @@ async def test_a_call_whose_deployment_hangs_is_answered_when_a_start_would_have
     async with site(tmp_path) as door, door.deployment(hangs) as there:
         asking = asyncio.create_task(door.ask())
         await until(lambda: there.got)
-        door.tell(Route(name="count", state="starting", start_timeout_s=0.2))
+        door.tell(ModelRoute(name="count", state="starting", start_timeout_s=0.2))
         async with asyncio.timeout(5):
             answer = await asking
     assert answer.status_code == 503
@@ -248,7 +248,7 @@ async def test_a_slow_answer_of_a_deployment_that_is_replaced_is_waited_for(
     async with site(tmp_path) as door, door.deployment(slow) as there:
         asking = asyncio.create_task(door.ask())
         await until(lambda: there.got)
-        door.tell(Route(name="count", state="cold", start_timeout_s=0.1))
+        door.tell(ModelRoute(name="count", state="cold", start_timeout_s=0.1))
         answer = await asking
     assert answer.status_code == 200
 
@@ -275,7 +275,7 @@ async def test_a_stream_of_a_key_that_is_revoked_ends_and_others_go_on(tmp_path:
         ):
             parts = mine.aiter_bytes()
             assert await anext(parts) == EVENT
-            door.door.apply(Keys(version=9, removed=(grant.prefix,)))
+            door.door.apply(KeyUpdates(version=9, removed=(grant.prefix,)))
             last = await anext(parts)
         go_on.set()
         assert await other == EVENT * 2
@@ -318,8 +318,8 @@ async def test_a_stream_ends_when_its_key_expires_though_the_clock_goes_back_an_
 async def test_a_call_that_waits_ends_when_its_key_is_revoked(tmp_path: Path) -> None:
     given, grant = key()
     async with site(tmp_path, grant) as door:
-        door.tell(Route(name="count", state="cold"))
+        door.tell(ModelRoute(name="count", state="cold"))
         call = asyncio.create_task(door.ask(given=given))
         await until(lambda: door.door.hold.waiting("count"))
-        door.door.apply(Keys(version=9, removed=(grant.prefix,)))
+        door.door.apply(KeyUpdates(version=9, removed=(grant.prefix,)))
         assert (await call).status_code == 401

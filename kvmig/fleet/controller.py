@@ -49,8 +49,7 @@ from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, Spec
 from kvmig.launcher.flags import priority_classes
-from kvmig.proxy.messages import Demand as ProxyDemand
-from kvmig.proxy.messages import ModelCard, Route, RouteState, Want
+from kvmig.proxy.messages import ModelCard, ModelRoute, ModelWanted, ProxyDemand, RouteState
 
 ROUND_S = 0.5
 """Pause between two rounds, if nothing happens before."""
@@ -185,7 +184,7 @@ class Models:
         self,
         settings: FleetSettings,
         order: Callable[[Order], None],
-        tell: Callable[[Sequence[Route], Sequence[str]], int],
+        tell: Callable[[Sequence[ModelRoute], Sequence[str]], int],
         memory: Memory,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
@@ -207,7 +206,7 @@ class Models:
         self._whose: dict[str, Model] = {}
         """Models by deployment."""
         self._proxies: dict[str, Proxy] = {}
-        self._routes: dict[str, Route] = {}
+        self._routes: dict[str, ModelRoute] = {}
         self._plan = Plan()
         self._placed: Mapping[str, Sequence[str]] = {}
         """Units of the instances of models that a placement sets."""
@@ -264,7 +263,7 @@ class Models:
                     model.ended, model.deployment = news, ""
         self._changed.set()
 
-    def take_want(self, want: Want) -> None:
+    def take_want(self, want: ModelWanted) -> None:
         """Take a proxy's message that a request waits for the model."""
         if (model := self._models.get(want.model)) is not None:
             model.asked_until = self._clock() + WANT_S
@@ -305,7 +304,7 @@ class Models:
 
     # -- what is told
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ModelRoute]:
         """The routes, as proxies know them."""
         return list(self._routes.values())
 
@@ -621,13 +620,13 @@ class Models:
             if was.state == "ready" and (now is None or now.state != "ready"):
                 self._models[name].unrouted_at = version
 
-    def _route(self, model: Model) -> Route:
+    def _route(self, model: Model) -> ModelRoute:
         spec, life = model.wanted.spec, model.life
         ready = model.serving > 0 and not model.former
         state = route_state(model.wanted.on, life, ready, self._clock())
         if ready and model.watched is not None and model.watched.card is not None:
             model.card = model.watched.card
-        return Route(
+        return ModelRoute(
             name=model.wanted.name,
             state=state,
             socket=model.note.socket if state == "ready" and model.note is not None else "",

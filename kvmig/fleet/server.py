@@ -63,15 +63,15 @@ from kvmig.proxy import messages
 from kvmig.proxy.control_link import ProxyLinks
 from kvmig.proxy.messages import (
     Aliases,
-    Demand,
     Down,
     Figures,
+    ModelRoute,
+    ModelWanted,
+    ProxyDemand,
     QuotaLeft,
-    Route,
     Routes,
     Snapshot,
     Spent,
-    Want,
 )
 from kvmig.rpc.unix_packets import QueuedPackets
 
@@ -389,7 +389,9 @@ class FleetServer:
         self._grants_by_id.update((one.key_id, one) for one in keys.granted)
         if keys.granted or keys.revoked:
             self._links.tell(
-                messages.Keys(version=self._next(), changed=keys.granted, removed=keys.revoked)
+                messages.KeyUpdates(
+                    version=self._next(), changed=keys.granted, removed=keys.revoked
+                )
             )
             changed = await stored(left, self._store.database, keys.granted, time.time())
             self._left.update(changed)
@@ -414,7 +416,7 @@ class FleetServer:
         )
         return snapshot, Spent(owed=owed, left=self._left)
 
-    def _tell_routes(self, changed: Sequence[Route], gone: Sequence[str]) -> int:
+    def _tell_routes(self, changed: Sequence[ModelRoute], gone: Sequence[str]) -> int:
         routes = Routes(version=self._next(), changed=tuple(changed), removed=tuple(gone))
         self._links.tell(routes)
         return self._version
@@ -444,11 +446,11 @@ class FleetServer:
         if wrong:
             raise ConfigError(f"model {spec.name}: {wrong}")
 
-    def _hear(self, proxy: str, message: Want | Demand | Figures | None) -> None:
+    def _hear(self, proxy: str, message: ModelWanted | ProxyDemand | Figures | None) -> None:
         match message:
-            case Want():
+            case ModelWanted():
                 self._models.take_want(message)
-            case Demand():
+            case ProxyDemand():
                 self._models.take_demand(proxy, message)
                 self._heard.set()
             case Figures(text):

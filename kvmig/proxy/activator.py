@@ -12,8 +12,8 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from kvmig.asgi.body_budget import BodyBudget, BodyShare
-from kvmig.proxy.messages import ModelDemand, Route
-from kvmig.proxy.refusals import Refused
+from kvmig.proxy.messages import ModelDemand, ModelRoute
+from kvmig.proxy.refusals import ProxyRefusal
 
 BEAT_S = 10.0
 """Pause between two SSE keep-alives of a held stream."""
@@ -23,21 +23,21 @@ SOON_S = 5.0
 """Retry-After for clients, where no better time is known."""
 
 
-class Stay(NamedTuple):
+class Wait(NamedTuple):
     """Wait so long at most, for news of the route. beat: with a sign of life first."""
 
     seconds: float
     beat: bool
 
 
-class Go(NamedTuple):
+class Forward(NamedTuple):
     """Relay it."""
 
     socket: str
 
 
 @dataclass(eq=False)
-class Waiter:
+class PendingRequest:
     """One request. Times in seconds of a steady clock."""
 
     model: str
@@ -63,16 +63,16 @@ class Waiter:
     """When the deployment could not be reached."""
 
 
-class Hold:
+class PendingRequests:
     """All requests that wait, within bounds."""
 
     def __init__(self, most_bytes: int) -> None:
         """most_bytes: of their bodies."""
         self._budget = BodyBudget(most_bytes)
         self._arrived = 0
-        self._waiting: defaultdict[str, set[Waiter]] = defaultdict(set)
+        self._waiting: defaultdict[str, set[PendingRequest]] = defaultdict(set)
 
-    def enter(self, waiter: Waiter, route: Route) -> Refused | None:
+    def enter(self, waiter: PendingRequest, route: ModelRoute) -> ProxyRefusal | None:
         """One more waits; or there are too many, and the request is refused."""
         waiting = self._waiting[waiter.model]
         own = sum(one.account == waiter.account for one in waiting) if waiter.account else 0
@@ -90,9 +90,11 @@ class Hold:
             waiter.share = share
             waiting.add(waiter)
             return None
-        return Refused(HTTPStatus.TOO_MANY_REQUESTS, why, "model_starting", route.start_s or SOON_S)
+        return ProxyRefusal(
+            HTTPStatus.TOO_MANY_REQUESTS, why, "model_starting", route.start_s or SOON_S
+        )
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: PendingRequest) -> None:
         """Take the request out of the queue; a second call does nothing."""
         self._waiting[waiter.model].discard(waiter)
         if waiter.share is not None:
@@ -100,7 +102,7 @@ class Hold:
         if not self._waiting[waiter.model]:
             del self._waiting[waiter.model]
 
-    def waiting(self, model: str) -> list[Waiter]:
+    def waiting(self, model: str) -> list[PendingRequest]:
         """The waiting requests in their order: by priority, then by arrival."""
         return sorted(
             self._waiting.get(model, ()), key=lambda waiter: (waiter.priority, waiter.number)
@@ -111,42 +113,48 @@ class Hold:
         return [model for model, waiters in self._waiting.items() if waiters]
 
 
-def verdict(route: Route | None, waiter: Waiter, now: float) -> Go | Stay | Refused:
+def decide(
+    route: ModelRoute | None, waiter: PendingRequest, now: float
+) -> Forward | Wait | ProxyRefusal:
     """What a request does now that waits, or has just come. route: None: the model is no more."""
     if route is None:
         message = f"no model {waiter.model!r} any more"
-        return Refused(HTTPStatus.NOT_FOUND, message, "model_not_found")
+        return ProxyRefusal(HTTPStatus.NOT_FOUND, message, "model_not_found")
     if route.state in ("failed", "off"):
         again_s = (route.retry_s or SOON_S) if route.state == "failed" else None
         message = route.why or f"{route.name} is {route.state}"
-        return Refused(HTTPStatus.SERVICE_UNAVAILABLE, message, f"model_{route.state}", again_s)
+        return ProxyRefusal(
+            HTTPStatus.SERVICE_UNAVAILABLE, message, f"model_{route.state}", again_s
+        )
     if route.state != "ready" and not waiter.works:
         message = (
             f"{route.name} is {route.state}: a request that its engine works for starts it, this"
             " one doesn't"
         )
         again_s = route.start_s or SOON_S
-        return Refused(HTTPStatus.SERVICE_UNAVAILABLE, message, f"model_{route.state}", again_s)
+        return ProxyRefusal(
+            HTTPStatus.SERVICE_UNAVAILABLE, message, f"model_{route.state}", again_s
+        )
     left_s = waiter.since + route.start_timeout_s - now
     if left_s <= 0:
         why = f"{route.name} was not ready within {route.start_timeout_s:g} s"
         message = f"{why}: {route.why}" if route.why else why
         again_s = route.start_s or SOON_S
-        return Refused(HTTPStatus.SERVICE_UNAVAILABLE, message, "model_starting", again_s)
+        return ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, message, "model_starting", again_s)
     retry_s = 0.0 if waiter.tried is None else waiter.tried + TRY_S - now
     if route.state == "ready" and route.socket and retry_s <= 0:
-        return Go(route.socket)
+        return Forward(route.socket)
     waits_s = min(left_s, retry_s) if retry_s > 0 else left_s
     if not waiter.beats:
-        return Stay(waits_s, beat=False)
+        return Wait(waits_s, beat=False)
     first = waiter.since + route.heartbeat_after_s
     due_s = (first if waiter.beaten is None else waiter.beaten + BEAT_S) - now
     if due_s <= 0:
-        return Stay(min(waits_s, BEAT_S), beat=True)
-    return Stay(min(waits_s, due_s), beat=False)
+        return Wait(min(waits_s, BEAT_S), beat=True)
+    return Wait(min(waits_s, due_s), beat=False)
 
 
-def left_s(route: Route, waiter: Waiter, now: float) -> int | None:
+def left_s(route: ModelRoute, waiter: PendingRequest, now: float) -> int | None:
     """Seconds that the start still takes, by experience; None without any."""
     return None if route.start_s is None else max(0, ceil(waiter.since + route.start_s - now))
 
@@ -170,16 +178,16 @@ class _Count:
 State = Literal["running", "held", "over"]
 
 
-class Counts:
+class RequestCounts:
     """Requests by model."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}
 
-    def arrive(self, model: str, now: float) -> Counted:
+    def arrive(self, model: str, now: float) -> CountedRequest:
         """One more."""
         self._count(model, now).arrivals += 1
-        return Counted(self, model)
+        return CountedRequest(self, model)
 
     def move(self, model: str, before: State, after: State, now: float) -> None:
         """A request goes from one state to another."""
@@ -209,10 +217,10 @@ class Counts:
         return count
 
 
-class Counted:
+class CountedRequest:
     """One request in the counts."""
 
-    def __init__(self, counts: Counts, model: str) -> None:
+    def __init__(self, counts: RequestCounts, model: str) -> None:
         self._counts = counts
         self._model = model
         self.state: State = "over"

@@ -55,7 +55,7 @@ class KnownKeys(Protocol):
 
 
 @dataclass(eq=False)
-class Visit:
+class AdmittedCall:
     """One call that is in."""
 
     prefix: str
@@ -83,7 +83,7 @@ class Visit:
     """The same as the key says it, in Unix time."""
 
 
-class Admission:
+class CallAdmission:
     """All calls that are in. Whatever a decision says is from the keys as they are then."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Admission:
         self._clock = clock
         self._wall = wall
         self._tallies: AccountTallies = tallies or OwnTallies()
-        self._visits: dict[str, set[Visit]] = {}
+        self._visits: dict[str, set[AdmittedCall]] = {}
         """Visits by the prefixes of their keys."""
         self._limiters: dict[str, RequestLimiter] = {}
         """Limiters of keys and users that came here or have spent tokens, by
@@ -115,19 +115,19 @@ class Admission:
 
     def enter(
         self, key: str, address: str, scope: Scope | None, cut: Callable[[KeyDenied], None]
-    ) -> Visit | KeyDenied:
+    ) -> AdmittedCall | KeyDenied:
         """A call's head has come; who is let in must `leave`."""
         grant = self._keys.grant(key)
         if grant is None:
             return BAD_KEY
-        visit = Visit(grant.prefix, address, scope, cut)
+        visit = AdmittedCall(grant.prefix, address, scope, cut)
         if (why := self._why_not(visit)) is not None:
             return why
         self._visits.setdefault(visit.prefix, set()).add(visit)
         return visit
 
     def name_model(
-        self, visit: Visit, name: str | None, model: str | None, charged: bool = True
+        self, visit: AdmittedCall, name: str | None, model: str | None, charged: bool = True
     ) -> KeyGrant | KeyDenied:
         """Check the model that the call asks for.
 
@@ -140,7 +140,7 @@ class Admission:
             return BAD_KEY
         return self._why_not(visit) or grant
 
-    def look(self, visit: Visit) -> tuple[LimitExceeded | None, Sequence[RequestLimiter]]:
+    def look(self, visit: AdmittedCall) -> tuple[LimitExceeded | None, Sequence[RequestLimiter]]:
         """Why no request may come in now; None: one may. With the limits that it would meet."""
         grant = self._keys.current(visit.prefix)
         if grant is None:
@@ -151,7 +151,7 @@ class Admission:
         return next((why for why in reasons if why is not None), None), limiters
 
     def begin(
-        self, visit: Visit, sequences: int = 1
+        self, visit: AdmittedCall, sequences: int = 1
     ) -> tuple[LimitExceeded | None, Sequence[RequestLimiter]]:
         """Let its request, of so many sequences, in past the limits; or say why not. With the
         limits that it met."""
@@ -165,14 +165,14 @@ class Admission:
             visit.limiters, visit.sequences = limiters, sequences
         return exceeded, limiters
 
-    def has_quota(self, visit: Visit) -> bool:
+    def has_quota(self, visit: AdmittedCall) -> bool:
         """Whether its tokens must be granted from now on. To be asked when it is sent on."""
         grant = self._keys.current(visit.prefix)
         quotas = () if grant is None or not visit.charged else quotas_of(grant, visit.model)
         visit.granted = bool(quotas)
         return visit.granted
 
-    def quotas_left(self, visit: Visit) -> list[LimitLeft]:
+    def quotas_left(self, visit: AdmittedCall) -> list[LimitLeft]:
         """What is left of the quotas that hold for it, as far as the server has said it."""
         grant = self._keys.current(visit.prefix)
         quotas = () if grant is None or not visit.charged else quotas_of(grant, visit.model or "")
@@ -183,7 +183,7 @@ class Admission:
             if (left := self._left.get(one.id)) is not None
         ]
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, visit: AdmittedCall) -> None:
         """End the visit."""
         for one in visit.limiters:
             one.leave(visit.sequences)
@@ -221,10 +221,10 @@ class Admission:
         if spent.left:
             self.review()
 
-    def _all(self) -> list[Visit]:
+    def _all(self) -> list[AdmittedCall]:
         return [visit for visits in self._visits.values() for visit in visits]
 
-    def _why_not(self, visit: Visit) -> KeyDenied | None:
+    def _why_not(self, visit: AdmittedCall) -> KeyDenied | None:
         grant = self._keys.current(visit.prefix)
         if grant is None:
             return BAD_KEY

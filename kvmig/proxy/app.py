@@ -33,18 +33,35 @@ from kvmig.asgi.request_body import UNREAD_BYTES, BodyRules, check_whole, rules_
 from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
-from kvmig.proxy.activator import Counted, Counts, Go, Hold, Stay, Waiter, left_s, verdict
-from kvmig.proxy.admission import Admission, Visit
-from kvmig.proxy.call import NOTHING, Call, Gone, on_lost_nothing
-from kvmig.proxy.calls import Asked, Body, asked, body_of, check_encoding, target
+from kvmig.proxy.activator import (
+    CountedRequest,
+    Forward,
+    PendingRequest,
+    PendingRequests,
+    RequestCounts,
+    Wait,
+    decide,
+    left_s,
+)
+from kvmig.proxy.admission import AdmittedCall, CallAdmission
+from kvmig.proxy.call import NOTHING, ClientGone, ProxiedCall, on_lost_nothing
+from kvmig.proxy.calls import CallBody, CallTarget, asked, body_of, check_encoding, target
 from kvmig.proxy.cross_origin import CrossOrigin
-from kvmig.proxy.directory import Directory, Found
+from kvmig.proxy.directory import FoundModel, ModelDirectory
 from kvmig.proxy.exposition import merged, parsed
-from kvmig.proxy.messages import Down, ModelDemand, Route, Routes, Spent
+from kvmig.proxy.messages import Down, ModelDemand, ModelRoute, Routes, Spent
 from kvmig.proxy.metrics import DoorMetrics
-from kvmig.proxy.priority_choice import Chosen, choose_class
-from kvmig.proxy.refusals import Refused, bad, refused
-from kvmig.proxy.relay import OWN, Broken, Chunked, Head, Unframed, Upstream, error_of
+from kvmig.proxy.priority_choice import ChosenPriority, choose_class
+from kvmig.proxy.refusals import ProxyRefusal, bad, refused
+from kvmig.proxy.relay import (
+    OWN,
+    AnswerHead,
+    ChunkedFraming,
+    CloseFraming,
+    UpstreamCall,
+    UpstreamProtocolError,
+    error_of,
+)
 
 FLEET = "/kvmig/"
 """Prefix of the paths that the server answers."""
@@ -77,12 +94,12 @@ LOOK_S = 5.0
 RESPONSES = "/v1/responses"
 
 
-class Door:
+class ProxyApp:
     """The proxy's ASGI application. Serve it by `DoorConnection` only."""
 
     def __init__(
         self,
-        directory: Directory,
+        directory: ModelDirectory,
         config: HttpConfig,
         api: str,
         want: Callable[[str], None],
@@ -102,17 +119,17 @@ class Door:
         self.directory = directory
         self.config = config
         self.budget = BodyBudget(BODIES * config.max_body)
-        self.hold = Hold(self.budget.most // 2)
-        self.counts = Counts()
+        self.hold = PendingRequests(self.budget.most // 2)
+        self.counts = RequestCounts()
         self.metrics = DoorMetrics(self.counts, age_s)
-        self.admission = Admission(directory, clock, wall, tallies)
+        self.admission = CallAdmission(directory, clock, wall, tallies)
         self._number = number
         self._cross_origin = cross_origin or CrossOrigin()
         self._api = api
         self._want = want
         self._clock = clock
         self._closed = False
-        self._turns: dict[Waiter, asyncio.Future[None]] = {}
+        self._turns: dict[PendingRequest, asyncio.Future[None]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
 
     # -- what the server tells, and hears
@@ -162,12 +179,12 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        call = Call(scope, receive, send)
+        call = ProxiedCall(scope, receive, send)
         if self._is_for_pages(call):
             call.cross_origin = self._cross_origin.answer_headers(call.headers)
         try:
             await self._serve(call)
-        except Refused as why:
+        except ProxyRefusal as why:
             self.count_refused(why.status)
             if not call.gone:
                 comes = call.cycle.more_body and "expect" not in call.headers
@@ -179,13 +196,13 @@ class Door:
             stage = ErrorStage(call.api, HttpCall(call.call_id), send, worded=True)
             call.allow_page(no_body.answer)
             await no_body.answer(scope, receive, stage.send)
-        except Gone:
+        except ClientGone:
             call.finish()
         finally:
             call.over = True
             call.give_body_back()
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: ProxiedCall) -> None:
         if call.path == "/health":
             there = self.directory.version >= 0 and not self._closed
             await call.answer(HTTPStatus.OK if there else HTTPStatus.SERVICE_UNAVAILABLE, b"")
@@ -196,7 +213,7 @@ class Door:
         elif call.connection.too_many:
             call.limits = [(b"connection", b"close")]
             sentence = "this proxy has as many clients as its open files are for (ulimit -Hn)"
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "proxy_full", 1.0)
+            raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "proxy_full", 1.0)
         elif self._is_for_pages(call) and self._cross_origin.is_preflight(
             call.method, call.headers
         ):
@@ -204,18 +221,18 @@ class Door:
         else:
             await self._let_in(call)
 
-    def _is_for_pages(self, call: Call) -> bool:
+    def _is_for_pages(self, call: ProxiedCall) -> bool:
         return not call.path.startswith(FLEET) and call.path != "/metrics"
 
-    async def _answer_preflight(self, call: Call) -> None:
+    async def _answer_preflight(self, call: ProxiedCall) -> None:
         """A browser asks, without a key, whether a page may call."""
         if not self._cross_origin.allows(call.headers):
             sentence = "pages of this origin may not call (kvmig up --allowed-origins)"
-            raise Refused(HTTPStatus.FORBIDDEN, sentence, "origin_not_allowed")
+            raise ProxyRefusal(HTTPStatus.FORBIDDEN, sentence, "origin_not_allowed")
         call.cross_origin += self._cross_origin.preflight_headers(call.headers)
         await call.answer(HTTPStatus.NO_CONTENT, b"")
 
-    async def _let_in(self, call: Call) -> None:
+    async def _let_in(self, call: ProxiedCall) -> None:
         """Raises Refused, 401 or 403, for a key that isn't good for the call."""
         scope: KeyScope | None = "infer"
         if call.path.startswith(FLEET):
@@ -252,7 +269,7 @@ class Door:
         if self.admission.end_expired():
             self._sweep_soon()
 
-    async def _list(self, call: Call, visit: Visit, where: Asked) -> None:
+    async def _list(self, call: ProxiedCall, visit: AdmittedCall, where: CallTarget) -> None:
         grant = self.directory.current(visit.prefix)
         assert grant is not None  # nothing was waited for
         rows = {name: _listed(name, route) for name, route in self.directory.names(grant)}
@@ -268,7 +285,7 @@ class Door:
             raise refused(no_model(where.listed))
         await call.answer(HTTPStatus.OK, msgspec.json.encode(answer))
 
-    async def _read(self, call: Call, visit: Visit, rules: BodyRules) -> bytes:
+    async def _read(self, call: ProxiedCall, visit: AdmittedCall, rules: BodyRules) -> bytes:
         """The call's body, which takes room of the key's user until it is written to somebody.
 
         Raises Gone, Refused, or the gateway's Refused.
@@ -278,12 +295,12 @@ class Door:
         call.body = self.budget.enter("" if grant is None else grant.user_id)
         message = await gateway.read_body(rules, call.body, headers, call.receive_part)
         if message is None:
-            raise Gone
+            raise ClientGone
         return cast("bytes", message["body"])
 
     # -- to the server
 
-    async def _tell_figures(self, call: Call) -> None:
+    async def _tell_figures(self, call: ProxiedCall) -> None:
         """The whole fleet's, from the server; without a server this proxy's own."""
         headers = [
             (b"x-forwarded-for", call.address.encode()),
@@ -296,7 +313,7 @@ class Door:
         else:
             await self._relay(call, upstream, "", [])
 
-    async def _ask_server(self, call: Call, visit: Visit) -> None:
+    async def _ask_server(self, call: ProxiedCall, visit: AdmittedCall) -> None:
         most = min(ROOM, self.config.max_body)
         why = "an order to the server needs no more"
         rules = BodyRules(most, self.config.body_timeout_s, None, why, self.config.max_body)
@@ -308,16 +325,18 @@ class Door:
         upstream = await _connect(self._api)
         if upstream is None:
             sentence = "the fleet's server is not there, try again"
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "server_away", 1.0)
+            raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "server_away", 1.0)
         await self._relay(call, upstream, "", [])
 
     # -- to a model
 
-    async def _infer(self, call: Call, visit: Visit, where: Asked) -> None:
+    async def _infer(self, call: ProxiedCall, visit: AdmittedCall, where: CallTarget) -> None:
         self._check_limits(call, visit, *self.admission.look(visit))  # before it uploads its body
         waiter = await self._prepare(call, visit, where)
         self._check_limits(call, visit, *self.admission.begin(visit, waiter.sequences))
-        counts = self.counts if waiter.works else Counts()  # what doesn't work keeps no model up
+        counts = (
+            self.counts if waiter.works else RequestCounts()
+        )  # what doesn't work keeps no model up
         counted = counts.arrive(waiter.model, self._clock())
         try:
             upstream = await self._reach(call, waiter, counted)
@@ -328,8 +347,8 @@ class Door:
 
     def _check_limits(
         self,
-        call: Call,
-        visit: Visit,
+        call: ProxiedCall,
+        visit: AdmittedCall,
         exceeded: LimitExceeded | None,
         limiters: Sequence[RequestLimiter],
     ) -> None:
@@ -339,9 +358,11 @@ class Door:
             if exceeded.again_s is None:
                 raise bad(exceeded.sentence, "too_many_sequences")
             status = HTTPStatus.TOO_MANY_REQUESTS
-            raise Refused(status, exceeded.sentence, "rate_limit_exceeded", exceeded.again_s)
+            raise ProxyRefusal(status, exceeded.sentence, "rate_limit_exceeded", exceeded.again_s)
 
-    async def _prepare(self, call: Call, visit: Visit, where: Asked) -> Waiter:
+    async def _prepare(
+        self, call: ProxiedCall, visit: AdmittedCall, where: CallTarget
+    ) -> PendingRequest:
         """Know what the call asks for. Raises Refused, or Gone."""
         assert where.route is not None
         is_form = where.route.model == "form"
@@ -379,7 +400,7 @@ class Door:
             passed = [one for one in passed if one[0] != PRIORITY.encode()]
             passed.append((PRIORITY.encode(), str(chosen.runs_as).encode()))
         call.errand = (target(where.path, call.scope["query_string"]), passed, content)
-        return Waiter(
+        return PendingRequest(
             model=found.model,
             priority=chosen.waits_as,
             size=len(content),
@@ -390,14 +411,14 @@ class Door:
             account=grant.user_id,
         )
 
-    def _reach_before(self, visit: Visit, where: Asked) -> ModelReach | None:
+    def _reach_before(self, visit: AdmittedCall, where: CallTarget) -> ModelReach | None:
         """What of the body is of use, as far as that can be known before it is there."""
         grant = self.directory.current(visit.prefix)
         return None if grant is None else self.directory.reach(grant, where.model)
 
     def _find_model(
-        self, call: Call, visit: Visit, name: str | None, charged: bool
-    ) -> tuple[KeyGrant, Found]:
+        self, call: ProxiedCall, visit: AdmittedCall, name: str | None, charged: bool
+    ) -> tuple[KeyGrant, FoundModel]:
         """Raises Refused."""
         if not name:
             sentence = "model is missing: the body names it, or the path as in /models/NAME/v1/..."
@@ -409,7 +430,7 @@ class Door:
             raise refused(grant if isinstance(grant, KeyDenied) else no_model(name))
         return grant, found
 
-    def _find_answer(self, visit: Visit, where: Asked) -> tuple[KeyGrant, Found]:
+    def _find_answer(self, visit: AdmittedCall, where: CallTarget) -> tuple[KeyGrant, FoundModel]:
         """The model that has it, if it is there: answers end with their deployment."""
         key = self.directory.current(visit.prefix)
         model = None if key is None else self.directory.model_of_answer(where.answer_id, key)
@@ -421,15 +442,15 @@ class Door:
         grant = self.admission.name_model(visit, None, route.name, charged=False)
         if isinstance(grant, KeyDenied):
             raise refused(grant)
-        return grant, Found(route.name, route.served or route.name)
+        return grant, FoundModel(route.name, route.served or route.name)
 
     def _check_previous(self, previous: str | None, grant: KeyGrant, model: str) -> None:
         """Raises Refused for an answer to go on from that is not of the user's and the model's."""
         if previous and self.directory.model_of_answer(previous, grant) != model:
             sentence = f"previous_response_id: no response {previous[:150]!r}"
-            raise Refused(HTTPStatus.NOT_FOUND, sentence, "previous_response_not_found")
+            raise ProxyRefusal(HTTPStatus.NOT_FOUND, sentence, "previous_response_not_found")
 
-    def _make_request(self, call: Call, visit: Visit) -> None:
+    def _make_request(self, call: ProxiedCall, visit: AdmittedCall) -> None:
         """Ask the deployment, with what holds for the key at this moment."""
         assert call.errand is not None
         path, passed, content = call.errand
@@ -439,31 +460,35 @@ class Door:
             passed = [*passed, (QUOTA, b"1")]
         call.ask(path, passed, content)
 
-    def _choose_class(self, call: Call, body: Body, model: str, grant: KeyGrant) -> Chosen:
+    def _choose_class(
+        self, call: ProxiedCall, body: CallBody, model: str, grant: KeyGrant
+    ) -> ChosenPriority:
         """Raises Refused for a class that the model doesn't have, or the key may not use."""
         route = self.directory.routes.get(model)
         if route is None:
-            return Chosen(0)
+            return ChosenPriority(0)
         named = call.headers.get(PRIORITY)
         return choose_class(route.classes, route.priority, grant.classes, named, body.priority)
 
-    def _cold_start(self, waiter: Waiter) -> list[tuple[bytes, bytes]]:
+    def _cold_start(self, waiter: PendingRequest) -> list[tuple[bytes, bytes]]:
         if not waiter.number:
             return []
         held_s = self._clock() - waiter.since
         self.metrics.cold_start.labels(waiter.model).observe(held_s)
         return [(COLD_MS, b"%d" % (held_s * 1e3))]
 
-    async def _reach(self, call: Call, waiter: Waiter, counted: Counted) -> Upstream:
+    async def _reach(
+        self, call: ProxiedCall, waiter: PendingRequest, counted: CountedRequest
+    ) -> UpstreamCall:
         """A connection to the model's deployment, once it is there. Raises Refused, or Gone."""
         try:
             while True:
                 if self._closed:
                     sentence = "the proxy is stopping, try again"
-                    raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "stopping", 1.0)
+                    raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "stopping", 1.0)
                 route = self.directory.routes.get(waiter.model)
-                match verdict(route, waiter, self._clock()):
-                    case Go(socket):
+                match decide(route, waiter, self._clock()):
+                    case Forward(socket):
                         counted.be("running", self._clock())  # before anything of it is on its way
                         upstream = await _connect(socket)
                         if upstream is not None and not call.gone and call.cut is None:
@@ -472,7 +497,7 @@ class Door:
                             upstream.abort()
                         call.check()
                         waiter.tried = self._clock()
-                    case Stay(seconds, beat):
+                    case Wait(seconds, beat):
                         assert route is not None
                         self._stay(call, waiter, route)
                         counted.be("held", self._clock())
@@ -480,26 +505,26 @@ class Door:
                             waiter.beaten = self._clock()
                             call.beat(_starting(route, waiter, self._clock()))
                         await self._turn(call, waiter, seconds)
-                    case Refused() as why:
+                    case ProxyRefusal() as why:
                         raise why
         finally:
             self.hold.leave(waiter)
 
-    def _stay(self, call: Call, waiter: Waiter, route: Route) -> None:
+    def _stay(self, call: ProxiedCall, waiter: PendingRequest, route: ModelRoute) -> None:
         """Queue the request, if it isn't queued yet. Raises Refused."""
         if waiter.number:
             return
         if call.headers.get(COLD, "").lower() == "refuse":
             sentence = f"{route.name} is {route.state}, and the call does not wait ({COLD})"
             status = HTTPStatus.SERVICE_UNAVAILABLE
-            raise Refused(status, sentence, "model_starting", route.start_s or 1.0)
+            raise ProxyRefusal(status, sentence, "model_starting", route.start_s or 1.0)
         first = not self.hold.waiting(waiter.model)
         if (why := self.hold.enter(waiter, route)) is not None:
             raise why
         if first and route.state == "cold":
             self._want(route.name)
 
-    async def _turn(self, call: Call, waiter: Waiter, seconds: float) -> None:
+    async def _turn(self, call: ProxiedCall, waiter: PendingRequest, seconds: float) -> None:
         """Wait for news of the route, so long at most. Raises Gone."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns[waiter] = turn
@@ -514,7 +539,7 @@ class Door:
             call.connection.on_lost = on_lost_nothing
         call.check()
 
-    async def _head(self, upstream: Upstream, model: str) -> Head:
+    async def _head(self, upstream: UpstreamCall, model: str) -> AnswerHead:
         """The head of the answer.
 
         Raises Broken; or Refused, where the deployment hangs: its route has not been ready for as
@@ -531,13 +556,13 @@ class Door:
             if self._clock() - since >= route.start_timeout_s:
                 sentence = f"{model} has not served for {route.start_timeout_s:g} s, try again"
                 status = HTTPStatus.SERVICE_UNAVAILABLE
-                raise Refused(status, sentence, "deployment_silent", route.start_s or 1.0)
+                raise ProxyRefusal(status, sentence, "deployment_silent", route.start_s or 1.0)
         return await upstream.head
 
     async def _relay(
         self,
-        call: Call,
-        upstream: Upstream,
+        call: ProxiedCall,
+        upstream: UpstreamCall,
         model: str,
         own: list[tuple[bytes, bytes]],
     ) -> None:
@@ -554,8 +579,8 @@ class Door:
 
     async def _pass_answer(
         self,
-        call: Call,
-        upstream: Upstream,
+        call: ProxiedCall,
+        upstream: UpstreamCall,
         model: str,
         own: list[tuple[bytes, bytes]],
     ) -> None:
@@ -566,20 +591,22 @@ class Door:
             call.asking = NOTHING  # a stream may last for hours
             try:
                 head = await self._head(upstream, model)
-            except Broken as error:
+            except UpstreamProtocolError as error:
                 call.check()
                 sentence = f"{model or 'the server'} broke off before it answered: {error}"
                 status = HTTPStatus.SERVICE_UNAVAILABLE
-                raise Refused(status, sentence, "deployment_ended", 1.0) from error
-            if call.beats and not (head.status == 200 and isinstance(upstream.framing, Chunked)):
+                raise ProxyRefusal(status, sentence, "deployment_ended", 1.0) from error
+            if call.beats and not (
+                head.status == 200 and isinstance(upstream.framing, ChunkedFraming)
+            ):
                 raise await error_of(head, upstream)
             if call.granted and head.status == HTTPStatus.TOO_MANY_REQUESTS:
                 why = await error_of(head, upstream)
                 code = quota_code(str(why)) or why.code
                 again_s = None if code == QUOTA_CODE else 1.0
-                raise Refused(why.status, str(why), code, again_s)
+                raise ProxyRefusal(why.status, str(why), code, again_s)
             if not call.beats:
-                if isinstance(upstream.framing, Unframed):
+                if isinstance(upstream.framing, CloseFraming):
                     call.cycle.keep_alive = False
                 call.begin(head, own)
             if call.background:
@@ -592,12 +619,12 @@ class Door:
             call.connection.on_lost = on_lost_nothing  # the connection's next call has its own
 
 
-def _no_answer(answer_id: str) -> Refused:
+def _no_answer(answer_id: str) -> ProxyRefusal:
     sentence = f"no response {answer_id[:150]!r}"
-    return Refused(HTTPStatus.NOT_FOUND, sentence, "response_not_found")
+    return ProxyRefusal(HTTPStatus.NOT_FOUND, sentence, "response_not_found")
 
 
-def _listed(name: str, route: Route) -> dict[str, Any]:
+def _listed(name: str, route: ModelRoute) -> dict[str, Any]:
     """The model's row of OpenAI's list, with its deployment's card, and kvmig's own fields."""
     row: dict[str, Any] = {
         "id": name,
@@ -612,7 +639,7 @@ def _listed(name: str, route: Route) -> dict[str, Any]:
     return {**row, "kvmig": {"state": route.state, "start_s": route.start_s}}
 
 
-def _starting(route: Route, waiter: Waiter, now: float) -> str:
+def _starting(route: ModelRoute, waiter: PendingRequest, now: float) -> str:
     if route.why:
         return f"{route.state}: {route.why}"
     left = left_s(route, waiter, now)
@@ -620,17 +647,17 @@ def _starting(route: Route, waiter: Waiter, now: float) -> str:
     return waited if left is None else f"{waited}, some {left} s left"
 
 
-async def _connect(path: str) -> Upstream | None:
+async def _connect(path: str) -> UpstreamCall | None:
     """A connection to a deployment; None if it isn't there."""
     loop = asyncio.get_running_loop()
     try:
-        _, upstream = await loop.create_unix_connection(Upstream, path)
+        _, upstream = await loop.create_unix_connection(UpstreamCall, path)
     except OSError:
         return None
     return upstream
 
 
-def _passed(call: Call, dropped: tuple[bytes, ...]) -> list[tuple[bytes, bytes]]:
+def _passed(call: ProxiedCall, dropped: tuple[bytes, ...]) -> list[tuple[bytes, bytes]]:
     """The call's headers that go on. dropped: beginnings of some that don't."""
     every: list[tuple[bytes, bytes]] = call.scope["headers"]
     return [one for one in every if one[0] not in NOT_PASSED and not one[0].startswith(dropped)]

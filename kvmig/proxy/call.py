@@ -20,8 +20,15 @@ from kvmig.asgi.connection import HttpConnection
 from kvmig.asgi.error_forms import EventNumbers, api_of
 from kvmig.asgi.route_table import Api
 from kvmig.proxy.calls import error_body, error_event, heartbeat, unnamed
-from kvmig.proxy.refusals import Refused
-from kvmig.proxy.relay import LAST_CHUNK, Chunked, Head, Nobody, Unchunked, Upstream
+from kvmig.proxy.refusals import ProxyRefusal
+from kvmig.proxy.relay import (
+    LAST_CHUNK,
+    AnswerHead,
+    ChunkedFraming,
+    NullTransport,
+    UnchunkedTransport,
+    UpstreamCall,
+)
 
 SHOWN = "kvmig.connection"
 """Key of an ASGI scope's connection and its cycle."""
@@ -33,7 +40,7 @@ CHUNKED = b"transfer-encoding: chunked\r\n"
 NOTHING = (b"", b"")
 CUT_S = 0.2
 """Time to read the body of a call that may not go on."""
-DIED = Refused(
+DIED = ProxyRefusal(
     HTTPStatus.INTERNAL_SERVER_ERROR,
     "the model's deployment ended while it answered",
     "deployment_ended",
@@ -44,7 +51,7 @@ def on_lost_nothing() -> None:
     """Do nothing when the connection is lost."""
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client has left."""
 
 
@@ -55,7 +62,7 @@ class DoorConnection(HttpConnection):
     """The other one is a deployment's."""
     too_many = False
     """Whether it is of the last tenth that there can be: its calls are told so."""
-    upstream: Upstream | None = None
+    upstream: UpstreamCall | None = None
     """The upstream whose answer goes to the client now."""
     on_lost: Callable[[], None] = staticmethod(on_lost_nothing)
 
@@ -82,7 +89,7 @@ class DoorConnection(HttpConnection):
             self.upstream.resume()
 
 
-class Call:
+class ProxiedCall:
     """One HTTP call."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,7 +115,7 @@ class Call:
         self.numbers = EventNumbers()
         self.beats = 0
         """Signs of life that were sent; from the first on the answer is a stream."""
-        self.cut: Refused | None = None
+        self.cut: ProxyRefusal | None = None
         """Why it may not go on."""
         self.over = False
         self.background = False
@@ -159,11 +166,11 @@ class Call:
     def check(self) -> None:
         """Raises Gone for a client that has left, Refused for a call that may not go on."""
         if self.gone:
-            raise Gone
+            raise ClientGone
         if self.cut is not None:
             raise self.cut
 
-    def cut_off(self, why: Refused) -> None:
+    def cut_off(self, why: ProxyRefusal) -> None:
         """Let it go on no more, whatever it waits for."""
         if self.patience_s:
             loop = asyncio.get_running_loop()
@@ -171,7 +178,7 @@ class Call:
         else:
             self._cut_off(why)
 
-    def _cut_off(self, why: Refused) -> None:
+    def _cut_off(self, why: ProxyRefusal) -> None:
         if self.over or self.cut is not None:
             return
         self.cut = why
@@ -204,7 +211,7 @@ class Call:
         for name, value in self.cross_origin:
             response.headers[name.decode()] = value.decode()
 
-    async def refuse(self, why: Refused, unread: int = 0) -> None:
+    async def refuse(self, why: ProxyRefusal, unread: int = 0) -> None:
         """An error, in the form that fits what the client has got so far.
 
         unread: how much of the call's body is taken, and dropped; the connection is closed then.
@@ -251,7 +258,7 @@ class Call:
 
     # -- answers of a deployment
 
-    def begin(self, head: Head, own: list[tuple[bytes, bytes]]) -> None:
+    def begin(self, head: AnswerHead, own: list[tuple[bytes, bytes]]) -> None:
         """Write its head, with headers of our own."""
         own = [*own, *self.limits, *self.cross_origin]
         own.append((CALL_ID.encode(), self.call_id.encode()))
@@ -260,23 +267,23 @@ class Call:
         self.connection.transport.write(head.rewritten(own, chunks=self.chunks))
         self.cycle.response_started = True
 
-    async def pass_on(self, upstream: Upstream) -> None:
+    async def pass_on(self, upstream: UpstreamCall) -> None:
         """Pass the body on as it comes."""
         connection = self.connection
         connection.upstream = upstream
         if self.api == "responses":
             upstream.watch = self.numbers.feed
         try:
-            plain = not self.chunks and isinstance(upstream.framing, Chunked)
-            client: asyncio.WriteTransport = Nobody() if self.gone else connection.transport
-            upstream.pass_to(Unchunked(client) if plain else client)
+            plain = not self.chunks and isinstance(upstream.framing, ChunkedFraming)
+            client: asyncio.WriteTransport = NullTransport() if self.gone else connection.transport
+            upstream.pass_to(UnchunkedTransport(client) if plain else client)
             if connection.flow.write_paused:
                 upstream.pause()
             await upstream.ended
         finally:
             connection.upstream = None
 
-    def end(self, upstream: Upstream, events: bool) -> None:
+    def end(self, upstream: UpstreamCall, events: bool) -> None:
         """Whether its answer is complete or not."""
         if self.gone or upstream.framing.ended:
             self.finish()

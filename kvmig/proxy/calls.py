@@ -20,8 +20,8 @@ from kvmig.asgi import error_forms
 from kvmig.asgi.error_forms import ApiError
 from kvmig.asgi.problems import shorten_value
 from kvmig.asgi.route_table import CLIENT_ROUTES, Api, ClientRoute, find_route
-from kvmig.proxy.forms import Form, form_of
-from kvmig.proxy.refusals import Refused, bad
+from kvmig.proxy.forms import MultipartForm, form_of
+from kvmig.proxy.refusals import ProxyRefusal, bad
 
 NAMING = "/models/"
 """Begins a path that names its model."""
@@ -36,7 +36,7 @@ SAFE = "/:@!$&'()*+,;=~-._"
 # -- paths
 
 
-class Asked(NamedTuple):
+class CallTarget(NamedTuple):
     """What a call is for, as its method and path say."""
 
     route: ClientRoute | None
@@ -51,25 +51,25 @@ class Asked(NamedTuple):
     """The model of the list that is asked for; empty: all."""
 
 
-def asked(method: str, path: str) -> Asked:
+def asked(method: str, path: str) -> CallTarget:
     """path: decoded. Raises Refused for a call that is none of the table's: 404, or 405."""
     found = _route(method, path)
     if found is None and method in ("GET", "HEAD"):
         listing = LISTING.fullmatch(path)
         if listing is not None:
-            return Asked(None, "/v1/models", listing["model"], listed=listing["listed"] or "")
+            return CallTarget(None, "/v1/models", listing["model"], listed=listing["listed"] or "")
     if found is not None:
         return found
     others = [one for one in METHODS if _route(one, path) is not None]
     if LISTING.fullmatch(path) is not None:
         others = ["GET"]
     if not others:
-        raise Refused(HTTPStatus.NOT_FOUND, f"no path {shorten_value(path)}", "not_found")
+        raise ProxyRefusal(HTTPStatus.NOT_FOUND, f"no path {shorten_value(path)}", "not_found")
     allowed = ", ".join(others)
     sentence = f"{shorten_value(path)} takes {allowed}, not {method[:20]}"
     headers = ((b"allow", allowed.encode()),)
     status = HTTPStatus.METHOD_NOT_ALLOWED
-    raise Refused(status, sentence, "method_not_allowed", headers=headers)
+    raise ProxyRefusal(status, sentence, "method_not_allowed", headers=headers)
 
 
 def unnamed(path: str) -> str:
@@ -78,16 +78,16 @@ def unnamed(path: str) -> str:
     return path if found is None else found.path
 
 
-def _route(method: str, path: str) -> Asked | None:
+def _route(method: str, path: str) -> CallTarget | None:
     if (match := find_route(method, path)) is not None:
-        return Asked(match.route, path, None, match.answer_id)
+        return CallTarget(match.route, path, None, match.answer_id)
     if not path.startswith(NAMING):
         return None
     segments = path.removeprefix(NAMING).split("/")
     for cut in range(max(1, len(segments) - LONGEST), len(segments)):
         inner = "/" + "/".join(segments[cut:])
         if (match := find_route(method, inner)) is not None:
-            return Asked(match.route, inner, "/".join(segments[:cut]), match.answer_id)
+            return CallTarget(match.route, inner, "/".join(segments[:cut]), match.answer_id)
     return None
 
 
@@ -100,7 +100,7 @@ def target(path: str, query: bytes) -> bytes:
 # -- bodies
 
 
-class Body(NamedTuple):
+class CallBody(NamedTuple):
     """A call's body, and what it says."""
 
     content: bytes
@@ -108,7 +108,7 @@ class Body(NamedTuple):
     stream: bool = False
     priority: Any = None
     """Number or name of the priority class; None: the body names none."""
-    form: Form | None = None
+    form: MultipartForm | None = None
     previous: str | None = None
     """Id of the response that it goes on from."""
     background: bool = False
@@ -137,13 +137,13 @@ def check_encoding(headers: Mapping[str, str]) -> None:
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         encoding = shorten_value(headers["content-encoding"])
         sentence = f"content-encoding is {encoding}, bodies must be sent as they are"
-        raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, sentence, "unsupported_encoding")
+        raise ProxyRefusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, sentence, "unsupported_encoding")
 
 
-def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False) -> Body:
+def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False) -> CallBody:
     """Raises Refused, 400. headers: names in lower case. is_form: of the route."""
     if not content:
-        return Body(content)
+        return CallBody(content)
     kind = headers.get("content-type", "")
     if is_form:
         return _form_body(content, kind)
@@ -164,15 +164,15 @@ def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False
     if model is not None and not isinstance(model, str):
         raise bad(f"model is {shorten_value(model)}, must be a model's name")
     known = previous if isinstance(previous, str) else None
-    return Body(
+    return CallBody(
         content, model, stream is True, priority, previous=known, background=bool(background)
     )
 
 
-def _form_body(content: bytes, kind: str) -> Body:
+def _form_body(content: bytes, kind: str) -> CallBody:
     form = form_of(content, kind)
     stream = form.text("stream") or ""
-    return Body(content, form.text("model"), stream.lower() in ("true", "1"), form=form)
+    return CallBody(content, form.text("model"), stream.lower() in ("true", "1"), form=form)
 
 
 # -- what a client is told

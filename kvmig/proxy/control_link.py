@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvmig.process.unix_server import UnixServer
-from kvmig.proxy.messages import Demand, Down, Figures, Hello, Want
+from kvmig.proxy.messages import Down, Figures, ModelWanted, ProxyDemand, ProxyHello
 from kvmig.rpc.unix_stream import receive_message, send_message
 
 UNSENT_BYTES = 1 << 28
@@ -31,7 +31,7 @@ class ProxyLinks:
         self,
         path: str,
         first: Callable[[], Sequence[Down]],
-        hear: Callable[[str, Want | Demand | Figures | None], None],
+        hear: Callable[[str, ModelWanted | ProxyDemand | Figures | None], None],
     ) -> None:
         """path: of the socket. first: what a proxy is told first.
 
@@ -61,12 +61,12 @@ class ProxyLinks:
         name = ""
         try:
             async with asyncio.timeout(HELLO_S):
-                name = (await receive_message(reader, Hello)).proxy
+                name = (await receive_message(reader, ProxyHello)).proxy
             self._writers[name] = writer
             for message in self._first():
                 self._send(name, writer, message)
             while True:
-                self._hear(name, await receive_message(reader, Want | Demand | Figures))
+                self._hear(name, await receive_message(reader, ModelWanted | ProxyDemand | Figures))
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
         except (ValueError, msgspec.DecodeError) as error:
@@ -93,7 +93,7 @@ class ServerLink:
         """Whether the server is there."""
         return self._writer is not None
 
-    def send(self, message: Want | Demand | Figures) -> None:
+    def send(self, message: ModelWanted | ProxyDemand | Figures) -> None:
         """Tell the server; lost while it isn't there, or reads nothing: it is said again."""
         if self._writer is not None and not self._writer.transport.get_write_buffer_size():
             send_message(self._writer, message)
@@ -111,7 +111,7 @@ class ServerLink:
                 await asyncio.sleep(RETRY_S)
                 continue
             try:
-                send_message(writer, Hello(self._name))
+                send_message(writer, ProxyHello(self._name))
                 while True:
                     self._hear(await receive_message(reader, Down))
                     self._writer = writer  # what is said counts from this server's snapshot on

@@ -10,25 +10,25 @@ from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.keys import KeyIndex as KnownKeys
 from kvmig.asgi.body_bounds import ModelReach, widest
 from kvmig.proxy.answer_ids import model_of_answer, new_answer_id
-from kvmig.proxy.messages import Aliases, Keys, Known, Route, Routes, Snapshot
+from kvmig.proxy.messages import Aliases, KeyUpdates, Known, ModelRoute, Routes, Snapshot
 
 NOTHING = -1
 """The version before any snapshot."""
 
 
-class Found(NamedTuple):
+class FoundModel(NamedTuple):
     """Where a model's name leads. served: the name by which the deployment knows it."""
 
     model: str
     served: str
 
 
-class Directory:
+class ModelDirectory:
     """Change it by `apply`."""
 
     def __init__(self) -> None:
         self.version = NOTHING
-        self.routes: dict[str, Route] = {}
+        self.routes: dict[str, ModelRoute] = {}
         self._pepper = b""
         self._grants: dict[str, KeyGrant] = {}
         self._keys = KnownKeys(b"")
@@ -49,7 +49,7 @@ class Directory:
                 self._keys = KnownKeys(message.pepper, message.keys)
                 self._aliases = message.aliases
                 self.routes = {route.name: route for route in message.routes}
-            case Keys():
+            case KeyUpdates():
                 self._keys.update(message.changed, message.removed)
                 self._grants.update((grant.prefix, grant) for grant in message.changed)
                 for prefix in message.removed:
@@ -86,7 +86,7 @@ class Directory:
         """The present grant of a key presented before; None if the key is no longer valid."""
         return self._grants.get(prefix)
 
-    def find(self, name: str, call_id: str) -> Found | None:
+    def find(self, name: str, call_id: str) -> FoundModel | None:
         """A model by its name, an alias, `model:adapter` or an adapter's name, in this order.
 
         call_id: chooses among an alias's models by their weights, so that the same call goes to
@@ -95,12 +95,12 @@ class Directory:
         model = name if name in self.routes else self._behind(name, call_id)
         if model is not None:
             route = self.routes.get(model)
-            return None if route is None else Found(model, route.served or model)
+            return None if route is None else FoundModel(model, route.served or model)
         base, _, adapter = name.rpartition(":")
         if base in self.routes and adapter in self.routes[base].adapters:
-            return Found(base, adapter)
+            return FoundModel(base, adapter)
         owner = self._adapters.get(name)
-        return None if owner is None else Found(owner, name)
+        return None if owner is None else FoundModel(owner, name)
 
     def may_reach(self, grant: KeyGrant, model: str) -> bool:
         """Whether a name that a key may use leads to the model."""
@@ -115,7 +115,7 @@ class Directory:
         """A new id for an answer that the key's user may ask for again."""
         return new_answer_id(self._pepper, grant.user_id, model)
 
-    def names(self, grant: KeyGrant) -> Iterator[tuple[str, Route]]:
+    def names(self, grant: KeyGrant) -> Iterator[tuple[str, ModelRoute]]:
         """What a key may use: models that aren't off, their adapters, aliases."""
         every = [
             (name, route)

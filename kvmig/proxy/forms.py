@@ -28,7 +28,7 @@ HEAD_BYTES = 1 << 14
 
 
 @dataclass
-class Part:
+class FormPart:
     """One field, or one file."""
 
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -37,10 +37,10 @@ class Part:
     is_file: bool = False
 
 
-class Form:
+class MultipartForm:
     """All parts, as they came."""
 
-    def __init__(self, parts: Sequence[Part], boundary: bytes) -> None:
+    def __init__(self, parts: Sequence[FormPart], boundary: bytes) -> None:
         self._parts = parts
         self._boundary = boundary
 
@@ -65,7 +65,7 @@ class Form:
 
     def encode(self, model: str) -> bytes:
         """The form, which names this model."""
-        named = Part(
+        named = FormPart(
             [(b"Content-Disposition", b'form-data; name="model"')], model.encode(), b"model"
         )
         pieces: list[bytes] = []
@@ -76,7 +76,7 @@ class Form:
         return b"".join([*pieces, b"--%s--\r\n" % self._boundary])
 
 
-def form_of(content: bytes, kind: str) -> Form:
+def form_of(content: bytes, kind: str) -> MultipartForm:
     """kind: the call's content type. Raises Refused."""
     declared = CONTENT_TYPE.fullmatch(kind)
     if declared is None:
@@ -101,15 +101,15 @@ def form_of(content: bytes, kind: str) -> Form:
         parser.finalize()
     except FormParserError as error:
         raise bad(f"the form can't be read: {str(error)[:200]}") from error
-    return Form(reader.parts, boundary)
+    return MultipartForm(reader.parts, boundary)
 
 
 class _Reader:
     """Takes what the parser finds."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self._part = Part()
+        self.parts: list[FormPart] = []
+        self._part = FormPart()
         self._pieces: list[bytes] = []
         self._name = self._value = b""
         self._head = 0
@@ -117,7 +117,7 @@ class _Reader:
     def begin(self) -> None:
         if len(self.parts) >= MOST_PARTS:
             raise bad(f"the form has more than {MOST_PARTS} parts")
-        self._part = Part()
+        self._part = FormPart()
         self._pieces = []
         self._head = 0
 

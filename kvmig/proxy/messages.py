@@ -55,7 +55,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     """What bounds bodies; None: it isn't known."""
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
+class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
     """A model, and where its requests go."""
 
     name: str
@@ -95,12 +95,12 @@ class Snapshot(SecretStruct, frozen=True, kw_only=True, tag=True):
     """Version, which rises with every message of a server."""
     pepper: bytes
     keys: tuple[KeyGrant, ...] = ()
-    routes: tuple[Route, ...] = ()
+    routes: tuple[ModelRoute, ...] = ()
     aliases: Mapping[str, Mapping[str, int]] = {}
     """Names that stand for models: how many requests of how many each gets."""
 
 
-class Keys(SecretStruct, frozen=True, kw_only=True, tag=True):
+class KeyUpdates(SecretStruct, frozen=True, kw_only=True, tag="Keys"):
     """Keys that are new or have changed, and prefixes of those that let nothing in any more."""
 
     version: int
@@ -112,7 +112,7 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Models that are new or have changed, and names of those that are gone."""
 
     version: int
-    changed: tuple[Route, ...] = ()
+    changed: tuple[ModelRoute, ...] = ()
     removed: tuple[str, ...] = ()
 
 
@@ -151,7 +151,7 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What is left of quotas, by `Quota.id`."""
 
 
-Known = Snapshot | Keys | Routes | Aliases
+Known = Snapshot | KeyUpdates | Routes | Aliases
 """What a proxy keeps."""
 Down = Known | Spent
 
@@ -159,13 +159,13 @@ Down = Known | Spent
 # -- from a proxy
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class ProxyHello(msgspec.Struct, frozen=True, tag="Hello"):
     """First on each connection."""
 
     proxy: str
 
 
-class Want(msgspec.Struct, frozen=True, tag=True):
+class ModelWanted(msgspec.Struct, frozen=True, tag="Want"):
     """A request waits for the model. May be said again."""
 
     model: str
@@ -184,7 +184,7 @@ class ModelDemand(msgspec.Struct, frozen=True):
     """Requests that ran or waited, times how long."""
 
 
-class Demand(msgspec.Struct, frozen=True, tag=True):
+class ProxyDemand(msgspec.Struct, frozen=True, tag="Demand"):
     """What clients want of which model. Twice a second, and at once when a version is applied that
     takes a ready route away."""
 
@@ -201,4 +201,4 @@ class Figures(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Up = Hello | Want | Demand | Figures
+Up = ProxyHello | ModelWanted | ProxyDemand | Figures

@@ -8,13 +8,13 @@ import prometheus_client
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from kvmig.proxy.activator import Counts
+from kvmig.proxy.activator import RequestCounts
 
 
 class DoorMetrics:
     """What /metrics shows."""
 
-    def __init__(self, counts: Counts, age_s: Callable[[], float]) -> None:
+    def __init__(self, counts: RequestCounts, age_s: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         self._counts = counts
         self.requests = prometheus_client.Counter(

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from kvmig.asgi.priority import PRIORITY_FIELD, UnknownPriority, checked_header, number_of
 from kvmig.core.priorities import PriorityClass, class_of
-from kvmig.proxy.refusals import Refused, bad
+from kvmig.proxy.refusals import ProxyRefusal, bad
 
 NORMAL_NUMBER = 0
 """Number of the class that a deployment gives to calls that name none."""
 
 
-class Chosen(NamedTuple):
+class ChosenPriority(NamedTuple):
     """A call's class."""
 
     waits_as: int
@@ -29,7 +29,7 @@ def choose_class(
     allowed: Sequence[str] | None,
     header: str | None,
     field: Any,
-) -> Chosen:
+) -> ChosenPriority:
     """Raises Refused for a class that the model doesn't have, or that the key may not use.
 
     of_model: of calls that name none. allowed: classes that the key may use; None: all.
@@ -44,12 +44,12 @@ def choose_class(
     except UnknownPriority as error:
         raise bad(str(error), "unknown_priority") from error
     if allowed is None:
-        return Chosen(of_model if number is None else number)
+        return ChosenPriority(of_model if number is None else number)
     own = [one.priority for one in classes if one.name in allowed]
     if number is None:
         number = max(own, default=NORMAL_NUMBER) if NORMAL_NUMBER not in own else NORMAL_NUMBER
     if number not in own:
         name = class_of(classes, number).name
         sentence = f"the API key may not use the priority class {name}, it may use "
-        raise Refused(HTTPStatus.FORBIDDEN, sentence + ", ".join(allowed), "class_not_allowed")
-    return Chosen(number, number)
+        raise ProxyRefusal(HTTPStatus.FORBIDDEN, sentence + ", ".join(allowed), "class_not_allowed")
+    return ChosenPriority(number, number)

@@ -20,12 +20,20 @@ from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
 from kvmig.process.child import StartAnnouncement, StopSignals, announce, say, send_heartbeats
-from kvmig.proxy.app import Door
+from kvmig.proxy.app import ProxyApp
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.control_link import ServerLink
 from kvmig.proxy.cross_origin import CrossOrigin
-from kvmig.proxy.directory import Directory
-from kvmig.proxy.messages import Demand, Down, Figures, ProxyLaunch, Snapshot, Spent, Want
+from kvmig.proxy.directory import ModelDirectory
+from kvmig.proxy.messages import (
+    Down,
+    Figures,
+    ModelWanted,
+    ProxyDemand,
+    ProxyLaunch,
+    Snapshot,
+    Spent,
+)
 from kvmig.proxy.shared_tallies import SharedTallies
 
 log = logging.getLogger(__name__)
@@ -40,7 +48,7 @@ KEEP_S = 1.0
 """Pause between two writings of the file."""
 
 
-class Proxy(HttpTask):
+class ProxyServer(HttpTask):
     """Make it inside a running event loop; `start`, then `stop`."""
 
     def __init__(self, launch: ProxyLaunch, listening: int) -> None:
@@ -59,8 +67,8 @@ class Proxy(HttpTask):
         self._link: ServerLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._tallies = SharedTallies(Path(launch.tallies)) if launch.tallies else None
-        self.door = Door(
-            Directory(),
+        self.door = ProxyApp(
+            ModelDirectory(),
             launch.http,
             launch.api,
             self._want,
@@ -118,7 +126,7 @@ class Proxy(HttpTask):
 
     def _want(self, model: str) -> None:
         if self._link is not None:
-            self._link.send(Want(model))
+            self._link.send(ModelWanted(model))
 
     async def _tell(self) -> None:
         for turn in itertools.count():
@@ -134,7 +142,7 @@ class Proxy(HttpTask):
             return
         now = monotonic()
         self._heard_at = time.time()
-        demand = Demand(self.door.directory.version, now - self._told_at, self.door.demands())
+        demand = ProxyDemand(self.door.directory.version, now - self._told_at, self.door.demands())
         self._told_at = now
         self._link.send(demand)
 
@@ -180,7 +188,7 @@ class Proxy(HttpTask):
 async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: int) -> None:
     """Serve until init wants an end, or has ended. Raises StartupError."""
     signals = StopSignals()
-    proxy = Proxy(launch, listening)
+    proxy = ProxyServer(launch, listening)
     stopped = asyncio.create_task(signals.stop.wait())
     beating: asyncio.Task[None] | None = None
     try:
@@ -201,7 +209,7 @@ async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: in
             beating.cancel()
 
 
-async def _stop(proxy: Proxy, grace_s: float, signals: StopSignals) -> None:
+async def _stop(proxy: ProxyServer, grace_s: float, signals: StopSignals) -> None:
     """Stop with time for the present calls, unless a second signal ends all at once."""
     stopping = asyncio.create_task(proxy.stop(grace_s))
     at_once = asyncio.create_task(signals.at_once.wait())

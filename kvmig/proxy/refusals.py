@@ -8,7 +8,7 @@ from http import HTTPStatus
 from kvmig.accounts.keys import KeyDenied
 
 
-class Refused(Exception):
+class ProxyRefusal(Exception):
     """The call is answered with this. code: OpenAI's word for it.
 
     again_s: until another try makes sense; None: it doesn't. headers: more of them.
@@ -29,11 +29,11 @@ class Refused(Exception):
         self.headers = headers
 
 
-def bad(message: str, code: str = "invalid_request") -> Refused:
+def bad(message: str, code: str = "invalid_request") -> ProxyRefusal:
     """400."""
-    return Refused(HTTPStatus.BAD_REQUEST, message, code)
+    return ProxyRefusal(HTTPStatus.BAD_REQUEST, message, code)
 
 
-def refused(denied: KeyDenied) -> Refused:
+def refused(denied: KeyDenied) -> ProxyRefusal:
     """What a key's check says."""
-    return Refused(denied.status, denied.message, denied.code)
+    return ProxyRefusal(denied.status, denied.message, denied.code)

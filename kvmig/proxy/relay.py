@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from kvmig.asgi.error_forms import read_error
-from kvmig.proxy.refusals import Refused
+from kvmig.proxy.refusals import ProxyRefusal
 
 HEAD_BYTES = 1 << 16
 """Most bytes of the head of a deployment's answer."""
@@ -30,12 +30,12 @@ ERROR_BYTES = 1 << 20
 """Most bytes of a deployment's error that is sent at the end of a stream."""
 
 
-class Broken(Exception):
+class UpstreamProtocolError(Exception):
     """The deployment's answer can't be understood, or ended before its head did."""
 
 
 @dataclass
-class Head:
+class AnswerHead:
     """Of an answer. Names of headers in lower case."""
 
     line: bytes
@@ -64,23 +64,23 @@ class Head:
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def parse_head(text: bytes) -> Head:
+def parse_head(text: bytes) -> AnswerHead:
     """Raises Broken."""
     line, *rest = text.split(b"\r\n")
     words = line.split(b" ", 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-        raise Broken(f"its answer begins with {line[:60]!r}")
+        raise UpstreamProtocolError(f"its answer begins with {line[:60]!r}")
     headers = []
     for one in rest:
         name, _, value = one.partition(b":")
         headers.append((name.strip().lower(), value.strip()))
-    return Head(b"HTTP/1.1 " + line.split(b" ", 1)[1], int(words[1]), headers)
+    return AnswerHead(b"HTTP/1.1 " + line.split(b" ", 1)[1], int(words[1]), headers)
 
 
 # -- where a body ends. Each takes what comes, and says whether all of it is the body's.
 
 
-class Framing(Protocol):
+class BodyFraming(Protocol):
     """`whole`: between two chunks. `ended`: the body is complete."""
 
     whole: bool
@@ -101,7 +101,7 @@ def _is_chunk(data: bytes) -> bool:
 
 
 @dataclass(slots=True)
-class Chunked:
+class ChunkedFraming:
     """By `transfer-encoding: chunked`."""
 
     whole: bool = True
@@ -137,7 +137,7 @@ class Chunked:
         except ValueError:
             length = -1
         if length < 0:
-            raise Broken(f"a chunk begins with {line[:60]!r}")
+            raise UpstreamProtocolError(f"a chunk begins with {line[:60]!r}")
         if length:
             return length + 2
         self._trailing = True
@@ -145,7 +145,7 @@ class Chunked:
 
 
 @dataclass
-class Sized:
+class LengthFraming:
     """By `content-length`."""
 
     left: int
@@ -158,12 +158,12 @@ class Sized:
     def feed(self, data: bytes) -> None:
         self.left -= len(data)
         if self.left < 0:
-            raise Broken("its answer is longer than it says")
+            raise UpstreamProtocolError("its answer is longer than it says")
         self.ended = self.left == 0
 
 
 @dataclass
-class Unframed:
+class CloseFraming:
     """By the connection's end."""
 
     whole: bool = False
@@ -173,33 +173,33 @@ class Unframed:
         """Take the data: all of it belongs to the body."""
 
 
-def framing_of(head: Head, method: str) -> Framing:
+def framing_of(head: AnswerHead, method: str) -> BodyFraming:
     """Raises Broken."""
     if method == "HEAD" or head.status in (204, 304):
-        return Sized(0)
+        return LengthFraming(0)
     if b"chunked" in head.get(b"transfer-encoding").lower():
-        return Chunked()
+        return ChunkedFraming()
     length = head.get(b"content-length")
     if not length:
-        return Unframed()
+        return CloseFraming()
     if not length.isdigit():
-        raise Broken(f"its content-length is {length[:60]!r}")
-    return Sized(int(length))
+        raise UpstreamProtocolError(f"its content-length is {length[:60]!r}")
+    return LengthFraming(int(length))
 
 
 # -- the connection
 
 
-class Upstream(asyncio.Protocol):
+class UpstreamCall(asyncio.Protocol):
     """One call's connection to a deployment. `head`, then `pass_to`, then `ended`."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.head: asyncio.Future[Head] = loop.create_future()
+        self.head: asyncio.Future[AnswerHead] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()
         """Done at the end of the body, or of the connection."""
         self.closed: asyncio.Future[None] = loop.create_future()
-        self.framing: Framing = Unframed()
+        self.framing: BodyFraming = CloseFraming()
         self.passed = 0
         """Bytes."""
         self.watch: Callable[[bytes], None] | None = None
@@ -209,7 +209,7 @@ class Upstream(asyncio.Protocol):
         self._before = bytearray()
         self._client: asyncio.WriteTransport | None = None
         self._on_written: Callable[[], None] | None = None
-        self._broken: Broken | None = None
+        self._broken: UpstreamProtocolError | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -238,14 +238,14 @@ class Upstream(asyncio.Protocol):
             return
         try:
             self.framing.feed(data)
-        except Broken as error:
+        except UpstreamProtocolError as error:
             self._fail(error)
             return
         self.passed += len(data)
         if self.watch is not None:
             self.watch(data)
         self._client.write(data)
-        if self.framing.ended and not isinstance(self.framing, Unframed):
+        if self.framing.ended and not isinstance(self.framing, CloseFraming):
             self._end()
 
     def _look_for_head(self) -> None:
@@ -253,7 +253,9 @@ class Upstream(asyncio.Protocol):
         try:
             if not end:
                 if len(text) > HEAD_BYTES:
-                    raise Broken(f"its answer has a head of more than {HEAD_BYTES} bytes")
+                    raise UpstreamProtocolError(
+                        f"its answer has a head of more than {HEAD_BYTES} bytes"
+                    )
                 return
             head = parse_head(bytes(text))
             self._before = rest
@@ -261,7 +263,7 @@ class Upstream(asyncio.Protocol):
                 self._look_for_head()
                 return
             self.framing = framing_of(head, self._method)
-        except Broken as error:
+        except UpstreamProtocolError as error:
             self._fail(error)
             return
         self.pause()  # until it is known whom the body is for
@@ -273,7 +275,7 @@ class Upstream(asyncio.Protocol):
         before, self._before = bytes(self._before), bytearray()
         if before:
             self.data_received(before)
-        if self.framing.ended and not isinstance(self.framing, Unframed):
+        if self.framing.ended and not isinstance(self.framing, CloseFraming):
             self._end()
         self.resume()
 
@@ -281,7 +283,7 @@ class Upstream(asyncio.Protocol):
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def _fail(self, error: Broken) -> None:
+    def _fail(self, error: UpstreamProtocolError) -> None:
         self._broken = error
         self.framing.whole = False
         self.abort()
@@ -299,7 +301,7 @@ class Upstream(asyncio.Protocol):
     def lose_client(self) -> None:
         """Read on, for nobody: the deployment goes on with what it does for the call."""
         if self._client is not None:
-            self._client = Nobody()
+            self._client = NullTransport()
             self.resume()
 
     def abort(self) -> None:
@@ -311,14 +313,14 @@ class Upstream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if not self.head.done():
-            self.head.set_exception(self._broken or Broken("its connection ended"))
+            self.head.set_exception(self._broken or UpstreamProtocolError("its connection ended"))
             self.head.exception()  # whoever waits hears; nobody may
         self._end()
         if not self.closed.done():
             self.closed.set_result(None)
 
 
-class Unchunked(asyncio.WriteTransport):
+class UnchunkedTransport(asyncio.WriteTransport):
     """Passes on what is in chunks, for a client of HTTP/1.0, which knows none."""
 
     def __init__(self, client: asyncio.WriteTransport) -> None:
@@ -353,14 +355,14 @@ class Unchunked(asyncio.WriteTransport):
         return True
 
 
-class Nobody(asyncio.WriteTransport):
+class NullTransport(asyncio.WriteTransport):
     """Takes an answer whose client has left."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Drop it."""
 
 
-class Sink(asyncio.WriteTransport):
+class ErrorSink(asyncio.WriteTransport):
     """Takes a deployment's error that no client reads as it is."""
 
     def __init__(self) -> None:
@@ -372,13 +374,13 @@ class Sink(asyncio.WriteTransport):
             self.content += data
 
 
-async def error_of(head: Head, upstream: Upstream) -> Refused:
+async def error_of(head: AnswerHead, upstream: UpstreamCall) -> ProxyRefusal:
     """A deployment's answer that is no stream, for a client that has been promised one."""
-    sink = Sink()
+    sink = ErrorSink()
     upstream.pass_to(sink)
     await upstream.ended
     error = read_error(head.status, bytes(sink.content))
     if error is None:
         message = f"the deployment answered with status {head.status}"
-        return Refused(head.status, message, "deployment_refused")
-    return Refused(head.status, error.message, error.code or "deployment_refused")
+        return ProxyRefusal(head.status, message, "deployment_refused")
+    return ProxyRefusal(head.status, error.message, error.code or "deployment_refused")
