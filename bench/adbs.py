@@ -28,8 +28,8 @@ from bench.report import Target
 from kvmig.engines.gate import PARTS, ComputeShares
 from kvmig.engines.vllm import flags
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.problem import Member, Unit, cluster_of
-from kvmig.placement.step_costs import Device
+from kvmig.placement.problem import GpuUnit, PlacedInstance, cluster_of
+from kvmig.placement.step_costs import DeviceCosts
 from kvmig_tools.sim.mux import Load
 from kvmig_tools.sim.unit import parts
 
@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = report.parser(__doc__).parse_args(argv)
     seconds = 4.0 if args.quick else SEND_S
     estimator = Estimator(MODELS, cluster_of(CLUSTER))
-    expected = estimator.unit(Unit(GPUS, tuple(Member(i, m.rate) for i, m in enumerate(MODELS))))
+    expected = estimator.unit(
+        GpuUnit(GPUS, tuple(PlacedInstance(i, m.rate) for i, m in enumerate(MODELS)))
+    )
     assert expected is not None, "they fit"
     device = estimator.cluster.device
     quotas = {one.name: part.kv_bytes for one, part in zip(MODELS, expected, strict=True)}
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report.finish(result, args, [report.table("Figure 9a, real engines", columns, rows)])
 
 
-def figures(device: Device, seen: Seen) -> dict[str, Any]:
+def figures(device: DeviceCosts, seen: Seen) -> dict[str, Any]:
     """Of one run. Throughput of a model: its requests / the time from its first arrival to its last
     end; weighted: by rate, as the paper's figure."""
     throughput = {

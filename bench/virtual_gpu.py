@@ -32,7 +32,7 @@ from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.migration import token_request
 from kvmig.engines.vllm.phase import StepPhase
 from kvmig.models import BUNDLED
-from kvmig.placement.step_costs import Device, StepCost
+from kvmig.placement.step_costs import DeviceCosts, StepCost
 from kvmig.sharing.memory_quotas import PERIOD_S, RULES, MemoryUse
 from kvmig.sharing.step_scheduler import StepScheduler
 from kvmig_tools.sim.unit import MOST_SEQUENCES, PREFILL_TOKENS, SHARED, Crowd
@@ -147,7 +147,7 @@ class Pass:
 class VirtualEngine:
     """One real engine on the unit."""
 
-    def __init__(self, name: str, model: str, device: Device, gpus: int, arena: float) -> None:
+    def __init__(self, name: str, model: str, device: DeviceCosts, gpus: int, arena: float) -> None:
         """model: whose costs it has. arena: bytes that it could have alone."""
         self.now = 0.0
         cost = device.models[model].on(gpus)
@@ -263,7 +263,7 @@ class VirtualUnit:
 
     def __init__(
         self,
-        device: Device,
+        device: DeviceCosts,
         gpus: int,
         engines: Iterable[VirtualEngine],
         shares: Mapping[str, ComputeShares],

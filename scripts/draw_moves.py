@@ -7,27 +7,38 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvmig.placement.moves import GIB, Lease, Leases, Model, Refused, Site, Slot, Unit, Wave, plan
+from kvmig.placement.moves import (
+    GIB,
+    Leases,
+    ModelNeeds,
+    MoveUnit,
+    PlacedLease,
+    PlacementSite,
+    PlanRefused,
+    PlanWave,
+    Slot,
+    plan,
+)
 from scripts.draw_processes import BLUE, GREEN, INK, LINE, PAPER, SOFT, text
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "moves.svg"
-SITE = Site(
-    {"unit 0": Unit(10 * GIB), "unit 1": Unit(10 * GIB), "unit 2": Unit(6 * GIB)},
-    {"chat": Model(8 * GIB, GIB, 12.0), "code": Model(4 * GIB, GIB, 8.0)},
+SITE = PlacementSite(
+    {"unit 0": MoveUnit(10 * GIB), "unit 1": MoveUnit(10 * GIB), "unit 2": MoveUnit(6 * GIB)},
+    {"chat": ModelNeeds(8 * GIB, GIB, 12.0), "code": ModelNeeds(4 * GIB, GIB, 8.0)},
 )
 NOW: Leases = {
-    ("chat", "unit 0"): Lease(2 * GIB, GIB),
-    ("code", "unit 1"): Lease(2 * GIB, GIB),
+    ("chat", "unit 0"): PlacedLease(2 * GIB, GIB),
+    ("code", "unit 1"): PlacedLease(2 * GIB, GIB),
 }
-THEN: Leases = {("code", "unit 0"): Lease(2 * GIB), ("chat", "unit 1"): Lease(2 * GIB)}
+THEN: Leases = {("code", "unit 0"): PlacedLease(2 * GIB), ("chat", "unit 1"): PlacedLease(2 * GIB)}
 WIDTH, HEIGHT, LEFT, TOP, GAP = 112, 96, 20, 52, 10
 
 
 def drawing() -> str:
     """The whole picture: a column a wave, a row a unit."""
     waves = plan(SITE, NOW, THEN)
-    assert not isinstance(waves, Refused)
+    assert not isinstance(waves, PlanRefused)
     at = set(NOW)
     shapes = [_column(0, "before", "", at, [])]
     for number, wave in enumerate(waves, 1):
@@ -44,7 +55,7 @@ def drawing() -> str:
     )
 
 
-def _column(number: int, title: str, under: str, at: set[Slot], waves: Sequence[Wave]) -> str:
+def _column(number: int, title: str, under: str, at: set[Slot], waves: Sequence[PlanWave]) -> str:
     x = LEFT + number * (WIDTH + GAP)
     shapes = [text(x + WIDTH / 2, 24, title, size=14, bold=True)]
     shapes.append(text(x + WIDTH / 2, 42, under, size=12, ink=SOFT))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvmig.placement.__main__ import placed
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.problem import Unit, cluster_of, models_of
+from kvmig.placement.problem import GpuUnit, cluster_of, models_of
 from scripts.draw_processes import BLUE, GREEN, INK, LINE, PAPER, SOFT, text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def drawing() -> str:
     )
 
 
-def _unit(estimator: Estimator, unit: Unit, x: float, y: float, height: float) -> str:
+def _unit(estimator: Estimator, unit: GpuUnit, x: float, y: float, height: float) -> str:
     width = unit.gpus * GPU - GAP
     fill = BLUE if unit.members else PAPER
     shapes = [

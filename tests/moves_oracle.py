@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator
 
-from kvmig.placement.moves import IDLE_GAP, LIVE_GAP, Leases, Site, Slot
+from kvmig.placement.moves import IDLE_GAP, LIVE_GAP, Leases, PlacementSite, Slot
 
 Slots = frozenset[Slot]
 
@@ -23,7 +23,7 @@ def subsets(of: Iterable[Slot]) -> Iterator[Slots]:
 
 
 class Oracle:
-    def __init__(self, site: Site, now: Leases, target: Leases) -> None:
+    def __init__(self, site: PlacementSite, now: Leases, target: Leases) -> None:
         self.site, self.now, self.target = site, now, target
         self.all = [(model, unit) for model in site.models for unit in site.units]
         self.live = {

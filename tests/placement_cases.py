@@ -8,30 +8,32 @@ from random import Random
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.greedy import added
 from kvmig.placement.meshes import groups
-from kvmig.placement.problem import Llm, Member, Plan, Unit, ordered
+from kvmig.placement.problem import GpuUnit, ModelLoad, PlacedInstance, Plan, ordered
 
 
-def small_case(seed: int) -> list[Llm]:
+def small_case(seed: int) -> list[ModelLoad]:
     """Two to four models at rates that some placements carry and others don't."""
     draw = Random(seed)
     kinds = ["llama-7b", "llama-13b", "llama-30b"]
     return [
-        Llm(f"m{at}", draw.choice(kinds), round(draw.uniform(0.5, 12), 2))
+        ModelLoad(f"m{at}", draw.choice(kinds), round(draw.uniform(0.5, 12), 2))
         for at in range(draw.choice([2, 3, 4]))
     ]
 
 
-def best_value(estimator: Estimator, members: Sequence[Member]) -> float:
+def best_value(estimator: Estimator, members: Sequence[PlacedInstance]) -> float:
     """The highest objective of any group of meshes and any way to put `members` there."""
     cluster = estimator.cluster
     return max(
         estimator.total(plan)
         for group in groups(cluster.nodes, cluster.gpus)
-        for plan in _all_plans([Unit(size, ()) for size in group], list(members), estimator)
+        for plan in _all_plans([GpuUnit(size, ()) for size in group], list(members), estimator)
     )
 
 
-def _all_plans(units: list[Unit], members: list[Member], estimator: Estimator) -> Iterator[Plan]:
+def _all_plans(
+    units: list[GpuUnit], members: list[PlacedInstance], estimator: Estimator
+) -> Iterator[Plan]:
     if not members:
         yield ordered(units)
         return

@@ -22,7 +22,7 @@ from bench.mux.systems import (
     published,
 )
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.problem import Llm, cluster_of
+from kvmig.placement.problem import ModelLoad, cluster_of
 
 TINY = Cell(2.1, 20, "spatial", as_published=True, share=0.01)
 
@@ -128,6 +128,6 @@ def test_figure_9_orders_the_policies_as_published() -> None:
 
 def test_figure_8s_baseline_puts_each_model_where_most_memory_is_free() -> None:
     kinds = ["llama-7b", "llama-30b", "llama-13b"]
-    models = [Llm(f"m{at}", kind, 3.0 - at) for at, kind in enumerate(kinds)]
+    models = [ModelLoad(f"m{at}", kind, 3.0 - at) for at, kind in enumerate(kinds)]
     plan = small.by_free_memory(Estimator(models, cluster_of("1x8:a100-80g")))
     assert [[one.llm for one in unit.members] for unit in plan] == [[0, 2], [1]]

@@ -25,7 +25,7 @@ from bench.replace import (
     victim,
 )
 from kvmig.placement.file import read
-from kvmig.placement.moves import Refused, plan
+from kvmig.placement.moves import PlanRefused, plan
 
 
 @pytest.mark.parametrize(("here", "there"), [("A", "B"), ("B", "A")])
@@ -35,7 +35,7 @@ def test_there_is_a_way_between_its_placements_and_each_wave_moves_one(
     before, after = (read(placement_text(one), one) for one in (here, there))
     now = {slot: lease._replace(used=1) for slot, lease in before.leases().items()}
     waves = plan(after.site(dict.fromkeys(MODELS, 5.0)), now, after.leases())
-    assert not isinstance(waves, Refused)
+    assert not isinstance(waves, PlanRefused)
     assert [one.steps[0].kind for one in waves] == ["drain", "start", "drain", "start"]
     assert all(len(PLACEMENTS[here][unit]) == 2 for unit in UNITS)
 
@@ -47,7 +47,7 @@ def test_with_agents_quotas_change_before_between_and_after_what_moves(
     before, after = (read(placement_text(one, agents=True), one) for one in (here, there))
     now = {slot: lease._replace(used=1) for slot, lease in before.leases().items()}
     waves = plan(after.site(dict.fromkeys(MODELS, 5.0)), now, after.leases())
-    assert not isinstance(waves, Refused)
+    assert not isinstance(waves, PlanRefused)
     kinds = [one.steps[0].kind for one in waves]
     assert [one for one in kinds if one != "quota"] == ["drain", "start", "drain", "start"]
     assert (kinds[0], kinds[3], kinds[-1]) == ("quota", "quota", "quota")

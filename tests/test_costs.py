@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from kvmig.core.errors import ConfigError
-from kvmig.placement.step_costs import Device, StepCost, known, load
+from kvmig.placement.step_costs import DeviceCosts, StepCost, known, load
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
+def device() -> DeviceCosts:
     return load("a100-80g")
 
 
-def steps(device: Device) -> list[tuple[str, StepCost]]:
+def steps(device: DeviceCosts) -> list[tuple[str, StepCost]]:
     return [
         (f"{name} x{gpus}", cost)
         for name, model in device.models.items()
@@ -23,7 +23,7 @@ def steps(device: Device) -> list[tuple[str, StepCost]]:
     ]
 
 
-def test_each_fit_is_within_its_published_errors(device: Device) -> None:
+def test_each_fit_is_within_its_published_errors(device: DeviceCosts) -> None:
     assert len(steps(device)) == 12
     for name, cost in steps(device):
         for median, ninetieth in (cost.errors.prefill, cost.errors.decode):
@@ -32,7 +32,7 @@ def test_each_fit_is_within_its_published_errors(device: Device) -> None:
 
 
 def test_figure_3_a_third_of_the_sms_slows_prompts_down_and_decoding_hardly(
-    device: Device,
+    device: DeviceCosts,
 ) -> None:
     cost = device.models["llama-7b"].tp["1"]
     batch = (32, 32 * 128)
@@ -44,20 +44,20 @@ def test_figure_3_a_third_of_the_sms_slows_prompts_down_and_decoding_hardly(
     assert 2.0 <= prefill <= 2.7 * (1 + cost.errors.prefill[1] / 100)
 
 
-def test_nothing_is_quicker_on_a_smaller_share_or_with_more_to_do(device: Device) -> None:
+def test_nothing_is_quicker_on_a_smaller_share_or_with_more_to_do(device: DeviceCosts) -> None:
     for name, cost in steps(device):
         assert cost.decode_s(8, 4096, 0.3) >= cost.decode_s(8, 4096, 0.9), name
         assert cost.prefill_s(512, 512**2, 0.3) > cost.prefill_s(512, 512**2, 0.9), name
         assert cost.decode_s(64, 32768, 0.5) > cost.decode_s(8, 4096, 0.5), name
 
 
-def test_a_step_is_its_line(device: Device) -> None:
+def test_a_step_is_its_line(device: DeviceCosts) -> None:
     cost = device.models["llama-13b"].tp["2"]
     constant, sequence, token = cost.decode_line(0.4)
     assert cost.decode_s(10, 5000, 0.4) == constant + 10 * sequence + 5000 * token
 
 
-def test_weights_and_cache_are_what_the_models_shapes_say(device: Device) -> None:
+def test_weights_and_cache_are_what_the_models_shapes_say(device: DeviceCosts) -> None:
     shapes = {"llama-7b": (32, 4096), "llama-13b": (40, 5120), "llama-30b": (60, 6656),
               "llama-65b": (80, 8192)}  # fmt: skip
     for name, (layers, width) in shapes.items():
@@ -65,7 +65,7 @@ def test_weights_and_cache_are_what_the_models_shapes_say(device: Device) -> Non
         assert device.models[name].weight_bytes > layers * width * width * 12 * 2 * 0.95
 
 
-def test_a_request_alone_takes_the_fewest_gpus(device: Device) -> None:
+def test_a_request_alone_takes_the_fewest_gpus(device: DeviceCosts) -> None:
     one = device.alone_s("llama-30b", 100, 1)
     assert one == device.models["llama-30b"].tp["2"].prefill_s(100, 100**2, 1.0)
 

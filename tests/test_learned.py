@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvmig.placement.learned import (
     APART_S,
     LAST,
-    Moved,
+    LearnedMigration,
     as_many_as,
     drains,
     handshake_s,
@@ -22,9 +22,11 @@ from kvmig.placement.learned import (
 )
 
 
-def moved(began: float, seconds: float, source: str = "i0", **more: str) -> Moved:
+def moved(began: float, seconds: float, source: str = "i0", **more: str) -> LearnedMigration:
     fields = {"id": "m", "state": "committed", "why": "drain"} | more
-    return Moved(source=source, total_ms=seconds * 1e3, ended_at=began + seconds, **fields)
+    return LearnedMigration(
+        source=source, total_ms=seconds * 1e3, ended_at=began + seconds, **fields
+    )
 
 
 def test_requests_that_move_at_once_share_the_time() -> None:

@@ -15,14 +15,14 @@ from kvmig.placement.moves import (
     GIB,
     IDLE_GAP,
     LIVE_GAP,
-    Lease,
     Leases,
-    Model,
-    Refused,
-    Site,
+    ModelNeeds,
+    MoveUnit,
+    PlacedLease,
+    PlacementSite,
+    PlanRefused,
+    PlanWave,
     Slot,
-    Unit,
-    Wave,
     placed,
     plan,
 )
@@ -31,25 +31,27 @@ from tests.examples import examples
 from tests.moves_oracle import Oracle
 
 
-def site(units: dict[str, int], models: dict[str, tuple[int, int, float]], **more: bool) -> Site:
+def site(
+    units: dict[str, int], models: dict[str, tuple[int, int, float]], **more: bool
+) -> PlacementSite:
     """Sizes in GiB; of a model: held, floor, seconds of a start."""
-    return Site(
-        {name: Unit(memory * GIB) for name, memory in units.items()},
+    return PlacementSite(
+        {name: MoveUnit(memory * GIB) for name, memory in units.items()},
         {
-            name: Model(held * GIB, floor * GIB, start)
+            name: ModelNeeds(held * GIB, floor * GIB, start)
             for name, (held, floor, start) in models.items()
         },
         **more,
     )
 
 
-def leases(**units: list[str]) -> dict[Slot, Lease]:
+def leases(**units: list[str]) -> dict[Slot, PlacedLease]:
     """Of instances with a GiB each: unit=[model:used GiB, ...]."""
-    found: dict[Slot, Lease] = {}
+    found: dict[Slot, PlacedLease] = {}
     for unit, models in units.items():
         for words in models:
             model, _, used = words.partition(":")
-            found[model, unit] = Lease(max(1, int(used or 0)) * GIB, int(used or 0) * GIB)
+            found[model, unit] = PlacedLease(max(1, int(used or 0)) * GIB, int(used or 0) * GIB)
     return found
 
 
@@ -87,8 +89,8 @@ def test_units_of_different_memory_arent_confused() -> None:
 # -- the plan
 
 
-def shape(waves: list[Wave] | Refused) -> list[list[str]]:
-    assert not isinstance(waves, Refused), waves.why
+def shape(waves: list[PlanWave] | PlanRefused) -> list[list[str]]:
+    assert not isinstance(waves, PlanRefused), waves.why
     return [[f"{one.kind} {one.model} {one.unit}" for one in wave.steps] for wave in waves]
 
 
@@ -111,7 +113,7 @@ def test_a_swap_without_a_third_unit_is_refused_with_what_is_short() -> None:
     where = site({"a": 10, "b": 10}, {"x": (8, 1, 9), "y": (4, 1, 5)})
     now, then = leases(a=["x:1"], b=["y:1"]), leases(a=["y"], b=["x"])
     found = plan(where, now, then)
-    assert isinstance(found, Refused)
+    assert isinstance(found, PlanRefused)
     assert "model x can't start in unit b, 4 GiB are missing" in found.why
 
 
@@ -132,10 +134,10 @@ def test_requests_wait_for_a_start_only_where_that_is_allowed() -> None:
 def test_third_models_requests_leave_a_unit_that_must_be_squeezed() -> None:
     where = site({"a": 12, "b": 12}, {"x": (4, 1, 9), "y": (2, 1, 9)}, elastic=True)
     now = {
-        ("y", "a"): Lease(10 * GIB, 8 * GIB), ("y", "b"): Lease(4 * GIB, GIB),
-        ("x", "b"): Lease(2 * GIB, GIB),
+        ("y", "a"): PlacedLease(10 * GIB, 8 * GIB), ("y", "b"): PlacedLease(4 * GIB, GIB),
+        ("x", "b"): PlacedLease(2 * GIB, GIB),
     }  # fmt: skip
-    then = {**now, ("y", "a"): Lease(5 * GIB), ("x", "a"): Lease(GIB)}
+    then = {**now, ("y", "a"): PlacedLease(5 * GIB), ("x", "a"): PlacedLease(GIB)}
     found = plan(where, now, then)
     assert ["move y a"] in shape(found)
     assert ["start x a"] in shape(found)
@@ -143,17 +145,17 @@ def test_third_models_requests_leave_a_unit_that_must_be_squeezed() -> None:
 
 def test_quotas_shrink_before_others_grow() -> None:
     where = site({"a": 12}, {"x": (2, 1, 9), "y": (2, 1, 9)}, elastic=True)
-    now = {("x", "a"): Lease(6 * GIB, GIB), ("y", "a"): Lease(2 * GIB, GIB)}
-    then = {("x", "a"): Lease(2 * GIB), ("y", "a"): Lease(6 * GIB)}
+    now = {("x", "a"): PlacedLease(6 * GIB, GIB), ("y", "a"): PlacedLease(2 * GIB, GIB)}
+    then = {("x", "a"): PlacedLease(2 * GIB), ("y", "a"): PlacedLease(6 * GIB)}
     assert shape(plan(where, now, then)) == [["quota x a"], ["quota y a"]]
 
 
 def test_the_last_quotas_are_those_of_the_placement_though_more_is_held() -> None:
     where = site({"a": 12}, {"x": (2, 1, 9), "y": (2, 1, 9)}, elastic=True)
-    now = {("x", "a"): Lease(6 * GIB, 5 * GIB), ("y", "a"): Lease(2 * GIB, 0)}
-    then = {("x", "a"): Lease(3 * GIB), ("y", "a"): Lease(5 * GIB)}
+    now = {("x", "a"): PlacedLease(6 * GIB, 5 * GIB), ("y", "a"): PlacedLease(2 * GIB, 0)}
+    then = {("x", "a"): PlacedLease(3 * GIB), ("y", "a"): PlacedLease(5 * GIB)}
     assert shape(plan(where, now, then)) == [["quota x a"], ["quota y a"]]
-    lent = {("x", "a"): Lease(3 * GIB, 5 * GIB), ("y", "a"): Lease(5 * GIB, 0)}
+    lent = {("x", "a"): PlacedLease(3 * GIB, 5 * GIB), ("y", "a"): PlacedLease(5 * GIB, 0)}
     assert plan(where, lent, then) == []
 
 
@@ -161,14 +163,14 @@ def test_quotas_keep_to_the_arena_where_the_memory_has_more() -> None:
     where = site({"a": 20, "b": 20}, {"x": (2, 1, 9), "y": (2, 1, 9)}, elastic=True)
     units = {name: one._replace(arena=4 * GIB) for name, one in where.units.items()}
     where = where._replace(units=units)
-    now = {("x", "a"): Lease(4 * GIB, GIB), ("y", "b"): Lease(4 * GIB, GIB)}
-    then = {("x", "a"): Lease(2 * GIB), ("y", "a"): Lease(2 * GIB)}
+    now = {("x", "a"): PlacedLease(4 * GIB, GIB), ("y", "b"): PlacedLease(4 * GIB, GIB)}
+    then = {("x", "a"): PlacedLease(2 * GIB), ("y", "a"): PlacedLease(2 * GIB)}
     waves = plan(where, now, then)
     assert shape(waves)[:2] == [["quota x a"], ["start y a"]]
     assert max(one.quota for wave in waves for one in wave.steps) <= 4 * GIB  # type: ignore[union-attr]
-    over = {("x", "a"): Lease(3 * GIB), ("y", "a"): Lease(2 * GIB)}
+    over = {("x", "a"): PlacedLease(3 * GIB), ("y", "a"): PlacedLease(2 * GIB)}
     refused = plan(where, now, over)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, PlanRefused)
     assert refused.why == "unit a: the placement puts 1.00 GiB more there than it holds"
 
 
@@ -182,7 +184,7 @@ def test_quotas_keep_to_the_arena_where_the_memory_has_more() -> None:
 def test_a_placement_that_cant_be_is_refused(then: dict[str, list[str]], sentence: str) -> None:
     where = site({"a": 10, "b": 10}, {"x": (8, 1, 9), "y": (4, 1, 5)})
     found = plan(where, leases(a=["x:1"], b=["y:1"]), leases(**then))
-    assert isinstance(found, Refused)
+    assert isinstance(found, PlanRefused)
     assert sentence in found.why
 
 
@@ -194,16 +196,18 @@ def test_the_picture_is_current() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Site, dict[Slot, Lease], dict[Slot, Lease]]:
+def cases(
+    draw: st.DrawFn,
+) -> tuple[PlacementSite, dict[Slot, PlacedLease], dict[Slot, PlacedLease]]:
     return case(Random(draw(st.integers(0, 2**32))))
 
 
-def case(chance: Random) -> tuple[Site, dict[Slot, Lease], dict[Slot, Lease]]:
+def case(chance: Random) -> tuple[PlacementSite, dict[Slot, PlacedLease], dict[Slot, PlacedLease]]:
     """Two to four models on two or three units, that are about as full as they may be."""
     names = "wxyz"[: chance.choice([2, 3, 3, 4])]
     units = "abc"[: chance.choice([2, 3])]
     models = {
-        name: Model(
+        name: ModelNeeds(
             chance.randint(2, 8),
             chance.randint(1, 2),
             chance.choice([2.0, 5.0, 12.0]),
@@ -213,11 +217,11 @@ def case(chance: Random) -> tuple[Site, dict[Slot, Lease], dict[Slot, Lease]]:
     }
     elastic, gap = chance.random() < 0.5, chance.random() < 0.3
     arena = [None, None, 4, 9]
-    memory = {unit: Unit(chance.randint(9, 22), 1, chance.choice(arena)) for unit in units}
-    where = Site(memory, models, elastic, bandwidth=4.0, drain_s=0.5, allow_gap=gap)
+    memory = {unit: MoveUnit(chance.randint(9, 22), 1, chance.choice(arena)) for unit in units}
+    where = PlacementSite(memory, models, elastic, bandwidth=4.0, drain_s=0.5, allow_gap=gap)
 
-    def some() -> dict[Slot, Lease]:
-        found: dict[Slot, Lease] = {}
+    def some() -> dict[Slot, PlacedLease]:
+        found: dict[Slot, PlacedLease] = {}
         left = {unit: memory[unit].memory for unit in units}
         arena = {unit: memory[unit].arena or left[unit] for unit in units}
         for model in names if chance.random() < 0.8 else names[1:]:
@@ -226,7 +230,7 @@ def case(chance: Random) -> tuple[Site, dict[Slot, Lease], dict[Slot, Lease]]:
                 need = models[model].held + floor
                 if need <= left[unit] and floor <= arena[unit]:
                     more = chance.randint(0, min(3, left[unit] - need, arena[unit] - floor))
-                    found[model, unit] = Lease(floor + more)
+                    found[model, unit] = PlacedLease(floor + more)
                     left[unit] -= need + more
                     arena[unit] -= floor + more
         return found
@@ -238,7 +242,9 @@ def case(chance: Random) -> tuple[Site, dict[Slot, Lease], dict[Slot, Lease]]:
     return where, now, then
 
 
-def carry_out(where: Site, now: Leases, waves: list[Wave], then: Leases) -> dict[Slot, Lease]:
+def carry_out(
+    where: PlacementSite, now: Leases, waves: list[PlanWave], then: Leases
+) -> dict[Slot, PlacedLease]:
     """Check each state, whatever order a wave's steps end in; the last one's leases.
 
     Only the target's own quotas may be less than what is held: that is lent.
@@ -259,15 +265,15 @@ def carry_out(where: Site, now: Leases, waves: list[Wave], then: Leases) -> dict
             slot = (one.model, one.unit)
             if one.kind == "start":
                 assert slot not in at
-                most[slot] = Lease(one.quota)
+                most[slot] = PlacedLease(one.quota)
             elif one.kind == "quota":
                 least = where.models[one.model].floor if where.elastic else at[slot].used
                 assert one.quota >= max(at[slot].used, least) or one.quota == then[slot].quota
-                most[slot] = Lease(max(one.quota, at[slot].quota))
+                most[slot] = PlacedLease(max(one.quota, at[slot].quota))
             for unit, size in one.to:
                 to = (one.model, unit)
                 if one.kind == "move":
-                    most[to] = Lease(max(most[to].quota, at[to].used + size))
+                    most[to] = PlacedLease(max(most[to].quota, at[to].used + size))
                 coming[to] += size
                 assert at[to].used + coming[to] <= most[to].quota
         for unit, room in where.units.items():
@@ -296,8 +302,8 @@ def carry_out(where: Site, now: Leases, waves: list[Wave], then: Leases) -> dict
 
 
 def apply(
-    at: dict[Slot, Lease], wave: Wave, parted: Counter[str], most: dict[Slot, Lease]
-) -> dict[Slot, Lease]:
+    at: dict[Slot, PlacedLease], wave: PlanWave, parted: Counter[str], most: dict[Slot, PlacedLease]
+) -> dict[Slot, PlacedLease]:
     """parted: what waits in gaps."""
     after = dict(at)
     for one in wave.steps:
@@ -309,32 +315,32 @@ def apply(
                 parted[one.model] += used
         elif one.kind == "move":
             used = at[slot].used - one.size
-            after[slot] = Lease(max(used, 0), used)
+            after[slot] = PlacedLease(max(used, 0), used)
         else:
             used = at[slot].used if slot in at else 0
             if one.kind == "start":
                 used = min(parted[one.model], one.quota)
                 parted[one.model] -= used
-            after[slot] = Lease(one.quota, used, one.share)
+            after[slot] = PlacedLease(one.quota, used, one.share)
     for one in wave.steps:
         for unit, size in one.to:
             to = (one.model, unit)
-            after[to] = Lease(max(after[to].quota, most[to].quota), after[to].used + size)
+            after[to] = PlacedLease(max(after[to].quota, most[to].quota), after[to].used + size)
     return after
 
 
 @examples(150)
 @given(cases())
 def test_every_state_between_is_legal(
-    one: tuple[Site, dict[Slot, Lease], dict[Slot, Lease]],
+    one: tuple[PlacementSite, dict[Slot, PlacedLease], dict[Slot, PlacedLease]],
 ) -> None:
     where, now, then = one
     found = plan(where, now, then)
-    if not isinstance(found, Refused):
+    if not isinstance(found, PlanRefused):
         assert set(carry_out(where, now, found, then)) == set(then)
 
 
-def cost(where: Site, now: Leases, waves: list[Wave], then: Leases) -> float:
+def cost(where: PlacementSite, now: Leases, waves: list[PlanWave], then: Leases) -> float:
     """As the oracle counts: seconds of starts and drains, each instance with as much as the others
     of its model, and what gaps do to those who wait."""
     live = Oracle(where, now, then).live
@@ -359,10 +365,12 @@ def cost(where: Site, now: Leases, waves: list[Wave], then: Leases) -> float:
     return total
 
 
-def check_beside_the_oracle(where: Site, now: dict[Slot, Lease], then: dict[Slot, Lease]) -> None:
+def check_beside_the_oracle(
+    where: PlacementSite, now: dict[Slot, PlacedLease], then: dict[Slot, PlacedLease]
+) -> None:
     found = plan(where, now, then)
     best = Oracle(where, now, then).best()
-    if isinstance(found, Refused):
+    if isinstance(found, PlanRefused):
         assert best is None
         assert "GiB" in found.why or "live requests" in found.why
     else:
@@ -373,7 +381,7 @@ def check_beside_the_oracle(where: Site, now: dict[Slot, Lease], then: dict[Slot
 @examples(40)
 @given(cases().filter(lambda one: len(one[0].models) * len(one[0].units) <= 9))
 def test_a_plan_takes_little_longer_than_the_quickest_and_is_refused_only_if_there_is_none(
-    one: tuple[Site, dict[Slot, Lease], dict[Slot, Lease]],
+    one: tuple[PlacementSite, dict[Slot, PlacedLease], dict[Slot, PlacedLease]],
 ) -> None:
     check_beside_the_oracle(*one)
 

@@ -16,7 +16,7 @@ from kvmig.placement.__main__ import METHODS, main, placed
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import read, where
-from kvmig.placement.greedy import Stuck
+from kvmig.placement.greedy import UnplacedMember
 from kvmig.placement.problem import Plan, cluster_of, models_of
 from kvmig_tools import simulate
 from scripts import draw_placement
@@ -76,11 +76,11 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [spatial, replicas])
 def test_dedicated_placements_share_nothing(
-    method: Callable[[Estimator], Plan | Stuck],
+    method: Callable[[Estimator], Plan | UnplacedMember],
 ) -> None:
     estimator = Estimator(power_law(1.3, 50), cluster_of("4x8:a100-80g"))
     plan = method(estimator)
-    assert not isinstance(plan, Stuck)
+    assert not isinstance(plan, UnplacedMember)
     assert all(len(unit.members) == 1 for unit in plan)
     assert len({unit.members[0].llm for unit in plan}) == 19
     assert len(where(estimator, plan)) == len(plan)
@@ -89,8 +89,8 @@ def test_dedicated_placements_share_nothing(
 def test_only_replicas_place_a_model_twice() -> None:
     estimator = Estimator(power_law(2.1, 50), cluster_of("4x8:a100-80g"))
     once, often = spatial(estimator), replicas(estimator)
-    assert not isinstance(once, Stuck)
-    assert not isinstance(often, Stuck)
+    assert not isinstance(once, UnplacedMember)
+    assert not isinstance(often, UnplacedMember)
     assert len(once) == 19
     assert len(often) > 19
     assert estimator.total(often) > estimator.total(once)

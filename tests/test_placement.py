@@ -11,26 +11,35 @@ from hypothesis import strategies as st
 
 from bench.mux.systems import power_law
 from kvmig.core.errors import ConfigError
-from kvmig.placement.estimator import Estimator, Expected
-from kvmig.placement.greedy import Stuck, best_of_groups, place, used
+from kvmig.placement.estimator import Estimator, ExpectedLoad
+from kvmig.placement.greedy import UnplacedMember, best_of_groups, place, used
 from kvmig.placement.meshes import groups, neighbours, packs
-from kvmig.placement.problem import Llm, Member, Objective, Plan, Unit, check, cluster_of, models_of
+from kvmig.placement.problem import (
+    GpuUnit,
+    ModelLoad,
+    Objective,
+    PlacedInstance,
+    Plan,
+    check,
+    cluster_of,
+    models_of,
+)
 from kvmig.placement.search import search
 from kvmig.placement.step_costs import StepCost
 from tests.examples import examples
 from tests.placement_cases import best_value, small_case
 
 
-def whole(models: list[Llm]) -> list[Member]:
-    return [Member(at, one.rate) for at, one in enumerate(models)]
+def whole(models: list[ModelLoad]) -> list[PlacedInstance]:
+    return [PlacedInstance(at, one.rate) for at, one in enumerate(models)]
 
 
-def estimator(models: list[Llm], cluster: str = "1x8:a100-80g") -> Estimator:
+def estimator(models: list[ModelLoad], cluster: str = "1x8:a100-80g") -> Estimator:
     return Estimator(models, cluster_of(cluster))
 
 
-def plan(found: Plan | Stuck) -> Plan:
-    assert not isinstance(found, Stuck)
+def plan(found: Plan | UnplacedMember) -> Plan:
+    assert not isinstance(found, UnplacedMember)
     return found
 
 
@@ -70,9 +79,9 @@ loads = st.lists(
 @given(loads=loads, gpus=st.sampled_from([1, 2, 4, 8]))
 def test_what_is_expected_satisfies_equation_3(loads: list[tuple[str, float]], gpus: int) -> None:
     """A request takes its decode steps and all members' prompts that come meanwhile."""
-    models = [Llm(f"m{at}", kind, rate) for at, (kind, rate) in enumerate(loads)]
+    models = [ModelLoad(f"m{at}", kind, rate) for at, (kind, rate) in enumerate(loads)]
     it = estimator(models)
-    unit = Unit(gpus, tuple(whole(models)))
+    unit = GpuUnit(gpus, tuple(whole(models)))
     expected = it.unit(unit)
     if expected is None:
         assert it.left_bytes(unit) < 0
@@ -91,24 +100,24 @@ def test_what_is_expected_satisfies_equation_3(loads: list[tuple[str, float]], g
         assert full or one.throughput == pytest.approx(model.rate)
 
 
-def cost(model: Llm, gpus: int) -> tuple[StepCost, int]:
+def cost(model: ModelLoad, gpus: int) -> tuple[StepCost, int]:
     known = cluster_of("1x8:a100-80g").device.models[model.model]
     return known.tp[str(gpus)], known.token_bytes
 
 
-def prefill_s(model: Llm, gpus: int) -> float:
+def prefill_s(model: ModelLoad, gpus: int) -> float:
     return cost(model, gpus)[0].prefill_s(model.prompt_tokens, model.prompt_tokens**2, 1.0)
 
 
-def decode_s(one: Expected, model: Llm, gpus: int) -> float:
+def decode_s(one: ExpectedLoad, model: ModelLoad, gpus: int) -> float:
     step = cost(model, gpus)[0].decode_s(one.batch, one.batch * model.context, one.share)
     return model.output_tokens * step
 
 
 def test_a_model_alone_does_what_was_measured_of_it() -> None:
     """Figure 5's hottest 7B did 8.9 requests/s on one GPU (spatial), 25.1 on 8 (MuxServe)."""
-    it = estimator([Llm("a", "llama-7b", 50)])
-    one, eight = (it.unit(Unit(gpus, (Member(0, 50.0),))) for gpus in (1, 8))
+    it = estimator([ModelLoad("a", "llama-7b", 50)])
+    one, eight = (it.unit(GpuUnit(gpus, (PlacedInstance(0, 50.0),))) for gpus in (1, 8))
     assert one is not None
     assert one[0].throughput == pytest.approx(8.9, rel=0.1)
     assert eight is not None
@@ -118,20 +127,20 @@ def test_a_model_alone_does_what_was_measured_of_it() -> None:
 def test_outputs_of_many_lengths_hold_more_context_than_equal_ones() -> None:
     rates = []
     for cv in (0.0, 1.0):
-        it = estimator([Llm("a", "llama-7b", 50, output_cv=cv)])
-        expected = it.unit(Unit(1, (Member(0, 50.0),)))
+        it = estimator([ModelLoad("a", "llama-7b", 50, output_cv=cv)])
+        expected = it.unit(GpuUnit(1, (PlacedInstance(0, 50.0),)))
         assert expected is not None
         rates.append(expected[0].throughput)
     assert rates[1] < 0.9 * rates[0]
 
 
 def test_a_share_is_the_least_that_carries_the_rate() -> None:
-    it = estimator([Llm("a", "llama-7b", 50)])
-    shares = [it.share(Member(0, rate), 1) for rate in (0.5, 4.0, 7.0, 50.0)]
+    it = estimator([ModelLoad("a", "llama-7b", 50)])
+    shares = [it.share(PlacedInstance(0, rate), 1) for rate in (0.5, 4.0, 7.0, 50.0)]
     assert shares == sorted(shares, key=lambda one: one or 0)
     assert shares[0] == 0.3
     assert shares[-1] == 0.9
-    assert it.share(Member(0, 1.0), 16) is None  # nobody measured that
+    assert it.share(PlacedInstance(0, 1.0), 16) is None  # nobody measured that
 
 
 # -- Algorithm 1 and the search beside all that is possible
@@ -154,7 +163,7 @@ def test_the_search_comes_within_1_percent_of_the_best_with_and_without_replicas
     it = Estimator(models, cluster_of("1x4:a100-80g"), cast("Objective", objective))
     found = it.total(plan(search(it)))
     assert found >= 0.99 * best_value(it, whole(models))
-    halves = [Member(at, one.rate / 2) for at, one in enumerate(models) for _ in range(2)]
+    halves = [PlacedInstance(at, one.rate / 2) for at, one in enumerate(models) for _ in range(2)]
     assert found >= 0.99 * best_value(it, halves)
 
 
@@ -164,7 +173,7 @@ def test_the_search_comes_within_1_percent_of_the_best_with_and_without_replicas
     objective=st.sampled_from(["paper", "requests", "slo"]),
 )
 def test_a_plan_places_every_model_with_its_whole_rate(rates: list[float], objective: str) -> None:
-    models = [Llm(f"m{at}", "llama-7b", rate) for at, rate in enumerate(rates)]
+    models = [ModelLoad(f"m{at}", "llama-7b", rate) for at, rate in enumerate(rates)]
     it = Estimator(models, cluster_of("2x4:a100-80g"), cast("Objective", objective))
     found = plan(search(it, evaluations=2000))
     assert packs([one.gpus for one in found], 2, 4)
@@ -191,8 +200,8 @@ def test_the_same_input_gives_the_same_plan() -> None:
 
 
 def test_ties_go_to_fewer_gpus() -> None:
-    it = estimator([Llm("a", "llama-7b", 0.1)])
-    assert used(plan(best_of_groups(it, [Member(0, 0.1)]))) == 1
+    it = estimator([ModelLoad("a", "llama-7b", 0.1)])
+    assert used(plan(best_of_groups(it, [PlacedInstance(0, 0.1)]))) == 1
 
 
 @pytest.mark.long
@@ -216,10 +225,10 @@ def test_128_gpus_are_placed_in_60_seconds_of_a_core() -> None:
 
 
 def test_a_group_without_room_says_who_lacks_how_much() -> None:
-    models = [Llm(f"m{at}", "llama-30b", 1.0) for at in range(3)]
+    models = [ModelLoad(f"m{at}", "llama-30b", 1.0) for at in range(3)]
     it = estimator(models, "1x2:a100-80g")
     found = place(it, whole(models), (2,))
-    assert isinstance(found, Stuck)
+    assert isinstance(found, UnplacedMember)
     assert found.placed == 2
     assert found.missing_bytes / 2**30 == pytest.approx(54.7, abs=0.1)
 
@@ -235,13 +244,13 @@ def test_a_group_without_room_says_who_lacks_how_much() -> None:
 def test_what_cant_be_placed_is_said_in_one_sentence(
     models: list[str], cluster: str, sentence: str
 ) -> None:
-    llms = [Llm(f"m{at}", kind, 1.0) for at, kind in enumerate(models)]
+    llms = [ModelLoad(f"m{at}", kind, 1.0) for at, kind in enumerate(models)]
     with pytest.raises(ConfigError, match=sentence):
         check(llms, cluster_of(f"{cluster}:a100-80g"))
 
 
 def test_an_instance_that_no_node_holds_is_said_with_what_is_missing() -> None:
-    huge = Llm("m", "llama-7b", 1.0, prompt_tokens=1e6)
+    huge = ModelLoad("m", "llama-7b", 1.0, prompt_tokens=1e6)
     with pytest.raises(ConfigError, match=r"model m: one instance .* is 433\.6 GiB larger"):
         check([huge], cluster_of("1x1:a100-80g"))
 

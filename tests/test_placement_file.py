@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvmig.core.errors import ConfigError
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import at_least, plan_of, read, to_toml
-from kvmig.placement.moves import Lease, Step, Unit, Wave
-from kvmig.placement.problem import Llm, cluster_of
+from kvmig.placement.moves import MoveUnit, PlacedLease, PlanStep, PlanWave
+from kvmig.placement.problem import ModelLoad, cluster_of
 from kvmig.placement.worth import delayed, worth
 
 UNIT = "[[units]]\nname = 'left'\nmemory_bytes = 1000\n"
@@ -22,14 +22,17 @@ GOOD = UNIT + CHAT
 def test_what_is_written_is_read_again() -> None:
     placement = read(GOOD + CHAT.replace("chat", 'c"ode') + UNIT.replace("left", "right"), "p.toml")
     assert read(to_toml(placement), "again") == placement
-    assert placement.leases() == {("chat", "left"): Lease(100), ('c"ode', "left"): Lease(100)}
+    assert placement.leases() == {
+        ("chat", "left"): PlacedLease(100),
+        ('c"ode', "left"): PlacedLease(100),
+    }
 
 
 def test_a_unit_with_an_agent_keeps_its_arena_and_its_quotas_may_change() -> None:
     placement = read(GOOD.replace("= 1000\n", "= 1000\narena_bytes = 400\n"), "p.toml")
     assert read(to_toml(placement), "again") == placement
     site = placement.site({"chat": 1.0})
-    assert (site.elastic, site.units["left"]) == (True, Unit(1000, 0, 400))
+    assert (site.elastic, site.units["left"]) == (True, MoveUnit(1000, 0, 400))
     assert not read(GOOD, "p.toml").site({"chat": 1.0}).elastic
 
 
@@ -97,7 +100,7 @@ def test_a_placement_that_cant_be_is_refused_with_its_field(text: str, sentence:
 def test_what_the_estimator_doesnt_know_is_refused(
     name: str, gpus: str, rate: int, sentence: str
 ) -> None:
-    estimator = Estimator([Llm("chat", "llama-7b", 1.0)], cluster_of("1x4:a100-80g"))
+    estimator = Estimator([ModelLoad("chat", "llama-7b", 1.0)], cluster_of("1x4:a100-80g"))
     text = f"{UNIT}gpus = {gpus}\n{CHAT.replace('chat', name)}rate = {rate}\n"
     with pytest.raises(ConfigError, match=sentence):
         plan_of(read(text, "p.toml"), estimator, "p.toml")
@@ -119,11 +122,13 @@ def test_quotas_are_raised_to_their_floors_and_never_grow_in_sum(
 
 
 def test_what_is_delayed_is_what_instances_that_are_gone_would_have_served() -> None:
-    drain = Step("drain", "a", "left", 2.0)
-    start = Step("start", "a", "right", 10.0)
+    drain = PlanStep("drain", "a", "left", 2.0)
+    start = PlanStep("start", "a", "right", 10.0)
     rates = {("a", "left"): 3.0, ("a", "mid"): 4.0}
-    assert delayed([Wave((drain,)), Wave((start,))], rates, {}, 0.0) == pytest.approx(36.0)
-    assert delayed([Wave((start,)), Wave((drain,))], rates, {("a", "right"): 3.0}, 0.5) == 1.5
+    assert delayed([PlanWave((drain,)), PlanWave((start,))], rates, {}, 0.0) == pytest.approx(36.0)
+    assert (
+        delayed([PlanWave((start,)), PlanWave((drain,))], rates, {("a", "right"): 3.0}, 0.5) == 1.5
+    )
 
 
 def test_it_is_worth_it_by_a_margin() -> None:

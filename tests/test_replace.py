@@ -17,10 +17,16 @@ from msgspec.structs import replace
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
 from kvmig.core.errors import ConfigError
 from kvmig.engines.toy.script import ToyScript
-from kvmig.placement.executor import Deployment, ReplaceFailed, Replacing, Settings, main
+from kvmig.placement.executor import (
+    DeploymentClient,
+    ExecutorSettings,
+    PlacementExecutor,
+    ReplaceFailed,
+    main,
+)
 from kvmig.placement.file import Placement, read, to_toml
 from kvmig.placement.learned import handshake_s
-from kvmig.placement.moves import Lease, Step
+from kvmig.placement.moves import PlacedLease, PlanStep
 from kvmig.placement.observed import (
     adopted,
     check,
@@ -79,7 +85,7 @@ def memory(used: int, guarantee: int) -> UnitMemory:
 def test_used_bytes_are_the_used_part_of_the_quota() -> None:
     rows = {"a": [row("i0", "left", used=25), row("i1", "right", "failed")]}
     seen = observed(placement(left="a", right="a"), rows)
-    assert seen.leases == {("a", "left"): Lease(KV, 50)}
+    assert seen.leases == {("a", "left"): PlacedLease(KV, 50)}
     assert (seen.instances, seen.failed) == ({("a", "left"): "i0"}, [("a", "i1")])
     assert seen.unsettled == ""
 
@@ -97,10 +103,10 @@ def test_in_a_unit_with_an_agent_an_instance_has_its_guarantee_and_what_it_was_l
         ]
     }
     seen = observed(placement(400, left="a", right="a"), rows)
-    assert seen.leases == {("a", "left"): Lease(150, 300)}
+    assert seen.leases == {("a", "left"): PlacedLease(150, 300)}
     idle = {"a": [row("i0", "left", shared=memory(64, 150))]}
     null_block = observed(placement(400, left="a", right="a"), idle).leases
-    assert null_block == {("a", "left"): Lease(150, 0)}
+    assert null_block == {("a", "left"): PlacedLease(150, 0)}
 
 
 def test_an_instance_that_has_not_told_of_its_unit_is_waited_for() -> None:
@@ -190,7 +196,7 @@ def test_quotas_that_would_have_to_change_are_refused() -> None:
 
 
 def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
-    steps = [Step("start", "a", "right", 1.0), Step("drain", "a", "left", 1.0)]
+    steps = [PlanStep("start", "a", "right", 1.0), PlanStep("drain", "a", "left", 1.0)]
     gone = {("a", "left"): "i0"}
 
     def left(*rows: InstanceRow) -> list[str]:
@@ -201,7 +207,7 @@ def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
     ]  # fmt: skip
     assert left(row("i0", "left", "draining"), row("i1", "right")) == ["a leaves left"]
     assert left(row("i1", "right")) == []
-    orders = [Step("quota", "a", "right", 0.0, quota=7), Step("move", "a", "right", 1.0, 5)]
+    orders = [PlanStep("quota", "a", "right", 0.0, quota=7), PlanStep("move", "a", "right", 1.0, 5)]
     assert list(unfinished(orders, {}, {"a": [row("i1", "right")]})) == []
 
 
@@ -321,15 +327,17 @@ class Site:
 
 
 @asynccontextmanager
-async def replacing(site: Site, target: Placement, said: list[str]) -> AsyncIterator[Replacing]:
-    deployments = {name: Deployment(name, f"http://{name}") for name in site.rows}
+async def replacing(
+    site: Site, target: Placement, said: list[str]
+) -> AsyncIterator[PlacementExecutor]:
+    deployments = {name: DeploymentClient(name, f"http://{name}") for name in site.rows}
     for name, one in deployments.items():
         await one.close()
         one._http = httpx.AsyncClient(
             transport=httpx.MockTransport(site.carry_out), base_url=f"http://{name}"
         )
-    settings = Settings(dict.fromkeys(site.rows, 1.0), patience_s=2.0)
-    yield Replacing(target, deployments, settings, said.append)
+    settings = ExecutorSettings(dict.fromkeys(site.rows, 1.0), patience_s=2.0)
+    yield PlacementExecutor(target, deployments, settings, said.append)
     for one in deployments.values():
         await one.close()
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.problem import Llm, Member, Unit, cluster_of
-from kvmig.placement.step_costs import Device, load
+from kvmig.placement.problem import GpuUnit, ModelLoad, PlacedInstance, cluster_of
+from kvmig.placement.step_costs import DeviceCosts, load
 from kvmig.sharing.policies import POLICIES
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.mux import Load, Outcome, poisson, share_gpt, simulate
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 @pytest.fixture(scope="module")
-def device() -> Device:
+def device() -> DeviceCosts:
     return load("a100-80g")
 
 
@@ -34,7 +34,7 @@ def run(unit: SimUnit, events: EventQueue, *requests: tuple[str, SimRequest]) ->
     events.run()
 
 
-def test_a_request_alone_takes_its_prompt_and_its_steps(device: Device) -> None:
+def test_a_request_alone_takes_its_prompt_and_its_steps(device: DeviceCosts) -> None:
     events = EventQueue()
     one = Tenant("a", "llama-7b", 1.0, 20 * GIB, 499.0)
     request = SimRequest(0, 0.0, 100, 50)
@@ -46,14 +46,14 @@ def test_a_request_alone_takes_its_prompt_and_its_steps(device: Device) -> None:
     assert request.finished_at == pytest.approx(prefill + decode)
 
 
-def test_a_single_token_ends_with_its_prompt(device: Device) -> None:
+def test_a_single_token_ends_with_its_prompt(device: DeviceCosts) -> None:
     events = EventQueue()
     request = SimRequest(0, 0.0, 100, 1)
     run(SimUnit(events, device, 1, [tenant("a")]), events, ("a", request))
     assert request.finished_at == request.first_token_at > 0
 
 
-def test_who_has_no_room_left_waits(device: Device) -> None:
+def test_who_has_no_room_left_waits(device: DeviceCosts) -> None:
     events = EventQueue()
     unit = SimUnit(events, device, 1, [tenant("a", quota=499 * 524_288 * 2)])
     requests = [SimRequest(at, 0.0, 10, 20) for at in range(3)]
@@ -64,7 +64,7 @@ def test_who_has_no_room_left_waits(device: Device) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_request_of_every_model_ends(device: Device, policy: str) -> None:
+def test_every_request_of_every_model_ends(device: DeviceCosts, policy: str) -> None:
     events = EventQueue()
     names = ("a", "b", "c")
     unit = SimUnit(events, device, 2, [tenant(name) for name in names], policy)
@@ -74,7 +74,7 @@ def test_every_request_of_every_model_ends(device: Device, policy: str) -> None:
     assert all(one.outstanding == 0 for one in unit.tenants.values())
 
 
-def test_models_beside_each_other_slow_each_other_down(device: Device) -> None:
+def test_models_beside_each_other_slow_each_other_down(device: DeviceCosts) -> None:
     ends = []
     for names in (("a",), ("a", "b", "c")):
         events = EventQueue()
@@ -85,7 +85,7 @@ def test_models_beside_each_other_slow_each_other_down(device: Device) -> None:
     assert 1.2 * ends[0] < ends[1] < 3 * ends[0]
 
 
-def test_quotas_go_to_the_model_with_the_backlog(device: Device) -> None:
+def test_quotas_go_to_the_model_with_the_backlog(device: DeviceCosts) -> None:
     events = EventQueue()
     size = 499 * 524_288
     unit = SimUnit(
@@ -99,7 +99,7 @@ def test_quotas_go_to_the_model_with_the_backlog(device: Device) -> None:
     assert total <= 70 * size
 
 
-def test_a_model_without_costs_on_so_many_gpus_is_refused(device: Device) -> None:
+def test_a_model_without_costs_on_so_many_gpus_is_refused(device: DeviceCosts) -> None:
     with pytest.raises(ValueError, match="llama-65b has no costs on 1 GPUs"):
         SimUnit(EventQueue(), device, 1, [tenant("a", "llama-65b")])
 
@@ -116,13 +116,15 @@ def test_lengths_have_share_gpts_means() -> None:
     assert np.mean(prompts) == pytest.approx(161, rel=0.03)
     assert np.mean(outputs) == pytest.approx(338, rel=0.03)
     assert max(np.add(prompts, outputs)) <= 2048
-    assert np.std(outputs) / np.mean(outputs) == pytest.approx(Llm("a", "b", 1).output_cv, abs=0.1)
+    assert np.std(outputs) / np.mean(outputs) == pytest.approx(
+        ModelLoad("a", "b", 1).output_cv, abs=0.1
+    )
 
 
 def outcome(rate: float, instances: int, requests: int = 600) -> tuple[Outcome, Estimator]:
-    llm = Llm("a", "llama-7b", rate)
+    llm = ModelLoad("a", "llama-7b", rate)
     estimator = Estimator([llm], cluster_of("1x8:a100-80g"))
-    plan = tuple(Unit(1, (Member(0, rate / instances),)) for _ in range(instances))
+    plan = tuple(GpuUnit(1, (PlacedInstance(0, rate / instances),)) for _ in range(instances))
     return simulate(estimator, plan, [poisson(llm, requests, 3)]), estimator
 
 
@@ -141,7 +143,7 @@ def test_replicas_share_what_one_cant_carry() -> None:
 
 def test_the_estimate_of_a_full_instance_is_near_the_simulation() -> None:
     found, estimator = outcome(50.0, 1, requests=3000)
-    expected = estimator.unit(Unit(1, (Member(0, 50.0),)))
+    expected = estimator.unit(GpuUnit(1, (PlacedInstance(0, 50.0),)))
     assert expected is not None
     assert found.throughput[0] == pytest.approx(expected[0].throughput, rel=0.15)
 
@@ -158,10 +160,10 @@ def test_the_axis_weights_throughputs_by_rates() -> None:
 
 
 def test_a_load_keeps_its_times_and_lengths() -> None:
-    llm = Llm("a", "llama-7b", 1.0)
+    llm = ModelLoad("a", "llama-7b", 1.0)
     estimator = Estimator([llm], cluster_of("1x1:a100-80g"))
     load = Load(llm, [1.0, 5.0], [10, 20], [1, 1])
-    found = simulate(estimator, (Unit(1, (Member(0, 1.0),)),), [load])
+    found = simulate(estimator, (GpuUnit(1, (PlacedInstance(0, 1.0),)),), [load])
     prefill = load_seconds(20)
     assert found.throughput[0] == pytest.approx(2 / (4 + prefill))
 

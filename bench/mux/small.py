@@ -8,8 +8,8 @@ from typing import NamedTuple
 from bench.mux.systems import SEED, muxserve
 from kvmig.core.errors import ConfigError
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.greedy import Stuck, added
-from kvmig.placement.problem import Llm, Member, Plan, Unit, cluster_of, ordered
+from kvmig.placement.greedy import UnplacedMember, added
+from kvmig.placement.problem import GpuUnit, ModelLoad, PlacedInstance, Plan, cluster_of, ordered
 from kvmig.placement.step_costs import load
 from kvmig_tools.sim.mux import Load, Outcome, poisson, simulate
 
@@ -34,9 +34,9 @@ FIGURE_9: dict[str, tuple[Policy, float | None]] = {
 }
 """With the published figure: sum of rate x throughput / sum of rates."""
 FIGURE_9_MODELS = (
-    Llm("30b", "llama-30b", 2.0, 322.0, 676.0),
-    Llm("13b", "llama-13b", 8.0),
-    Llm("7b", "llama-7b", 8.0),
+    ModelLoad("30b", "llama-30b", 2.0, 322.0, 676.0),
+    ModelLoad("13b", "llama-13b", 8.0),
+    ModelLoad("7b", "llama-7b", 8.0),
 )
 FIGURE_10 = {
     "one job at a time": Policy("fcfs", "fixed"),
@@ -45,7 +45,7 @@ FIGURE_10 = {
 }
 
 
-def weighted(models: Sequence[Llm], outcome: Outcome) -> float:
+def weighted(models: Sequence[ModelLoad], outcome: Outcome) -> float:
     """Sum of rate x throughput / sum of rates: Figures 7 and 9."""
     rates = [one.rate for one in models]
     return outcome.axis(rates) * len(rates) / sum(rates)
@@ -59,20 +59,20 @@ def figure_9(seconds: float = SEND_S) -> dict[str, float]:
 def figure_10(seconds: float = SEND_S) -> dict[str, float]:
     """10: four models on 4 GPUs. The rates aren't published: these are ours."""
     models = [
-        Llm("30b", "llama-30b", 1.5),
-        Llm("13b", "llama-13b", 4.0),
-        Llm("7b-hot", "llama-7b", 9.0),
-        Llm("7b", "llama-7b", 3.0),
+        ModelLoad("30b", "llama-30b", 1.5),
+        ModelLoad("13b", "llama-13b", 4.0),
+        ModelLoad("7b-hot", "llama-7b", 9.0),
+        ModelLoad("7b", "llama-7b", 3.0),
     ]
     return on_one_unit(models, FIGURE_10, seconds)
 
 
 def on_one_unit(
-    models: Sequence[Llm], policies: dict[str, Policy], seconds: float
+    models: Sequence[ModelLoad], policies: dict[str, Policy], seconds: float
 ) -> dict[str, float]:
     """Weighted throughput of each policy on 4 GPUs."""
     estimator = Estimator(models, cluster_of("1x4:a100-80g"))
-    plan = (Unit(4, tuple(Member(at, one.rate) for at, one in enumerate(models))),)
+    plan = (GpuUnit(4, tuple(PlacedInstance(at, one.rate) for at, one in enumerate(models))),)
     coming = loads(models, seconds)
     return {
         name: weighted(models, simulate(estimator, plan, coming, one.name, one.rule))
@@ -80,7 +80,7 @@ def on_one_unit(
     }
 
 
-def loads(models: Sequence[Llm], seconds: float) -> list[Load]:
+def loads(models: Sequence[ModelLoad], seconds: float) -> list[Load]:
     """ShareGPT's lengths, stretched to each model's means."""
     made: list[Load] = []
     for at, one in enumerate(models):
@@ -106,13 +106,13 @@ def figure_8(seconds: float = SEND_S) -> dict[str, tuple[float, float]]:
     found: dict[str, tuple[float, float]] = {}
     for name, (cluster, kinds, rates) in FIGURE_8.items():
         models = [
-            Llm(f"m{at}", kind, rate)
+            ModelLoad(f"m{at}", kind, rate)
             for at, (kind, rate) in enumerate(zip(kinds, rates, strict=True))
         ]
         estimator = Estimator(models, cluster_of(f"{cluster}:a100-80g"))
         coming = loads(models, seconds)
         ours = muxserve(estimator)
-        if isinstance(ours, Stuck):
+        if isinstance(ours, UnplacedMember):
             raise ConfigError(f"{name}: no room for {models[ours.llm].name}")
         by_memory, computed = (
             simulate(estimator, plan, coming).axis(rates)
@@ -127,10 +127,10 @@ def by_free_memory(estimator: Estimator) -> Plan:
     most asked for first."""
     cluster = estimator.cluster
     size = min(4, cluster.gpus)
-    units = [Unit(size, ()) for _ in range(cluster.nodes * cluster.gpus // size)]
+    units = [GpuUnit(size, ()) for _ in range(cluster.nodes * cluster.gpus // size)]
     for llm in sorted(range(len(estimator.models)), key=lambda at: -estimator.models[at].rate):
         at = max(range(len(units)), key=lambda at: (estimator.left_bytes(units[at]), -at))
-        units[at] = added(units[at], Member(llm, estimator.models[llm].rate))
+        units[at] = added(units[at], PlacedInstance(llm, estimator.models[llm].rate))
     return ordered(units)
 
 

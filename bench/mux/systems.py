@@ -10,8 +10,16 @@ from typing import NamedTuple
 from kvmig.core.errors import ConfigError
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.greedy import Stuck, best_of_groups
-from kvmig.placement.problem import Cluster, Llm, Member, Objective, Plan, Unit, ordered
+from kvmig.placement.greedy import UnplacedMember, best_of_groups
+from kvmig.placement.problem import (
+    GpuCluster,
+    GpuUnit,
+    ModelLoad,
+    Objective,
+    PlacedInstance,
+    Plan,
+    ordered,
+)
 from kvmig.placement.search import search
 from kvmig_tools.sim.mux import Load, poisson
 
@@ -37,19 +45,21 @@ class Published(NamedTuple):
 class System(NamedTuple):
     """How models are placed, and who computes next on a unit."""
 
-    place: Callable[[Estimator], Plan | Stuck]
+    place: Callable[[Estimator], Plan | UnplacedMember]
     objective: Objective
     policy: str = "adbs"
 
 
-def power_law(alpha: float, highest: float, kinds: Sequence[str] = MODELS) -> list[Llm]:
+def power_law(alpha: float, highest: float, kinds: Sequence[str] = MODELS) -> list[ModelLoad]:
     """Rates as in section 4.2: the i-th model has (i + 1)^-alpha of the first one's."""
-    return [Llm(f"llm-{at}", kind, highest * (at + 1) ** -alpha) for at, kind in enumerate(kinds)]
+    return [
+        ModelLoad(f"llm-{at}", kind, highest * (at + 1) ** -alpha) for at, kind in enumerate(kinds)
+    ]
 
 
-def muxserve(estimator: Estimator) -> Plan | Stuck:
+def muxserve(estimator: Estimator) -> Plan | UnplacedMember:
     """Algorithm 1: every model in one place."""
-    whole = [Member(at, one.rate) for at, one in enumerate(estimator.models)]
+    whole = [PlacedInstance(at, one.rate) for at, one in enumerate(estimator.models)]
     return best_of_groups(estimator, whole)
 
 
@@ -58,7 +68,7 @@ def paper_spatial(estimator: Estimator) -> Plan:
     gpus = {"llama-30b": 4, "llama-65b": 8}
     return ordered(
         [
-            Unit(gpus.get(one.model, 1), (Member(at, one.rate),))
+            GpuUnit(gpus.get(one.model, 1), (PlacedInstance(at, one.rate),))
             for at, one in enumerate(estimator.models)
         ]
     )
@@ -75,12 +85,14 @@ SYSTEMS: dict[str, System] = {
 PAPERS = ("muxserve", "temporal", "spatial")
 
 
-def planned(system: str, models: Sequence[Llm], cluster: Cluster) -> tuple[Estimator, Plan]:
+def planned(
+    system: str, models: Sequence[ModelLoad], cluster: GpuCluster
+) -> tuple[Estimator, Plan]:
     """A system's placement. Raises ConfigError if it finds none."""
     one = SYSTEMS[system]
     estimator = Estimator(models, cluster, one.objective)
     plan = one.place(estimator)
-    if isinstance(plan, Stuck):
+    if isinstance(plan, UnplacedMember):
         raise ConfigError(f"{system} finds no room for {models[plan.llm].name}")
     return estimator, plan
 

@@ -19,9 +19,14 @@ import msgspec
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.controller import Models
 from kvmig.fleet.store import Taken
-from kvmig.placement.executor import Deployment, ReplaceFailed, Replacing, Settings
+from kvmig.placement.executor import (
+    DeploymentClient,
+    ExecutorSettings,
+    PlacementExecutor,
+    ReplaceFailed,
+)
 from kvmig.placement.file import Placement, placement_from
-from kvmig.placement.moves import Wave
+from kvmig.placement.moves import PlanWave
 from kvmig.placement.observed import adopted, check
 from kvmig.placement.told import way_to_text
 
@@ -192,7 +197,7 @@ class Replacer:
                 return f"model {name} is {state}"
         return ""
 
-    async def _way(self, wanted: Wanted) -> Sequence[Wave]:
+    async def _way(self, wanted: Wanted) -> Sequence[PlanWave]:
         async with _Site(self._models, wanted) as deployments:
             return await self._replacing(wanted, deployments).waves()
 
@@ -200,14 +205,18 @@ class Replacer:
         async with _Site(self._models, wanted) as deployments:
             await self._replacing(wanted, deployments).run()
 
-    def _replacing(self, wanted: Wanted, deployments: Mapping[str, Deployment]) -> Replacing:
+    def _replacing(
+        self, wanted: Wanted, deployments: Mapping[str, DeploymentClient]
+    ) -> PlacementExecutor:
         starts = {name: self._models.shown(name) for name in deployments}
         start_s = {
             name: START_S if model is None or model.start_s is None else model.start_s
             for name, model in starts.items()
         }
         placement = wanted.placement
-        return Replacing(placement, deployments, Settings(start_s), self._tell, by_name=True)
+        return PlacementExecutor(
+            placement, deployments, ExecutorSettings(start_s), self._tell, by_name=True
+        )
 
     def _tell(self, line: str) -> None:
         self._lines.append(line)
@@ -218,15 +227,15 @@ class _Site:
     """The deployments of a placement's models."""
 
     def __init__(self, models: Models, wanted: Wanted) -> None:
-        self._deployments: dict[str, Deployment] = {}
+        self._deployments: dict[str, DeploymentClient] = {}
         for name in wanted.placement.models():
             model = models.shown(name)
             if model is None or model.note is None:
                 raise ReplaceFailed(f"model {name} doesn't run")
             units = wanted.units.get(model.deployment)
-            self._deployments[name] = Deployment(name, model.note.socket, units=units)
+            self._deployments[name] = DeploymentClient(name, model.note.socket, units=units)
 
-    async def __aenter__(self) -> Mapping[str, Deployment]:
+    async def __aenter__(self) -> Mapping[str, DeploymentClient]:
         return self._deployments
 
     async def __aexit__(self, *_: object) -> None:

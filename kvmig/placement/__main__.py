@@ -24,13 +24,13 @@ from kvmig.placement.file import (
     to_toml,
     where,
 )
-from kvmig.placement.greedy import Stuck, best_of_groups, place, place_by_memory
+from kvmig.placement.greedy import UnplacedMember, best_of_groups, place, place_by_memory
 from kvmig.placement.meshes import Group, groups
-from kvmig.placement.moves import GIB, Lease, Refused, Slot, nearest
+from kvmig.placement.moves import GIB, PlacedLease, PlanRefused, Slot, nearest
 from kvmig.placement.problem import (
     OBJECTIVES,
-    Llm,
-    Member,
+    ModelLoad,
+    PlacedInstance,
     Plan,
     check,
     cluster_of,
@@ -40,29 +40,29 @@ from kvmig.placement.search import next_best, search
 from kvmig.placement.told import way_to_text, worth_to_text
 from kvmig.placement.worth import delayed, worth
 
-Method = Callable[[Estimator, Plan | None], Plan | Stuck]
+Method = Callable[[Estimator, Plan | None], Plan | UnplacedMember]
 """With the plan that is, whose units stay as they are cut; None: they are as the method likes."""
 
 
-def _whole(estimator: Estimator) -> list[Member]:
-    return [Member(at, one.rate) for at, one in enumerate(estimator.models)]
+def _whole(estimator: Estimator) -> list[PlacedInstance]:
+    return [PlacedInstance(at, one.rate) for at, one in enumerate(estimator.models)]
 
 
-def _kvmig(estimator: Estimator, now: Plan | None) -> Plan | Stuck:
+def _kvmig(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
     return search(estimator, now=now)
 
 
-def _muxserve(estimator: Estimator, now: Plan | None) -> Plan | Stuck:
+def _muxserve(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
     if now is not None:
         return place(estimator, _whole(estimator), _cut(now))
     return best_of_groups(estimator, _whole(estimator))
 
 
-def _memory(estimator: Estimator, now: Plan | None) -> Plan | Stuck:
+def _memory(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
     cluster = estimator.cluster
     cuts = groups(cluster.nodes, cluster.gpus) if now is None else [_cut(now)]
     found = [place_by_memory(estimator, _whole(estimator), one) for one in cuts]
-    plans = [one for one in found if not isinstance(one, Stuck)]
+    plans = [one for one in found if not isinstance(one, UnplacedMember)]
     return max(plans, key=lambda one: round(estimator.total(one), 9)) if plans else found[0]
 
 
@@ -70,8 +70,8 @@ def _cut(now: Plan) -> Group:
     return tuple(sorted((one.gpus for one in now), reverse=True))
 
 
-def _recut(choose: Callable[[Estimator], Plan | Stuck]) -> Method:
-    def method(estimator: Estimator, now: Plan | None) -> Plan | Stuck:
+def _recut(choose: Callable[[Estimator], Plan | UnplacedMember]) -> Method:
+    def method(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
         if now is not None:
             raise ConfigError(
                 "--method cuts the GPUs anew, must be kvmig or muxserve or greedy-memory with "
@@ -185,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
 def placed(estimator: Estimator, method: str, now: Plan | None = None) -> Plan:
     """The plan by a method's name. Raises ConfigError with what is missing."""
     found = METHODS[method](estimator, now)
-    if not isinstance(found, Stuck):
+    if not isinstance(found, UnplacedMember):
         return found
     name = estimator.models[found.llm].name
     if found.missing_bytes > 0:
@@ -279,7 +279,7 @@ def _moves(
     of = {one.called: one for one in planned}
     after = replace(after, units=[of[one.called] for one in before.units])
     waves = moves.plan(site, leases, after.leases())
-    if isinstance(waves, Refused):
+    if isinstance(waves, PlanRefused):
         raise ConfigError(f"--from {args.before}: {waves.why}")
     then = {(one.name, at.called): one.expected_rate for at in after.units for one in at.models}
     late = delayed(waves, _rates(estimator, before, now), then)
@@ -298,7 +298,7 @@ def _on_units(before: Placement, after: Placement) -> Placement:
     return replace(after, units=units)
 
 
-def _leases(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, Lease]:
+def _leases(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, PlacedLease]:
     """What each instance may hold, and holds by the estimate."""
     leases = before.leases()
     device = estimator.cluster.device
@@ -323,7 +323,7 @@ def _rates(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, flo
 # -- files
 
 
-def _models(file: Path) -> list[Llm]:
+def _models(file: Path) -> list[ModelLoad]:
     return models_of(_text("--models", file), f"--models {file}")
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.greedy import Stuck
+from kvmig.placement.greedy import UnplacedMember
 from kvmig.placement.meshes import packs
-from kvmig.placement.problem import Member, Plan, Unit, floor_bytes, ordered
+from kvmig.placement.problem import GpuUnit, PlacedInstance, Plan, floor_bytes, ordered
 
 
-def spatial(estimator: Estimator) -> Plan | Stuck:
+def spatial(estimator: Estimator) -> Plan | UnplacedMember:
     """One unit a model; who gains most a GPU gets twice as many GPUs, while some are left."""
     units = _smallest(estimator)
-    while not isinstance(units, Stuck):
+    while not isinstance(units, UnplacedMember):
         larger = _best(
             estimator,
             units,
             [
-                [*units[:at], Unit(2 * one.gpus, one.members), *units[at + 1 :]]
+                [*units[:at], GpuUnit(2 * one.gpus, one.members), *units[at + 1 :]]
                 for at, one in enumerate(units)
             ],
         )
@@ -26,10 +26,10 @@ def spatial(estimator: Estimator) -> Plan | Stuck:
     return units
 
 
-def replicas(estimator: Estimator) -> Plan | Stuck:
+def replicas(estimator: Estimator) -> Plan | UnplacedMember:
     """Each model on as few GPUs as it runs on; who gains most a GPU gets one more such instance."""
     units = _smallest(estimator)
-    while not isinstance(units, Stuck):
+    while not isinstance(units, UnplacedMember):
         more = _best(
             estimator,
             units,
@@ -41,30 +41,32 @@ def replicas(estimator: Estimator) -> Plan | Stuck:
     return units
 
 
-def _one_more(estimator: Estimator, units: list[Unit], llm: int) -> list[Unit]:
+def _one_more(estimator: Estimator, units: list[GpuUnit], llm: int) -> list[GpuUnit]:
     """Its rate is shared equally among its instances."""
     (gpus, *others) = [one.gpus for one in units if one.members[0].llm == llm]
     rate = estimator.models[llm].rate / (2 + len(others))
     rest = [one for one in units if one.members[0].llm != llm]
-    return [*rest, *[Unit(gpus, (Member(llm, rate),))] * (2 + len(others))]
+    return [*rest, *[GpuUnit(gpus, (PlacedInstance(llm, rate),))] * (2 + len(others))]
 
 
-def _smallest(estimator: Estimator) -> list[Unit] | Stuck:
-    cluster, units = estimator.cluster, list[Unit]()
+def _smallest(estimator: Estimator) -> list[GpuUnit] | UnplacedMember:
+    cluster, units = estimator.cluster, list[GpuUnit]()
     for index, llm in enumerate(estimator.models):
         sizes = cluster.device.models[llm.model].sizes
-        fitting = [Unit(size, (Member(index, llm.rate),)) for size in sizes]
+        fitting = [GpuUnit(size, (PlacedInstance(index, llm.rate),)) for size in sizes]
         unit = next((one for one in fitting if estimator.unit(one) is not None), None)
         if unit is None or not packs([one.gpus for one in [*units, unit]], *cluster[:2]):
-            return Stuck(index, index, floor_bytes(llm, cluster.device))
+            return UnplacedMember(index, index, floor_bytes(llm, cluster.device))
         units.append(unit)
     return units
 
 
-def _best(estimator: Estimator, now: list[Unit], options: list[list[Unit]]) -> list[Unit] | None:
+def _best(
+    estimator: Estimator, now: list[GpuUnit], options: list[list[GpuUnit]]
+) -> list[GpuUnit] | None:
     """The option with the most gain a GPU; None: none gains, or there is no room."""
     cluster = estimator.cluster
-    found: tuple[float, list[Unit]] | None = None
+    found: tuple[float, list[GpuUnit]] | None = None
     before, gpus = estimator.total(tuple(now)), sum(one.gpus for one in now)
     for option in options:
         sizes = [one.gpus for one in option]

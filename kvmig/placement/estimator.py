@@ -16,7 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvmig.placement.problem import Cluster, Llm, Member, Objective, Plan, Unit, floor_bytes
+from kvmig.placement.problem import (
+    GpuCluster,
+    GpuUnit,
+    ModelLoad,
+    Objective,
+    PlacedInstance,
+    Plan,
+    floor_bytes,
+)
 
 MOST_SEQUENCES = 256
 """In one batch; the costs were fitted up to here."""
@@ -35,7 +43,7 @@ MARGIN = 1.25
 """For the objective slo, every rate is taken so many times as high."""
 
 
-class Expected(NamedTuple):
+class ExpectedLoad(NamedTuple):
     """Of one member."""
 
     share: float
@@ -62,15 +70,15 @@ class Estimator:
     """Remembers what it computed: the search asks for the same units again and again."""
 
     def __init__(
-        self, models: Sequence[Llm], cluster: Cluster, objective: Objective = "paper"
+        self, models: Sequence[ModelLoad], cluster: GpuCluster, objective: Objective = "paper"
     ) -> None:
         self.models = models
         self.cluster = cluster
         self.objective: Objective = objective
         self._device = cluster.device
-        self._units: dict[Unit, tuple[Expected, ...] | None] = {}
-        self._values: dict[Unit, float | None] = {}
-        self._shares: dict[tuple[Member, int], float | None] = {}
+        self._units: dict[GpuUnit, tuple[ExpectedLoad, ...] | None] = {}
+        self._values: dict[GpuUnit, float | None] = {}
+        self._shares: dict[tuple[PlacedInstance, int], float | None] = {}
         self._lines: dict[tuple[int, int, float], _Line] = {}
         self._alone = [
             self._device.alone_s(one.model, one.prompt_tokens, one.output_tokens) for one in models
@@ -82,13 +90,13 @@ class Estimator:
         """Sum of the units' values; they must be feasible."""
         return sum(self.value(one) or 0.0 for one in plan)
 
-    def value(self, unit: Unit) -> float | None:
+    def value(self, unit: GpuUnit) -> float | None:
         """The objective of one unit; None: it can't be."""
         if unit not in self._values:
             self._values[unit] = self._value(unit)
         return self._values[unit]
 
-    def _value(self, unit: Unit) -> float | None:
+    def _value(self, unit: GpuUnit) -> float | None:
         expected = self.unit(unit)
         if expected is None:
             return None
@@ -99,9 +107,9 @@ class Estimator:
             return sum(one.throughput for _, one in pairs)
         return sum(self.models[member.llm].rate * one.throughput for member, one in pairs)
 
-    def _in_time(self, unit: Unit, expected: Sequence[Expected]) -> float:
+    def _in_time(self, unit: GpuUnit, expected: Sequence[ExpectedLoad]) -> float:
         shares = [one.share for one in expected]
-        higher = [Member(one.llm, MARGIN * one.rate) for one in unit.members]
+        higher = [PlacedInstance(one.llm, MARGIN * one.rate) for one in unit.members]
         then = self._solve(unit.gpus, higher, shares)
         total = 0.0
         for member, now, later in zip(unit.members, expected, then, strict=True):
@@ -113,13 +121,13 @@ class Estimator:
 
     # -- what a unit does
 
-    def unit(self, unit: Unit) -> tuple[Expected, ...] | None:
+    def unit(self, unit: GpuUnit) -> tuple[ExpectedLoad, ...] | None:
         """What its members may expect; None: memory or SMs don't suffice."""
         if unit not in self._units:
             self._units[unit] = self._unit(unit)
         return self._units[unit]
 
-    def _unit(self, unit: Unit) -> tuple[Expected, ...] | None:
+    def _unit(self, unit: GpuUnit) -> tuple[ExpectedLoad, ...] | None:
         if not unit.members:
             return ()
         if self.left_bytes(unit) < 0:
@@ -136,12 +144,12 @@ class Estimator:
         fitting = min(1.0, OVERBOOKED / sum(known))
         return tuple(self._solve(unit.gpus, unit.members, [fitting * one for one in known]))
 
-    def left_bytes(self, unit: Unit) -> float:
+    def left_bytes(self, unit: GpuUnit) -> float:
         """What members leave that hold one request each; below 0: they don't fit."""
         floors = [floor_bytes(self.models[one.llm], self._device) for one in unit.members]
         return self._device.memory(unit.gpus) - sum(floors)
 
-    def share(self, member: Member, gpus: int) -> float | None:
+    def share(self, member: PlacedInstance, gpus: int) -> float | None:
         """The least share of the SMs on which a member's decode steps carry its rate; if none
         does, that with the highest throughput (MuxServe's Algorithm 2). None: it can't run."""
         key = (member, gpus)
@@ -149,10 +157,10 @@ class Estimator:
             self._shares[key] = self._least_share(member, gpus)
         return self._shares[key]
 
-    def _least_share(self, member: Member, gpus: int) -> float | None:
+    def _least_share(self, member: PlacedInstance, gpus: int) -> float | None:
         if self._device.models[self.models[member.llm].model].on(gpus) is None:
             return None
-        if self.left_bytes(Unit(gpus, (member,))) < 0:
+        if self.left_bytes(GpuUnit(gpus, (member,))) < 0:
             return None
         best, most = DECODE_SHARES[-1], 0.0
         for share in DECODE_SHARES:
@@ -164,8 +172,8 @@ class Estimator:
         return best
 
     def _solve(
-        self, gpus: int, members: Sequence[Member], shares: Sequence[float]
-    ) -> list[Expected]:
+        self, gpus: int, members: Sequence[PlacedInstance], shares: Sequence[float]
+    ) -> list[ExpectedLoad]:
         """The smallest batches that carry the rates, as far as memory allows."""
         lines = [
             self._line(one.llm, gpus, share) for one, share in zip(members, shares, strict=True)
@@ -181,17 +189,19 @@ class Estimator:
             for line, one, b in zip(lines, members, most, strict=True)
         ]
         left = _left_for_decoding(jobs)
-        found: list[Expected] = []
+        found: list[ExpectedLoad] = []
         for line, (_, rate, full), b, share, quota in zip(
             lines, jobs, most, shares, quotas, strict=True
         ):
             throughput = min(rate, full * left)
             spare = left - throughput * line.d1
             batch = min(b, throughput * line.d0 / spare) if spare > 0 else b
-            found.append(Expected(share, batch, throughput, batch / throughput, quota))
+            found.append(ExpectedLoad(share, batch, throughput, batch / throughput, quota))
         return found
 
-    def _drain(self, gpus: int, members: Sequence[Member], shares: Sequence[float]) -> float:
+    def _drain(
+        self, gpus: int, members: Sequence[PlacedInstance], shares: Sequence[float]
+    ) -> float:
         """Seconds that a prompt waits for others' decode steps: half the longest, when empty."""
         if len(members) < 2:
             return 0.0
@@ -201,7 +211,7 @@ class Estimator:
         ]
         return max(steps) / 2
 
-    def _quotas(self, gpus: int, members: Sequence[Member]) -> list[float]:
+    def _quotas(self, gpus: int, members: Sequence[PlacedInstance]) -> list[float]:
         """KV cache in the ratio of the members' demand: rate x bytes of a request."""
         free = self._device.memory(gpus) - sum(
             self._device.held(self.models[one.llm].model) for one in members
@@ -209,7 +219,7 @@ class Estimator:
         demand = [one.rate * self._request_bytes(self.models[one.llm]) for one in members]
         return [free * one / sum(demand) for one in demand]
 
-    def _request_bytes(self, llm: Llm) -> float:
+    def _request_bytes(self, llm: ModelLoad) -> float:
         return llm.tokens * self._device.models[llm.model].token_bytes
 
     def _line(self, index: int, gpus: int, share: float) -> _Line:
@@ -244,7 +254,7 @@ def _left_for_decoding(jobs: Sequence[tuple[float, float, float]]) -> float:
     return left
 
 
-def _served(one: Expected, rate: float, alone_s: float) -> float:
+def _served(one: ExpectedLoad, rate: float, alone_s: float) -> float:
     """Requests a second in time: none of those whose queue only grows, as far as it does."""
     late = one.latency_s / (SLO_SCALE * alone_s)
     return one.throughput * one.throughput / rate / max(1.0, late)

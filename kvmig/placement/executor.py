@@ -27,15 +27,9 @@ from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.core.secret import ADMIN_KEY
 from kvmig.placement.file import Placement, read
-from kvmig.placement.learned import Moved, as_many_as, drains, mean, requests_s, step_s
-from kvmig.placement.moves import Leases, Refused, Slot, Step, Wave, placed, plan
-from kvmig.placement.observed import (
-    Observed,
-    check,
-    leaving,
-    observed,
-    unfinished,
-)
+from kvmig.placement.learned import LearnedMigration, as_many_as, drains, mean, requests_s, step_s
+from kvmig.placement.moves import Leases, PlanRefused, PlanStep, PlanWave, Slot, placed, plan
+from kvmig.placement.observed import ObservedPlacement, check, leaving, observed, unfinished
 from kvmig.placement.told import wave_to_text, way_to_text
 
 ADMIN = "/kvmig/v1"
@@ -60,7 +54,7 @@ class ReplaceFailed(KvmigError):
     """It didn't come to an end; instances are where they are, and serve."""
 
 
-class Settings(NamedTuple):
+class ExecutorSettings(NamedTuple):
     """What is known of times; starts and drains are measured meanwhile."""
 
     start_s: dict[str, float]
@@ -74,16 +68,16 @@ class Settings(NamedTuple):
     patience_s: float = PATIENCE_S
 
 
-class Done(NamedTuple):
+class CompletedWave(NamedTuple):
     """A wave that is over."""
 
-    wave: Wave
+    wave: PlanWave
     began: float
     """As `time.monotonic` has it."""
     seconds: float
 
 
-class Deployment:
+class DeploymentClient:
     """The admin API of one `kvmig.serve`. Make it inside a running event loop; `close` it."""
 
     def __init__(
@@ -112,9 +106,9 @@ class Deployment:
             for row in await self._listed("/instances", InstanceRow)
         ]
 
-    async def moved(self) -> list[Moved]:
+    async def moved(self) -> list[LearnedMigration]:
         """Its last migrations. Raises ReplaceFailed."""
-        return await self._listed("/migrations", Moved, limit=REPORTS)
+        return await self._listed("/migrations", LearnedMigration, limit=REPORTS)
 
     async def step_s(self) -> float | None:
         """Mean seconds between two tokens; None: it doesn't tell. Raises ReplaceFailed."""
@@ -168,14 +162,14 @@ class Deployment:
             raise ReplaceFailed(f"deployment {self.name} doesn't answer: {error!r}") from error
 
 
-class Replacing:
+class PlacementExecutor:
     """One placement for some deployments."""
 
     def __init__(
         self,
         placement: Placement,
-        deployments: Mapping[str, Deployment],
-        settings: Settings,
+        deployments: Mapping[str, DeploymentClient],
+        settings: ExecutorSettings,
         tell: Callable[[str], None],
         *,
         by_name: bool = False,
@@ -189,11 +183,11 @@ class Replacing:
         self._tell = tell
         self._gpus = {one.called: [str(gpu) for gpu in one.gpus] for one in placement.units}
         self._target: Leases | None = None
-        self._moved: dict[str, list[Moved]] = {}
+        self._moved: dict[str, list[LearnedMigration]] = {}
         """The last migrations of each deployment, as of the last plan."""
         self.emptied_s: list[float] = []
         """What drains took beside their requests."""
-        self.done: list[Done] = []
+        self.done: list[CompletedWave] = []
 
     async def run(self) -> None:
         """Until the placement is reached. Raises ConfigError or ReplaceFailed."""
@@ -210,7 +204,7 @@ class Replacing:
                     raise ReplaceFailed(f"given up after {failures} failures: {failed}") from failed
                 await asyncio.sleep(AFTER_FAILURE_S)
 
-    async def waves(self) -> list[Wave]:
+    async def waves(self) -> list[PlanWave]:
         """What would be done now. Raises ConfigError or ReplaceFailed."""
         return await self._planned(await self._settled())
 
@@ -229,11 +223,11 @@ class Replacing:
             await self._settled()  # some of them may have begun
             raise
         await self._over(wave, seen.instances, began)
-        self.done.append(Done(wave, began, time.monotonic() - began))
+        self.done.append(CompletedWave(wave, began, time.monotonic() - began))
         self._tell(f"  took {self.done[-1].seconds:.1f} s")
         return True
 
-    async def _planned(self, seen: Observed) -> list[Wave]:
+    async def _planned(self, seen: ObservedPlacement) -> list[PlanWave]:
         settings = self._settings
         site = self._placement.site(settings.start_s, await self._byte_s(seen))._replace(
             drain_s=mean(self.emptied_s, settings.drain_s), bandwidth=settings.bandwidth
@@ -243,15 +237,15 @@ class Replacing:
             target = {slot: lease._replace(share=1.0) for slot, lease in wanted.items()}
             self._target = target if self._by_name else placed(site, seen.leases, target)
         waves = plan(site, seen.leases, self._target)
-        if isinstance(waves, Refused):
+        if isinstance(waves, PlanRefused):
             raise (ReplaceFailed if self.done else ConfigError)(waves.why)
         return waves
 
-    async def _byte_s(self, seen: Observed) -> dict[str, float]:
+    async def _byte_s(self, seen: ObservedPlacement) -> dict[str, float]:
         """Of each model, as `Model` has it: what its requests' handshakes take in a drain."""
-        self._moved = await self._each(Deployment.moved)
+        self._moved = await self._each(DeploymentClient.moved)
         known = {name: drains(moved) for name, moved in self._moved.items()}
-        steps = {} if any(known.values()) else await self._each(Deployment.step_s)
+        steps = {} if any(known.values()) else await self._each(DeploymentClient.step_s)
         at_once = MigrationConfig().max_migrations
         each_s = requests_s(known, steps, at_once, self._settings.request_s)
         used, requests = Counter[str](), Counter[str]()
@@ -260,7 +254,7 @@ class Replacing:
             requests[slot[0]] += as_many_as([seen.requests[slot]], at_once)
         return {name: each_s[name] * requests[name] / max(1, used[name]) for name in each_s}
 
-    async def _settled(self) -> Observed:
+    async def _settled(self) -> ObservedPlacement:
         """Look until every instance serves; those that were given up are taken out."""
         deadline = time.monotonic() + self._settings.patience_s
         while True:
@@ -274,14 +268,16 @@ class Replacing:
             await asyncio.sleep(LOOK_S)
 
     async def _rows(self) -> dict[str, list[InstanceRow]]:
-        return await self._each(Deployment.rows)
+        return await self._each(DeploymentClient.rows)
 
-    async def _each(self, ask: Callable[[Deployment], Awaitable[Answer]]) -> dict[str, Answer]:
+    async def _each(
+        self, ask: Callable[[DeploymentClient], Awaitable[Answer]]
+    ) -> dict[str, Answer]:
         """What each deployment answers."""
         answers = await asyncio.gather(*map(ask, self._deployments.values()))
         return dict(zip(self._deployments, answers, strict=True))
 
-    async def _order(self, step: Step, seen: Observed) -> None:
+    async def _order(self, step: PlanStep, seen: ObservedPlacement) -> None:
         at = self._deployments[step.model]
         match step.kind:
             case "start":
@@ -294,7 +290,7 @@ class Replacing:
             case "move":
                 await self._move(step, seen)
 
-    async def _move(self, step: Step, seen: Observed) -> None:
+    async def _move(self, step: PlanStep, seen: ObservedPlacement) -> None:
         """Raises ReplaceFailed where nothing of it could move: it would be planned for ever."""
         at, used = self._deployments[step.model], seen.leases[step.model, step.unit].used
         source = seen.instances[step.model, step.unit]
@@ -313,7 +309,7 @@ class Replacing:
         if not any(await asyncio.gather(*moves)):
             raise ReplaceFailed(f"no request of {step.model} could leave {step.unit}")
 
-    async def _over(self, wave: Wave, instances: Mapping[Slot, str], began: float) -> None:
+    async def _over(self, wave: PlanWave, instances: Mapping[Slot, str], began: float) -> None:
         """Wait until all steps are; learn how long starts take. Raises ReplaceFailed."""
         left = list(wave.steps)
         while left:
@@ -422,12 +418,12 @@ async def _run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} is {value:g}, must be a number above 0")
     start_s = dict.fromkeys(named, 10.0) | _seconds(args.start, named)
     key = os.environ.get(ADMIN_KEY, "")
-    deployments = {name: Deployment(name, url, key) for name, url in named.items()}
+    deployments = {name: DeploymentClient(name, url, key) for name, url in named.items()}
     try:
-        it = Replacing(
+        it = PlacementExecutor(
             placement,
             deployments,
-            Settings(start_s, args.drain, args.request, args.bandwidth),
+            ExecutorSettings(start_s, args.drain, args.request, args.bandwidth),
             lambda line: print(line, flush=True),
         )
         if args.dry_run:

@@ -22,9 +22,9 @@ import msgspec
 
 from kvmig.core.errors import ConfigError
 from kvmig.placement.estimator import OVERBOOKED, Estimator
-from kvmig.placement.moves import GIB, Lease, Model, Site, Slot, Unit
-from kvmig.placement.problem import Member, Plan, floor_bytes
-from kvmig.placement.problem import Unit as PlannedUnit
+from kvmig.placement.moves import GIB, ModelNeeds, MoveUnit, PlacedLease, PlacementSite, Slot
+from kvmig.placement.problem import GpuUnit as PlannedUnit
+from kvmig.placement.problem import PlacedInstance, Plan, floor_bytes
 
 MOST_BYTES = 1 << 60
 
@@ -78,10 +78,10 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     objective: str = ""
     """By which it was found."""
 
-    def leases(self) -> dict[Slot, Lease]:
+    def leases(self) -> dict[Slot, PlacedLease]:
         """What each instance may hold."""
         return {
-            (one.name, unit.called): Lease(one.kv_bytes, share=one.decode_share)
+            (one.name, unit.called): PlacedLease(one.kv_bytes, share=one.decode_share)
             for unit in self.units
             for one in unit.models
         }
@@ -94,15 +94,18 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 found.setdefault(one.name, one)
         return found
 
-    def site(self, start_s: Mapping[str, float], byte_s: Mapping[str, float] | None = None) -> Site:
-        """What planning needs to know of it. start_s, byte_s: of models, as `Model` has them."""
-        return Site(
+    def site(
+        self, start_s: Mapping[str, float], byte_s: Mapping[str, float] | None = None
+    ) -> PlacementSite:
+        """What planning needs to know of it. start_s, byte_s: of models, as `ModelNeeds` has
+        them."""
+        return PlacementSite(
             {
-                one.called: Unit(one.memory_bytes, len(one.gpus), one.arena_bytes or None)
+                one.called: MoveUnit(one.memory_bytes, len(one.gpus), one.arena_bytes or None)
                 for one in self.units
             },
             {
-                name: Model(
+                name: ModelNeeds(
                     one.held_bytes, one.floor_bytes, start_s[name], (byte_s or {}).get(name, 0.0)
                 )
                 for name, one in self.models().items()
@@ -267,7 +270,7 @@ def placement_of(estimator: Estimator, plan: Plan) -> Placement:
     return Placement(units, estimator.objective)
 
 
-def floor_of(estimator: Estimator, member: Member) -> int:
+def floor_of(estimator: Estimator, member: PlacedInstance) -> int:
     """Bytes of KV cache for one request of the member's model."""
     llm, device = estimator.models[member.llm], estimator.cluster.device
     return math.ceil(floor_bytes(llm, device)) - device.held(llm.model)
@@ -321,7 +324,7 @@ def plan_of(placement: Placement, estimator: Estimator, where_: str) -> Plan:
             total[one.name] = total.get(one.name, 0.0) + one.rate
     units: list[PlannedUnit] = []
     for unit in placement.units:
-        members: list[Member] = []
+        members: list[PlacedInstance] = []
         for one in unit.models:
             if one.name not in index:
                 known = ", ".join(index)
@@ -338,7 +341,7 @@ def plan_of(placement: Placement, estimator: Estimator, where_: str) -> Plan:
                 )
             if not one.rate:
                 raise ConfigError(f"{where_}: unit {unit.called}: model {one.name} needs a rate")
-            members.append(Member(index[one.name], llm.rate * one.rate / total[one.name]))
+            members.append(PlacedInstance(index[one.name], llm.rate * one.rate / total[one.name]))
         units.append(PlannedUnit(len(unit.gpus), tuple(sorted(members))))
     for unit, planned in zip(placement.units, units, strict=True):
         if estimator.unit(planned) is None:

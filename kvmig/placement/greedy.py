@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.meshes import Group, groups, neighbours
-from kvmig.placement.problem import Member, Plan, Unit, floor_bytes, ordered
+from kvmig.placement.problem import GpuUnit, PlacedInstance, Plan, floor_bytes, ordered
 
 ALL_GROUPS = 400
 """Up to so many groups all are tried, beyond that units are halved while that helps."""
 
 
-class Stuck(NamedTuple):
+class UnplacedMember(NamedTuple):
     """A member that found no unit."""
 
     placed: int
@@ -24,19 +24,21 @@ class Stuck(NamedTuple):
     """In the unit with the most room; 0 or less: it isn't memory that is missing."""
 
 
-def added(unit: Unit, more: Member) -> Unit:
+def added(unit: GpuUnit, more: PlacedInstance) -> GpuUnit:
     """The unit with a member, or with more of a member's rate."""
     rates = dict(unit.members)
     rates[more.llm] = rates.get(more.llm, 0.0) + more.rate
-    return Unit(unit.gpus, tuple(Member(llm, rates[llm]) for llm in sorted(rates)))
+    return GpuUnit(unit.gpus, tuple(PlacedInstance(llm, rates[llm]) for llm in sorted(rates)))
 
 
-def place(estimator: Estimator, members: Sequence[Member], group: Group) -> Plan | Stuck:
+def place(
+    estimator: Estimator, members: Sequence[PlacedInstance], group: Group
+) -> Plan | UnplacedMember:
     """Algorithm 1 on one group. Ties go to fewer GPUs."""
-    units = [Unit(size, ()) for size in group]
+    units = [GpuUnit(size, ()) for size in group]
     for count, member in enumerate(by_computation(estimator, members)):
-        best: tuple[tuple[float, int], int, Unit] | None = None
-        tried: set[Unit] = set()
+        best: tuple[tuple[float, int], int, GpuUnit] | None = None
+        tried: set[GpuUnit] = set()
         for at, unit in enumerate(units):
             if unit in tried:
                 continue
@@ -54,10 +56,12 @@ def place(estimator: Estimator, members: Sequence[Member], group: Group) -> Plan
     return ordered(units)
 
 
-def place_by_memory(estimator: Estimator, members: Sequence[Member], group: Group) -> Plan | Stuck:
+def place_by_memory(
+    estimator: Estimator, members: Sequence[PlacedInstance], group: Group
+) -> Plan | UnplacedMember:
     """Those with the highest rate first, each to the unit with the most memory left: what MuxServe
     is compared with in its Figure 8."""
-    units = [Unit(size, ()) for size in group]
+    units = [GpuUnit(size, ()) for size in group]
     for count, member in enumerate(sorted(members, key=lambda one: (-one.rate, one.llm))):
         fitting = [
             (estimator.left_bytes(one), -at, larger)
@@ -71,7 +75,7 @@ def place_by_memory(estimator: Estimator, members: Sequence[Member], group: Grou
     return ordered(units)
 
 
-def _stuck(estimator: Estimator, units: Sequence[Unit], llm: int, placed: int) -> Stuck:
+def _stuck(estimator: Estimator, units: Sequence[GpuUnit], llm: int, placed: int) -> UnplacedMember:
     model, cluster = estimator.models[llm], estimator.cluster
     room = [
         estimator.left_bytes(unit)
@@ -79,27 +83,29 @@ def _stuck(estimator: Estimator, units: Sequence[Unit], llm: int, placed: int) -
         if cluster.device.models[model.model].on(unit.gpus) is not None
     ]
     missing = floor_bytes(model, cluster.device) - max(room, default=0.0)
-    return Stuck(placed, llm, missing)
+    return UnplacedMember(placed, llm, missing)
 
 
-def by_computation(estimator: Estimator, members: Sequence[Member]) -> list[Member]:
+def by_computation(estimator: Estimator, members: Sequence[PlacedInstance]) -> list[PlacedInstance]:
     """The most computation first: rate x weights (MuxServe's order)."""
     models, device = estimator.models, estimator.cluster.device
 
-    def computation(one: Member) -> float:
+    def computation(one: PlacedInstance) -> float:
         return one.rate * device.models[models[one.llm].model].weight_bytes
 
     return sorted(members, key=lambda one: (-computation(one), one.llm))
 
 
-def best_of_groups(estimator: Estimator, members: Sequence[Member]) -> Plan | Stuck:
+def best_of_groups(
+    estimator: Estimator, members: Sequence[PlacedInstance]
+) -> Plan | UnplacedMember:
     """Algorithm 1 over the cluster's groups of meshes."""
     cluster = estimator.cluster
     found = groups(cluster.nodes, cluster.gpus)
     if len(found) <= ALL_GROUPS:
         return _better(estimator, [place(estimator, members, one) for one in found])
-    seen: dict[Group, Plan | Stuck] = {}
-    best: Plan | Stuck | None = None
+    seen: dict[Group, Plan | UnplacedMember] = {}
+    best: Plan | UnplacedMember | None = None
     for start in _starts(found):
         seen[start] = here = place(estimator, members, start)
         group: Group | None = start
@@ -121,8 +127,8 @@ def _starts(found: Sequence[Group]) -> list[Group]:
     return [one for one in found if one == found[0] or (len(set(one)) == 1 and one[0] > 1)]
 
 
-def _merit(estimator: Estimator, one: Plan | Stuck) -> tuple[float, float]:
-    if isinstance(one, Stuck):
+def _merit(estimator: Estimator, one: Plan | UnplacedMember) -> tuple[float, float]:
+    if isinstance(one, UnplacedMember):
         return (-1.0, one.placed)
     return (round(estimator.total(one), 9), -used(one))
 
@@ -132,5 +138,7 @@ def used(plan: Plan) -> int:
     return sum(one.gpus for one in plan if one.members)
 
 
-def _better(estimator: Estimator, results: Sequence[Plan | Stuck]) -> Plan | Stuck:
+def _better(
+    estimator: Estimator, results: Sequence[Plan | UnplacedMember]
+) -> Plan | UnplacedMember:
     return max(results, key=lambda one: _merit(estimator, one))

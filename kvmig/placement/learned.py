@@ -22,7 +22,7 @@ HANDSHAKE_STEPS = 20
 BETWEEN_TOKENS = "vllm:inter_token_latency_seconds_"
 
 
-class Moved(msgspec.Struct, frozen=True):
+class LearnedMigration(msgspec.Struct, frozen=True):
     """The part of a migration's report that counts here (`GET /kvmig/v1/migrations`)."""
 
     id: str
@@ -34,7 +34,7 @@ class Moved(msgspec.Struct, frozen=True):
     """Unix time."""
 
 
-class Drain(NamedTuple):
+class LearnedDrain(NamedTuple):
     """One that has been."""
 
     requests: int
@@ -44,10 +44,10 @@ class Drain(NamedTuple):
     ended_at: float
 
 
-def drains(reports: Iterable[Moved]) -> list[Drain]:
+def drains(reports: Iterable[LearnedMigration]) -> list[LearnedDrain]:
     """In the order of their ends; none without a request that has moved."""
-    found: list[Drain] = []
-    by_source: dict[str, list[Moved]] = {}
+    found: list[LearnedDrain] = []
+    by_source: dict[str, list[LearnedMigration]] = {}
     for one in reports:
         if one.why == "drain":
             by_source.setdefault(one.source, []).append(one)
@@ -55,15 +55,15 @@ def drains(reports: Iterable[Moved]) -> list[Drain]:
         requests, began, ended = 0, 0.0, float("-inf")
         for one in sorted(listed, key=_began):
             if _began(one) > ended + APART_S:
-                found.append(Drain(requests, ended - began, ended))
+                found.append(LearnedDrain(requests, ended - began, ended))
                 requests, began = 0, _began(one)
             requests += one.state == "committed"
             ended = max(ended, one.ended_at)
-        found.append(Drain(requests, ended - began, ended))
+        found.append(LearnedDrain(requests, ended - began, ended))
     return sorted((one for one in found if one.requests), key=lambda one: one.ended_at)
 
 
-def _began(one: Moved) -> float:
+def _began(one: LearnedMigration) -> float:
     return one.ended_at - one.total_ms / 1e3
 
 
@@ -73,7 +73,7 @@ def as_many_as(requests: Iterable[int], at_once: int) -> int:
     return sum(max(one, at_once) for one in requests if one)
 
 
-def request_s(known: Sequence[Drain], at_once: int) -> float | None:
+def request_s(known: Sequence[LearnedDrain], at_once: int) -> float | None:
     """Seconds of a drain for each request, by the last ones; None: there was none."""
     last = known[-LAST:]
     if not last:
@@ -90,7 +90,7 @@ def handshake_s(step_s: float, at_once: int) -> float:
 
 
 def requests_s(
-    known: Mapping[str, Sequence[Drain]],
+    known: Mapping[str, Sequence[LearnedDrain]],
     steps_s: Mapping[str, float | None],
     at_once: int,
     usual_s: float,
@@ -108,7 +108,7 @@ def requests_s(
     return found
 
 
-def _ended(one: Drain) -> float:
+def _ended(one: LearnedDrain) -> float:
     return one.ended_at
 
 

@@ -37,7 +37,7 @@ Slot = tuple[str, str]
 Slots = frozenset[Slot]
 
 
-class Lease(NamedTuple):
+class PlacedLease(NamedTuple):
     """Of one instance."""
 
     quota: int
@@ -48,10 +48,10 @@ class Lease(NamedTuple):
     """Of the unit's SMs, for decode steps."""
 
 
-Leases = Mapping[Slot, Lease]
+Leases = Mapping[Slot, PlacedLease]
 
 
-class Unit(NamedTuple):
+class MoveUnit(NamedTuple):
     """GPUs that instances share."""
 
     memory: int
@@ -66,7 +66,7 @@ class Unit(NamedTuple):
         return left if self.arena is None else min(left, self.arena)
 
 
-class Model(NamedTuple):
+class ModelNeeds(NamedTuple):
     """What one instance of it takes."""
 
     held: int
@@ -80,11 +80,11 @@ class Model(NamedTuple):
     handshakes that wait for steps of their engines."""
 
 
-class Site(NamedTuple):
+class PlacementSite(NamedTuple):
     """What stays as it is while instances come and go."""
 
-    units: Mapping[str, Unit]
-    models: Mapping[str, Model]
+    units: Mapping[str, MoveUnit]
+    models: Mapping[str, ModelNeeds]
     elastic: bool = False
     """Whether quotas can change while instances serve; otherwise they are those of the start."""
     bandwidth: float = 1e9
@@ -112,7 +112,7 @@ start; drain: its requests go to others of its model, then it ends; gap: it ends
 instance of its model serves."""
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """One order."""
 
     kind: Kind
@@ -129,10 +129,10 @@ class Step(NamedTuple):
     drain may share it out otherwise."""
 
 
-class Wave(NamedTuple):
+class PlanWave(NamedTuple):
     """Steps that begin at once."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
 
     @property
     def seconds(self) -> float:
@@ -140,21 +140,21 @@ class Wave(NamedTuple):
         return max(one.seconds for one in self.steps)
 
 
-class Refused(NamedTuple):
+class PlanRefused(NamedTuple):
     """There is no way, or none was found."""
 
     why: str
 
 
-def plan(site: Site, now: Leases, target: Leases) -> list[Wave] | Refused:
+def plan(site: PlacementSite, now: Leases, target: Leases) -> list[PlanWave] | PlanRefused:
     """Waves from `now` to `target`, with its units as they are named; `used` of it doesn't count.
     Raises KeyError for an unknown model or unit."""
     search = _Search(site, now, target)
     if short := search.impossible():
-        return Refused(short)
+        return PlanRefused(short)
     for _ in range(TRIES):
         found = search.ways()
-        if isinstance(found, Refused):
+        if isinstance(found, PlanRefused):
             return found
         leases = _Leases(search)
         try:
@@ -165,10 +165,10 @@ def plan(site: Site, now: Leases, target: Leases) -> list[Wave] | Refused:
             continue
         leases.finish()
         return leases.waves
-    return Refused(f"{TRIES} ways were found, each with a unit too full for requests to pass")
+    return PlanRefused(f"{TRIES} ways were found, each with a unit too full for requests to pass")
 
 
-def nearest(site: Site, now: Leases, target: Leases) -> dict[str, str]:
+def nearest(site: PlacementSite, now: Leases, target: Leases) -> dict[str, str]:
     """For each unit of the target which one it had better be, so that the least is loaded and
     moved: a placement means no unit in particular among those that are alike (Hungarian method)."""
     names = list(site.units)
@@ -188,13 +188,13 @@ def nearest(site: Site, now: Leases, target: Leases) -> dict[str, str]:
     return {want: names[column] for want, column in zip(names, columns, strict=True)}
 
 
-def placed(site: Site, now: Leases, target: Leases) -> dict[Slot, Lease]:
+def placed(site: PlacementSite, now: Leases, target: Leases) -> dict[Slot, PlacedLease]:
     """The target with its units as `nearest` names them."""
     name = nearest(site, now, target)
     return {(model, name[unit]): lease for (model, unit), lease in target.items()}
 
 
-def seconds(waves: Sequence[Wave]) -> float:
+def seconds(waves: Sequence[PlanWave]) -> float:
     """How long they take, one after the other."""
     return sum(one.seconds for one in waves)
 
@@ -213,7 +213,7 @@ class _Change:
 
 
 class _Search:
-    def __init__(self, site: Site, now: Leases, target: Leases) -> None:
+    def __init__(self, site: PlacementSite, now: Leases, target: Leases) -> None:
         self.site = site
         self.begin, self.end = frozenset(now), frozenset(target)
         self.live = dict.fromkeys(site.models, 0)
@@ -360,15 +360,15 @@ class _Search:
 
     # -- the way
 
-    def ways(self) -> list[_Change] | Refused:
+    def ways(self) -> list[_Change] | PlanRefused:
         """The quickest way; in a large problem, or where it takes too long, a quick one."""
         for exact in (True, False):
             found = self._a_star(exact)
-            if not isinstance(found, Refused):
+            if not isinstance(found, PlanRefused):
                 return found
         return found
 
-    def _a_star(self, exact: bool) -> list[_Change] | Refused:
+    def _a_star(self, exact: bool) -> list[_Change] | PlanRefused:
         number = itertools.count()  # equal ones in the order in which they were found
         best = {self.begin: 0.0}
         came: dict[Slots, tuple[Slots, _Change]] = {}
@@ -427,13 +427,13 @@ class _Search:
         if self._short is None or (short, slot) < self._short[:2]:
             self._short = short, slot, "start in" if seed.starts else "leave"
 
-    def _refusal(self, bound: bool) -> Refused:
+    def _refusal(self, bound: bool) -> PlanRefused:
         found = f"no way was found in {LOOKED_AT} looks" if bound else "there is no way"
         gap = "" if self.site.allow_gap else " and no request waits for a start"
         if self._short is None:
-            return Refused(f"{found}{gap}: the only instance of a model has live requests")
+            return PlanRefused(f"{found}{gap}: the only instance of a model has live requests")
         short, (model, unit), what = self._short
-        return Refused(
+        return PlanRefused(
             f"{found} in which each state is legal{gap}: "
             f"model {model} can't {what} unit {unit}, {short / GIB:.3g} GiB are missing"
         )
@@ -566,7 +566,7 @@ class _Leases:
         self.search = search
         self.site = search.site
         self.of = dict(search.now)
-        self.waves: list[Wave] = []
+        self.waves: list[PlanWave] = []
         self._parted = dict.fromkeys(self.site.models, 0)
         """Bytes of requests that wait in a gap."""
 
@@ -590,7 +590,7 @@ class _Leases:
             self._drained(slot, slot in change.gaps, spread.sent) for slot in sorted(change.drains)
         ]
         steps += [self._started(slot, quotas.get(slot)) for slot in sorted(change.starts)]
-        self.waves.append(Wave(tuple(steps)))
+        self.waves.append(PlanWave(tuple(steps)))
         for _, to, size in spread.sent:
             self._hold(to, size)
 
@@ -673,20 +673,20 @@ class _Leases:
         self, wanted: Mapping[Slot, int], shares: Mapping[Slot, float] | None = None
     ) -> None:
         """Those that shrink in one wave, those that grow in the next."""
-        shrink, grow = list[Step](), list[Step]()
+        shrink, grow = list[PlanStep](), list[PlanStep]()
         for slot, quota in sorted(wanted.items()):
             lease = self.of[slot]
             share = lease.share if shares is None else shares[slot]
             if (quota, share) != (lease.quota, lease.share):
-                step = Step("quota", *slot, 0.0, quota=quota, share=share)
+                step = PlanStep("quota", *slot, 0.0, quota=quota, share=share)
                 (grow if quota > lease.quota else shrink).append(step)
                 self.of[slot] = lease._replace(quota=quota, share=share)
-        self.waves += [Wave(tuple(one)) for one in (shrink, grow) if one]
+        self.waves += [PlanWave(tuple(one)) for one in (shrink, grow) if one]
 
     def _move(self, origin: Slot, to: Slot, size: int) -> None:
         """Quota goes along. Moves between other units are in the same wave."""
         took = self.site.leave_s(origin[0], size)
-        step = Step("move", *origin, took, size, to=((to[1], size),))
+        step = PlanStep("move", *origin, took, size, to=((to[1], size),))
         lease = self.of[origin]
         used = lease.used - size
         self.of[origin] = lease._replace(used=used, quota=max(used, self._least(origin)))
@@ -694,33 +694,33 @@ class _Leases:
         last = self.waves[-1].steps if self.waves else ()
         others = {unit for one in last for unit in (one.unit, *(at for at, _ in one.to))}
         if last and last[0].kind == "move" and not others & {origin[1], to[1]}:
-            self.waves[-1] = Wave((*last, step))
+            self.waves[-1] = PlanWave((*last, step))
         else:
-            self.waves.append(Wave((step,)))
+            self.waves.append(PlanWave((step,)))
 
-    def _drained(self, slot: Slot, gap: bool, sent: Sequence[tuple[Slot, Slot, int]]) -> Step:
+    def _drained(self, slot: Slot, gap: bool, sent: Sequence[tuple[Slot, Slot, int]]) -> PlanStep:
         used = self.of.pop(slot).used
         if gap:
             self._parted[slot[0]] += used
-            return Step("gap", *slot, self.site.drain_s)
+            return PlanStep("gap", *slot, self.site.drain_s)
         to = Counter[str]()
         for origin, there, size in sent:
             if origin == slot and size:
                 to[there[1]] += size
         took = self.site.drain_s + self.site.leave_s(slot[0], used)
-        return Step("drain", *slot, took, used, to=tuple(sorted(to.items())))
+        return PlanStep("drain", *slot, took, used, to=tuple(sorted(to.items())))
 
-    def _started(self, slot: Slot, quota: int | None) -> Step:
+    def _started(self, slot: Slot, quota: int | None) -> PlanStep:
         model = self.site.models[slot[0]]
-        lease = Lease(
+        lease = PlacedLease(
             self._least(slot) if quota is None else quota,
-            share=self.search.target.get(slot, Lease(0)).share,
+            share=self.search.target.get(slot, PlacedLease(0)).share,
         )
         self.of[slot] = lease
         back = min(self._parted[slot[0]], lease.quota)
         self._parted[slot[0]] -= back
         self._hold(slot, back)
-        return Step("start", *slot, model.start_s, model.held, lease.quota, lease.share)
+        return PlanStep("start", *slot, model.start_s, model.held, lease.quota, lease.share)
 
     def _hold(self, slot: Slot, size: int) -> None:
         lease = self.of[slot]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.errors import ConfigError
 from kvmig.placement.file import PlacedModel, Placement
-from kvmig.placement.moves import Lease, Slot, Step
+from kvmig.placement.moves import PlacedLease, PlanStep, Slot
 
 MOST_LOOKS = 10_000
 """For units of instances that have none."""
@@ -20,10 +20,10 @@ Rows = Mapping[str, Sequence[InstanceRow]]
 """By deployment: the name of its model in the placement."""
 
 
-class Observed(NamedTuple):
+class ObservedPlacement(NamedTuple):
     """Instances that serve, by their places."""
 
-    leases: dict[Slot, Lease]
+    leases: dict[Slot, PlacedLease]
     instances: dict[Slot, str]
     failed: list[tuple[str, str]]
     """Deployment and instance of those that were given up, and only take a name."""
@@ -126,10 +126,10 @@ class _UnitSearch:
         return tired
 
 
-def observed(placement: Placement, rows: Rows) -> Observed:
+def observed(placement: Placement, rows: Rows) -> ObservedPlacement:
     """Where everybody is. Raises ConfigError for an instance whose place isn't of the placement."""
     models, units = placement.models(), [one.called for one in placement.units]
-    found = Observed({}, {}, [], "", {})
+    found = ObservedPlacement({}, {}, [], "", {})
     unsettled: list[str] = []
     for name, listed in rows.items():
         for row in listed:
@@ -164,14 +164,14 @@ def observed(placement: Placement, rows: Rows) -> Observed:
     return found._replace(unsettled="; ".join(unsettled))
 
 
-def _lease(row: InstanceRow, model: PlacedModel, *, elastic: bool) -> Lease:
+def _lease(row: InstanceRow, model: PlacedModel, *, elastic: bool) -> PlacedLease:
     least = row.running + row.waiting  # never 0 while somebody is there
     if elastic and row.shared is not None:
         used = max(row.shared.used_bytes, least) if least else 0  # vLLM's null block is nobody's
-        return Lease(row.shared.guarantee_bytes, used)
+        return PlacedLease(row.shared.guarantee_bytes, used)
     quota = model.floor_bytes if elastic else model.kv_bytes
     used = math.ceil(quota * row.blocks_used / max(1, row.blocks_total))
-    return Lease(quota, min(max(used, least), quota))
+    return PlacedLease(quota, min(max(used, least), quota))
 
 
 def leaving(requests: Sequence[RequestRow], instance: str, used: int, size: int) -> list[str]:
@@ -187,7 +187,7 @@ def leaving(requests: Sequence[RequestRow], instance: str, used: int, size: int)
     return chosen
 
 
-def unfinished(steps: Sequence[Step], gone: Mapping[Slot, str], rows: Rows) -> Iterator[str]:
+def unfinished(steps: Sequence[PlanStep], gone: Mapping[Slot, str], rows: Rows) -> Iterator[str]:
     """Starts and ends of a wave that aren't over, in words; other orders are over once they are
     answered. gone: ids of instances that shall leave."""
     for step in steps:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.placement.step_costs import Device, load
+from kvmig.placement.step_costs import DeviceCosts, load
 
 Objective = Literal["paper", "requests", "slo"]
 """paper: sum of rate x throughput over models, as MuxServe's axis; requests: their throughput;
@@ -24,7 +24,7 @@ OBJECTIVES: tuple[Objective, ...] = ("paper", "requests", "slo")
 MOST_GPUS = 4096
 
 
-class Llm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model and its load."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
@@ -49,16 +49,16 @@ class Llm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.prompt_tokens + self.output_tokens * (1 + self.output_cv**2) / 2
 
 
-class Cluster(NamedTuple):
+class GpuCluster(NamedTuple):
     """Nodes with the same number of GPUs of one kind."""
 
     nodes: int
     gpus: int
     """Of one node."""
-    device: Device
+    device: DeviceCosts
 
 
-class Member(NamedTuple):
+class PlacedInstance(NamedTuple):
     """An instance: which model, and what part of its rate comes here."""
 
     llm: int
@@ -67,22 +67,22 @@ class Member(NamedTuple):
     """Requests a second."""
 
 
-class Unit(NamedTuple):
+class GpuUnit(NamedTuple):
     """GPUs of one node, and who shares them; members in ascending order."""
 
     gpus: int
-    members: tuple[Member, ...]
+    members: tuple[PlacedInstance, ...]
 
 
-Plan = tuple[Unit, ...]
+Plan = tuple[GpuUnit, ...]
 
 
-def ordered(units: Sequence[Unit]) -> Plan:
+def ordered(units: Sequence[GpuUnit]) -> Plan:
     """The same plan, however its units were found: large ones first."""
     return tuple(sorted(units, key=lambda one: (-one.gpus, not one.members, one.members)))
 
 
-def cluster_of(text: str) -> Cluster:
+def cluster_of(text: str) -> GpuCluster:
     """From NODESxGPUS:DEVICE, such as 4x8:a100-80g. Raises ConfigError."""
     shape = re.fullmatch(r"([0-9]{1,4})x([0-9]{1,4}):(.+)", text)
     if shape is None:
@@ -95,14 +95,14 @@ def cluster_of(text: str) -> Cluster:
             f"--cluster has {nodes} nodes of {gpus} GPUs, must have 1 to 16 GPUs a node and "
             f"{MOST_GPUS} in all at most"
         )
-    return Cluster(nodes, gpus, load(shape[3]))
+    return GpuCluster(nodes, gpus, load(shape[3]))
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
-    models: list[Llm]
+    models: list[ModelLoad]
 
 
-def models_of(text: str, where: str) -> list[Llm]:
+def models_of(text: str, where: str) -> list[ModelLoad]:
     """Models from TOML: a table [[models]] each. Raises ConfigError that names what is wrong."""
     try:
         models = msgspec.toml.decode(text, type=_File).models
@@ -117,7 +117,7 @@ def models_of(text: str, where: str) -> list[Llm]:
     return models
 
 
-def check(models: Sequence[Llm], cluster: Cluster) -> None:
+def check(models: Sequence[ModelLoad], cluster: GpuCluster) -> None:
     """Whether each model runs on some unit of this cluster. Raises ConfigError: what is missing."""
     device = cluster.device
     for one in models:
@@ -148,6 +148,6 @@ def check(models: Sequence[Llm], cluster: Cluster) -> None:
         )
 
 
-def floor_bytes(llm: Llm, device: Device) -> float:
+def floor_bytes(llm: ModelLoad, device: DeviceCosts) -> float:
     """The least an instance needs: weights, activations, KV cache of one request."""
     return device.held(llm.model) + llm.tokens * device.models[llm.model].token_bytes

@@ -14,9 +14,9 @@ from itertools import combinations
 
 from kvmig.placement.dedicated import replicas
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.greedy import Stuck, added, best_of_groups, place
+from kvmig.placement.greedy import UnplacedMember, added, best_of_groups, place
 from kvmig.placement.meshes import packs
-from kvmig.placement.problem import Cluster, Member, Plan, Unit, ordered
+from kvmig.placement.problem import GpuCluster, GpuUnit, PlacedInstance, Plan, ordered
 
 GRAINS = (0.0, 0.5, 0.7, 0.9)
 """What share of a small unit's throughput a part may be; 0: models stay whole."""
@@ -25,33 +25,33 @@ CLOSE = 0.0075
 taken that was climbed to from instances that share nothing."""
 LEAST_GAIN = 1e-6
 """Of the objective, for a step to count."""
-Step = tuple[tuple[int, ...], tuple[Unit, ...]]
+Step = tuple[tuple[int, ...], tuple[GpuUnit, ...]]
 """Units that go, by index, and units that come."""
 
 
 def search(
     estimator: Estimator, evaluations: int = 150_000, now: Plan | None = None
-) -> Plan | Stuck:
+) -> Plan | UnplacedMember:
     """The best plan found; evaluations: of units, the bound on the work after Algorithm 1.
 
     now: what is there; its units stay, and it is a start of the climb, too. None: nothing is.
     """
     group = None if now is None else tuple(sorted((one.gpus for one in now), reverse=True))
     starts: list[Plan] = []
-    stuck: Stuck | None = None
+    stuck: UnplacedMember | None = None
     for members in dict.fromkeys(tuple(parts(estimator, grain)) for grain in GRAINS):
         found = (
             best_of_groups(estimator, members)
             if group is None
             else place(estimator, members, group)
         )
-        if isinstance(found, Stuck):
+        if isinstance(found, UnplacedMember):
             stuck = stuck or found
         else:
             starts.append(found)
     starts = sorted(starts, key=lambda one: -round(estimator.total(one), 9))[:2]
     first = replicas(estimator) if now is None else ordered(now)
-    if not isinstance(first, Stuck):
+    if not isinstance(first, UnplacedMember):
         starts.insert(0, first)
     if not starts:
         assert stuck is not None
@@ -62,18 +62,20 @@ def search(
     return next(one for one in plans if estimator.total(one) >= (1 - CLOSE) * best)
 
 
-def parts(estimator: Estimator, grain: float) -> Iterator[Member]:
+def parts(estimator: Estimator, grain: float) -> Iterator[PlacedInstance]:
     """Each model's rate, cut into equal parts that its smallest unit carries at `grain` load."""
     cluster = estimator.cluster
     for index, llm in enumerate(estimator.models):
         count = 1
         if grain:
-            smallest = Unit(cluster.device.models[llm.model].sizes[0], (Member(index, llm.rate),))
+            smallest = GpuUnit(
+                cluster.device.models[llm.model].sizes[0], (PlacedInstance(index, llm.rate),)
+            )
             alone = estimator.unit(smallest)
             if alone is not None:
                 count = math.ceil(llm.rate / (grain * alone[0].throughput) - 1e-9)
         count = max(1, min(count, cluster.nodes * cluster.gpus))
-        yield from [Member(index, llm.rate / count)] * count
+        yield from [PlacedInstance(index, llm.rate / count)] * count
 
 
 def climb(estimator: Estimator, plan: Plan, evaluations: int, cut: bool = True) -> Plan:
@@ -99,7 +101,7 @@ def climb(estimator: Estimator, plan: Plan, evaluations: int, cut: bool = True) 
 
 
 def _gain(
-    estimator: Estimator, plan: Plan, gone: Sequence[int], come: Sequence[Unit]
+    estimator: Estimator, plan: Plan, gone: Sequence[int], come: Sequence[GpuUnit]
 ) -> float | None:
     after = 0.0
     for one in come:
@@ -112,7 +114,7 @@ def _gain(
 
 def _steps(estimator: Estimator, plan: Plan, cut: bool) -> Iterator[Step]:
     """Every step from here; those of members that lack most throughput first."""
-    lacking: list[tuple[float, int, Member]] = []
+    lacking: list[tuple[float, int, PlacedInstance]] = []
     for at, unit in enumerate(plan):
         for member, one in zip(unit.members, estimator.unit(unit) or (), strict=True):
             worth = estimator.models[member.llm].rate if estimator.objective == "paper" else 1.0
@@ -125,9 +127,11 @@ def _steps(estimator: Estimator, plan: Plan, cut: bool) -> Iterator[Step]:
         yield from _of_sizes(plan, estimator.cluster)
 
 
-def _of_member(plan: Plan, at: int, member: Member, distinct: Sequence[int]) -> Iterator[Step]:
+def _of_member(
+    plan: Plan, at: int, member: PlacedInstance, distinct: Sequence[int]
+) -> Iterator[Step]:
     """It moves, half of it does, or it changes places with another."""
-    half = Member(member.llm, member.rate / 2)
+    half = PlacedInstance(member.llm, member.rate / 2)
     left = _without(plan[at], member)
     for to in distinct:
         if to == at:
@@ -140,29 +144,29 @@ def _of_member(plan: Plan, at: int, member: Member, distinct: Sequence[int]) -> 
                 yield (at, to), (added(left, other), there)
 
 
-def _of_sizes(plan: Plan, cluster: Cluster) -> Iterator[Step]:
+def _of_sizes(plan: Plan, cluster: GpuCluster) -> Iterator[Step]:
     """A unit is halved, its members on both sides; two equal ones join where a node has room."""
     for at, unit in enumerate(plan):
         if unit.gpus > 1:
             half = unit.gpus // 2
-            both = tuple(Member(one.llm, one.rate / 2) for one in unit.members)
-            yield (at,), (Unit(half, both), Unit(half, both))
+            both = tuple(PlacedInstance(one.llm, one.rate / 2) for one in unit.members)
+            yield (at,), (GpuUnit(half, both), GpuUnit(half, both))
             for cut in range(1, len(unit.members)):
-                yield (at,), (Unit(half, unit.members[:cut]), Unit(half, unit.members[cut:]))
+                yield (at,), (GpuUnit(half, unit.members[:cut]), GpuUnit(half, unit.members[cut:]))
     for one, two in combinations(range(len(plan)), 2):
         sizes = [unit.gpus for at, unit in enumerate(plan) if at not in (one, two)]
         larger = 2 * plan[one].gpus
         if plan[one].gpus == plan[two].gpus and packs(
             [*sizes, larger], cluster.nodes, cluster.gpus
         ):
-            joined = Unit(larger, plan[one].members)
+            joined = GpuUnit(larger, plan[one].members)
             for member in plan[two].members:
                 joined = added(joined, member)
             yield (one, two), (joined,)
 
 
-def _without(unit: Unit, member: Member) -> Unit:
-    return Unit(unit.gpus, tuple(one for one in unit.members if one.llm != member.llm))
+def _without(unit: GpuUnit, member: PlacedInstance) -> GpuUnit:
+    return GpuUnit(unit.gpus, tuple(one for one in unit.members if one.llm != member.llm))
 
 
 def next_best(
@@ -174,7 +178,7 @@ def next_best(
     distinct = [at for at, unit in enumerate(plan) if at == 0 or plan[at - 1] != unit]
     for member in plan[number].members:
         for share in (1.0, 0.5):
-            part = Member(member.llm, member.rate * share)
+            part = PlacedInstance(member.llm, member.rate * share)
             left = _without(plan[number], member)
             left = left if share == 1 else added(left, part)
             for to in distinct:

@@ -1,7 +1,8 @@
 """Step times of models on a share of a GPU's SMs, and what models hold there. Pure.
 
-A device is a TOML file with the fields of `Device`; kvmig/placement has those that come with kvmig.
-Sizes in bytes, times in seconds, shares in (0, 1]; the coefficients in a file are milliseconds.
+A device is a TOML file with the fields of `DeviceCosts`; kvmig/placement has those that come with
+kvmig. Sizes in bytes, times in seconds, shares in (0, 1]; the coefficients in a file are
+milliseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SATURATED = 1.67
 """1 / share up to which a decode step's constant part doesn't grow: 60 % of the SMs."""
 
 
-class Errors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FitErrors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How far a fit is off the measured times: median and 90th percentile, in percent."""
 
     prefill: tuple[float, float]
@@ -37,7 +38,7 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     prefill: tuple[Coefficient, Coefficient, Coefficient, Coefficient]
     decode: tuple[Positive, Coefficient, Coefficient, Coefficient, Coefficient, Coefficient]
-    errors: Errors
+    errors: FitErrors
 
     def prefill_s(self, tokens: float, squares: float, share: float) -> float:
         """Seconds of one job; squares: the sum of its prompts' squared lengths."""
@@ -80,7 +81,7 @@ class ModelCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sorted(int(one) for one in self.tp)
 
 
-class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeviceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of GPU, and the models that were measured on it."""
 
     name: str
@@ -121,7 +122,7 @@ def known() -> list[str]:
     return sorted(one.name.removesuffix(".toml") for one in folder if one.name.endswith(".toml"))
 
 
-def load(name: str) -> Device:
+def load(name: str) -> DeviceCosts:
     """A device by name, or from a .toml file. Raises ConfigError that names what is wrong."""
     if name.endswith(".toml"):
         try:
@@ -135,13 +136,13 @@ def load(name: str) -> Device:
             f"device is {name!r:.100}, must be {' or '.join(known())} or a .toml file"
         )
     try:
-        device = msgspec.toml.decode(text, type=Device)
+        device = msgspec.toml.decode(text, type=DeviceCosts)
     except msgspec.DecodeError as error:
         raise ConfigError(f"device {name}: {error}") from error
     return _checked(device)
 
 
-def _checked(device: Device) -> Device:
+def _checked(device: DeviceCosts) -> DeviceCosts:
     for model, one in device.models.items():
         wrong = [size for size in one.tp if not size.isdecimal() or int(size) < 1]
         if wrong or not one.tp:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvmig.placement.moves import GIB, Step, Wave, seconds
-from kvmig.placement.worth import MARGIN, Worth
+from kvmig.placement.moves import GIB, PlanStep, PlanWave, seconds
+from kvmig.placement.worth import MARGIN, PlanWorth
 
 
-def way_to_text(waves: Sequence[Wave]) -> str:
+def way_to_text(waves: Sequence[PlanWave]) -> str:
     """A line in all, and one a wave."""
     if not waves:
         return "nothing moves"
@@ -24,13 +24,13 @@ def way_to_text(waves: Sequence[Wave]) -> str:
     return "\n".join(lines)
 
 
-def wave_to_text(number: int, wave: Wave) -> str:
+def wave_to_text(number: int, wave: PlanWave) -> str:
     """Its steps in one line."""
     steps = "; ".join(step_to_text(one) for one in wave.steps)
     return f"  wave {number}, {wave.seconds:.1f} s: {steps}"
 
 
-def step_to_text(step: Step) -> str:
+def step_to_text(step: PlanStep) -> str:
     """In words."""
     to = ", ".join(f"{size / GIB:.3g} GiB to {unit}" for unit, size in step.to)
     match step.kind:
@@ -48,7 +48,7 @@ def step_to_text(step: Step) -> str:
             return f"{step.model} has {step.quota / GIB:.3g} GiB for KV{share} in {step.unit}"
 
 
-def worth_to_text(one: Worth, horizon_s: float) -> str:
+def worth_to_text(one: PlanWorth, horizon_s: float) -> str:
     """The verdict and its reasons."""
     verdict = "worth it" if one.it else "not worth it"
     return (

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvmig.placement.moves import Slot, Wave
+from kvmig.placement.moves import PlanWave, Slot
 
 MARGIN = 1.2
 """So many times what is delayed must be gained."""
 
 
-class Worth(NamedTuple):
+class PlanWorth(NamedTuple):
     """What speaks for a plan, and what against it."""
 
     gained: float
@@ -29,13 +29,13 @@ class Worth(NamedTuple):
         return self.gained > MARGIN * self.delayed
 
 
-def worth(gain: float, horizon_s: float, delayed: float) -> Worth:
+def worth(gain: float, horizon_s: float, delayed: float) -> PlanWorth:
     """gain: requests a second."""
-    return Worth(gain * horizon_s, delayed)
+    return PlanWorth(gain * horizon_s, delayed)
 
 
 def delayed(
-    waves: Iterable[Wave],
+    waves: Iterable[PlanWave],
     now: Mapping[Slot, float],
     then: Mapping[Slot, float],
     pause_s: float = 0.1,

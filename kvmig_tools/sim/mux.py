@@ -14,8 +14,8 @@ import numpy as np
 from numpy.random import default_rng
 
 from kvmig.placement.estimator import Estimator
-from kvmig.placement.problem import Llm, Plan
-from kvmig.placement.step_costs import Device
+from kvmig.placement.problem import ModelLoad, Plan
+from kvmig.placement.step_costs import DeviceCosts
 from kvmig_tools.sim.events import EventQueue
 from kvmig_tools.sim.request import SimRequest
 from kvmig_tools.sim.unit import SimUnit, Tenant
@@ -27,7 +27,7 @@ SCALES = (5, 8, 10, 20)
 class Load(NamedTuple):
     """Of one model: when its requests come, and their lengths."""
 
-    llm: Llm
+    llm: ModelLoad
     arrivals: Sequence[float]
     """Seconds, ascending."""
     prompts: Sequence[int]
@@ -78,7 +78,7 @@ PROMPT_MU, PROMPT_SIGMA = 4.51, 1.52
 OUTPUT_MU, OUTPUT_SIGMA = 5.455, 1.02
 
 
-def poisson(llm: Llm, count: int, seed: int) -> Load:
+def poisson(llm: ModelLoad, count: int, seed: int) -> Load:
     """So many requests at the model's rate, with ShareGPT's lengths."""
     arrivals = np.cumsum(default_rng(seed).exponential(1 / llm.rate, count))
     prompts, outputs = share_gpt(seed + 1, count)
@@ -150,7 +150,7 @@ def _next(
 
 
 def _outcome(
-    device: Device, loads: Sequence[Load], requests: Sequence[Sequence[SimRequest]]
+    device: DeviceCosts, loads: Sequence[Load], requests: Sequence[Sequence[SimRequest]]
 ) -> Outcome:
     throughput: list[float] = []
     times: list[float] = []

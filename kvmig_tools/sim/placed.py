@@ -9,7 +9,7 @@ from rich.table import Table
 from kvmig.core.errors import ConfigError
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import plan_of, read
-from kvmig.placement.problem import Llm, check, cluster_of, models_of
+from kvmig.placement.problem import ModelLoad, check, cluster_of, models_of
 from kvmig_tools.sim.mux import SCALES, Load, poisson, simulate
 
 SHARE_GPT = (161, 338)
@@ -58,7 +58,7 @@ def simulate_placement(
     return shown
 
 
-def _load(llm: Llm, count: int, seed: int) -> Load:
+def _load(llm: ModelLoad, count: int, seed: int) -> Load:
     load = poisson(llm, count, seed)
     prompt, output = SHARE_GPT
     return load._replace(

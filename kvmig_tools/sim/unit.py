@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvmig.engines.gate import PARTS, ComputeShares, StepRequest
-from kvmig.placement.step_costs import Device
+from kvmig.placement.step_costs import DeviceCosts
 from kvmig.sharing.memory_quotas import PERIOD_S, RULES, MemoryUse
 from kvmig.sharing.policies import DeviceState, ScheduledStep
 from kvmig_tools.sim.batch import DecodeBatch
@@ -44,7 +44,7 @@ class Tenant(NamedTuple):
 class SimTenant:
     """What one instance of the unit has to do."""
 
-    def __init__(self, tenant: Tenant, device: Device, gpus: int) -> None:
+    def __init__(self, tenant: Tenant, device: DeviceCosts, gpus: int) -> None:
         cost = device.models[tenant.model].on(gpus)
         if cost is None:
             raise ValueError(f"{tenant.model} has no costs on {gpus} GPUs of {device.name}")
@@ -137,7 +137,7 @@ class SimUnit:
     def __init__(
         self,
         events: EventQueue,
-        device: Device,
+        device: DeviceCosts,
         gpus: int,
         tenants: Sequence[Tenant],
         policy: str = "adbs",
