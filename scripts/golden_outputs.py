@@ -253,7 +253,7 @@ def documents() -> Files:
     from kvmig.controlplane.scheduler_process import SchedulerLaunch, SchedulerReady
     from kvmig.core.config import ClusterConfig
     from kvmig.fleet.settings import ServerLaunch
-    from kvmig.fleet.spec import FleetFile, Spec
+    from kvmig.fleet.spec import FleetFile, ModelSpec
     from kvmig.launcher.front_ends import FrontLaunch
     from kvmig.launcher.launch import LlumletLaunch
     from kvmig.process.child import StartAnnouncement
@@ -274,7 +274,7 @@ def documents() -> Files:
         f"{name}.json": pretty(msgspec.to_builtins(example(kind))) for name, kind in filled.items()
     }
     found["config-defaults.json"] = pretty(msgspec.to_builtins(ClusterConfig()))
-    found["spec-defaults.json"] = pretty(msgspec.to_builtins(Spec(name="a", source="path:/a")))
+    found["spec-defaults.json"] = pretty(msgspec.to_builtins(ModelSpec(name="a", source="path:/a")))
     return found
 
 
@@ -284,14 +284,14 @@ def schema() -> Files:
 
     from kvmig.accounts.usage import UsageSpool
     from kvmig.fleet import migrations
-    from kvmig.fleet.store import Store
+    from kvmig.fleet.store import FleetStore
     from kvmig.fleet.tables import SCHEMA
 
     (folder,) = migrations.__path__
     steps = ScriptDirectory(folder).walk_revisions()
     revisions = [f"{one.revision} after {one.down_revision}: {one.doc}\n" for one in steps]
     with tempfile.TemporaryDirectory() as at:
-        store = Store(f"sqlite:///{at}/kvmig.sqlite", Path(at, "pepper"))
+        store = FleetStore(f"sqlite:///{at}/kvmig.sqlite", Path(at, "pepper"))
         store.open()
         store.close()
         UsageSpool(Path(at, "spool.sqlite")).write([])

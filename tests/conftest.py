@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import settings
 
-from kvmig.fleet.store import Store
+from kvmig.fleet.store import FleetStore
 from kvmig.process.child import begin_loading, end_loading
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
@@ -237,7 +237,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.fixture
-def store(place: Place) -> Iterator[Store]:
+def store(place: Place) -> Iterator[FleetStore]:
     """Of a fleet, in each kind of database; nobody is in it."""
     made = place.store()
     made.open()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvmig.fleet.spec import Spec, spec_of
-from kvmig.fleet.store import Actor, Store
+from kvmig.fleet.spec import ModelSpec, spec_of
+from kvmig.fleet.store import FleetStore, OrderActor
 
-ANNA = Actor("anna", "10.0.0.1")
+ANNA = OrderActor("anna", "10.0.0.1")
 
 
 class Place:
@@ -19,10 +19,10 @@ class Place:
         self.folder = folder
         self.now = 1_000_000.0
 
-    def store(self, wait_s: float = 0.2) -> Store:
+    def store(self, wait_s: float = 0.2) -> FleetStore:
         """Not open yet; its clock is `now`."""
-        return Store(self.url, self.folder / "pepper", wait_s=wait_s, clock=lambda: self.now)
+        return FleetStore(self.url, self.folder / "pepper", wait_s=wait_s, clock=lambda: self.now)
 
-    def spec(self, name: str = "qwen", **more: Any) -> Spec:
+    def spec(self, name: str = "qwen", **more: Any) -> ModelSpec:
         """A model whose folder is there."""
         return spec_of({"name": name, "source": f"path:{self.folder}", **more})

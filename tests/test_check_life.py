@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvmig.fleet.lifecycle import Action, Life, Seen, Wish, turn
+from kvmig.fleet.lifecycle import Action, DesiredState, ModelStatus, ObservedState, reconcile
 from kvmig_tools.check import life
 
 
@@ -17,30 +17,40 @@ def test_nothing_is_wrong_with_it(parks: bool) -> None:
     assert found.states > 10_000
 
 
-def hasty(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+def hasty(
+    now: ModelStatus, wish: DesiredState, seen: ObservedState, at: float
+) -> tuple[ModelStatus, Action | None]:
     """It stops what proxies may still send requests to."""
-    return turn(now, wish, replace(seen, unrouted=True), at)
+    return reconcile(now, wish, replace(seen, unrouted=True), at)
 
 
-def blind(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+def blind(
+    now: ModelStatus, wish: DesiredState, seen: ObservedState, at: float
+) -> tuple[ModelStatus, Action | None]:
     """It stops what still answers."""
-    return turn(now, wish, replace(seen, running=0), at)
+    return reconcile(now, wish, replace(seen, running=0), at)
 
 
-def stubborn(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+def stubborn(
+    now: ModelStatus, wish: DesiredState, seen: ObservedState, at: float
+) -> tuple[ModelStatus, Action | None]:
     """It never comes back from a failure."""
-    return (now, None) if now.state == "failed" else turn(now, wish, seen, at)
+    return (now, None) if now.state == "failed" else reconcile(now, wish, seen, at)
 
 
-def forgetful(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+def forgetful(
+    now: ModelStatus, wish: DesiredState, seen: ObservedState, at: float
+) -> tuple[ModelStatus, Action | None]:
     """It doesn't see what another server has started."""
     known = now.state not in ("zero", "failed")
-    return turn(now, wish, replace(seen, deployment=seen.deployment and known), at)
+    return reconcile(now, wish, replace(seen, deployment=seen.deployment and known), at)
 
 
-def patient(now: Life, wish: Wish, seen: Seen, at: float) -> tuple[Life, Action | None]:
+def patient(
+    now: ModelStatus, wish: DesiredState, seen: ObservedState, at: float
+) -> tuple[ModelStatus, Action | None]:
     """It waits for a deployment that hangs, for ever."""
-    return turn(replace(now, lost_at=None), wish, seen, at)
+    return reconcile(replace(now, lost_at=None), wish, seen, at)
 
 
 @pytest.mark.parametrize(

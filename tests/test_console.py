@@ -22,19 +22,19 @@ from kvmig.cli import app as console
 from kvmig.cli.client import KEY, Client
 from kvmig.cli.common import day_of
 from kvmig.fleet import supervisor
-from kvmig.fleet.api import Backend, make_app
-from kvmig.fleet.controller import Models
-from kvmig.fleet.host_memory import Memory
+from kvmig.fleet.api import ApiBackend, make_app
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import Spec
-from kvmig.fleet.store import Store
+from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.store import FleetStore
 from tests.fleet_stores import Place
 
 
 class Kvmig:
     """The command, with a server that has a store and nothing that runs."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: FleetStore, folder: Path) -> None:
         self.store = store
         self.folder = folder
 
@@ -60,7 +60,7 @@ class Kvmig:
 
 @pytest.fixture
 def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmig]:
-    store = Store(sqlite_place.url, sqlite_place.folder / "pepper")
+    store = FleetStore(sqlite_place.url, sqlite_place.folder / "pepper")
     settings = FleetSettings(data=str(sqlite_place.folder))
     with ThreadPoolExecutor(1) as thread:
         thread.submit(store.open).result()
@@ -68,15 +68,15 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
         async def changed() -> None:
             return
 
-        async def fine(_: Spec) -> None:
+        async def fine(_: ModelSpec) -> None:
             return
 
         async def metrics() -> bytes:
             return b""
 
-        models = Models(settings, lambda _: None, lambda _, __: 0, Memory())
+        models = ModelController(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
         keys = KeyIndex(b"")
-        backend = Backend(settings, store, thread, models, changed, fine, lambda: keys, metrics)
+        backend = ApiBackend(settings, store, thread, models, changed, fine, lambda: keys, metrics)
         client = Client("unused")
         with TestClient(make_app(backend)) as http:
             monkeypatch.setattr(client, "_http", http)

@@ -15,14 +15,14 @@ import pytest
 from kvmig.accounts.keys import KeyIndex
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.api import Backend, make_app
+from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.callers import FORWARDED
-from kvmig.fleet.controller import Models
-from kvmig.fleet.host_memory import Memory
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import Spec
-from kvmig.fleet.store import Store
+from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
 from tests.fleet_stores import Place
 
@@ -33,11 +33,11 @@ class Api:
     def __init__(self, place: Place) -> None:
         settings = FleetSettings(data=str(place.folder))
         self.folder = place.folder
-        self.store = Store(place.url, place.folder / "pepper", wait_s=0.2)
+        self.store = FleetStore(place.url, place.folder / "pepper", wait_s=0.2)
         self.keys = KeyIndex(b"")
         self.changes = 0
-        self.models = Models(settings, lambda _: None, lambda _, __: 0, Memory())
-        self.backend = Backend(
+        self.models = ModelController(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
+        self.backend = ApiBackend(
             settings,
             self.store,
             ThreadPoolExecutor(1),
@@ -52,7 +52,7 @@ class Api:
             transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
         )
 
-    async def _check(self, spec: Spec) -> None:
+    async def _check(self, spec: ModelSpec) -> None:
         """As an engine that knows no --nonsense."""
         if "--nonsense" in spec.flags:
             raise ConfigError(f"model {spec.name}: unrecognized arguments: --nonsense")

@@ -10,12 +10,12 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.autoscale import (
     COOLDOWN_S,
     STABLE_S,
-    Demand,
-    Sample,
-    Scaling,
+    DemandSample,
+    DemandWindow,
+    ObservedDemand,
+    ScalingDecision,
     ScalingOrder,
     ScalingRule,
-    Window,
     counted,
     decide,
     next_order,
@@ -25,53 +25,53 @@ from kvmig.fleet.autoscale import (
 RULE = ScalingRule(least=0, most=10, target=4)
 
 
-def steady(load: float, ready: int = 1) -> Demand:
-    return Demand(ready, load, load)
+def steady(load: float, ready: int = 1) -> ObservedDemand:
+    return ObservedDemand(ready, load, load)
 
 
 def test_the_mean_is_weighted_by_time() -> None:
-    window = Window()
-    window.add(Sample(at=10, seconds=10, request_s=100))  # ten requests for ten seconds
-    window.add(Sample(at=40, seconds=30, request_s=0))
+    window = DemandWindow()
+    window.add(DemandSample(at=10, seconds=10, request_s=100))  # ten requests for ten seconds
+    window.add(DemandSample(at=40, seconds=30, request_s=0))
     assert window.concurrency(40, 40) == 2.5
     assert window.concurrency(40, 30) == 0
     assert window.concurrency(40, 35) == pytest.approx(50 / 35)
 
 
 def test_samples_of_several_proxies_add_up() -> None:
-    window = Window()
-    window.add(Sample(at=10, seconds=10, request_s=30, arrivals=5))
-    window.add(Sample(at=10, seconds=10, request_s=50, arrivals=15))
+    window = DemandWindow()
+    window.add(DemandSample(at=10, seconds=10, request_s=30, arrivals=5))
+    window.add(DemandSample(at=10, seconds=10, request_s=50, arrivals=15))
     assert window.concurrency(10, 10) == 8
     assert window.rate(10, 10) == 2
 
 
 def test_what_is_older_than_the_windows_is_forgotten() -> None:
-    window = Window()
+    window = DemandWindow()
     for second in range(1000):
-        window.add(Sample(second, 1, 1))
+        window.add(DemandSample(second, 1, 1))
     assert len(window._samples) < 100
 
 
 def test_it_goes_up_at_once_and_says_why() -> None:
-    decided = decide(Scaling(1), RULE, steady(12), 0)
+    decided = decide(ScalingDecision(1), RULE, steady(12), 0)
     assert (decided.wanted, decided.why) == (3, "up to 3: 12.0 at 4 an instance")
 
 
 def test_a_burst_counts_by_the_panic_window_and_does_not_go_down_for_a_minute() -> None:
-    decided = decide(Scaling(1), RULE, Demand(1, stable=2, panic=20), 0)
+    decided = decide(ScalingDecision(1), RULE, ObservedDemand(1, stable=2, panic=20), 0)
     assert decided.wanted == 5
-    calm = Demand(5, stable=3, panic=0)
+    calm = ObservedDemand(5, stable=3, panic=0)
     assert decide(decided, RULE, calm, STABLE_S - 1).wanted == 5
     assert decide(decided, RULE, calm, STABLE_S).wanted == 4
 
 
 def test_one_step_is_at_most_tenfold() -> None:
-    assert decide(Scaling(1), ScalingRule(most=1000, target=1), steady(900), 0).wanted == 10
+    assert decide(ScalingDecision(1), ScalingRule(most=1000, target=1), steady(900), 0).wanted == 10
 
 
 def test_it_goes_down_one_at_a_time_with_pauses() -> None:
-    state, downs = Scaling(4, changed_at=0), []
+    state, downs = ScalingDecision(4, changed_at=0), []
     for now in range(0, 200, 5):
         before = state
         state = decide(state, RULE, steady(1, ready=state.wanted), now)
@@ -82,17 +82,19 @@ def test_it_goes_down_one_at_a_time_with_pauses() -> None:
 
 
 def test_it_does_not_go_down_where_the_survivors_would_not_hold_it() -> None:
-    full = Demand(2, stable=1, panic=1, holds=False)
-    assert decide(Scaling(2), RULE, full, 1e6).wanted == 2
+    full = ObservedDemand(2, stable=1, panic=1, holds=False)
+    assert decide(ScalingDecision(2), RULE, full, 1e6).wanted == 2
 
 
 def test_a_lower_bound_from_above_is_an_order_and_needs_no_patience() -> None:
-    decided = decide(Scaling(3, changed_at=0), ScalingRule(most=1, target=1), steady(9, 3), 1)
+    decided = decide(
+        ScalingDecision(3, changed_at=0), ScalingRule(most=1, target=1), steady(9, 3), 1
+    )
     assert decided.wanted == 1
 
 
 def test_it_does_not_go_down_while_others_still_start() -> None:
-    assert decide(Scaling(3), RULE, steady(1, ready=2), 1e6).wanted == 3
+    assert decide(ScalingDecision(3), RULE, steady(1, ready=2), 1e6).wanted == 3
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_it_does_not_go_down_while_others_still_start() -> None:
     [
         (ScalingRule(most=3, target=1), steady(9), 3, "up to 3: max"),
         (ScalingRule(least=2, most=3), steady(0), 2, "up to 2: min"),
-        (ScalingRule(most=3), Demand(1, 0, 0, floor=2), 2, "up to 2: by the schedule"),
+        (ScalingRule(most=3), ObservedDemand(1, 0, 0, floor=2), 2, "up to 2: by the schedule"),
         (
             ScalingRule(most=9, target=2, kind="rps"),
             steady(5),
@@ -109,8 +111,10 @@ def test_it_does_not_go_down_while_others_still_start() -> None:
         ),
     ],
 )  # fmt: skip
-def test_bounds_and_other_rules(rule: ScalingRule, demand: Demand, wanted: int, why: str) -> None:
-    decided = decide(Scaling(1), rule, demand, 0)
+def test_bounds_and_other_rules(
+    rule: ScalingRule, demand: ObservedDemand, wanted: int, why: str
+) -> None:
+    decided = decide(ScalingDecision(1), rule, demand, 0)
     assert (decided.wanted, decided.why) == (wanted, why)
 
 
@@ -120,7 +124,7 @@ def test_bounds_and_other_rules(rule: ScalingRule, demand: Demand, wanted: int, 
 def test_it_is_always_within_the_bounds(
     least: int, more: int, target: float, loads: list[float]
 ) -> None:
-    rule, state = ScalingRule(least, least + more, target), Scaling(max(1, least))
+    rule, state = ScalingRule(least, least + more, target), ScalingDecision(max(1, least))
     for number, load in enumerate(loads):
         state = decide(state, rule, steady(load, state.wanted), 7.0 * number)
         assert max(1, least) <= state.wanted <= rule.most

@@ -22,8 +22,8 @@ from sqlalchemy import text
 from kvmig.accounts.keys import KeyTerms
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import migrations
-from kvmig.fleet.store import Store
-from kvmig.fleet.tables import SCHEMA, StoreError, Unusable, metadata
+from kvmig.fleet.store import FleetStore
+from kvmig.fleet.tables import SCHEMA, DatabaseUnusable, StoreError, metadata
 from tests import postgres
 from tests.fleet_stores import ANNA, Place
 
@@ -34,7 +34,7 @@ ITS_PEPPER = bytes.fromhex("f93cc838504813e8928999b7ebb48faaf16fdbcf79bd00432ced
 
 
 @contextmanager
-def opened(place: Place) -> Iterator[Store]:
+def opened(place: Place) -> Iterator[FleetStore]:
     store = place.store()
     store.open()
     try:
@@ -63,7 +63,7 @@ def file_of(place: Place) -> Path:
 def refused(place: Place, sentence: str) -> None:
     """At the start, by a sentence; its file stays as it is, and so does one that can be used."""
     before = file_of(place).read_bytes()
-    with pytest.raises(Unusable, match=sentence) as said:
+    with pytest.raises(DatabaseUnusable, match=sentence) as said:
         place.store().open()
     assert "\n" not in str(said.value)
     assert file_of(place).read_bytes() == before
@@ -98,7 +98,7 @@ def test_a_newer_schemas_file_stays_as_it_is(sqlite_place: Place) -> None:
 def test_a_schema_of_before_the_first_release_is_refused(place: Place) -> None:
     with opened(place) as store, store.database.transaction() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0007'"))
-    with pytest.raises(Unusable, match=r"has schema 7, of a kvmig before 0\.1\.0"):
+    with pytest.raises(DatabaseUnusable, match=r"has schema 7, of a kvmig before 0\.1\.0"):
         place.store().open()
 
 
@@ -162,7 +162,7 @@ def fill(place: Place) -> None:
         make_keys(store, 30)
 
 
-def make_keys(store: Store, count: int) -> None:
+def make_keys(store: FleetStore, count: int) -> None:
     for number in range(count):
         store.create_key("bea", f"key {number}", KeyTerms(), ANNA)
 
@@ -178,7 +178,7 @@ def test_a_read_only_file_is_refused() -> None:
         before = file_of(place).read_bytes()
         with (
             as_nobody(),
-            pytest.raises(Unusable, match=r"fleet\.sqlite is read-only"),
+            pytest.raises(DatabaseUnusable, match=r"fleet\.sqlite is read-only"),
         ):
             place.store().open()
         assert file_of(place).read_bytes() == before
@@ -208,7 +208,7 @@ def test_the_files_are_for_their_user_alone(sqlite_place: Place) -> None:
 )
 def test_a_url_is_checked(tmp_path: Path, url: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        Store(url, tmp_path / "pepper")
+        FleetStore(url, tmp_path / "pepper")
 
 
 # -- one server
@@ -243,7 +243,7 @@ def test_the_wrong_pepper_is_refused(place: Place) -> None:
     with opened(place):
         pass
     (place.folder / "pepper").write_bytes(bytes(32))
-    with pytest.raises(Unusable, match="isn't the pepper of the fleet's database"):
+    with pytest.raises(DatabaseUnusable, match="isn't the pepper of the fleet's database"):
         place.store().open()
     (place.folder / "pepper").write_bytes(b"short")
     with pytest.raises(StoreError, match="holds 5 bytes, must hold 32"):
@@ -287,7 +287,7 @@ def test_a_full_disk_leaves_whole_orders_only(sqlite_place: Place) -> None:
         assert len(store.keys()) == len(made) + 1
 
 
-def set_most_pages(store: Store, most: int) -> None:
+def set_most_pages(store: FleetStore, most: int) -> None:
     """Not below what there is."""
     with store.database.transaction(reading=True) as connection:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {most}")

@@ -12,7 +12,7 @@ import pytest
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
-from kvmig.fleet.deployments import Told, Watched
+from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.proxy.messages import ModelCard
 from tests.waiting import until
 
@@ -79,16 +79,16 @@ class Deployment:
     async def _events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not reader.at_eof():
             if not self.silent:
-                told = msgspec.json.encode(Told(data=tuple(self.rows)))
+                told = msgspec.json.encode(DeploymentEvent(data=tuple(self.rows)))
                 writer.write(b"event: instances\ndata: " + told + b"\n\n")
             await asyncio.sleep(EVENTS_S)
 
 
 @pytest.fixture
-async def deployment(tmp_path: Path) -> AsyncIterator[tuple[Deployment, Watched]]:
+async def deployment(tmp_path: Path) -> AsyncIterator[tuple[Deployment, DeploymentWatcher]]:
     made, socket = Deployment(), str(tmp_path / "d.sock")
     async with await asyncio.start_unix_server(made.accept, socket):
-        watched = Watched(socket, lambda: None)
+        watched = DeploymentWatcher(socket, lambda: None)
         await asyncio.wait_for(watched.looked.wait(), 10)
         yield made, watched
         await watched.close()
@@ -96,7 +96,7 @@ async def deployment(tmp_path: Path) -> AsyncIterator[tuple[Deployment, Watched]
 
 
 async def test_instances_that_were_added_are_told_of_when_the_order_returns(
-    deployment: tuple[Deployment, Watched],
+    deployment: tuple[Deployment, DeploymentWatcher],
 ) -> None:
     _, watched = deployment
     await watched.add(2)
@@ -104,7 +104,7 @@ async def test_instances_that_were_added_are_told_of_when_the_order_returns(
 
 
 async def test_an_instance_that_drains_is_told_as_such_when_the_order_returns(
-    deployment: tuple[Deployment, Watched],
+    deployment: tuple[Deployment, DeploymentWatcher],
 ) -> None:
     _, watched = deployment
     await watched.drain("i1")
@@ -112,7 +112,7 @@ async def test_an_instance_that_drains_is_told_as_such_when_the_order_returns(
 
 
 async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_in_time(
-    deployment: tuple[Deployment, Watched], monkeypatch: pytest.MonkeyPatch
+    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, watched = deployment
     made.silent = True
@@ -122,7 +122,7 @@ async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_i
 
 
 async def test_a_deployment_that_serves_is_asked_what_its_model_is_like(
-    deployment: tuple[Deployment, Watched],
+    deployment: tuple[Deployment, DeploymentWatcher],
 ) -> None:
     _, watched = deployment
     await until(lambda: watched.card)

@@ -15,7 +15,7 @@ from kvmig.accounts.keys import KeyTerms
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.settings import FleetSettings, make_folders
-from kvmig.fleet.store import Store
+from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
 from tests.fleet_stores import ANNA, Place
 
@@ -85,7 +85,7 @@ def test_two_servers_never_have_one_database_whatever_its_name(
     folder = tmp_path / "other"
     folder.mkdir()
     how(tmp_path / "fleet.sqlite", folder / "fleet.sqlite")
-    second = Store(f"sqlite:///{folder}/fleet.sqlite", tmp_path / "pepper", wait_s=0.2)
+    second = FleetStore(f"sqlite:///{folder}/fleet.sqlite", tmp_path / "pepper", wait_s=0.2)
     with pytest.raises(StoreError, match="in use by"):
         second.open()
     store.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.fleet import supervisor
-from kvmig.fleet.orders import Check, Deployed, Running, Start
+from kvmig.fleet.orders import CheckFlags, Deployed, Running, Start
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.supervisor import last_sentence, size_of, turn_log
 from tests.waiting import until
@@ -44,9 +44,9 @@ async def test_a_check_of_flags_that_does_not_end_is_ended(
 
     monkeypatch.setattr(supervisor, "CHECK_S", 0.1 if how == "it takes too long" else 60)
     with socket.socket() as sock:
-        one = supervisor.Init(FleetSettings(data=str(tmp_path)), sock)
+        one = supervisor.FleetSupervisor(FleetSettings(data=str(tmp_path)), sock)
         monkeypatch.setattr(one, "_forked", forked)
-        checking = asyncio.create_task(one._check(Check("c", "toy", ())))
+        checking = asyncio.create_task(one._check(CheckFlags("c", "toy", ())))
         await until(lambda: hangs)
         if how == "init ends":
             checking.cancel()
@@ -57,7 +57,7 @@ async def test_a_check_of_flags_that_does_not_end_is_ended(
 
 def test_the_next_server_hears_of_a_deployment_that_is_just_being_forked() -> None:
     start = Start("d1", "toy", (), "a note", "/log")
-    assert supervisor.running([supervisor.Deployment(start)]) == Running(
+    assert supervisor.running([supervisor.RunningDeployment(start)]) == Running(
         (Deployed("d1", "toy", "a note", 0),)
     )
 

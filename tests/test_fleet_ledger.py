@@ -26,7 +26,7 @@ from kvmig.accounts.usage import (
 )
 from kvmig.fleet.ledger import AT_ONCE, merge, sums, take
 from kvmig.fleet.setaside import keep_records, keep_spool
-from kvmig.fleet.store import Store
+from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import usage
 from tests.fleet_stores import ANNA, Place
 
@@ -38,13 +38,13 @@ def record(seq: int = 1, **more: Any) -> UsageRecord:
     return UsageRecord(**{**given, "began": 0.0, "sequences": 1, **more})
 
 
-def total(store: Store) -> tuple[int, int, int]:
+def total(store: FleetStore) -> tuple[int, int, int]:
     """Calls, prompt and output tokens."""
     (row,) = sums(store.database, ())
     return row["calls"], row["prompt"], row["output"]
 
 
-def rows(store: Store) -> list[tuple[int, int, str]]:
+def rows(store: FleetStore) -> list[tuple[int, int, str]]:
     """Number, output and status of each call."""
     wanted = select(usage.c.seq, usage.c.output, usage.c.status).order_by(usage.c.seq)
     with store.database.transaction(reading=True) as connection:
@@ -52,7 +52,7 @@ def rows(store: Store) -> list[tuple[int, int, str]]:
 
 
 def test_what_a_call_has_used_so_far_is_replaced_by_what_it_has_used_later(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
@@ -67,7 +67,7 @@ def test_what_a_call_has_used_so_far_is_replaced_by_what_it_has_used_later(
 
 
 def test_a_merge_that_is_repeated_adds_nothing(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that was killed after its transaction has forgotten nothing in the spool."""
     path = tmp_path / "front-1.sqlite"
@@ -81,7 +81,7 @@ def test_a_merge_that_is_repeated_adds_nothing(
 
 
 def test_what_is_written_while_it_is_merged_is_not_forgotten(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
@@ -100,7 +100,7 @@ def test_what_is_written_while_it_is_merged_is_not_forgotten(
 
 
 def test_calls_of_a_front_end_that_was_killed_count_so_far_and_run_no_more(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
@@ -113,7 +113,7 @@ def test_calls_of_a_front_end_that_was_killed_count_so_far_and_run_no_more(
 
 
 def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     UsageSpool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, 101)])
@@ -137,7 +137,7 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
     assert total(store) == (100, 0, 100)
 
 
-def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: Store, tmp_path: Path) -> None:
+def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: FleetStore, tmp_path: Path) -> None:
     path = tmp_path / "front-1.sqlite"
     UsageSpool(path).write([record(seq, output=1, ended=1.0) for seq in range(1, AT_ONCE + 3)])
     first = merge(store.database, path)
@@ -147,7 +147,9 @@ def test_an_order_waits_for_a_part_of_a_long_spool_alone(store: Store, tmp_path:
     assert total(store) == (AT_ONCE + 2, 0, AT_ONCE + 2)
 
 
-def test_what_a_prefix_cache_had_is_summed_and_moves_are_kept(store: Store, tmp_path: Path) -> None:
+def test_what_a_prefix_cache_had_is_summed_and_moves_are_kept(
+    store: FleetStore, tmp_path: Path
+) -> None:
     path = tmp_path / "front-1.sqlite"
     UsageSpool(path).write([record(1, prompt=50, cached=32), record(2, prompt=9, ended=1.0)])
     merge(store.database, path)
@@ -159,7 +161,7 @@ def test_what_a_prefix_cache_had_is_summed_and_moves_are_kept(store: Store, tmp_
         assert [tuple(row) for row in connection.execute(wanted)] == [(32, 2), (0, 0)]
 
 
-def test_sums_are_by_key_user_model_and_day(store: Store, tmp_path: Path) -> None:
+def test_sums_are_by_key_user_model_and_day(store: FleetStore, tmp_path: Path) -> None:
     store.add_user("eve", "user", ANNA)
     key, _ = store.create_key("eve", "", KeyTerms(), ANNA)
     path = tmp_path / "front-1.sqlite"
@@ -202,7 +204,7 @@ def test_the_ledger_is_what_was_said_last_of_each_call(
     store.close()
 
 
-def test_a_file_that_is_no_spool_is_refused_by_name(store: Store, tmp_path: Path) -> None:
+def test_a_file_that_is_no_spool_is_refused_by_name(store: FleetStore, tmp_path: Path) -> None:
     path = tmp_path / "x.sqlite"
     path.write_bytes(b"nonsense " * 100)
     with pytest.raises(OSError, match=r"x\.sqlite: file is not a database"):
@@ -214,7 +216,7 @@ def handed(*records: UsageRecord) -> HandOver:
 
 
 def test_what_was_handed_over_is_not_taken_back_by_what_the_spool_has(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     UsageSpool(path).write([record(1, output=3), record(2, output=5)])
@@ -226,7 +228,7 @@ def test_what_was_handed_over_is_not_taken_back_by_what_the_spool_has(
     assert rows(store) == [(1, 10, "finished"), (2, 9, "cut")]
 
 
-def test_what_is_handed_over_again_adds_nothing(store: Store) -> None:
+def test_what_is_handed_over_again_adds_nothing(store: FleetStore) -> None:
     for _ in range(2):
         take(store.database, handed(record(1, output=10, ended=9.0, status="finished")))
     assert total(store) == (1, 0, 10)
@@ -255,7 +257,7 @@ BAD = {
 
 @pytest.mark.parametrize("raw", BAD.values(), ids=list(BAD))
 def test_a_record_that_cannot_be_read_is_told_and_the_others_are_merged(
-    raw: object, store: Store, tmp_path: Path
+    raw: object, store: FleetStore, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
@@ -269,7 +271,7 @@ def test_a_record_that_cannot_be_read_is_told_and_the_others_are_merged(
 
 
 def test_a_record_with_fields_that_this_kvmig_does_not_know_counts_and_goes(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     spool = UsageSpool(path)
@@ -282,7 +284,7 @@ def test_a_record_with_fields_that_this_kvmig_does_not_know_counts_and_goes(
 
 
 def test_a_spool_that_is_no_database_is_told_by_its_own_error_and_set_aside(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     path = tmp_path / "front-1.sqlite"
     path.write_bytes(b"anything" * 1000)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.host_memory import Memory
-from kvmig.fleet.spec import Instances, Spec
+from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.launcher.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
 
 WEIGHTS = 1000
@@ -21,8 +21,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def spec(folder: Path, **more: Any) -> Spec:
-    return Spec(name="a", source=f"path:{folder}", **more)
+def spec(folder: Path, **more: Any) -> ModelSpec:
+    return ModelSpec(name="a", source=f"path:{folder}", **more)
 
 
 @pytest.mark.parametrize(
@@ -39,41 +39,41 @@ def test_on_a_cpu_it_is_processes_weights_and_kv_cache(
     folder: Path, flags: tuple[str, ...], kv: int
 ) -> None:
     model = spec(folder, flags=flags)
-    assert Memory().claim(model) == INSTANCE_OVERHEAD + WEIGHTS + kv
-    assert Memory().parked(model) == INSTANCE_OVERHEAD + WEIGHTS
+    assert MemoryBudget().claim(model) == INSTANCE_OVERHEAD + WEIGHTS + kv
+    assert MemoryBudget().parked(model) == INSTANCE_OVERHEAD + WEIGHTS
 
 
 def test_each_worker_has_its_own_process_and_cache(folder: Path) -> None:
     model = spec(folder, flags=("--tensor-parallel-size=2", "--kv-cache-memory-bytes=77"))
-    assert Memory().claim(model) == 3 * INSTANCE_OVERHEAD + WEIGHTS + 2 * 77
+    assert MemoryBudget().claim(model) == 3 * INSTANCE_OVERHEAD + WEIGHTS + 2 * 77
 
 
 def test_on_a_gpu_only_processes_are_the_hosts(folder: Path) -> None:
-    assert Memory(on_gpu=True).claim(spec(folder)) == INSTANCE_OVERHEAD
+    assert MemoryBudget(on_gpu=True).claim(spec(folder)) == INSTANCE_OVERHEAD
 
 
 def test_what_the_specification_says_counts(folder: Path) -> None:
-    assert Memory().claim(spec(folder, memory=5)) == 5
-    assert Memory().parked(spec(folder, memory=5)) == 5
+    assert MemoryBudget().claim(spec(folder, memory=5)) == 5
+    assert MemoryBudget().parked(spec(folder, memory=5)) == 5
     flags = ("--kv-cache-memory-bytes=2",)
-    assert Memory().parked(spec(folder, memory=5, flags=flags)) == 3
+    assert MemoryBudget().parked(spec(folder, memory=5, flags=flags)) == 3
 
 
 def test_models_may_take_what_was_allowed_and_no_more_than_there_is() -> None:
-    total = Memory().host().total
-    assert Memory(1000).host().total == 1000
-    assert Memory(2 * total).host().total == total
-    assert 0 < Memory().host().available <= total
+    total = MemoryBudget().host().total
+    assert MemoryBudget(1000).host().total == 1000
+    assert MemoryBudget(2 * total).host().total == total
+    assert 0 < MemoryBudget().host().available <= total
 
 
 def test_one_whose_least_number_can_never_fit_is_refused_by_its_missing_bytes(
     folder: Path,
 ) -> None:
-    Memory(10).check(spec(folder, memory=5, instances=Instances(min=2, max=2)))
+    MemoryBudget(10).check(spec(folder, memory=5, instances=InstanceCounts(min=2, max=2)))
     with pytest.raises(ConfigError, match="needs 12 bytes of memory, 2 more than the 10 that all"):
-        Memory(10).check(spec(folder, memory=6, instances=Instances(min=2, max=2)))
+        MemoryBudget(10).check(spec(folder, memory=6, instances=InstanceCounts(min=2, max=2)))
 
 
 def test_on_a_gpu_nothing_is_parked(folder: Path) -> None:
     with pytest.raises(ConfigError, match="warm is 'parked', must be none or always on a GPU"):
-        Memory(on_gpu=True).check(spec(folder, warm="parked"))
+        MemoryBudget(on_gpu=True).check(spec(folder, warm="parked"))

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig.fleet import metrics
-from kvmig.fleet.controller import Model, Models, Note, Wanted
+from kvmig.fleet.controller import CatalogEntry, DeploymentRecord, ManagedModel, ModelController
 from kvmig.fleet.metrics import FleetMetrics
-from kvmig.fleet.spec import Spec
+from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.tables import StoreError
 from kvmig.proxy.exposition import merged, parsed
 
@@ -53,23 +53,25 @@ def test_what_is_no_such_text_is_an_error() -> None:
         merged([parsed(({}, "steps_total many\n"))])
 
 
-class Serving(Models):
+class Serving(ModelController):
     """Two models, each with a socket."""
 
     def __init__(self, folder: Path) -> None:
         self.found = [made(name, str(folder / name)) for name in "ab"]
 
-    def every(self) -> list[Model]:
+    def every(self) -> list[ManagedModel]:
         return self.found
 
 
-class Ready(Model):
+class Ready(ManagedModel):
     serving = 1
 
 
-def made(name: str, socket: str) -> Model:
-    spec = Spec(name=name, source="path:/toy", engine="toy")
-    model = Ready(Wanted(name, name, 1, True, spec), note=Note(name, name, 1, socket))
+def made(name: str, socket: str) -> ManagedModel:
+    spec = ModelSpec(name=name, source="path:/toy", engine="toy")
+    model = Ready(
+        CatalogEntry(name, name, 1, True, spec), note=DeploymentRecord(name, name, 1, socket)
+    )
     model.scaled["up", "load"] += 2
     return model
 

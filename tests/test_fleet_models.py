@@ -13,15 +13,21 @@ import pytest
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.priorities import NORMAL
-from kvmig.fleet.capacity import Host
-from kvmig.fleet.controller import WANT_S, Models, Note, Wanted, classes_of
-from kvmig.fleet.deployments import Told, Watched
-from kvmig.fleet.host_memory import Memory
+from kvmig.fleet.capacity import HostCapacity
+from kvmig.fleet.controller import (
+    WANT_S,
+    CatalogEntry,
+    DeploymentRecord,
+    ModelController,
+    classes_of,
+)
+from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
+from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
-from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
-from kvmig.fleet.schedule import Floor
+from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.schedule import ScheduledFloor
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import Instances, Spec
+from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.proxy.messages import ModelDemand, ModelRoute, ModelWanted, ProxyDemand
 
 
@@ -38,11 +44,11 @@ class Bench:
         self.ordered: list[Order] = []
         self.told: list[tuple[Sequence[ModelRoute], Sequence[str]]] = []
         self.folder = folder
-        self.models = Models(
+        self.models = ModelController(
             FleetSettings(data=str(folder)),
             self.ordered.append,
             self._tell,
-            Memory(),
+            MemoryBudget(),
             lambda: self.now,
             lambda: self.now,
         )
@@ -51,8 +57,10 @@ class Bench:
         self.told.append((routes, gone))
         return len(self.told)
 
-    def catalogue(self, *specs: Spec, on: bool = True) -> None:
-        self.models.take_catalogue(Wanted(self.model_id, one.name, 1, on, one) for one in specs)
+    def catalogue(self, *specs: ModelSpec, on: bool = True) -> None:
+        self.models.take_catalogue(
+            CatalogEntry(self.model_id, one.name, 1, on, one) for one in specs
+        )
         self.turn()
 
     def turn(self, seconds: float = 0.0) -> None:
@@ -69,10 +77,10 @@ class Bench:
     def serve(self, instances: int = 1, live: int = 0) -> None:
         """Its deployment tells that so many instances serve."""
         rows = tuple(served(f"i{one}") for one in range(instances))
-        self.watched.told = Told(live, data=rows)
+        self.watched.told = DeploymentEvent(live, data=rows)
 
     @property
-    def watched(self) -> Watched:
+    def watched(self) -> DeploymentWatcher:
         """Its deployment."""
         model = self.models.shown("a")
         assert model is not None
@@ -107,8 +115,8 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     await made.models.close()
 
 
-def spec(**more: Any) -> Spec:
-    return Spec(name="a", source="path:/models/a", engine="toy", **more)
+def spec(**more: Any) -> ModelSpec:
+    return ModelSpec(name="a", source="path:/models/a", engine="toy", **more)
 
 
 async def test_a_model_that_nobody_wants_is_cold_and_its_engine_is_loaded(bench: Bench) -> None:
@@ -136,7 +144,7 @@ async def test_it_is_routed_to_once_it_serves(bench: Bench) -> None:
     bench.models.take_news(Started(bench.started[0].deployment, 7))
     bench.serve()
     bench.turn(3)
-    note = msgspec.json.decode(bench.started[0].note, type=Note)
+    note = msgspec.json.decode(bench.started[0].note, type=DeploymentRecord)
     assert (bench.route.state, bench.route.socket) == ("ready", note.socket)
     told = len(bench.told)
     bench.turn(1)
@@ -144,7 +152,7 @@ async def test_it_is_routed_to_once_it_serves(bench: Bench) -> None:
 
 
 async def test_one_that_is_always_warm_starts_by_itself_and_stays(bench: Bench) -> None:
-    bench.catalogue(spec(warm="always", instances=Instances(zero_after_s=60)))
+    bench.catalogue(spec(warm="always", instances=InstanceCounts(zero_after_s=60)))
     assert "--instances=1" in bench.started[0].words
     bench.serve()
     bench.turn(1)
@@ -156,7 +164,7 @@ async def test_one_that_is_always_warm_starts_by_itself_and_stays(bench: Bench) 
 async def test_a_want_that_is_not_repeated_does_not_wait_for_room(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.models.memory, "host", lambda: Host(1 << 40, 0))
+    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(1 << 40, 0))
     bench.catalogue(spec())
     bench.models.take_want(ModelWanted("a"))
     bench.turn()
@@ -169,7 +177,7 @@ async def test_a_want_that_is_not_repeated_does_not_wait_for_room(
 async def test_one_that_is_too_large_for_what_is_allowed_now_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.models.memory, "host", lambda: Host(1000, 1000))
+    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(1000, 1000))
     bench.catalogue(spec(memory=1001))
     bench.models.take_want(ModelWanted("a"))
     bench.turn()
@@ -181,8 +189,8 @@ async def test_one_that_is_too_large_for_what_is_allowed_now_says_so(
 
 async def test_a_schedule_starts_it_and_lets_it_go(bench: Bench) -> None:
     bench.now = 8 * 3600.0 - 1  # on 1 January 1970
-    floors = (Floor(during="* 8 * * *", min=1),)
-    bench.catalogue(spec(instances=Instances(zero_after_s=60, schedule=floors)))
+    floors = (ScheduledFloor(during="* 8 * * *", min=1),)
+    bench.catalogue(spec(instances=InstanceCounts(zero_after_s=60, schedule=floors)))
     assert bench.started == []
     bench.turn(1)
     assert len(bench.started) == 1
@@ -204,7 +212,7 @@ async def serving(bench: Bench, **more: Any) -> None:
 
 
 async def test_an_idle_one_stops_only_after_every_proxy_has_heard_of_it(bench: Bench) -> None:
-    await serving(bench, instances=Instances(zero_after_s=60))
+    await serving(bench, instances=InstanceCounts(zero_after_s=60))
     told = len(bench.told)
     bench.turn(59)
     assert len(bench.told) == told
@@ -221,15 +229,15 @@ async def test_an_idle_one_stops_only_after_every_proxy_has_heard_of_it(bench: B
 async def test_one_that_has_woken_is_idle_only_after_its_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def done(_: Watched) -> None: ...
+    async def done(_: DeploymentWatcher) -> None: ...
 
-    monkeypatch.setattr(Watched, "park", done)
-    monkeypatch.setattr(Watched, "unpark", done)
-    await serving(bench, warm="parked", instances=Instances(zero_after_s=60))
+    monkeypatch.setattr(DeploymentWatcher, "park", done)
+    monkeypatch.setattr(DeploymentWatcher, "unpark", done)
+    await serving(bench, warm="parked", instances=InstanceCounts(zero_after_s=60))
     bench.turn(60)
     bench.demand()
     bench.turn()
-    bench.watched.told = Told(parked=True)
+    bench.watched.told = DeploymentEvent(parked=True)
     bench.turn()
     bench.turn(600)
     bench.models.take_want(ModelWanted("a"))
@@ -244,7 +252,7 @@ async def test_one_that_has_woken_is_idle_only_after_its_time(
 
 
 async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Bench) -> None:
-    await serving(bench, instances=Instances(zero_after_s=60))
+    await serving(bench, instances=InstanceCounts(zero_after_s=60))
     bench.turn(59)
     bench.models.take_demand(
         "p0", ProxyDemand(len(bench.told), 0.5, (ModelDemand("a", 0, 0, 1, 0.1),))
@@ -257,7 +265,7 @@ async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Be
 
 
 async def test_without_its_proxy_it_does_not_stop(bench: Bench) -> None:
-    await serving(bench, instances=Instances(zero_after_s=60))
+    await serving(bench, instances=InstanceCounts(zero_after_s=60))
     bench.models.forget_proxy("p0")
     bench.turn(60)
     bench.turn(60)
@@ -265,7 +273,7 @@ async def test_without_its_proxy_it_does_not_stop(bench: Bench) -> None:
 
 
 async def test_requests_that_its_own_front_end_has_keep_it(bench: Bench) -> None:
-    await serving(bench, instances=Instances(zero_after_s=60))
+    await serving(bench, instances=InstanceCounts(zero_after_s=60))
     bench.serve(live=1)
     bench.turn(600)
     assert bench.route.state == "ready"
@@ -276,7 +284,7 @@ async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench)
     bench.models.take_want(ModelWanted("a"))
     bench.turn()
     deployment = bench.started[0].deployment
-    bench.models.take_news(Ended(deployment, "exit code 2", "not enough memory"))
+    bench.models.take_news(DeploymentEnded(deployment, "exit code 2", "not enough memory"))
     bench.turn(1)
     assert (bench.route.state, bench.route.why) == ("failed", "not enough memory")
     assert bench.route.retry_s == FIRST_RETRY_S
@@ -292,7 +300,7 @@ async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench)
 
 
 async def test_a_server_takes_over_what_another_one_has_started(bench: Bench) -> None:
-    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
     bench.models.take_news(Running((deployed("d1", note),)))
     bench.turn()
@@ -302,15 +310,17 @@ async def test_a_server_takes_over_what_another_one_has_started(bench: Bench) ->
     assert bench.started == []
 
 
-def deployed(name: str, note: Note) -> Deployed:
+def deployed(name: str, note: DeploymentRecord) -> Deployed:
     return Deployed(name, "toy", msgspec.json.encode(note).decode(), 7)
 
 
 async def test_nothing_is_started_before_it_is_known_what_runs(bench: Bench) -> None:
-    bench.models.take_catalogue([Wanted("m1", "a", 1, True, spec(instances=Instances(min=1)))])
+    bench.models.take_catalogue(
+        [CatalogEntry("m1", "a", 1, True, spec(instances=InstanceCounts(min=1)))]
+    )
     running = asyncio.create_task(bench.models.run())
     await asyncio.sleep(0)
-    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.models.take_news(Running((deployed("d1", note),)))
     await asyncio.sleep(0.01)
     running.cancel()
@@ -320,17 +330,17 @@ async def test_nothing_is_started_before_it_is_known_what_runs(bench: Bench) -> 
 async def test_the_first_thing_that_is_told_of_one_that_serves_is_that_it_does(
     bench: Bench,
 ) -> None:
-    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(0.2)
-        told = msgspec.json.encode(Told(data=(served("i0"),)))
+        told = msgspec.json.encode(DeploymentEvent(data=(served("i0"),)))
         writer.write(b"HTTP/1.1 200 OK\r\n\r\nevent: instances\ndata: " + told + b"\n\n")
         await reader.read()
         writer.close()
 
-    bench.models.take_catalogue([Wanted("m1", "a", 1, True, spec())])
+    bench.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec())])
     async with await asyncio.start_unix_server(answer, note.socket):
         bench.models.take_news(Running((deployed("d1", note),)))
         await bench.models.look(60)
@@ -339,8 +349,8 @@ async def test_the_first_thing_that_is_told_of_one_that_serves_is_that_it_does(
 
 
 async def test_one_that_tells_nothing_is_waited_for_no_longer(bench: Bench) -> None:
-    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
-    bench.models.take_catalogue([Wanted("m1", "a", 1, True, spec())])
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
+    bench.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec())])
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(note.socket)
         mute.listen()
@@ -353,22 +363,22 @@ async def test_one_that_tells_nothing_is_waited_for_no_longer(bench: Bench) -> N
 async def test_one_that_dies_before_the_next_server_has_heard_of_it_starts_again_at_once(
     bench: Bench,
 ) -> None:
-    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
     bench.models.take_news(Running((deployed("d1", note),)))
     bench.turn()
-    bench.models.take_news(Ended("d1", "killed by SIGKILL"))
+    bench.models.take_news(DeploymentEnded("d1", "killed by SIGKILL"))
     bench.demand(held=1)
     bench.turn()
     bench.turn()
     assert len(bench.started) == 1
-    bench.models.take_news(Ended(bench.started[0].deployment, "killed by SIGKILL"))
+    bench.models.take_news(DeploymentEnded(bench.started[0].deployment, "killed by SIGKILL"))
     bench.turn()
     assert (bench.route.state, bench.route.why) == ("failed", "killed by SIGKILL")
 
 
 async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:
-    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
     bench.models.take_news(Running((deployed("d1", note), deployed("d2", note))))
     bench.turn()
@@ -378,7 +388,7 @@ async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:
 async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_empty(
     bench: Bench,
 ) -> None:
-    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.models.take_news(Running((deployed("d1", note),)))
     bench.turn()
     bench.serve(live=1)
@@ -390,7 +400,7 @@ async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_em
     bench.demand()
     bench.turn()
     assert bench.stopped == [Stop("d1")]
-    bench.models.take_news(Ended("d1", "exit code 0"))
+    bench.models.take_news(DeploymentEnded("d1", "exit code 0"))
     bench.turn()
     assert bench.models.shown("a") is None
 
@@ -422,7 +432,7 @@ async def test_one_that_has_a_removed_ones_name_starts_when_that_has_ended(bench
     bench.turn()
     former = bench.started[0].deployment
     assert bench.stopped == [Stop(former)]
-    bench.models.take_news(Ended(former, "exit code 0"))
+    bench.models.take_news(DeploymentEnded(former, "exit code 0"))
     bench.turn()
     bench.turn()
     assert len(bench.started) == 2
@@ -434,7 +444,7 @@ async def test_a_deployment_of_a_removed_model_is_not_taken_over_by_one_of_its_n
 ) -> None:
     bench.model_id = "m2"
     bench.catalogue(spec())
-    note = Note("m1", "a", 1, str(bench.folder / "d.sock"))
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.models.take_news(Running((deployed("d1", note),)))
     bench.turn()
     bench.serve()
@@ -456,7 +466,7 @@ async def test_one_that_is_switched_off_says_so(bench: Bench) -> None:
 async def test_more_instances_come_when_more_requests_run(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await serving(bench, instances=Instances(max=4, target=2))
+    await serving(bench, instances=InstanceCounts(max=4, target=2))
     asked: list[int] = []
 
     async def add(count: int) -> None:
@@ -476,7 +486,7 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmig.fleet.controller.PAUSE_S", 0.0)
-    await serving(bench, instances=Instances(min=2, max=2))
+    await serving(bench, instances=InstanceCounts(min=2, max=2))
     ordered: list[object] = []
 
     async def add(count: int) -> None:
@@ -494,7 +504,7 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
         served("i0"),
         InstanceRow(id="i1", state="failed"),
     )
-    bench.watched.told = Told(0, data=rows)
+    bench.watched.told = DeploymentEvent(0, data=rows)
     for _ in range(2):
         bench.turn(1)
         await bench.ordered_all()

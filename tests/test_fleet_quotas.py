@@ -26,7 +26,7 @@ from kvmig.fleet.quotas import (
     period_of,
     sweep,
 )
-from kvmig.fleet.store import Store
+from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import grants
 from tests.examples import examples
 from tests.fleet_stores import ANNA, Place
@@ -36,18 +36,18 @@ DAY_S = 86400.0
 
 
 @pytest.fixture
-def store(store: Store) -> Store:
+def store(store: FleetStore) -> FleetStore:
     store.add_user("bea", "user", ANNA)
     return store
 
 
-def key(store: Store, quota: int | None = 1000, period: Period = "day") -> KeyGrant:
+def key(store: FleetStore, quota: int | None = 1000, period: Period = "day") -> KeyGrant:
     """A new one of bea's."""
     row, _ = store.create_key("bea", "laptop", KeyTerms(quota=quota, period=period), ANNA)
     return grant_of(store, row.prefix)
 
 
-def grant_of(store: Store, prefix: str) -> KeyGrant:
+def grant_of(store: FleetStore, prefix: str) -> KeyGrant:
     return next(one for one in store.key_changes().granted if one.prefix == prefix)
 
 
@@ -57,12 +57,12 @@ def asking(
     return Ask(7, "front-1", seq, "", began, least, want, model)
 
 
-def given_to(store: Store, of: KeyGrant, *asked: Ask) -> list[int]:
+def given_to(store: FleetStore, of: KeyGrant, *asked: Ask) -> list[int]:
     """Tokens, of each question."""
     return [grant(store.database, of, one).tokens for one in asked]
 
 
-def count(store: Store, folder: Path, of: KeyGrant, seq: int = 1, **more: Any) -> None:
+def count(store: FleetStore, folder: Path, of: KeyGrant, seq: int = 1, **more: Any) -> None:
     """Bring a call's record into the ledger."""
     spool = folder / "front-1.sqlite"
     UsageSpool(spool).write([record(of, seq, **more)])
@@ -74,21 +74,21 @@ def record(of: KeyGrant, seq: int = 1, **more: Any) -> UsageRecord:
     return UsageRecord(**{**told, "began": NOON, "sequences": 1, **more})
 
 
-def tokens_left(store: Store, of: KeyGrant, now: float = NOON, at: int = 0) -> int:
+def tokens_left(store: FleetStore, of: KeyGrant, now: float = NOON, at: int = 0) -> int:
     """Neither used nor granted, of a key's first quota or another."""
     quota = quotas_of(of)[at]
     with store.database.transaction(reading=True) as connection:
         return left_of(connection, quota, period_of(quota.period, now))
 
 
-def test_calls_get_what_is_left_and_the_last_one_less_than_it_wants(store: Store) -> None:
+def test_calls_get_what_is_left_and_the_last_one_less_than_it_wants(store: FleetStore) -> None:
     bea = key(store, 600)
     assert given_to(store, bea, *map(asking, range(3))) == [256, 256, 44]
     # Two others may want of the rest, too.
     assert given_to(store, bea, *map(asking, (2, 2, 2))) == [32, 12, 0]
 
 
-def test_a_call_that_needs_more_than_is_left_gets_nothing_and_hears_why(store: Store) -> None:
+def test_a_call_that_needs_more_than_is_left_gets_nothing_and_hears_why(store: FleetStore) -> None:
     bea = key(store, 100)
 
     granted = grant(store.database, bea, asking(least=101))
@@ -102,7 +102,7 @@ def test_a_call_that_needs_more_than_is_left_gets_nothing_and_hears_why(store: S
     assert tokens_left(store, bea) == 100
 
 
-def test_what_others_have_reserved_is_not_used_up(store: Store, tmp_path: Path) -> None:
+def test_what_others_have_reserved_is_not_used_up(store: FleetStore, tmp_path: Path) -> None:
     bea = key(store, 300)
     grant(store.database, bea, asking(1))
     count(store, tmp_path, bea, 1, prompt=10, output=20)
@@ -119,7 +119,7 @@ def test_what_others_have_reserved_is_not_used_up(store: Store, tmp_path: Path) 
 
 
 def test_what_a_killed_front_end_has_left_behind_is_not_said_to_come_back(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     bea = key(store, 256)
     grant(store.database, bea, asking(1))
@@ -131,7 +131,9 @@ def test_what_a_killed_front_end_has_left_behind_is_not_said_to_come_back(
     assert "is used up" in refused.why
 
 
-def test_a_call_that_has_used_its_grant_is_not_told_that_it_has_reserved_it(store: Store) -> None:
+def test_a_call_that_has_used_its_grant_is_not_told_that_it_has_reserved_it(
+    store: FleetStore,
+) -> None:
     bea = key(store, 256)
     grant(store.database, bea, asking(1))
     refused = grant(store.database, bea, asking(1))
@@ -139,7 +141,7 @@ def test_a_call_that_has_used_its_grant_is_not_told_that_it_has_reserved_it(stor
     assert "is used up" in refused.why
 
 
-def test_a_call_is_granted_nothing_once_it_is_over(store: Store, tmp_path: Path) -> None:
+def test_a_call_is_granted_nothing_once_it_is_over(store: FleetStore, tmp_path: Path) -> None:
     """Its question may lie in a socket while its last record is merged."""
     bea = key(store)
     count(store, tmp_path, bea, prompt=10, output=20, ended=NOON)
@@ -147,7 +149,7 @@ def test_a_call_is_granted_nothing_once_it_is_over(store: Store, tmp_path: Path)
     assert tokens_left(store, bea) == 1000 - 30
 
 
-def test_a_call_of_a_killed_front_end_is_over(store: Store, tmp_path: Path) -> None:
+def test_a_call_of_a_killed_front_end_is_over(store: FleetStore, tmp_path: Path) -> None:
     bea = key(store)
     spool = tmp_path / "front-1.sqlite"
     UsageSpool(spool).write([record(bea, 1, output=20)])
@@ -156,7 +158,7 @@ def test_a_call_of_a_killed_front_end_is_over(store: Store, tmp_path: Path) -> N
 
 
 def test_what_was_granted_to_ended_calls_is_taken_back_and_nothing_else(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     bea = key(store)
     assert given_to(store, bea, asking(1), asking(2)) == [256, 256]
@@ -169,7 +171,7 @@ def test_what_was_granted_to_ended_calls_is_taken_back_and_nothing_else(
     assert grant(store.database, bea, asking(1, least=458, want=1000)).tokens == 1000 - 512 - 30
 
 
-def test_what_an_ended_call_did_not_use_is_left_again(store: Store, tmp_path: Path) -> None:
+def test_what_an_ended_call_did_not_use_is_left_again(store: FleetStore, tmp_path: Path) -> None:
     bea = key(store)
     grant(store.database, bea, asking())
     count(store, tmp_path, bea, prompt=10, output=20)
@@ -181,7 +183,7 @@ def test_what_an_ended_call_did_not_use_is_left_again(store: Store, tmp_path: Pa
 
 
 def test_a_call_whose_front_end_was_killed_costs_what_its_spool_has_kept(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     bea = key(store, period="total")
     given_to(store, bea, asking(1), asking(2))  # of the second one nothing was written
@@ -196,7 +198,7 @@ def test_a_call_whose_front_end_was_killed_costs_what_its_spool_has_kept(
 
 
 def test_a_front_end_whose_calls_run_is_not_idle_and_one_that_was_killed_is(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     bea = key(store)
     spool = tmp_path / "front-1.sqlite"
@@ -210,7 +212,7 @@ def test_a_front_end_whose_calls_run_is_not_idle_and_one_that_was_killed_is(
     assert idle_sources(store.database) == {"front-1"}
 
 
-def test_a_call_counts_for_the_period_in_which_it_began(store: Store) -> None:
+def test_a_call_counts_for_the_period_in_which_it_began(store: FleetStore) -> None:
     bea, midnight = key(store), NOON + DAY_S / 2
     assert given_to(store, bea, asking(1, began=midnight - 1)) == [256]
     assert given_to(store, bea, asking(2, want=1000, began=midnight)) == [1000]
@@ -221,7 +223,7 @@ def test_a_call_counts_for_the_period_in_which_it_began(store: Store) -> None:
 
 
 def test_a_users_quota_is_that_of_all_keys_together_whatever_theirs_are(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     row = store.set_user("bea", ANNA, limits={"quota": 500, "period": "month"})
     large, small = key(store, 10_000, "total"), key(store, 300, "day")
@@ -240,17 +242,19 @@ def test_a_users_quota_is_that_of_all_keys_together_whatever_theirs_are(
     }  # fmt: skip
 
 
-def test_a_key_without_a_quota_is_bound_by_its_users(store: Store) -> None:
+def test_a_key_without_a_quota_is_bound_by_its_users(store: FleetStore) -> None:
     store.set_user("bea", ANNA, limits={"quota": 100})
     assert given_to(store, key(store, None), asking(1), asking(2)) == [100, 0]
 
 
-def test_a_key_without_any_quota_gets_what_it_wants(store: Store) -> None:
+def test_a_key_without_any_quota_gets_what_it_wants(store: FleetStore) -> None:
     assert given_to(store, key(store, None), asking(1), asking(2)) == [256, 256]
     assert left(store.database, [key(store, None)], NOON) == {}
 
 
-def test_a_rotated_key_has_what_was_left_of_the_one_before(store: Store, tmp_path: Path) -> None:
+def test_a_rotated_key_has_what_was_left_of_the_one_before(
+    store: FleetStore, tmp_path: Path
+) -> None:
     old = key(store, 1000, "total")
     grant(store.database, old, asking(1))
     count(store, tmp_path, old, 2, output=44, ended=NOON)
@@ -263,7 +267,7 @@ def test_a_rotated_key_has_what_was_left_of_the_one_before(store: Store, tmp_pat
 
 
 def test_limits_of_a_key_change_with_those_of_the_one_that_it_takes_the_place_of(
-    store: Store, place: Place
+    store: FleetStore, place: Place
 ) -> None:
     old = key(store)
     new = store.rotate_key(old.prefix, ANNA, keep_s=60)[0]
@@ -278,7 +282,7 @@ def test_limits_of_a_key_change_with_those_of_the_one_that_it_takes_the_place_of
 # -- of one model
 
 
-def key_of_models(store: Store, quotas: dict[str, int], quota: int | None = None) -> KeyGrant:
+def key_of_models(store: FleetStore, quotas: dict[str, int], quota: int | None = None) -> KeyGrant:
     """A new one of bea's, for models of the catalogue."""
     of_models = {name: ModelQuota(tokens, "day") for name, tokens in quotas.items()}
     terms = KeyTerms(quota=quota, period="day", quotas=of_models)
@@ -286,13 +290,13 @@ def key_of_models(store: Store, quotas: dict[str, int], quota: int | None = None
 
 
 @pytest.fixture
-def models(store: Store, place: Place) -> None:
+def models(store: FleetStore, place: Place) -> None:
     for name in ("a", "b"):
         store.add_model(place.spec(name), ANNA)
 
 
 @pytest.mark.usefixtures("models")
-def test_a_quota_of_a_model_binds_calls_to_that_model_alone(store: Store) -> None:
+def test_a_quota_of_a_model_binds_calls_to_that_model_alone(store: FleetStore) -> None:
     bea = key_of_models(store, {"a": 100})
     assert given_to(store, bea, asking(1), asking(2, model="b"), asking(3)) == [100, 256, 0]
     told = grant(store.database, bea, asking(4))
@@ -301,7 +305,7 @@ def test_a_quota_of_a_model_binds_calls_to_that_model_alone(store: Store) -> Non
 
 @pytest.mark.usefixtures("models")
 def test_a_call_is_within_the_quota_of_its_model_and_within_that_of_all(
-    store: Store, tmp_path: Path
+    store: FleetStore, tmp_path: Path
 ) -> None:
     bea = key_of_models(store, {"a": 200, "b": 200}, 300)
     asked = asking(1), asking(2, model="b"), asking(3), asking(4, model="b")
@@ -318,7 +322,7 @@ def test_a_call_is_within_the_quota_of_its_model_and_within_that_of_all(
 
 
 @pytest.mark.usefixtures("models")
-def test_a_users_quota_of_a_model_is_shared_by_all_keys(store: Store, tmp_path: Path) -> None:
+def test_a_users_quota_of_a_model_is_shared_by_all_keys(store: FleetStore, tmp_path: Path) -> None:
     row = store.set_user("bea", ANNA, limits={"quotas": {"a": {"tokens": 300, "period": "total"}}})
     keys = [key(store, None) for _ in range(2)]
     assert [given_to(store, one, asking(n))[0] for n, one in enumerate(keys, 1)] == [256, 44]
@@ -331,14 +335,16 @@ def test_a_users_quota_of_a_model_is_shared_by_all_keys(store: Store, tmp_path: 
 
 
 @pytest.mark.usefixtures("models")
-def test_quotas_of_models_change_one_by_one(store: Store) -> None:
+def test_quotas_of_models_change_one_by_one(store: FleetStore) -> None:
     bea = key_of_models(store, {"a": 100, "b": 200})
     store.limit_key(bea.prefix, {"quotas": {"a": None, "b": {"tokens": 7}}}, ANNA)
     assert grant_of(store, bea.prefix).quotas == {"b": ModelQuota(7, "month")}
 
 
 @pytest.mark.usefixtures("models")
-def test_a_quota_of_a_model_that_is_not_there_is_refused_and_changes_nothing(store: Store) -> None:
+def test_a_quota_of_a_model_that_is_not_there_is_refused_and_changes_nothing(
+    store: FleetStore,
+) -> None:
     bea = key_of_models(store, {"a": 100})
     sentence = "quotas: 'c' is no model, must be one of the catalogue"
     with pytest.raises(ConfigError, match=sentence):
@@ -351,7 +357,7 @@ def test_a_quota_of_a_model_that_is_not_there_is_refused_and_changes_nothing(sto
 
 
 @pytest.mark.usefixtures("models")
-def test_a_quota_of_a_model_that_is_gone_can_be_taken_away(store: Store) -> None:
+def test_a_quota_of_a_model_that_is_gone_can_be_taken_away(store: FleetStore) -> None:
     bea = key_of_models(store, {"a": 100})
     store.remove_model("a", ANNA)
     store.limit_key(bea.prefix, {"rpm": 5}, ANNA)
@@ -389,7 +395,7 @@ def test_however_calls_of_two_keys_ask_use_end_and_die_they_never_get_more_than_
     steps: list[tuple[str, int, int]], quota: int, of_user: int,
 ) -> None:  # fmt: skip
     folder = tmp_path_factory.mktemp("quota")
-    store = Store(f"sqlite:///{folder}/db.sqlite", folder / "pepper")
+    store = FleetStore(f"sqlite:///{folder}/db.sqlite", folder / "pepper")
     store.open()
     store.add_user("bea", "user", ANNA)
     store.set_user("bea", ANNA, limits={"quota": of_user})

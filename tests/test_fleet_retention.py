@@ -18,12 +18,12 @@ from kvmig.accounts.allowances import Ask
 from kvmig.accounts.keys import KeyGrant, KeyTerms
 from kvmig.accounts.usage import HandOver, UsageRecord, UsageSpool
 from kvmig.fleet import retention
-from kvmig.fleet.disk import Disks, disks_of
+from kvmig.fleet.disk import DiskWatch, disks_of
 from kvmig.fleet.ledger import merge, sums, take
 from kvmig.fleet.pruned import joined
 from kvmig.fleet.quotas import OVER, grant
-from kvmig.fleet.retention import Retention, day_before, prune
-from kvmig.fleet.store import Actor, Store
+from kvmig.fleet.retention import UsageRetention, day_before, prune
+from kvmig.fleet.store import FleetStore, OrderActor
 from kvmig.fleet.tables import usage, usage_pruned
 from tests.examples import examples
 from tests.fleet_stores import ANNA
@@ -42,29 +42,33 @@ def running(seq: int, day: int = 0) -> UsageRecord:
     return record(seq, day, ended=None, status="running")
 
 
-def count(store: Store, folder: Path, *records: UsageRecord, source: str = "front-1") -> UsageSpool:
+def count(
+    store: FleetStore, folder: Path, *records: UsageRecord, source: str = "front-1"
+) -> UsageSpool:
     path = folder / f"{source}.sqlite"
     UsageSpool(path).write(records)
     merge(store.database, path)
     return UsageSpool(path)
 
 
-def seqs(store: Store) -> list[int]:
+def seqs(store: FleetStore) -> list[int]:
     with store.database.transaction(reading=True) as connection:
         return list(connection.execute(select(usage.c.seq).order_by(usage.c.seq)).scalars())
 
 
-def runs(store: Store) -> list[tuple[str, int, int]]:
+def runs(store: FleetStore) -> list[tuple[str, int, int]]:
     with store.database.transaction(reading=True) as connection:
         rows = connection.execute(select(usage_pruned).order_by("source", "first"))
         return [(source, first, last) for source, first, last in rows]
 
 
-def pruned(store: Store, before: str, actor: Actor | None = None) -> int:
+def pruned(store: FleetStore, before: str, actor: OrderActor | None = None) -> int:
     return prune(store.database, before, actor, 5.0)
 
 
-def test_rows_of_old_calls_are_deleted_and_the_days_sums_stay(store: Store, tmp_path: Path) -> None:
+def test_rows_of_old_calls_are_deleted_and_the_days_sums_stay(
+    store: FleetStore, tmp_path: Path
+) -> None:
     count(store, tmp_path, *(record(seq, day=seq) for seq in range(1, 6)))
     before = sums(store.database, ("day", "key", "model"))
     assert len(before) == 5
@@ -74,7 +78,7 @@ def test_rows_of_old_calls_are_deleted_and_the_days_sums_stay(store: Store, tmp_
 
 
 def test_a_record_that_comes_again_after_its_row_was_deleted_adds_nothing(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a spool that a server could not shorten, or from a front end that got no answer."""
     monkeypatch.setattr(UsageSpool, "forget", lambda *_: None)
@@ -89,7 +93,7 @@ def test_a_record_that_comes_again_after_its_row_was_deleted_adds_nothing(
     assert sum(row["calls"] for row in sums(store.database, ())) == 4
 
 
-def test_calls_that_run_keep_their_rows_and_count_on(store: Store, tmp_path: Path) -> None:
+def test_calls_that_run_keep_their_rows_and_count_on(store: FleetStore, tmp_path: Path) -> None:
     count(store, tmp_path, record(1), running(2), record(3))
     assert pruned(store, "1970-01-02") == 2
     count(store, tmp_path, record(2, output=30))
@@ -99,7 +103,7 @@ def test_calls_that_run_keep_their_rows_and_count_on(store: Store, tmp_path: Pat
     assert runs(store) == [("front-1", 1, 3)]
 
 
-def key(store: Store) -> KeyGrant:
+def key(store: FleetStore) -> KeyGrant:
     store.add_user("bea", "user", ANNA)
     terms = KeyTerms(quota=1000, period="total")
     row, _ = store.create_key("bea", "laptop", terms, ANNA)
@@ -110,7 +114,7 @@ def asking(seq: int) -> Ask:
     return Ask(7, "front-1", seq, "", 0.0, 1, 256, "a")
 
 
-def test_a_row_whose_call_holds_tokens_of_a_quota_stays(store: Store, tmp_path: Path) -> None:
+def test_a_row_whose_call_holds_tokens_of_a_quota_stays(store: FleetStore, tmp_path: Path) -> None:
     """Its front end was killed; without the row all that was granted would count beside the sum."""
     grant(store.database, key(store), asking(1))
     count(store, tmp_path, running(1), record(2))
@@ -119,7 +123,7 @@ def test_a_row_whose_call_holds_tokens_of_a_quota_stays(store: Store, tmp_path: 
     assert seqs(store) == [1]
 
 
-def test_a_call_whose_row_is_deleted_is_granted_nothing(store: Store, tmp_path: Path) -> None:
+def test_a_call_whose_row_is_deleted_is_granted_nothing(store: FleetStore, tmp_path: Path) -> None:
     count(store, tmp_path, record(1))
     pruned(store, "1970-01-02")
     found = grant(store.database, key(store), asking(1))
@@ -127,7 +131,7 @@ def test_a_call_whose_row_is_deleted_is_granted_nothing(store: Store, tmp_path: 
 
 
 def test_an_order_is_in_the_audit_once_and_only_if_it_deletes_something(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "AT_ONCE", 2)
     count(store, tmp_path, *(record(seq) for seq in range(1, 6)))
@@ -140,27 +144,29 @@ def test_an_order_is_in_the_audit_once_and_only_if_it_deletes_something(
     )  # fmt: skip
 
 
-async def ordered(store: Store, before: str, most_s: float = 60.0) -> tuple[int, bool]:
+async def ordered(store: FleetStore, before: str, most_s: float = 60.0) -> tuple[int, bool]:
     with ThreadPoolExecutor(1) as thread:
         return await keeper(store, thread).prune(before, ANNA, most_s)
 
 
-def keeper(store: Store, thread: ThreadPoolExecutor, now: float = 0.0) -> Retention:
-    async def some(before: str, actor: Actor | None, at: float) -> int:
+def keeper(store: FleetStore, thread: ThreadPoolExecutor, now: float = 0.0) -> UsageRetention:
+    async def some(before: str, actor: OrderActor | None, at: float) -> int:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(thread, prune, store.database, before, actor, at)
 
-    return Retention(some, lambda: now)
+    return UsageRetention(some, lambda: now)
 
 
-def test_an_order_whose_time_is_up_says_that_there_is_more(store: Store, tmp_path: Path) -> None:
+def test_an_order_whose_time_is_up_says_that_there_is_more(
+    store: FleetStore, tmp_path: Path
+) -> None:
     count(store, tmp_path, record(1))
     assert asyncio.run(ordered(store, "1970-01-02", most_s=0.0)) == (0, True)
     assert seqs(store) == [1]
 
 
 async def test_orders_are_carried_out_between_the_pieces(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "AT_ONCE", 10)
     count(store, tmp_path, *(record(seq) for seq in range(1, 201)))
@@ -177,7 +183,7 @@ async def test_orders_are_carried_out_between_the_pieces(
 
 
 async def test_a_server_keeps_rows_for_so_many_days_by_itself(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "LOOK_S", 0.01)
     count(store, tmp_path, *(record(seq, day=seq) for seq in range(1, 40)))
@@ -226,7 +232,7 @@ STEPS = st.lists(
 @examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_whatever_comes_again_between_whatever_is_deleted_each_call_counts_once(
-    store: Store, steps: list[Step]
+    store: FleetStore, steps: list[Step]
 ) -> None:
     with store.database.transaction() as connection:
         for table in ("usage", "usage_daily", "usage_pruned"):
@@ -275,5 +281,5 @@ def test_the_database_may_be_on_a_disk_of_its_own(tmp_path: Path) -> None:
 def test_a_folder_that_is_gone_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert Disks({"data": tmp_path / "gone"}).free() == {}
+    assert DiskWatch({"data": tmp_path / "gone"}).free() == {}
     assert "can't be asked for its room" in caplog.text

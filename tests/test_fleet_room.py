@@ -7,39 +7,39 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.fleet.capacity import Host, Plan, Resident, Waiting, free, plan
+from kvmig.fleet.capacity import CapacityPlan, HostCapacity, ResidentModel, WaitingModel, free, plan
 
-HOST = Host(total=20, available=1000)
+HOST = HostCapacity(total=20, available=1000)
 NOW = 100.0
 
 
-def idle(name: str, claim: int = 10, idle_s: float = 50, priority: int = 0) -> Resident:
-    return Resident(name, claim, since=0, stay_s=10, idle_s=idle_s, priority=priority)
+def idle(name: str, claim: int = 10, idle_s: float = 50, priority: int = 0) -> ResidentModel:
+    return ResidentModel(name, claim, since=0, stay_s=10, idle_s=idle_s, priority=priority)
 
 
-def busy(name: str, claim: int = 10, since: float = 0) -> Resident:
-    return Resident(name, claim, since=since, stay_s=10, kept=True)
+def busy(name: str, claim: int = 10, since: float = 0) -> ResidentModel:
+    return ResidentModel(name, claim, since=since, stay_s=10, kept=True)
 
 
 def test_one_that_fits_starts_and_nobody_ends() -> None:
-    assert plan(HOST, [Waiting("a", 10, 90)], [busy("b")], NOW) == Plan(free=0)
+    assert plan(HOST, [WaitingModel("a", 10, 90)], [busy("b")], NOW) == CapacityPlan(free=0)
 
 
 def test_one_that_does_not_fit_waits_and_hears_why() -> None:
-    found = plan(HOST, [Waiting("a", 10, 90)], [busy("b"), busy("c")], NOW)
+    found = plan(HOST, [WaitingModel("a", 10, 90)], [busy("b"), busy("c")], NOW)
     assert found.yielding == frozenset()
     assert found.refused["a"].startswith("no room: it needs 0.0 GiB, 0.0 GiB is free, and no model")
 
 
 def test_one_that_is_larger_than_the_host_never_starts_and_hears_by_how_many_bytes() -> None:
-    found = plan(HOST, [Waiting("a", 25, 90)], [], NOW)
+    found = plan(HOST, [WaitingModel("a", 25, 90)], [], NOW)
     assert found.never == {
         "a": "model a needs 25 bytes of memory, 5 more than the 20 that all models may take"
     }
 
 
 def test_the_least_important_idle_one_ends_then_the_one_idle_longest() -> None:
-    waiting = [Waiting("a", 5, 90)]
+    waiting = [WaitingModel("a", 5, 90)]
     by_time = [idle("b", idle_s=20), idle("c", idle_s=60)]
     assert plan(HOST, waiting, by_time, NOW).yielding == {"c"}
     by_priority = [idle("b", idle_s=20, priority=1), idle("c", idle_s=60)]
@@ -48,38 +48,38 @@ def test_the_least_important_idle_one_ends_then_the_one_idle_longest() -> None:
 
 def test_no_more_end_than_must() -> None:
     residents = [idle("b", claim=4, idle_s=90), idle("c", claim=16, idle_s=60)]
-    assert plan(HOST, [Waiting("a", 12, 90)], residents, NOW).yielding == {"c"}
+    assert plan(HOST, [WaitingModel("a", 12, 90)], residents, NOW).yielding == {"c"}
 
 
 def test_nobody_ends_in_vain() -> None:
     residents = [idle("b", claim=5), busy("c", claim=15)]
-    assert plan(HOST, [Waiting("a", 12, 90)], residents, NOW).yielding == frozenset()
+    assert plan(HOST, [WaitingModel("a", 12, 90)], residents, NOW).yielding == frozenset()
 
 
 def test_one_that_ends_already_is_not_joined_by_another() -> None:
-    leaving = Resident("b", 10, since=99, stay_s=10, leaving=True)
-    assert plan(HOST, [Waiting("a", 10, 90)], [leaving, idle("c")], NOW).yielding == {"b"}
+    leaving = ResidentModel("b", 10, since=99, stay_s=10, leaving=True)
+    assert plan(HOST, [WaitingModel("a", 10, 90)], [leaving, idle("c")], NOW).yielding == {"b"}
 
 
 def test_one_that_has_just_started_stays_for_a_while() -> None:
-    young = Resident("b", 20, since=95, stay_s=10, idle_s=5)
-    assert plan(HOST, [Waiting("a", 10, 90)], [young], NOW).yielding == frozenset()
-    assert plan(HOST, [Waiting("a", 10, 90)], [young], NOW + 5).yielding == {"b"}
+    young = ResidentModel("b", 20, since=95, stay_s=10, idle_s=5)
+    assert plan(HOST, [WaitingModel("a", 10, 90)], [young], NOW).yielding == frozenset()
+    assert plan(HOST, [WaitingModel("a", 10, 90)], [young], NOW + 5).yielding == {"b"}
 
 
-def parked(name: str, claim: int = 10, idle_s: float = 50) -> Resident:
-    return Resident(name, claim, since=99, stay_s=10, idle_s=idle_s, kept=True, parked=True)
+def parked(name: str, claim: int = 10, idle_s: float = 50) -> ResidentModel:
+    return ResidentModel(name, claim, since=99, stay_s=10, idle_s=idle_s, kept=True, parked=True)
 
 
 def test_parked_ones_end_before_idle_ones_those_first_that_rest_longest() -> None:
-    waiting = [Waiting("a", 5, 90)]
+    waiting = [WaitingModel("a", 5, 90)]
     residents = [parked("b", 4, 20), parked("c", 4, 30), idle("d", 12, 90)]
     assert plan(HOST, waiting, residents, NOW).yielding == {"b", "c"}
 
 
 def test_a_parked_one_that_wakes_is_not_ended_for_itself_but_for_who_came_first() -> None:
     residents = [parked("a", 8), parked("b", 8)]
-    waiting = [Waiting("b", 8, 95), Waiting("a", 8, 90)]
+    waiting = [WaitingModel("b", 8, 95), WaitingModel("a", 8, 90)]
     found = plan(HOST, waiting, residents, NOW)
     assert found.yielding == {"b"}
     assert set(found.refused) == {"a", "b"}
@@ -87,26 +87,26 @@ def test_a_parked_one_that_wakes_is_not_ended_for_itself_but_for_who_came_first(
 
 
 def test_who_has_waited_longest_starts_first() -> None:
-    waiting = [Waiting("late", 10, 95), Waiting("early", 10, 90)]
+    waiting = [WaitingModel("late", 10, 95), WaitingModel("early", 10, 90)]
     assert list(plan(HOST, waiting, [busy("b")], NOW).refused) == ["late"]
 
 
 def test_one_that_came_later_takes_no_room_that_the_first_will_need() -> None:
-    waiting = [Waiting("large", 16, 90), Waiting("small", 5, 95)]
+    waiting = [WaitingModel("large", 16, 90), WaitingModel("small", 5, 95)]
     assert set(plan(HOST, waiting, [busy("b")], NOW).refused) == {"large", "small"}
 
 
 def test_one_that_came_later_starts_beside_the_first_ones_room() -> None:
-    waiting = [Waiting("large", 16, 90), Waiting("small", 4, 95)]
+    waiting = [WaitingModel("large", 16, 90), WaitingModel("small", 4, 95)]
     assert set(plan(HOST, waiting, [busy("b")], NOW).refused) == {"large"}
     taken = [busy("b"), busy("small", claim=4, since=95)]
-    waiting = [Waiting("large", 16, 90), Waiting("smaller", 2, 96)]
+    waiting = [WaitingModel("large", 16, 90), WaitingModel("smaller", 2, 96)]
     assert set(plan(HOST, waiting, taken, NOW).refused) == {"large", "smaller"}
 
 
 def test_one_that_can_never_come_in_keeps_nobody_else_out() -> None:
-    pinned = Resident("b", 10, since=0, stay_s=0, idle_s=90, pinned=True)
-    waiting = [Waiting("large", 16, 90), Waiting("small", 10, 95)]
+    pinned = ResidentModel("b", 10, since=0, stay_s=0, idle_s=90, pinned=True)
+    waiting = [WaitingModel("large", 16, 90), WaitingModel("small", 10, 95)]
     found = plan(HOST, waiting, [pinned], NOW)
     assert set(found.refused) == {"large"}
     assert found.refused["large"].endswith("the rest is taken for good")
@@ -114,14 +114,14 @@ def test_one_that_can_never_come_in_keeps_nobody_else_out() -> None:
 
 
 def test_what_is_not_ready_has_its_memory_still_to_take() -> None:
-    starting = Resident("b", 10, since=99, stay_s=10, ready=False, kept=True)
-    assert free(Host(total=100, available=15), [starting]) == 5
-    assert free(Host(total=12, available=15), [starting]) == 2
+    starting = ResidentModel("b", 10, since=99, stay_s=10, ready=False, kept=True)
+    assert free(HostCapacity(total=100, available=15), [starting]) == 5
+    assert free(HostCapacity(total=12, available=15), [starting]) == 2
 
 
 RESIDENTS = st.lists(
     st.builds(
-        Resident,
+        ResidentModel,
         name=st.uuids().map(str),
         claim=st.integers(1, 10),
         since=st.floats(0, NOW),
@@ -137,22 +137,24 @@ RESIDENTS = st.lists(
     max_size=6,
 )
 WAITING = st.lists(
-    st.builds(Waiting, name=st.uuids().map(str), claim=st.integers(1, 25), since=st.floats(0, NOW)),
+    st.builds(
+        WaitingModel, name=st.uuids().map(str), claim=st.integers(1, 25), since=st.floats(0, NOW)
+    ),
     max_size=5,
 )
 
 
 def test_a_parked_one_that_leaves_is_counted_once() -> None:
     residents = [replace(parked("a", 1), leaving=True), parked("b", 10)]
-    found = plan(Host(20, 0), [Waiting("c", 12, 0.0)], residents, NOW)
+    found = plan(HostCapacity(20, 0), [WaitingModel("c", 12, 0.0)], residents, NOW)
     assert found.yielding == {"a"}, "the other's end would not be enough"
 
 
 @given(WAITING, RESIDENTS, st.integers(0, 60))
 def test_whatever_there_is_the_host_holds_it_and_nobody_in_use_ends(
-    waiting: list[Waiting], residents: list[Resident], available: int
+    waiting: list[WaitingModel], residents: list[ResidentModel], available: int
 ) -> None:
-    host = Host(20, available)
+    host = HostCapacity(20, available)
     found = plan(host, waiting, residents, NOW)
     starting = [
         one for one in waiting if one.name not in found.refused and one.name not in found.never
@@ -187,13 +189,13 @@ def test_everyone_who_waits_gets_in_while_others_come_again_and_again(data: st.D
     longest = 0.0
     for now in range(400):
         residents = [
-            Resident(
+            ResidentModel(
                 name, claim[name], since, 4, idle_s=max(0.0, now - since - 3),
                 kept=now - since < 3,
             )
             for name, since in there.items()
         ]  # fmt: skip
-        waiting = [Waiting(name, claim[name], since) for name, since in wants.items()]
+        waiting = [WaitingModel(name, claim[name], since) for name, since in wants.items()]
         found = plan(HOST, waiting, residents, now)
         for name in found.yielding:
             del there[name]

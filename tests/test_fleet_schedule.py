@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.schedule import Floor, floor_at, parse_cron, zone_of
+from kvmig.fleet.schedule import ScheduledFloor, floor_at, parse_cron, zone_of
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,15 @@ def at(moment: str) -> float:
 
 
 def test_the_largest_floor_holds() -> None:
-    schedule = [Floor(during="* 8-17 * * *", min=1), Floor(during="* 12 * * *", min=3)]
+    schedule = [
+        ScheduledFloor(during="* 8-17 * * *", min=1),
+        ScheduledFloor(during="* 12 * * *", min=3),
+    ]
     floors = [floor_at(schedule, at(f"2026-11-23 {time}")) for time in ("07:59", "08:00", "12:30")]
     assert floors == [0, 1, 3]
 
 
 def test_hours_are_the_timezones_also_in_summer() -> None:
-    schedule = [Floor(during="* 8 * * *", min=1, timezone="Europe/Berlin")]
+    schedule = [ScheduledFloor(during="* 8 * * *", min=1, timezone="Europe/Berlin")]
     moments = ("2026-11-23 07:30", "2026-11-23 08:30", "2026-07-01 06:30", "2026-07-01 07:30")
     assert [floor_at(schedule, at(moment)) for moment in moments] == [1, 0, 1, 0]

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.spec import Instances, Spec, changes, fleet_of, merged, read_yaml, spec_of
+from kvmig.fleet.spec import (
+    InstanceCounts,
+    ModelSpec,
+    changes,
+    fleet_of,
+    merged,
+    read_yaml,
+    spec_of,
+)
 
 
 def given(**more: Any) -> dict[str, Any]:
@@ -25,7 +33,7 @@ def scheduled(**floor: Any) -> dict[str, Any]:
 
 def test_little_is_needed() -> None:
     spec = spec_of(given())
-    assert spec == Spec(name="qwen", source=f"path:{Path.cwd()}")
+    assert spec == ModelSpec(name="qwen", source=f"path:{Path.cwd()}")
     assert spec.folder == str(Path.cwd())
 
 
@@ -37,7 +45,7 @@ def test_flags_may_be_one_text() -> None:
 
 def test_it_is_the_same_after_json() -> None:
     spec = spec_of(given(aliases=["a"], instances={"min": 1, "max": 3}))
-    assert msgspec.json.decode(msgspec.json.encode(spec), type=Spec) == spec
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=ModelSpec) == spec
 
 
 @pytest.mark.parametrize(
@@ -140,7 +148,7 @@ def test_a_file_of_another_shape_is_refused(file: Any) -> None:
 
 
 def test_instances_have_usual_numbers() -> None:
-    assert (Instances().min, Instances().max) == (0, 1)
+    assert (InstanceCounts().min, InstanceCounts().max) == (0, 1)
 
 
 def test_an_alias_may_stand_for_several_models() -> None:
@@ -206,7 +214,7 @@ def test_a_good_spec_is_taken_and_survives_the_database(good: dict[str, Any]) ->
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-WORDS = st.sampled_from([*Spec.__struct_fields__, *Instances.__struct_fields__, "models"])
+WORDS = st.sampled_from([*ModelSpec.__struct_fields__, *InstanceCounts.__struct_fields__, "models"])
 ANYTHING = st.recursive(
     SCALARS, lambda some: st.lists(some) | st.dictionaries(WORDS | st.text(), some), max_leaves=20
 )

@@ -30,14 +30,14 @@ from kvmig.accounts.keys import KeyGrant, KeyIndex, KeyTerms, ModelQuota, quotas
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.callers import who_calls, who_reads
-from kvmig.fleet.controller import Model, Models
+from kvmig.fleet.controller import ManagedModel, ModelController
 from kvmig.fleet.ledger import FIELDS, sums
-from kvmig.fleet.placement_controller import Replacer, Wanted
+from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.quotas import left
-from kvmig.fleet.retention import Retention, day_before, prune
+from kvmig.fleet.retention import UsageRetention, day_before, prune
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import Spec, fleet_of, spec_of
-from kvmig.fleet.store import MOST_KEEP_S, Actor, ModelRow, NotThere, Store, Taken
+from kvmig.fleet.spec import ModelSpec, fleet_of, spec_of
+from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.placement.executor import ReplaceFailed
 from kvmig.proxy.messages import QuotaLeft
@@ -55,29 +55,31 @@ Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
-class Backend:
+class ApiBackend:
     """What the routes work on."""
 
     settings: FleetSettings
-    store: Store
+    store: FleetStore
     thread: Executor
     """One thread, the store's."""
-    models: Models
+    models: ModelController
     changed: Callable[[], Awaitable[None]]
     """To be awaited after every change of the catalogue or of keys."""
-    check: Callable[[Spec], Awaitable[None]]
+    check: Callable[[ModelSpec], Awaitable[None]]
     """Lets a model's engine read its flags; raises ConfigError."""
     keys: Callable[[], KeyIndex]
     """Those that let calls in now."""
     metrics: Callable[[], Awaitable[bytes]]
     """The whole fleet's, as Prometheus reads them."""
-    replacer: Replacer = field(init=False)
-    retention: Retention = field(init=False)
+    replacer: PlacementController = field(init=False)
+    retention: UsageRetention = field(init=False)
 
     def __post_init__(self) -> None:
-        self.replacer = Replacer(self.models)
+        self.replacer = PlacementController(self.models)
         database = self.store.database
-        self.retention = Retention(lambda *args: self.stored(prune, database, *args), time.time)
+        self.retention = UsageRetention(
+            lambda *args: self.stored(prune, database, *args), time.time
+        )
 
     async def stored(
         self, call: Callable[Parameters, Result], *args: Parameters.args, **kw: Parameters.kwargs
@@ -90,7 +92,7 @@ class Backend:
         """Of a model. Raises NotThere."""
         return await self.stored(self.store.model, name)
 
-    async def checked(self, specs: Sequence[Spec]) -> None:
+    async def checked(self, specs: Sequence[ModelSpec]) -> None:
         """Let engines read the flags of models that are new or start otherwise; all must fit here.
 
         Raises ConfigError, StoreError.
@@ -106,10 +108,10 @@ class Backend:
         return model_json(row, self.models.shown(row.name), self.models)
 
 
-def make_app(backend: Backend) -> FastAPI:
+def make_app(backend: ApiBackend) -> FastAPI:
     """The application."""
 
-    async def actor(request: Request) -> Actor:
+    async def actor(request: Request) -> OrderActor:
         return who_calls(request, backend.keys(), time.time())
 
     app = FastAPI(
@@ -135,12 +137,12 @@ def make_app(backend: Backend) -> FastAPI:
     return app
 
 
-def fleet_api(backend: Backend, caller: Any) -> APIRouter:
+def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     """Routes of the fleet as a whole. caller: who calls."""
     api, store, models = APIRouter(), backend.store, backend.models
 
     @api.get("/status")
-    async def status(_: Actor = caller) -> Body:
+    async def status(_: OrderActor = caller) -> Body:
         """The fleet at a glance."""
         return {
             "address": f"http://{backend.settings.host}:{backend.settings.port}",
@@ -153,12 +155,12 @@ def fleet_api(backend: Backend, caller: Any) -> APIRouter:
         }
 
     @api.get("/metrics", response_class=Response)
-    async def metrics(_: Actor = caller) -> Response:
+    async def metrics(_: OrderActor = caller) -> Response:
         """Of all models, proxies and the server, as Prometheus reads them."""
         return Response(await backend.metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @api.post("/apply")
-    async def apply(body: ApplyBody, actor: Actor = caller) -> Body:
+    async def apply(body: ApplyBody, actor: OrderActor = caller) -> Body:
         """Make the catalogue what a file says."""
         fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
         await backend.checked(fleet.models)
@@ -170,33 +172,35 @@ def fleet_api(backend: Backend, caller: Any) -> APIRouter:
         return {"data": msgspec.to_builtins(changes)}
 
     @api.get("/aliases")
-    async def list_aliases(_: Actor = caller) -> Body:
+    async def list_aliases(_: OrderActor = caller) -> Body:
         """Names that stand for models by weights; a model's own other names are in its spec."""
         return {"data": (await backend.stored(store.fleet)).aliases}
 
     @api.put("/aliases/{name:path}")
-    async def set_alias(name: str, body: AliasBody, actor: Actor = caller) -> Body:
+    async def set_alias(name: str, body: AliasBody, actor: OrderActor = caller) -> Body:
         """Let a name stand for models: of how many requests each gets how many."""
         await backend.stored(store.set_alias, name, body.targets, actor)
         await backend.changed()
         return {"name": name, "targets": body.targets}
 
     @api.delete("/aliases/{name:path}")
-    async def remove_alias(name: str, actor: Actor = caller) -> Body:
+    async def remove_alias(name: str, actor: OrderActor = caller) -> Body:
         """Let it stand for nothing."""
         await backend.stored(store.set_alias, name, {}, actor)
         await backend.changed()
         return {"name": name}
 
     @api.get("/audit")
-    async def audit(limit: Annotated[int, Query(ge=1, le=1000)] = 100, _: Actor = caller) -> Body:
+    async def audit(
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100, _: OrderActor = caller
+    ) -> Body:
         """Who changed what, newest first."""
         return {"data": msgspec.to_builtins(await backend.stored(store.audit, None, limit))}
 
     backing_up = asyncio.Lock()
 
     @api.post("/backup")
-    async def backup(body: BackupBody, _: Actor = caller) -> Body:
+    async def backup(body: BackupBody, _: OrderActor = caller) -> Body:
         """Copy the database to a path on the server's disk."""
         async with backing_up:  # the store's thread goes on with orders meanwhile
             await asyncio.to_thread(store.backup, Path(body.path))
@@ -205,7 +209,7 @@ def fleet_api(backend: Backend, caller: Any) -> APIRouter:
     return api
 
 
-def usage_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
+def usage_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
     """Routes of the ledger. reader: see `who_reads`."""
     api, store = APIRouter(prefix="/usage"), backend.store
 
@@ -230,7 +234,7 @@ def usage_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
         return {"data": await backend.stored(sums, store.database, fields, since, until, user)}
 
     @api.post("/prune")
-    async def prune_usage(body: PruneBody, actor: Actor = caller) -> Body:
+    async def prune_usage(body: PruneBody, actor: OrderActor = caller) -> Body:
         """Delete rows of calls that began before a day (UTC) and are over; the days' sums stay.
 
         `more`: time was up before all were deleted; ask again.
@@ -244,17 +248,17 @@ def usage_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
     return api
 
 
-def models_api(backend: Backend, caller: Any) -> APIRouter:
+def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
     """Routes of the catalogue. A name may hold slashes, so what follows it comes first here."""
     api, store, models = APIRouter(prefix="/models"), backend.store, backend.models
 
     @api.get("")
-    async def list_models(_: Actor = caller) -> Body:
+    async def list_models(_: OrderActor = caller) -> Body:
         """All models of the catalogue."""
         return {"data": [backend.shown(row) for row in await backend.stored(store.models)]}
 
     @api.post("", status_code=HTTPStatus.CREATED)
-    async def add_model(body: Body, actor: Actor = caller) -> Body:
+    async def add_model(body: Body, actor: OrderActor = caller) -> Body:
         """Put one into the catalogue: the specification as a fleet's file has it."""
         spec = spec_of(body)
         await backend.checked([spec])
@@ -263,31 +267,31 @@ def models_api(backend: Backend, caller: Any) -> APIRouter:
         return backend.shown(row)
 
     @api.post("/{name:path}/scale")
-    async def scale(name: str, body: ScaleBody, actor: Actor = caller) -> Body:
+    async def scale(name: str, body: ScaleBody, actor: OrderActor = caller) -> Body:
         """Set the least and the greatest number of instances."""
         row = await backend.stored(store.scale, name, actor, least=body.min, most=body.max)
         await backend.changed()
         return backend.shown(row)
 
     @api.post("/{name:path}/switch")
-    async def switch(name: str, body: SwitchBody, actor: Actor = caller) -> Body:
+    async def switch(name: str, body: SwitchBody, actor: OrderActor = caller) -> Body:
         """Let it serve or not; when it is switched off, its requests end first."""
         row = await backend.stored(store.switch, name, actor, on=body.on)
         await backend.changed()
         return backend.shown(row)
 
     @api.post("/{name:path}/wake")
-    async def wake(name: str, _: Actor = caller) -> Body:
+    async def wake(name: str, _: OrderActor = caller) -> Body:
         """Start it now, also where a start has failed."""
         row = await backend.row(name)
         if not row.on:
-            raise Taken(f"model {name} is off")
+            raise NameTaken(f"model {name} is off")
         models.wake(name)
         return backend.shown(row)
 
     @api.get("/{name:path}/logs")
     async def logs(
-        name: str, lines: Annotated[int, Query(ge=1, le=LOG_LINES)] = 50, _: Actor = caller
+        name: str, lines: Annotated[int, Query(ge=1, le=LOG_LINES)] = 50, _: OrderActor = caller
     ) -> Body:
         """The last lines that its processes have printed."""
         await backend.row(name)
@@ -295,14 +299,14 @@ def models_api(backend: Backend, caller: Any) -> APIRouter:
         return {"data": await anyio.to_thread.run_sync(last_lines, path, lines)}
 
     @api.delete("/{name:path}")
-    async def remove_model(name: str, actor: Actor = caller) -> Body:
+    async def remove_model(name: str, actor: OrderActor = caller) -> Body:
         """Take it out of the catalogue; its requests end first."""
         await backend.stored(store.remove_model, name, actor)
         await backend.changed()
         return {"name": name}
 
     @api.get("/{name:path}")
-    async def show_model(name: str, _: Actor = caller) -> Body:
+    async def show_model(name: str, _: OrderActor = caller) -> Body:
         """One, with its revisions and what was decided about it."""
         row = await backend.row(name)
         events = [msgspec.to_builtins(one) for one in models.events if one.model == name]
@@ -313,27 +317,27 @@ def models_api(backend: Backend, caller: Any) -> APIRouter:
     return api
 
 
-def placement_api(backend: Backend, caller: Any) -> APIRouter:
+def placement_api(backend: ApiBackend, caller: Any) -> APIRouter:
     """Routes of the placement: which instances are in which units."""
     api, store, replacer = APIRouter(prefix="/placement"), backend.store, backend.replacer
 
     @api.get("")
-    async def show(_: Actor = caller) -> Body:
+    async def show(_: OrderActor = caller) -> Body:
         """The one that is wanted, and how it stands."""
         return cast("Body", msgspec.to_builtins(replacer.standing()))
 
     @api.put("")
-    async def want(body: PlacementBody, actor: Actor = caller) -> Body:
+    async def want(body: PlacementBody, actor: OrderActor = caller) -> Body:
         """Take the models that run to a placement, while they serve; 409 while another one is on
         its way. The answer is the plan, in words."""
 
-        async def keep(wanted: Wanted) -> None:
+        async def keep(wanted: DesiredPlacement) -> None:
             await backend.stored(store.set_placement, msgspec.to_builtins(wanted), actor)
 
         return {"plan": await replacer.want(body.placement, None if body.dry_run else keep)}
 
     @api.delete("")
-    async def drop(actor: Actor = caller) -> Body:
+    async def drop(actor: OrderActor = caller) -> Body:
         """Want none: instances stay where they are, and come and go by their models' own rules."""
         await backend.stored(store.set_placement, None, actor)
         await replacer.take(None)
@@ -342,23 +346,23 @@ def placement_api(backend: Backend, caller: Any) -> APIRouter:
     return api
 
 
-def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
+def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
     """Routes of users and keys. reader: see `who_reads`."""
     api, store = APIRouter(), backend.store
 
     @api.get("/users")
-    async def list_users(_: Actor = caller) -> Body:
+    async def list_users(_: OrderActor = caller) -> Body:
         """All users."""
         return {"data": msgspec.to_builtins(await backend.stored(store.users))}
 
     @api.post("/users", status_code=HTTPStatus.CREATED)
-    async def add_user(body: UserBody, actor: Actor = caller) -> Body:
+    async def add_user(body: UserBody, actor: OrderActor = caller) -> Body:
         """Make one."""
         await backend.stored(store.add_user, body.name, body.role, actor)
         return {"name": body.name, "role": body.role}
 
     @api.patch("/users/{name:path}")
-    async def set_user(name: str, body: UserChange, actor: Actor = caller) -> Body:
+    async def set_user(name: str, body: UserChange, actor: OrderActor = caller) -> Body:
         """Change a role, limits, or refuse all of the user's keys until they are enabled again."""
         limits = body.model_dump(include=set(LimitsBody.model_fields), exclude_unset=True)
         row = await backend.stored(
@@ -388,7 +392,7 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
         }
 
     @api.post("/keys", status_code=HTTPStatus.CREATED)
-    async def add_key(body: KeyBody, actor: Actor = caller) -> Body:
+    async def add_key(body: KeyBody, actor: OrderActor = caller) -> Body:
         """Make one; the answer shows it this once."""
         limits = body.model_dump(include=set(LimitsBody.model_fields))
         quotas = {name: one for name, one in limits.pop("quotas").items() if one is not None}
@@ -406,7 +410,7 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
         return {"key": key, "prefix": row.prefix}
 
     @api.patch("/keys/{prefix}")
-    async def limit_key(prefix: str, body: LimitsBody, actor: Actor = caller) -> Body:
+    async def limit_key(prefix: str, body: LimitsBody, actor: OrderActor = caller) -> Body:
         """Change the limits that the body names; all proxies know within a second."""
         limits = body.model_dump(exclude_unset=True)
         row = await backend.stored(store.limit_key, prefix, limits, actor)
@@ -417,7 +421,7 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
     async def rotate_key(
         prefix: str,
         keep_s: Annotated[float, Query(ge=0, le=MOST_KEEP_S, allow_inf_nan=False)] = 0.0,
-        actor: Actor = caller,
+        actor: OrderActor = caller,
     ) -> Body:
         """Make another with the same rights; this one is refused, after `keep_s`."""
         row, key = await backend.stored(store.rotate_key, prefix, actor, keep_s=keep_s)
@@ -425,7 +429,7 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
         return {"key": key, "prefix": row.prefix}
 
     @api.delete("/keys/{prefix}")
-    async def revoke_key(prefix: str, actor: Actor = caller) -> Body:
+    async def revoke_key(prefix: str, actor: OrderActor = caller) -> Body:
         """Refuse it everywhere, within a second."""
         await backend.stored(store.revoke_key, prefix, actor)
         await backend.changed()
@@ -434,7 +438,7 @@ def accounts_api(backend: Backend, caller: Any, reader: Any) -> APIRouter:
     return api
 
 
-def started_as(spec: Spec) -> tuple[object, ...]:
+def started_as(spec: ModelSpec) -> tuple[object, ...]:
     """What decides a deployment's command line."""
     return spec.engine, spec.source, spec.flags, spec.adapters, spec.instances
 
@@ -574,7 +578,7 @@ class BackupBody(BaseModel):
 # -- what goes out
 
 
-def model_json(row: ModelRow, model: Model | None, models: Models) -> Body:
+def model_json(row: ModelRow, model: ManagedModel | None, models: ModelController) -> Body:
     """A model as the API shows it."""
     now = {"state": "zero", "why": "", "serving": 0, "running": 0, "held": 0, "start_s": None}
     if model is not None:
@@ -633,7 +637,7 @@ def last_lines(path: Path, lines: int) -> list[str]:
 STATUS: dict[type[Exception], HTTPStatus] = {
     ConfigError: HTTPStatus.BAD_REQUEST,
     NotThere: HTTPStatus.NOT_FOUND,
-    Taken: HTTPStatus.CONFLICT,
+    NameTaken: HTTPStatus.CONFLICT,
     StoreError: HTTPStatus.SERVICE_UNAVAILABLE,
     ReplaceFailed: HTTPStatus.SERVICE_UNAVAILABLE,
 }

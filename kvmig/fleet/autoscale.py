@@ -33,7 +33,7 @@ GROWTH = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class DemandSample:
     """What a proxy counted in the `seconds` before `at`."""
 
     at: float
@@ -43,13 +43,13 @@ class Sample:
     arrivals: int = 0
 
 
-class Window:
+class DemandWindow:
     """The samples of all proxies that the longer window needs."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[DemandSample] = deque()
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: DemandSample) -> None:
         """Add a sample, in any order; drop those that are too old."""
         self._samples.append(sample)
         while self._samples and self._samples[0].at < sample.at - STABLE_S - PANIC_S:
@@ -68,7 +68,7 @@ class Window:
         return (self.concurrency if kind == "concurrency" else self.rate)(now, span_s)
 
 
-def _part(sample: Sample, now: float, span_s: float) -> float:
+def _part(sample: DemandSample, now: float, span_s: float) -> float:
     """How much of a sample's time lies in the window, 0 to 1."""
     begin = max(sample.at - sample.seconds, now - span_s)
     inside = min(sample.at, now) - begin
@@ -87,7 +87,7 @@ class ScalingRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ObservedDemand:
     """What is seen of it now."""
 
     ready: int
@@ -105,7 +105,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
+class ScalingDecision:
     """What was decided last."""
 
     wanted: int = 1
@@ -116,7 +116,9 @@ class Scaling:
     panic_until: float = field(default=-math.inf)
 
 
-def decide(before: Scaling, rule: ScalingRule, demand: Demand, now: float) -> Scaling:
+def decide(
+    before: ScalingDecision, rule: ScalingRule, demand: ObservedDemand, now: float
+) -> ScalingDecision:
     """How many instances, at least one. now: seconds of any steady clock."""
     panic_until = before.panic_until
     stable, panic = (math.ceil(load / rule.target) for load in (demand.stable, demand.panic))
@@ -141,10 +143,12 @@ def decide(before: Scaling, rule: ScalingRule, demand: Demand, now: float) -> Sc
         return replace(before, panic_until=panic_until)
     way = "up" if wanted > before.wanted else "down"
     said = f"{way} to {wanted}: {SAID.get(reason, why)}"
-    return Scaling(wanted, said, reason, now, panic_until)
+    return ScalingDecision(wanted, said, reason, now, panic_until)
 
 
-def _step_down(before: Scaling, rule: ScalingRule, wanted: int, demand: Demand, now: float) -> int:
+def _step_down(
+    before: ScalingDecision, rule: ScalingRule, wanted: int, demand: ObservedDemand, now: float
+) -> int:
     """One less at most, and not before the last change has shown what it does.
 
     What was ordered is done at once: no more than the rule allows.

@@ -12,18 +12,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, Scope, allows
-from kvmig.fleet.store import Actor
+from kvmig.fleet.store import OrderActor
 
 FORWARDED = "x-forwarded-for"
 """The proxy says by it for whom it speaks; clients' own are dropped there."""
 
 
-def who_calls(request: Request, keys: KeyIndex, now: float) -> Actor:
+def who_calls(request: Request, keys: KeyIndex, now: float) -> OrderActor:
     """The caller of a call that may do everything. Raises HTTPException, 401 or 403."""
     grant = _granted(request, keys, now, "admin")
     if grant is None:
-        return Actor("local", "")
-    return Actor(f"{grant.user} ({grant.prefix})", request.headers[FORWARDED])
+        return OrderActor("local", "")
+    return OrderActor(f"{grant.user} ({grant.prefix})", request.headers[FORWARDED])
 
 
 def who_reads(request: Request, keys: KeyIndex, now: float) -> str | None:

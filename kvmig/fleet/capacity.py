@@ -20,7 +20,7 @@ STAY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostCapacity:
     """Memory, in bytes."""
 
     total: int
@@ -30,7 +30,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class ResidentModel:
     """A model whose deployment is there, or ordered."""
 
     name: str
@@ -56,7 +56,7 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingModel:
     """A model that would start now, or wake."""
 
     name: str
@@ -66,7 +66,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CapacityPlan:
     """What was decided."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Plan:
     """Bytes that are left then; 0 while anybody waits."""
 
 
-def free(host: Host, residents: Iterable[Resident]) -> int:
+def free(host: HostCapacity, residents: Iterable[ResidentModel]) -> int:
     """Bytes that the next one may take. Those that are not ready take theirs yet."""
     every = list(residents)
     claimed = sum(one.claim for one in every)
@@ -97,7 +97,12 @@ def too_large(name: str, claim: int, total: int) -> str:
     )
 
 
-def plan(host: Host, waiting: Iterable[Waiting], residents: Sequence[Resident], now: float) -> Plan:
+def plan(
+    host: HostCapacity,
+    waiting: Iterable[WaitingModel],
+    residents: Sequence[ResidentModel],
+    now: float,
+) -> CapacityPlan:
     """Which models start, wait (and why) or end. now: seconds of the clock of all `since`."""
     left = free(host, residents)
     going: set[str] = set()
@@ -105,7 +110,7 @@ def plan(host: Host, waiting: Iterable[Waiting], residents: Sequence[Resident], 
     pinned = sum(one.claim for one in residents if one.pinned)
     refused, never = {}, {}
     yielding: frozenset[str] = frozenset()
-    ahead: list[Waiting] = []
+    ahead: list[WaitingModel] = []
     for one in sorted(waiting, key=lambda one: (one.since, one.name)):
         if too_large(one.name, one.claim, host.total):
             never[one.name] = too_large(one.name, one.claim, host.total)
@@ -120,11 +125,14 @@ def plan(host: Host, waiting: Iterable[Waiting], residents: Sequence[Resident], 
                 yielding = _yielding(one.claim - left, others, now)
             refused[one.name] = _why(one, left, ahead, yielding)
             ahead.append(one)
-    return Plan(refused, never, yielding, 0 if ahead else left)
+    return CapacityPlan(refused, never, yielding, 0 if ahead else left)
 
 
 def _overtakes(
-    one: Waiting, ahead: Sequence[Waiting], host: Host, residents: Iterable[Resident]
+    one: WaitingModel,
+    ahead: Sequence[WaitingModel],
+    host: HostCapacity,
+    residents: Iterable[ResidentModel],
 ) -> bool:
     """Whether all that wait longer will have their room beside it, once the others have ended.
 
@@ -137,7 +145,7 @@ def _overtakes(
     return staying + sum(other.claim for other in ahead) + one.claim <= host.total
 
 
-def _yielding(lacking: int, residents: Iterable[Resident], now: float) -> frozenset[str]:
+def _yielding(lacking: int, residents: Iterable[ResidentModel], now: float) -> frozenset[str]:
     """The models whose end frees that many bytes; none if not enough may end."""
     every = list(residents)
     chosen = [one for one in every if one.leaving]
@@ -159,12 +167,14 @@ def _yielding(lacking: int, residents: Iterable[Resident], now: float) -> frozen
     return frozenset(one.name for one in chosen)
 
 
-def _may_end(one: Resident, now: float) -> bool:
+def _may_end(one: ResidentModel, now: float) -> bool:
     in_use = one.kept or one.pinned or one.leaving or not one.ready
     return not in_use and now - one.since >= one.stay_s
 
 
-def _why(one: Waiting, left: int, ahead: Sequence[Waiting], yielding: frozenset[str]) -> str:
+def _why(
+    one: WaitingModel, left: int, ahead: Sequence[WaitingModel], yielding: frozenset[str]
+) -> str:
     """Names no other model: a client may not know of it."""
     room = _no_room(one, left)
     if ahead:
@@ -172,5 +182,5 @@ def _why(one: Waiting, left: int, ahead: Sequence[Waiting], yielding: frozenset[
     return f"{room}; idle models end for it" if yielding else f"{room}, and no model may end yet"
 
 
-def _no_room(one: Waiting, left: int) -> str:
+def _no_room(one: WaitingModel, left: int) -> str:
     return f"no room: it needs {one.claim / GIB:.1f} GiB, {left / GIB:.1f} GiB is free"

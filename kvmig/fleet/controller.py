@@ -29,25 +29,33 @@ from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.fleet.autoscale import (
     PANIC_S,
     STABLE_S,
-    Demand,
-    Sample,
-    Scaling,
+    DemandSample,
+    DemandWindow,
+    ObservedDemand,
+    ScalingDecision,
     ScalingOrder,
     ScalingRule,
-    Window,
     counted,
     decide,
     next_order,
     one_less_holds,
 )
-from kvmig.fleet.capacity import STAY, STAY_S, Plan, Resident, Waiting, plan
-from kvmig.fleet.deployments import Watched
-from kvmig.fleet.host_memory import Memory
-from kvmig.fleet.lifecycle import Life, Seen, State, Wish, asks, awake, turn
-from kvmig.fleet.orders import Deployed, Ended, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.capacity import STAY, STAY_S, CapacityPlan, ResidentModel, WaitingModel, plan
+from kvmig.fleet.deployments import DeploymentWatcher
+from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.lifecycle import (
+    DesiredState,
+    ModelStatus,
+    ObservedState,
+    State,
+    awake,
+    reconcile,
+    wants_to_start,
+)
+from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import PATH, Spec
+from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.launcher.flags import priority_classes
 from kvmig.proxy.messages import ModelCard, ModelRoute, ModelWanted, ProxyDemand, RouteState
 
@@ -65,7 +73,7 @@ WANT_S = 2.0
 log = logging.getLogger(__name__)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class CatalogEntry(msgspec.Struct, frozen=True):
     """A model of the catalogue."""
 
     model_id: str
@@ -73,10 +81,10 @@ class Wanted(msgspec.Struct, frozen=True):
     name: str
     revision: int
     on: bool
-    spec: Spec
+    spec: ModelSpec
 
 
-class Note(msgspec.Struct, frozen=True):
+class DeploymentRecord(msgspec.Struct, frozen=True):
     """What init keeps of a deployment for the next server."""
 
     model_id: str
@@ -85,7 +93,7 @@ class Note(msgspec.Struct, frozen=True):
     socket: str
 
 
-class Event(msgspec.Struct, frozen=True):
+class ModelEvent(msgspec.Struct, frozen=True):
     """Something that was decided or that happened."""
 
     at: float
@@ -95,25 +103,25 @@ class Event(msgspec.Struct, frozen=True):
 
 
 @dataclass(eq=False)
-class Model:
+class ManagedModel:
     """One of them."""
 
-    wanted: Wanted
+    wanted: CatalogEntry
     claim: int = 0
     """Bytes of an instance."""
     parked_claim: int = 0
     """The same, parked."""
-    life: Life = field(default_factory=Life)
-    scaling: Scaling = field(default_factory=Scaling)
-    window: Window = field(default_factory=Window)
+    life: ModelStatus = field(default_factory=ModelStatus)
+    scaling: ScalingDecision = field(default_factory=ScalingDecision)
+    window: DemandWindow = field(default_factory=DemandWindow)
     deployment: str = ""
     """Empty: none runs, nor is one ordered."""
-    note: Note | None = None
+    note: DeploymentRecord | None = None
     pid: int = 0
-    watched: Watched | None = None
+    watched: DeploymentWatcher | None = None
     card: ModelCard = field(default_factory=ModelCard)
     """What its last deployment said of it; kept while there is none."""
-    ended: Ended | None = None
+    ended: DeploymentEnded | None = None
     """End of the last deployment, until a round has seen it."""
     asked_until: float = -math.inf
     """Time until which a request for it counts, since it was at zero."""
@@ -169,7 +177,7 @@ class Model:
 
 
 @dataclass(eq=False)
-class Proxy:
+class ConnectedProxy:
     """What a proxy has said."""
 
     version: int = 0
@@ -177,7 +185,7 @@ class Proxy:
     held: Mapping[str, int] = field(default_factory=dict)
 
 
-class Models:
+class ModelController:
     """Make it inside a running event loop; `run` it as a task."""
 
     def __init__(
@@ -185,7 +193,7 @@ class Models:
         settings: FleetSettings,
         order: Callable[[Order], None],
         tell: Callable[[Sequence[ModelRoute], Sequence[str]], int],
-        memory: Memory,
+        memory: MemoryBudget,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
     ) -> None:
@@ -194,7 +202,7 @@ class Models:
         memory: of the host. clock: steady. wall: Unix time.
         """
         self.memory = memory
-        self.events: deque[Event] = deque(maxlen=RECENT)
+        self.events: deque[ModelEvent] = deque(maxlen=RECENT)
         self.starts = 0
         """Deployments that were started by this server."""
         self._settings = settings
@@ -202,12 +210,12 @@ class Models:
         self._tell = tell
         self._clock = clock
         self._wall = wall
-        self._models: dict[str, Model] = {}
-        self._whose: dict[str, Model] = {}
+        self._models: dict[str, ManagedModel] = {}
+        self._whose: dict[str, ManagedModel] = {}
         """Models by deployment."""
-        self._proxies: dict[str, Proxy] = {}
+        self._proxies: dict[str, ConnectedProxy] = {}
         self._routes: dict[str, ModelRoute] = {}
-        self._plan = Plan()
+        self._plan = CapacityPlan()
         self._placed: Mapping[str, Sequence[str]] = {}
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
@@ -218,13 +226,13 @@ class Models:
 
     # -- what is heard
 
-    def take_catalogue(self, wanted: Iterable[Wanted]) -> None:
+    def take_catalogue(self, wanted: Iterable[CatalogEntry]) -> None:
         """Replace the desired catalogue."""
         named = {one.name: one for one in wanted}
         for name, one in named.items():
             model = self._models.get(name)
             if model is None:
-                model = self._models[name] = Model(one)
+                model = self._models[name] = ManagedModel(one)
             if model.wanted.spec != one.spec or not model.claim:
                 model.claim = self.memory.claim(one.spec)
                 model.parked_claim = self.memory.parked(one.spec)
@@ -244,7 +252,7 @@ class Models:
         self._placed = placed
         self._changed.set()
 
-    def take_news(self, news: Running | Started | Ended) -> None:
+    def take_news(self, news: Running | Started | DeploymentEnded) -> None:
         """Take news from the supervisor."""
         match news:
             case Running(deployments):
@@ -258,7 +266,7 @@ class Models:
             case Started(deployment, pid):
                 if (model := self._whose.get(deployment)) is not None:
                     model.pid = pid
-            case Ended(deployment):
+            case DeploymentEnded(deployment):
                 if (model := self._whose.pop(deployment, None)) is not None:
                     model.ended, model.deployment = news, ""
         self._changed.set()
@@ -271,14 +279,14 @@ class Models:
 
     def take_demand(self, proxy: str, demand: ProxyDemand) -> None:
         """Take a proxy's report of what it relays and holds."""
-        known = self._proxies.setdefault(proxy, Proxy())
+        known = self._proxies.setdefault(proxy, ConnectedProxy())
         known.version = demand.version
         known.running = {one.model: one.running for one in demand.models}
         known.held = {one.model: one.held for one in demand.models}
         now = self._clock()
         for one in demand.models:
             if (model := self._models.get(one.model)) is not None:
-                model.window.add(Sample(now, demand.seconds, one.request_s, one.arrivals))
+                model.window.add(DemandSample(now, demand.seconds, one.request_s, one.arrivals))
                 if one.arrivals or one.request_s:  # also what came and went between two looks
                     model.busy_at = now
         self._changed.set()
@@ -326,11 +334,11 @@ class Models:
         """Bytes that all deployments take."""
         return sum(model.claimed for model in self._models.values())
 
-    def every(self) -> list[Model]:
+    def every(self) -> list[ManagedModel]:
         """The models that there are."""
         return list(self._models.values())
 
-    def shown(self, name: str) -> Model | None:
+    def shown(self, name: str) -> ManagedModel | None:
         """One as it stands, for people."""
         return self._models.get(name)
 
@@ -385,9 +393,9 @@ class Models:
         for model in self._models.values():
             self._scale(model, now)
 
-    def _live(self, model: Model, seen: Seen, now: float) -> None:
+    def _live(self, model: ManagedModel, seen: ObservedState, now: float) -> None:
         before = model.life
-        model.life, action = turn(before, self._wish(model), seen, now)
+        model.life, action = reconcile(before, self._wish(model), seen, now)
         if model.life.state != before.state:
             yields = seen.yields and model.life.state == "emptying"
             self._entered(model, before, "to make room" if yields else "", now)
@@ -401,14 +409,14 @@ class Models:
             case "stop" | "kill":
                 self._order(Stop(model.deployment, kill=action == "kill"))
 
-    def _seen(self, model: Model, now: float) -> Seen:
+    def _seen(self, model: ManagedModel, now: float) -> ObservedState:
         name = model.wanted.name
         told = 0 if model.watched is None else model.watched.told.live
         running, held = max(told, self.running(name)), self.held(name)
         if running or held:
             model.busy_at = now
         ended, model.ended = model.ended, None
-        return Seen(
+        return ObservedState(
             deployment=bool(model.deployment),
             ready=model.serving > 0,
             tells=model.watched is not None and bool(model.watched.told.data),
@@ -423,16 +431,16 @@ class Models:
             and self.known_to_all(model.unrouted_at),
         )
 
-    def _make_room(self, seen: Mapping[str, Seen], now: float) -> Plan:
+    def _make_room(self, seen: Mapping[str, ObservedState], now: float) -> CapacityPlan:
         waiting, residents = [], []
         for name, model in self._models.items():
             life, wish = model.life, self._wish(model)
-            asking = asks(life, wish, seen[name], now)
+            asking = wants_to_start(life, wish, seen[name], now)
             if model.asks_since is None or not asking:
                 model.asks_since = now if asking else None
             if model.deployment:
                 residents.append(
-                    Resident(
+                    ResidentModel(
                         name,
                         model.claimed,
                         since=life.since,
@@ -450,10 +458,10 @@ class Models:
                 )
             if model.asks_since is not None:
                 more = model.claim * model.planned - model.claimed
-                waiting.append(Waiting(name, more, model.asks_since))
+                waiting.append(WaitingModel(name, more, model.asks_since))
         return plan(self.memory.host(), waiting, residents, now)
 
-    def _with_room(self, name: str, seen: Seen) -> Seen:
+    def _with_room(self, name: str, seen: ObservedState) -> ObservedState:
         made = self._plan
         return msgspec.structs.replace(
             seen,
@@ -462,9 +470,9 @@ class Models:
             yields=name in made.yielding,
         )
 
-    def _wish(self, model: Model) -> Wish:
+    def _wish(self, model: ManagedModel) -> DesiredState:
         spec = model.wanted.spec
-        return Wish(
+        return DesiredState(
             on=model.wanted.on and not model.former,
             least=max(spec.least, self._floor(spec), len(self._placed.get(spec.name, ()))),
             parks=spec.warm == "parked",
@@ -473,10 +481,10 @@ class Models:
             shutdown_timeout_s=self._settings.shutdown_timeout_s,
         )
 
-    def _floor(self, spec: Spec) -> int:
+    def _floor(self, spec: ModelSpec) -> int:
         return floor_at(spec.instances.schedule, self._wall())
 
-    def _entered(self, model: Model, before: Life, cause: str, now: float) -> None:
+    def _entered(self, model: ManagedModel, before: ModelStatus, cause: str, now: float) -> None:
         life, model.refused = model.life, ""
         model.entered[life.state] += 1
         model.evicted += bool(cause)
@@ -494,13 +502,13 @@ class Models:
         why = f": {life.why or cause}" if life.why or cause else ""
         self._note(model, f"{before.state} -> {life.state}{why}")
 
-    def _start(self, model: Model) -> None:
+    def _start(self, model: ManagedModel) -> None:
         wanted, deployment = model.wanted, secrets.token_hex(4)
         socket = str(self._settings.deployment(deployment))
-        note = Note(wanted.model_id, wanted.name, wanted.revision, socket)
+        note = DeploymentRecord(wanted.model_id, wanted.name, wanted.revision, socket)
         self._keep(model, deployment, note)
         units = self._placed.get(wanted.name, ())
-        model.scaling = Scaling(len(units) or max(1, wanted.spec.least))
+        model.scaling = ScalingDecision(len(units) or max(1, wanted.spec.least))
         self.starts += 1
         self._order(
             Start(
@@ -513,25 +521,25 @@ class Models:
         )
 
     def _adopt(self, one: Deployed) -> None:
-        note = msgspec.json.decode(one.note, type=Note)
+        note = msgspec.json.decode(one.note, type=DeploymentRecord)
         model = self._models.get(note.model)
         if model is None:  # it was removed, and its requests end first
-            spec = Spec(name=note.model, source=PATH)
-            gone = Wanted(note.model_id, note.model, note.revision, on=False, spec=spec)
-            model = self._models[note.model] = Model(gone, removed=True)
+            spec = ModelSpec(name=note.model, source=PATH)
+            gone = CatalogEntry(note.model_id, note.model, note.revision, on=False, spec=spec)
+            model = self._models[note.model] = ManagedModel(gone, removed=True)
         if model.deployment:  # two of one model: only one can have been ordered on purpose
             self._order(Stop(one.deployment))
             return
         self._keep(model, one.deployment, note)
         model.pid = one.pid
 
-    def _keep(self, model: Model, deployment: str, note: Note) -> None:
+    def _keep(self, model: ManagedModel, deployment: str, note: DeploymentRecord) -> None:
         model.deployment, model.note = deployment, note
-        model.watched = Watched(note.socket, self._changed.set)
+        model.watched = DeploymentWatcher(note.socket, self._changed.set)
         model.busy_at = self._clock()
         self._whose[deployment] = model
 
-    async def _rest(self, model: Model, watched: Watched, *, parks: bool) -> None:
+    async def _rest(self, model: ManagedModel, watched: DeploymentWatcher, *, parks: bool) -> None:
         try:
             await (watched.park() if parks else watched.unpark())
         except StartupError as error:
@@ -541,7 +549,7 @@ class Models:
 
     # -- instances
 
-    def _scale(self, model: Model, now: float) -> None:
+    def _scale(self, model: ManagedModel, now: float) -> None:
         watched = model.watched
         if watched is None or not self._scales(model, watched):
             return
@@ -558,7 +566,7 @@ class Models:
         work = self._set_instances(model, watched, order)
         model.ordering = asyncio.create_task(work, name=f"scale {model.wanted.name}")
 
-    def _scales(self, model: Model, watched: Watched) -> bool:
+    def _scales(self, model: ManagedModel, watched: DeploymentWatcher) -> bool:
         """Whether the number of its instances is decided here, and can be decided now."""
         spec = model.wanted.spec
         return (
@@ -568,11 +576,13 @@ class Models:
             and counted(watched.told.data) > 0
         )
 
-    def _demand(self, model: Model, watched: Watched, now: float) -> Demand:
+    def _demand(
+        self, model: ManagedModel, watched: DeploymentWatcher, now: float
+    ) -> ObservedDemand:
         spec, rows = model.wanted.spec, watched.told.data
         kind = scaling_rule(spec).kind
         most = max(counted(rows), model.scaling.wanted)
-        return Demand(
+        return ObservedDemand(
             ready=watched.serving,
             stable=model.window.load(kind, now, STABLE_S),
             panic=model.window.load(kind, now, PANIC_S),
@@ -581,7 +591,9 @@ class Models:
             room=most + self._plan.free // max(1, model.claim),
         )
 
-    async def _set_instances(self, model: Model, watched: Watched, order: ScalingOrder) -> None:
+    async def _set_instances(
+        self, model: ManagedModel, watched: DeploymentWatcher, order: ScalingOrder
+    ) -> None:
         """One step. Another instance takes the place of a failed one later."""
         try:
             if order.failed:
@@ -597,7 +609,7 @@ class Models:
             self._note(model, f"instances: {error}")
             await asyncio.sleep(PAUSE_S)
 
-    async def _drain_one(self, watched: Watched) -> None:
+    async def _drain_one(self, watched: DeploymentWatcher) -> None:
         """The one whose requests move fastest; the last one stays."""
         staying = [one for one in watched.told.data if one.state == "serving"]
         if len(staying) > 1:
@@ -620,7 +632,7 @@ class Models:
             if was.state == "ready" and (now is None or now.state != "ready"):
                 self._models[name].unrouted_at = version
 
-    def _route(self, model: Model) -> ModelRoute:
+    def _route(self, model: ManagedModel) -> ModelRoute:
         spec, life = model.wanted.spec, model.life
         ready = model.serving > 0 and not model.former
         state = route_state(model.wanted.on, life, ready, self._clock())
@@ -643,8 +655,8 @@ class Models:
             card=model.card,
         )
 
-    def _note(self, model: Model, what: str) -> None:
-        self.events.append(Event(self._wall(), model.wanted.name, what))
+    def _note(self, model: ManagedModel, what: str) -> None:
+        self.events.append(ModelEvent(self._wall(), model.wanted.name, what))
         log.info("%s: %s", model.wanted.name, what)
 
 
@@ -662,13 +674,13 @@ def classes_of(flags: tuple[str, ...]) -> tuple[PriorityClass, ...]:
         return (NORMAL,)
 
 
-def why_ended(ended: Ended) -> str:
+def why_ended(ended: DeploymentEnded) -> str:
     """A process that was killed has said nothing of it."""
     by_itself = ended.how.startswith("exit code") or ended.how.startswith("it can't")
     return ended.said if by_itself and ended.said else ended.how
 
 
-def route_state(on: bool, life: Life, ready: bool, now: float) -> RouteState:
+def route_state(on: bool, life: ModelStatus, ready: bool, now: float) -> RouteState:
     """What proxies are told of a model. A retry that is due is like a cold start."""
     if not on:
         return "off"
@@ -679,14 +691,14 @@ def route_state(on: bool, life: Life, ready: bool, now: float) -> RouteState:
     return "starting" if life.routed or life.state == "waking" else "cold"
 
 
-def scaling_rule(spec: Spec) -> ScalingRule:
+def scaling_rule(spec: ModelSpec) -> ScalingRule:
     """The rule of a spec whose target isn't freeness."""
     instances = spec.instances
     kind: Literal["concurrency", "rps"] = "rps" if instances.target_kind == "rps" else "concurrency"
     return ScalingRule(spec.least, instances.max, instances.target, kind)
 
 
-def _most(spec: Spec) -> int:
+def _most(spec: ModelSpec) -> int:
     """Instances that a deployment may be told to have, which may be more later.
 
     One that decides by freeness itself goes so far.
@@ -696,7 +708,7 @@ def _most(spec: Spec) -> int:
 
 
 def words(
-    wanted: Wanted, deployment: str, settings: FleetSettings, units: Sequence[str] = ()
+    wanted: CatalogEntry, deployment: str, settings: FleetSettings, units: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """A deployment's command line behind `kvmig.serve`. units: of its instances, in a placement."""
     spec, instances = wanted.spec, wanted.spec.instances

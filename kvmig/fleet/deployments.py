@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class ModelRow(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     """Of the list of its models. parent: of an adapter."""
 
     created: int = 0
@@ -45,10 +45,10 @@ class ModelRow(msgspec.Struct, frozen=True):
 class ModelList(msgspec.Struct, frozen=True):
     """The answer of /v1/models."""
 
-    data: tuple[ModelRow, ...] = ()
+    data: tuple[ServedModel, ...] = ()
 
 
-class Told(msgspec.Struct, frozen=True):
+class DeploymentEvent(msgspec.Struct, frozen=True):
     """Event `instances`."""
 
     live: int = 0
@@ -57,12 +57,12 @@ class Told(msgspec.Struct, frozen=True):
     data: tuple[InstanceRow, ...] = ()
 
 
-class Watched:
+class DeploymentWatcher:
     """Make it inside a running event loop; it follows the deployment's events until `close`."""
 
     def __init__(self, socket: str, changed: Callable[[], None]) -> None:
         """socket: its path. changed: called whenever something is told."""
-        self.told = Told()
+        self.told = DeploymentEvent()
         self.card: ModelCard | None = None
         """What it says of its model, once it serves and was asked."""
         self.migrations = 0
@@ -101,7 +101,7 @@ class Watched:
         Raises StartupError with its own sentence.
         """
         answer = await self._order("POST", f"{ADMIN}/instances", json={"count": count})
-        added = {one.id for one in msgspec.json.decode(answer, type=Told).data}
+        added = {one.id for one in msgspec.json.decode(answer, type=DeploymentEvent).data}
         await self._until(added, lambda: added <= {one.id for one in self.told.data})
 
     async def drain(self, instance: str) -> None:
@@ -152,7 +152,7 @@ class Watched:
                 async with self._http.stream("GET", f"{ADMIN}/events") as answer:
                     if answer.is_success:
                         await self._hear(answer)
-            self._take(Told())
+            self._take(DeploymentEvent())
             self.looked.set()
             await asyncio.sleep(RETRY_S)
 
@@ -163,14 +163,14 @@ class Watched:
             if field == "event":
                 event = value
             elif field == "data" and event == "instances":
-                self._take(msgspec.json.decode(value, type=Told))
+                self._take(msgspec.json.decode(value, type=DeploymentEvent))
                 self.looked.set()
             elif field == "data" and event == "migration":
                 self.migrations += '"state":"committed"' in value
             elif event == "closed":
                 return
 
-    def _take(self, told: Told) -> None:
+    def _take(self, told: DeploymentEvent) -> None:
         if told != self.told:
             self.told = told
             self._heard.set()

@@ -21,7 +21,7 @@ def low_below(total: int) -> int:
     return max(LOW_BYTES, int(total * LOW_PART))
 
 
-class Disks:
+class DiskWatch:
     """Of one server."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
@@ -60,9 +60,9 @@ class Disks:
         return found
 
 
-def disks_of(data: Path, database: Path | None) -> Disks:
+def disks_of(data: Path, database: Path | None) -> DiskWatch:
     """Of a fleet. database: SQLite's file, which may be on a disk of its own."""
     folders = {"data": data}
     if database is not None and database.parent != data:
         folders["database"] = database.parent
-    return Disks(folders)
+    return DiskWatch(folders)

@@ -6,8 +6,8 @@ Only the host's: what a model takes of a GPU's is the engine's business.
 from __future__ import annotations
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.capacity import Host, too_large
-from kvmig.fleet.spec import Spec
+from kvmig.fleet.capacity import HostCapacity, too_large
+from kvmig.fleet.spec import ModelSpec
 from kvmig.launcher.environment import (
     CPU_KV_MOST,
     available_memory,
@@ -19,7 +19,7 @@ from kvmig.launcher.environment import (
 TOY = 128 << 20
 
 
-class Memory:
+class MemoryBudget:
     """Of this host, for all models."""
 
     def __init__(self, most: int = 0, *, on_gpu: bool = False) -> None:
@@ -27,12 +27,12 @@ class Memory:
         self._most = most
         self._on_gpu = on_gpu
 
-    def host(self) -> Host:
+    def host(self) -> HostCapacity:
         """The host's memory as it is now. Raises ConfigError."""
         total = total_memory()
-        return Host(min(self._most, total) if self._most else total, available_memory())
+        return HostCapacity(min(self._most, total) if self._most else total, available_memory())
 
-    def claim(self, spec: Spec) -> int:
+    def claim(self, spec: ModelSpec) -> int:
         """Bytes of one instance: as its specification says, or estimated."""
         if spec.memory:
             return spec.memory
@@ -44,13 +44,13 @@ class Memory:
         kv = _number(spec, "--kv-cache-memory-bytes", CPU_KV_MOST if spec.engine == "vllm" else 0)
         return fixed_memory(workers, weights_of(spec.folder)) + workers * kv
 
-    def parked(self, spec: Spec) -> int:
+    def parked(self, spec: ModelSpec) -> int:
         """Bytes of one that is parked."""
         kv = _number(spec, "--kv-cache-memory-bytes", 0 if spec.memory else CPU_KV_MOST)
         workers = _number(spec, "--tensor-parallel-size", 1)
         return max(0, self.claim(spec) - workers * kv) if spec.engine == "vllm" else TOY // 2
 
-    def check(self, spec: Spec) -> None:
+    def check(self, spec: ModelSpec) -> None:
         """Raises ConfigError for a model that can never start, or be parked."""
         if spec.warm == "parked" and self._on_gpu:
             raise ConfigError(
@@ -62,7 +62,7 @@ class Memory:
             raise ConfigError(wrong)
 
 
-def _number(spec: Spec, flag: str, usual: int) -> int:
+def _number(spec: ModelSpec, flag: str, usual: int) -> int:
     """The number that a flag gives. usual: if it isn't given, or isn't a number."""
     found = usual
     for at, word in enumerate(spec.flags):

@@ -21,7 +21,7 @@ from sqlalchemy.engine import Connection
 from kvmig.accounts.usage import HandOver, SpooledRecord, UsageRecord, UsageSpool
 from kvmig.fleet.pruned import among
 from kvmig.fleet.quotas import settle
-from kvmig.fleet.tables import Database, api_keys, upsert, usage, usage_daily, users
+from kvmig.fleet.tables import FleetDatabase, api_keys, upsert, usage, usage_daily, users
 
 FIELDS = ("key", "user", "model", "day")
 """Fields by which sums can be grouped."""
@@ -32,7 +32,7 @@ COUNTS = ("prompt", "cached", "output")
 SUMS = ("calls", *COUNTS)
 
 
-class Merged(NamedTuple):
+class MergedRecords(NamedTuple):
     """What was taken of a spool."""
 
     records: int
@@ -44,7 +44,9 @@ class Merged(NamedTuple):
     """Rows that can't be read; they stay in the spool."""
 
 
-def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -> Merged:
+def merge(
+    database: FleetDatabase, spool: Path, over: bool = False, after: int = 0
+) -> MergedRecords:
     """Take AT_ONCE of a spool's records into the ledger, or as many as there are, from those with
     greater numbers than `after`. Raises StoreError, OSError.
 
@@ -54,7 +56,7 @@ def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -
     file = UsageSpool(spool)
     kept = file.rows(after, AT_ONCE)
     if not kept:
-        return Merged(0, {}, after)
+        return MergedRecords(0, {}, after)
     records = [one.record for one in kept if one.record is not None]
     tokens: Mapping[str, int] = {}
     if records:
@@ -62,10 +64,10 @@ def merge(database: Database, spool: Path, over: bool = False, after: int = 0) -
             tokens = _merge(connection, file.source, records, over)
     file.forget(one for one in kept if one.record and (over or one.record.ended is not None))
     unread = [one for one in kept if one.record is None]
-    return Merged(len(kept), tokens, kept[-1].seq, unread)
+    return MergedRecords(len(kept), tokens, kept[-1].seq, unread)
 
 
-def take(database: Database, handed: HandOver) -> Mapping[str, int]:
+def take(database: FleetDatabase, handed: HandOver) -> Mapping[str, int]:
     """Records that a front end couldn't write; tokens that are new, by the keys' ids.
 
     Raises StoreError.
@@ -145,7 +147,7 @@ def _day(unix: float) -> str:
 
 
 def sums(
-    database: Database,
+    database: FleetDatabase,
     by: Sequence[str],
     since: str = "",
     until: str = "",

@@ -10,7 +10,7 @@ failed with a sentence that says so, and starts again when it is wanted.
 A parked deployment has given the memory of its KV cache back. One that is wanted wakes, given room;
 one whose room is wanted ends; one that won't be parked ends, and one that won't wake is killed.
 
-The server calls `turn` again and again for each model with what it sees then, so that a server
+The server calls `reconcile` again and again for each model with what it sees then, so that a server
 which has just been started goes on where another one was.
 """
 
@@ -39,7 +39,7 @@ END_S = 60.0
 """Time for a deployment to end, beyond its requests' own time; then it is killed."""
 
 
-class Wish(Struct, frozen=True):
+class DesiredState(Struct, frozen=True):
     """What the catalogue says of the model."""
 
     on: bool = True
@@ -52,7 +52,7 @@ class Wish(Struct, frozen=True):
     """Whether it is parked where it would end."""
 
 
-class Seen(Struct, frozen=True):
+class ObservedState(Struct, frozen=True):
     """What is seen of it now."""
 
     deployment: bool = False
@@ -85,7 +85,7 @@ class Seen(Struct, frozen=True):
     """Whether it is to end, if it is idle, for one that waits for room."""
 
 
-class Life(Struct, frozen=True):
+class ModelStatus(Struct, frozen=True):
     """Where it stands."""
 
     state: State = "zero"
@@ -106,7 +106,9 @@ class Life(Struct, frozen=True):
         return self.state in ("starting", "serving")
 
 
-def turn(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
+def reconcile(
+    life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float
+) -> tuple[ModelStatus, Action | None]:
     """The next step, and what is to be done for it. now: seconds of any steady clock."""
     if life.state in ("serving", "emptying", "parked") and seen.deployment and not seen.ended:
         life = _listened(life, seen, now)
@@ -127,14 +129,14 @@ def turn(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action |
             return _stopping(life, wish, seen, now)
 
 
-def _listened(life: Life, seen: Seen, now: float) -> Life:
+def _listened(life: ModelStatus, seen: ObservedState, now: float) -> ModelStatus:
     """With what is known of it since when it should serve, or be parked, and does not."""
     if seen.parked or seen.ready:  # a front end that came again knows not that it is parked
         return replace(life, lost_at=None)
     return life if life.lost_at is not None else replace(life, lost_at=now)
 
 
-def _hangs(life: Life, wish: Wish, seen: Seen, now: float) -> str:
+def _hangs(life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float) -> str:
     """Why it is given up; empty: it is not. One that says that its instances start gets the time
     of a start."""
     if life.lost_at is None:
@@ -146,35 +148,37 @@ def _hangs(life: Life, wish: Wish, seen: Seen, now: float) -> str:
     return f"it said nothing for {HANG_S:g} s and was killed" if late else ""
 
 
-def _up(seen: Seen) -> State:
+def _up(seen: ObservedState) -> State:
     if seen.parked:
         return "parked"
     return "serving" if seen.ready else "starting"
 
 
-def _to(life: Life, state: State, now: float) -> Life:
+def _to(life: ModelStatus, state: State, now: float) -> ModelStatus:
     lost_at = life.lost_at if state == "stopping" else None
     return replace(life, state=state, since=now, lost_at=lost_at)
 
 
-def asks(life: Life, wish: Wish, seen: Seen, now: float) -> bool:
+def wants_to_start(life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float) -> bool:
     """Whether it would start now, given room."""
     down = life.state in ("zero", "waiting", "failed") and not seen.deployment
     asleep = life.state == "parked" and seen.deployment
     return (down or asleep) and _wanted(wish, seen) and now >= life.retry_at
 
 
-def _wanted(wish: Wish, seen: Seen) -> bool:
+def _wanted(wish: DesiredState, seen: ObservedState) -> bool:
     return wish.on and (seen.wanted or wish.least > 0)
 
 
-def _down(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
+def _down(
+    life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float
+) -> tuple[ModelStatus, Action | None]:
     if seen.deployment:  # of a server before this one
         state = _up(seen) if wish.on else "emptying"
         return replace(_to(life, state, now), adopted=state == "starting"), None
     if life.state == "failed" and not wish.on:
-        return Life(since=now), None
-    if not asks(life, wish, seen, now):
+        return ModelStatus(since=now), None
+    if not wants_to_start(life, wish, seen, now):
         gave_up = life.state == "waiting"
         return (replace(_to(life, "zero", now), why="") if gave_up else life), None
     if seen.never:
@@ -186,12 +190,14 @@ def _down(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action 
     return replace(_to(life, "starting", now), why=why), "start"
 
 
-def _starting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
+def _starting(
+    life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float
+) -> tuple[ModelStatus, Action | None]:
     if seen.clean:  # by a server before this one
-        return Life(since=now), None
+        return ModelStatus(since=now), None
     if seen.ended or not seen.deployment:
         if life.adopted:  # it may have served for long
-            return Life(since=now, failures=1), None
+            return ModelStatus(since=now, failures=1), None
         return _failed(life, seen.ended or "it has ended", now), None
     if not wish.on:
         return _to(life, "emptying", now), None
@@ -203,15 +209,17 @@ def _starting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Act
     return life, None
 
 
-def _serving(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
+def _serving(
+    life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float
+) -> tuple[ModelStatus, Action | None]:
     if seen.clean:
-        return Life(since=now), None
+        return ModelStatus(since=now), None
     if seen.ended or not seen.deployment:
         soon = now - life.since < STABLE_S
         if soon and life.failures:
             return _failed(life, seen.ended or "it has ended", now), None
         # It starts again, if it is wanted.
-        return Life(since=now, failures=int(soon), why=seen.ended), None
+        return ModelStatus(since=now, failures=int(soon), why=seen.ended), None
     if seen.parked:  # by a server before this one
         return _to(life, "waking", now), "unpark"
     idle = seen.idle_s >= wish.zero_after_s or (seen.yields and not seen.running)
@@ -221,9 +229,11 @@ def _serving(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Acti
     return (replace(life, failures=0) if stable else life), None
 
 
-def _emptying(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
+def _emptying(
+    life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float
+) -> tuple[ModelStatus, Action | None]:
     if seen.ended or not seen.deployment:
-        return Life(since=now), None
+        return ModelStatus(since=now), None
     # Who waits for its room was there before those who want it now.
     stays = _wanted(wish, seen) and (not seen.yields or seen.running > 0 or wish.least > 0)
     if stays:
@@ -235,14 +245,16 @@ def _emptying(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Act
     return _to(life, "stopping", now), "stop"
 
 
-def _resting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
+def _resting(
+    life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float
+) -> tuple[ModelStatus, Action | None]:
     """It parks, is parked, or wakes."""
     if seen.ended or not seen.deployment:
-        return Life(since=now), None
+        return ModelStatus(since=now), None
     if life.state == "parked":
         if seen.yields or not wish.on or not wish.parks:
             return _to(replace(life, why=""), "emptying", now), None
-        if asks(life, wish, seen, now) and not seen.no_room:
+        if wants_to_start(life, wish, seen, now) and not seen.no_room:
             return _to(replace(life, why=""), "waking", now), "unpark"
         return replace(life, why=seen.no_room), None
     if seen.refused or now - life.since > REST_S:
@@ -253,10 +265,12 @@ def _resting(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Acti
     return (_to(life, "serving", now) if seen.ready else life), None
 
 
-def _stopping(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Action | None]:
+def _stopping(
+    life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float
+) -> tuple[ModelStatus, Action | None]:
     if seen.ended or not seen.deployment:
         if not life.why:
-            return Life(since=now), None
+            return ModelStatus(since=now), None
         failed = _failed(life, life.why, now)
         first_hang = life.lost_at is not None and not life.failures
         return (awake(failed, now) if first_hang else failed), None
@@ -264,12 +278,12 @@ def _stopping(life: Life, wish: Wish, seen: Seen, now: float) -> tuple[Life, Act
     return (replace(life, since=now), "kill") if late else (life, None)
 
 
-def _failed(life: Life, why: str, now: float) -> Life:
+def _failed(life: ModelStatus, why: str, now: float) -> ModelStatus:
     failures = life.failures + 1
     pause_s = min(FIRST_RETRY_S * 2 ** (failures - 1), LAST_RETRY_S)
-    return Life("failed", now, failures, now + pause_s, why)
+    return ModelStatus("failed", now, failures, now + pause_s, why)
 
 
-def awake(life: Life, now: float) -> Life:
+def awake(life: ModelStatus, now: float) -> ModelStatus:
     """The same, to be tried again at once."""
     return replace(life, retry_at=now)

@@ -16,7 +16,7 @@ import httpx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvmig.core.clock import Clock, monotonic
-from kvmig.fleet.controller import Model, Models
+from kvmig.fleet.controller import ManagedModel, ModelController
 from kvmig.fleet.lifecycle import State
 from kvmig.fleet.tables import StoreError
 from kvmig.proxy.exposition import Part, merged, parsed
@@ -34,7 +34,7 @@ class FleetMetrics:
 
     def __init__(
         self,
-        models: Models,
+        models: ModelController,
         proxies: Callable[[], Iterable[str]],
         usage: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
         clock: Clock = monotonic,
@@ -118,7 +118,7 @@ class FleetMetrics:
         return found
 
 
-def of_models(models: Iterable[Model]) -> list[Metric]:
+def of_models(models: Iterable[ManagedModel]) -> list[Metric]:
     """What the server sees and has decided of each."""
     state = GaugeMetricFamily(
         "kvmig_model_state", "1 for the state that it is in.", labels=["model", "state"]

@@ -33,7 +33,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     engine: str
 
 
-class Check(msgspec.Struct, frozen=True, tag=True):
+class CheckFlags(msgspec.Struct, frozen=True, tag="Check"):
     """To init: let the engine's own parser read these words."""
 
     check: str
@@ -42,7 +42,7 @@ class Check(msgspec.Struct, frozen=True, tag=True):
     words: tuple[str, ...]
 
 
-Order = Start | Stop | Load | Check
+Order = Start | Stop | Load | CheckFlags
 
 
 class Deployed(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class DeploymentEnded(msgspec.Struct, frozen=True, tag="Ended"):
     """From init: it has ended, or couldn't be started."""
 
     deployment: str
@@ -85,7 +85,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
     wrong: str
 
 
-News = Running | Started | Ended | Checked
+News = Running | Started | DeploymentEnded | Checked
 
 
 def encode(message: Order | News) -> bytes:

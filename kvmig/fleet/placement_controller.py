@@ -17,8 +17,8 @@ from typing import Literal
 import msgspec
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.controller import Models
-from kvmig.fleet.store import Taken
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.store import NameTaken
 from kvmig.placement.executor import (
     DeploymentClient,
     ExecutorSettings,
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 State = Literal["none", "running", "reached", "failed"]
 
 
-class Standing(msgspec.Struct, frozen=True):
+class PlacementStatus(msgspec.Struct, frozen=True):
     """How it stands."""
 
     state: State
@@ -58,7 +58,7 @@ class Standing(msgspec.Struct, frozen=True):
     """What was done last, for people."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class DesiredPlacement(msgspec.Struct, frozen=True):
     """What the database keeps."""
 
     placement: Placement
@@ -66,25 +66,25 @@ class Wanted(msgspec.Struct, frozen=True):
     """Of instances that were there before anybody said where they are, by deployment."""
 
 
-class Replacer:
+class PlacementController:
     """Make it inside a running event loop; `close` it, and what was ordered goes on by itself."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ModelController) -> None:
         self._models = models
         self._state: State = "none"
         self._why = ""
-        self._wanted: Wanted | None = None
+        self._wanted: DesiredPlacement | None = None
         self._lines: deque[str] = deque(maxlen=LINES)
         self._task: asyncio.Task[None] | None = None
         self._planning = False
 
-    def standing(self) -> Standing:
+    def standing(self) -> PlacementStatus:
         """The placement's status now."""
         placement = None if self._wanted is None else self._wanted.placement
-        return Standing(self._state, self._why, placement, list(self._lines))
+        return PlacementStatus(self._state, self._why, placement, list(self._lines))
 
     async def want(
-        self, given: object, keep: Callable[[Wanted], Awaitable[None]] | None
+        self, given: object, keep: Callable[[DesiredPlacement], Awaitable[None]] | None
     ) -> list[str]:
         """Take a placement that can be reached, once `keep` has stored it; the way there in words.
 
@@ -92,7 +92,7 @@ class Replacer:
         ReplaceFailed: not now; Taken: another one is on its way.
         """
         if self._planning or self._state == "running":
-            raise Taken("a re-placement runs already (GET /kvmig/v2/placement)")
+            raise NameTaken("a re-placement runs already (GET /kvmig/v2/placement)")
         placement = placement_from(given, "placement")
         self._check(placement)
         self._planning = True
@@ -109,7 +109,7 @@ class Replacer:
             self._planning = False
         return plan.splitlines()
 
-    async def take(self, wanted: Wanted | None) -> None:
+    async def take(self, wanted: DesiredPlacement | None) -> None:
         """Reach it, and keep it; None: instances are where they are, and as many as their models'
         own rules want."""
         await self.close()
@@ -155,19 +155,19 @@ class Replacer:
                 raise ConfigError(f"placement: model {name} runs, and has no place in it")
         check(wanted, running, "placement")
 
-    async def _adopting(self, placement: Placement) -> Wanted:
+    async def _adopting(self, placement: Placement) -> DesiredPlacement:
         """The desired placement, with units for all running instances."""
         before = {} if self._wanted is None else self._wanted.units
-        async with _Site(self._models, Wanted(placement, before)) as deployments:
+        async with _Site(self._models, DesiredPlacement(placement, before)) as deployments:
             rows = {name: await one.rows() for name, one in deployments.items()}
         units: dict[str, dict[str, str]] = {}
         for name, fresh in adopted(placement, rows).items():
             model = self._models.shown(name)
             assert model is not None
             units[model.deployment] = before.get(model.deployment, {}) | fresh
-        return Wanted(placement, units)
+        return DesiredPlacement(placement, units)
 
-    async def _keep(self, wanted: Wanted) -> None:
+    async def _keep(self, wanted: DesiredPlacement) -> None:
         """Keep the placement until cancelled, or until it fails."""
         try:
             while True:
@@ -188,7 +188,7 @@ class Replacer:
             self._state, self._why = "failed", repr(error)
             log.exception("the placement is not kept any more")
 
-    def _waits_for(self, wanted: Wanted) -> str:
+    def _waits_for(self, wanted: DesiredPlacement) -> str:
         """The first model that doesn't serve; empty: all do."""
         for name in wanted.placement.models():
             model = self._models.shown(name)
@@ -197,16 +197,16 @@ class Replacer:
                 return f"model {name} is {state}"
         return ""
 
-    async def _way(self, wanted: Wanted) -> Sequence[PlanWave]:
+    async def _way(self, wanted: DesiredPlacement) -> Sequence[PlanWave]:
         async with _Site(self._models, wanted) as deployments:
             return await self._replacing(wanted, deployments).waves()
 
-    async def _reach(self, wanted: Wanted) -> None:
+    async def _reach(self, wanted: DesiredPlacement) -> None:
         async with _Site(self._models, wanted) as deployments:
             await self._replacing(wanted, deployments).run()
 
     def _replacing(
-        self, wanted: Wanted, deployments: Mapping[str, DeploymentClient]
+        self, wanted: DesiredPlacement, deployments: Mapping[str, DeploymentClient]
     ) -> PlacementExecutor:
         starts = {name: self._models.shown(name) for name in deployments}
         start_s = {
@@ -226,7 +226,7 @@ class Replacer:
 class _Site:
     """The deployments of a placement's models."""
 
-    def __init__(self, models: Models, wanted: Wanted) -> None:
+    def __init__(self, models: ModelController, wanted: DesiredPlacement) -> None:
         self._deployments: dict[str, DeploymentClient] = {}
         for name in wanted.placement.models():
             model = models.shown(name)

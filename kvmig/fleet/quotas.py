@@ -33,7 +33,7 @@ from kvmig.accounts.keys import (
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord
 from kvmig.fleet.pruned import among
 from kvmig.fleet.tables import (
-    Database,
+    FleetDatabase,
     StoreError,
     api_keys,
     grants,
@@ -67,7 +67,7 @@ def begins_anew(kind: Period, at: float) -> float | None:
     return (day.replace(day=1) + timedelta(days=32)).replace(day=1).timestamp()
 
 
-def grant(database: Database, key: KeyGrant, ask: Ask) -> Granted:
+def grant(database: FleetDatabase, key: KeyGrant, ask: Ask) -> Granted:
     """Grant what there is, and keep that it was granted. Raises StoreError."""
     quotas = quotas_of(key, ask.model)
     given = ask.want
@@ -168,7 +168,7 @@ def settle(connection: Connection, source: str, records: Sequence[UsageRecord]) 
         connection.execute(wanted)
 
 
-def sweep(database: Database) -> int:
+def sweep(database: FleetDatabase) -> int:
     """Take back what was granted to calls that have ended since; how many. Raises StoreError.
 
     There are none, as long as messages come in the order in which they were sent.
@@ -180,7 +180,7 @@ def sweep(database: Database) -> int:
         return int(connection.execute(delete(grants).where(ended)).rowcount)
 
 
-def give_back(database: Database, sources: Collection[str]) -> int:
+def give_back(database: FleetDatabase, sources: Collection[str]) -> int:
     """Take back what calls of front ends were granted that are gone, and whose spools are merged:
     the ledger has all that will ever be known of them. How many calls. Raises StoreError.
     """
@@ -188,7 +188,7 @@ def give_back(database: Database, sources: Collection[str]) -> int:
         return int(connection.execute(delete(grants).where(grants.c.source.in_(sources))).rowcount)
 
 
-def idle_sources(database: Database) -> set[str]:
+def idle_sources(database: FleetDatabase) -> set[str]:
     """Front ends whose calls were granted tokens, and of which the ledger has no call that runs.
 
     Raises StoreError.
@@ -199,7 +199,7 @@ def idle_sources(database: Database) -> set[str]:
         return {str(source) for (source,) in found}
 
 
-def left(database: Database, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:
+def left(database: FleetDatabase, keys: Iterable[KeyGrant], now: float) -> dict[str, QuotaLeft]:
     """What isn't used of the quotas of keys and their users in this period, by `AppliedQuota.id`.
     What of it calls have reserved, they may give back.
 

@@ -17,14 +17,14 @@ from sqlalchemy import bindparam, delete, exists, insert, select
 
 from kvmig.core.clock import monotonic
 from kvmig.fleet.pruned import remember
-from kvmig.fleet.store import Actor
-from kvmig.fleet.tables import Database, StoreError, audit, grants, usage
+from kvmig.fleet.store import OrderActor
+from kvmig.fleet.tables import FleetDatabase, StoreError, audit, grants, usage
 
 AT_ONCE = 2_000
 """Rows of a transaction: others wait for its end."""
 LOOK_S = 3600.0
 """Pause between two looks for rows that have become too old."""
-KEEPER = Actor("kvmig up --keep-usage-days")
+KEEPER = OrderActor("kvmig up --keep-usage-days")
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def day_before(now: float, days: int) -> str:
     return (datetime.fromtimestamp(now, UTC).date() - timedelta(days=days)).isoformat()
 
 
-def prune(database: Database, before: str, actor: Actor | None, now: float) -> int:
+def prune(database: FleetDatabase, before: str, actor: OrderActor | None, now: float) -> int:
     """Delete up to AT_ONCE rows of calls that began before a day, the oldest first; how many.
 
     Those that run stay, and those that hold tokens of a quota. actor: for the audit; None: it
@@ -76,12 +76,12 @@ def prune(database: Database, before: str, actor: Actor | None, now: float) -> i
     return len(rows)
 
 
-class Retention:
+class UsageRetention:
     """Deletes old rows when an admin orders it, and each day by itself."""
 
     def __init__(
         self,
-        prune_some: Callable[[str, Actor | None, float], Awaitable[int]],
+        prune_some: Callable[[str, OrderActor | None, float], Awaitable[int]],
         wall: Callable[[], float],
     ) -> None:
         """prune_some: `prune`, on the store's thread. wall: Unix time."""
@@ -90,7 +90,9 @@ class Retention:
         self._one_at_a_time = asyncio.Lock()
         self._closed = False
 
-    async def prune(self, before: str, actor: Actor, most_s: float = math.inf) -> tuple[int, bool]:
+    async def prune(
+        self, before: str, actor: OrderActor, most_s: float = math.inf
+    ) -> tuple[int, bool]:
         """Delete what is older than a day, for most_s at most; how many rows, and whether there are
         more. Raises StoreError: then only some are deleted.
         """

@@ -17,7 +17,7 @@ DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 FORM = "minute hour day month weekday, as `* 8-17 * * mon-fri`"
 
 
-class Floor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScheduledFloor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A least number of instances in all minutes that a cron expression names."""
 
     during: str
@@ -41,7 +41,7 @@ _FIELDS = (
 )
 
 
-class Cron(NamedTuple):
+class CronFields(NamedTuple):
     """The values of each field."""
 
     minutes: frozenset[int]
@@ -65,7 +65,7 @@ class Cron(NamedTuple):
         )
 
 
-def floor_at(schedule: Iterable[Floor], at: float) -> int:
+def floor_at(schedule: Iterable[ScheduledFloor], at: float) -> int:
     """The largest of the floors that hold at a Unix time; 0: none does."""
     holding = (
         floor.min
@@ -87,7 +87,7 @@ def zone_of(name: str) -> tzinfo:
 
 
 @lru_cache(maxsize=1024)
-def parse_cron(expression: str) -> Cron:
+def parse_cron(expression: str) -> CronFields:
     """Raises ConfigError with the field, its value and what is allowed."""
     words = expression.lower().split()
     if len(words) != len(_FIELDS):
@@ -97,7 +97,7 @@ def parse_cron(expression: str) -> Cron:
         for word, field in zip(words, _FIELDS, strict=True)
     )
     both = words[2].startswith("*") or words[4].startswith("*")
-    return Cron(minutes, hours, days, months, frozenset(day % 7 for day in weekdays), both)
+    return CronFields(minutes, hours, days, months, frozenset(day % 7 for day in weekdays), both)
 
 
 def _values(part: str, field: _Field) -> range:

@@ -33,19 +33,19 @@ from kvmig.accounts.usage import HandOver, SpoolDamaged, SpooledRecord, UsageSpo
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
-from kvmig.fleet.api import Backend, make_app
-from kvmig.fleet.controller import Models, Wanted, words
+from kvmig.fleet.api import ApiBackend, make_app
+from kvmig.fleet.controller import CatalogEntry, ModelController, words
 from kvmig.fleet.disk import disks_of
-from kvmig.fleet.host_memory import Memory
-from kvmig.fleet.ledger import AT_ONCE, Merged, merge, sums, take
+from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.ledger import AT_ONCE, MergedRecords, merge, sums, take
 from kvmig.fleet.metrics import FleetMetrics
-from kvmig.fleet.orders import MESSAGE_BYTES, Check, Checked, News, Order, encode, news_of
-from kvmig.fleet.placement_controller import Wanted as Placed
+from kvmig.fleet.orders import MESSAGE_BYTES, Checked, CheckFlags, News, Order, encode, news_of
+from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
 from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
-from kvmig.fleet.spec import Spec
-from kvmig.fleet.store import Store
+from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
 from kvmig.launcher.environment import gpus
 from kvmig.process.child import (
@@ -124,7 +124,7 @@ class FleetServer:
     def __init__(self, settings: FleetSettings, to_init: socket.socket) -> None:
         """to_init: its end of the socket to init; closed with this."""
         self._settings = settings
-        self._store = Store(settings.database_url, settings.path("pepper"))
+        self._store = FleetStore(settings.database_url, settings.path("pepper"))
         self._thread = ThreadPoolExecutor(1, "store")
         self._set_aside = self._store.set_aside
         self._aside = settings.path("set-aside")
@@ -139,8 +139,10 @@ class FleetServer:
         self._heard = asyncio.Event()
         """Set when a proxy has told what it knows, or has gone."""
         self._aliases: Mapping[str, Mapping[str, int]] = {}
-        memory = Memory(settings.memory, on_gpu=bool(gpus()))
-        self._models = Models(settings, self._order, self._tell_routes, memory, wall=time.time)
+        memory = MemoryBudget(settings.memory, on_gpu=bool(gpus()))
+        self._models = ModelController(
+            settings, self._order, self._tell_routes, memory, wall=time.time
+        )
         self._init = InitLink(to_init, self._hear_init)
         self._disks = disks_of(settings.path(), self._store.database.path)
         self._figures: dict[str, str] = {}
@@ -157,7 +159,7 @@ class FleetServer:
         self._since = monotonic()
         self._buckets: dict[str, SpendBucket] = {}
         """Buckets of limits of tokens per minute, by `Limited.id`."""
-        self._backend = Backend(
+        self._backend = ApiBackend(
             settings,
             self._store,
             self._thread,
@@ -282,7 +284,7 @@ class FleetServer:
 
     async def _merge(self, spool: Path, over: bool) -> None:
         """Merge the whole spool. Raises StoreError, OSError."""
-        merged = Merged(AT_ONCE, {}, 0)
+        merged = MergedRecords(AT_ONCE, {}, 0)
         while merged.records == AT_ONCE:
             database = self._store.database
             merged = await self._backend.stored(merge, database, spool, over, merged.last)
@@ -361,7 +363,7 @@ class FleetServer:
             self._aliases = every
             self._links.tell(Aliases(version=self._next(), aliases=every))
         self._models.take_catalogue(
-            Wanted(row.model_id, row.name, row.revision, row.on, row.spec) for row in rows
+            CatalogEntry(row.model_id, row.name, row.revision, row.on, row.spec) for row in rows
         )
 
     async def _changed(self) -> None:
@@ -430,12 +432,12 @@ class FleetServer:
         elif (checking := self._checks.pop(news.check, None)) and not checking.done():
             checking.set_result(news.wrong)
 
-    async def check(self, spec: Spec) -> None:
+    async def check(self, spec: ModelSpec) -> None:
         """Let the engine's own parser read a model's flags. Raises ConfigError, StoreError."""
         name = secrets.token_hex(4)
         checking = self._checks[name] = asyncio.get_running_loop().create_future()
-        wanted = Wanted("", spec.name, 0, True, spec)
-        self._order(Check(name, spec.engine, words(wanted, name, self._settings)))
+        wanted = CatalogEntry("", spec.name, 0, True, spec)
+        self._order(CheckFlags(name, spec.engine, words(wanted, name, self._settings)))
         try:
             async with asyncio.timeout(CHECK_S):
                 wrong = await checking

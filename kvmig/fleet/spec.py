@@ -16,7 +16,7 @@ import msgspec
 import yaml
 
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.schedule import Floor, parse_cron, zone_of
+from kvmig.fleet.schedule import ScheduledFloor, parse_cron, zone_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 NAMES = (
@@ -73,7 +73,7 @@ TargetKind = Literal["concurrency", "rps", "freeness"]
 Warm = Literal["none", "parked", "always"]
 
 
-class Instances(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class InstanceCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many, and when."""
 
     min: int = 0
@@ -84,11 +84,11 @@ class Instances(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     zero_after_s: float = 300.0
     """Seconds without a request until no instance is left; with min 0 only."""
     start_timeout_s: float = 600.0
-    schedule: tuple[Floor, ...] = ()
+    schedule: tuple[ScheduledFloor, ...] = ()
     """More than min, at certain times."""
 
 
-class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One model, as its user writes it."""
 
     name: str
@@ -97,7 +97,7 @@ class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     engine: Engine = "vllm"
     flags: tuple[str, ...] = ()
     """The engine's, and kvmig.serve's."""
-    instances: Instances = Instances()
+    instances: InstanceCounts = InstanceCounts()
     aliases: tuple[str, ...] = ()
     """Other names of the model."""
     adapters: Mapping[str, str] = {}
@@ -135,11 +135,11 @@ ALLOWED = {
 }
 """Allowed values of each field that takes certain words."""
 GET_ONE = "`hf download NAME --local-dir FOLDER` fetches a model from the Hugging Face Hub"
-FIELDS = {"": Spec.__struct_fields__, "instances": Instances.__struct_fields__}
+FIELDS = {"": ModelSpec.__struct_fields__, "instances": InstanceCounts.__struct_fields__}
 """Of each struct; all others are floors."""
 
 
-def spec_of(given: Any) -> Spec:
+def spec_of(given: Any) -> ModelSpec:
     """Read a spec from parsed JSON or YAML. Raises ConfigError."""
     if not isinstance(given, dict):
         raise ConfigError(f"a model is {given!r:.100}, must be a mapping with name and source")
@@ -155,7 +155,7 @@ def spec_of(given: Any) -> Spec:
         except ValueError as error:
             raise ConfigError(f"model {who}: flags is {flags!r:.100}: {error}") from error
     try:
-        spec = msgspec.convert(given, Spec)
+        spec = msgspec.convert(given, ModelSpec)
     except msgspec.ValidationError as error:
         raise ConfigError(f"model {who}: {_sentence(str(error), given)}") from error
     return check_spec(spec)
@@ -167,7 +167,7 @@ def _sentence(error: str, given: Any) -> str:
     path = path.strip("`.")
     where = f"{path}: " if path else ""
     if (word := re.search(r"unknown field `(.*)`", said, re.DOTALL)) is not None:
-        known = ", ".join(FIELDS.get(path, Floor.__struct_fields__))
+        known = ", ".join(FIELDS.get(path, ScheduledFloor.__struct_fields__))
         return f"{where}{word[1]!r:.100} is no field, must be one of {known}"
     if (word := re.search(r"missing required field `(.*)`", said)) is not None:
         return f"{where}{word[1]} is missing"
@@ -184,7 +184,7 @@ def _sentence(error: str, given: Any) -> str:
     return f"{path} is {value!r:.100}, must be {must.replace('`', '')}"
 
 
-def check_spec(spec: Spec) -> Spec:
+def check_spec(spec: ModelSpec) -> ModelSpec:
     """Returns it unchanged. Raises ConfigError."""
     for name in (spec.name, *spec.aliases, *spec.adapters):
         _check_name(name)
@@ -213,7 +213,7 @@ def check_spec(spec: Spec) -> Spec:
     return spec
 
 
-def _check_instances(where: str, instances: Instances) -> None:
+def _check_instances(where: str, instances: InstanceCounts) -> None:
     _check_range(f"{where}: instances.min", instances.min, 0, 1000)
     _check_range(f"{where}: instances.max", instances.max, 1, 1000)
     if instances.max < instances.min:
@@ -282,7 +282,7 @@ def _check_folder(field: str, folder: str) -> None:
 class FleetFile(msgspec.Struct, frozen=True):
     """All that a fleet's file says."""
 
-    models: tuple[Spec, ...] = ()
+    models: tuple[ModelSpec, ...] = ()
     aliases: Mapping[str, Mapping[str, int]] = {}
     """Names that stand for several models: of each how many requests of how many it gets."""
 
@@ -399,14 +399,14 @@ def check_callable(fleet: FleetFile, names: Iterable[str]) -> None:
             )
 
 
-def _names(spec: Spec) -> Sequence[tuple[str, Iterable[str]]]:
+def _names(spec: ModelSpec) -> Sequence[tuple[str, Iterable[str]]]:
     return (("name", [spec.name]), ("an alias", spec.aliases), ("an adapter", spec.adapters))
 
 
 # -- what an order changes
 
 
-class Change(msgspec.Struct, frozen=True):
+class SpecChange(msgspec.Struct, frozen=True):
     """One thing that an order adds (before: None), changes, or removes (after: None)."""
 
     action: Literal["add", "change", "remove", "switch", "revoke"]
@@ -424,7 +424,7 @@ def merged(old: FleetFile, given: FleetFile, *, prune: bool) -> FleetFile:
     return check_names(FleetFile(tuple(named.values()), {**old.aliases, **given.aliases}))
 
 
-def scaled(spec: Spec, least: int | None, most: int | None) -> Spec:
+def scaled(spec: ModelSpec, least: int | None, most: int | None) -> ModelSpec:
     """The same with other bounds of its instances. Raises ConfigError."""
     instances = msgspec.structs.replace(
         spec.instances,
@@ -435,7 +435,7 @@ def scaled(spec: Spec, least: int | None, most: int | None) -> Spec:
     return msgspec.structs.replace(spec, instances=instances)
 
 
-def changes(old: FleetFile, new: FleetFile) -> list[Change]:
+def changes(old: FleetFile, new: FleetFile) -> list[SpecChange]:
     """What makes the one catalogue the other, by kind and name."""
     return [
         *_changes("model", {one.name: one for one in old.models}, {s.name: s for s in new.models}),
@@ -445,7 +445,7 @@ def changes(old: FleetFile, new: FleetFile) -> list[Change]:
 
 def _changes(
     kind: Literal["model", "alias"], old: Mapping[str, Any], new: Mapping[str, Any]
-) -> Iterable[Change]:
+) -> Iterable[SpecChange]:
     for name in sorted(old.keys() | new.keys()):
         before = msgspec.to_builtins(old.get(name))
         after = msgspec.to_builtins(new.get(name))
@@ -453,4 +453,4 @@ def _changes(
             action: Literal["add", "change", "remove"] = (
                 "add" if before is None else "remove" if after is None else "change"
             )
-            yield Change(action, kind, name, before, after)
+            yield SpecChange(action, kind, name, before, after)

@@ -1,8 +1,8 @@
 """The fleet's memory: models with their revisions, aliases, users, keys, and who changed what.
 
-Every order is one transaction, together with its row of the audit. A `Store` is for one thread.
-Where the database can't be used now, an order raises StoreError and has changed nothing; the next
-one tries anew.
+Every order is one transaction, together with its row of the audit. A `FleetStore` is for one
+thread. Where the database can't be used now, an order raises StoreError and has changed nothing;
+the next one tries anew.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from kvmig.fleet.setaside import SetAside, converted
 from kvmig.fleet.spec import (
     NAME,
     NAMES,
-    Change,
     FleetFile,
-    Spec,
+    ModelSpec,
+    SpecChange,
     changes,
     check_callable,
     check_names,
@@ -47,9 +47,9 @@ from kvmig.fleet.spec import (
     standing_for,
 )
 from kvmig.fleet.tables import (
-    Database,
+    DatabaseUnusable,
+    FleetDatabase,
     StoreError,
-    Unusable,
     aliases,
     api_keys,
     audit,
@@ -70,11 +70,11 @@ class NotThere(KvmigError):
     """An order names something that isn't there."""
 
 
-class Taken(KvmigError):
+class NameTaken(KvmigError):
     """An order makes something that is there already."""
 
 
-class Actor(NamedTuple):
+class OrderActor(NamedTuple):
     """Who gives an order, and from where."""
 
     name: str
@@ -89,7 +89,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
     revision: int
     on: bool
     """Whether it may run."""
-    spec: Spec
+    spec: ModelSpec
     created: float
     changed: float
     author: str
@@ -144,7 +144,7 @@ class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     after: Any
 
 
-class Store:
+class FleetStore:
     """The catalogue and the accounts. `open` it, then `close` it."""
 
     def __init__(
@@ -159,7 +159,7 @@ class Store:
 
         wait_s: for a lock that another program has. Raises ConfigError.
         """
-        self.database = Database(url, wait_s)
+        self.database = FleetDatabase(url, wait_s)
         self._pepper_file = pepper
         self._pepper = b""
         self._clock = clock
@@ -252,8 +252,8 @@ class Store:
             return _fleet(connection)
 
     def apply(
-        self, fleet: FleetFile, actor: Actor, *, prune: bool = False, dry_run: bool = False
-    ) -> list[Change]:
+        self, fleet: FleetFile, actor: OrderActor, *, prune: bool = False, dry_run: bool = False
+    ) -> list[SpecChange]:
         """Make the catalogue as the file says; return what that changes (or would: dry_run).
 
         prune: remove what the file doesn't name. Raises ConfigError.
@@ -265,39 +265,39 @@ class Store:
                 self._change(connection, found, actor)
             return found
 
-    def add_model(self, spec: Spec, actor: Actor) -> ModelRow:
+    def add_model(self, spec: ModelSpec, actor: OrderActor) -> ModelRow:
         """Raises Taken, ConfigError."""
         with self.database.transaction() as connection:
             old = _fleet(connection)
             if any(one.name == spec.name for one in old.models):
-                raise Taken(f"a model {spec.name!r} is there already")
+                raise NameTaken(f"a model {spec.name!r} is there already")
             return self._renew(connection, old, spec, actor)
 
     def scale(
-        self, name: str, actor: Actor, *, least: int | None = None, most: int | None = None
+        self, name: str, actor: OrderActor, *, least: int | None = None, most: int | None = None
     ) -> ModelRow:
         """Set other bounds of its instances, in a new revision. Raises NotThere, ConfigError."""
         with self.database.transaction() as connection:
             spec = scaled(_model(connection, name).spec, least, most)
             return self._renew(connection, _fleet(connection), spec, actor)
 
-    def switch(self, name: str, actor: Actor, *, on: bool) -> ModelRow:
+    def switch(self, name: str, actor: OrderActor, *, on: bool) -> ModelRow:
         """Say whether it may run. Raises NotThere."""
         with self.database.transaction() as connection:
             found = _model(connection, name)
             if found.on != on:
-                what = Change("switch", "model", name, {"on": found.on}, {"on": on})
+                what = SpecChange("switch", "model", name, {"on": found.on}, {"on": on})
                 self._note(connection, actor, what)
                 connection.execute(update(models).where(models.c.name == name).values(enabled=on))
             return msgspec.structs.replace(found, on=on)
 
-    def remove_model(self, name: str, actor: Actor) -> None:
+    def remove_model(self, name: str, actor: OrderActor) -> None:
         """Remove a model and its revisions. Raises NotThere; Taken if an alias stands for it."""
         with self.database.transaction() as connection:
             _model(connection, name)
             old = _fleet(connection)
             if alias := standing_for(old, name):
-                raise Taken(
+                raise NameTaken(
                     f"alias {alias} stands for model {name}: `kvmig alias rm {alias}` first, or"
                     f" `kvmig alias set {alias}` without it"
                 )
@@ -305,7 +305,7 @@ class Store:
             new = check_names(msgspec.structs.replace(old, models=rest))
             self._change(connection, changes(old, new), actor)
 
-    def set_alias(self, name: str, targets: Mapping[str, int], actor: Actor) -> None:
+    def set_alias(self, name: str, targets: Mapping[str, int], actor: OrderActor) -> None:
         """A name that stands for models by weights; with no targets: for none any more.
 
         Raises NotThere, ConfigError.
@@ -324,7 +324,7 @@ class Store:
         with self.database.transaction(reading=True) as connection:
             return connection.scalar(select(placement.c.wanted))
 
-    def set_placement(self, wanted: Any, actor: Actor) -> None:
+    def set_placement(self, wanted: Any, actor: OrderActor) -> None:
         """Want another one, as JSON has it; None: none any more."""
         with self.database.transaction() as connection:
             before = connection.scalar(select(placement.c.wanted))
@@ -333,17 +333,21 @@ class Store:
             action: Literal["add", "change", "remove"] = (
                 "add" if before is None else "remove" if wanted is None else "change"
             )
-            self._note(connection, actor, Change(action, "placement", "", before, wanted))
+            self._note(connection, actor, SpecChange(action, "placement", "", before, wanted))
             connection.execute(delete(placement))
             if wanted is not None:
                 connection.execute(insert(placement).values(id=1, wanted=wanted))
 
-    def _renew(self, connection: Connection, old: FleetFile, spec: Spec, actor: Actor) -> ModelRow:
+    def _renew(
+        self, connection: Connection, old: FleetFile, spec: ModelSpec, actor: OrderActor
+    ) -> ModelRow:
         new = merged(old, FleetFile((spec,)), prune=False)
         self._change(connection, changes(old, new), actor)
         return _model(connection, spec.name)
 
-    def _change(self, connection: Connection, found: Iterable[Change], actor: Actor) -> None:
+    def _change(
+        self, connection: Connection, found: Iterable[SpecChange], actor: OrderActor
+    ) -> None:
         """Aliases are taken away before models, and made after them."""
         now, notes = self._clock(), list(found)
         for change in notes:
@@ -374,7 +378,7 @@ class Store:
             found = connection.execute(select(users).order_by(users.c.name)).mappings()
             return self.set_aside.readable("user", found, _user_row)
 
-    def add_user(self, name: str, role: str, actor: Actor) -> UserRow:
+    def add_user(self, name: str, role: str, actor: OrderActor) -> UserRow:
         """Raises Taken, ConfigError."""
         if not NAME.fullmatch(name):
             raise ConfigError(f"name is {name!r:.150}, must be {NAMES}")
@@ -384,7 +388,7 @@ class Store:
     def set_user(
         self,
         name: str,
-        actor: Actor,
+        actor: OrderActor,
         *,
         role: str | None = None,
         disabled: bool | None = None,
@@ -409,7 +413,9 @@ class Store:
             admins = select(users.c.id).where(users.c.role == "admin", ~users.c.disabled)
             if old.role == "admin" and connection.execute(admins).first() is None:
                 raise ConfigError(f"{name} is the only admin, must be one and not disabled")
-            version = self._note(connection, actor, Change("change", "user", name, before, named))
+            version = self._note(
+                connection, actor, SpecChange("change", "user", name, before, named)
+            )
             connection.execute(
                 update(api_keys).where(api_keys.c.user_id == old.user_id).values(version=version)
             )
@@ -424,7 +430,9 @@ class Store:
             rows = connection.execute(wanted).mappings()
             return self.set_aside.readable("key", rows, _key_row)
 
-    def create_key(self, user: str, name: str, terms: KeyTerms, actor: Actor) -> tuple[KeyRow, str]:
+    def create_key(
+        self, user: str, name: str, terms: KeyTerms, actor: OrderActor
+    ) -> tuple[KeyRow, str]:
         """Make a key; return it with what its user is shown, once. Raises NotThere, ConfigError."""
         check_terms(terms, self._clock())
         if len(name) > 128 or not name.isprintable():
@@ -437,7 +445,9 @@ class Store:
             check_callable(_fleet(connection), terms.models or ())
             return self._add_key(connection, owner, name, terms, actor)
 
-    def rotate_key(self, prefix: str, actor: Actor, *, keep_s: float = 0.0) -> tuple[KeyRow, str]:
+    def rotate_key(
+        self, prefix: str, actor: OrderActor, *, keep_s: float = 0.0
+    ) -> tuple[KeyRow, str]:
         """A new key with the terms of one; the old one is good for keep_s more.
 
         What the old one has used of its limits, the new one has. Raises NotThere, ConfigError.
@@ -456,7 +466,7 @@ class Store:
                 self._end_key(connection, old, actor)
             return made
 
-    def limit_key(self, prefix: str, limits: Mapping[str, Any], actor: Actor) -> KeyRow:
+    def limit_key(self, prefix: str, limits: Mapping[str, Any], actor: OrderActor) -> KeyRow:
         """Change some of a key's limits: rpm, tpm, parallel, quota, period, and of quotas those of
         the models that are named (None: no more); what it has used stays.
 
@@ -467,7 +477,7 @@ class Store:
             old = self._living(connection, prefix)
             new = changed(connection, old.terms, limits)
             before, after = (named_of(terms, limits) for terms in (old.terms, new))
-            change = Change("change", "key", prefix, before, after)
+            change = SpecChange("change", "key", prefix, before, after)
             version = self._note(connection, actor, change)
             together = select(api_keys.c.id, api_keys.c.terms).where(
                 api_keys.c.origin == old.origin, api_keys.c.revoked_at.is_(None)
@@ -477,7 +487,7 @@ class Store:
                 connection.execute(update(api_keys).where(api_keys.c.id == key_id).values(**values))
             return _key(connection, prefix)
 
-    def revoke_key(self, prefix: str, actor: Actor) -> KeyRow:
+    def revoke_key(self, prefix: str, actor: OrderActor) -> KeyRow:
         """Raises NotThere, also if the key was revoked before."""
         with self.database.transaction() as connection:
             old = self._living(connection, prefix)
@@ -486,7 +496,7 @@ class Store:
 
     def first_admin_key(self) -> str | None:
         """Create the user `admin` and a key, shown once, if there is no user yet."""
-        actor = Actor("first start")
+        actor = OrderActor("first start")
         with self.database.transaction() as connection:
             if connection.execute(select(users.c.id).limit(1)).first() is not None:
                 return None
@@ -504,15 +514,17 @@ class Store:
             revoked = tuple(row["prefix"] for row in rows if row["prefix"] not in known)
             return KeyChanges(_version(connection), tuple(granted), revoked)
 
-    def _add_user(self, connection: Connection, name: str, role: Role, actor: Actor) -> UserRow:
+    def _add_user(
+        self, connection: Connection, name: str, role: Role, actor: OrderActor
+    ) -> UserRow:
         if connection.execute(select(users.c.id).where(users.c.name == name)).first():
-            raise Taken(f"a user {name!r} is there already")
+            raise NameTaken(f"a user {name!r} is there already")
         row = UserRow(
             user_id=_new_id(), name=name, role=role, disabled=False, created=self._clock()
         )
         fields = msgspec.to_builtins(row)
         connection.execute(insert(users).values(id=fields.pop("user_id"), **fields))
-        self._note(connection, actor, Change("add", "user", name, None, {"role": role}))
+        self._note(connection, actor, SpecChange("add", "user", name, None, {"role": role}))
         return row
 
     def _add_key(
@@ -521,7 +533,7 @@ class Store:
         owner: UserRow,
         name: str,
         terms: KeyTerms,
-        actor: Actor,
+        actor: OrderActor,
         origin: str = "",
     ) -> tuple[KeyRow, str]:
         """origin: of the key that this one takes the place of; empty: of none."""
@@ -529,7 +541,7 @@ class Store:
         key_id = _new_id()
         kept = msgspec.to_builtins(terms)
         after = {"user": owner.name, "name": name, "terms": kept}
-        version = self._note(connection, actor, Change("add", "key", made.prefix, None, after))
+        version = self._note(connection, actor, SpecChange("add", "key", made.prefix, None, after))
         connection.execute(
             insert(api_keys).values(
                 id=key_id,
@@ -552,24 +564,24 @@ class Store:
         return found
 
     def _end_key(
-        self, connection: Connection, old: KeyRow, actor: Actor, expires: float | None = None
+        self, connection: Connection, old: KeyRow, actor: OrderActor, expires: float | None = None
     ) -> None:
         """Revoke a key now, or let it expire."""
         values: dict[str, Any]
         if expires is None:
             values = {"revoked_at": self._clock()}
-            change = Change("revoke", "key", old.prefix, {"revoked_at": None}, dict(values))
+            change = SpecChange("revoke", "key", old.prefix, {"revoked_at": None}, dict(values))
         else:
             terms = msgspec.structs.replace(old.terms, expires=expires)
             values = {"terms": msgspec.to_builtins(terms)}
             before = {"expires": old.terms.expires}
-            change = Change("change", "key", old.prefix, before, {"expires": expires})
+            change = SpecChange("change", "key", old.prefix, before, {"expires": expires})
         values["version"] = self._note(connection, actor, change)
         connection.execute(update(api_keys).where(api_keys.c.id == old.key_id).values(**values))
 
     # -- what all orders do
 
-    def _note(self, connection: Connection, actor: Actor, change: Change) -> int:
+    def _note(self, connection: Connection, actor: OrderActor, change: SpecChange) -> int:
         """The row of the audit that belongs to a change; the version that the change makes."""
         found = connection.execute(
             insert(audit).values(
@@ -594,7 +606,7 @@ class Store:
             if kept is None:
                 connection.execute(insert(meta).values(name="pepper", value=shown))
             elif not secrets.compare_digest(kept, shown):
-                raise Unusable(
+                raise DatabaseUnusable(
                     f"{self._pepper_file} isn't the pepper of the fleet's database"
                     f" {self.database.name}: put back the one that was saved with it"
                 )
@@ -614,13 +626,13 @@ def _read_pepper(path: Path, *, make: bool) -> bytes:
             _sync(path.parent)
         pepper = path.read_bytes()
     except FileNotFoundError as error:
-        raise Unusable(
+        raise DatabaseUnusable(
             f"{path} is gone, and with it the secret under which keys are hashed: put it back"
         ) from error
     except OSError as error:
         raise StoreError(f"{path} can't be used: {error}") from error
     if len(pepper) != PEPPER_BYTES:
-        raise Unusable(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
+        raise DatabaseUnusable(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
     return pepper
 
 
@@ -664,7 +676,7 @@ def _newest() -> Select[Any]:
 def _model_row(row: RowMapping) -> ModelRow:
     """Raises StoreError for what another kvmig wrote, which had other fields."""
     try:
-        spec = msgspec.convert(row["spec"], Spec)
+        spec = msgspec.convert(row["spec"], ModelSpec)
     except msgspec.ValidationError as error:
         raise StoreError(f"the fleet's database has a model {row['name']} with {error}") from error
     return ModelRow(

@@ -29,10 +29,10 @@ from pathlib import Path
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
-    Check,
     Checked,
+    CheckFlags,
     Deployed,
-    Ended,
+    DeploymentEnded,
     Load,
     News,
     Running,
@@ -93,7 +93,7 @@ def up(settings: FleetSettings) -> int:
     raise_open_files()
     make_folders(settings)
     with only_one(settings), take_port(settings.host, settings.port) as sock:
-        return asyncio.run(Init(settings, sock).run())
+        return asyncio.run(FleetSupervisor(settings, sock).run())
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def only_one(settings: FleetSettings) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Deployment:
+class RunningDeployment:
     """A `kvmig.serve` that runs, or is just being started."""
 
     start: Start
@@ -147,7 +147,7 @@ def kill_group(process: ProcessPort | None) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def running(deployments: Iterable[Deployment]) -> Running:
+def running(deployments: Iterable[RunningDeployment]) -> Running:
     """What the next server is told: also of one that is just being forked."""
     return Running(
         tuple(
@@ -162,7 +162,7 @@ def running(deployments: Iterable[Deployment]) -> Running:
     )
 
 
-class Nurseries:
+class ForkServers:
     """The fork servers, one an engine. One that dies is started again for the next fork."""
 
     def __init__(self, settings: FleetSettings) -> None:
@@ -251,17 +251,17 @@ def environment_of(settings: FleetSettings) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}
 
 
-class Init:
+class FleetSupervisor:
     """Make it, then `run` it inside an event loop."""
 
     def __init__(self, settings: FleetSettings, sock: socket.socket) -> None:
         """sock: listening; where clients connect to."""
         self._settings = settings
         self._sock = sock
-        self._nurseries = Nurseries(settings)
+        self._nurseries = ForkServers(settings)
         self._forks: ForkServerClient | None = None
         """Fork server of the server and the proxies."""
-        self._deployments: dict[str, Deployment] = {}
+        self._deployments: dict[str, RunningDeployment] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: QueuedPackets | None = None
         """Our end of the socket to the server that lives now."""
@@ -390,7 +390,7 @@ class Init:
             case Stop(deployment, kill):
                 if (found := self._deployments.get(deployment)) is not None:
                     self._task(self._end_deployment(found, kill), f"end of {deployment}")
-            case Check() as check:
+            case CheckFlags() as check:
                 self._task(self._check(check), "check of flags")
             case Load(engine):
                 self._task(self._load(engine), f"nursery of {engine}")
@@ -410,7 +410,7 @@ class Init:
 
     async def _deploy(self, start: Start) -> None:
         """Run a deployment from its start to its end."""
-        deployment = self._deployments[start.deployment] = Deployment(start)
+        deployment = self._deployments[start.deployment] = RunningDeployment(start)
         try:
             process = await self._spawn(deployment)
             self._tell(Started(start.deployment, process.pid))
@@ -426,10 +426,12 @@ class Init:
             self._settings.deployment(start.deployment).unlink(missing_ok=True)  # one was killed
             del self._deployments[start.deployment]
         self._tell(
-            Ended(start.deployment, how, last_sentence(Path(start.log), deployment.log_from))
+            DeploymentEnded(
+                start.deployment, how, last_sentence(Path(start.log), deployment.log_from)
+            )
         )
 
-    async def _spawn(self, deployment: Deployment) -> ProcessPort:
+    async def _spawn(self, deployment: RunningDeployment) -> ProcessPort:
         """A fork of its engine's nursery; a process of its own where there is none.
 
         Raises OSError.
@@ -474,7 +476,7 @@ class Init:
             pass_fds=more, process_group=0,
         )  # fmt: skip
 
-    async def _check(self, check: Check) -> None:
+    async def _check(self, check: CheckFlags) -> None:
         """Read a deployment's flags as it would, in a process like its own."""
         with tempfile.TemporaryFile() as said:
             environment = environment_of(self._settings)
@@ -495,7 +497,7 @@ class Init:
                 kill_group(process)  # its stdin is no pipe that ends
         self._tell(Checked(check.check, wrong))
 
-    async def _end_deployment(self, deployment: Deployment, kill: bool) -> None:
+    async def _end_deployment(self, deployment: RunningDeployment, kill: bool) -> None:
         deployment.end()
         if not kill:
             with contextlib.suppress(TimeoutError):

@@ -64,11 +64,11 @@ class StoreError(KvmigError):
     """
 
 
-class Unusable(StoreError, ConfigError):
+class DatabaseUnusable(StoreError, ConfigError):
     """Nor will it do it later: it is damaged, read-only, of a newer kvmig, or something else's."""
 
 
-class Garbled:
+class GarbledJson:
     """What a column of JSON has in place of JSON; it fits no type."""
 
 
@@ -76,7 +76,7 @@ def _read_json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return Garbled()
+        return GarbledJson()
 
 
 metadata = MetaData()
@@ -238,7 +238,7 @@ def upsert(
     )
 
 
-class Database:
+class FleetDatabase:
     """A fleet's database, open in this process alone. `open` it, then `close` it."""
 
     def __init__(self, url: str, wait_s: float = 5.0) -> None:
@@ -327,7 +327,7 @@ class Database:
             sqlite3.SQLITE_FULL: "has no room left",
         }
         if code in lasting:
-            return Unusable(f"the fleet's database {self.name} {lasting[code]}")
+            return DatabaseUnusable(f"the fleet's database {self.name} {lasting[code]}")
         what = passing.get(code, f"can't be used: {said}")
         return StoreError(f"the fleet's database {self.name} {what}")
 
@@ -442,7 +442,7 @@ def _check_file(path: Path) -> None:
         if path.stat().st_size <= QUICK_CHECK_BYTES:
             said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
             if said != "ok":
-                raise Unusable(f"the fleet's database {path} is damaged; restore a backup")
+                raise DatabaseUnusable(f"the fleet's database {path} is damaged; restore a backup")
         _schema_of(connection, str(path))
 
 
@@ -494,17 +494,17 @@ def _schema_of(connection: Connection, name: str) -> int:
     if not found:
         return 0
     if "alembic_version" not in found:
-        raise Unusable(f"the database {name} holds something else than a kvmig fleet")
+        raise DatabaseUnusable(f"the database {name} holds something else than a kvmig fleet")
     number = str(connection.scalar(text("SELECT version_num FROM alembic_version")))
     if not number.isdecimal():
-        raise Unusable(f"the database {name} holds something else than a kvmig fleet")
+        raise DatabaseUnusable(f"the database {name} holds something else than a kvmig fleet")
     if int(number) > SCHEMA:
-        raise Unusable(
+        raise DatabaseUnusable(
             f"the fleet's database {name} has schema {int(number)}, this kvmig knows schemas up to"
             f" {SCHEMA}: start a newer kvmig, or restore a backup"
         )
     if int(number) < OLDEST_SCHEMA:
-        raise Unusable(
+        raise DatabaseUnusable(
             f"the fleet's database {name} has schema {int(number)}, of a kvmig before 0.1.0; this"
             f" kvmig knows schemas from {OLDEST_SCHEMA}: restore a backup, or start a new database"
         )

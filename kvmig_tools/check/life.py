@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvmig.fleet.lifecycle import Life, Seen, Wish, turn
+from kvmig.fleet.lifecycle import DesiredState, ModelStatus, ObservedState, reconcile
 from kvmig_tools.check.explore import all_kept
 
 FAILURES = 4
 LATE_S = 1e6
-WISHES = {(on, parks): Wish(on=on, parks=parks) for on in (True, False) for parks in (True, False)}
+WISHES = {
+    (on, parks): DesiredState(on=on, parks=parks) for on in (True, False) for parks in (True, False)
+}
 
 
 class World(Struct, frozen=True):
@@ -30,7 +32,7 @@ class World(Struct, frozen=True):
     """Requests that run, and that wait."""
     parks: bool = False
     """Whether it is parked where it would end."""
-    life: Life = Life()
+    life: ModelStatus = ModelStatus()
     on: bool = True
     process: bool = False
     ready: bool = False
@@ -187,7 +189,9 @@ def room_changes(now: World) -> World | None:
 
 def another_server(now: World) -> World | None:
     """The server is killed; the next one hears what runs, and tells what it knows: nothing."""
-    fresh = replace(now, life=Life(), asked=False, told=False, ended="", idle=False, refused=False)
+    fresh = replace(
+        now, life=ModelStatus(), asked=False, told=False, ended="", idle=False, refused=False
+    )
     news = (False,) if now.up else ()
     return replace(fresh, news=news, said_held=0, said_running=0, said_unrouted=False)
 
@@ -201,7 +205,7 @@ def another_proxy(now: World) -> World | None:
 def decides(now: World) -> World | None:
     """The server's next round."""
     running, told = now.said_running, now.running if now.ready and not now.hung else 0
-    seen = Seen(
+    seen = ObservedState(
         deployment=now.process,
         ready=now.ready and not now.parked and not now.hung,
         tells=now.process and not now.hung,
@@ -216,7 +220,7 @@ def decides(now: World) -> World | None:
         no_room="no room" if now.scarce else "",
         yields=now.scarce,
     )
-    life, action = turn(now.life, WISHES[now.on, now.parks], seen, 0.0)
+    life, action = reconcile(now.life, WISHES[now.on, now.parks], seen, 0.0)
     life = replace(life, failures=min(life.failures, FAILURES))
     after = replace(now, life=life, ended="")
     if life.state != now.life.state:
