@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from kvmig import __version__
 from kvmig.accounts.keys import KeyIndex
 from kvmig.cli import app as console
-from kvmig.cli.client import KEY, Client
+from kvmig.cli.client import KEY, FleetClient
 from kvmig.cli.common import day_of
 from kvmig.fleet import supervisor
 from kvmig.fleet.api import ApiBackend, make_app
@@ -77,10 +77,10 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
         models = ModelController(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
         keys = KeyIndex(b"")
         backend = ApiBackend(settings, store, thread, models, changed, fine, lambda: keys, metrics)
-        client = Client("unused")
+        client = FleetClient("unused")
         with TestClient(make_app(backend)) as http:
             monkeypatch.setattr(client, "_http", http)
-            monkeypatch.setattr(console.Where, "client", lambda _: client)
+            monkeypatch.setattr(console.FleetAddress, "client", lambda _: client)
             yield Kvmig(store, sqlite_place.folder)
         thread.submit(store.close).result()
 
@@ -244,7 +244,7 @@ def test_why_a_model_failed_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch
         "why": "the model's start failed: " + "a long sentence " * 9,
         "spec": {"instances": {"min": 0, "max": 1}},
     }  # fmt: skip
-    monkeypatch.setattr(Client, "get", lambda *_: {"data": [row]})
+    monkeypatch.setattr(FleetClient, "get", lambda *_: {"data": [row]})
     done = CliRunner().invoke(console.app, ["model", "ls"], env={"COLUMNS": "80"})
     assert len(done.output.splitlines()) == 3
     assert done.output.splitlines()[2] == f"count: {row['why']}"
@@ -252,7 +252,7 @@ def test_why_a_model_failed_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 def test_the_fleet_at_a_glance_is_in_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"address": "http://x", "memory_bytes": 25276502016, "claimed_bytes": 1500}
-    monkeypatch.setattr(Client, "get", lambda *_: told)
+    monkeypatch.setattr(FleetClient, "get", lambda *_: told)
     shown = CliRunner().invoke(console.app, ["status"]).output
     assert "memory 25.3 GB" in " ".join(shown.split())
 
@@ -352,12 +352,12 @@ def test_memory_is_given_with_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_interrupt_stops_a_chats_answer_and_the_next_one_goes_on(
     answering: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lines(_: Client, path: str, body: Any) -> Iterator[str]:
+    def lines(_: FleetClient, path: str, body: Any) -> Iterator[str]:
         yield 'data: {"choices": [{"delta": {"content": "four"}}]}'
         if len(body["messages"]) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Client, "stream", lines)
+    monkeypatch.setattr(FleetClient, "stream", lines)
     words = ["--url", "http://door", "chat", "count"]
     done = CliRunner().invoke(console.app, words, input="three\nsix\n")
     assert (done.exit_code, done.stdout) == (0, "four\nfour\n")
@@ -449,7 +449,7 @@ def test_units_without_a_name_are_shown_as_instances_are_told_of_them(
 ) -> None:
     unit = {"memory_bytes": 1000, "gpus": [2, 3], "models": [{"name": "qwen", "kv_bytes": 100}]}
     told = {"state": "reached", "why": "", "placement": {"units": [unit]}, "lines": ["took 2 s"]}
-    monkeypatch.setattr(Client, "get", lambda *_: told)
+    monkeypatch.setattr(FleetClient, "get", lambda *_: told)
     shown = [line.split() for line in kvmig("placement", "show").splitlines()]
     assert shown == [["unit", "models"], ["0:2,3", "qwen"], ["took", "2", "s"], ["reached"]]
 
@@ -483,7 +483,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     http = httpx.Client(base_url="http://door", transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "Client", lambda **_: http)
-    monkeypatch.setattr(console.Where, "admin_key", lambda _: "kvmig_key")
+    monkeypatch.setattr(console.FleetAddress, "admin_key", lambda _: "kvmig_key")
     return asked
 
 

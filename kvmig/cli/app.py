@@ -14,10 +14,10 @@ import typer
 
 from kvmig import __version__
 from kvmig.cli.accounts import key_app, user_app
-from kvmig.cli.client import KEY, Client, Failed
+from kvmig.cli.client import KEY, CallFailure, FleetClient
 from kvmig.cli.common import (
+    FleetAddress,
     Json,
-    Where,
     patience,
     said,
     show,
@@ -34,7 +34,7 @@ from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
 from kvmig.launcher.environment import cores
 
-__all__ = ["Where", "app", "main"]
+__all__ = ["FleetAddress", "app", "main"]
 
 app = typer.Typer(
     help="Serve many models at one address. Models start on demand and stop when idle; users"
@@ -258,7 +258,7 @@ def chat(
     """Chat with a model, which starts if it is not running. Ctrl-C stops an answer."""
     client = where.client()
     address = where.url or client.get("status")["address"]
-    door = Client("", address, where.admin_key())
+    door = FleetClient("", address, where.admin_key())
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -293,7 +293,7 @@ def ask() -> str:
 
 
 def said_by(
-    door: Client, model: str, messages: list[dict[str, str]], max_tokens: int
+    door: FleetClient, model: str, messages: list[dict[str, str]], max_tokens: int
 ) -> Iterator[str]:
     """What comes, as it comes. Raises Failed."""
     body = {"model": model, "messages": messages, "stream": True, "max_tokens": max_tokens}
@@ -304,7 +304,7 @@ def said_by(
             continue
         found = json.loads(line.removeprefix("data: "))
         if "error" in found:
-            raise Failed(str(found["error"].get("message", found["error"])))
+            raise CallFailure(str(found["error"].get("message", found["error"])))
         for choice in found.get("choices", []):
             if text := choice["delta"].get("content"):
                 yield text

@@ -26,11 +26,11 @@ APIS = ("/v1", "/kvmig", "/models")
 """Paths of a door, which an address of it doesn't have."""
 
 
-class Failed(KvmigError):
+class CallFailure(KvmigError):
     """The server has refused, or can't be reached."""
 
 
-class Client:
+class FleetClient:
     """Without a URL: by the socket in the fleet's folder, which only its user can connect to."""
 
     def __init__(self, socket: str, url: str = "", key: str = "") -> None:
@@ -75,10 +75,10 @@ class Client:
             with self._http.stream("POST", path, json=body, timeout=wait) as answer:
                 if answer.is_error:
                     answer.read()
-                    raise Failed(self._refusal(answer))
+                    raise CallFailure(self._refusal(answer))
                 yield from answer.iter_lines()
         except httpx.HTTPError as error:
-            raise Failed(f"{self.where} can't be reached: {error}") from error
+            raise CallFailure(f"{self.where} can't be reached: {error}") from error
 
     @property
     def _advice(self) -> str:
@@ -92,9 +92,11 @@ class Client:
         try:
             answer = self._http.request(method, f"/kvmig/v2/{path}", **more)
         except httpx.HTTPError as error:
-            raise Failed(f"no fleet answers at {self.where} ({error}); {self._advice}") from error
+            raise CallFailure(
+                f"no fleet answers at {self.where} ({error}); {self._advice}"
+            ) from error
         if answer.is_error:
-            raise Failed(self._refusal(answer))
+            raise CallFailure(self._refusal(answer))
         return answer.json()
 
     def _refusal(self, answer: httpx.Response) -> str:

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvmig.cli.client import Client
+from kvmig.cli.client import FleetClient
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.settings import FleetSettings, data_folder
 
@@ -30,17 +30,17 @@ SLOW_S = 1.5
 
 
 @dataclass
-class Where:
+class FleetAddress:
     """The fleet that the command is for."""
 
     data: str = ""
     url: str = ""
     key: str = ""
 
-    def client(self) -> Client:
+    def client(self) -> FleetClient:
         """Of its server."""
         settings = FleetSettings(data=data_folder(self.data))
-        return Client(str(settings.api), self.url, self.key)
+        return FleetClient(str(settings.api), self.url, self.key)
 
     def admin_key(self) -> str:
         """A key for the door, as the fleet's folder has it where none is given."""
@@ -50,7 +50,7 @@ class Where:
             return ""
 
 
-where = Where()
+where = FleetAddress()
 
 
 def said(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
