@@ -125,7 +125,7 @@ class Pass:
         self.on_answer: Callable[[], None] = lambda: None
         self.granted: StepGrant | None = None
 
-    def ask(self, want: StepRequest) -> None:
+    def request_step(self, want: StepRequest) -> None:
         """It was."""
 
     def answer(self) -> StepGrant | None:
@@ -133,11 +133,11 @@ class Pass:
         grant, self.granted = self.granted, None
         return grant
 
-    def again(self) -> StepGrant | None:
+    def reuse_grant(self) -> StepGrant | None:
         """Each step is granted anew."""
         return None
 
-    def done(self) -> None:
+    def finish_step(self) -> None:
         """The unit knows when the step ends."""
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class VirtualEngine:
     def __init__(self, name: str, model: str, device: DeviceCosts, gpus: int, arena: float) -> None:
         """model: whose costs it has. arena: bytes that it could have alone."""
         self.now = 0.0
-        cost = device.models[model].on(gpus)
+        cost = device.models[model].cost_on(gpus)
         assert cost is not None, f"{model} has no costs on {gpus} GPUs"
         self.name, self.cost = name, cost
         self.weights = device.models[model].weight_bytes
@@ -339,8 +339,8 @@ class VirtualUnit:
         for name, engine in self.engines.items():
             if name not in self._busy:
                 self._make_room(engine)
-                request = replace(engine.phase.want(), number=next(self._numbers))
-                self._turns.ask(name, request)
+                request = replace(engine.phase.next_request(), number=next(self._numbers))
+                self._turns.request_step(name, request)
         for name, grant in self._turns.grants(self.now).items():
             self._begin(self.engines[name], grant)
 
@@ -375,7 +375,7 @@ class VirtualUnit:
             if finished:
                 told.finished = self.now
         self._busy.discard(engine.name)
-        self._turns.done(engine.name, grant.number, self.now)
+        self._turns.finish_step(engine.name, grant.number, self.now)
 
     def _adapt(self) -> None:
         """Quotas by the live rule, as long as anything is here."""

@@ -87,7 +87,12 @@ class Orders:
 def main(words: Sequence[str]) -> int:
     """As `kvmig.launcher.shared_fork_server`."""
     folder = Path(os.environ[ORDERS])
-    load, make, init, go = VllmKind.load, VllmKind.make, StateMachine.__init__, StateMachine.go
+    load, make, init, go = (
+        VllmKind.load,
+        VllmKind.make,
+        StateMachine.__init__,
+        StateMachine.apply_event,
+    )
 
     def load_runner(kind: VllmKind) -> None:
         if os.environ.get(V2) == "1":

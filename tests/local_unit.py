@@ -36,17 +36,17 @@ class LocalUnit:
     def leave(self, member: str) -> None:
         """It has gone."""
         with self._lock:
-            self.turns.left(member)
+            self.turns.remove_member(member)
             self.gates.pop(member).crowd(alone=True)
             for one in self.gates.values():
                 one.crowd(alone=len(self.gates) == 1)
         self._act(lambda: None)
 
     def _ask(self, member: str, request: StepRequest) -> None:
-        self._act(lambda: self.turns.ask(member, request))
+        self._act(lambda: self.turns.request_step(member, request))
 
     def _done(self, member: str, number: int) -> None:
-        self._act(lambda: self.turns.done(member, number, time.monotonic()))
+        self._act(lambda: self.turns.finish_step(member, number, time.monotonic()))
 
     def _act(self, what: Callable[[], None]) -> None:
         with self._lock:
@@ -55,6 +55,6 @@ class LocalUnit:
             recalls = {} if self.silent else self.turns.recalls(time.monotonic())
             self.told += grants.items()
             for name, grant in grants.items():
-                self.gates[name].heard(grant)
+                self.gates[name].receive_grant(grant)
             for name, number in recalls.items():
-                self.gates[name].recalled(number)
+                self.gates[name].recall_grant(number)

@@ -96,7 +96,7 @@ async def stubbed_front(
         overloaded=metrics.refused,
     )
     membership = InstanceMembership(router)
-    launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership.hear)
+    launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership.apply_news)
     await router.add_instance("i0", llumlet.endpoint)
     app = FastAPI()
     app.add_middleware(HttpMiddleware)

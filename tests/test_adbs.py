@@ -24,11 +24,11 @@ def gate(policy: str = "adbs", **decode: int) -> DeviceState:
 def test_prompts_go_first_and_take_turns() -> None:
     it = gate(a=4, b=4)
     for model in ("a", "b"):
-        it.want(model, PROMPTS)
+        it.record_request(model, PROMPTS)
     (first,) = it.grants()
     assert first == ScheduledStep("a", "prefill", PARTS)
-    it.done(first)
-    it.want("a", PROMPTS)
+    it.finish_step(first)
+    it.record_request("a", PROMPTS)
     (second,) = it.grants()
     assert second == ScheduledStep("b", "prefill", PARTS)
 
@@ -36,56 +36,56 @@ def test_prompts_go_first_and_take_turns() -> None:
 def test_models_decode_beside_each_other_as_long_as_their_parts_fit() -> None:
     it = gate(a=4, b=4, c=4, d=4)
     for model in it.models:
-        it.want(model, DECODES)
+        it.record_request(model, DECODES)
     assert [one.model for one in it.grants()] == ["a", "b", "c"]  # 12 of 10 parts
 
 
 def test_who_found_no_place_decodes_next() -> None:
     it = gate(a=7, b=7)
     for model in it.models:
-        it.want(model, DECODES)
+        it.record_request(model, DECODES)
     (first,) = it.grants()
-    it.done(first)
-    it.want("a", DECODES)
+    it.finish_step(first)
+    it.record_request("a", DECODES)
     assert [one.model for one in it.grants()] == ["b"]
 
 
 def test_prompts_that_dont_fit_hold_new_decode_steps_back() -> None:
     it = gate(a=4, b=4, c=4)
-    it.want("a", DECODES)
+    it.record_request("a", DECODES)
     (running,) = it.grants()
-    it.want("b", PROMPTS)
-    it.want("c", DECODES)
+    it.record_request("b", PROMPTS)
+    it.record_request("c", DECODES)
     assert it.grants() == []
-    it.done(running)
-    it.want("a", DECODES)
+    it.finish_step(running)
+    it.record_request("a", DECODES)
     assert [(one.model, one.kind) for one in it.grants()] == [("b", "prefill")]
 
 
 def test_an_engine_that_is_gone_holds_nothing() -> None:
     it = gate(a=10, b=10)
     for model in it.models:
-        it.want(model, PROMPTS)
+        it.record_request(model, PROMPTS)
     it.grants()
-    it.left("a")
+    it.remove_model("a")
     assert [one.model for one in it.grants()] == ["b"]
 
 
 def test_an_end_that_was_counted_already_ends_nothing_else() -> None:
     it = gate(a=4)
-    it.want("a", PROMPTS)
+    it.record_request("a", PROMPTS)
     (old,) = it.grants()
-    it.left("a")
-    it.want("a", DECODES)
+    it.remove_model("a")
+    it.record_request("a", DECODES)
     (new,) = it.grants()
-    it.done(old)
+    it.finish_step(old)
     assert it.running == {"a": new}
 
 
 def test_fcfs_does_one_thing_at_a_time_for_the_oldest_request() -> None:
     it = gate("fcfs", a=4, b=4)
-    it.want("a", StepRequest(prompt_tokens=0, decodes=1, oldest_decode=5.0))
-    it.want("b", StepRequest(prompt_tokens=0, decodes=1, oldest_decode=2.0))
+    it.record_request("a", StepRequest(prompt_tokens=0, decodes=1, oldest_decode=5.0))
+    it.record_request("b", StepRequest(prompt_tokens=0, decodes=1, oldest_decode=2.0))
     (only,) = it.grants()
     assert only == ScheduledStep("b", "decode", PARTS)
 
@@ -93,25 +93,25 @@ def test_fcfs_does_one_thing_at_a_time_for_the_oldest_request() -> None:
 def test_round_robin_does_one_thing_at_a_time_model_after_model() -> None:
     it = gate("round-robin", a=4, b=4)
     for model in it.models:
-        it.want(model, BOTH)
+        it.record_request(model, BOTH)
     (first,) = it.grants()
     assert first == ScheduledStep("a", "prefill", PARTS)
-    it.done(first)
-    it.want("a", BOTH)
+    it.finish_step(first)
+    it.record_request("a", BOTH)
     assert [one.model for one in it.grants()] == ["b"]
 
 
 def test_round_robin_on_shares_waits_for_who_doesnt_fit() -> None:
     it = gate("round-robin-shares", a=4, b=10, c=4)
     for model in it.models:
-        it.want(model, DECODES)
+        it.record_request(model, DECODES)
     assert [one.model for one in it.grants()] == ["a"]
 
 
 def test_without_a_gate_everybody_goes_at_once() -> None:
     it = gate("free", a=4, b=4, c=4, d=4)
     for model in it.models:
-        it.want(model, BOTH)
+        it.record_request(model, BOTH)
     assert [one.kind for one in it.grants()] == ["prefill"] * 4
 
 
@@ -136,11 +136,11 @@ def test_whatever_happens_a_model_has_one_job_and_the_sms_are_booked_as_allowed(
     it = gate(policy, **decode)
     for model, what, want in events:
         if what == "want":
-            it.want(model, want)
+            it.record_request(model, want)
         elif what == "left":
-            it.left(model)
+            it.remove_model(model)
         elif model in it.running:
-            it.done(it.running[model])
+            it.finish_step(it.running[model])
         before = set(it.running)
         begun = it.grants()
         assert not before & {one.model for one in begun}
@@ -167,15 +167,15 @@ def test_everybody_who_wants_to_decode_gets_a_turn(
     it = gate(policy, **decode)
     steps = dict.fromkeys("abcd", 0)
     for model in it.models:
-        it.want(model, DECODES)
+        it.record_request(model, DECODES)
     for turn in range(60):
         if turn < prompts:
-            it.want("abcd"[turn % 4], PROMPTS)
+            it.record_request("abcd"[turn % 4], PROMPTS)
         for job in it.grants():
             steps[job.model] += job.kind == "decode"
         for job in list(it.running.values())[:1]:
-            it.done(job)
-            it.want(job.model, DECODES)
+            it.finish_step(job)
+            it.record_request(job.model, DECODES)
     assert min(steps.values()) >= 1
 
 

@@ -27,10 +27,10 @@ def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tokens_and_their_logprobs_share_one_room() -> None:
     room = AnswerRoom()
-    room.keep(TOKENS // 2, LOGPROBS // 2)
+    room.count_kept(TOKENS // 2, LOGPROBS // 2)
     assert not room.full()
     assert room.full(unread=0.1)
-    room.keep(1, 0)
+    room.count_kept(1, 0)
     assert room.full()
 
 

@@ -19,8 +19,8 @@ def read(kind: str, *parts: bytes, api: Api = "openai") -> CallUsage | None:
     reader = UsageReader(api)
     reader.begin(kind)
     for part in parts:
-        reader.take(part)
-    return reader.told()
+        reader.add_part(part)
+    return reader.read_usage()
 
 
 def body(**fields: Any) -> bytes:

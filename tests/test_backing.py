@@ -79,11 +79,11 @@ def test_given_pages_leave_this_process_and_the_others_stay_as_they_are(host: Ho
     whole = host.resident()
     size = host.backing.group
     gone = [1, 3]
-    host.backing.give(gone)
+    host.backing.give_pages(gone)
     assert host.resident() * PAGE == whole * PAGE - len(gone) * host.backing.group_bytes
     for block in range(BLOCKS):
         assert host.of(block) == ({0} if block // size in gone else {7})
-    host.backing.take(gone)
+    host.backing.take_pages(gone)
     host.view[:] = b"\1" * len(host.view)
     assert host.resident() == whole
 
@@ -108,18 +108,18 @@ def test_a_gpus_pages_come_and_go_behind_the_same_addresses(gpu: CudaDriver) -> 
     addresses = AddressRange(gpu, LAYERS * BLOCKS * addresses.page)
     backing = on(addresses)
     assert fake_gpu.held()["memory"] == before["memory"]
-    backing.take([0, 1, 5])
+    backing.take_pages([0, 1, 5])
     assert fake_gpu.held()["memory"] == before["memory"] + 3 * LAYERS
     at = addresses.address + 5 * addresses.page
     gpu.write(at, b"here")
-    backing.give([1])
+    backing.give_pages([1])
     assert fake_gpu.held()["memory"] == before["memory"] + 2 * LAYERS
     assert gpu.read(at, 4) == b"here"
-    backing.take([1, 5])
+    backing.take_pages([1, 5])
     assert gpu.read(at, 4) == b"here"
     assert not any(gpu.read(addresses.address + addresses.page, addresses.page)), "as vLLM wants it"
     gpu.write(addresses.address + addresses.page, b"anew")
-    backing.give([0, 1, 2, 5])
+    backing.give_pages([0, 1, 2, 5])
     assert fake_gpu.held()["memory"] == before["memory"]
     addresses.close()
     assert fake_gpu.held() == before
@@ -167,7 +167,7 @@ def test_a_gpu_without_memory_leaves_none_of_what_was_asked_for(
 
     monkeypatch.setattr(addresses, "_map", mapped)
     with pytest.raises(KvmigError, match="cuMemCreate"):
-        backing.take([0])
+        backing.take_pages([0])
     assert not addresses.there
     addresses.close()
     fake_gpu.library().fakegpu_mend()

@@ -54,11 +54,11 @@ def test_a_graph_that_was_captured_at_the_start_computes_in_pages_that_have_come
     regions = [Region(addresses.address + index * layer, page, page) for index in range(LAYERS)]
     backing = VmmBacking(addresses, regions, BLOCKS)
     for _ in range(3):
-        backing.take([2])
+        backing.take_pages([2])
         graph.replay()
         graph.replay()
         assert bool((cache[:, 2] == 2).all())
-        backing.give([2])
+        backing.give_pages([2])
 
 
 def test_pages_go_back_to_the_device(addresses: AddressRange) -> None:

@@ -20,11 +20,11 @@ def run(share: FairShare, flows: dict[str, str], seconds: float, nbytes: int) ->
     sent: Counter[str] = Counter()
     now = 0.0
     for flow, pair in flows.items():
-        share.ask(flow, pair, nbytes)
+        share.request_turn(flow, pair, nbytes)
     while now <= seconds:
         for flow in share.grant(now):
             sent[flow] += nbytes
-            share.ask(flow, flows[flow], nbytes)
+            share.request_turn(flow, flows[flow], nbytes)
         at = share.next_at(now)
         assert at is not None
         now = max(at, now + 1e-9)
@@ -34,16 +34,16 @@ def run(share: FairShare, flows: dict[str, str], seconds: float, nbytes: int) ->
 def test_without_caps_everybody_goes_at_once() -> None:
     share = FairShare(0, 0)
     for flow in "abc":
-        share.ask(flow, "x", 1 << 40)
+        share.request_turn(flow, "x", 1 << 40)
     assert share.grant(0.0) == ["a", "b", "c"]
     assert share.next_at(0.0) is None
 
 
 def test_a_chunk_bigger_than_the_burst_goes_and_is_paid_off() -> None:
     share = FairShare(1000.0, 0)
-    share.ask("a", "x", 1000)
+    share.request_turn("a", "x", 1000)
     assert share.grant(0.0) == ["a"]
-    share.ask("a", "x", 1)
+    share.request_turn("a", "x", 1)
     assert share.grant(0.5) == []
     at = share.next_at(0.5)
     assert at is not None
@@ -82,21 +82,21 @@ def test_a_flow_with_big_chunks_gets_no_more_than_one_with_small_ones() -> None:
     share, sent, now = FairShare(1e6, 0), Counter[str](), 0.0
     sizes = {"big": 8000, "small": 500}
     for flow, size in sizes.items():
-        share.ask(flow, "x", size)
+        share.request_turn(flow, "x", size)
     while now < 1.0:
         for flow in share.grant(now):
             sent[flow] += sizes[flow]
-            share.ask(flow, "x", sizes[flow])
+            share.request_turn(flow, "x", sizes[flow])
         now = max(share.next_at(now) or 0.0, now + 1e-6)
     assert abs(sent["big"] - sent["small"]) <= 2 * 8000 + 1e6 * BURST_S
 
 
 def test_a_pair_in_debt_stands_in_nobodys_way() -> None:
     share = FairShare(0, 1000.0)
-    share.ask("a", "slow", 10_000)
+    share.request_turn("a", "slow", 10_000)
     assert share.grant(0.0) == ["a"]
-    share.ask("a", "slow", 10)
-    share.ask("b", "other", 10)
+    share.request_turn("a", "slow", 10)
+    share.request_turn("b", "other", 10)
     assert share.grant(0.0) == ["b"]
 
 
@@ -104,23 +104,23 @@ def test_one_who_comes_late_is_not_paid_for_the_time_before() -> None:
     share = FairShare(1e6, 0)
     run(share, {"old": "x"}, 0.2, CHUNK)
     sent: Counter[str] = Counter()
-    share.ask("new", "x", CHUNK)
+    share.request_turn("new", "x", CHUNK)
     now = 0.2
     while now < 0.3:
         for flow in share.grant(now):
             sent[flow] += CHUNK
-            share.ask(flow, "x", CHUNK)
+            share.request_turn(flow, "x", CHUNK)
         now = max(share.next_at(now) or 0.0, now + 1e-6)
     assert abs(sent["old"] - sent["new"]) <= 2 * CHUNK
 
 
 def test_who_leaves_gets_no_turn_and_what_it_did_not_use_is_there_for_others() -> None:
     share = FairShare(1000.0, 0)
-    share.ask("a", "x", 1000)
+    share.request_turn("a", "x", 1000)
     share.grant(0.0)
-    share.ask("b", "x", 10)
+    share.request_turn("b", "x", 10)
     share.charge("a", "x", -1000, 0.0)
-    share.ask("c", "x", 10)
+    share.request_turn("c", "x", 10)
     share.forget("b")
     assert share.grant(0.0) == ["c"]
 

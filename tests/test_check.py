@@ -68,7 +68,7 @@ def _forgets_that_it_committed(plant: PLANT) -> None:
 
 def _resumes_after_the_commit(plant: PLANT) -> None:
     def committed(self: SourceMachine) -> list[here.Action]:
-        self.go(SourceTransition.COMMITTED)
+        self.apply_event(SourceTransition.COMMITTED)
         return [here.Resume()]
 
     plant.setattr(SourceMachine, "committed", committed)
@@ -76,7 +76,7 @@ def _resumes_after_the_commit(plant: PLANT) -> None:
 
 def _resumes_when_nobody_answers(plant: PLANT) -> None:
     def unanswered(self: SourceMachine) -> list[here.Action]:
-        self.go(SourceTransition.REFUSED)
+        self.apply_event(SourceTransition.REFUSED)
         return [here.Resume()]
 
     plant.setattr(SourceMachine, "unanswered", unanswered)
@@ -84,7 +84,7 @@ def _resumes_when_nobody_answers(plant: PLANT) -> None:
 
 def _does_not_ask_again(plant: PLANT) -> None:
     def unanswered(self: SourceMachine) -> list[here.Action]:
-        self.go(SourceTransition.TIMEOUT)
+        self.apply_event(SourceTransition.TIMEOUT)
         return []
 
     plant.setattr(SourceMachine, "unanswered", unanswered)
@@ -135,7 +135,7 @@ def _waits_for_the_dead(plant: PLANT) -> None:
 
     def patient(self: SourceMachine) -> list[here.Action]:
         if self.state is SourceState.COMMITTING and self._commits < sends:
-            self.go(SourceTransition.TIMEOUT)
+            self.apply_event(SourceTransition.TIMEOUT)
             return []
         return unreachable(self)
 

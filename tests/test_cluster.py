@@ -578,7 +578,7 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
         return registry.get_sample_value("kvmig_messages_refused", labels)
 
     async with world() as it:
-        link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router).hear)
+        link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router).apply_news)
         await until(lambda: link._client is not None)
         it.cluster.scheduler_refusals = {"early": 3}
         await until(lambda: shown("scheduler", "early") == 3)

@@ -118,7 +118,7 @@ async def test_the_server_reads_of_proxies_and_sends_them_what_was_recorded(tmp_
                 "proxies", Snapshot
             )
             for kind in get_args(Down):
-                links.tell(example(kind))
+                links.send_to_all(example(kind))
                 data = record_of("proxies", kind)
                 assert await reader.readexactly(len(data)) == data
     finally:

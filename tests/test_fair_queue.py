@@ -43,7 +43,7 @@ def test_nobody_is_passed_over_twice_by_the_same_tenant(events: list[tuple[str, 
             waiting[number] = tenant
             turns.setdefault(tenant, [])
         elif what == "leave" and mine:
-            queue.leave(0, tenant, mine[0])
+            queue.remove_waiting(0, tenant, mine[0])
             del waiting[mine[0]]
         elif what == "pop" and waiting:
             one = queue.pop()
@@ -88,7 +88,7 @@ async def test_many_are_held_back_and_the_other_tenants_goes_next() -> None:
     await settle()
     assert len(engines.turns) == 101 - FRESH
     engines.fresh -= {"m0", "m1"}  # they have their first tokens
-    engines.turns.go_on()
+    engines.turns.grant_turns()
     await settle()
     assert engines.sent[FRESH:] == [f"m{FRESH}", "one"]
     for task in tasks:
@@ -102,11 +102,11 @@ async def test_none_goes_on_while_the_queues_of_instances_are_long() -> None:
     engines.queues = QueueLengths(2, 2 * QUEUED)
     task = asyncio.create_task(engines.submit("a", "a"))
     await settle()
-    engines.turns.go_on()
+    engines.turns.grant_turns()
     await settle()
     assert not engines.sent
     engines.queues = QueueLengths(2, 2 * QUEUED - 1)
-    engines.turns.go_on()
+    engines.turns.grant_turns()
     await task
 
 
@@ -118,7 +118,7 @@ async def test_one_that_leaves_gives_its_turn_to_the_next() -> None:
     tasks[0].cancel()
     await settle()
     engines.queues = QueueLengths(1, 0)
-    engines.turns.go_on()
+    engines.turns.grant_turns()
     await asyncio.gather(*tasks[1:])
     assert engines.sent == ["b", "c"]
 

@@ -10,6 +10,6 @@ def test_an_instances_unit_goes_by_its_own_name_then_by_where_it_is_in_a_placeme
     unit = parse(["MODEL", *flags])[0].unit
     assert unit is not None
     asked = [("i0", ""), ("i0", "left"), ("i1", "left"), ("i2", "0:1"), ("i2", "right")]
-    assert [unit.of(*one).path for one in asked] == [
+    assert [unit.config_for(*one).path for one in asked] == [
         "/run/u", "/run/left", "/run/one", "/run/g", "/run/u",
     ]  # fmt: skip

@@ -65,7 +65,7 @@ class Bench:
 
     def turn(self, seconds: float = 0.0) -> None:
         self.now += seconds
-        self.models.turn()
+        self.models.reconcile()
 
     def demand(self, version: int | None = None, running: int = 0, held: int = 0) -> None:
         """Of the only proxy, of the last half second."""
@@ -343,7 +343,7 @@ async def test_the_first_thing_that_is_told_of_one_that_serves_is_that_it_does(
     bench.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec())])
     async with await asyncio.start_unix_server(answer, note.socket):
         bench.models.take_news(Running((deployed("d1", note),)))
-        await bench.models.look(60)
+        await bench.models.wait_first_round(60)
         assert [route.state for route in bench.told[0][0]] == ["ready"]
         await bench.models.close()
 
@@ -355,7 +355,7 @@ async def test_one_that_tells_nothing_is_waited_for_no_longer(bench: Bench) -> N
         mute.bind(note.socket)
         mute.listen()
         bench.models.take_news(Running((deployed("d1", note),)))
-        await bench.models.look(0.05)
+        await bench.models.wait_first_round(0.05)
         assert bench.route.state == "starting"
         await bench.models.close()
 

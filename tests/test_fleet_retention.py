@@ -265,7 +265,7 @@ def test_a_disk_that_is_nearly_full_is_said_once_until_it_has_room_again(
     said = []
     with caplog.at_level(logging.WARNING):
         for free[0] in (6 * 10**10, 4 * 10**10, 3 * 10**10, 51 * 10**9, 4 * 10**10, 10**11, 10**9):
-            disks.look()
+            disks.warn_full_disks()
             said.append(len(caplog.records))
     assert said == [0, 1, 1, 1, 1, 1, 2]
     assert "40.00 of 1000.00 GB are free" in caplog.messages[0]

@@ -48,7 +48,7 @@ class Gate:
         self.next: StepGrant | None = None
         self.standing: StepGrant | None = None
 
-    def ask(self, want: StepRequest) -> None:
+    def request_step(self, want: StepRequest) -> None:
         self.asked.append(want)
 
     def answer(self) -> StepGrant | None:
@@ -56,10 +56,10 @@ class Gate:
         self.answers += grant is not None
         return grant
 
-    def again(self) -> StepGrant | None:
+    def reuse_grant(self) -> StepGrant | None:
         return self.standing
 
-    def done(self) -> None:
+    def finish_step(self) -> None:
         self.ended += 1
 
     def close(self) -> None:
@@ -95,8 +95,8 @@ def test_a_grant_is_given_back_when_its_step_is_over() -> None:
     entrance = StepAdmission(gate, lambda left: setattr(gate, "next", DECODE))
     assert entrance.enter(lambda: DECODES) == DECODE
     assert gate.ended == 0
-    entrance.leave(True)
-    entrance.leave(True)
+    entrance.finish_step(True)
+    entrance.finish_step(True)
     assert gate.ended == 1
 
 
@@ -105,7 +105,7 @@ def test_with_a_grant_that_stands_only_prompts_are_asked_for() -> None:
     gate.standing = STANDING
     entrance = StepAdmission(gate, lambda left: setattr(gate, "next", EVERYTHING))
     assert entrance.enter(lambda: DECODES) == STANDING
-    entrance.leave(True)
+    entrance.finish_step(True)
     assert (gate.asked, gate.ended) == ([], 1)
     assert entrance.enter(lambda: BOTH) == EVERYTHING
     assert gate.asked == [BOTH]
@@ -116,7 +116,7 @@ def test_a_grant_that_stands_is_given_back_by_who_wants_nothing_any_more() -> No
     gate.standing = STANDING
     entrance = StepAdmission(gate, time.sleep)
     entrance.enter(lambda: DECODES)
-    entrance.leave(True)
+    entrance.finish_step(True)
     for _ in range(2):
         assert entrance.enter(lambda: NOTHING) is None
     assert gate.asked == [NOTHING], "once"
@@ -164,7 +164,7 @@ def test_a_gate_that_never_answers_is_waited_for_once(caplog: pytest.LogCaptureF
     began = time.monotonic()
     for _ in range(50):
         assert entrance.enter(lambda: BOTH) is EVERYTHING
-        entrance.leave(True)
+        entrance.finish_step(True)
     assert 0.02 <= time.monotonic() - began < 0.5
     assert entrance.unanswered == 50
     assert gate.ended == 0
@@ -205,11 +205,11 @@ def test_an_engine_that_can_compute_nothing_looks_ever_less_often() -> None:
     waits: list[float] = []
     entrance = StepAdmission(Gate(), waits.append)
     for _ in range(8):
-        entrance.rest()
+        entrance.wait_for_work()
     assert waits[0] == 0.001
     assert waits[-1] == max(waits) == 0.05
-    entrance.leave(True)
-    entrance.rest()
+    entrance.finish_step(True)
+    entrance.wait_for_work()
     assert waits[-1] == 0.001
 
 
@@ -231,33 +231,33 @@ class Wire:
 
 def test_an_answer_to_a_question_that_was_taken_back_frees_its_parts_at_once() -> None:
     wire = Wire()
-    wire.gate.ask(DECODES)
-    wire.gate.ask(NOTHING)
-    wire.gate.heard(answer_to(1, DECODE))
+    wire.gate.request_step(DECODES)
+    wire.gate.request_step(NOTHING)
+    wire.gate.receive_grant(answer_to(1, DECODE))
     assert wire.gate.answer() is None
     assert wire.dones == [1]
 
 
 def test_an_answer_that_nobody_took_is_given_back_with_the_next_question() -> None:
     wire = Wire()
-    wire.gate.ask(DECODES)
-    wire.gate.heard(answer_to(1, DECODE))
-    wire.gate.ask(BOTH)
+    wire.gate.request_step(DECODES)
+    wire.gate.receive_grant(answer_to(1, DECODE))
+    wire.gate.request_step(BOTH)
     assert wire.dones == [1]
     assert wire.wants[-1] == replace(BOTH, number=2)
 
 
 def test_taking_back_what_was_never_asked_tells_nobody() -> None:
     wire = Wire()
-    wire.gate.ask(NOTHING)
+    wire.gate.request_step(NOTHING)
     assert wire.wants == []
 
 
 def standing() -> Wire:
     """One whose engine makes its first step with a grant that stands."""
     wire = Wire()
-    wire.gate.ask(DECODES)
-    wire.gate.heard(answer_to(1, STANDING))
+    wire.gate.request_step(DECODES)
+    wire.gate.receive_grant(answer_to(1, STANDING))
     assert wire.gate.answer() == answer_to(1, STANDING)
     return wire
 
@@ -265,52 +265,52 @@ def standing() -> Wire:
 def test_a_grant_that_stands_is_good_for_steps_that_nobody_hears_of() -> None:
     wire = standing()
     for _ in range(3):
-        wire.gate.done()
-        assert wire.gate.again() == answer_to(1, STANDING)
+        wire.gate.finish_step()
+        assert wire.gate.reuse_grant() == answer_to(1, STANDING)
     assert (wire.wants, wire.dones) == ([replace(DECODES, number=1)], [])
 
 
 def test_a_grant_that_is_called_back_between_two_steps_is_given_back_at_once() -> None:
     wire = standing()
-    wire.gate.done()
-    wire.gate.recalled(1)
+    wire.gate.finish_step()
+    wire.gate.recall_grant(1)
     assert wire.dones == [1]
-    assert wire.gate.again() is None
+    assert wire.gate.reuse_grant() is None
 
 
 def test_a_grant_that_is_called_back_in_a_step_is_given_back_at_its_end() -> None:
     wire = standing()
-    wire.gate.recalled(1)
+    wire.gate.recall_grant(1)
     assert wire.dones == []
-    wire.gate.done()
+    wire.gate.finish_step()
     assert wire.dones == [1]
-    assert wire.gate.again() is None
+    assert wire.gate.reuse_grant() is None
 
 
 def test_a_grant_that_is_called_back_before_it_was_taken_is_good_for_one_step() -> None:
     wire = Wire()
-    wire.gate.ask(DECODES)
-    wire.gate.heard(answer_to(1, STANDING))
-    wire.gate.recalled(1)
+    wire.gate.request_step(DECODES)
+    wire.gate.receive_grant(answer_to(1, STANDING))
+    wire.gate.recall_grant(1)
     assert wire.gate.answer() == answer_to(1, DECODE)
-    wire.gate.done()
-    assert (wire.gate.again(), wire.dones) == (None, [1])
+    wire.gate.finish_step()
+    assert (wire.gate.reuse_grant(), wire.dones) == (None, [1])
 
 
 def test_a_question_gives_back_the_grant_that_stood() -> None:
     wire = standing()
-    wire.gate.done()
-    wire.gate.ask(BOTH)
+    wire.gate.finish_step()
+    wire.gate.request_step(BOTH)
     assert wire.dones == [1]
-    wire.gate.recalled(1)  # it was on its way
-    assert (wire.gate.again(), wire.dones) == (None, [1])
+    wire.gate.recall_grant(1)  # it was on its way
+    assert (wire.gate.reuse_grant(), wire.dones) == (None, [1])
 
 
 def test_a_grant_stands_no_more_once_its_agent_has_gone() -> None:
     wire = standing()
-    wire.gate.done()
+    wire.gate.finish_step()
     wire.gate.close()
-    assert wire.gate.again() is None
+    assert wire.gate.reuse_grant() is None
 
 
 # -- who decides
@@ -321,21 +321,21 @@ def test_grants_of_decodes_stand_until_somebody_is_left_waiting() -> None:
     for name in ("a", "b", "c"):
         turns.join(name, ComputeShares(10, 4))
     for name in ("a", "b"):
-        turns.ask(name, replace(DECODES, number=1))
+        turns.request_step(name, replace(DECODES, number=1))
     assert [one.stands for one in turns.grants(0.0).values()] == [True, True]
     assert turns.recalls(0.0) == {}
     assert turns.next_overdue() is None
-    turns.ask("c", replace(PROMPTS, number=1))
+    turns.request_step("c", replace(PROMPTS, number=1))
     assert turns.grants(100.0) == {}
     assert turns.recalls(100.0) == {"a": 1, "b": 1}
     assert turns.recalls(100.0) == {}, "once"
     assert turns.next_overdue() == 105.0
-    turns.done("a", 1, 100.1)
-    turns.ask("a", replace(DECODES, number=2))
-    turns.done("b", 1, 100.1)
+    turns.finish_step("a", 1, 100.1)
+    turns.request_step("a", replace(DECODES, number=2))
+    turns.finish_step("b", 1, 100.1)
     ((member, grant),) = turns.grants(100.1).items()
     assert (member, grant.stands) == ("c", False)
-    turns.done("c", 1, 100.2)
+    turns.finish_step("c", 1, 100.2)
     ((member, grant),) = turns.grants(100.2).items()
     assert (member, grant.stands) == ("a", True)
 
@@ -345,7 +345,7 @@ def test_where_one_computes_at_a_time_no_grant_stands_while_two_want(policy: str
     turns = StepScheduler(policy)
     for name in ("a", "b"):
         turns.join(name, ComputeShares(10, 4))
-        turns.ask(name, replace(DECODES, number=1))
+        turns.request_step(name, replace(DECODES, number=1))
     (first,) = turns.grants(0.0).values()
     assert not first.stands
 
@@ -354,10 +354,10 @@ def test_a_member_that_dies_frees_its_parts() -> None:
     turns = StepScheduler()
     for name in ("a", "b"):
         turns.join(name, ComputeShares(10, 10))
-        turns.ask(name, replace(PROMPTS, number=1))
+        turns.request_step(name, replace(PROMPTS, number=1))
     ((first, grant),) = turns.grants(0.0).items()
     assert (first, grant.prompts) == ("a", True)
-    turns.left("a")
+    turns.remove_member("a")
     assert list(turns.grants(0.1)) == ["b"]
     assert turns.members == ["b"]
 
@@ -366,15 +366,15 @@ def test_a_job_whose_end_nobody_says_ends_after_a_limit() -> None:
     turns = StepScheduler(job_s=5.0)
     for name in ("a", "b"):
         turns.join(name, ComputeShares(10, 10))
-        turns.ask(name, replace(PROMPTS, number=1))
+        turns.request_step(name, replace(PROMPTS, number=1))
     turns.grants(0.0)
     assert turns.next_overdue() == 5.0
     assert turns.grants(4.9) == {}
     assert list(turns.grants(5.0)) == ["b"]
     assert turns.overdue == 1
-    turns.done("a", 1, 6.0)  # it lives again
-    turns.ask("a", replace(DECODES, number=2))
-    turns.done("b", 1, 6.0)
+    turns.finish_step("a", 1, 6.0)  # it lives again
+    turns.request_step("a", replace(DECODES, number=2))
+    turns.finish_step("b", 1, 6.0)
     assert list(turns.grants(6.0)) == ["a"]
     assert turns.job_seconds == {("a", "prefill"): 5.0, ("b", "prefill"): 1.0}
 
@@ -382,11 +382,11 @@ def test_a_job_whose_end_nobody_says_ends_after_a_limit() -> None:
 def test_a_question_that_came_before_the_end_of_the_last_job_is_kept() -> None:
     turns = StepScheduler()
     turns.join("a", ComputeShares(10, 4))
-    turns.ask("a", replace(DECODES, number=1))
+    turns.request_step("a", replace(DECODES, number=1))
     turns.grants(0.0)
-    turns.ask("a", replace(BOTH, number=2))
+    turns.request_step("a", replace(BOTH, number=2))
     assert turns.grants(0.1) == {}
-    turns.done("a", 1, 0.2)
+    turns.finish_step("a", 1, 0.2)
     (again,) = turns.grants(0.2).values()
     assert (again.number, again.prompts) == (2, True)
 
@@ -395,12 +395,12 @@ def test_turns_survive_who_comes_and_goes() -> None:
     turns = StepScheduler("round-robin")
     for name in ("b", "d"):
         turns.join(name, ComputeShares(10, 10))
-    turns.ask("b", replace(DECODES, number=1))
+    turns.request_step("b", replace(DECODES, number=1))
     turns.grants(0.0)
     turns.join("a", ComputeShares(10, 10))
-    turns.ask("a", replace(DECODES, number=1))
-    turns.ask("d", replace(DECODES, number=1))
-    turns.done("b", 1, 1.0)
+    turns.request_step("a", replace(DECODES, number=1))
+    turns.request_step("d", replace(DECODES, number=1))
+    turns.finish_step("b", 1, 1.0)
     assert list(turns.grants(1.0)) == ["d"]
 
 
@@ -428,8 +428,8 @@ def test_engines_of_several_threads_never_book_too_much_and_always_get_their_tur
                 booked.append(sum(list(inside.values())))
                 time.sleep(chance.choice([0.0, 1e-4]))
                 del inside[name]
-                entrance.leave(computed=True)
-        gate.ask(NOTHING)
+                entrance.finish_step(computed=True)
+        gate.request_step(NOTHING)
 
     for name in "abc":
         unit.join(name, ComputeShares(10, 5))
@@ -462,19 +462,19 @@ def test_whatever_happens_what_is_granted_ends_and_everybody_gets_a_turn(
     for name, what, want in [*[(name, "join", BOTH) for name in "abc"], *steps]:
         gate = unit.gates.get(name) or unit.join(name, ComputeShares(10, 5))
         if what == "ask":
-            gate.ask(want)
+            gate.request_step(want)
         elif what == "back":
-            gate.ask(NOTHING)
+            gate.request_step(NOTHING)
         elif what == "leave":
             unit.leave(name)
         elif gate.answer() is not None:
-            gate.done()
+            gate.finish_step()
     gates = list(unit.gates.values())
     for want in (NOTHING, BOTH):
         for gate in gates:
-            gate.ask(want)
+            gate.request_step(want)
         for gate in gates * 9:
             if gate.answer() is not None:
-                gate.done()
-                gate.ask(NOTHING)
+                gate.finish_step()
+                gate.request_step(NOTHING)
         assert unit.turns._running == {}

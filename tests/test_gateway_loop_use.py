@@ -44,7 +44,7 @@ def test_an_account_is_closed_after_its_third_stall_and_others_are_not() -> None
     record = StallRecord()
     for at in (0.0, 1.0, 2.0):
         assert record.closed_s("a", at) == 0
-        record.note("a", at)
+        record.record_stall("a", at)
     assert record.closed_s("a", 2.0) == CLOSED_S
     assert record.closed_s("a", 2.0 + CLOSED_S) == 0
     assert record.closed_s("b", 2.0) == 0
@@ -54,7 +54,7 @@ def test_stalls_that_are_far_apart_close_nobody() -> None:
     record = StallRecord()
     for number in range(3 * MOST):
         at = number * WITHIN_S
-        record.note("a", at)
+        record.record_stall("a", at)
         assert record.closed_s("a", at) == 0
 
 

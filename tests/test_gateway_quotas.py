@@ -114,7 +114,7 @@ async def test_a_round_after_the_call_was_counted_is_granted_to_a_record_of_its_
         one = call()
         await made.begin(one, "x-0", 5, 10)
         one.end_answer()
-        one.leave()
-        made.meter.take()
+        one.end_call()
+        made.meter.take_records()
         await made.begin(one, "x-1", 5, 10)
     assert [ask.seq for ask in granter.asked] == [1, 2]

@@ -114,7 +114,7 @@ async def test_an_answer_reaches_who_asked() -> None:
         questions.answer(call_id, Fenced(call_id, committed=False), [])  # too late
 
     questions = PendingCalls(answer)
-    message, payload = await questions.ask("0", fence, Fenced, 1.0, "Fence")
+    message, payload = await questions.call_instance("0", fence, Fenced, 1.0, "Fence")
     assert message.committed
     assert [bytes(frame) for frame in payload] == [b"x"]
     assert len(questions) == 0
@@ -128,10 +128,10 @@ async def test_a_question_ends_with_its_time_its_instance_or_a_wrong_answer() ->
 
     questions = PendingCalls(send)
     with pytest.raises(CallTimeout, match="instance 0 did not answer Fence within 0 s"):
-        await questions.ask("0", fence, Fenced, 0.0, "Fence")
+        await questions.call_instance("0", fence, Fenced, 0.0, "Fence")
     with pytest.raises(PeerError, match="wrong answered Fence with Resolved"):
-        await questions.ask("wrong", fence, Fenced, 1, "Fence")
-    lost = asyncio.ensure_future(questions.ask("0", fence, Fenced, 1.0, "Fence"))
+        await questions.call_instance("wrong", fence, Fenced, 1, "Fence")
+    lost = asyncio.ensure_future(questions.call_instance("0", fence, Fenced, 1.0, "Fence"))
     await asyncio.sleep(0)
     questions.lost("1", "another one")
     questions.lost("0", "instance 0 is lost")
@@ -176,19 +176,19 @@ TABLE: dict[tuple[int, int], Verdict] = {
 
 @pytest.mark.parametrize(("seen", "verdict"), TABLE.items())
 def test_the_verdict_by_what_a_request_has_seen(seen: tuple[int, int], verdict: Verdict) -> None:
-    assert crashes(*seen).verdict(1.0, 2) == verdict
+    assert crashes(*seen).decide(1.0, 2) == verdict
 
 
 @pytest.mark.parametrize(("crashed", "missing"), list(itertools.product(range(3), range(4))))
 def test_nobody_waits_longer_than_the_patience(crashed: int, missing: int) -> None:
-    late = crashes(crashed, missing).verdict(PATIENCE_S, 2)
+    late = crashes(crashed, missing).decide(PATIENCE_S, 2)
     assert late == ("poison" if crashed >= 2 else "run")
 
 
 def test_patience_starts_with_the_last_that_went_missing() -> None:
     seen = InstanceCrashes(missing={"a": 0.0, "b": 10.0})
-    assert seen.verdict(PATIENCE_S + 5, 2) == "wait"
-    assert seen.verdict(PATIENCE_S + 10, 2) == "run"
+    assert seen.decide(PATIENCE_S + 5, 2) == "wait"
+    assert seen.decide(PATIENCE_S + 10, 2) == "run"
 
 
 def test_only_a_missing_instance_is_confirmed_to_have_crashed() -> None:
@@ -206,7 +206,7 @@ def test_an_instance_that_returned_does_not_count() -> None:
     seen = crashes(1, 1)
     seen.returned("i1")
     seen.returned("never missing")
-    assert seen.verdict(0.0, 2) == "run"
+    assert seen.decide(0.0, 2) == "run"
 
 
 def test_a_restarted_instance_counts_each_time() -> None:
@@ -214,7 +214,7 @@ def test_a_restarted_instance_counts_each_time() -> None:
     for at in (0.0, 5.0):
         seen.missed("a", at, 0)
         seen.confirmed("a")
-    assert seen.verdict(9.0, 2) == "poison"
+    assert seen.decide(9.0, 2) == "poison"
 
 
 def test_a_hang_counts_as_a_crash_at_once_and_its_end_not_again() -> None:
@@ -226,7 +226,7 @@ def test_a_hang_counts_as_a_crash_at_once_and_its_end_not_again() -> None:
     seen.confirmed("a")
     assert (seen.crashed, seen.missing) == (["a"], {})
     seen.hung("a", 2, blamed=True)
-    assert seen.verdict(9.0, 2) == "poison"
+    assert seen.decide(9.0, 2) == "poison"
     assert seen.sentence() == "instances a and a hung while they ran this request"
 
 

@@ -55,7 +55,7 @@ def call_of(writer: UsageWriter) -> HttpCall:
     """A call that is over."""
     call = HttpCall("c", "k")
     writer.meter.enter(call)
-    call.leave()
+    call.end_call()
     return call
 
 

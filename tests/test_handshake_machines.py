@@ -381,7 +381,7 @@ def test_an_event_without_an_arrow_raises_and_changes_nothing(
         with pytest.raises(
             InvalidTransition, match=f"key: no transition for {event} in state {state}"
         ):
-            machine.go(event)
+            machine.apply_event(event)
         assert (machine.state, list(machine.history)) == (state, [])
 
 

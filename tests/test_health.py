@@ -26,21 +26,21 @@ def test_who_says_nothing_for_long_is_silent_until_it_speaks() -> None:
     listening = ListeningClock(PERIOD_S, 100.0)
     health = InstanceHealth(listening)
     now = ticked(listening, 100.0, 1.4)
-    assert health.ailment(SILENT_S) == ""
+    assert health.find_ailment(SILENT_S) == ""
     ticked(listening, now, 0.2)
-    assert health.ailment(SILENT_S) == "silent"
+    assert health.find_ailment(SILENT_S) == "silent"
     assert health.silence_s == pytest.approx(1.6)
-    health.heard()
-    assert health.ailment(SILENT_S) == ""
+    health.record_message()
+    assert health.find_ailment(SILENT_S) == ""
 
 
 @pytest.mark.parametrize("state", ["hung", "failed"])
 def test_who_says_that_it_ails_does_until_it_says_otherwise(state: str) -> None:
     health = InstanceHealth(ListeningClock(PERIOD_S, 0.0))
     health.state = state
-    assert health.ailment(SILENT_S) == state
+    assert health.find_ailment(SILENT_S) == state
     health.state = "draining"
-    assert health.ailment(SILENT_S) == ""
+    assert health.find_ailment(SILENT_S) == ""
 
 
 @given(st.floats(0, 1000))

@@ -20,33 +20,33 @@ BASE = 100 << 20
 
 def test_a_process_that_hardly_grows_is_left_alone() -> None:
     plan = MemoryTrimming(BASE)
-    assert not plan.due(BASE + GROWN - 1, now=1000.0)
+    assert not plan.is_due(BASE + GROWN - 1, now=1000.0)
 
 
 def test_what_has_grown_is_given_back_at_once() -> None:
     plan = MemoryTrimming(BASE)
-    assert plan.due(BASE + GROWN, now=0.0)
-    plan.done(BASE + GROWN, BASE, now=0.0)
-    assert not plan.due(BASE, now=0.0)
-    assert plan.due(BASE + GROWN, now=0.0)
+    assert plan.is_due(BASE + GROWN, now=0.0)
+    plan.record_trimmed(BASE + GROWN, BASE, now=0.0)
+    assert not plan.is_due(BASE, now=0.0)
+    assert plan.is_due(BASE + GROWN, now=0.0)
 
 
 def test_what_was_in_use_is_looked_at_again_after_a_pause() -> None:
     plan, body = MemoryTrimming(BASE), BASE + 4 * GROWN
-    assert plan.due(body, now=0.0)
-    plan.done(body, body, now=0.0)
+    assert plan.is_due(body, now=0.0)
+    plan.record_trimmed(body, body, now=0.0)
     pause_s = 2 * PAUSE_S[0]
-    assert not plan.due(body, now=pause_s - 0.1)
-    assert plan.due(body, now=pause_s)
+    assert not plan.is_due(body, now=pause_s - 0.1)
+    assert plan.is_due(body, now=pause_s)
 
 
 def test_what_stays_in_use_is_looked_at_ever_more_rarely() -> None:
     plan, larger, now = MemoryTrimming(BASE), BASE + 4 * GROWN, 0.0
     looks: list[float] = []
     while len(looks) < 20:
-        if plan.due(larger, now):
+        if plan.is_due(larger, now):
             looks.append(now)
-            plan.done(larger, larger - LITTLE + 1, now)
+            plan.record_trimmed(larger, larger - LITTLE + 1, now)
         now += 1.0
     pauses = [after - before for before, after in itertools.pairwise(looks)]
     assert pauses == sorted(pauses)
@@ -59,14 +59,14 @@ def test_whatever_was_in_use_is_given_back_once_it_is_free(steps: list[tuple[int
     plan, now, resident = MemoryTrimming(BASE), 0.0, BASE
     for larger, used in steps:
         now, resident = now + 1.0, BASE + larger
-        if plan.due(resident, now):
+        if plan.is_due(resident, now):
             kept = min(resident, BASE + used)
-            plan.done(resident, kept, now)
+            plan.record_trimmed(resident, kept, now)
             resident = kept
     for _ in range(int(PAUSE_S[1]) + 1):  # nothing is in use any more
         now += 1.0
-        if plan.due(resident, now):
-            plan.done(resident, BASE, now)
+        if plan.is_due(resident, now):
+            plan.record_trimmed(resident, BASE, now)
             resident = BASE
     assert resident < BASE + GROWN
 

@@ -31,13 +31,13 @@ def test_both_take_and_give_the_same_units(steps: list[tuple[bool, int]]) -> Non
     held: list[NDArray[np.int64]] = []
     for takes, n in steps:
         if takes and n <= native.free:
-            one, other = native.take(n), reference.take(n)
+            one, other = native.take_units(n), reference.take_units(n)
             assert one.tolist() == other.tolist()
             held.append(one)
         elif held:
             back = held.pop(n % len(held))
-            native.give(back)
-            reference.give(back)
+            native.give_units(back)
+            reference.give_units(back)
         mine = [unit for some in held for unit in some.tolist()]
         assert len(set(mine)) == len(mine)
         assert native.free == reference.free == 20 - len(mine)
@@ -68,12 +68,12 @@ def test_units_that_nobody_holds_can_not_be_given_and_nothing_changes(
     kind: Kind, back: tuple[int, ...]
 ) -> None:
     made = kind(units(1, 4, 5))
-    assert made.take(1).tolist() == [5]
+    assert made.take_units(1).tolist() == [5]
     with pytest.raises(ValueError):  # noqa: PT011 - each has words of its own
-        made.give(units(*back))
+        made.give_units(units(*back))
     assert made.free == 2
-    made.give(units(5))
-    assert made.take(3).tolist() == [5, 4, 1]
+    made.give_units(units(5))
+    assert made.take_units(3).tolist() == [5, 4, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +81,7 @@ def test_units_that_nobody_holds_can_not_be_given_and_nothing_changes(
 def test_more_units_than_are_free_can_not_be_taken(kind: Kind, n: int) -> None:
     made = kind(units(1, 4, 5))
     with pytest.raises(ValueError):  # noqa: PT011 - each has words of its own
-        made.take(n)
+        made.take_units(n)
     assert made.free == 3
 
 

@@ -70,7 +70,7 @@ class Site:
         self.want(name, self.wanted[name], self.used[name])
 
     def _tell(self, name: str, seq: int) -> None:
-        self.ledger.heard(
+        self.ledger.record_report(
             name, told(seq, self.lease[name], self.used[name], self.wanted[name]), self.now
         )
 
@@ -135,7 +135,7 @@ def test_muxserves_rule_waits_for_its_period() -> None:
     assert site.lease["a"] > 32
     ledger = site.ledger
     before = quotas(ledger)
-    ledger.heard("b", told(ledger.members["b"].seq, 4, 4, 60), site.now)
+    ledger.record_report("b", told(ledger.members["b"].seq, 4, 4, 60), site.now)
     ledger.adapt(site.now + 0.1)
     assert quotas(ledger) == before
 
@@ -143,7 +143,7 @@ def test_muxserves_rule_waits_for_its_period() -> None:
 def test_who_is_gone_leaves_its_memory() -> None:
     site = Site()
     site.join("a", "b")
-    site.ledger.leave("b", site.now)
+    site.ledger.remove_member("b", site.now)
     del site.lease["b"]
     site.settle()
     assert site.lease == {"a": 64}
@@ -165,7 +165,7 @@ def test_a_member_is_told_of_its_guarantee_when_others_come_and_go() -> None:
     assert dict(ledger.orders())["a"].guarantee == ARENA
     ledger.join("b", claim(guarantee=44))
     assert dict(ledger.orders())["a"].guarantee == 20 * MIB
-    ledger.leave("b")
+    ledger.remove_member("b")
     ledger.join("b", claim(guarantee=24))
     assert dict(ledger.orders())["a"].guarantee == 40 * MIB
     assert ledger.orders() == []
@@ -211,7 +211,7 @@ def test_an_answer_to_an_older_order_changes_no_lease() -> None:
     ((_, first),) = ledger.orders()
     ledger.join("b", claim())
     ledger.orders()
-    ledger.heard("a", told(first.seq, 0, 0, 0), 0.0)
+    ledger.record_report("a", told(first.seq, 0, 0, 0), 0.0)
     assert ledger.members["a"].lease == 64 * MIB
 
 
@@ -267,7 +267,7 @@ class Arena(RuleBasedStateMachine):
     @rule(data=st.data())
     def dies(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.has)))
-        self.ledger.leave(name, self.now)
+        self.ledger.remove_member(name, self.now)
         for kept in (self.has, self.quota, self.used, self.orders):
             kept.pop(name, None)
         self.answers = deque(one for one in self.answers if one[0] != name)
@@ -338,7 +338,7 @@ class Arena(RuleBasedStateMachine):
     @rule()
     def agent_hears(self) -> None:
         name, answer = self.answers.popleft()
-        self.ledger.heard(name, answer, self.now)
+        self.ledger.record_report(name, answer, self.now)
 
     @invariant()
     def leases_fit(self) -> None:

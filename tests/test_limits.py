@@ -22,7 +22,7 @@ def test_in_no_window_more_requests_come_in_than_its_minutes_and_one_more_allow(
         size = sizes[turn % len(sizes)]
         if let_in([door], now, size) is None:
             came.append((now, size))
-            door.leave(size)
+            door.end_requests(size)
     for first, (began, _) in enumerate(came):
         for last in range(first, len(came)):
             minutes = (came[last][0] - began) / MINUTE_S
@@ -43,8 +43,8 @@ def test_after_its_first_minute_a_minutes_requests_may_come_to_a_proxy_at_once()
 
 def test_a_server_that_knows_less_than_a_proxy_does_not_forgive_what_is_owed() -> None:
     limits = RequestLimiter(Limits(tpm=600))
-    limits.bucket.told(1200, now=0.0)
-    limits.bucket.told(600, now=30.0)
+    limits.bucket.adopt_level(1200, now=0.0)
+    limits.bucket.adopt_level(600, now=30.0)
     assert limits.bucket.now(30.0) == 900
 
 
@@ -57,7 +57,7 @@ def test_a_request_that_comes_when_it_was_told_to_is_let_in(rpm: int, times: lis
             assert refused.again_s is not None
             assert let_in([limits], now + refused.again_s + 1e-6) is None
             return
-        limits.leave()
+        limits.end_requests()
 
 
 @given(st.integers(1, 30), st.lists(st.integers(-8, 8)))
@@ -71,7 +71,7 @@ def test_never_more_requests_run_at_once_than_the_key_may_have(
             assert (let_in([limits], 0.0, requests) is None) == fits
             running += requests * fits
         elif running >= -requests:
-            limits.leave(-requests)
+            limits.end_requests(-requests)
             running += requests
         assert limits.tally.running() == running
 
@@ -86,7 +86,7 @@ def test_a_call_of_more_sequences_than_the_limit_has_is_refused_for_good(limits:
 
 def test_a_key_that_owes_tokens_waits_until_a_minutes_rate_has_paid_them_off() -> None:
     limits = RequestLimiter(Limits(tpm=600))
-    limits.bucket.told(610, now=0.0)
+    limits.bucket.adopt_level(610, now=0.0)
 
     refused = let_in([limits], 0.0)
 
@@ -114,7 +114,7 @@ def test_headers_say_what_is_left_and_when_all_of_it_is_back() -> None:
     for _ in range(4):
         let_in([limits], 0.0)
         left.append(dict(headers([limits], 0.0))[b"x-ratelimit-remaining-requests"])
-    limits.bucket.told(100, 0.0)
+    limits.bucket.adopt_level(100, 0.0)
 
     assert left == [b"2", b"1", b"0", b"0"]
     assert dict(headers([limits], 0.0)) == {
@@ -163,7 +163,7 @@ def test_whoever_one_limit_refuses_uses_nothing_of_another_one() -> None:
 
 def test_headers_tell_of_the_limit_of_which_least_is_left() -> None:
     key, user = RequestLimiter(Limits(rpm=10, tpm=600)), RequestLimiter(Limits(rpm=3, tpm=900))
-    user.bucket.told(400, 0.0)
+    user.bucket.adopt_level(400, 0.0)
 
     told = dict(headers([key, user], 0.0))
 

@@ -21,7 +21,7 @@ async def test_a_loop_that_stands_still_is_counted_with_those_whose_bodies_were_
     watch = asyncio.create_task(LoopWatch(registry, budget.take_seen).run())
     await asyncio.sleep(0.1)
     share = budget.enter("anna")
-    share.take(1)
+    share.count_bytes(1)
     share.give_back()  # within the same turn of the loop
     with caplog.at_level(logging.WARNING):
         time.sleep(0.4)  # noqa: ASYNC251 - stands still
@@ -36,5 +36,5 @@ async def test_a_loop_that_stands_still_is_counted_with_those_whose_bodies_were_
 
 def test_a_loop_that_is_a_little_late_is_not_counted() -> None:
     registry = CollectorRegistry()
-    LoopWatch(registry, set).note(0.05)
+    LoopWatch(registry, set).record_lateness(0.05)
     assert registry.get_sample_value("kvmig_http_loop_stall_seconds_count") == 0

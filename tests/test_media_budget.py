@@ -14,9 +14,9 @@ MEGA = 1_000_000
 
 def test_what_is_too_much_is_named_with_what_is_allowed() -> None:
     budget = MediaBudget(100 * MEGA, kept=8 * MEGA)
-    budget.take("an image", MediaCost(50 * MEGA))
+    budget.count_media("an image", MediaCost(50 * MEGA))
     with pytest.raises(MediaTooLarge) as refused:
-        budget.take("PNG of 2000 x 2000 pixels", MediaCost(28 * MEGA, 20 * MEGA))
+        budget.count_media("PNG of 2000 x 2000 pixels", MediaCost(28 * MEGA, 20 * MEGA))
     assert "take 106.0 MB" in str(refused.value)
     assert "PNG of 2000 x 2000 pixels" in str(refused.value)
     assert "allowed are 100.0 MB a call (--max-media)" in str(refused.value)
@@ -29,7 +29,7 @@ def test_a_call_never_has_more_than_is_allowed(costs: list[tuple[int, int]], mos
     for kept, extra in costs:
         before = budget.kept
         try:
-            budget.take("one", MediaCost(kept, extra))
+            budget.count_media("one", MediaCost(kept, extra))
         except MediaTooLarge:
             assert budget.kept == before
             assert before + kept + extra > most
@@ -41,7 +41,7 @@ def test_a_call_never_has_more_than_is_allowed(costs: list[tuple[int, int]], mos
 def test_what_is_extra_counts_only_while_it_is_decoded() -> None:
     budget = MediaBudget(100)
     for _ in range(4):
-        budget.take("one", MediaCost(20, 30 if budget.kept < 60 else 20))
+        budget.count_media("one", MediaCost(20, 30 if budget.kept < 60 else 20))
     assert budget.left == 20
 
 

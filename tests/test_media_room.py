@@ -103,7 +103,7 @@ async def test_media_of_one_call_are_decoded_one_after_the_other() -> None:
     assert at_once == [1] * 5
 
 
-@pytest.mark.parametrize("end", [HttpCall.rendered, HttpCall.leave])
+@pytest.mark.parametrize("end", [HttpCall.rendered, HttpCall.end_call])
 async def test_a_call_gives_its_place_back_with_its_prompt_or_its_end(end: object) -> None:
     room = MediaRoom()
     call = HttpCall()

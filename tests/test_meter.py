@@ -43,7 +43,7 @@ class Front:
 
     def record(self) -> UsageRecord:
         """Of the call."""
-        (found,) = self.meter.take()
+        (found,) = self.meter.take_records()
         return found
 
 
@@ -61,7 +61,7 @@ def test_a_prompt_of_several_answers_was_cached_as_it_was_for_the_first_of_them(
     front = Front()
     one, two, other = front.add("1"), front.add("2"), front.add("3", "y")
     front.begin(one, 16)
-    front.meter.take()
+    front.meter.take_records()
     front.begin(two, 48)  # the first one's blocks
     front.begin(other, 32)
     for request in (one, two, other):
@@ -101,10 +101,10 @@ def test_what_was_cached_is_what_the_first_run_said_with_its_first_token() -> No
         RouterObserver(),
         lambda: 2.0,
     )
-    streams.take("i", Outputs([Span("1", 0, 0)]), [memoryview(b"")])
+    streams.deliver_outputs("i", Outputs([Span("1", 0, 0)]), [memoryview(b"")])
     front.table.next_run(request, 2.0)  # whose prompt has the first token, too
     request.splicer.restart("i")
-    streams.take("i", Outputs([Span("1+1", 0, 1)]), [memoryview(b"")])
+    streams.deliver_outputs("i", Outputs([Span("1+1", 0, 1)]), [memoryview(b"")])
     front.table.remove("1")
     record = front.record()
     assert (record.output, record.reruns, record.cached) == (2, 1, 32)
@@ -136,7 +136,7 @@ def test_steps_of_a_beam_search_are_one_prompt_and_its_answers() -> None:
     search.finish(50, 2 * 3)
     front.call.status = 200
     front.call.end_answer()
-    front.call.leave()
+    front.call.end_call()
 
     over = front.record()
     assert (over.prompt, over.output, over.status) == (50, 6, "finished")
@@ -146,7 +146,7 @@ def ended_with(front: Front, status: int) -> UsageRecord:
     """The record of the call, which is over."""
     front.call.status = status
     front.call.end_answer()
-    front.call.leave()
+    front.call.end_call()
     return front.record()
 
 

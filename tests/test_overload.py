@@ -124,7 +124,7 @@ def test_one_account_leaves_room_for_others() -> None:
 def test_a_call_that_ends_early_counts_no_more() -> None:
     call, count = HttpCall(), Count()
     call.enter(count.hold)
-    call.leave()
+    call.end_call()
     assert count.waiting == 0
     call.submitted("a")  # nobody counts it now
     assert count.waiting == 0

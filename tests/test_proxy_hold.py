@@ -116,21 +116,21 @@ class Holding(RuleBasedStateMachine):
         refused = self.hold.enter(one, ModelRoute(name=model, state="cold", max_held=self.MAX_HELD))
         fits = len(here) < self.MAX_HELD and taken + size <= self.MOST_BYTES
         assert (refused is None) == fits
-        counted = self.counts.arrive(model, self.now)
+        counted = self.counts.count_arrival(model, self.now)
         self.arrived += 1
         if refused is None:
-            counted.be("held", self.now)
+            counted.set_state("held", self.now)
             self.inside.append((one, counted))
 
     @precondition(lambda self: self.inside)
     @rule(which=st.integers(0, 50), runs=st.booleans())
     def leave(self, which: int, runs: bool) -> None:
         one, counted = self.inside.pop(which % len(self.inside))
-        self.hold.leave(one)
-        self.hold.leave(one)
+        self.hold.remove_request(one)
+        self.hold.remove_request(one)
         if runs:
-            counted.be("running", self.now)
-        counted.be("over", self.now)
+            counted.set_state("running", self.now)
+        counted.set_state("over", self.now)
 
     @rule(seconds=st.integers(0, 5))
     def time_passes(self, seconds: int) -> None:
@@ -187,6 +187,6 @@ def test_one_accounts_large_bodies_leave_room_for_those_of_others() -> None:
     assert refusal(hold.enter(waiter(account="a", size=1), route())).status == 429
     other = waiter(account="b", size=20)
     assert hold.enter(other, route()) is None
-    hold.leave(other)
-    hold.leave(other)
+    hold.remove_request(other)
+    hold.remove_request(other)
     assert hold.enter(waiter(account="b", size=25), route()) is None

@@ -59,7 +59,7 @@ async def test_a_proxy_hears_a_snapshot_then_what_changes(tmp_path: Path) -> Non
     change = Routes(version=2, changed=(ModelRoute(name="a", state="cold"),), removed=("b",))
     async with serving(tmp_path / "s", []) as links, proxy(tmp_path / "s", heard):
         await until(lambda: len(heard) == 1)
-        links.tell(change)
+        links.send_to_all(change)
         await until(lambda: len(heard) == 2)
     assert heard == [Snapshot(version=1, pepper=b"p"), change]
 
@@ -97,7 +97,7 @@ async def test_who_says_nonsense_is_disconnected_and_the_others_are_not(tmp_path
             writer.write(nonsense)
             assert await reader.read() == b""
             writer.close()
-        links.tell(Routes(version=2))
+        links.send_to_all(Routes(version=2))
         await until(lambda: len(heard) == 2)
 
 

@@ -14,13 +14,13 @@ GROWN = EngineLoad(100, 11, 2, 0, 0, 0)
 
 def test_it_reports_when_it_is_time_and_when_there_is_news() -> None:
     reporter = LoadReporter(50, 60, 0.0)
-    assert reporter.due(1.0, "serving", ONE, 0, 0)
-    assert not reporter.due(1.01, "serving", ONE, 0, 0)
-    assert reporter.due(1.02, "serving", TWO, 0, 0)
-    assert not reporter.due(1.03, "serving", GROWN, 0, 0)
-    assert reporter.due(1.04, "serving", GROWN, 1, 0)
-    assert reporter.due(1.05, "hung", GROWN, 1, 0)
-    assert reporter.due(1.11, "hung", GROWN, 1, 0)
+    assert reporter.is_due(1.0, "serving", ONE, 0, 0)
+    assert not reporter.is_due(1.01, "serving", ONE, 0, 0)
+    assert reporter.is_due(1.02, "serving", TWO, 0, 0)
+    assert not reporter.is_due(1.03, "serving", GROWN, 0, 0)
+    assert reporter.is_due(1.04, "serving", GROWN, 1, 0)
+    assert reporter.is_due(1.05, "hung", GROWN, 1, 0)
+    assert reporter.is_due(1.11, "hung", GROWN, 1, 0)
     assert reporter.seq == 5
 
 
@@ -36,7 +36,7 @@ def test_it_is_in_the_wanted_state_unless_it_ails() -> None:
 def test_an_engine_with_nothing_to_do_is_looked_at_for_heartbeats_alone() -> None:
     reporter, now, looks = LoadReporter(50, 60, 0.0), 1.0, 0
     while now < 2.0:
-        reporter.due(now, "serving", ONE, 0, 0)
+        reporter.is_due(now, "serving", ONE, 0, 0)
         now += reporter.pause_s(now, busy=False, came=False)
         looks += 1
     assert reporter.seq == looks == 20
@@ -44,7 +44,7 @@ def test_an_engine_with_nothing_to_do_is_looked_at_for_heartbeats_alone() -> Non
 
 def test_an_engine_with_requests_is_looked_at_often_and_so_it_is_a_while_after_a_message() -> None:
     reporter = LoadReporter(5000, 60, 0.0)
-    reporter.due(1.0, "serving", ONE, 0, 0)
+    reporter.is_due(1.0, "serving", ONE, 0, 0)
     assert reporter.pause_s(1.0, busy=True, came=False) == pytest.approx(0.01)
     assert reporter.pause_s(1.0 + LINGER_S, busy=False, came=False) == IDLE_PERIOD_S
     assert reporter.pause_s(2.0, busy=False, came=True) == pytest.approx(0.01)
@@ -53,6 +53,6 @@ def test_an_engine_with_requests_is_looked_at_often_and_so_it_is_a_while_after_a
 
 def test_a_look_that_came_a_little_too_early_is_followed_by_one_in_time() -> None:
     reporter = LoadReporter(50, 60, 0.0)
-    reporter.due(1.0, "serving", ONE, 0, 0)
-    assert not reporter.due(1.0495, "serving", ONE, 0, 0)
+    reporter.is_due(1.0, "serving", ONE, 0, 0)
+    assert not reporter.is_due(1.0495, "serving", ONE, 0, 0)
     assert reporter.pause_s(1.0495, busy=False, came=False) == pytest.approx(0.001)

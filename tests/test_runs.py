@@ -93,7 +93,7 @@ class World:
         if not self.sent[instance]:
             return
         span, self.item = self.sent[instance].popleft()
-        for _, item in self.streams.take(instance, Outputs([span]), [memoryview(b"")]):
+        for _, item in self.streams.deliver_outputs(instance, Outputs([span]), [memoryview(b"")]):
             request = self.table.runs.get(span.request_id)
             if request is None:
                 self.stale.add(span.request_id)

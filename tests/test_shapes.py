@@ -82,7 +82,7 @@ def test_a_unit_fills_every_instances_blocks(sizes: list[int]) -> None:
 def test_an_instance_has_a_build_of_the_engine_of_its_own() -> None:
     trees = own_trees(["i1: /new"], 2, lambda folder: "0.33.0")
 
-    assert [trees.of(name) for name in ("i0", "i1", "i2")] == ["", "/new", ""]
+    assert [trees.tree_of(name) for name in ("i0", "i1", "i2")] == ["", "/new", ""]
 
 
 @pytest.mark.parametrize(
@@ -120,5 +120,5 @@ def test_a_place_that_no_instance_can_have_is_refused(given_: str, named: str) -
 def test_a_build_for_all_goes_before_those_that_some_had() -> None:
     some = EngineTrees().after("/new", ["i1"])
 
-    assert [some.of(name) for name in ("i0", "i1")] == ["", "/new"]
+    assert [some.tree_of(name) for name in ("i0", "i1")] == ["", "/new"]
     assert some.after("/newest", ()) == EngineTrees("/newest")

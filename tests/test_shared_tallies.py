@@ -41,17 +41,17 @@ class Proxies:
         self.clock.now += 60.0  # what came before the first one is paid off
 
     def let_in(self, number: int, limits: Limits, size: int = 1) -> LimitExceeded | None:
-        with self.all[number].held():
+        with self.all[number].locked():
             return let_in([self._of(number, limits)], self.clock.now, size)
 
     def leave(self, number: int, size: int = 1) -> None:
-        self._of(number, Limits()).leave(size)
+        self._of(number, Limits()).end_requests(size)
 
     def running(self, number: int = 0) -> int:
-        return self.all[number].of("key").running()
+        return self.all[number].tally_of("key").running()
 
     def _of(self, number: int, limits: Limits) -> RequestLimiter:
-        return RequestLimiter(limits, self.all[number].of("key"))
+        return RequestLimiter(limits, self.all[number].tally_of("key"))
 
     def close(self) -> None:
         for one in self.all:
@@ -138,12 +138,12 @@ def test_a_killed_proxy_gives_back_what_it_held_and_the_lock(tmp_path: Path) -> 
             assert other.stdout is not None
             assert other.stdout.readline() == b"there\n"
             tallies = SharedTallies(path)
-            limits = RequestLimiter(Limits(parallel=3), tallies.of("key"))
-            with tallies.held():  # it has the lock, and stands still: nobody waits for long
+            limits = RequestLimiter(Limits(parallel=3), tallies.tally_of("key"))
+            with tallies.locked():  # it has the lock, and stands still: nobody waits for long
                 assert let_in([limits], 0.0) is not None
         finally:
             os.kill(other.pid, signal.SIGKILL)
-    with tallies.held():
+    with tallies.locked():
         assert let_in([limits], 0.0, 3) is None
     tallies.close()
 
@@ -168,12 +168,13 @@ def test_more_keys_than_slots_come_and_go(tmp_path: Path) -> None:
     tallies = SharedTallies(tmp_path / "limits", clock)
     clock.now += 60.0
     for number in range(SLOTS + 500):
-        limits = RequestLimiter(Limits(rpm=1), tallies.of(str(number)))
+        limits = RequestLimiter(Limits(rpm=1), tallies.tally_of(str(number)))
         assert let_in([limits], clock.now) is None
-        limits.leave()
+        limits.end_requests()
         clock.now += 0.01
     assert (
-        let_in([RequestLimiter(Limits(rpm=1), tallies.of(str(SLOTS + 499)))], clock.now) is not None
+        let_in([RequestLimiter(Limits(rpm=1), tallies.tally_of(str(SLOTS + 499)))], clock.now)
+        is not None
     )
     tallies.close()
 

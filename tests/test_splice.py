@@ -84,7 +84,7 @@ def test_a_stale_owner_is_told_once_and_never_heard() -> None:
     feed(splicer, "b", 1, 0)
     for position in (1, 2):  # until it could be told
         assert feed(splicer, "a", 0, position) == SplicedItems([], [StaleCopy("a", 0)])
-    splicer.told(StaleCopy("a", 0))
+    splicer.mark_discarded(StaleCopy("a", 0))
     assert feed(splicer, "a", 0, 3) == SplicedItems([], [])
     assert splicer.next == 1
 

@@ -71,7 +71,7 @@ def test_places_of_full_attention_alone_are_its_blocks_in_order() -> None:
 
     assert plain.plain
     assert plain.full([[7, 3, 9]], 40, SentBlocks(0, 0)) == ([0, 1], [7, 3])
-    assert plain.rest([[7, 3, 9]], 40, SentBlocks(16, 1)) == ([1, 2], [3, 9])
+    assert plain.unsent_blocks([[7, 3, 9]], 40, SentBlocks(16, 1)) == ([1, 2], [3, 9])
     assert plain.by_place([[7, 3, 9]], 16) == [7, 3, 9]
 
 
@@ -85,7 +85,7 @@ def test_what_lies_outside_the_window_does_not_travel() -> None:
     both = tables(WINDOWED, FULL)
     ids = [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]]
 
-    places, blocks = both.rest(ids, 90, SentBlocks(0, 0))
+    places, blocks = both.unsent_blocks(ids, 90, SentBlocks(0, 0))
 
     assert blocks == [4, 5, 6, 11, 12, 13, 14, 15, 16]
     assert places == [6, 8, 10, 1, 3, 5, 7, 9, 11]
@@ -102,17 +102,19 @@ def test_a_state_goes_in_the_tail_only() -> None:
     ids = [[NULL_BLOCK, 9], [1, 2, 3, 4, 5, 6]]
 
     assert hybrid.full(ids, 90, SentBlocks(0, 0))[1] == [1, 2, 3, 4, 5]
-    assert hybrid.rest(ids, 90, SentBlocks(80, 5)) == ([0, 11], [9, 6])
+    assert hybrid.unsent_blocks(ids, 90, SentBlocks(80, 5)) == ([0, 11], [9, 6])
 
 
 def test_a_request_without_computed_tokens_has_no_state_to_send() -> None:
-    assert tables(STATE, FULL).rest([[], []], 0, SentBlocks(0, 0)) == ([], [])
+    assert tables(STATE, FULL).unsent_blocks([[], []], 0, SentBlocks(0, 0)) == ([], [])
 
 
 def test_prefix_hits_of_the_destination_do_not_travel() -> None:
     both = tables(WINDOWED, FULL)
 
-    places, _ = both.rest([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]], 90, SentBlocks(64, 4))
+    places, _ = both.unsent_blocks(
+        [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]], 90, SentBlocks(64, 4)
+    )
 
     assert places == [8, 10, 9, 11]
 
@@ -177,7 +179,7 @@ def test_whatever_the_stages_each_block_that_is_read_goes_exactly_once(
         places, named = both.full(ids, computed, sent)
         went += named
         sent.places += places
-    went += both.rest(ids, computed, sent)[1]
+    went += both.unsent_blocks(ids, computed, sent)[1]
 
     assert len(set(went)) == len(went)
     first = (computed - WINDOW + 1) // BLOCK

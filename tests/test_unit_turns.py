@@ -74,18 +74,18 @@ async def test_members_take_turns_and_who_is_alone_asks_nobody(path: Path) -> No
         assert a.alone
         async with joined(path, "b") as b:
             await until(lambda: not a.alone and not b.alone)
-            a.ask(PROMPTS)
+            a.request_step(PROMPTS)
             assert (await grant_of(a)).prompts
-            b.ask(PROMPTS)
+            b.request_step(PROMPTS)
             await asyncio.sleep(0.05)
             assert b.answer() is None
-            a.done()
+            a.finish_step()
             assert (await grant_of(b)).prompts
-            a.ask(DECODES)
-            b.done()
+            a.request_step(DECODES)
+            b.finish_step()
             grant = await grant_of(a)
             assert (grant.prompts, grant.parts) == (False, 6)
-            a.done()
+            a.finish_step()
         await until(lambda: a.alone)
         assert turns.job_seconds["b", "prefill"] > 0
 
@@ -93,24 +93,24 @@ async def test_members_take_turns_and_who_is_alone_asks_nobody(path: Path) -> No
 async def test_decodes_go_on_without_asking_until_somebody_waits(path: Path) -> None:
     async with agent(path, turns=StepScheduler()), joined(path, "a") as a, joined(path, "b") as b:
         for gate in (a, b):
-            gate.ask(DECODES)
+            gate.request_step(DECODES)
             assert (await grant_of(gate)).stands
-            gate.done()
-            assert gate.again() is not None
-        a.done()
-        a.ask(PROMPTS)
+            gate.finish_step()
+            assert gate.reuse_grant() is not None
+        a.finish_step()
+        a.request_step(PROMPTS)
         await until(lambda: b._standing is None)
         assert a.answer() is None, "b makes a step"
-        b.done()
+        b.finish_step()
         assert (await grant_of(a)).prompts
 
 
 async def test_a_member_whose_connection_ends_frees_its_parts(path: Path) -> None:
     async with agent(path, turns=StepScheduler()), joined(path, "b") as b:
         async with joined(path, "a") as a, joined(path, "c"):
-            a.ask(PROMPTS)
+            a.request_step(PROMPTS)
             await grant_of(a)
-            b.ask(PROMPTS)
+            b.request_step(PROMPTS)
             await asyncio.sleep(0.05)
             assert b.answer() is None
         assert b.alone or (await grant_of(b)).prompts
@@ -121,14 +121,14 @@ async def test_a_member_that_is_stopped_in_a_step_frees_its_parts_after_a_while(
 ) -> None:
     turns = StepScheduler(job_s=0.2)
     async with agent(path, turns=turns), joined(path, "a") as a, joined(path, "b") as b:
-        a.ask(PROMPTS)
+        a.request_step(PROMPTS)
         await grant_of(a)  # and never says that it is done
-        b.ask(PROMPTS)
+        b.request_step(PROMPTS)
         assert (await grant_of(b)).prompts
         assert turns.overdue == 1
-        a.done()
-        b.done()
-        a.ask(DECODES)
+        a.finish_step()
+        b.finish_step()
+        a.request_step(DECODES)
         await grant_of(a)
 
 
@@ -142,7 +142,7 @@ async def test_an_agent_that_dies_lets_everybody_step(path: Path) -> None:
         assert StepAdmission(a, lambda left: None).enter(lambda: PROMPTS) is EVERYTHING
         async with agent(path, turns=StepScheduler()):
             await until(lambda: not a.alone)
-            a.ask(PROMPTS)
+            a.request_step(PROMPTS)
             await grant_of(a)
 
 

@@ -57,16 +57,16 @@ class Scripted:
         self.wants: list[StepRequest] = []
         self.ended = 0
 
-    def ask(self, want: StepRequest) -> None:
+    def request_step(self, want: StepRequest) -> None:
         self.wants.append(want)
 
     def answer(self) -> StepGrant | None:
         return self.grants.pop(0) if self.grants else None
 
-    def again(self) -> StepGrant | None:
+    def reuse_grant(self) -> StepGrant | None:
         return None
 
-    def done(self) -> None:
+    def finish_step(self) -> None:
         self.ended += 1
 
     def close(self) -> None:
@@ -255,7 +255,7 @@ async def test_a_held_engine_still_takes_requests_aborts_and_calls_and_doesnt_sp
     await settled(pair)
     blocker = unit.join("blocker", ALL)
     share(unit, pair, limit_s=60.0)
-    blocker.ask(StepRequest(prompt_tokens=10, decodes=0, oldest_prompt=1.0))
+    blocker.request_step(StepRequest(prompt_tokens=10, decodes=0, oldest_prompt=1.0))
     assert blocker.answer() is not None
     held = Threaded(pair.a)
     try:

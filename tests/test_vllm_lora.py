@@ -222,7 +222,7 @@ async def test_files_that_lie_where_an_adapter_lay_are_never_loaded_under_its_nu
     pair: Pair, tmp_path: Path
 ) -> None:
     core, used = pair.a.core, adapter(tmp_path, 8)
-    own = core.adapters.own(used)
+    own = core.adapters.resolve_adapter(used)
     core.load_adapter(own)
     core.remove_lora(own.lora_int_id)  # as where there are too many
     replace(used, tmp_path)
@@ -240,7 +240,7 @@ async def test_a_request_that_waits_for_an_adapter_which_is_lost_ends_no_other(
     pair.a.step()
     assert pair.a.engine._scheduler.requests["waits"].status.name == "WAITING"
     core = pair.a.core
-    core.remove_lora(core.adapters.own(lost).lora_int_id)  # as where there are too many
+    core.remove_lora(core.adapters.resolve_adapter(lost).lora_int_id)  # as where there are too many
     replace(lost, tmp_path)
     core._adapters_at = 0.0
     assert_same(await pair.finish("other"), unmoved)

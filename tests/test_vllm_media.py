@@ -177,7 +177,7 @@ async def test_images_of_one_prompt_count_together() -> None:
     assert [one in refused for one in found] == [False] * 4 + [True] * 2
     assert refused[0].parameter == "image_url"
     assert media._loading.room.free == PLACES - 1
-    call.leave()
+    call.end_call()
     assert media._loading.room.free == PLACES
 
 

@@ -80,7 +80,7 @@ def request(outputs: int = 3, status: RequestStatus = RequestStatus.RUNNING, **o
 
 TABLES = cast(
     "RequestTables",
-    SimpleNamespace(held=lambda block_ids: len(block_ids[0]), demand=lambda tokens: 5),
+    SimpleNamespace(count_blocks=lambda block_ids: len(block_ids[0]), demand=lambda tokens: 5),
 )
 
 

@@ -37,7 +37,7 @@ PEER_MESSAGES = tuple(one for one in get_args(PeerMessage) if one is not Hello)
 
 def install(folder: Path) -> None:
     """Let things go wrong from now on, as the folder's files say."""
-    go = StateMachine.go
+    go = StateMachine.apply_event
     wires = {RpcClient: Wire(folder, RpcClient.send), RpcServer: Wire(folder, RpcServer.send)}
 
     def entering(machine: StateMachine, event: Any) -> None:

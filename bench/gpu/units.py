@@ -50,9 +50,9 @@ def measure(
     wrong = 0
     for _ in range(ROUNDS):
         for group in range(groups):
-            taken.append(seconds(partial(backing.take, [group])))
+            taken.append(seconds(partial(backing.take_pages, [group])))
             wrong += any(touch(group)) + (not any(touch(group)))
-        given += [seconds(partial(backing.give, [group])) for group in range(groups)]
+        given += [seconds(partial(backing.give_pages, [group])) for group in range(groups)]
     for name, times in (("take", taken), ("give", given)):
         ordered = sorted(one / LAYERS * 1e6 for one in times)
         result.summary[f"{name}_us_a_page_p50"] = ordered[len(ordered) // 2]

@@ -51,7 +51,7 @@ class AccountTally(Protocol):
         """Count more running requests."""
         ...
 
-    def leave(self, requests: int) -> None:
+    def end_requests(self, requests: int) -> None:
         """Count requests as over."""
         ...
 
@@ -63,11 +63,11 @@ class AccountTally(Protocol):
 class AccountTallies(Protocol):
     """All of them."""
 
-    def of(self, whose: str) -> AccountTally:
+    def tally_of(self, whose: str) -> AccountTally:
         """The tally of a `Limited.id`."""
         ...
 
-    def held(self) -> AbstractContextManager[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Exclude other changes within the block, which must be short."""
         ...
 
@@ -88,7 +88,7 @@ class OwnTally:
     def enter(self, requests: int) -> None:
         self._running += requests
 
-    def leave(self, requests: int) -> None:
+    def end_requests(self, requests: int) -> None:
         self._running -= requests
 
     def note_arrivals(self, arrivals: ArrivalDebt, forget_at: float) -> None:
@@ -103,11 +103,11 @@ class OwnTallies:
         self._since = since
         self._all: dict[str, OwnTally] = {}
 
-    def of(self, whose: str) -> OwnTally:
+    def tally_of(self, whose: str) -> OwnTally:
         return self._all.setdefault(whose, OwnTally(self._since))
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         yield
 
 
@@ -134,7 +134,7 @@ class SpendBucket:
         """Record used tokens."""
         self.level, self.at = self.now(now) + tokens, now
 
-    def told(self, level: float, now: float) -> None:
+    def adopt_level(self, level: float, now: float) -> None:
         """Take over the level that a server knows; one that starts anew knows less."""
         self.level, self.at = max(level, self.now(now)), now
 
@@ -186,15 +186,15 @@ class RequestLimiter:
         return None
 
     def enter(self, now: float, requests: int = 1) -> None:
-        """A call comes in; it must `leave`."""
+        """A call comes in; it must `end_requests`."""
         if (rpm := self.limits.rpm) is not None:
             count = self.tally.arrivals().now(rpm, now) + requests
             self.tally.note_arrivals(ArrivalDebt(count, now), now + count * MINUTE_S / rpm)
         self.tally.enter(requests)
 
-    def leave(self, requests: int = 1) -> None:
+    def end_requests(self, requests: int = 1) -> None:
         """A call that was let in is over."""
-        self.tally.leave(requests)
+        self.tally.end_requests(requests)
 
     def left(self, what: What, now: float) -> LimitLeft | None:
         """What is left of a limit; None: there is no limit."""

@@ -186,7 +186,7 @@ class UsageSpool:
                 rows,
             )
 
-    def leave(self) -> None:
+    def mark_left(self) -> None:
         """Release the spool: its front end has ended. Raises OSError."""
         self._left.touch()
 

@@ -23,7 +23,7 @@ class AnswerRoom:
     def __init__(self) -> None:
         self._taken = 0.0
 
-    def keep(self, tokens: int, logprobs: int, numbers: int = 0) -> None:
+    def count_kept(self, tokens: int, logprobs: int, numbers: int = 0) -> None:
         """Count more as kept, until the call is over."""
         self._taken += part(tokens, logprobs) + numbers / MOST_NUMBERS
 

@@ -30,7 +30,7 @@ class CallUsage(NamedTuple):
 
 
 class UsageReader:
-    """Of one answer: `begin` it, `take` its parts, then `told`."""
+    """Of one answer: `begin` it, `add_part` its parts, then `read_usage`."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -41,12 +41,12 @@ class UsageReader:
         """The answer's head."""
         self._kind = content_type.partition(";")[0].strip().lower()
 
-    def take(self, part: bytes) -> None:
+    def add_part(self, part: bytes) -> None:
         """The next part of the body: of a stream an event, else all of it."""
         if part:
             self._parts.append(part)
 
-    def told(self) -> CallUsage | None:
+    def read_usage(self) -> CallUsage | None:
         """What the answer says; None: nothing of its tokens."""
         if self._kind == "application/json" and len(self._parts) == 1:
             return self._read(self._parts[0])

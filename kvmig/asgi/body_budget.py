@@ -66,7 +66,7 @@ class BodyShare:
         """Bytes that count."""
         return self._size
 
-    def take(self, size: int) -> Full:
+    def count_bytes(self, size: int) -> Full:
         """Count bytes that have come, unless there is no room."""
         full = self._budget.full_for(self._account, size)
         if not full:

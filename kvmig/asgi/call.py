@@ -144,7 +144,7 @@ class HttpCall:
         self._coming = max(0, sequences - self._submitted)
         self._recount()
 
-    def leave(self) -> None:
+    def end_call(self) -> None:
         """The call is over: nothing of it waits."""
         self.over = True
         self._count(0)

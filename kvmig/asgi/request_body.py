@@ -142,7 +142,7 @@ def _look(rules: BodyRules, part: bytes, whole: bytes | None) -> None:
 
 
 def _take(rules: BodyRules, share: BodyShare, part: bytes) -> None:
-    full = share.take(len(part))
+    full = share.count_bytes(len(part))
     if not full:
         return
     if full == "account":

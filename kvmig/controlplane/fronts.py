@@ -145,7 +145,7 @@ class OwnershipTable:
         """Request -> front end."""
         return {rid: track.gateway for rid, track in self._here.items()}
 
-    def of(self, gateway: str) -> list[str]:
+    def requests_of(self, gateway: str) -> list[str]:
         """The requests of one front end."""
         return [rid for rid, track in self._here.items() if track.gateway == gateway]
 

@@ -433,7 +433,7 @@ class Llumlet:
         moving = (self._migrations.incoming, self._migrations.outgoing)
         shared = None if self._member is None else self._member.state
         promised = shared and (shared.guarantee, shared.asked)
-        if not self._reporter.due(now, state, load, *moving, weights, promised, self._untold):
+        if not self._reporter.is_due(now, state, load, *moving, weights, promised, self._untold):
             return
         self._told_weights = weights
         report = LoadReport(
@@ -488,7 +488,7 @@ class Llumlet:
 
     def _front_lost(self, sender: bytes) -> None:
         gateway = self._fronts.leave(sender)
-        request_ids = [] if gateway is None else self._tracking.of(gateway)
+        request_ids = [] if gateway is None else self._tracking.requests_of(gateway)
         if request_ids:  # nobody hears them any more
             log.warning("front end %s is gone, and its %d requests", gateway, len(request_ids))
             self._abort(request_ids)

@@ -34,12 +34,12 @@ class LoadReporter:
 
         To be called often.
         """
-        ailment = self._steps.look(now, step_s)
+        ailment = self._steps.check_step(now, step_s)
         if failed or ailment == "lost":
             return "failed"
         return ailment or self.wanted
 
-    def due(self, now: float, state: str, load: EngineLoad, *news: object) -> bool:
+    def is_due(self, now: float, state: str, load: EngineLoad, *news: object) -> bool:
         """Whether to report now; it is taken for done.
 
         Blocks grow with every few steps; only who is there, and `news`, is told at once.
@@ -76,7 +76,7 @@ class StepWatch:
         self._step_s = 0.0
         self._running_s = 0.0
 
-    def look(self, now: float, step_s: float) -> Literal["", "hung", "lost"]:
+    def check_step(self, now: float, step_s: float) -> Literal["", "hung", "lost"]:
         """The engine's state; call it often. step_s: time since the step began; 0 between two."""
         passed = min(now - self._looked, MOST_S)
         # Shorter than at the last look: another step.

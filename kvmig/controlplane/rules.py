@@ -30,7 +30,7 @@ def drain(ledger: RoundPlan) -> None:
         return
     takers = DestinationHeap(ledger, ledger.serving, ledger.slacks(), ledger.slack)
     for source in sources:
-        roomiest = takers.take(source)
+        roomiest = takers.pop_best(source)
         _empty(ledger, source, roomiest)
         takers.put_back(roomiest)
 
@@ -76,7 +76,7 @@ def relieve(ledger: RoundPlan) -> None:
         return
     takers = _takers(ledger)
     for source in sources:
-        roomiest = takers.take(source)
+        roomiest = takers.pop_best(source)
         _share_out(ledger, source, float(owed[source]), roomiest, "relieve")
         takers.put_back(roomiest)
 
@@ -94,7 +94,7 @@ def protect(ledger: RoundPlan) -> None:
     roomy = ledger.serving & (columns.kept == 0) & (slacks > ledger.rounds.destination_above)
     takers = DestinationHeap(ledger, roomy, slacks, ledger.slack)
     for source in sources:
-        roomiest = takers.take(source)
+        roomiest = takers.pop_best(source)
         need = min(float(over[source]), float(columns.lower[source]))
         _clear(ledger, source, need, roomiest)
         takers.put_back(roomiest)
@@ -105,7 +105,7 @@ def _clear(ledger: RoundPlan, source: int, need: float, roomiest: list[int]) -> 
     average = max(float(columns.used[source] / columns.running[source]), 1.0)
     out = float(columns.out[source]) * average
     for row in roomiest:
-        room = ledger.room(row)
+        room = ledger.capacity_of(row)
         blocks = min(need, room)
         if blocks < 1:
             return
@@ -169,12 +169,12 @@ def move_queues(ledger: RoundPlan) -> None:
 def _move_queue(ledger: RoundPlan, source: int, takers: DestinationHeap, borrowed: float) -> bool:
     """Move a queue to the first taker, which lends `borrowed` of its headroom; whether it may."""
     columns = ledger.columns
-    roomiest = takers.take(source)
+    roomiest = takers.pop_best(source)
     wanted = float(columns.head[source])
     room = -1.0
     if roomiest:
         destination = roomiest[0]
-        room = ledger.room(destination) + borrowed * float(columns.kept[destination])
+        room = ledger.capacity_of(destination) + borrowed * float(columns.kept[destination])
         if room >= wanted:
             queue = wanted + float(columns.behind[source])
             blocks = min(queue, room)
@@ -192,10 +192,10 @@ def _pass_head(ledger: RoundPlan, source: int, takers: DestinationHeap) -> None:
     behind, count = float(columns.behind[source]), float(columns.waiting[source]) - 1
     if count < 1:
         return
-    roomiest = takers.take(source)
+    roomiest = takers.pop_best(source)
     if roomiest:
         destination = roomiest[0]
-        room = ledger.room(destination)
+        room = ledger.capacity_of(destination)
         if room >= 1:
             blocks = min(room, behind)
             requests = math.ceil(count * blocks / max(behind, 1.0))
@@ -219,14 +219,16 @@ def make_room(ledger: RoundPlan) -> None:
         return
     takers = _takers(ledger)
     for source in stuck:
-        roomiest = takers.take(source)
+        roomiest = takers.pop_best(source)
         _let_in(ledger, source, float(missing[source]), roomiest)
         takers.put_back(roomiest)
 
 
 def _let_in(ledger: RoundPlan, source: int, need: float, roomiest: list[int]) -> None:
     """Move `need` blocks, if there is room for so many: some but not enough helps nobody."""
-    if sum(max(ledger.room(row), 0.0) for row in roomiest) >= need and not ledger.gives(source):
+    if sum(max(ledger.capacity_of(row), 0.0) for row in roomiest) >= need and not ledger.is_source(
+        source
+    ):
         _share_out(ledger, source, need, roomiest, "defragment")
 
 
@@ -235,7 +237,7 @@ def _share_out(ledger: RoundPlan, source: int, need: float, roomiest: list[int],
     average = _average(ledger, source)
     out = float(ledger.columns.out[source]) * average
     for row in roomiest:
-        room = ledger.room(row)
+        room = ledger.capacity_of(row)
         share = min(room, need)
         if share < 1:
             return
@@ -250,14 +252,14 @@ def _keepers(ledger: RoundPlan) -> DestinationHeap:
     free = ledger.serving & (ledger.columns.waiting == 0) & (kept > 0)
     free &= ledger.batch < ledger.columns.seats
     return DestinationHeap(
-        ledger, free, ledger.rooms() + kept, lambda row: ledger.room(row) + kept[row]
+        ledger, free, ledger.rooms() + kept, lambda row: ledger.capacity_of(row) + kept[row]
     )
 
 
 def _takers(ledger: RoundPlan) -> DestinationHeap:
     """Instances with the most room and no queue of their own."""
     free = ledger.serving & (ledger.columns.waiting == 0) & (ledger.batch < ledger.columns.seats)
-    return DestinationHeap(ledger, free, ledger.rooms(), ledger.room)
+    return DestinationHeap(ledger, free, ledger.rooms(), ledger.capacity_of)
 
 
 def gather(ledger: RoundPlan) -> None:
@@ -283,7 +285,7 @@ def gather(ledger: RoundPlan) -> None:
         return
     # The fewest requests to move; of equals where most is free. Not where room is being made.
     by = columns.waiting - free / np.maximum(columns.total, 1)
-    givers = [row for row in ledger.worst(stuck & roomy, by) if not ledger.gives(row)][:lacking]
+    givers = [row for row in ledger.worst(stuck & roomy, by) if not ledger.is_source(row)][:lacking]
     queued = columns.head + columns.behind
     keepers = [row for row in ledger.best(stuck, free - queued) if row not in givers]
     length = {row: float(queued[row] - free[row]) for row in keepers}
@@ -321,7 +323,7 @@ def balance(ledger: RoundPlan) -> None:
         return
     takers = DestinationHeap(ledger, high, slacks, ledger.slack)
     for source in sources:
-        highest = takers.take(source)
+        highest = takers.pop_best(source)
         _relieve(ledger, source, highest)
         takers.put_back(highest)
 
@@ -353,7 +355,7 @@ def _pair(ledger: RoundPlan, source: int, destination: int, moves: int, out: flo
     """Decide it. What moves already (`out`) uses the budget up; returns how much is left."""
     average = _average(ledger, source)
     budget = max(moves - out, 0.0) * average
-    room = ledger.room(destination)
+    room = ledger.capacity_of(destination)
     ledger.pair(
         source, destination, moves, moves * average, budget=budget, room=room, why="balance"
     )

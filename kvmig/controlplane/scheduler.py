@@ -97,12 +97,12 @@ class RoundPlan:
         """The pairs that were decided, in order."""
         return list(self._pairs.values())
 
-    def room(self, row: int) -> float:
+    def capacity_of(self, row: int) -> float:
         """Blocks that it can take in with one request more and stay above its threshold."""
         return float(self.free[row] - self.floor * (self.batch[row] + 1))
 
     def rooms(self) -> Column:
-        """`room` of each."""
+        """`capacity_of` of each."""
         rooms: Column = self.free - self.floor * (self.batch + 1)
         return rooms
 
@@ -122,7 +122,7 @@ class RoundPlan:
         """Rows that may still take, highest `by` first, at most MAX_SOURCES."""
         return [row for row in _first(rows, -by) if row not in self._gives]
 
-    def gives(self, row: int) -> bool:
+    def is_source(self, row: int) -> bool:
         """Whether something of it goes by what was decided."""
         return row in self._gives
 
@@ -184,7 +184,7 @@ class DestinationHeap:
             self._heaps[kind] = heap = [(-value(row), row) for row in best]
             heapq.heapify(heap)
 
-    def take(self, source: int) -> list[int]:
+    def pop_best(self, source: int) -> list[int]:
         """The best that may be paired with it, at most MAX_DESTINATIONS; to be put back."""
         heap = self._heaps.get(float(self._ledger.kinds[source]), [])
         taken: list[int] = []

@@ -216,7 +216,7 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """The model's name in the unit."""
 
-    def of(self, instance: str, place: str) -> UnitConfig:
+    def config_for(self, instance: str, place: str) -> UnitConfig:
         """Return the config of one instance. place: its unit in a placement."""
         path = self.paths.get(instance) or self.paths.get(place, self.path)
         return msgspec.structs.replace(self, path=path, paths={})

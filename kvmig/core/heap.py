@@ -37,6 +37,6 @@ async def keep_small(
     plan = MemoryTrimming(resident())
     while True:
         await asyncio.sleep(look_s)
-        if plan.due(before := resident(), clock()):
+        if plan.is_due(before := resident(), clock()):
             trim()
-            plan.done(before, resident(), clock())
+            plan.record_trimmed(before, resident(), clock())

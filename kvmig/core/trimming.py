@@ -26,7 +26,7 @@ class MemoryTrimming:
         self._pause_s = PAUSE_S[0]
         self._again_at = 0.0
 
-    def due(self, resident: int, now: float) -> bool:
+    def is_due(self, resident: int, now: float) -> bool:
         """Whether to give back now what is free.
 
         What grows anew is looked at once. It may have been in use still, and free a little later:
@@ -38,7 +38,7 @@ class MemoryTrimming:
             return True
         return resident - self._least >= GROWN and now >= self._again_at
 
-    def done(self, before: int, after: int, now: float) -> None:
+    def record_trimmed(self, before: int, after: int, now: float) -> None:
         """What was free was given back."""
         first_s, most_s = PAUSE_S
         worth = before - after >= LITTLE

@@ -27,11 +27,11 @@ class CacheBacking(Protocol):
     """Blocks [k * group, (k + 1) * group) have pages of their own."""
     group_bytes: int
 
-    def give(self, groups: Sequence[int]) -> None:
+    def give_pages(self, groups: Sequence[int]) -> None:
         """Their pages go back to the machine; what was in them is lost. Raises KvmigError."""
         ...
 
-    def take(self, groups: Sequence[int]) -> None:
+    def take_pages(self, groups: Sequence[int]) -> None:
         """Give the groups memory; its content is undefined. Raises KvmigError."""
         ...
 
@@ -49,12 +49,12 @@ class MadviseBacking:
         for address, nbytes in spans(regions, self.group, range(num_blocks // self.group)):
             self._advise(address, nbytes, _MADV_NOHUGEPAGE)
 
-    def give(self, groups: Sequence[int]) -> None:
+    def give_pages(self, groups: Sequence[int]) -> None:
         """See `CacheBacking`. 0.1 ms a MiB."""
         for address, nbytes in spans(self._regions, self.group, groups):
             self._advise(address, nbytes, _MADV_DONTNEED)
 
-    def take(self, groups: Sequence[int]) -> None:
+    def take_pages(self, groups: Sequence[int]) -> None:
         """See `CacheBacking`."""
 
     def _advise(self, address: int, nbytes: int, advice: int) -> None:
@@ -77,12 +77,12 @@ class VmmBacking:
         self._addresses = addresses
         self._regions = tuple(regions)
 
-    def give(self, groups: Sequence[int]) -> None:
+    def give_pages(self, groups: Sequence[int]) -> None:
         """See `CacheBacking`."""
         self._addresses.driver.settle()  # a step in flight may have written there
         self._addresses.drop(self._pages(groups))
 
-    def take(self, groups: Sequence[int]) -> None:
+    def take_pages(self, groups: Sequence[int]) -> None:
         """See `CacheBacking`. Where the device has no memory left, none of them is there."""
         self._addresses.put(self._pages(groups))
 

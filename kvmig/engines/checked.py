@@ -117,13 +117,13 @@ class CheckedEngine:
         return tail
 
     async def resume(self, request_id: str) -> None:
-        self._rules.left(request_id, "")
+        self._rules.record_left(request_id, "")
         await self._call(request_id, "resume", self._engine.resume(request_id))
 
     async def release(self, request_id: str) -> None:
         await self._call(request_id, "release", self._engine.release(request_id))
         if self._rules.entry(request_id).state == "suspended":
-            self._rules.left(request_id, "released")
+            self._rules.record_left(request_id, "released")
 
     # -- destination
 
@@ -184,12 +184,12 @@ class CheckedEngine:
 
     async def _call(self, request_id: str, what: str, call: Awaitable[T]) -> T:
         if request_id:
-            self._rules.note(request_id, what)
+            self._rules.add_history(request_id, what)
         try:
             result = await call
         except KvmigError as error:
             if request_id:
-                self._rules.note(request_id, f"({error})")
+                self._rules.add_history(request_id, f"({error})")
             raise
         except Exception as error:
             violation = self._rules.broken("known-errors", request_id, f"{what}: {error!r}")
@@ -277,7 +277,7 @@ class AdapterRules:
             self._forget_old()
         return self._entries.setdefault(request_id, CheckedRequest())
 
-    def note(self, request_id: str, what: str) -> None:
+    def add_history(self, request_id: str, what: str) -> None:
         """Add a line to the request's history."""
         self.entry(request_id).history.append(what)
 
@@ -323,7 +323,7 @@ class AdapterRules:
             if known.setdefault(place, checksum) != checksum:
                 raise self.broken("same-content", request_id, f"block {place} has changed")
 
-    def left(self, request_id: str, state: str) -> None:
+    def record_left(self, request_id: str, state: str) -> None:
         """The request was resumed (state empty) or released."""
         entry = self.entry(request_id)
         self._entries[request_id] = CheckedRequest(entry.history, state=state)
@@ -353,7 +353,7 @@ class AdapterRules:
 
     def free(self, request_id: str) -> None:
         """The request was committed or cancelled: nothing is known of its blocks any more."""
-        self.left(request_id, "")
+        self.record_left(request_id, "")
 
     # -- both
 

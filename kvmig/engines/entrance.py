@@ -49,10 +49,10 @@ class StepAdmission:
         want = look()
         if want.nothing:
             if self._stands:
-                gate.ask(NOTHING)
+                gate.request_step(NOTHING)
                 self._stands = False
             return None
-        if want.kinds == (False, True) and (grant := gate.again()) is not None:
+        if want.kinds == (False, True) and (grant := gate.reuse_grant()) is not None:
             self._granted = self._stands = True
             return grant
         began = time.monotonic()
@@ -68,23 +68,23 @@ class StepAdmission:
         self, want: StepRequest, look: Callable[[], StepRequest], deadline: float
     ) -> StepGrant | None:
         gate, asked = self.gate, want
-        gate.ask(asked)
+        gate.request_step(asked)
         while True:
             grant = gate.answer()
             if grant is not None:
                 if grant.suits(want):
                     self._granted, self._stands = True, grant.stands
                     return grant
-                gate.done()  # what it was for has ended meanwhile
+                gate.finish_step()  # what it was for has ended meanwhile
             if grant is not None or want.kinds != asked.kinds:
                 asked = want
-                gate.ask(asked)
+                gate.request_step(asked)
             if gate.alone:
-                gate.ask(NOTHING)
+                gate.request_step(NOTHING)
                 return EVERYTHING
             left = deadline - time.monotonic()
             if left <= 0:
-                gate.ask(NOTHING)
+                gate.request_step(NOTHING)
                 self._silent_at = gate.answers
                 self._probe_at = time.monotonic() + gate.limit_s
                 log.warning(
@@ -95,7 +95,7 @@ class StepAdmission:
             self._serve(left)
             want = look()
             if want.nothing:
-                gate.ask(NOTHING)
+                gate.request_step(NOTHING)
                 return None
 
     def _go_on(self, want: StepRequest, now: float) -> StepGrant:
@@ -103,19 +103,19 @@ class StepAdmission:
         self.unanswered += 1
         if now >= self._probe_at:
             self._probe_at = now + self.gate.limit_s
-            self.gate.ask(want)
-            self.gate.ask(NOTHING)
+            self.gate.request_step(want)
+            self.gate.request_step(NOTHING)
         return EVERYTHING
 
-    def leave(self, computed: bool) -> None:
+    def finish_step(self, computed: bool) -> None:
         """The step is over, and has computed something or not."""
         if self._granted:
             self._granted = False
-            self.gate.done()
+            self.gate.finish_step()
         if computed:
             self._rest_s = REST_S[0]
 
-    def rest(self) -> None:
+    def wait_for_work(self) -> None:
         """Wait until something comes, ever longer while nothing can be computed.
 
         An engine whose blocks are all lent has requests and can't run them: it would look a

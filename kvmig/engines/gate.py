@@ -108,7 +108,7 @@ class StepGate(Protocol):
         """Whether no other engine computes on the device now: then no step asks."""
         ...
 
-    def ask(self, want: StepRequest) -> None:
+    def request_step(self, want: StepRequest) -> None:
         """Want this for the next step, instead of what was asked last. Never blocks."""
         ...
 
@@ -116,11 +116,11 @@ class StepGate(Protocol):
         """Take the grant for what was asked last, if it came."""
         ...
 
-    def again(self) -> StepGrant | None:
+    def reuse_grant(self) -> StepGrant | None:
         """Take a grant that stands for one more step, if nobody has called it back."""
         ...
 
-    def done(self) -> None:
+    def finish_step(self) -> None:
         """The step of the grant that was taken has ended."""
         ...
 

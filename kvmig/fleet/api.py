@@ -334,13 +334,15 @@ def placement_api(backend: ApiBackend, caller: Any) -> APIRouter:
         async def keep(wanted: DesiredPlacement) -> None:
             await backend.stored(store.set_placement, msgspec.to_builtins(wanted), actor)
 
-        return {"plan": await replacer.want(body.placement, None if body.dry_run else keep)}
+        return {
+            "plan": await replacer.accept_placement(body.placement, None if body.dry_run else keep)
+        }
 
     @api.delete("")
     async def drop(actor: OrderActor = caller) -> Body:
         """Want none: instances stay where they are, and come and go by their models' own rules."""
         await backend.stored(store.set_placement, None, actor)
-        await replacer.take(None)
+        await replacer.reach_placement(None)
         return {}
 
     return api
@@ -587,7 +589,7 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
             "why": model.life.why,
             "serving": model.serving,
             "running": models.running(row.name),
-            "held": models.held(row.name),
+            "held": models.waiting_requests(row.name),
             "start_s": model.start_s,
         }
     return {

@@ -325,7 +325,7 @@ class ModelController:
         """Requests that proxies relay to the model now."""
         return sum(one.running.get(name, 0) for one in self._proxies.values())
 
-    def held(self, name: str) -> int:
+    def waiting_requests(self, name: str) -> int:
         """Requests that wait for its start."""
         return sum(one.held.get(name, 0) for one in self._proxies.values())
 
@@ -344,7 +344,7 @@ class ModelController:
 
     # -- rounds
 
-    async def look(self, timeout_s: float) -> None:
+    async def wait_first_round(self, timeout_s: float) -> None:
         """Return after the first round, for which it is known what runs and what each deployment
         does; after so long at most. Before it is known what runs there is no round."""
         with contextlib.suppress(TimeoutError):
@@ -356,13 +356,13 @@ class ModelController:
                     if model.watched is not None:
                         await model.watched.looked.wait()
         if self._told:
-            self.turn()
+            self.reconcile()
 
     async def run(self) -> None:
         """A round at each change, and every ROUND_S, until cancelled."""
         while True:
             if self._told:  # or it would start what runs
-                self.turn()
+                self.reconcile()
             try:
                 async with asyncio.timeout(ROUND_S):
                     await self._changed.wait()
@@ -380,7 +380,7 @@ class ModelController:
             if model.watched is not None:
                 await model.watched.close()
 
-    def turn(self) -> None:
+    def reconcile(self) -> None:
         """One round."""
         now = self._clock()
         seen = {name: self._seen(model, now) for name, model in self._models.items()}
@@ -412,7 +412,7 @@ class ModelController:
     def _seen(self, model: ManagedModel, now: float) -> ObservedState:
         name = model.wanted.name
         told = 0 if model.watched is None else model.watched.told.live
-        running, held = max(told, self.running(name)), self.held(name)
+        running, held = max(told, self.running(name)), self.waiting_requests(name)
         if running or held:
             model.busy_at = now
         ended, model.ended = model.ended, None

@@ -33,7 +33,7 @@ class DiskWatch:
         """Bytes, by what the disks are for; without those that can't be asked."""
         return {name: free for name, (free, _) in self._asked().items()}
 
-    def look(self) -> None:
+    def warn_full_disks(self) -> None:
         """Say which ones are nearly full, each once until it has room again."""
         for name, (free, total) in self._asked().items():
             low = low_below(total)

@@ -83,7 +83,7 @@ class PlacementController:
         placement = None if self._wanted is None else self._wanted.placement
         return PlacementStatus(self._state, self._why, placement, list(self._lines))
 
-    async def want(
+    async def accept_placement(
         self, given: object, keep: Callable[[DesiredPlacement], Awaitable[None]] | None
     ) -> list[str]:
         """Take a placement that can be reached, once `keep` has stored it; the way there in words.
@@ -102,14 +102,14 @@ class PlacementController:
                 plan = way_to_text(await self._way(wanted))
             if keep is not None:
                 await keep(wanted)
-                await self.take(wanted)
+                await self.reach_placement(wanted)
         except TimeoutError as error:
             raise ReplaceFailed("instances start or leave now: try again later") from error
         finally:
             self._planning = False
         return plan.splitlines()
 
-    async def take(self, wanted: DesiredPlacement | None) -> None:
+    async def reach_placement(self, wanted: DesiredPlacement | None) -> None:
         """Reach it, and keep it; None: instances are where they are, and as many as their models'
         own rules want."""
         await self.close()

@@ -195,10 +195,10 @@ class FleetServer:
             except msgspec.ValidationError as error:  # the database keeps it; nothing is placed
                 self._set_aside.add("placement", "of the database", error)
             else:
-                await self._backend.replacer.take(placed)
+                await self._backend.replacer.reach_placement(placed)
         await self._quotas.open()
         self._init.listen()  # what runs is judged by the catalogue
-        await self._models.look(LOOK_S)  # until then proxies go on with what they know
+        await self._models.wait_first_round(LOOK_S)  # until then proxies go on with what they know
         await self._links.open()
         self._turning = asyncio.create_task(self._models.run(), name="models")
         self._counting = asyncio.create_task(self._count(), name="usage")
@@ -224,7 +224,7 @@ class FleetServer:
             await asyncio.sleep(MERGE_S)
             if monotonic() - swept > SWEEP_S:
                 swept = monotonic()
-                await asyncio.to_thread(self._disks.look)
+                await asyncio.to_thread(self._disks.warn_full_disks)
                 await self._sweep()
             for folder in sorted(self._settings.spools.iterdir()):
                 over = self._models.is_over(folder.name)  # it writes nothing any more
@@ -310,7 +310,7 @@ class FleetServer:
         changed = await self._backend.stored(left, self._store.database, keys, time.time())
         self._left.update(changed)
         if owed or changed:
-            self._links.tell(Spent(owed=owed, left=changed))
+            self._links.send_to_all(Spent(owed=owed, left=changed))
 
     async def _grant(self, ask: Ask) -> Granted:
         """See `QuotaSocket`."""
@@ -361,7 +361,7 @@ class FleetServer:
         named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
         if (every := {**named, **aliases}) != self._aliases:
             self._aliases = every
-            self._links.tell(Aliases(version=self._next(), aliases=every))
+            self._links.send_to_all(Aliases(version=self._next(), aliases=every))
         self._models.take_catalogue(
             CatalogEntry(row.model_id, row.name, row.revision, row.on, row.spec) for row in rows
         )
@@ -390,14 +390,14 @@ class FleetServer:
         self._grants.update((one.prefix, one) for one in keys.granted)
         self._grants_by_id.update((one.key_id, one) for one in keys.granted)
         if keys.granted or keys.revoked:
-            self._links.tell(
+            self._links.send_to_all(
                 messages.KeyUpdates(
                     version=self._next(), changed=keys.granted, removed=keys.revoked
                 )
             )
             changed = await stored(left, self._store.database, keys.granted, time.time())
             self._left.update(changed)
-            self._links.tell(Spent(left=changed))
+            self._links.send_to_all(Spent(left=changed))
 
     # -- proxies
 
@@ -420,7 +420,7 @@ class FleetServer:
 
     def _tell_routes(self, changed: Sequence[ModelRoute], gone: Sequence[str]) -> int:
         routes = Routes(version=self._next(), changed=tuple(changed), removed=tuple(gone))
-        self._links.tell(routes)
+        self._links.send_to_all(routes)
         return self._version
 
     def _order(self, order: Order) -> None:

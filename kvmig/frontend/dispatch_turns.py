@@ -47,10 +47,10 @@ class DispatchTurns:
             try:
                 await turn
             finally:
-                self._waiting.leave(priority, tenant, turn)
+                self._waiting.remove_waiting(priority, tenant, turn)
         self._fresh.add(request_id)
 
-    def go_on(self) -> None:
+    def grant_turns(self) -> None:
         """Something has changed: let those go whose turn it is."""
         granted = 0
         while self._waiting and self._has_room(granted):

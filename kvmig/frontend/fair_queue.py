@@ -28,7 +28,7 @@ class FairQueue(Generic[Waiting]):
         tenants.setdefault(tenant, deque()).append(one)
         self._count += 1
 
-    def leave(self, priority: int, tenant: str, one: Waiting) -> None:
+    def remove_waiting(self, priority: int, tenant: str, one: Waiting) -> None:
         """Take a request out, whether its turn has come or not."""
         tenants = self._classes.get(priority, OrderedDict())
         if one in tenants.get(tenant, ()):

@@ -205,9 +205,9 @@ class InstanceHealth:
         self.arithmetic: EngineArithmetic | None = None
         """Arithmetic in the last load report; None before."""
         self._listening = listening
-        self.heard()
+        self.record_message()
 
-    def heard(self) -> None:
+    def record_message(self) -> None:
         """The instance said something."""
         self._heard_s = self._listening.total_s
 
@@ -216,7 +216,7 @@ class InstanceHealth:
         """Seconds of silence, up to a period more than the instance was silent."""
         return self._listening.total_s - self._heard_s
 
-    def ailment(self, heartbeat_timeout_s: float) -> str:
+    def find_ailment(self, heartbeat_timeout_s: float) -> str:
         """silent, hung or failed; empty for an instance that can be relied on."""
         if self.silence_s > heartbeat_timeout_s:
             return "silent"
@@ -320,24 +320,24 @@ class InstancePool:
         """Whether no instance is connected and has reported: new requests can't be taken."""
         return not any(one.alive and one.health is not None for one in self._instances.values())
 
-    def fit(self, name: str) -> bool:
+    def is_healthy(self, name: str) -> bool:
         """Whether the instance can be relied on."""
         one = self._instances.get(name)
         known = one is not None and one.alive and one.health is not None
         return known and not self._ailment(name)
 
-    def any_fit(self) -> bool:
+    def any_healthy(self) -> bool:
         """Whether some instance can be relied on."""
-        return any(self.fit(name) for name in self._instances)
+        return any(self.is_healthy(name) for name in self._instances)
 
     def others_serve(self, instance: str, begun: EngineArithmetic = NOT_BEGUN) -> bool:
         """Whether another fit instance takes requests, also those that have begun so."""
         return any(
             one.health is not None
             and one.health.state == "serving"
-            and begun.goes_on(one.arithmetic)
+            and begun.can_continue_on(one.arithmetic)
             for name, one in self._instances.items()
-            if name != instance and self.fit(name)
+            if name != instance and self.is_healthy(name)
         )
 
     def roomiest(self, source: str, inexact: bool = False) -> str:
@@ -349,23 +349,23 @@ class InstancePool:
         others = [
             one
             for one in self._view.view(self._clock()).instances
-            if one.instance != source and self.fit(one.instance) and one.state == "serving"
+            if one.instance != source and self.is_healthy(one.instance) and one.state == "serving"
         ]
         for begun in (exact, exact._replace(numerics="")) if inexact else (exact,):
-            able = [one for one in others if begun.goes_on(self.arithmetic(one.instance))]
+            able = [one for one in others if begun.can_continue_on(self.arithmetic(one.instance))]
             if able:
                 return max(able, key=instance_freeness).instance
         raise NoDestination(
             f"no instance serves besides {source} that its requests could be moved to"
         )
 
-    def ailing(self) -> dict[str, str]:
+    def unhealthy_instances(self) -> dict[str, str]:
         """Connected instances that aren't fit: silent, hung or failed."""
         return {name: ill for name in self.alive if (ill := self._ailment(name))}
 
     def _ailment(self, name: str) -> str:
         health = self._instances[name].health
-        return "" if health is None else health.ailment(self._silent_after_s)
+        return "" if health is None else health.find_ailment(self._silent_after_s)
 
     def arithmetic(self, instance: str) -> EngineArithmetic:
         """Weights and numerics of the instance, as last told."""
@@ -401,7 +401,7 @@ class InstancePool:
     def queues(self) -> QueueLengths:
         """How many wait in the queues of instances that may get more."""
         serving = [
-            one for one in self._view.view(self._clock()).instances if self.fit(one.instance)
+            one for one in self._view.view(self._clock()).instances if self.is_healthy(one.instance)
         ]
         return QueueLengths(len(serving), sum(one.load.waiting for one in serving))
 
@@ -452,7 +452,7 @@ class InstancePool:
                 request = NewRequest(demand_blocks, priority, *begun, preferred=self.preferred)
                 view = self._view.view(now)
                 if fit:
-                    well = [one for one in view.instances if self.fit(one.instance)]
+                    well = [one for one in view.instances if self.is_healthy(one.instance)]
                     view = ClusterView(now, well, view.stale_after_s)
                 instance = self._dispatch.pick(allowed(view, request), request).instance
                 self._instances[instance].send(message, payload)

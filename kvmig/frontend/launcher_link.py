@@ -39,7 +39,7 @@ News = Members | Evacuate | MessagesRefused | PeerError
 class LauncherLink:
     """The connection to the launcher. Make it inside a running event loop; `close` it.
 
-    name: the front end's. hear: takes what the launcher tells, `InstanceMembership.hear`.
+    name: the front end's. hear: takes what the launcher tells, `InstanceMembership.apply_news`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class InstanceMembership:
             task.cancel()
         await asyncio.gather(*tasks, *self._ended, return_exceptions=True)
 
-    def hear(self, news: News) -> None:
+    def apply_news(self, news: News) -> None:
         """Take what the launcher tells."""
         match news:
             case Members():

@@ -37,7 +37,7 @@ class StallRecord:
     def __init__(self) -> None:
         self._stalls: dict[str, deque[float]] = {}
 
-    def note(self, payer: str, now: float) -> None:
+    def record_stall(self, payer: str, now: float) -> None:
         """Record that one of the payer's calls has stalled the loop."""
         self._stalls.setdefault(payer, deque(maxlen=MOST)).append(now)
         for one, stalls in list(self._stalls.items()):
@@ -82,7 +82,7 @@ class LoopUse:
         """A step of the call has taken so much of the loop's processor."""
         if seconds >= STALL_S and not call.over:
             logger.warning("a call of %s took the event loop for %.2f s", call.loop_payer, seconds)
-            self.stalls.note(call.loop_payer, self._clock())
+            self.stalls.record_stall(call.loop_payer, self._clock())
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any

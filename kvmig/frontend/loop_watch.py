@@ -44,9 +44,9 @@ class LoopWatch:
             self._suspects()
             began = self._clock()
             await asyncio.sleep(PERIOD_S)
-            self.note(self._clock() - began - PERIOD_S)
+            self.record_lateness(self._clock() - began - PERIOD_S)
 
-    def note(self, late_s: float) -> None:
+    def record_lateness(self, late_s: float) -> None:
         """Record how late the loop was."""
         if late_s < STALL_S:
             return

@@ -52,7 +52,7 @@ class MediaBudget:
                 size,
             )
 
-    def take(self, what: str, cost: MediaCost) -> None:
+    def count_media(self, what: str, cost: MediaCost) -> None:
         """Count one more. Raises MediaTooLarge."""
         self.check(what, cost)
         self.kept += cost.kept

@@ -44,15 +44,15 @@ class MediaRoom:
             async with asyncio.timeout(self._wait_s):
                 await turn
         except BaseException as error:
-            self._waiting.leave(0, tenant, turn)
+            self._waiting.remove_waiting(0, tenant, turn)
             if turn.done() and not turn.cancelled():  # it had its turn at the very moment
-                self.leave()
+                self.release_place()
             if isinstance(error, TimeoutError):
                 sentence = f"media of other calls are decoded for over {self._wait_s:g} s"
                 raise NoPlace(f"{sentence}, try again") from None
             raise
 
-    def leave(self) -> None:
+    def release_place(self) -> None:
         """Give a place back."""
         self._free += 1
         while self._free and (turn := self._waiting.pop()) is not None:
@@ -105,7 +105,7 @@ class CallMedia:
         """Free the call's decoding slot, once its prompt goes to an engine."""
         if self._placed:
             self._placed = False
-            self._room.leave()
+            self._room.release_place()
 
     def close(self) -> None:
         """The call is over."""

@@ -88,7 +88,7 @@ class UsageMeter:
         self._note_first(found, request)
         found.changed = True
 
-    def take(self) -> list[UsageRecord]:
+    def take_records(self) -> list[UsageRecord]:
         """Records of all calls of which something has changed since; the ended ones are let go."""
         records = []
         for call, found in list(self._calls.items()):

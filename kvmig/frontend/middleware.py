@@ -169,11 +169,11 @@ class HttpMiddleware:
                 if reader is not None:
                     reader.begin(own.get("content-type", ""))
             elif message["type"] == "http.response.body" and reader is not None:
-                reader.take(message.get("body", b""))
+                reader.add_part(message.get("body", b""))
             await answer.send(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 call.end_answer()
-                call.told = None if reader is None else reader.told()
+                call.told = None if reader is None else reader.read_usage()
 
         token = current_call.set(call)
         try:
@@ -190,7 +190,7 @@ class HttpMiddleware:
             if call.account:
                 call.end_background()
             current_call.reset(token)
-            call.leave()
+            call.end_call()
 
     async def _serve(
         self,

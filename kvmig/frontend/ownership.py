@@ -69,7 +69,7 @@ class RequestOwnership:
         match action:
             case StaleCopy(instance, epoch):
                 if self.send_quietly(instance, Discard(request.run_id, epoch)):
-                    request.splicer.told(action)
+                    request.splicer.mark_discarded(action)
             case OwnerSwitched(_, _, epoch, gap_s):
                 request.note_switch(epoch)
                 self._observer.switched(gap_s)
@@ -179,8 +179,8 @@ class RequestOwnership:
 
     def tick(self) -> None:
         """Look for instances that ail or are well again, and for places."""
-        ailing = self._instances.ailing()
-        for instance in [one for one in self.missing if self._instances.fit(one)]:
+        ailing = self._instances.unhealthy_instances()
+        for instance in [one for one in self.missing if self._instances.is_healthy(one)]:
             log.warning("instance %s is back, it was %s", instance, self.missing.pop(instance))
             for request in self._table:
                 request.crashes.returned(instance)
@@ -220,11 +220,11 @@ class RequestOwnership:
         """The instance may come back: requests that had better wait for its fate stay there, and
         all do that have nowhere to go.
         """
-        now, fit = self._clock(), self._instances.any_fit()
+        now, fit = self._clock(), self._instances.any_healthy()
         for request in self._running(instance):
             if fit:
                 request.crashes.missed(instance, now, request.run)
-            verdict = request.crashes.verdict(now, self._config.max_crashes)
+            verdict = request.crashes.decide(now, self._config.max_crashes)
             if verdict == "poison" or (fit and verdict == "run"):
                 self._displace(request, reason)
 
@@ -266,7 +266,7 @@ class RequestOwnership:
 
     def _settle(self, request: LiveRequest, reason: str, now: float) -> bool:
         """Whether the request needs no place any more: it runs, or it has failed."""
-        verdict = request.crashes.verdict(now, self._config.max_crashes)
+        verdict = request.crashes.decide(now, self._config.max_crashes)
         if verdict == "poison":
             self._observer.poisoned()
             told = f"{request.crashes.sentence()}: it isn't run again"

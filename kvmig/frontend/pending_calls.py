@@ -37,7 +37,7 @@ class PendingCalls:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def ask(
+    async def call_instance(
         self,
         instance: str,
         make: Callable[[int], RpcMessage],
@@ -85,7 +85,7 @@ class PendingCalls:
         self, instance: str, method: str, payload: Sequence[Frame], timeout_s: float
     ) -> Payload:
         """Run an engine method. Raises CallFailed, CallTimeout, InstanceLost."""
-        done, result = await self.ask(
+        done, result = await self.call_instance(
             instance,
             lambda call_id: EngineCall(call_id, method),
             CallDone,

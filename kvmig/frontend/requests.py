@@ -211,7 +211,7 @@ class InstanceCrashes:
         who = f"instance{'s' * (len(self.crashed) > 1)} {' and '.join(self.crashed)}"
         return f"{who} {how} while {'they' if len(self.crashed) > 1 else 'it'} ran this request"
 
-    def verdict(self, now: float, most: int) -> Verdict:
+    def decide(self, now: float, most: int) -> Verdict:
         """Whether the request may run on a further instance; `most` crashes make it poison.
 
         With as many missing as would make it poison, the request waits until their fate is known,

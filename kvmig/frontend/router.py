@@ -229,7 +229,7 @@ class Router:
             self.fleet.endpoint(instance)
         except UnknownInstance as error:
             raise OrderFailed("unknown", str(error)) from error
-        done, _ = await self._questions.ask(
+        done, _ = await self._questions.call_instance(
             instance,
             lambda call_id: SetGuarantee(call_id, size),
             OrderDone,
@@ -273,7 +273,7 @@ class Router:
         call, search, allowance = current_call.get(), current_search.get(), None
         if call is not None:
             call.rendered()
-            call.room.keep(0, prompt_logprobs, numbers)
+            call.room.count_kept(0, prompt_logprobs, numbers)
             if call.room.full():
                 raise AnswerTooLarge(answer_room.sentence())
         if self._quotas is not None and call is not None:
@@ -347,7 +347,7 @@ class Router:
 
         async def ask(instance: str) -> Requests:
             try:
-                told, _ = await self._questions.ask(
+                told, _ = await self._questions.call_instance(
                     instance, ListRequests, Requests, LIST_TIMEOUT_S, "ListRequests"
                 )
             except (CallTimeout, InstanceLost) as error:
@@ -355,7 +355,7 @@ class Router:
                 return Requests(0, [])
             return told
 
-        names = [name for name in self.fleet.alive if self.fleet.fit(name)]
+        names = [name for name in self.fleet.alive if self.fleet.is_healthy(name)]
         return dict(zip(names, await asyncio.gather(*map(ask, names)), strict=True))
 
     # -- migrations by hand
@@ -394,7 +394,7 @@ class Router:
         endpoint = self._check_places(any_id, source, destination)
         request.destination = destination
         try:
-            answer, _ = await self._questions.ask(
+            answer, _ = await self._questions.call_instance(
                 source,
                 lambda call_id: Migrate(call_id, run_id, destination, endpoint, inexact),
                 Migrated,
@@ -417,7 +417,7 @@ class Router:
         """Move a request of another front end, which hears of it from the instances."""
         request_id, source = found.row.id, found.row.instance
         endpoint = self._check_places(request_id, source, destination)
-        answer, _ = await self._questions.ask(
+        answer, _ = await self._questions.call_instance(
             source,
             lambda call_id: Migrate(call_id, found.run_id, destination, endpoint, inexact),
             Migrated,
@@ -445,17 +445,17 @@ class Router:
         self, instance: InstanceConnection, message: RpcMessage, payload: list[memoryview]
     ) -> None:
         if instance.health is not None:
-            instance.health.heard()
+            instance.health.record_message()
         match message:
             case Outputs():
-                for span, item in self._streams.take(instance.name, message, payload):
+                for span, item in self._streams.deliver_outputs(instance.name, message, payload):
                     self._splice(instance.name, span, item)
                 if self._streams.too_large:
                     self._end_too_large()
             case LoadReport():
                 self.fleet.report(message)
                 self._observer.messages_refused(message.instance, message.refused)
-                self._turns.go_on()
+                self._turns.grant_turns()
             case CallDone() | Requests() | Fenced() | OrderDone():
                 self._questions.answer(message.call_id, message, payload)
             case Migrated():
@@ -543,12 +543,12 @@ class Router:
     async def _fence(self, question: Resolve) -> bool:
         """Tell the destination to commit no more; whether it has committed."""
         destination = question.destination
-        if not self.fleet.fit(destination):
+        if not self.fleet.is_healthy(destination):
             # What it would say can't matter: from now on none of its tokens does.
             log.warning("request %s stays: %s is not fit", question.request_id, destination)
             return False
         try:
-            answer, _ = await self._questions.ask(
+            answer, _ = await self._questions.call_instance(
                 destination,
                 lambda call_id: Fence(call_id, question.request_id, question.epoch),
                 Fenced,
@@ -588,7 +588,7 @@ class Router:
         self._give_up_unread()
         self._end_too_large()
         self._ownership.tick()
-        self._turns.go_on()
+        self._turns.grant_turns()
 
     def _is_fresh(self, request_id: str) -> bool:
         request = self._table.live.get(request_id)

@@ -83,7 +83,7 @@ class FrontEnd:
             args.api_key = [*args.api_key, launch.admin_key]
         self._membership = InstanceMembership(self._router)
         self._launcher = LauncherLink(
-            launch.launcher, launch.secret, launch.name, self._membership.hear
+            launch.launcher, launch.secret, launch.name, self._membership.apply_news
         )
         self._started = False
         self._writing: asyncio.Task[None] | None = None

@@ -122,7 +122,7 @@ class StreamSplicer:
             self._drain(now, fed)
         return fed
 
-    def told(self, stale: StaleCopy) -> None:
+    def mark_discarded(self, stale: StaleCopy) -> None:
         """The instance was sent Discard: once is enough."""
         self._told.add(stale)
 

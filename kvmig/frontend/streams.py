@@ -84,7 +84,7 @@ class RequestStreams:
         self.too_large: set[HttpCall] = set()
         """Calls of whose answers more is kept than may be: they are to end."""
 
-    def take(
+    def deliver_outputs(
         self, instance: str, outputs: Outputs, payload: Sequence[memoryview]
     ) -> list[tuple[Span, OutputItem]]:
         """Deliver the outputs of an instance's step that come next in their streams.
@@ -166,7 +166,7 @@ class RequestStreams:
         request.output_token_ids += item.new_token_ids
         if request.whole and request.call is not None:
             tokens = len(item.new_token_ids)
-            request.call.room.keep(tokens, tokens * request.logprobs)
+            request.call.room.count_kept(tokens, tokens * request.logprobs)
             if request.call.room.full():
                 self.too_large.add(request.call)
         if request.run:

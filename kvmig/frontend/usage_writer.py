@@ -71,7 +71,7 @@ class UsageWriter:
 
     async def write(self) -> None:
         """Write now. What can't be kept is tried again."""
-        self._unwritten.update((one.seq, one) for one in self.meter.take())
+        self._unwritten.update((one.seq, one) for one in self.meter.take_records())
         records = list(self._unwritten.values())
         if not records:
             return

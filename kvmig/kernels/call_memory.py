@@ -78,7 +78,7 @@ class CallMemoryPool:
         self._unmarked: list[CallMemory] = []
         self.lock = threading.Lock()
 
-    def take(self, nbytes: int) -> CallMemory:
+    def take_memory(self, nbytes: int) -> CallMemory:
         """Memory of at least `nbytes`, reused or new. Raises KvmigError."""
         with self.lock:
             self._flying = [call for call in self._flying if not call.settle()]

@@ -140,7 +140,7 @@ class GpuKernels:
         and bring the checksums back."""
         self._device.enter()
         *offsets, sums_at = accumulate(map(len, parts), initial=0)
-        memory = self._pool.take(sums_at + count * _SUM_BYTES)
+        memory = self._pool.take_memory(sums_at + count * _SUM_BYTES)
         try:
             if parts:
                 ctypes.memmove(memory.pinned, b"".join(parts), sums_at)

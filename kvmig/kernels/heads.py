@@ -28,11 +28,11 @@ class HeadUnits(Protocol):
         """How many are free."""
         ...
 
-    def take(self, n: int) -> Ints:
+    def take_units(self, n: int) -> Ints:
         """Units [n] that nobody had. Raises ValueError if there are fewer."""
         ...
 
-    def give(self, units: Ints) -> None:
+    def give_units(self, units: Ints) -> None:
         """Give units [n] back. Raises ValueError unless all were held, and then keeps all."""
         ...
 
@@ -59,12 +59,12 @@ class ReferenceHeads:
         """How many are free."""
         return len(self._free)
 
-    def take(self, n: int) -> Ints:
+    def take_units(self, n: int) -> Ints:
         if not 0 <= n <= len(self._free):
             raise ValueError(f"{n} units are wanted of {len(self._free)} free ones")
         return np.array([self._free.pop() for _ in range(n)], np.int64)
 
-    def give(self, units: Ints) -> None:
+    def give_units(self, units: Ints) -> None:
         given = set(units.tolist())
         if len(given) < len(units) or not given <= self._known - set(self._free):
             raise ValueError("units are given that nobody holds")
@@ -94,12 +94,12 @@ class NativeHeads:
         """How many are free."""
         return int(self._count[0])
 
-    def take(self, n: int) -> Ints:
+    def take_units(self, n: int) -> Ints:
         out = np.empty(max(n, 0), np.int64)
         abi.check(self._library.kvmig_heads_take(*self._state(), n, out.ctypes.data))
         return out
 
-    def give(self, units: Ints) -> None:
+    def give_units(self, units: Ints) -> None:
         units = np.ascontiguousarray(units, np.int64)
         abi.check(
             self._library.kvmig_heads_give(

@@ -38,7 +38,7 @@ class TokenBucket:
         self._fill(now)
         return now + max(0.0, -self._level) / self._rate if self._level < -ROUNDING else now
 
-    def take(self, nbytes: int, now: float) -> None:
+    def take_bytes(self, nbytes: int, now: float) -> None:
         """Let bytes through; a negative number gives some back."""
         self._fill(now)
         self._level -= nbytes
@@ -71,7 +71,7 @@ class FairShare:
         self._virtual = 0.0
         self._order = count()
 
-    def ask(self, flow: str, pair: str, nbytes: int) -> None:
+    def request_turn(self, flow: str, pair: str, nbytes: int) -> None:
         """Wait for a turn to send `nbytes` to `pair`."""
         start = max(self._virtual, self._served.get(flow, 0.0))
         self._asks.append(_Ask(start, next(self._order), flow, pair, nbytes))
@@ -93,8 +93,8 @@ class FairShare:
 
     def charge(self, flow: str, pair: str, nbytes: int, now: float) -> None:
         """More bytes than were asked for; a negative number for fewer."""
-        self._all.take(nbytes, now)
-        self._pair(pair).take(nbytes, now)
+        self._all.take_bytes(nbytes, now)
+        self._pair(pair).take_bytes(nbytes, now)
         self._served[flow] = self._served.get(flow, self._virtual) + nbytes
 
     def withdraw(self, flow: str) -> None:
@@ -164,7 +164,7 @@ class MigrationLine:
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         throttle.waiting[self._flow] = turn
-        share.ask(self._flow, self._pair, nbytes)
+        share.request_turn(self._flow, self._pair, nbytes)
         throttle.grant()
         try:
             async with asyncio.timeout(throttle.timeout_s):

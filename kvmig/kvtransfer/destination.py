@@ -134,7 +134,7 @@ class DestinationSession(Session[Event, Action]):
                 return self.machine.fence()
             case SourceEvent(message, payload):
                 self._payload = payload
-                return self.machine.hear(message)
+                return self.machine.receive_message(message)
 
     async def _deal_with(self, actions: list[Action]) -> None:
         """Carry out what the last event led to; then a fence is answered."""

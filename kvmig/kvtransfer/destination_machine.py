@@ -169,7 +169,7 @@ class DestinationMachine(StateMachine):
 
     # -- messages
 
-    def hear(self, message: SourceMessage) -> list[Action]:
+    def receive_message(self, message: SourceMessage) -> list[Action]:
         """A message of the source, whichever it is."""
         match message:
             case Reserve():
@@ -186,7 +186,7 @@ class DestinationMachine(StateMachine):
         if self.state is DestinationState.NEW and message.export is None:
             return self.failed("error", "a later stage of a migration that isn't known")
         opening = self.state is DestinationState.NEW
-        self.go(DestinationTransition.RESERVE)
+        self.apply_event(DestinationTransition.RESERVE)
         if self.ended:
             return [SendAnswer(self._answer)]
         self._stage = message.stage
@@ -200,7 +200,7 @@ class DestinationMachine(StateMachine):
             and not self._hit <= message.first <= self.received
         ):
             return self.failed("error", f"block {message.first} came after {self.received}")
-        self.go(DestinationTransition.CHUNK)
+        self.apply_event(DestinationTransition.CHUNK)
         return [Scatter(message)] if self.state is DestinationState.SCATTERING else []
 
     def commit(self, message: Commit) -> list[Action]:
@@ -209,7 +209,7 @@ class DestinationMachine(StateMachine):
         if self.state is DestinationState.RECEIVING and (came < 0 or message.blocks != came):
             return self.failed("error", f"{came} of {message.blocks} blocks came")
         unknown = self.state is DestinationState.NEW
-        self.go(DestinationTransition.COMMIT)
+        self.apply_event(DestinationTransition.COMMIT)
         if unknown:
             return self._refuse("superseded", "the migration isn't known")
         return (
@@ -219,7 +219,7 @@ class DestinationMachine(StateMachine):
     def abort(self) -> list[Action]:
         """The source gives up; too late after a commit."""
         was = self.state
-        self.go(DestinationTransition.ABORT)
+        self.apply_event(DestinationTransition.ABORT)
         if self.committed_here:
             return [SendAnswer(self._answer)]
         self._answer = Refused(self.key, "superseded", "aborted before")
@@ -228,14 +228,14 @@ class DestinationMachine(StateMachine):
     def fence(self) -> list[Action]:
         """The arbiter asks: committed or never. Afterwards `committed_here` is final."""
         was = self.state
-        self.go(DestinationTransition.FENCE)
+        self.apply_event(DestinationTransition.FENCE)
         return [] if was is self.state else [*_free(was), *self._refuse("superseded", "fenced")]
 
     # -- results and what else happens here
 
     def reserved(self, hit_blocks: int = 0, transport: str = "") -> list[Action]:
         """The engine holds the blocks; the arguments count when it is the first stage."""
-        self.go(DestinationTransition.RESERVED)
+        self.apply_event(DestinationTransition.RESERVED)
         if not self._opened:
             self._opened = True
             self._hit = self.received = hit_blocks
@@ -244,26 +244,26 @@ class DestinationMachine(StateMachine):
 
     def scattered(self, chunk: Chunk, ms: float) -> list[Action]:
         """The chunk is in its blocks, and the checksums agree."""
-        self.go(DestinationTransition.SCATTERED)
+        self.apply_event(DestinationTransition.SCATTERED)
         self.received = max(self.received, chunk.first + len(chunk.checksums))
         return [SendAnswer(ChunkDone(self.key, chunk.slot, ms))]
 
     def committed(self, ms: float) -> list[Action]:
         """The engine has the request in its queue: this is never undone."""
-        self.go(DestinationTransition.COMMITTED)
+        self.apply_event(DestinationTransition.COMMITTED)
         self._answer = Committed(self.key, ms)
         return [SendAnswer(self._answer)]
 
     def failed(self, reason: str, detail: str = "") -> list[Action]:
         """The engine can't, or what came in can't be used."""
         was = self.state
-        self.go(DestinationTransition.FAILED)
+        self.apply_event(DestinationTransition.FAILED)
         return [*_free(was), *self._refuse(reason, detail)]
 
     def cancel(self, reason: str) -> list[Action]:
         """Something here gives the migration up, unless the request is committed already."""
         was = self.state
-        self.go(DestinationTransition.CANCEL)
+        self.apply_event(DestinationTransition.CANCEL)
         return [] if was is self.state else [*_free(was), *self._refuse(reason)]
 
     def _come_with(self, message: Commit) -> int:
@@ -311,7 +311,7 @@ class MachineTombstones:
         """Whether this attempt has ended here, or was fenced."""
         return attempt in self._attempts
 
-    def knows(self, mid: str) -> bool:
+    def has_ended(self, mid: str) -> bool:
         """Whether this migration has ended here."""
         return mid in self._ended
 
@@ -333,9 +333,9 @@ class MachineTombstones:
             return []
         machine = self._ended.get(mid)
         if machine is not None:
-            return machine.hear(message)
+            return machine.receive_message(message)
         machine = DestinationMachine(mid)
-        actions = machine.hear(message)
+        actions = machine.receive_message(message)
         if machine.ended:
             attempt = (message.request_id, message.epoch) if isinstance(message, Commit) else None
             self.bury(machine, attempt)

@@ -37,7 +37,7 @@ class StateMachine:
         """Whether no event leads out of the state any more."""
         return all(after == self.state for after in self.table[self.state].values())
 
-    def go(self, event: StrEnum) -> None:
+    def apply_event(self, event: StrEnum) -> None:
         """Follow the arrow. Raises InvalidTransition, unchanged, if there is none."""
         after = self.table[self.state].get(event)
         if after is None:

@@ -297,7 +297,7 @@ class MigrationSessions:
                 elif (
                     isinstance(message, Reserve)
                     and message.export is not None
-                    and not self._tombstones.knows(message.mid)
+                    and not self._tombstones.has_ended(message.mid)
                 ):
                     request = replace(message.export, payload=[bytes(frame) for frame in payload])
                     self._begin(sender, replace(message, export=request))

@@ -126,7 +126,7 @@ class MigrationPause:
 
     # -- before it
 
-    def asks(self, message: Reserve) -> None:
+    def record_reserve(self, message: Reserve) -> None:
         """`message` was sent: Reserved will answer it."""
         self._asked, self._grown, self._unanswered = message, 0, 1
 
@@ -134,7 +134,7 @@ class MigrationPause:
         """The request has so many tokens more."""
         self._grown += tokens
 
-    def hears(self, answer: Reserved) -> None:
+    def record_reserved(self, answer: Reserved) -> None:
         """The destination says where it is in its steps."""
         self._there, self._heard_at = answer.cadence, self._context.clock()
         self._can_hold = answer.can_hold

@@ -103,7 +103,7 @@ class SourceSession(Session[Event, Action]):
             case PeerLost():
                 return machine.lost(f"no connection to {self.move.destination}")
             case Reserved(stage=stage):
-                self.pause.hears(event)
+                self.pause.record_reserved(event)
                 if stage == 0 and machine.expects(stage):
                     self._agree(event)
                 return machine.hear(event)
@@ -233,7 +233,7 @@ class SourceSession(Session[Event, Action]):
                 inexact=move.inexact,
                 offers=[staging.offer() for staging in self._context.stagings.values()],
             )
-        self.pause.asks(message)
+        self.pause.record_reserve(message)
         self._batcher.send(message, export.payload if export and message.export else ())
         return await self._answer()
 

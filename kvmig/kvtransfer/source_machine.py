@@ -316,13 +316,13 @@ class SourceMachine(StateMachine):
 
     def exported(self, num_tokens: int) -> list[Action]:
         """The engine described the request."""
-        self.go(SourceTransition.EXPORTED)
+        self.apply_event(SourceTransition.EXPORTED)
         return [SendReserve(0, num_tokens)]
 
     def reserved(self, hit_blocks: int) -> list[Action]:
         """The destination holds blocks for `self.stage`; `hit_blocks` counts for stage 0."""
         before = self.state
-        self.go(SourceTransition.RESERVED)
+        self.apply_event(SourceTransition.RESERVED)
         if before is SourceState.RESERVING:
             self.sent = hit_blocks
             return [CheckRequest(self.sent)]
@@ -335,7 +335,7 @@ class SourceMachine(StateMachine):
         """The request is as it was; `plan` names the blocks that are new."""
         stop = enough(len(plan.block_ids), self.stage, self._max_stages)
         waits = not plan.num_tokens
-        self.go(
+        self.apply_event(
             SourceTransition.WAITS
             if waits
             else SourceTransition.ENOUGH
@@ -350,7 +350,7 @@ class SourceMachine(StateMachine):
 
     def copied(self) -> list[Action]:
         """The blocks of the stage are gathered and sent."""
-        self.go(SourceTransition.COPIED)
+        self.apply_event(SourceTransition.COPIED)
         self.sent += len(self._plan.block_ids)
         return [CheckRequest(self.sent)]
 
@@ -358,33 +358,33 @@ class SourceMachine(StateMachine):
         """The request runs nowhere from here on."""
         if self.waits and tail.block_ids:
             return self.failed("started", "it waited, and began to run before it was suspended")
-        self.go(SourceTransition.SUSPENDED)
+        self.apply_event(SourceTransition.SUSPENDED)
         return [SendTail(self.sent, tail)]
 
     def commit_sent(self) -> list[Action]:
         """Tail and Commit are on their way: the point of no return."""
-        self.go(SourceTransition.COMMIT_SENT)
+        self.apply_event(SourceTransition.COMMIT_SENT)
         self._commits = 1
         return []
 
     def committed(self) -> list[Action]:
         """The destination runs the request."""
-        self.go(SourceTransition.COMMITTED)
+        self.apply_event(SourceTransition.COMMITTED)
         return [Release()]
 
     def refused(self, reason: str, detail: str = "") -> list[Action]:
         """The destination holds nothing and never will: Refused or Aborted."""
-        self.go(SourceTransition.REFUSED)
+        self.apply_event(SourceTransition.REFUSED)
         return self._kept(reason, detail)
 
     def failed(self, reason: str, detail: str = "") -> list[Action]:
         """Something went wrong at this side."""
-        self.go(SourceTransition.FAILED)
+        self.apply_event(SourceTransition.FAILED)
         return [*self._kept(reason, detail), SendAbort(reason)]
 
     def cancel(self, reason: str) -> list[Action]:
         """The client left, or the instance stops: give up, unless it is too late for that."""
-        self.go(SourceTransition.CANCEL)
+        self.apply_event(SourceTransition.CANCEL)
         self.cancelled = self.cancelled or reason
         if self.state is not SourceState.ABORTED:
             return []
@@ -393,7 +393,7 @@ class SourceMachine(StateMachine):
     def unanswered(self) -> list[Action]:
         """No answer came in time to what was sent last after the point of no return."""
         if self.state is SourceState.COMMITTING and self._commits < COMMIT_SENDS:
-            self.go(SourceTransition.TIMEOUT)
+            self.apply_event(SourceTransition.TIMEOUT)
             self._commits += 1
             return [SendCommit()]
         return self.unreachable()
@@ -402,13 +402,13 @@ class SourceMachine(StateMachine):
         """No answer can come any more, or none came to a question."""
         if not self._questions:
             return self.orphaned()
-        self.go(SourceTransition.UNANSWERED)
+        self.apply_event(SourceTransition.UNANSWERED)
         self._questions -= 1
         return [AskArbiter()]
 
     def resolved(self, moved: bool) -> list[Action]:
         """The arbiter's word is final."""
-        self.go(SourceTransition.MOVED if moved else SourceTransition.KEPT)
+        self.apply_event(SourceTransition.MOVED if moved else SourceTransition.KEPT)
         if moved:
             return [Release()]
         self.fenced = True
@@ -416,7 +416,7 @@ class SourceMachine(StateMachine):
 
     def orphaned(self) -> list[Action]:
         """The stream has no reader left: run the request nowhere rather than twice."""
-        self.go(SourceTransition.ORPHANED)
+        self.apply_event(SourceTransition.ORPHANED)
         self.reason, self.detail = "orphaned", "neither destination nor front end answers"
         return [Release()]
 

@@ -88,7 +88,7 @@ class InstanceManager:
         """
         names = [instance_name(number) for number in range(self._config.instances)]
         for name in names:
-            self._begin(name, self._shapes.of(name), unit=self._units.get(name, ""))
+            self._begin(name, self._shapes.shape_of(name), unit=self._units.get(name, ""))
         # Whichever fails first: others may need minutes more.
         for starting in asyncio.as_completed([self._instances[one].first_start for one in names]):
             if failed := await starting:
@@ -126,7 +126,7 @@ class InstanceManager:
                 f" {len(taken)}, those that failed or are about to end included",
             )
         try:
-            shapes = [self._shapes.of(name, order.flags, order.tree) for name in free]
+            shapes = [self._shapes.shape_of(name, order.flags, order.tree) for name in free]
             for shape in shapes:
                 self._launcher.check_gpus(order.gpus, shape.workers)
         except ConfigError as error:
@@ -153,7 +153,7 @@ class InstanceManager:
                 instance.drain(deadline, leave=True)
                 return (instance.name,)
         if order.leave:  # at once: nothing runs there, or it shall go on elsewhere
-            self.left(instance)
+            self.remove_instance(instance)
         else:
             instance.drain(deadline, leave=False)
         return (instance.name,)
@@ -253,7 +253,7 @@ class InstanceManager:
             for tell in self.on_change:
                 tell(members)
 
-    def left(self, instance: ManagedInstance) -> None:
+    def remove_instance(self, instance: ManagedInstance) -> None:
         """Take an instance out that is empty or dead, and end its process."""
         if self._instances.get(instance.name) is not instance:
             return
@@ -289,7 +289,7 @@ class InstanceManager:
     ) -> ManagedInstance:
         config = self._config
         if config.unit is not None:
-            config = msgspec.structs.replace(config, unit=config.unit.of(name, unit))
+            config = msgspec.structs.replace(config, unit=config.unit.config_for(name, unit))
         launch = LlumletLaunch(
             cluster=self._name,
             instance=name,

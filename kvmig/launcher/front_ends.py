@@ -163,6 +163,6 @@ class FrontEnds:
         if not (folder := self._launch.config.http.usage_spool):
             return
         try:
-            UsageSpool(Path(folder, f"{name}.sqlite")).leave()
+            UsageSpool(Path(folder, f"{name}.sqlite")).mark_left()
         except OSError as error:  # then it is counted to its end when the deployment ends
             log.warning("%s", error)

@@ -58,7 +58,7 @@ class InstanceOwner(Protocol):
     def changed(self) -> None:
         """Report the members: the instance has another state."""
 
-    def left(self, instance: ManagedInstance) -> None:
+    def remove_instance(self, instance: ManagedInstance) -> None:
         """Take the instance out: it is empty or dead."""
 
     def others_serve(self, instance: ManagedInstance) -> bool:
@@ -196,7 +196,7 @@ class ManagedInstance:
                 log.exception("instance %s", self.name)
                 how = f"its launcher failed: {error!r}"
             if self._leaving:
-                self._cluster.left(self)
+                self._cluster.remove_instance(self)
                 return
             if how == RENEWED:
                 self._become_next()
@@ -308,7 +308,7 @@ class ManagedInstance:
                 self._deadline = _now() + EVACUATE_S
             await asyncio.sleep(POLL_S)
         if self._leaving:
-            self._cluster.left(self)
+            self._cluster.remove_instance(self)
         elif self._renewing is not None:
             self._wanted = SetState("serving")
             self._empty.set()
@@ -326,7 +326,7 @@ class ManagedInstance:
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(SETTLE_S)
             if self._held() == 0:
-                self._cluster.left(self)
+                self._cluster.remove_instance(self)
                 return
             self._want("serving", "ends when it is empty")
 

@@ -116,7 +116,7 @@ class RayLauncher:
                 kv_bytes=self._kv_bytes,
                 environment=forwarded(os.environ),
             )
-            await handle.ask(actor.start.remote(order, node.address), ASK_S)
+            await handle.await_answer(actor.start.remote(order, node.address), ASK_S)
         except BaseException:
             await handle.kill()
             raise
@@ -184,7 +184,7 @@ class RayHandle:
     async def ready(self, timeout_s: float) -> str:
         """The llumlet's endpoint."""
         answer: Awaitable[str] = self._actor.ready.remote(timeout_s)
-        return await self.ask(answer, timeout_s + ASK_S)
+        return await self.await_answer(answer, timeout_s + ASK_S)
 
     async def ended(self) -> str:
         """How it ended; an actor that Ray can't reach for a moment is asked again."""
@@ -203,7 +203,7 @@ class RayHandle:
     async def stop(self, timeout_s: float = STOP_S) -> None:
         """End the llumlet, then its actor."""
         try:
-            await self.ask(self._actor.stop.remote(timeout_s), timeout_s + STOP_S)
+            await self.await_answer(self._actor.stop.remote(timeout_s), timeout_s + STOP_S)
         except StartupError as error:
             log.info("%s", error)  # it is gone already, and what it had with it
         await self.kill()
@@ -214,7 +214,7 @@ class RayHandle:
 
         await asyncio.to_thread(ray.kill, self._actor)
 
-    async def ask(self, answer: Awaitable[T], timeout_s: float) -> T:
+    async def await_answer(self, answer: Awaitable[T], timeout_s: float) -> T:
         """The actor's answer. Raises StartupError if there is none."""
         try:
             async with asyncio.timeout(timeout_s):

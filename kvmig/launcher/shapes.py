@@ -44,7 +44,7 @@ class EngineTrees:
     own: Mapping[str, str] = field(default_factory=dict)
     """Trees of instances with another than the usual one, by name."""
 
-    def of(self, name: str) -> str:
+    def tree_of(self, name: str) -> str:
         """The tree of the instance `name`."""
         return self.own.get(name, self.usual)
 
@@ -160,13 +160,13 @@ class InstanceShapes:
         self._units = unit_tokens
         self._started = {instance_name(number): one for number, one in enumerate(started)}
 
-    def of(self, name: str, words: str = "", tree: str | None = None) -> InstanceShape:
+    def shape_of(self, name: str, words: str = "", tree: str | None = None) -> InstanceShape:
         """Return the shape of instance `name`, with more flags in `words`.
 
         tree: None: as its name has it. Raises ConfigError if vLLM doesn't take the flags, if the
         tree holds no vLLM, or if the instance could exchange nothing with the others.
         """
-        tree = self.trees.of(name) if tree is None else checked_tree(tree, self._check_tree)
+        tree = self.trees.tree_of(name) if tree is None else checked_tree(tree, self._check_tree)
         return replace(self._of(name, words), tree=tree)
 
     def tree(self, folder: str) -> str:

@@ -270,7 +270,8 @@ def _moves(
     leases = _leases(estimator, before, now)
     device = estimator.cluster.device
     start_s = {
-        one.name: args.start + device.held(one.model) / args.load / 1e9 for one in estimator.models
+        one.name: args.start + device.fixed_bytes(one.model) / args.load / 1e9
+        for one in estimator.models
     }
     site = after.site(start_s)._replace(elastic=not args.fixed_quotas, bandwidth=args.link * 1e9)
     named = nearest(site, leases, after.leases())

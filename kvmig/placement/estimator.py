@@ -134,7 +134,7 @@ class Estimator:
             return None
         if len(unit.members) == 1:
             (member,) = unit.members
-            if self._device.models[self.models[member.llm].model].on(unit.gpus) is None:
+            if self._device.models[self.models[member.llm].model].cost_on(unit.gpus) is None:
                 return None
             return tuple(self._solve(unit.gpus, unit.members, [1.0]))
         shares = [self.share(one, unit.gpus) for one in unit.members]
@@ -158,7 +158,7 @@ class Estimator:
         return self._shares[key]
 
     def _least_share(self, member: PlacedInstance, gpus: int) -> float | None:
-        if self._device.models[self.models[member.llm].model].on(gpus) is None:
+        if self._device.models[self.models[member.llm].model].cost_on(gpus) is None:
             return None
         if self.left_bytes(GpuUnit(gpus, (member,))) < 0:
             return None
@@ -214,7 +214,7 @@ class Estimator:
     def _quotas(self, gpus: int, members: Sequence[PlacedInstance]) -> list[float]:
         """KV cache in the ratio of the members' demand: rate x bytes of a request."""
         free = self._device.memory(gpus) - sum(
-            self._device.held(self.models[one.llm].model) for one in members
+            self._device.fixed_bytes(self.models[one.llm].model) for one in members
         )
         demand = [one.rate * self._request_bytes(self.models[one.llm]) for one in members]
         return [free * one / sum(demand) for one in demand]
@@ -226,7 +226,7 @@ class Estimator:
         key = (index, gpus, share)
         if key not in self._lines:
             llm = self.models[index]
-            cost = self._device.models[llm.model].on(gpus)
+            cost = self._device.models[llm.model].cost_on(gpus)
             assert cost is not None, "asked for by `share` before"
             prompt, output = llm.prompt_tokens, llm.output_tokens
             constant, sequence, token = cost.decode_line(share)

@@ -119,7 +119,7 @@ class DeploymentClient:
         """Raises ReplaceFailed with the deployment's own sentence."""
         await self._ask("POST", "/instances", json={"unit": unit, "gpus": list(gpus)})
 
-    async def leave(self, instance: str, *, last: bool = False, now: bool = False) -> None:
+    async def drain_instance(self, instance: str, *, last: bool = False, now: bool = False) -> None:
         """Drain it and end it. Raises ReplaceFailed with the deployment's own sentence."""
         flags = {"last": str(last).lower(), "now": str(now).lower()}
         await self._ask("DELETE", f"/instances/{instance}", params=flags)
@@ -260,7 +260,7 @@ class PlacementExecutor:
         while True:
             seen = observed(self._placement, await self._rows())
             for name, instance in seen.failed:
-                await self._deployments[name].leave(instance, now=True)
+                await self._deployments[name].drain_instance(instance, now=True)
             if not seen.unsettled and not seen.failed:
                 return seen
             if time.monotonic() > deadline:
@@ -284,7 +284,7 @@ class PlacementExecutor:
                 await at.start(step.unit, self._gpus[step.unit])
             case "drain" | "gap":
                 instance = seen.instances[step.model, step.unit]
-                await at.leave(instance, last=step.kind == "gap")
+                await at.drain_instance(instance, last=step.kind == "gap")
             case "quota":
                 await at.guarantee(seen.instances[step.model, step.unit], step.quota)
             case "move":

@@ -257,7 +257,7 @@ def placement_of(estimator: Estimator, plan: Plan) -> Placement:
                 PlacedModel(
                     name=llm.name,
                     kv_bytes=quota,
-                    held_bytes=device.held(llm.model),
+                    held_bytes=device.fixed_bytes(llm.model),
                     floor_bytes=floor,
                     rate=member.rate,
                     decode_share=round(one.share, 4),
@@ -273,7 +273,7 @@ def placement_of(estimator: Estimator, plan: Plan) -> Placement:
 def floor_of(estimator: Estimator, member: PlacedInstance) -> int:
     """Bytes of KV cache for one request of the member's model."""
     llm, device = estimator.models[member.llm], estimator.cluster.device
-    return math.ceil(floor_bytes(llm, device)) - device.held(llm.model)
+    return math.ceil(floor_bytes(llm, device)) - device.fixed_bytes(llm.model)
 
 
 def at_least(floors: Sequence[int], quotas: Sequence[int]) -> list[int]:
@@ -333,7 +333,7 @@ def plan_of(placement: Placement, estimator: Estimator, where_: str) -> Plan:
                 )
             llm = estimator.models[index[one.name]]
             cost = device.models[llm.model]
-            if cost.on(len(unit.gpus)) is None:
+            if cost.cost_on(len(unit.gpus)) is None:
                 sizes = ", ".join(map(str, cost.sizes))
                 raise ConfigError(
                     f"{where_}: unit {unit.called}: gpus are {len(unit.gpus)}, {llm.model} runs on "

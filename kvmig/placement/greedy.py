@@ -80,7 +80,7 @@ def _stuck(estimator: Estimator, units: Sequence[GpuUnit], llm: int, placed: int
     room = [
         estimator.left_bytes(unit)
         for unit in units
-        if cluster.device.models[model.model].on(unit.gpus) is not None
+        if cluster.device.models[model.model].cost_on(unit.gpus) is not None
     ]
     missing = floor_bytes(model, cluster.device) - max(room, default=0.0)
     return UnplacedMember(placed, llm, missing)

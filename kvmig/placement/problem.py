@@ -150,4 +150,4 @@ def check(models: Sequence[ModelLoad], cluster: GpuCluster) -> None:
 
 def floor_bytes(llm: ModelLoad, device: DeviceCosts) -> float:
     """The least an instance needs: weights, activations, KV cache of one request."""
-    return device.held(llm.model) + llm.tokens * device.models[llm.model].token_bytes
+    return device.fixed_bytes(llm.model) + llm.tokens * device.models[llm.model].token_bytes

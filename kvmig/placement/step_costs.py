@@ -71,7 +71,7 @@ class ModelCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tp: dict[str, StepCost]
     """By tensor-parallel size; TOML's keys are text."""
 
-    def on(self, gpus: int) -> StepCost | None:
+    def cost_on(self, gpus: int) -> StepCost | None:
         """Its step times on so many GPUs; None: nobody measured it there."""
         return self.tp.get(str(gpus))
 
@@ -100,7 +100,7 @@ class DeviceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes that `gpus` of it give to weights, instances and KV cache."""
         return self.usable * self.memory_bytes * gpus
 
-    def held(self, model: str) -> int:
+    def fixed_bytes(self, model: str) -> int:
         """Bytes that an instance of `model` takes before its first token of KV cache."""
         return self.models[model].weight_bytes + self.instance_bytes
 

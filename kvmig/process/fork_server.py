@@ -578,7 +578,7 @@ class ForkListener(msgspec.Struct):
 def serve(clients: list[socket.socket], listening: ForkListener | None = None) -> int:
     """Fork for clients until nobody can want a fork any more; each fork returns its own status."""
     forks = _Forking(clients, listening)
-    while (forked := forks.turn()) is None:
+    while (forked := forks.serve_next()) is None:
         if not (forks.clients or forks.listening):
             forks.close()
             return 0
@@ -621,7 +621,7 @@ class _Forking:
         if self.listening is not None:
             self.listening.sock.close()
 
-    def turn(self) -> tuple[ForkOrder, list[int]] | None:
+    def serve_next(self) -> tuple[ForkOrder, list[int]] | None:
         """Wait for what comes, and do it; in a fork: what it shall be, with what descriptors."""
         watched: list[socket.socket | int] = [self._hears, *self.clients]
         if self.listening is not None:

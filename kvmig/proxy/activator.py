@@ -81,7 +81,7 @@ class PendingRequests:
             why = f"{count} requests wait for {route.name} to start, allowed are {route.max_held}"
         elif own and own >= route.max_held - count:
             why = f"{own} requests of yours wait for {route.name} to start, as many as others may"
-        elif share.take(waiter.size):
+        elif share.count_bytes(waiter.size):
             used = self._budget.used
             why = f"{used} bytes of requests wait for models to start, one more is too much"
         else:
@@ -94,7 +94,7 @@ class PendingRequests:
             HTTPStatus.TOO_MANY_REQUESTS, why, "model_starting", route.start_s or SOON_S
         )
 
-    def leave(self, waiter: PendingRequest) -> None:
+    def remove_request(self, waiter: PendingRequest) -> None:
         """Take the request out of the queue; a second call does nothing."""
         self._waiting[waiter.model].discard(waiter)
         if waiter.share is not None:
@@ -184,7 +184,7 @@ class RequestCounts:
     def __init__(self) -> None:
         self._counts: dict[str, _Count] = {}
 
-    def arrive(self, model: str, now: float) -> CountedRequest:
+    def count_arrival(self, model: str, now: float) -> CountedRequest:
         """One more."""
         self._count(model, now).arrivals += 1
         return CountedRequest(self, model)
@@ -225,7 +225,7 @@ class CountedRequest:
         self._model = model
         self.state: State = "over"
 
-    def be(self, state: State, now: float) -> None:
+    def set_state(self, state: State, now: float) -> None:
         """Change the request's state. Without effect for the same state again."""
         if state != self.state:
             self._counts.move(self._model, self.state, state, now)

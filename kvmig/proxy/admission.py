@@ -116,7 +116,7 @@ class CallAdmission:
     def enter(
         self, key: str, address: str, scope: Scope | None, cut: Callable[[KeyDenied], None]
     ) -> AdmittedCall | KeyDenied:
-        """A call's head has come; who is let in must `leave`."""
+        """A call's head has come; who is let in must `end_call`."""
         grant = self._keys.grant(key)
         if grant is None:
             return BAD_KEY
@@ -140,7 +140,9 @@ class CallAdmission:
             return BAD_KEY
         return self._why_not(visit) or grant
 
-    def look(self, visit: AdmittedCall) -> tuple[LimitExceeded | None, Sequence[RequestLimiter]]:
+    def check_limits(
+        self, visit: AdmittedCall
+    ) -> tuple[LimitExceeded | None, Sequence[RequestLimiter]]:
         """Why no request may come in now; None: one may. With the limits that it would meet."""
         grant = self._keys.current(visit.prefix)
         if grant is None:
@@ -159,7 +161,7 @@ class CallAdmission:
         if grant is None:
             return None, ()  # it was cut
         limiters = [self._limiter_of(one) for one in limited_by(grant)]
-        with self._tallies.held():
+        with self._tallies.locked():
             exceeded = let_in(limiters, self._clock(), sequences)
         if exceeded is None:
             visit.limiters, visit.sequences = limiters, sequences
@@ -183,10 +185,10 @@ class CallAdmission:
             if (left := self._left.get(one.id)) is not None
         ]
 
-    def leave(self, visit: AdmittedCall) -> None:
+    def end_call(self, visit: AdmittedCall) -> None:
         """End the visit."""
         for one in visit.limiters:
-            one.leave(visit.sequences)
+            one.end_requests(visit.sequences)
         visits = self._visits[visit.prefix]
         visits.remove(visit)
         if not visits:
@@ -216,7 +218,7 @@ class CallAdmission:
         now = self._clock()
         for whose, level in spent.owed.items():
             limiter = self._limiters.setdefault(whose, self._limiter(whose, Limits()))
-            limiter.bucket.told(level, now)
+            limiter.bucket.adopt_level(level, now)
         self._left.update(spent.left)
         if spent.left:
             self.review()
@@ -259,4 +261,4 @@ class CallAdmission:
         return limiter
 
     def _limiter(self, whose: str, limits: Limits, name: str = THE_KEY) -> RequestLimiter:
-        return RequestLimiter(limits, self._tallies.of(whose), name)
+        return RequestLimiter(limits, self._tallies.tally_of(whose), name)

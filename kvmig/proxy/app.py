@@ -258,7 +258,7 @@ class ProxyApp:
                     call.api = where.route.api
                     await self._infer(call, visit, where)
         finally:
-            self.admission.leave(visit)
+            self.admission.end_call(visit)
 
     def _sweep_soon(self) -> None:
         if self._sweeping is None:
@@ -306,7 +306,7 @@ class ProxyApp:
             (b"x-forwarded-for", call.address.encode()),
             (b"authorization", b"Bearer " + call.key.encode()),
         ]
-        call.ask(FIGURES, headers, b"")
+        call.set_request(FIGURES, headers, b"")
         upstream = await _connect(self._api)
         if upstream is None:
             await call.answer(HTTPStatus.OK, self.figures(), CONTENT_TYPE_LATEST)
@@ -321,7 +321,7 @@ class ProxyApp:
         call.patience_s = ORDER_S
         headers = _passed(call, (FORWARDED, KVMIG))
         headers.append((b"x-forwarded-for", call.address.encode()))
-        call.ask(target(call.path, call.scope["query_string"]), headers, content)
+        call.set_request(target(call.path, call.scope["query_string"]), headers, content)
         upstream = await _connect(self._api)
         if upstream is None:
             sentence = "the fleet's server is not there, try again"
@@ -331,19 +331,21 @@ class ProxyApp:
     # -- to a model
 
     async def _infer(self, call: ProxiedCall, visit: AdmittedCall, where: CallTarget) -> None:
-        self._check_limits(call, visit, *self.admission.look(visit))  # before it uploads its body
+        self._check_limits(
+            call, visit, *self.admission.check_limits(visit)
+        )  # before it uploads its body
         waiter = await self._prepare(call, visit, where)
         self._check_limits(call, visit, *self.admission.begin(visit, waiter.sequences))
         counts = (
             self.counts if waiter.works else RequestCounts()
         )  # what doesn't work keeps no model up
-        counted = counts.arrive(waiter.model, self._clock())
+        counted = counts.count_arrival(waiter.model, self._clock())
         try:
             upstream = await self._reach(call, waiter, counted)
             self._make_request(call, visit)
             await self._relay(call, upstream, waiter.model, self._cold_start(waiter))
         finally:
-            counted.be("over", self._clock())
+            counted.set_state("over", self._clock())
 
     def _check_limits(
         self,
@@ -458,7 +460,7 @@ class ProxyApp:
         call.granted = self.admission.has_quota(visit)
         if call.granted:
             passed = [*passed, (QUOTA, b"1")]
-        call.ask(path, passed, content)
+        call.set_request(path, passed, content)
 
     def _choose_class(
         self, call: ProxiedCall, body: CallBody, model: str, grant: KeyGrant
@@ -489,7 +491,9 @@ class ProxyApp:
                 route = self.directory.routes.get(waiter.model)
                 match decide(route, waiter, self._clock()):
                     case Forward(socket):
-                        counted.be("running", self._clock())  # before anything of it is on its way
+                        counted.set_state(
+                            "running", self._clock()
+                        )  # before anything of it is on its way
                         upstream = await _connect(socket)
                         if upstream is not None and not call.gone and call.cut is None:
                             return upstream
@@ -500,15 +504,15 @@ class ProxyApp:
                     case Wait(seconds, beat):
                         assert route is not None
                         self._stay(call, waiter, route)
-                        counted.be("held", self._clock())
+                        counted.set_state("held", self._clock())
                         if beat:
                             waiter.beaten = self._clock()
-                            call.beat(_starting(route, waiter, self._clock()))
+                            call.send_keepalive(_starting(route, waiter, self._clock()))
                         await self._turn(call, waiter, seconds)
                     case ProxyRefusal() as why:
                         raise why
         finally:
-            self.hold.leave(waiter)
+            self.hold.remove_request(waiter)
 
     def _stay(self, call: ProxiedCall, waiter: PendingRequest, route: ModelRoute) -> None:
         """Queue the request, if it isn't queued yet. Raises Refused."""

@@ -149,7 +149,7 @@ class ProxiedCall:
         kind, _, given = self.headers.get("authorization", "").partition(" ")
         return (given if kind.lower() == "bearer" else self.headers.get("x-api-key", "")).strip()
 
-    def ask(self, path: bytes, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
+    def set_request(self, path: bytes, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
         """What a deployment, or the server, will be asked. path: with the query."""
         lines = [b"%s %s HTTP/1.1" % (self.method.encode(), path)]
         lines += [b"%s: %s" % one for one in headers]
@@ -234,7 +234,7 @@ class ProxiedCall:
         body = error_body(self.api, why.status, str(why), why.code)
         await self.answer(why.status, body, headers=headers)
 
-    def beat(self, sentence: str) -> None:
+    def send_keepalive(self, sentence: str) -> None:
         """Show a waiting client that the call lives."""
         if not self.beats:
             own = b"x-request-id: %s\r\n" % self.call_id.encode()

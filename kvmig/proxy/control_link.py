@@ -46,7 +46,7 @@ class ProxyLinks:
         self.close = self._server.close
         """Disconnects all. The socket's file stays, for the next server to take over."""
 
-    def tell(self, message: Down) -> None:
+    def send_to_all(self, message: Down) -> None:
         """Tell all proxies."""
         for name, writer in list(self._writers.items()):
             self._send(name, writer, message)

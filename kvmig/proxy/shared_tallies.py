@@ -66,7 +66,7 @@ class SharedTallies:
             os.close(self._file)
             raise
         self._blind_until = -inf
-        with self.held():
+        with self.locked():
             self._begin()
 
     def close(self) -> None:
@@ -74,12 +74,12 @@ class SharedTallies:
         self._map.close()
         os.close(self._file)
 
-    def of(self, whose: str) -> AccountTally:
+    def tally_of(self, whose: str) -> AccountTally:
         """The tally of a `Limited.id`."""
         return SharedTally(self, blake2b(whose.encode(), digest_size=16).digest())
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Exclude other changes within the block, which must be short."""
         locked = self._lock()
         try:
@@ -223,9 +223,9 @@ class SharedTally:
         else:
             self._all.add_running(slot, requests)
 
-    def leave(self, requests: int) -> None:
+    def end_requests(self, requests: int) -> None:
         if self._own_running:
-            self._own.leave(requests)
+            self._own.end_requests(requests)
             self._own_running -= requests
         elif (slot := self._find()) is not None:
             self._all.add_running(slot, -requests)

@@ -172,7 +172,7 @@ class UnitAgent:
             tenant = self._tenants.get(name)
             if tenant is not None and tenant.packets is packets:
                 tenant.packets = None
-                self._turns.left(name)
+                self._turns.remove_member(name)
 
     def _handle(self, packets: UnixPackets, name: str, message: ToAgent) -> str:
         """name: of the member whose connection it is; empty before Hello. The same, afterwards.
@@ -190,7 +190,7 @@ class UnitAgent:
                 return message.instance
             case HeldMemory() if name:
                 told = MemberReport(*msgspec.structs.astuple(message))
-                self._ledger.heard(name, told, self._loop.time())
+                self._ledger.record_report(name, told, self._loop.time())
                 self._tell()
             case Guarantee() if name:
                 packets.send(encode(self._guarantee(name, message)))
@@ -222,7 +222,7 @@ class UnitAgent:
         try:
             ended = os.pidfd_open(packets.process)
         except OSError as error:
-            self._ledger.leave(name, self._loop.time())
+            self._ledger.remove_member(name, self._loop.time())
             raise ConfigError(f"the process of {name} is gone: {error}") from error
         self._tenants[name] = MemberConnection(packets.process, ended, packets)
         self._loop.add_reader(ended, self._left, name)
@@ -241,12 +241,12 @@ class UnitAgent:
 
     def _forget(self, name: str) -> None:
         tenant = self._tenants.pop(name)
-        self._turns.left(name)
+        self._turns.remove_member(name)
         self._loop.remove_reader(tenant.ended)
         os.close(tenant.ended)
         if tenant.packets is not None:
             tenant.packets.close()
-        self._ledger.leave(name, self._loop.time())
+        self._ledger.remove_member(name, self._loop.time())
 
     def _all_known(self) -> bool:
         known = {one.process for one in self._tenants.values()} | self._refused

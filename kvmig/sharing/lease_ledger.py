@@ -7,7 +7,7 @@ So the leases, which bound what the members' pages hold, never add up to more th
     ledger = Ledger(1 << 30, "kvmig")
     ledger.join("a", Claim("llama", floor=16 << 20, capacity=1 << 30, granule=1 << 16))
     ledger.adapt(now=0.0)
-    for name, lease in ledger.orders(): ...   # send it; answers go to `ledger.heard`
+    for name, lease in ledger.orders(): ...   # send it; answers go to `ledger.record_report`
 """
 
 from __future__ import annotations
@@ -144,12 +144,12 @@ class LeaseLedger:
         self.members[name].claim = claim
         self._spread(now)
 
-    def leave(self, name: str, now: float = 0.0) -> None:
+    def remove_member(self, name: str, now: float = 0.0) -> None:
         """Forget a member whose process is gone, with its memory. Unknown names are ignored."""
         if self.members.pop(name, None) is not None:
             self._spread(now)
 
-    def heard(self, name: str, told: MemberReport, now: float) -> None:
+    def record_report(self, name: str, told: MemberReport, now: float) -> None:
         """A member's report."""
         member = self.members[name]
         member.count(now)

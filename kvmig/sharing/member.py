@@ -243,9 +243,9 @@ class UnitMember:
         if isinstance(message, MemberRefused):
             raise ConfigError(message.why)
         if isinstance(message, StepGrant):
-            self.gate.heard(message)
+            self.gate.receive_grant(message)
         if isinstance(message, Recalled):
-            self.gate.recalled(message.number)
+            self.gate.recall_grant(message.number)
         if isinstance(message, MemberCount):
             self.gate.crowd(alone=message.members < 2)
         if isinstance(message, GuaranteeSet):

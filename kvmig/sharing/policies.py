@@ -1,7 +1,7 @@
 """Which model of a unit computes what next: MuxServe's ADBS (its Algorithm 3) and others. Pure.
 
 A unit's SMs are ten parts, of which some may be booked twice. Engines say what they want; `grants`
-says which jobs begin; `done` ends one. A model has one job at a time: one engine a model.
+says which jobs begin; `finish_step` ends one. A model has one job at a time: one engine a model.
 
     gate = Gate("adbs", {"a": ComputeShares(10, 4), "b": ComputeShares(10, 3)})
     gate.want("a", StepRequest(prompt_tokens=800, decodes=0))
@@ -61,7 +61,7 @@ class DeviceState:
 
     def remove(self, model: str) -> None:
         """Remove a model whose engine is gone. Unknown ones are ignored."""
-        self.left(model)
+        self.remove_model(model)
         self.shares.pop(model, None)
         self.passed.pop(model, None)
         self._arrange()
@@ -74,17 +74,17 @@ class DeviceState:
             after = [at for at, model in enumerate(self.models) if model >= due]
             self.turn[kind] = after[0] if after else 0
 
-    def want(self, model: str, want: StepRequest) -> None:
+    def record_request(self, model: str, want: StepRequest) -> None:
         """What it could do now, instead of what it said last."""
         self.wants[model] = want
 
-    def done(self, job: ScheduledStep) -> None:
+    def finish_step(self, job: ScheduledStep) -> None:
         """Take a job's end; its model then reports again what it wants."""
         if self.running.get(job.model) == job:
             del self.running[job.model]
             self.wants[job.model] = NOTHING
 
-    def left(self, model: str) -> None:
+    def remove_model(self, model: str) -> None:
         """Free what a model held whose engine is gone."""
         self.running.pop(model, None)
         self.wants.pop(model, None)
@@ -104,7 +104,7 @@ class DeviceState:
         """Parts of all jobs that run."""
         return sum(one.parts for one in self.running.values())
 
-    def fits(self, parts: int) -> bool:
+    def can_book(self, parts: int) -> bool:
         """Whether so many more may be booked."""
         return self.booked + parts <= PARTS + OVERBOOKED or not self.running
 
@@ -136,12 +136,12 @@ def adbs(gate: DeviceState) -> Iterator[ScheduledStep]:
     often enough, which Algorithm 3 leaves out."""
     if not any(one.kind == "prefill" for one in gate.running.values()):
         for model in gate.wanting("prefill")[:1]:
-            if not gate.fits(gate.shares[model].prefill):
+            if not gate.can_book(gate.shares[model].prefill):
                 return
             yield gate.job(model, "prefill")
     passed = list[str]()
     for model in gate.wanting("decode"):
-        if gate.fits(gate.shares[model].decode):
+        if gate.can_book(gate.shares[model].decode):
             for one in passed:
                 gate.passed[one] += 1
             yield gate.job(model, "decode")
@@ -182,7 +182,7 @@ def round_robin_shares(gate: DeviceState) -> Iterator[ScheduledStep]:
     for model in _ring(gate):
         if (kind := _wanted(gate, model)) is not None:
             job = gate.job(model, kind)
-            if not gate.fits(job.parts):
+            if not gate.can_book(job.parts):
                 gate.turn["decode"] = gate.models.index(model)
                 return
             gate.turn["decode"] = (gate.models.index(model) + 1) % len(gate.models)

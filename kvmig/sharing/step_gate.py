@@ -18,12 +18,12 @@ SendDone = Callable[[int], None]
 
 
 class UnitGate:
-    """Implements `kvmig.engines.gate.StepGate`. `heard`, `recalled`, `crowd` and `close` are for
-    any thread."""
+    """Implements `kvmig.engines.gate.StepGate`. `receive_grant`, `recall_grant`, `crowd` and
+    `close` are for any thread."""
 
     def __init__(self, want: SendRequest, done: SendDone, limit_s: float = LIMIT_S) -> None:
         """want, done: tell whoever decides, and never block; called on the engine's thread, and
-        `done` on any."""
+        `finish_step` on any."""
         self.limit_s = limit_s
         self.answers = 0
         self.waited_s = 0.0
@@ -46,7 +46,7 @@ class UnitGate:
     def alone(self) -> bool:
         return self._alone
 
-    def ask(self, want: StepRequest) -> None:
+    def request_step(self, want: StepRequest) -> None:
         with self._lock:
             held = self._came is not None or self._standing is not None
             back = self._number if held else None
@@ -67,12 +67,12 @@ class UnitGate:
                 self._standing, self._stepping = grant, True
         return grant
 
-    def again(self) -> StepGrant | None:
+    def reuse_grant(self) -> StepGrant | None:
         with self._lock:
             self._stepping = self._standing is not None
             return self._standing
 
-    def done(self) -> None:
+    def finish_step(self) -> None:
         with self._lock:
             self._stepping = False
             stands = self._standing is not None
@@ -84,7 +84,7 @@ class UnitGate:
             self._standing = None
         self.crowd(alone=True)
 
-    def heard(self, grant: StepGrant) -> None:
+    def receive_grant(self, grant: StepGrant) -> None:
         """An answer came. To a question that was taken back: nothing is computed for it."""
         with self._lock:
             self.answers += 1
@@ -96,7 +96,7 @@ class UnitGate:
         else:
             self.on_answer()
 
-    def recalled(self, number: int) -> None:
+    def recall_grant(self, number: int) -> None:
         """The answer to that question stands no more. An engine that makes no step gives it back at
         once, whatever it does."""
         with self._lock:

@@ -38,15 +38,15 @@ class UnitTurns:
         elif name not in self._sends:
             raise PeerError(f"{tag_of(message)} isn't expected before Gated")
         elif isinstance(message, StepRequest):
-            self.turns.ask(name, message)
+            self.turns.request_step(name, message)
         else:
-            self.turns.done(name, message.number, self._loop.time())
+            self.turns.finish_step(name, message.number, self._loop.time())
         self._grant()
 
-    def left(self, name: str) -> None:
+    def remove_member(self, name: str) -> None:
         """Free what a member held whose connection is gone. Unknown ones are ignored."""
         if self._sends.pop(name, None) is not None:
-            self.turns.left(name)
+            self.turns.remove_member(name)
             self._tell_crowd()
             self._grant()
 

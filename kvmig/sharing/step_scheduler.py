@@ -54,24 +54,24 @@ class StepScheduler:
     def join(self, member: str, shares: ComputeShares) -> None:
         """An engine comes, or comes again. Raises ConfigError for shares that can't be."""
         self._gate.join(member, shares)
-        self.left(member, stays=True)
+        self.remove_member(member, stays=True)
 
-    def left(self, member: str, *, stays: bool = False) -> None:
+    def remove_member(self, member: str, *, stays: bool = False) -> None:
         """Free what a member held that is gone. Unknown ones are ignored."""
         self._asked.pop(member, None)
         self._running.pop(member, None)
-        self._gate.left(member)
+        self._gate.remove_model(member)
         if not stays:
             self._gate.remove(member)
 
-    def ask(self, member: str, request: StepRequest) -> None:
+    def request_step(self, member: str, request: StepRequest) -> None:
         """Take a member's request, which replaces its last one."""
         if member not in self._gate.models:
             return
         self._asked[member] = request.number
-        self._gate.want(member, request)
+        self._gate.record_request(member, request)
 
-    def done(self, member: str, number: int, now: float) -> None:
+    def finish_step(self, member: str, number: int, now: float) -> None:
         """The job that answered this question has ended; one that was overdue is no more here."""
         running = self._running.get(member)
         if running is not None and running.number == number:
@@ -125,7 +125,7 @@ class StepScheduler:
     def _end(self, member: str, running: _Running, now: float) -> None:
         wish = self._gate.wants.get(member, NOTHING) if member in self._asked else None
         del self._running[member]
-        self._gate.done(running.job)
+        self._gate.finish_step(running.job)
         if wish is not None:  # it asked again before it said so
-            self._gate.want(member, wish)
+            self._gate.record_request(member, wish)
         self.job_seconds[member, running.job.kind] += now - running.began

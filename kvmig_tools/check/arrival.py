@@ -43,7 +43,7 @@ class Arrival:
     def hear(self, site: Site, message: object) -> None:
         """A message of the source."""
         if isinstance(message, SourceMessage):
-            self.follow(site, self.machine.hear(message))
+            self.follow(site, self.machine.receive_message(message))
 
     def follow(self, site: Site, actions: list[there.Action]) -> None:
         """Perform them, and what they lead to."""

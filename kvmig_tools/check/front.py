@@ -123,7 +123,7 @@ class Front(Part):
 
     def _take(self, instance: str, outputs: Outputs) -> None:
         """As `Router.on_message` and `Router._splice`."""
-        for span, item in self._streams.take(instance, outputs, (memoryview(b""),)):
+        for span, item in self._streams.deliver_outputs(instance, outputs, (memoryview(b""),)):
             if span.epoch < 0:
                 continue
             request = self.table.runs.get(span.request_id)
@@ -192,11 +192,11 @@ class Front(Part):
 
     # -- a fleet
 
-    def fit(self, instance: str) -> bool:
+    def is_healthy(self, instance: str) -> bool:
         """Those that are connected."""
         return instance in self.alive
 
-    def any_fit(self) -> bool:
+    def any_healthy(self) -> bool:
         """Whether one is connected."""
         return bool(self.alive)
 
@@ -204,7 +204,7 @@ class Front(Part):
         """Whether another one is connected."""
         return any(one != instance for one in self.alive)
 
-    def ailing(self) -> dict[str, str]:
+    def unhealthy_instances(self) -> dict[str, str]:
         """An instance is connected or lost here."""
         return {}
 

@@ -223,7 +223,7 @@ class Site(Part):
     def front_gone(self) -> None:
         """As `_front_lost`, which goes from request to request."""
         self.front_known = False
-        self._abort([run for run in self.tracking.of("F") if self._ours(run)])
+        self._abort([run for run in self.tracking.requests_of("F") if self._ours(run)])
 
     def front_cut(self) -> None:
         """The connection to the front end broke; it shows with the next thing to send."""
@@ -301,7 +301,7 @@ class Site(Part):
         elif (
             isinstance(message, Reserve)
             and message.export is not None
-            and not self.tombstones.knows(mid)
+            and not self.tombstones.has_ended(mid)
         ):
             self._begin(mid, message)
         elif isinstance(message, SourceMessage):

@@ -45,7 +45,7 @@ class SimTenant:
     """What one instance of the unit has to do."""
 
     def __init__(self, tenant: Tenant, device: DeviceCosts, gpus: int) -> None:
-        cost = device.models[tenant.model].on(gpus)
+        cost = device.models[tenant.model].cost_on(gpus)
         if cost is None:
             raise ValueError(f"{tenant.model} has no costs on {gpus} GPUs of {device.name}")
         self.name = tenant.name
@@ -166,7 +166,7 @@ class SimUnit:
     def _look(self, name: str) -> None:
         if self._rule == SHARED:
             self._share_all()
-        self._gate.want(name, self.tenants[name].want())
+        self._gate.record_request(name, self.tenants[name].want())
 
     def _share_all(self) -> None:
         """Everybody may have what nobody holds; whoever is full may hope again."""
@@ -175,7 +175,7 @@ class SimUnit:
         for name, one in self.tenants.items():
             one.quota = held[name] + free
             if name not in self._gate.running:
-                self._gate.want(name, one.want())
+                self._gate.record_request(name, one.want())
 
     def _stir(self) -> None:
         for job in self._gate.grants():
@@ -205,7 +205,7 @@ class SimUnit:
             done = one.batch.advance(1)
             for request in done:
                 one.batch.remove(request)
-        self._gate.done(job)
+        self._gate.finish_step(job)
         self._look(job.model)
         self._stir()
         for request in done:

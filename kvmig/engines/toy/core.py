@@ -88,7 +88,7 @@ class ToyCache:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.block_tokens)
 
-    def take(self, blocks: list[int], num_tokens: int) -> bool:
+    def extend_blocks(self, blocks: list[int], num_tokens: int) -> bool:
         """Let `blocks` have room for so many tokens, if there is room."""
         more = self.needed(num_tokens) - len(blocks)
         if more > len(self.free):
@@ -219,13 +219,13 @@ class ToyBatch:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
-            if not self._cache.take(request.blocks, len(request.tokens)):
+            if not self._cache.extend_blocks(request.blocks, len(request.tokens)):
                 return
             self.running.append(self.waiting.pop(0))
 
     def _run(self, request: ToyRequest) -> bool:
         """Whether it got a token."""
-        while not self._cache.take(request.blocks, len(request.tokens)):
+        while not self._cache.extend_blocks(request.blocks, len(request.tokens)):
             victim = max(self.running, key=rank)
             self._preempt(victim)
             if victim is request:

@@ -475,7 +475,7 @@ class ToyDestination:
             taken = len(self._batch.running) + sum(bool(o.blocks) for o in self._arriving.values())
             if taken >= self._batch.max_running:
                 raise MigrationRefused("no_batch_slot", f"{taken} requests run, or are about to")
-        if not self._cache.take(request.blocks, num_tokens):
+        if not self._cache.extend_blocks(request.blocks, num_tokens):
             raise MigrationRefused("no_blocks", f"no room for {num_tokens} tokens")
 
     def known(self, request_id: str) -> ToyRequest:

@@ -54,7 +54,7 @@ class HeadShare(PoolShare):
     def allocate_sector(self, index: int) -> None:
         """A block of its own, of free units."""
         assert self.pool.heads is not None
-        units = self.pool.heads.take(self.units)
+        units = self.pool.heads.take_units(self.units)
         name = self._names.pop()
         self.table[name] = units
         self._free_blocks[index].add_tree(name)
@@ -62,7 +62,7 @@ class HeadShare(PoolShare):
     def give_back(self) -> None:
         assert self.pool.heads is not None
         names = self._free_blocks[0].delete_full_trees()
-        self.pool.heads.give(self.table[names].ravel())
+        self.pool.heads.give_units(self.table[names].ravel())
         self._names += names
 
     def live(self) -> int:

@@ -47,7 +47,7 @@ class TransformersSource:
 
     def stage(self, request_id: str, sent: int) -> Stage:
         """The full blocks after the first `sent`: no step writes them any more."""
-        state, held = self._checked(request_id).state, self._blocks.of(request_id)
+        state, held = self._checked(request_id).state, self._blocks.blocks_of(request_id)
         full = state.current_len() // self._blocks.tokens
         return Stage(
             held[sent:full],
@@ -78,7 +78,7 @@ class TransformersSource:
         tokens, computed = all_tokens(leaving.state), leaving.state.current_len()
         used = self._blocks.needed(computed)
         return Tail(
-            self._blocks.of(request_id)[sent:used],
+            self._blocks.blocks_of(request_id)[sent:used],
             len(tokens),
             len(tokens) - self._requests.held(request_id).num_prompt_tokens,
             encode(RequestProgress(tokens[leaving.exported_tokens :], computed)),
@@ -132,7 +132,7 @@ class TransformersDestination:
 
     def to_come(self) -> int:
         """Arriving requests that will run."""
-        return sum(bool(self._blocks.of(request_id)) for request_id in self._arriving)
+        return sum(bool(self._blocks.blocks_of(request_id)) for request_id in self._arriving)
 
     def reserve(
         self, request_id: str, submitted: SubmittedRequest, exported: RequestProgress
@@ -164,11 +164,11 @@ class TransformersDestination:
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
         """Hold `num_tokens` tokens and one block spare; all block ids in order."""
         self._known(request_id)
-        if not self._blocks.of(request_id):  # it waited when it was exported
+        if not self._blocks.blocks_of(request_id):  # it waited when it was exported
             self._check_seat()
             self._check_room(num_tokens)
         self._blocks.hold(request_id, self._with_spare(num_tokens))
-        return self._blocks.of(request_id)
+        return self._blocks.blocks_of(request_id)
 
     def commit(self, request_id: str, tail: RequestProgress) -> None:
         """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
@@ -197,7 +197,7 @@ class TransformersDestination:
         self._requests.add(request_id, HeldRequest(arriving.submitted, arriving.client), state)
 
     def _check_holds(self, request_id: str, computed: int) -> None:
-        if len(self._blocks.of(request_id)) < self._blocks.needed(computed):
+        if len(self._blocks.blocks_of(request_id)) < self._blocks.needed(computed):
             raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
 
     def _check_seat(self) -> None:

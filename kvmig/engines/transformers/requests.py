@@ -73,7 +73,7 @@ class CacheBlocks:
             + len(allocator.ledger.cached_blocks)
         )
 
-    def of(self, request_id: str) -> list[int]:
+    def blocks_of(self, request_id: str) -> list[int]:
         """The request's block ids, in order."""
         return list(self._allocator.block_table.get(request_id, ()))
 
@@ -102,7 +102,7 @@ class CacheBlocks:
         """The request's blocks came full up to its position: others may share them."""
         full = state.current_len() // self.tokens
         hashed = self._allocator.ledger.block_to_hash
-        new = sum(block not in hashed for block in self.of(state.request_id)[:full])
+        new = sum(block not in hashed for block in self.blocks_of(state.request_id)[:full])
         if new and self._cache.use_prefix_sharing:
             self._cache.mark_complete_blocks(state, {self._name: new})
 
@@ -269,7 +269,7 @@ def request_states(
                 state="suspended" if held.suspended else "waiting" if waits else "running",
                 tokens=tokens,
                 output_tokens=tokens - held.num_prompt_tokens,
-                blocks=len(blocks.of(request_id)),
+                blocks=len(blocks.blocks_of(request_id)),
                 priority=0,
                 wanted_blocks=blocks.needed(tokens) if waits else 0,
             )

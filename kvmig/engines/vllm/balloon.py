@@ -147,7 +147,7 @@ class CacheBalloon:
         fits = needs <= pool.get_num_free_blocks() - self._manager.watermark_blocks
         return RETRY_S if fits else STARVED_S
 
-    def look(self, load: EngineLoad) -> EngineLoad:
+    def renew_use(self, load: EngineLoad) -> EngineLoad:
         """Renew `use`; the load as others shall see it: of an engine as large as the quota."""
         per_block = self._tables.units.per_block
         pool, size = self._pool, self.room.granule // self._backing.group
@@ -191,7 +191,7 @@ class CacheBalloon:
         while groups:
             taken = self._out[-groups:]
             try:
-                self._backing.take([_number(one, self._backing.group) for one in taken])
+                self._backing.take_pages([_number(one, self._backing.group) for one in taken])
             except KvmigError as error:
                 self._short_until = time.monotonic() + SHORT_S
                 log.warning("%d groups of blocks got no memory: %s", groups, error)
@@ -242,7 +242,7 @@ class CacheBalloon:
         def give() -> list[int]:
             # On the copy thread, behind the copies that read these blocks; later ones are refused.
             self._mark(taken, absent=True)
-            self._backing.give(numbers)
+            self._backing.give_pages(numbers)
             return []
 
         def given(done: Future[Any]) -> None:

@@ -144,7 +144,7 @@ class StepCore(EngineCoreProc):
         """vLLM's, of a request whose adapter is called as this engine calls it."""
         if request.lora_request is not None:
             request = copy.copy(request)
-            own = request.lora_request = self.adapters.own(request.lora_request)
+            own = request.lora_request = self.adapters.resolve_adapter(request.lora_request)
             lora = self.vllm_config.lora_config
             if lora is not None and lora.enable_tower_connector_lora and request.mm_features:
                 # What encoders make of media depends on the adapter, too.
@@ -237,7 +237,7 @@ class StepCore(EngineCoreProc):
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter for a client, which means its files of now."""
-        self.load_adapter(self.adapters.own(decode_adapter(lora_request)))
+        self.load_adapter(self.adapters.resolve_adapter(decode_adapter(lora_request)))
         return True
 
     def has_adapter(self, request: Request, own: LoRARequest) -> bool:

@@ -71,7 +71,7 @@ class DeviceSharing:
             if isinstance(backing, str):
                 addresses.put(addresses.pages)
             else:
-                backing.take([0])  # of the null block
+                backing.take_pages([0])  # of the null block
         if isinstance(backing, str):
             return backing
         self.balloon = balloon = CacheBalloon(
@@ -111,7 +111,7 @@ class DeviceSharing:
 
     def look(self, load: EngineLoad) -> EngineLoad:
         """The load as others shall see it: of an engine as large as what it may have."""
-        return load if self.balloon is None else self.balloon.look(load)
+        return load if self.balloon is None else self.balloon.renew_use(load)
 
     def close_streams(self) -> None:
         """Give the SMs back: no step is made any more."""

@@ -110,7 +110,7 @@ class RequestHoldings:
             state=state,
             tokens=request.num_tokens,
             output_tokens=request.num_output_tokens,
-            blocks=self._tables.held(block_ids),
+            blocks=self._tables.count_blocks(block_ids),
             priority=request.priority,
             unmovable=unmovable(request, self._unmovable_here),
             wanted_blocks=self._tables.demand(request.num_tokens) if state == "waiting" else 0,
@@ -134,7 +134,7 @@ class RequestHoldings:
         used: Counter[int] = Counter()
         for request in running:
             block_ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            used[request.priority] += self._tables.held(block_ids)
+            used[request.priority] += self._tables.count_blocks(block_ids)
         runs = Counter(request.priority for request in running)
         return tuple(
             ClassLoad(priority, runs[priority], waits[priority], used[priority])

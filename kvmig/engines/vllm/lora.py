@@ -60,7 +60,7 @@ class LoraAdapters:
         self._found: dict[str, tuple[str, str]] = {}
         """Of each path the state of its files and their identity when they were last looked at."""
 
-    def own(self, adapter: LoRARequest) -> LoRARequest:
+    def resolve_adapter(self, adapter: LoRARequest) -> LoRARequest:
         """The adapter that a front end means, as this engine calls it, with its files of now."""
         path = str(Path(adapter.lora_path).expanduser())
         identity, state = self._look(path)

@@ -258,7 +258,7 @@ class VllmSource:
         places, ids = self._tables.full(block_ids, _computed(request), known)
         known.places += places
         decoding = request.status == RequestStatus.RUNNING and not request.is_prefill_chunk
-        num_tokens = request.num_tokens if self._tables.held(block_ids) else 0
+        num_tokens = request.num_tokens if self._tables.count_blocks(block_ids) else 0
         return Stage(ids, num_tokens, decoding, places)
 
     def suspend(self, request_id: str, sent: int, gather: Gather) -> Future[Tail]:
@@ -342,7 +342,7 @@ class VllmSource:
         leaving = self._checked(request_id)
         request, known = leaving.request, self._sent(leaving, sent)
         block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
-        places, ids = self._tables.rest(block_ids, _computed(request), known)
+        places, ids = self._tables.unsent_blocks(block_ids, _computed(request), known)
         known.places += places
         progress = self._progress(request, leaving.exported_outputs)
         return Tail(

@@ -55,13 +55,13 @@ class OwnRequests:
         if self._warming:
             for output in outputs.outputs:
                 if self._probe is not None:
-                    self._probe.take(output)
+                    self._probe.add_output(output)
                 if output.finished and output.request_id in self._warming:
                     self._warming[output.request_id].set_result(None)
                     self._incoming.forget(output.request_id)
             return True
         if self._measuring is not None:
-            self._measuring.take(outputs)
+            self._measuring.add_outputs(outputs)
             return True
         return False
 

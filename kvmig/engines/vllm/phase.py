@@ -55,12 +55,12 @@ class StepPhase:
         if entrance.gate.alone or not core.is_running():
             return self._make(EVERYTHING)
         core.collect()
-        grant = entrance.enter(self.want)
+        grant = entrance.enter(self.next_request)
         if grant is None:
             if not self._scheduler.has_unfinished_requests() or self._scheduler.finished_req_ids:
                 self._flush()
             elif core.is_running():
-                entrance.rest()
+                entrance.wait_for_work()
             return False
         if entrance.gate.alone:
             entrance.leave(False)  # nobody waits for the end of this step
@@ -71,12 +71,12 @@ class StepPhase:
             executed = self._make(grant)
             core.collect()
         finally:
-            entrance.leave(executed)
+            entrance.finish_step(executed)
         if head is not None and grant.prompts and not starts and self._head() is head:
             self._stuck = head, self._free_blocks, self._clock() + RETRY_S
         return executed
 
-    def want(self) -> StepRequest:
+    def next_request(self) -> StepRequest:
         """What the next step could compute."""
         scheduler = self._scheduler
         if scheduler.pause_state is PauseState.PAUSED_ALL or not self._core.is_running():

@@ -114,7 +114,7 @@ class RequestTables:
         sizes = [one.block_tokens for one in self._tables if not one.state]
         return min(sizes, default=self._tables[0].block_tokens)
 
-    def held(self, block_ids: Sequence[Sequence[int]]) -> int:
+    def count_blocks(self, block_ids: Sequence[Sequence[int]]) -> int:
         """Blocks that are the request's, over all tables."""
         return sum(block != NULL_BLOCK for ids in block_ids for block in ids) * self.units.per_block
 
@@ -154,7 +154,7 @@ class RequestTables:
         """Full blocks that weren't sent: (places, block ids). No step writes them any more."""
         return self._unsent(block_ids, computed, sent, tail=False)
 
-    def rest(
+    def unsent_blocks(
         self, block_ids: Sequence[Sequence[int]], computed: int, sent: SentBlocks
     ) -> tuple[list[int], list[int]]:
         """All that wasn't sent of a request that no step holds: (places, block ids)."""

@@ -78,7 +78,7 @@ class OutputProbe:
         on_cpu = config.device_config.device_type == "cpu"
         return on_cpu and config.model_config.runner_type != "pooling"
 
-    def take(self, output: EngineCoreOutput) -> None:
+    def add_output(self, output: EngineCoreOutput) -> None:
         """Note one step's output."""
         assert output.new_logprobs is not None
         for array in (output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs):
@@ -161,7 +161,7 @@ class StepTimes:
 
     A batch grows, request by request, and runs some steps at each size. Sequences have about 512
     tokens, as real ones do, or more where the batch could not fill the KV cache otherwise.
-    `take` gets each step's outputs, on the event loop.
+    `add_output` gets each step's outputs, on the event loop.
     `ended` is set when the largest batch has been measured, or from outside.
     """
 
@@ -183,7 +183,7 @@ class StepTimes:
         self._steps: list[float] = []
         self._grow()
 
-    def take(self, outputs: EngineCoreOutputs) -> None:
+    def add_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Take one step's outputs."""
         if self.ended.is_set():
             return

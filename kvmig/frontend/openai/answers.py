@@ -42,7 +42,7 @@ class CompletionLogprobs:
         self._decode = decode
         self._offset = 0
 
-    def of(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
+    def render_tokens(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """OpenAI's object."""
         texts = [self._decode([token.id]) for token in tokens]
         offsets: list[int] = []
@@ -71,7 +71,7 @@ class ChatLogprobs:
         """decode: of any run of tokens, those that are special too."""
         self._decode = decode
 
-    def of(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
+    def render_tokens(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """OpenAI's object."""
         return {
             "content": [
@@ -144,7 +144,7 @@ class CompletionAnswer:
         }
 
     def _choice(self, choice: int, piece: ChoicePiece) -> dict[str, Any]:
-        logprobs = self._logprobs[choice].of(piece.logprobs) if piece.logprobs else None
+        logprobs = self._logprobs[choice].render_tokens(piece.logprobs) if piece.logprobs else None
         return _choice(choice, {"text": piece.text}, logprobs, piece.finish_reason)
 
 
@@ -176,7 +176,7 @@ class ChatAnswer:
         return {**self._whole, "choices": found}
 
     def _choice(self, choice: int, content: dict[str, Any], piece: ChoicePiece) -> dict[str, Any]:
-        logprobs = self._logprobs.of(piece.logprobs) if piece.logprobs else None
+        logprobs = self._logprobs.render_tokens(piece.logprobs) if piece.logprobs else None
         return _choice(choice, content, logprobs, piece.finish_reason)
 
 

@@ -263,7 +263,7 @@ class BufferShape(msgspec.Struct, frozen=True):
     slot_bytes: int
 
     @classmethod
-    def of(cls, offer: Offer) -> Self:
+    def from_offer(cls, offer: Offer) -> Self:
         """The shape that a token names. Raises TransportError for a token that names none."""
         try:
             return msgspec.json.decode(offer.token, type=cls).checked()

@@ -180,7 +180,7 @@ class RdmaAgent:
         except Exception as error:
             raise TransportError(f"NIXL: {error!r}") from error
 
-    async def take(self, number: int) -> None:
+    async def await_chunk(self, number: int) -> None:
         """Wait until the chunk of this number has come."""
         while number not in self.arrived:
             await self.run(lambda agent: self._listen(number))
@@ -343,7 +343,7 @@ class NixlInbox(TransportInbox):
 
     def __init__(self, offer: Offer, gpu: int | None = None) -> None:
         """gpu: that the KV cache is on. Raises TransportError if NIXL can't be had."""
-        self._shape = shape = RdmaOffer.of(offer)
+        self._shape = shape = RdmaOffer.from_offer(offer)
         wanted = gpu if shape.gpus else None
         self._agent = agent = RdmaAgent(shape.slots * shape.slot_bytes, wanted)
         metadata = base64.b85encode(agent.metadata).decode()
@@ -359,7 +359,7 @@ class NixlInbox(TransportInbox):
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot, once the source's notification is here."""
         check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)
-        await self._agent.take(chunk.number)
+        await self._agent.await_chunk(chunk.number)
         start = chunk.slot * self._shape.slot_bytes
         return self._agent.memory.view(start, chunk.nbytes).toreadonly()
 

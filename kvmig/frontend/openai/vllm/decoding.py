@@ -104,7 +104,7 @@ def bound_decoding() -> None:
 def _take_file(budget: MediaBudget, what: str, size: int) -> None:
     """What is fetched has been counted while it came."""
     if _now.inline:
-        budget.take(what, MediaCost(size, size * 4 // 3))
+        budget.count_media(what, MediaCost(size, size * 4 // 3))
 
 
 # -- images
@@ -117,7 +117,7 @@ def _load_image(self: ImageMediaIO, data: bytes) -> Any:
         _now.scale = 1
         if most <= 0 or look.width * look.height <= most:  # else vLLM says so
             _now.scale = scale_of(look, budget.most)
-            budget.take(str(look), image_cost(look, _now.scale))
+            budget.count_media(str(look), image_cost(look, _now.scale))
     return _image_as_vllm(self, data)
 
 
@@ -191,7 +191,7 @@ def _decode_video(backend: str, loader: Any, *args: Any, **options: Any) -> Any:
             if budget is not None:
                 # The frames, and what the model's processor makes of them.
                 cost = MediaCost(6 * len(wanted) * _now.frame, FRAME_BYTES * _now.frame)
-                budget.take(f"{len(wanted)} frames of {_now.frame} pixels of a video", cost)
+                budget.count_media(f"{len(wanted)} frames of {_now.frame} pixels of a video", cost)
             return wanted
 
     return _decode_video_as_vllm(backend, Bounded, *args, **options)
@@ -217,7 +217,7 @@ def _load_audio(path: Any, *, max_decode_bytes: int | None = None, **options: An
         why = f" ({MAX_MEDIA} leaves it {room} bytes)" if most == room else ""
         sentence = f"the recording can't be used: {error}{why}"
         raise VLLMValidationError(sentence, parameter="audio_url") from error
-    budget.take("a recording", MediaCost(audio.nbytes))
+    budget.count_media("a recording", MediaCost(audio.nbytes))
     return audio, rate
 
 

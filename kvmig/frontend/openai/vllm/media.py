@@ -117,8 +117,8 @@ async def _get_bytes(
 
 def _count_fetched(call: HttpCall | None, budget: MediaBudget, size: int) -> None:
     """What comes is kept, and copied once it is complete; it takes of the room for bodies."""
-    budget.take("what is fetched", MediaCost(2 * size))
-    full = "" if call is None or call.body is None else call.body.take(size)
+    budget.count_media("what is fetched", MediaCost(2 * size))
+    full = "" if call is None or call.body is None else call.body.count_bytes(size)
     if full == "account":
         sentence = "the bodies and media of this key's other calls take all of its room, try again"
         raise GracefulHTTPError(sentence, HTTPStatus.TOO_MANY_REQUESTS)
