@@ -134,7 +134,7 @@ def main(words: Sequence[str]) -> int:
     patch.setattr(VllmKind, "load", load_runner)
     patch.setattr(VllmKind, "make", make_on_gpu)
     patch.setattr(StateMachine, "__init__", begun)
-    patch.setattr(StateMachine, "go", gone)
+    patch.setattr(StateMachine, "apply_event", gone)
     patch.setattr(supervisor, "PAUSES_S", (0.1,))
     patch.setattr(select, "LOOK_S", 0.2)
     return shared_fork_server.main(words)

@@ -66,7 +66,7 @@ def patient(
 def test_what_is_wrong_is_found(
     wrong: object, violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "turn", wrong)
+    monkeypatch.setattr(life, "reconcile", wrong)
     found = life.explore(1)
     assert found.violation == violation
     assert found.trace

@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 
 from kvmig.core.errors import ConfigError, StartupError, UnsupportedLayout
-from kvmig.engines.transformers import factory, kind
+from kvmig.engines.transformers import factory, versions
 from kvmig.engines.transformers.config import EngineConfig, parse
 from kvmig.engines.transformers.model import refuse_windows
 from kvmig.engines.transformers.payload import SubmittedRequest, decode
@@ -34,7 +34,7 @@ SUBMITTED = SubmittedRequest(prompt_token_ids=[1, 2, 3], max_tokens=5, stop_toke
 def test_another_version_is_refused_with_the_supported_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kind, "version", lambda name: "5.20.1")
+    monkeypatch.setattr(versions, "version", lambda name: "5.20.1")
     with pytest.raises(StartupError, match=r"5\.20\.1 is not supported.*5\.19\.x"):
         factory()
 

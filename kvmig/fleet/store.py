@@ -7,7 +7,6 @@ the next one tries anew.
 
 from __future__ import annotations
 
-import os
 import secrets
 import sqlite3
 import time
@@ -21,7 +20,6 @@ from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.keys import (
-    PEPPER_BYTES,
     KeyGrant,
     KeyTerms,
     Limits,
@@ -32,6 +30,7 @@ from kvmig.accounts.keys import (
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.limit_changes import changed, check_models, named_of
+from kvmig.fleet.pepper import read_pepper
 from kvmig.fleet.setaside import SetAside, converted
 from kvmig.fleet.spec import (
     NAME,
@@ -601,7 +600,7 @@ class FleetStore:
         """The pepper, which must be the one that the database's keys are hashed under."""
         with self.database.transaction() as connection:
             kept = connection.scalar(select(meta.c.value).where(meta.c.name == "pepper"))
-            pepper = _read_pepper(self._pepper_file, make=kept is None)
+            pepper = read_pepper(self._pepper_file, make=kept is None)
             shown = blake2b(b"pepper", key=pepper).digest()
             if kept is None:
                 connection.execute(insert(meta).values(name="pepper", value=shown))
@@ -611,37 +610,6 @@ class FleetStore:
                     f" {self.database.name}: put back the one that was saved with it"
                 )
         return pepper
-
-
-def _read_pepper(path: Path, *, make: bool) -> bytes:
-    """Read the pepper from this user's file; a new one is on disk before its first use."""
-    part = path.with_name(path.name + ".part")
-    try:
-        if make and not path.exists():
-            part.unlink(missing_ok=True)
-            part.touch(mode=0o600)
-            part.write_bytes(secrets.token_bytes(PEPPER_BYTES))
-            _sync(part)
-            part.replace(path)
-            _sync(path.parent)
-        pepper = path.read_bytes()
-    except FileNotFoundError as error:
-        raise DatabaseUnusable(
-            f"{path} is gone, and with it the secret under which keys are hashed: put it back"
-        ) from error
-    except OSError as error:
-        raise StoreError(f"{path} can't be used: {error}") from error
-    if len(pepper) != PEPPER_BYTES:
-        raise DatabaseUnusable(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
-    return pepper
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _new_id() -> str:
