@@ -63,7 +63,7 @@ class StepPhase:
                 entrance.wait_for_work()
             return False
         if entrance.gate.alone:
-            entrance.leave(False)  # nobody waits for the end of this step
+            entrance.finish_step(False)  # nobody waits for the end of this step
             return self._make(grant)
         head, starts = self._head(), any(one.is_prefill_chunk for one in self._scheduler.running)
         executed = False
