@@ -191,10 +191,10 @@ def test_an_inbox_whose_source_has_ended_is_stale(
 
 SOURCE = """
 import sys
-from kvmig.kvtransfer.transports.select import Site, open_staging
+from kvmig.kvtransfer.transports.select import TransportSite, open_staging
 from tests import fake_gpu
 with fake_gpu.installed():
-    staging = open_staging("cuda-ipc", "test", "a", 2, 4096, Site(gpu=0))["cuda-ipc"]
+    staging = open_staging("cuda-ipc", "test", "a", 2, 4096, TransportSite(gpu=0))["cuda-ipc"]
     print(staging.offer().token, flush=True)
     sys.stdin.read()
 """

@@ -49,11 +49,11 @@ async def linked(
 
 CLOSED_AT_ONCE = """
 import asyncio, uvloop
-from kvmig.rpc.zmq_sockets import Server
+from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.kvtransfer.messages import PeerMessage
 
 async def main():
-    server = Server(b"a secret of the cluster", "peer", "a", PeerMessage)
+    server = RpcServer(b"a secret of the cluster", "peer", "a", PeerMessage)
     asyncio.get_running_loop().call_soon(server.close)
     await asyncio.sleep(0.1)
 

@@ -262,8 +262,8 @@ async def test_a_member_that_may_not_come_back_keeps_nobody_from_growing(path: P
 def test_two_processes_of_one_number_are_both_in_the_roll(tmp_path: Path) -> None:
     """As of two containers."""
     enters = (
-        "import os, sys; from kvmig.sharing.member_locks import Roll; os.getpid = lambda: 7;"
-        " Roll(sys.argv[1]).enter(); print(flush=True); sys.stdin.read()"
+        "import os, sys; from kvmig.sharing.member_locks import MemberLocks; os.getpid = lambda: 7;"
+        " MemberLocks(sys.argv[1]).enter(); print(flush=True); sys.stdin.read()"
     )
     path = str(tmp_path / "unit")
     with contextlib.ExitStack() as stack:
@@ -313,10 +313,10 @@ async def test_a_member_whose_process_is_gone_leaves_its_lease(path: Path) -> No
 
 JOINS = """
 import socket, sys
-from kvmig.sharing.messages import VERSION, Hello, encode
+from kvmig.sharing.messages import VERSION, MemberHello, encode
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(sys.argv[1])
-sock.send(encode(Hello(VERSION, "other", "llama", 4 << 20, 64 << 20, 1 << 20)))
+sock.send(encode(MemberHello(VERSION, "other", "llama", 4 << 20, 64 << 20, 1 << 20)))
 sys.stdin.read()
 """
 

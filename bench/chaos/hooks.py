@@ -44,7 +44,7 @@ def install(folder: Path) -> None:
         go(machine, event)
         strike(folder, f"{side(machine)}.{machine.state}")
 
-    mock.patch.object(StateMachine, "go", entering).start()
+    mock.patch.object(StateMachine, "apply_event", entering).start()
     for inbox in (ShmInbox, TcpInbox):
         mock.patch.object(
             inbox, "receive", garbled(inbox.receive, folder / NOW / "corrupt")

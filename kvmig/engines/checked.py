@@ -39,19 +39,20 @@ T = TypeVar("T")
 
 RULES = {
     "known-blocks": "Block ids are below the layout's num_blocks, and none is named twice.",
-    "own-blocks": "A block that was reserved is of one request only, but for prefixes held before.",
-    "stable-blocks": "Blocks that were named keep their place in the request.",
-    "enough-blocks": "grow holds as many tokens as were asked for.",
-    "full-blocks": "stage names blocks that are full, no others.",
+    "own-blocks": "A reserved block belongs to one request only, except for prefixes that were"
+    " cached before.",
+    "stable-blocks": "Named blocks keep their position in the request.",
+    "enough-blocks": "grow holds as many tokens as were requested.",
+    "full-blocks": "stage names full blocks only.",
     "whole-tail": "A tail's blocks end with the request's last token, and not before.",
     "growing-tokens": "A request never has fewer tokens than before.",
-    "still-when-suspended": "A suspended request puts nothing out.",
-    "silent-until-commit": "A reserved request puts nothing out before its commit.",
-    "gone-after-release": "A released request puts nothing out.",
-    "same-layout": "The layout never changes, but for the identity of the weights.",
+    "still-when-suspended": "The engine outputs nothing for a suspended request.",
+    "silent-until-commit": "The engine outputs nothing for a reserved request before its commit.",
+    "gone-after-release": "The engine outputs nothing for a released request.",
+    "same-layout": "The layout never changes, except for the identity of the weights.",
     "one-checksum-a-block": "gather and scatter return a checksum for each block.",
-    "same-content": "Blocks that were staged are not written any more.",
-    "known-errors": "Methods raise RequestGone or MigrationRefused, nothing else.",
+    "same-content": "Staged blocks are not written any more.",
+    "known-errors": "Methods raise RequestGone or MigrationRefused, and nothing else.",
 }
 _REMEMBERED = 64
 _KEPT = 4096
