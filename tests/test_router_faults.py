@@ -230,9 +230,9 @@ async def test_what_runs_again_goes_to_any_instance_that_is_fit(
 ) -> None:
     async with cluster() as it:
         fleet = it.router.fleet
-        monkeypatch.setattr(fleet, "fit", lambda instance: instance == able)
+        monkeypatch.setattr(fleet, "is_healthy", lambda instance: instance == able)
         assert fleet.dispatch(3, 0, Submit("r"), [b"payload"], fit=True) == able
-        monkeypatch.setattr(fleet, "fit", lambda instance: False)
+        monkeypatch.setattr(fleet, "is_healthy", lambda instance: False)
         with pytest.raises(NoInstance):
             fleet.dispatch(3, 0, Submit("r"), [b"payload"], fit=True)
 
