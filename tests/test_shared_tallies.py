@@ -122,8 +122,8 @@ HOLDS = textwrap.dedent(
     from pathlib import Path
     from kvmig.proxy.shared_tallies import SharedTallies
     tallies = SharedTallies(Path(sys.argv[1]))
-    tallies.of("key").enter(3)
-    with tallies.held():
+    tallies.tally_of("key").enter(3)
+    with tallies.locked():
         print("there", flush=True)
         time.sleep(60)
     """
