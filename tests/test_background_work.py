@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -57,6 +60,31 @@ def test_a_call_gives_its_future_its_value_or_its_error() -> None:
     answer_call(failed, lambda: 1 // 0)
     assert seven.result() == 7
     assert isinstance(failed.exception(), ZeroDivisionError)
+
+
+def test_what_a_failed_call_held_goes_with_its_future() -> None:
+    """Not with the next collection of garbage: it may be an agent's threads, or a GPU's memory."""
+
+    class HeldMemory:
+        """What a call holds."""
+
+    def fail(found: list[weakref.ref[HeldMemory]]) -> None:
+        held = HeldMemory()
+        found.append(weakref.ref(held))
+        raise RuntimeError
+
+    def work(calls: list[tuple[Future[None], Callable[[], None]]]) -> None:
+        answer_call(*calls.pop())
+
+    found, future = list[weakref.ref[HeldMemory]](), Future[None]()
+    gc.disable()
+    try:
+        work([(future, lambda: fail(found))])
+        assert isinstance(future.exception(), RuntimeError)
+        del future
+        assert found[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_call_whose_future_was_cancelled_is_not_made() -> None:

@@ -46,11 +46,13 @@ def answer_call(
 ) -> None:
     """Run the call, unless the future was cancelled; its value or error goes to the future.
 
-    errors: those that only the future raises; others are raised here.
+    errors: those that only the future raises; others are raised here. The caller must not keep the
+    future, either: the error keeps all frames that it was raised under, and the future the error.
     """
-    if not future.set_running_or_notify_cancel():
-        return
     try:
-        future.set_result(call())
+        if future.set_running_or_notify_cancel():
+            future.set_result(call())
     except errors as error:
         future.set_exception(error)
+    finally:
+        del future, call  # or what the call held would stay until garbage is collected

@@ -131,7 +131,10 @@ class CopyThread:
     def _run_next(self) -> None:
         with self._lock:
             copy, future = next(lane for lane in self._lanes if lane).popleft()
-        answer_call(future, copy, BaseException)
+        try:
+            answer_call(future, copy, BaseException)
+        finally:
+            del future, copy
 
 
 class CopyPass(NamedTuple):

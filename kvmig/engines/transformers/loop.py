@@ -100,6 +100,7 @@ class StepLoop:
                 with self.memory:
                     function, future = call
                     answer_call(future, function)
+                    del function, future, call
                     self.between_steps()
                 call = self._calls.get(block=False)
         except queue.Empty:
