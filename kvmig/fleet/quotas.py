@@ -153,7 +153,7 @@ def _ahead() -> Any:
 
 def _reserved(connection: Connection, quota: AppliedQuota, period: str, ask: Ask) -> int:
     """Tokens of a quota that other calls were granted and may give back. What this one was granted
-    it has used, or it would not ask; and calls of a killed front end give nothing back."""
+    it has used, or it would not ask; and calls that have ended give nothing back."""
     others = (grants.c.source != ask.source) | (grants.c.seq != ask.seq)
     runs = func.coalesce(usage.c.status, "running") == "running"
     wanted = _ahead().where(_counts(grants, quota, period), others, runs)

@@ -1,8 +1,8 @@
 """Work that goes on after its call was answered, as responses in the background do.
 
-A fleet's door decides what a key may do, and counts what it does. So its connection stays open
+A fleet's proxy decides what a key may do, and counts what it does. So its connection stays open
 until the work has ended, though the answer is complete long before; and the work ends when the
-door leaves. So whatever ends a call ends its work, whoever of the two processes dies.
+proxy leaves. So whatever ends a call ends its work, whichever of the two processes dies.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OpenAnswer:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _works(self) -> bool:
-        """Whether the call comes from a fleet's door, and something goes on for it."""
+        """Whether the call comes from a fleet's proxy, and work of it still runs."""
         work = self._call.background
         return bool(self._call.account) and work is not None and not work.done()
 

@@ -6,6 +6,7 @@ much is decoded as there is room for.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +43,8 @@ COPIES = 3
 FIELDS: tuple[tuple[type[MediaIO[Any]], str], ...] = (
     (ImageMediaIO, "image_url"), (AudioMediaIO, "audio_url"), (VideoMediaIO, "video_url"),
 )  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 _image_as_vllm = ImageMediaIO.load_bytes
 _video_as_vllm = VideoMediaIO.load_bytes
@@ -153,8 +156,12 @@ def _turn(image: Image.Image) -> Image.Image:
     if image.format not in ("JPEG", "MPO"):  # others keep their decoder's memory with them
         copied: Image.Image = _turn_as_vllm(image)
         return copied
-    with suppress(Exception):  # as vLLM has it: data that make no sense turn nothing
+    try:
         ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as vLLM has it: data without sense turn nothing
+        logger.info("an image stays as it is: its EXIF data can't be read: %r", error)
     return image
 
 
