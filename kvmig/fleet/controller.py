@@ -291,9 +291,11 @@ class ModelController:
                     model.busy_at = now
         self._changed.set()
 
-    def known_to_all(self, version: int) -> bool:
-        """Whether every proxy has told that it knows of that."""
-        return all(one.version >= version for one in self._proxies.values())
+    def known_to_all(self, version: int, proxies: int = 0) -> bool:
+        """Whether every connected proxy knows of that version. proxies: how many must be connected;
+        one that isn't yet, to a server that has just started, serves by what it knew."""
+        connected = self._proxies.values()
+        return len(connected) >= proxies and all(one.version >= version for one in connected)
 
     def forget_proxy(self, proxy: str) -> None:
         """Forget a proxy that is gone, or whose link is."""

@@ -367,15 +367,15 @@ class FleetServer:
         )
 
     async def _changed(self) -> None:
-        """Take what an order changed, and wait until all connected proxies know it.
+        """Take what an order changed, and wait until all proxies know it.
 
         Raises StoreError.
         """
         await self.reload()
-        version = self._version
+        version, proxies = self._version, self._settings.proxies
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
-                while not self._models.known_to_all(version):
+                while not self._models.known_to_all(version, proxies):
                     self._heard.clear()
                     await self._heard.wait()
 
