@@ -16,7 +16,7 @@ import torch
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels import select
-from kvmig.kernels.api import Device, Ids, Kernels
+from kvmig.kernels.api import BlockCopy, Device, Ids, Kernels
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
@@ -118,13 +118,15 @@ def gathers(cache: Cache, ids: Ids, checksums: bool, workers: int, stream: int) 
     tma = next(
         (k for k in implementations(cache.device).values() if isinstance(k, GpuKernels)), None
     )
-    ends = (cache.layout.regions, staged, ids, places)
+    blocks = BlockCopy(cache.layout.regions, staged, ids, places)
     if tma is not None:
-        ways[TMA] = lambda: tma.copy_tma(*ends, checksums=checksums, stream=stream, workers=workers)
+        ways[TMA] = lambda: tma.copy_tma(
+            blocks, checksums=checksums, stream=stream, workers=workers
+        )
     if checksums:
         return ways
     if cache.device == "cuda":
-        ways[COPY_ENGINE] = lambda: CudaDriver(current_device()).copy_blocks(*ends, stream)
+        ways[COPY_ENGINE] = lambda: CudaDriver(current_device()).copy_blocks(*blocks, stream)
     return ways | _torch(cache, ids)
 
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, TransportError
-from kvmig.engines.base import Emitted, Engine, Frame, OnOutputs
+from kvmig.engines.base import Emitted, Engine, Frame, Frames, OnOutputs
 from kvmig.kvtransfer.context import LlumletPort
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.migrations import MigrationSessions
@@ -182,7 +182,7 @@ class _Node(LlumletPort):
         for staging in self._stagings.values():
             staging.close()
 
-    def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Frames = ()) -> None:
         """Deliver to another engine's migrations. Raises TransportError if there is none."""
         if endpoint not in self._others:
             raise TransportError(f"{endpoint} is no engine here")
@@ -190,7 +190,7 @@ class _Node(LlumletPort):
         loop = asyncio.get_running_loop()
         loop.call_soon(receive, self._name.encode(), message, _views(payload))
 
-    def reply(self, sender: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+    def reply(self, sender: bytes, message: RpcMessage, payload: Frames = ()) -> None:
         """Deliver a destination's answer."""
         receive = self._others[sender.decode()].migrations.receive_reply
         loop = asyncio.get_running_loop()
@@ -208,7 +208,7 @@ class _Node(LlumletPort):
             asyncio.get_running_loop().call_soon(self.migrations.stepped, request_id, 1)
 
 
-def _views(payload: Sequence[Frame]) -> list[memoryview]:
+def _views(payload: Frames) -> list[memoryview]:
     return [memoryview(frame) for frame in payload]
 
 

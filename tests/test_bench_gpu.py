@@ -40,7 +40,7 @@ from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.transformers import versions
 from kvmig.engines.vllm import kind as vllm_kind
-from kvmig.kernels.api import Finished, Ids, Pending
+from kvmig.kernels.api import BlockCopy, Finished, Pending
 from kvmig.kernels.select import kernels
 from tests.fake_gpu import FakeGpu, FakeKernels
 
@@ -91,18 +91,10 @@ def test_the_checks_pass(tmp_path: Path) -> None:
 def forgetful(copy: Copy) -> Way:
     """Copies all blocks but the last."""
 
-    def copy_fewer(
-        src: tuple[Region, ...],
-        dst: tuple[Region, ...],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int,
-        workers: int,
-    ) -> Pending:
-        fewer = src_ids[:-1].copy(), dst_ids[:-1].copy()
-        return copy(src, dst, *fewer, checksums=checksums, stream=stream, workers=workers)
+    def copy_fewer(blocks: BlockCopy, *, checksums: bool, stream: int, workers: int) -> Pending:
+        src, dst, src_ids, dst_ids = blocks
+        fewer = BlockCopy(src, dst, src_ids[:-1].copy(), dst_ids[:-1].copy())
+        return copy(fewer, checksums=checksums, stream=stream, workers=workers)
 
     return Way("forgetful", copy_fewer)
 
@@ -181,7 +173,7 @@ def test_pauses_are_measured_with_the_copy_that_the_product_makes(
     for compiled_for in ("90", "80"):
         monkeypatch.setenv("KVMIG_FAKE_PTX", compiled_for)
         kernels = FakeKernels(gpu)
-        between_gpus(kernels)(here, there, ids, ids, checksums=True).wait()
+        between_gpus(kernels)(BlockCopy(here, there, ids, ids), checksums=True).wait()
         workers += kernels.launches.workers
         kernels.close()
     assert workers == [CTAS_OF_TMA, CTAS_ON_DEVICE]

@@ -18,6 +18,7 @@ import pytest
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels import driver, select
+from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.driver import CopyAttributes, CudaDriver
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu
@@ -56,8 +57,8 @@ def test_blocks_are_copied_through_all_of_the_gpus_path() -> None:
     host = [make_cache(seed, [48, 4096], [0, 16], 4) for seed in (1, 2)]
     source, target = (DeviceCache(device, one) for one in host)
     ids = np.array([1, 2], np.int64), np.array([3, 0], np.int64)
-    ends = source.layout.regions, target.layout.regions
-    call = kernels.copy(*ends, *ids, checksums=True, stream=stream)
+    blocks = BlockCopy(source.layout.regions, target.layout.regions, *ids)
+    call = kernels.copy(blocks, checksums=True, stream=stream)
     assert call.wait() == ORACLE.checksum(host[0].layout.regions, ids[0]).wait()
     moved = {3: host[0].block(1), 0: host[0].block(2)}
     assert np.array_equal(target.memory(), target.expected(moved))

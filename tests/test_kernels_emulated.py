@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.layout import Region
+from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.copy import start_copy
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu
@@ -91,8 +92,8 @@ def test_the_ring_of_the_tma_copies_and_sums(
     for source_id, target_id in zip(source_ids, target_ids, strict=True):
         target.with_block(expected, target_id, source.block(source_id))
     ids = np.array(source_ids, np.int64), np.array(target_ids, np.int64)
-    ends = aligned(source), aligned(target)
-    sums = emulated.copy_tma(*ends, *ids, checksums=checksums, workers=workers).wait()
+    blocks = BlockCopy(aligned(source), aligned(target), *ids)
+    sums = emulated.copy_tma(blocks, checksums=checksums, workers=workers).wait()
     assert np.array_equal(target.memory, expected)
     wanted = ORACLE.checksum(source.layout.regions, ids[0]).wait()
     assert sums == (wanted if checksums else [])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels import cuda, driver, nvrtc
-from kvmig.kernels.api import Pending
+from kvmig.kernels.api import BlockCopy, Pending
 from kvmig.kernels.call_memory import SMALLEST
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu
@@ -46,7 +46,7 @@ class World:
 
     def start(self, n: int = 2) -> Pending:
         ids: NDArray[np.int64] = np.arange(n, dtype=np.int64)
-        return self.kernels.copy(REGIONS, REGIONS, ids, ids, checksums=True)
+        return self.kernels.copy(BlockCopy(REGIONS, REGIONS, ids, ids), checksums=True)
 
     def close(self) -> None:
         """Once nothing fails or is late any more."""
@@ -154,8 +154,8 @@ def test_a_device_that_fails_meanwhile_is_an_error_of_the_call(world: World) -> 
 def test_empty_lists_launch_nothing(world: World) -> None:
     world.launches.fails = True
     none = np.zeros(0, np.int64)
-    assert world.kernels.copy(REGIONS, REGIONS, none, none, checksums=True).wait() == []
-    assert world.kernels.copy((), (), none, none, checksums=False).wait() == []
+    assert world.kernels.copy(BlockCopy(REGIONS, REGIONS, none, none), checksums=True).wait() == []
+    assert world.kernels.copy(BlockCopy((), (), none, none), checksums=False).wait() == []
     assert world.kernels.checksum((), np.zeros(2, np.int64)).wait() == [0, 0]
 
 
@@ -163,7 +163,7 @@ def test_empty_lists_launch_nothing(world: World) -> None:
 def test_the_tma_refuses_what_is_not_on_its_boundaries(world: World, region: Region) -> None:
     ids = np.zeros(1, np.int64)
     with pytest.raises(KernelUnavailable, match="not on 16-byte boundaries"):
-        world.kernels.copy_tma(REGIONS, (region,), ids, ids, checksums=False)
+        world.kernels.copy_tma(BlockCopy(REGIONS, (region,), ids, ids), checksums=False)
 
 
 @pytest.mark.parametrize("module", [cuda, nvrtc])

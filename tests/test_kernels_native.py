@@ -17,7 +17,7 @@ import pytest
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels import abi, build, native
-from kvmig.kernels.api import Kernels
+from kvmig.kernels.api import BlockCopy, Kernels
 
 ROOT = Path(__file__).parents[1]
 DRIVERS = sorted((ROOT / "tests" / "native").glob("*_driver.cpp"))
@@ -35,9 +35,9 @@ RUN, OTHER = Region(HERE, 8, 8), Region(HERE, 9, 9)
 @pytest.mark.parametrize(
     "call",
     [
-        lambda by: by.copy([RUN], [OTHER], IDS, IDS, checksums=True),
-        lambda by: by.copy([Region(0, 8, 8)], [RUN], IDS, IDS, checksums=True),
-        lambda by: by.copy([RUN], [RUN], IDS, IDS, checksums=True, workers=-1),
+        lambda by: by.copy(BlockCopy([RUN], [OTHER], IDS, IDS), checksums=True),
+        lambda by: by.copy(BlockCopy([Region(0, 8, 8)], [RUN], IDS, IDS), checksums=True),
+        lambda by: by.copy(BlockCopy([RUN], [RUN], IDS, IDS), checksums=True, workers=-1),
         lambda by: by.checksum([Region(HERE, 8, -8)], IDS),
     ],
 )
@@ -63,6 +63,7 @@ def test_a_child_of_a_fork_copies_with_threads_of_its_own() -> None:
     code = """
 import os, numpy as np
 from kvmig.core.layout import Region
+from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.native import load
 size = 1 << 20
 memory = np.arange(8 * size, dtype=np.uint8)
@@ -70,7 +71,8 @@ other = np.zeros(8 * size, np.uint8)
 ids = np.arange(8)
 def copied():
     regions = [Region(a.ctypes.data, size, size) for a in (memory, other)]
-    sums = load().copy(regions[:1], regions[1:], ids, ids, checksums=True, workers=3).wait()
+    blocks = BlockCopy(regions[:1], regions[1:], ids, ids)
+    sums = load().copy(blocks, checksums=True, workers=3).wait()
     return len(sums) == 8 and np.array_equal(memory, other)
 assert copied()
 other[:] = 0

@@ -15,6 +15,7 @@ import pytest
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import build, nvrtc
+from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.gpu import GpuKernels
 from tests.fake_gpu import FakeGpu
 
@@ -22,6 +23,7 @@ CTYPES = {"int64_t": np.int64, "int32_t": np.int32}
 """Of parameters; an address is 64 bits as well."""
 REGIONS = (Region(4096, 64, 64),)
 IDS = np.zeros(1, np.int64)
+BLOCKS = BlockCopy(REGIONS, REGIONS, IDS, IDS)
 
 
 class FakeCupy(ModuleType):
@@ -97,8 +99,8 @@ def parameters(kernel: str) -> list[Any]:
 def launch_all(world: World, workers: int) -> None:
     on = {"stream": world.stream, "workers": workers}
     by = world.kernels
-    by.copy(REGIONS, REGIONS, IDS, IDS, checksums=False, **on)
-    by.copy(REGIONS, REGIONS, IDS, IDS, checksums=True, **on)
+    by.copy(BLOCKS, checksums=False, **on)
+    by.copy(BLOCKS, checksums=True, **on)
     by.checksum(REGIONS, IDS, **on)
 
 
@@ -128,7 +130,7 @@ def test_checksums_start_at_zero(world: World) -> None:
 
 def test_the_tma_is_for_the_compiled_library(world: World) -> None:
     with pytest.raises(KernelUnavailable, match="need the library that nvcc builds"):
-        world.kernels.copy_tma(REGIONS, REGIONS, IDS, IDS, checksums=False)
+        world.kernels.copy_tma(BLOCKS, checksums=False)
 
 
 def test_without_cupy_the_package_is_named(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
+from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.triton_kernels import TritonKernels
 from kvmig.kernels.triton_launch import QueuedWork, TritonLauncher, alignment, power_of_two
 from tests.triton_recorder import Recorder, recording
@@ -60,6 +61,7 @@ ORDER = """
 import numpy as np
 from triton.runtime.interpreter import interpreter_builder as builder
 from kvmig.core.layout import Region
+from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.triton_kernels import TritonKernels
 
 source, target = np.arange(6 * 4096, dtype=np.uint8), np.zeros(6 * 4096, np.uint8)
@@ -74,7 +76,7 @@ def noted(pointers, *rest):
 builder.create_masked_load = noted
 ids = np.arange(6)
 regions = [[Region(one.ctypes.data, 4096, 4096)] for one in (source, target)]
-TritonKernels("cpu").copy(*regions, ids, ids, checksums=False, workers=2).wait()
+TritonKernels("cpu").copy(BlockCopy(*regions, ids, ids), checksums=False, workers=2).wait()
 assert (source == target).all()
 print(seen)
 """
@@ -112,7 +114,8 @@ def gather(kernels: TritonKernels, run: int, checksums: bool = True, workers: in
     paged = [Region(ADDRESS + layer * run * 100, run, run) for layer in range(2)]
     buffer = [Region(2 * ADDRESS + layer * run, 2 * run, run) for layer in range(2)]
     ids = np.arange(5)
-    kernels.copy(paged, buffer, ids, ids, checksums=checksums, workers=workers)
+    blocks = BlockCopy(paged, buffer, ids, ids)
+    kernels.copy(blocks, checksums=checksums, workers=workers)
 
 
 def vector_accesses(assembly: dict[str, Any]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from bench.gpu.device import POISON, Deadline, Site, Way, note_gpu, options_of
 from bench.report import begin, finish, say
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
+from kvmig.kernels.api import BlockCopy
 from kvmig.kernels.reference import ReferenceKernels
 
 MOST_S = 48.0
@@ -67,14 +68,14 @@ def check_copy(site: Site, way: Way, runs: tuple[int, ...], gap: int, workers: i
     nbytes = sum(BLOCKS * (run + gap) for run in runs)
     source, target = memory(site, nbytes, poison=False), memory(site, nbytes, poison=True)
     (src, host_src), (dst, host_dst) = regions(source, runs, gap), regions(target, runs, gap)
-    src_ids, dst_ids = (np.array(ids, np.int64) for ids in ([5, 0, 5, 3], [1, 0, 4, 2]))
+    ids = [np.array(some, np.int64) for some in ([5, 0, 5, 3], [1, 0, 4, 2])]
     site.settle()
-    ids = src_ids, dst_ids
     sums = way.copy(
-        src, dst, src_ids, dst_ids, checksums=way.summing, stream=site.stream, workers=workers
+        BlockCopy(src, dst, *ids), checksums=way.summing, stream=site.stream, workers=workers
     ).wait()
     site.settle()
-    wanted = ReferenceKernels("cpu").copy(host_src, host_dst, *ids, checksums=way.summing).wait()
+    on_host = BlockCopy(host_src, host_dst, *ids)
+    wanted = ReferenceKernels("cpu").copy(on_host, checksums=way.summing).wait()
     return _compared(target, sums, wanted)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.gpu.device import TMA, Way
-from kvmig.core.layout import Region
-from kvmig.kernels.api import Finished, Ids, Kernels, Pending
+from kvmig.kernels.api import BlockCopy, Finished, Kernels, Pending
 from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
 
@@ -20,17 +19,8 @@ def tma(kernels: Kernels) -> Iterator[Way]:
 def engine() -> Way:
     """The copy engines, without checksums."""
 
-    def copy(
-        src: tuple[Region, ...],
-        dst: tuple[Region, ...],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int,
-        workers: int,
-    ) -> Pending:
-        CudaDriver(current_device()).copy_blocks(src, dst, src_ids, dst_ids, stream)
+    def copy(blocks: BlockCopy, *, checksums: bool, stream: int, workers: int) -> Pending:
+        CudaDriver(current_device()).copy_blocks(*blocks, stream)
         return Finished([])
 
     return Way("engine", copy, capped=False, summing=False)

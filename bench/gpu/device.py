@@ -18,10 +18,9 @@ import torch
 
 from bench.report import Result, parser, say
 from kvmig.core.errors import KvmigError
-from kvmig.core.layout import Region
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.kernels import select
-from kvmig.kernels.api import Device, Ids, Kernels, Pending
+from kvmig.kernels.api import BlockCopy, Device, Kernels, Pending
 from kvmig.kernels.gpu import GpuKernels
 
 TMA = "cuda-tma"
@@ -35,15 +34,7 @@ class Copy(Protocol):
     """`face.Kernels.copy`, by whichever way."""
 
     def __call__(
-        self,
-        src: tuple[Region, ...],
-        dst: tuple[Region, ...],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int,
-        workers: int,
+        self, blocks: BlockCopy, *, checksums: bool, stream: int, workers: int
     ) -> Pending: ...
 
 

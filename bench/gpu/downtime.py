@@ -22,7 +22,7 @@ from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.gpu.staging import Name, create, open_named
 from bench.report import begin, finish, table
 from kvmig.core.errors import TransportError
-from kvmig.kernels.api import Device, Ids
+from kvmig.kernels.api import BlockCopy, Device, Ids
 from kvmig.kernels.select import kernels
 
 TOKENS = (256, 1024, 4096, 8192, 16384, 32768)
@@ -47,7 +47,9 @@ def source(link: Connection, device: Device, shape: Shape, blocks: int, name: Na
             chosen, offset = asked
             places = ids("contiguous", len(chosen), len(chosen))
             staged = shape.staged(staging.address + offset)
-            sums = copy(paged, staged, chosen, places, checksums=True, stream=site.stream)
+            sums = copy(
+                BlockCopy(paged, staged, chosen, places), checksums=True, stream=site.stream
+            )
             link.send(sums.wait())
     finally:
         staging.close()
@@ -89,9 +91,8 @@ class Destination:
     def _scatter(self, places: Ids, number: int, sums: list[int]) -> None:
         staged = self._shape.staged(self._base + number % 2 * self._slot)
         from_ = ids("contiguous", len(places), len(places))
-        done = self._copy(
-            staged, self._regions, from_, places, checksums=True, stream=self._site.stream
-        )
+        blocks = BlockCopy(staged, self._regions, from_, places)
+        done = self._copy(blocks, checksums=True, stream=self._site.stream)
         if done.wait() != sums:
             raise TransportError("a block's checksum differs")
 

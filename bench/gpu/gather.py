@@ -20,7 +20,7 @@ from bench.report import Result, begin, finish, say, table
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import Region
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
-from kvmig.kernels.api import Ids
+from kvmig.kernels.api import BlockCopy
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32, 64, 132)
 ORDERS = ("random", "contiguous")
@@ -66,22 +66,21 @@ class Memory:
         self.pool = site.memory(pool)
         self.buffer = site.memory(payload, 0)
 
-    def gather(self, case: Case) -> tuple[Region, ...]:
+    def gather(self, case: Case) -> Sequence[Region]:
         """Queue one gather; returns the source's regions."""
-        src, dst, numbers, places = self.arguments(case)
-        case.way.copy(
-            src, dst, numbers, places,
-            checksums=case.checksums, stream=self._site.stream, workers=case.workers,
-        )  # fmt: skip
-        return src
+        blocks = self.arguments(case)
+        options = {"stream": self._site.stream, "workers": case.workers}
+        case.way.copy(blocks, checksums=case.checksums, **options)
+        return blocks.src
 
-    def arguments(self, case: Case) -> tuple[tuple[Region, ...], tuple[Region, ...], Ids, Ids]:
+    def arguments(self, case: Case) -> BlockCopy:
         shape = case.shape
         blocks = shape.blocks(self.pool.numel())
         n = min(blocks, shape.blocks(self.buffer.numel()))
         layout = shape.layout(self.pool.data_ptr(), blocks)
         staged = shape.staged(self.buffer.data_ptr())
-        return layout.regions, staged, ids(case.order, n, blocks), ids("contiguous", n, n)
+        chosen, places = ids(case.order, n, blocks), ids("contiguous", n, n)
+        return BlockCopy(layout.regions, staged, chosen, places)
 
     def right(self, case: Case) -> bool:
         """Whether the buffer holds the blocks that the case asks for."""

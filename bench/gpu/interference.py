@@ -21,6 +21,7 @@ from bench.gpu.gather import taken
 from bench.gpu.shapes import SHAPES, ids
 from bench.report import begin, finish, say, table
 from kvmig.core.errors import KvmigError
+from kvmig.kernels.api import BlockCopy
 
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 132)
 BATCH = 32
@@ -125,13 +126,10 @@ def measure(
     n = shape.blocks(half)
     paged = shape.layout(memory.data_ptr(), n).regions
     staged = shape.staged(memory.data_ptr() + half)
-    chosen, places = ids("random", n, n), ids("contiguous", n, n)
+    blocks = BlockCopy(paged, staged, ids("random", n, n), ids("contiguous", n, n))
 
     def copy() -> None:
-        way.copy(
-            paged, staged, chosen, places, checksums=way.summing, stream=site.stream,
-            workers=workers,
-        ).wait()  # fmt: skip
+        way.copy(blocks, checksums=way.summing, stream=site.stream, workers=workers).wait()
         if not way.summing and site.device == "cuda":
             torch.cuda.ExternalStream(site.stream).synchronize()
 

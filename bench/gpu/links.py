@@ -15,6 +15,7 @@ from bench.gpu.device import Deadline, Site, Way, note_gpu, options_of
 from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
 from kvmig.core.errors import KvmigError
+from kvmig.kernels.api import BlockCopy
 
 WORKERS = (1, 2, 4, 8, 16, 32)
 MIB = 1 << 20
@@ -46,8 +47,8 @@ def gathers(site: Site, way: Way, shape: Shape, nbytes: int, result: Result) -> 
     chosen, places = ids("random", n, blocks), ids("contiguous", n, n)
     for workers in WORKERS if way.capped else (0,):
         sample = {"way": way.name, "shape": shape.name, "workers": workers}
-        to_host = partial(way.copy, paged, staged, chosen, places)
-        back = partial(way.copy, staged, paged, places, chosen)
+        to_host = partial(way.copy, BlockCopy(paged, staged, chosen, places))
+        back = partial(way.copy, BlockCopy(staged, paged, places, chosen))
         how: dict[str, Any] = {"checksums": False, "stream": site.stream, "workers": workers}
         try:
             for name, copy in (("to_host_gb_s", to_host), ("from_host_gb_s", back)):

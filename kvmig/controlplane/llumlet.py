@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -53,7 +53,7 @@ from kvmig.core.errors import (
     StartupError,
     TransportError,
 )
-from kvmig.engines.base import Emitted, Frame, ServingEngine
+from kvmig.engines.base import Emitted, Frame, Frames, ServingEngine
 from kvmig.engines.gate import ComputeShares
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
@@ -462,7 +462,7 @@ class Llumlet:
             if sender != but:
                 self._send(sender, message)
 
-    def _send(self, sender: bytes, message: RpcMessage, frames: Sequence[Frame] = ()) -> None:
+    def _send(self, sender: bytes, message: RpcMessage, frames: Frames = ()) -> None:
         """Send to a front end or the scheduler; one that is gone is forgotten."""
         try:
             self._server.send(sender, message, frames)

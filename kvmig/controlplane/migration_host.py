@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from kvmig.controlplane.fronts import FrontendRegistry, OwnershipTable
 from kvmig.controlplane.messages import ClusterMessage, PauseAhead, Resolve, Resolved
@@ -15,7 +15,7 @@ from kvmig.engines.base import ServingEngine
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import MigrationSessions
 from kvmig.kvtransfer.transports.base import StagingPool
-from kvmig.rpc.codec import Frame
+from kvmig.rpc.codec import Frames
 from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 
@@ -57,7 +57,7 @@ class MigrationHost:
 
     # -- peers
 
-    def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Frames = ()) -> None:
         """Send to a peer. Raises TransportError if it is known to be gone or takes no more."""
         if endpoint not in self._clients:
             client = RpcClient(

@@ -387,6 +387,7 @@ class Engine(Protocol):
 
 Frame = bytes | bytearray | memoryview
 """One part of a message, in whatever buffer it came."""
+Frames = Sequence[Frame]
 
 
 class Emitted(msgspec.Struct, frozen=True):
@@ -403,27 +404,22 @@ OnCallDone = Callable[[int, int, str | None, list[Frame]], None]
 """(client, call_id, error, the adapter's encoding of the result)."""
 
 
+OnExit = Callable[[BaseException | None], None]
+"""Why the engine can't go on; None: it was closed."""
+
+
 class ServingEngine(Engine, Protocol):
     """An engine that also takes requests from clients: what a llumlet runs.
 
     A client is a front end's number at this llumlet (1, 2, ...); 0 is the llumlet itself.
     """
 
-    def connect(
-        self,
-        on_outputs: OnOutputs,
-        on_call_done: OnCallDone,
-        on_exit: Callable[[BaseException | None], None],
-    ) -> None:
+    def connect(self, on_outputs: OnOutputs, on_call_done: OnCallDone, on_exit: OnExit) -> None:
         """Start stepping; the callbacks run on the event loop that is running now."""
         ...
 
     def submit(
-        self,
-        client: int,
-        request_id: str,
-        payload: Sequence[Frame],
-        output_token_ids: Sequence[int] = (),
+        self, client: int, request_id: str, payload: Frames, output_token_ids: Sequence[int] = ()
     ) -> None:
         """Run a request (the front end's adapter encoded it) under this id.
 
@@ -441,7 +437,7 @@ class ServingEngine(Engine, Protocol):
         """End these requests; those not here are ignored."""
         ...
 
-    def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
+    def call(self, client: int, call_id: int, method: str, payload: Frames) -> None:
         """Run an engine method between two steps; `on_call_done` hears the end."""
         ...
 

@@ -25,7 +25,9 @@ from kvmig.engines.base import (
     EngineLoad,
     Export,
     Frame,
+    Frames,
     OnCallDone,
+    OnExit,
     OnOutputs,
     RequestState,
     ServingEngine,
@@ -219,12 +221,7 @@ class CheckedServingEngine(CheckedEngine):
         super().__init__(engine, content)
         self._serving = engine
 
-    def connect(
-        self,
-        on_outputs: OnOutputs,
-        on_call_done: OnCallDone,
-        on_exit: Callable[[BaseException | None], None],
-    ) -> None:
+    def connect(self, on_outputs: OnOutputs, on_call_done: OnCallDone, on_exit: OnExit) -> None:
 
         def heard(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
             for entry in emitted:
@@ -237,11 +234,7 @@ class CheckedServingEngine(CheckedEngine):
         self._serving.connect(heard, on_call_done, on_exit)
 
     def submit(
-        self,
-        client: int,
-        request_id: str,
-        payload: Sequence[Frame],
-        output_token_ids: Sequence[int] = (),
+        self, client: int, request_id: str, payload: Frames, output_token_ids: Sequence[int] = ()
     ) -> None:
         self._rules.free(request_id)
         self._serving.submit(client, request_id, payload, output_token_ids)

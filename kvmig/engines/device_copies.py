@@ -188,9 +188,8 @@ class DeviceCopies:
         if self._tma is None or buffer % _TMA_GRAIN:
             return self._start(passes, CTAS_ON_DEVICE)
         (one,) = passes
-        ends = one.src, one.dst, *checked(*one)
         stream = self._stream.handle
-        return self._tma.copy_tma(*ends, checksums=True, stream=stream, workers=CTAS_OF_TMA)
+        return self._tma.copy_tma(checked(*one), checksums=True, stream=stream, workers=CTAS_OF_TMA)
 
     def _to_host(self, ids: Sequence[int], pinned: int) -> Pending:
         """Blocks [n] to pinned memory, fused."""
@@ -214,9 +213,10 @@ class DeviceCopies:
     def _by_engines(self, one: CopyPass, summed_at_source: bool) -> Pending:
         """The copy engines copy, few CTAs sum the blocks in the cache."""
         stream = self._stream.handle
-        sources, targets = checked(*one)
-        self._device.copy_blocks(one.src, one.dst, sources, targets, stream)
-        summed = (one.src, sources) if summed_at_source else (one.dst, targets)
+        blocks = checked(*one)
+        self._device.copy_blocks(*blocks, stream)
+        source, target = (blocks.src, blocks.src_ids), (blocks.dst, blocks.dst_ids)
+        summed = source if summed_at_source else target
         return self._by.checksum(*summed, stream=stream, workers=CTAS_FOR_SUMS)
 
     def _pinned_scratch(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -20,7 +19,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.clock import Clock
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import NoInstance, PeerError, TransportError
-from kvmig.engines.base import Frame
+from kvmig.engines.base import Frames
 from kvmig.frontend.dispatch_turns import QueueLengths
 from kvmig.frontend.inventory import instance_row
 from kvmig.frontend.ports import NOT_BEGUN, EngineArithmetic
@@ -91,7 +90,7 @@ class InstanceConnection:
         assert self.welcome is not None
         return self.welcome
 
-    def send(self, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+    def send(self, message: RpcMessage, payload: Frames = ()) -> None:
         """Queue a message. Raises InstanceLost if it isn't connected or can't take more."""
         if self._client is None or self.welcome is None:
             raise InstanceLost(f"instance {self.name} is not connected")
@@ -424,7 +423,7 @@ class InstancePool:
 
     # -- what is sent to them
 
-    def send(self, instance: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+    def send(self, instance: str, message: RpcMessage, payload: Frames = ()) -> None:
         """Queue a message, at once. Raises InstanceLost."""
         one = self._instances.get(instance)
         if one is None:
@@ -436,7 +435,7 @@ class InstancePool:
         tokens: int,
         priority: int,
         message: RpcMessage,
-        payload: Sequence[Frame],
+        payload: Frames,
         *,
         fit: bool = False,
         begun: EngineArithmetic = NOT_BEGUN,

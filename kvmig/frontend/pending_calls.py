@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvmig.asgi.errors import CallFailed, CallTimeout, InstanceLost
 from kvmig.controlplane.messages import CallDone, EngineCall
 from kvmig.core.errors import PeerError
-from kvmig.engines.base import Frame
+from kvmig.engines.base import Frames
 from kvmig.rpc.messages import RpcMessage
 
 M = TypeVar("M", bound=RpcMessage)
 Payload = list[memoryview]
-Send = Callable[[str, RpcMessage, Sequence[Frame]], None]
+Send = Callable[[str, RpcMessage, Frames], None]
 """Sends a message to an instance, at once. Raises InstanceLost."""
 
 
@@ -44,7 +44,7 @@ class PendingCalls:
         answer: type[M],
         timeout_s: float,
         what: str,
-        payload: Sequence[Frame] = (),
+        payload: Frames = (),
     ) -> tuple[M, Payload]:
         """Send a question under a new id and wait for the answer and its payload.
 
@@ -81,9 +81,7 @@ class PendingCalls:
             if waiting.instance == instance and not waiting.future.done():
                 waiting.future.set_exception(InstanceLost(reason))
 
-    async def run(
-        self, instance: str, method: str, payload: Sequence[Frame], timeout_s: float
-    ) -> Payload:
+    async def run(self, instance: str, method: str, payload: Frames, timeout_s: float) -> Payload:
         """Run an engine method. Raises CallFailed, CallTimeout, InstanceLost."""
         done, result = await self.call_instance(
             instance,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvmig.core.errors import Failure
-from kvmig.engines.base import Frame
+from kvmig.engines.base import Frames
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import RpcMessage
 
@@ -94,13 +94,13 @@ class InstancePort(Protocol):
     def unhealthy_instances(self) -> dict[str, str]: ...
     def index(self, instance: str) -> int: ...
     def arithmetic(self, instance: str) -> EngineArithmetic: ...
-    def send(self, instance: str, message: RpcMessage, payload: Sequence[Frame] = ()) -> None: ...
+    def send(self, instance: str, message: RpcMessage, payload: Frames = ()) -> None: ...
     def dispatch(
         self,
         tokens: int,
         priority: int,
         message: RpcMessage,
-        payload: Sequence[Frame],
+        payload: Frames,
         *,
         fit: bool = False,
         begun: EngineArithmetic = NOT_BEGUN,

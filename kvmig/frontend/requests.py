@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.call import HttpCall, current_call
 from kvmig.asgi.errors import AmbiguousRequest, RequestFinished, UnknownRequest
-from kvmig.engines.base import Frame
+from kvmig.engines.base import Frames
 from kvmig.frontend.ports import NOT_BEGUN, EngineArithmetic
 from kvmig.frontend.splice import StreamSplicer
 
@@ -62,7 +62,7 @@ class LiveRequest:
     """The client's stream."""
     prompt_tokens: int
     priority: int
-    payload: Sequence[Frame]
+    payload: Frames
     """The request as submitted, to run it again elsewhere."""
     arrived: float
     """Time of arrival, in the router's clock."""

@@ -75,7 +75,7 @@ from kvmig.frontend.requests import (
 from kvmig.frontend.splice import StreamSplicer
 from kvmig.frontend.streams import RequestStreams
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.rpc.codec import Frame, RefusalCounter
+from kvmig.rpc.codec import Frames, RefusalCounter
 from kvmig.rpc.messages import RpcMessage
 
 HOLD_S = 10.0
@@ -197,7 +197,7 @@ class Router:
     async def call(
         self,
         method: str,
-        payload: Sequence[Frame] = (),
+        payload: Frames = (),
         instances: Sequence[str] | None = None,
         timeout_s: float = 60.0,
     ) -> dict[str, list[memoryview]]:
@@ -255,7 +255,7 @@ class Router:
         external_id: str,
         prompt_tokens: int,
         priority: int,
-        payload: Sequence[Frame],
+        payload: Frames,
         most: int | None = None,
         *,
         whole: bool = False,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,18 @@ class Finished:
         return self.checksums
 
 
+class BlockCopy(NamedTuple):
+    """Block `src_ids[k]` of `src` goes to block `dst_ids[k]` of `dst`, for every k < n.
+
+    src, dst: as many regions, with equal runs.
+    """
+
+    src: Sequence[Region]
+    dst: Sequence[Region]
+    src_ids: Ids
+    dst_ids: Ids
+
+
 class Kernels(Protocol):
     """One implementation on one device."""
 
@@ -69,20 +81,9 @@ class Kernels(Protocol):
         ...
 
     def copy(
-        self,
-        src: Sequence[Region],
-        dst: Sequence[Region],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int = 0,
-        workers: int = 0,
+        self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
     ) -> Pending:
-        """Copy block `src_ids[k]` of `src` to block `dst_ids[k]` of `dst`, for every k < n.
-
-        src, dst: as many regions, with equal runs. `checksums`: sum what was written.
-        """
+        """Copy the blocks. checksums: sum what was written."""
         ...
 
     def checksum(

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvmig.core.layout import Region
 from kvmig.kernels import checks
-from kvmig.kernels.api import Ids, Kernels, Pending
+from kvmig.kernels.api import BlockCopy, Ids, Kernels, Pending
 from kvmig.kernels.arrays import address_of, memory_of
 from kvmig.kernels.select import kernels
 
@@ -70,9 +70,9 @@ def start_copy(
     of what was written (csrc/kvmig.h). Runs without the GIL; `stream` and `workers` as in `face`.
     Raises ValueError before anything is written if the arguments don't fit.
     """
-    sources, targets = checked(src, dst, src_ids, dst_ids, src_blocks, dst_blocks)
+    blocks = checked(src, dst, src_ids, dst_ids, src_blocks, dst_blocks)
     checks.worker_count(workers)
-    return by.copy(src, dst, sources, targets, checksums=checksums, stream=stream, workers=workers)
+    return by.copy(blocks, checksums=checksums, stream=stream, workers=workers)
 
 
 def checked(
@@ -82,8 +82,8 @@ def checked(
     dst_ids: Sequence[int] | Ids,
     src_blocks: int,
     dst_blocks: int,
-) -> tuple[Ids, Ids]:
-    """The ids of `start_copy`, if all of its arguments fit. Raises ValueError."""
+) -> BlockCopy:
+    """What `start_copy` copies, if all of its arguments fit. Raises ValueError."""
     checks.same_runs(src, dst)
     checks.real_memory(src, "source")
     checks.real_memory(dst, "destination")
@@ -91,7 +91,7 @@ def checked(
     targets = checks.block_ids(dst_ids, dst_blocks, "destination")
     checks.same_length(sources, targets)
     checks.written_once(targets)
-    return sources, targets
+    return BlockCopy(src, dst, sources, targets)
 
 
 def checksum_fused(buffer: Any, block_bytes: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import abi, api
-from kvmig.kernels.api import Finished, Ids, Pending
+from kvmig.kernels.api import BlockCopy, Finished, Ids, Pending
 from kvmig.kernels.call_memory import CallMemoryPool
 from kvmig.kernels.driver import CudaDriver
 
@@ -59,39 +59,21 @@ class GpuKernels:
         return True
 
     def copy(
-        self,
-        src: Sequence[Region],
-        dst: Sequence[Region],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int = 0,
-        workers: int = 0,
+        self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
     ) -> Pending:
-        ends = src, dst, src_ids, dst_ids
-        return self._copy(self._launcher.copy, *ends, checksums, stream, workers)
+        return self._copy(self._launcher.copy, blocks, checksums, stream, workers)
 
     def copy_tma(
-        self,
-        src: Sequence[Region],
-        dst: Sequence[Region],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int = 0,
-        workers: int = 0,
+        self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
     ) -> Pending:
         """`copy` through the TMA. Raises KernelUnavailable below sm_90, and where a base, stride
         or run is no multiple of 16."""
-        for region in (*src, *dst):
+        for region in (*blocks.src, *blocks.dst):
             if (region.base | region.block_stride | region.run) % 16:
                 raise KernelUnavailable(
                     f"{region} is not on 16-byte boundaries, as the TMA wants it"
                 )
-        ends = src, dst, src_ids, dst_ids
-        return self._copy(self._launcher.copy_tma, *ends, checksums, stream, workers)
+        return self._copy(self._launcher.copy_tma, blocks, checksums, stream, workers)
 
     def checksum(
         self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
@@ -112,14 +94,12 @@ class GpuKernels:
     def _copy(
         self,
         kernel: Callable[..., None],
-        src: Sequence[Region],
-        dst: Sequence[Region],
-        src_ids: Ids,
-        dst_ids: Ids,
+        blocks: BlockCopy,
         checksums: bool,
         stream: int,
         workers: int,
     ) -> Pending:
+        src, dst, src_ids, dst_ids = blocks
         n = len(src_ids)
 
         def launch(*addresses: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import abi, build
-from kvmig.kernels.api import Device, Finished, Ids
+from kvmig.kernels.api import BlockCopy, Device, Finished, Ids
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cpu.so"
 """The path at which setup.py puts the library."""
@@ -30,16 +30,9 @@ class NativeKernels:
         self._library = abi.load(path, "cpu")
 
     def copy(
-        self,
-        src: Sequence[Region],
-        dst: Sequence[Region],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int = 0,
-        workers: int = 0,
+        self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
     ) -> Finished:
+        src, dst, src_ids, dst_ids = blocks
         sums = np.empty(len(src_ids) if checksums else 0, np.uint64)
         status = self._library.kvmig_copy(
             *(abi.region_table(src), abi.region_table(dst), len(src)),

@@ -13,7 +13,7 @@ import torch
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
-from kvmig.kernels.api import Device, Finished, Ids
+from kvmig.kernels.api import BlockCopy, Device, Finished, Ids
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -29,16 +29,9 @@ class ReferenceKernels:
         self.device = device
 
     def copy(
-        self,
-        src: Sequence[Region],
-        dst: Sequence[Region],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int = 0,
-        workers: int = 0,
+        self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
     ) -> Finished:
+        src, dst, src_ids, dst_ids = blocks
         with self._queue(stream):
             sources, targets = (torch.from_numpy(ids).to(self.device) for ids in (src_ids, dst_ids))
             for one, other in zip(src, dst, strict=True):

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvmig.core.errors import ConfigError, KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
-from kvmig.kernels.api import Device, Kernels
+from kvmig.kernels.api import BlockCopy, Device, Kernels
 from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
 
@@ -101,13 +101,14 @@ def _try_out(kernels: Kernels) -> None:
     here, there = (
         [Region(address, TRIAL_BYTES, TRIAL_BYTES)] for address in (memory, memory + TRIAL_BYTES)
     )
+    blocks = BlockCopy(here, there, ids, ids)
     try:
         for checksums in (True, False):
-            kernels.copy(here, there, ids, ids, checksums=checksums).wait()
+            kernels.copy(blocks, checksums=checksums).wait()
         kernels.checksum(here, ids).wait()
         if isinstance(kernels, GpuKernels) and kernels.has_tma:
             for checksums in (True, False):
-                kernels.copy_tma(here, there, ids, ids, checksums=checksums).wait()
+                kernels.copy_tma(blocks, checksums=checksums).wait()
     except KernelUnavailable:
         raise
     except KvmigError as error:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import triton_copy
-from kvmig.kernels.api import Device, Finished, Ids, Pending
+from kvmig.kernels.api import BlockCopy, Device, Finished, Ids, Pending
 from kvmig.kernels.triton_launch import TritonLauncher, alignment, power_of_two
 
 COPY_TILE = 32 << 10
@@ -51,18 +51,11 @@ class TritonKernels:
         self._launcher = TritonLauncher(on)
 
     def copy(
-        self,
-        src: Sequence[Region],
-        dst: Sequence[Region],
-        src_ids: Ids,
-        dst_ids: Ids,
-        *,
-        checksums: bool,
-        stream: int = 0,
-        workers: int = 0,
+        self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
     ) -> Pending:
         """See `face.Kernels`."""
-        return self._copy(src, dst, (src_ids, dst_ids), True, checksums, stream, workers)
+        src, dst, *ids = blocks
+        return self._copy(src, dst, ids, True, checksums, stream, workers)
 
     def checksum(
         self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
@@ -74,7 +67,7 @@ class TritonKernels:
         self,
         src: Sequence[Region],
         dst: Sequence[Region],
-        ids: tuple[Ids, ...],
+        ids: Sequence[Ids],
         writes: bool,
         checksums: bool,
         stream: int,

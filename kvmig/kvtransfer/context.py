@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from kvmig.engines.base import Engine
 from kvmig.kvtransfer.bandwidth import BandwidthThrottle
 from kvmig.kvtransfer.measured import BlockRate, ChunkSizer, LeadTime, PauseTime, slot_bytes
 from kvmig.kvtransfer.transports.base import StagingPool
-from kvmig.rpc.codec import Frame
+from kvmig.rpc.codec import Frames
 from kvmig.rpc.messages import RpcMessage
 
 
@@ -23,11 +23,11 @@ class LlumletPort(Protocol):
     The methods with a body are those that a program without front ends needn't have.
     """
 
-    def send_to(self, endpoint: str, message: RpcMessage, payload: Sequence[Frame], /) -> None:
+    def send_to(self, endpoint: str, message: RpcMessage, payload: Frames, /) -> None:
         """Send to the llumlet at an endpoint. Raises TransportError if it is gone."""
         ...
 
-    def reply(self, sender: bytes, message: RpcMessage, payload: Sequence[Frame], /) -> None:
+    def reply(self, sender: bytes, message: RpcMessage, payload: Frames, /) -> None:
         """Answer a sender of `Migrations.receive`. Raises TransportError if it is gone."""
         ...
 

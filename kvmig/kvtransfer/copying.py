@@ -26,10 +26,10 @@ from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Bundle, Chunk
 from kvmig.kvtransfer.report import StageParts
 from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
 from kvmig.kvtransfer.transports.base import StagingPool, TransportChannel
-from kvmig.rpc.codec import Frame
+from kvmig.rpc.codec import Frames
 from kvmig.rpc.messages import RpcMessage
 
-Send = Callable[[RpcMessage, Sequence[Frame]], None]
+Send = Callable[[RpcMessage, Frames], None]
 
 
 class SharedSlot:
@@ -187,7 +187,7 @@ class BlockSender:
             self._mid, stage, first, slot, nbytes, checksums, urgent=True, places=list(places)
         )
 
-        def announce(payload: Sequence[Frame] = (), number: int = 0) -> None:
+        def announce(payload: Frames = (), number: int = 0) -> None:
             send(replace(chunk, slot=PAYLOAD_SLOT if payload else slot, number=number), payload)
 
         async with asyncio.timeout(self._context.timeout_s):
@@ -259,7 +259,7 @@ class ChunkBatcher:
         self._queue: deque[QueuedChunk] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def send(self, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+    def send(self, message: RpcMessage, payload: Frames = ()) -> None:
         """Send to the destination. Raises TransportError if it is gone."""
         self.context.host.send_to(self._endpoint, message, payload)
 
@@ -332,7 +332,7 @@ class ChunkBatcher:
         ids = [block for queued in batch for block in queued.block_ids]
         nbytes = len(ids) * block_bytes
 
-        def announce(payload: Sequence[Frame] = (), number: int = 0) -> None:
+        def announce(payload: Frames = (), number: int = 0) -> None:
             nonlocal boarded
             for queued in batch:
                 boarded += 1

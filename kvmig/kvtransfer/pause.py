@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -23,7 +22,7 @@ from kvmig.kvtransfer.mailbox import EventMailbox
 from kvmig.kvtransfer.measured import MeasuredPause
 from kvmig.kvtransfer.messages import Chunk, Commit, Committed, Expect, Reserve, Reserved
 from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
-from kvmig.rpc.codec import Frame
+from kvmig.rpc.codec import Frames
 from kvmig.rpc.messages import RpcMessage
 
 MOST_STEPS = 16
@@ -122,7 +121,7 @@ class MigrationPause:
         self._answered: tuple[float, float] | None = None
         # Commit, to be sent again until it is answered.
         self._commit: Commit | None = None
-        self._payload: Sequence[Frame] = ()
+        self._payload: Frames = ()
 
     # -- before it
 
@@ -227,7 +226,7 @@ class MigrationPause:
         self._timeline.output_tokens = tail.num_output_tokens
         came_along: list[Chunk] = []
 
-        def keep(message: RpcMessage, payload: Sequence[Frame]) -> None:
+        def keep(message: RpcMessage, payload: Frames) -> None:
             assert isinstance(message, Chunk)
             came_along.append(message)
             self._payload = payload

@@ -17,6 +17,7 @@ from kvmig.core.errors import InvalidTransition, PeerError
 from kvmig.rpc.messages import RpcMessage
 
 Frame = bytes | bytearray | memoryview
+Frames = Sequence[Frame]
 
 MAX_FRAMES = 4096
 """Frames of one message, header included."""
@@ -34,7 +35,7 @@ class MessageCodec:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[RpcMessage] = msgspec.msgpack.Decoder(messages)
 
-    def encode(self, message: RpcMessage, payload: Sequence[Frame] = ()) -> list[Frame]:
+    def encode(self, message: RpcMessage, payload: Frames = ()) -> list[Frame]:
         """Frames of `message` and its payload; the payload isn't copied."""
         return [self._encoder.encode(message), *payload]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import UnionType
@@ -26,7 +26,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvmig.core.errors import PeerBehind, PeerError, TransportError
-from kvmig.rpc.codec import MAX_FRAME, Frame, MessageCodec, RefusalCounter
+from kvmig.rpc.codec import MAX_FRAME, Frame, Frames, MessageCodec, RefusalCounter
 from kvmig.rpc.messages import VERSION, Hello, ProtocolVersion, RpcMessage
 
 HIGH_WATER = 10_000
@@ -247,7 +247,7 @@ class RpcServer:
                 "version",
             )
 
-    def send(self, identity: bytes, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+    def send(self, identity: bytes, message: RpcMessage, payload: Frames = ()) -> None:
         """Queue a message, at once. Raises TransportError if the peer is gone, PeerBehind if
         it is too slow."""
         frames = [identity, *self._codec.encode(message, payload)]
@@ -351,7 +351,7 @@ class RpcClient:
         """
         return _readable(self.recv, f"ignored from {peer}", refuse)
 
-    def send(self, message: RpcMessage, payload: Sequence[Frame] = ()) -> None:
+    def send(self, message: RpcMessage, payload: Frames = ()) -> None:
         """Queue a message, at once. Raises TransportError if the peer is gone, PeerBehind if
         it is too slow."""
         if self._lost.done():

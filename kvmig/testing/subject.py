@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvmig.core.errors import ConfigError
-from kvmig.engines.base import Frame, ServingEngine
+from kvmig.engines.base import Frame, Frames, ServingEngine
 
 
 class Generated(Protocol):
@@ -41,7 +41,7 @@ class EngineUnderTest(ServingEngine, Protocol):
         """
         ...
 
-    def decode_outputs(self, frames: Sequence[Frame]) -> Sequence[Generated]:
+    def decode_outputs(self, frames: Frames) -> Sequence[Generated]:
         """What `connect`'s `on_outputs` got."""
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +23,9 @@ from kvmig.engines.base import (
     EngineLoad,
     Export,
     Frame,
+    Frames,
     OnCallDone,
+    OnExit,
     OnOutputs,
     Preempted,
     RequestState,
@@ -84,12 +86,7 @@ class ToyEngine:
 
     # -- the engine's own life
 
-    def connect(
-        self,
-        on_outputs: OnOutputs,
-        on_call_done: OnCallDone,
-        on_exit: Callable[[BaseException | None], None],
-    ) -> None:
+    def connect(self, on_outputs: OnOutputs, on_call_done: OnCallDone, on_exit: OnExit) -> None:
         self._on_outputs, self._on_call_done = on_outputs, on_call_done
         self._stepping = asyncio.get_running_loop().create_task(self._steps())
         self._stepping.add_done_callback(
@@ -163,11 +160,7 @@ class ToyEngine:
     # -- clients
 
     def submit(
-        self,
-        client: int,
-        request_id: str,
-        payload: Sequence[Frame],
-        output_token_ids: Sequence[int] = (),
+        self, client: int, request_id: str, payload: Frames, output_token_ids: Sequence[int] = ()
     ) -> None:
         asked = decode(b"".join(payload), SubmittedRequest)
         most = len(asked.prompt_token_ids) + asked.max_tokens
@@ -195,7 +188,7 @@ class ToyEngine:
                 self._batch.remove(request)
             self._cache.give_back(request.blocks)
 
-    def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
+    def call(self, client: int, call_id: int, method: str, payload: Frames) -> None:
         self._on_call_done(client, call_id, f"a toy has no method {method}", [])
 
     def assign(self, request_id: str, client: int) -> None:
@@ -216,7 +209,7 @@ class ToyEngine:
             )
         ]
 
-    def decode_outputs(self, frames: Sequence[Frame]) -> list[StepOutput]:
+    def decode_outputs(self, frames: Frames) -> list[StepOutput]:
         """For the conformance suite."""
         return decode(frames[0], list[StepOutput])
 

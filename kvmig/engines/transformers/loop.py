@@ -14,6 +14,7 @@ import torch
 from transformers.generation.continuous_batching.utils import stream_context
 
 from kvmig.core.background import answer_call
+from kvmig.engines.base import OnExit
 from kvmig.engines.steps import CadenceMeter
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ class StepLoop:
             self._fail_calls()
         return future
 
-    def start(self, on_exit: Callable[[BaseException | None], None]) -> None:
+    def start(self, on_exit: OnExit) -> None:
         """Begin to step; `on_exit` hears of the end, from the loop's thread."""
 
         def run() -> None:

@@ -24,7 +24,9 @@ from kvmig.engines.base import (
     EngineLoad,
     Export,
     Frame,
+    Frames,
     OnCallDone,
+    OnExit,
     OnOutputs,
     RequestState,
     Sharing,
@@ -202,12 +204,7 @@ class ServingTransformers:
 
     # -- clients, see `ServingEngine`
 
-    def connect(
-        self,
-        on_outputs: OnOutputs,
-        on_call_done: OnCallDone,
-        on_exit: Callable[[BaseException | None], None],
-    ) -> None:
+    def connect(self, on_outputs: OnOutputs, on_call_done: OnCallDone, on_exit: OnExit) -> None:
         self._events = events = asyncio.get_running_loop()
         self._on_outputs, self._on_call_done = on_outputs, on_call_done
 
@@ -220,11 +217,7 @@ class ServingTransformers:
         self._loop.start(exited)
 
     def submit(
-        self,
-        client: int,
-        request_id: str,
-        payload: Sequence[Frame],
-        output_token_ids: Sequence[int] = (),
+        self, client: int, request_id: str, payload: Frames, output_token_ids: Sequence[int] = ()
     ) -> None:
         frame, known = b"".join(payload), list(output_token_ids)
         self._loop.call(lambda: self._enter(client, request_id, frame, known))
@@ -237,7 +230,7 @@ class ServingTransformers:
         ids = list(request_ids)
         self._loop.call(lambda: self._requests.drop(ids))
 
-    def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
+    def call(self, client: int, call_id: int, method: str, payload: Frames) -> None:
         error = f"a transformers engine has no method {method}"
         if self._events is not None:
             self._events.call_soon(self._on_call_done, client, call_id, error, [])
@@ -300,7 +293,7 @@ class ServingTransformers:
         )
         return [encode(request)]
 
-    def decode_outputs(self, frames: Sequence[Frame]) -> list[StepOutput]:
+    def decode_outputs(self, frames: Frames) -> list[StepOutput]:
         """The outputs that `connect`'s `on_outputs` got."""
         return decode(frames[0], list[StepOutput])
 

@@ -33,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvmig.core.background import answer_call
 from kvmig.core.shm_cleanup import remove, shared_by
+from kvmig.engines.base import OnExit
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.grammar_caches import SaltedGrammars
@@ -179,7 +180,7 @@ class StepCore(EngineCoreProc):
             (EngineCoreRequestType.UTILITY, (client_index, call_id, method, args))
         )
 
-    def start(self, on_exit: Callable[[BaseException | None], None]) -> None:
+    def start(self, on_exit: OnExit) -> None:
         """Run the busy loop on its own thread; `on_exit` hears of its end, from that thread.
 
         To be called on the thread that made the core: it computes no more.

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 
 from kvmig.core.errors import ConfigError
-from kvmig.engines.base import Frame
+from kvmig.engines.base import Frame, Frames
 from kvmig.engines.vllm.front import decode_outputs
 from kvmig.engines.vllm.migration import encode_request, token_request
 from kvmig.engines.vllm.serving import ServingVllm
@@ -60,7 +60,7 @@ class EmbeddedVllm(ServingVllm):
         )
         return list(encode_request(token_request("", prompt, params)))
 
-    def decode_outputs(self, frames: Sequence[Frame]) -> list[Output]:
+    def decode_outputs(self, frames: Frames) -> list[Output]:
         """The outputs that `connect`'s `on_outputs` got."""
         return [
             Output(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from kvmig.engines.base import Frame
+from kvmig.engines.base import Frames
 
 
 def check_bytes(encoder: MsgpackEncoder, params: object) -> None:
@@ -17,16 +15,16 @@ def check_bytes(encoder: MsgpackEncoder, params: object) -> None:
         _encode(encoder, name.lstrip("_"), getattr(params, name))
 
 
-def encode_request(encoder: MsgpackEncoder, request: EngineCoreRequest) -> Sequence[Frame]:
+def encode_request(encoder: MsgpackEncoder, request: EngineCoreRequest) -> Frames:
     """Raises VLLMValidationError: of an integer beyond 64 bits, or half of a surrogate pair."""
     for name in ("session_id", "cache_salt"):
         _encode(encoder, name, getattr(request, name, None))
     return _encode(encoder, "request_id", request)
 
 
-def _encode(encoder: MsgpackEncoder, name: str, value: object) -> Sequence[Frame]:
+def _encode(encoder: MsgpackEncoder, name: str, value: object) -> Frames:
     try:
-        frames: Sequence[Frame] = encoder.encode(value)
+        frames: Frames = encoder.encode(value)
     except (OverflowError, UnicodeEncodeError, RecursionError) as error:
         raise VLLMValidationError(
             f"{name} can't be sent to the model: {_reason(error)}", parameter=name

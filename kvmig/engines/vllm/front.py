@@ -41,7 +41,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.errors import AnswerTooLarge, Failure, NoInstance, QuotaUsedUp
-from kvmig.engines.base import Frame
+from kvmig.engines.base import Frames
 from kvmig.engines.vllm.answer_sizes import (
     logprobs_of_each_token,
     logprobs_of_prompt,
@@ -72,7 +72,7 @@ class RequestRouter(Protocol):
         external_id: str,
         prompt_tokens: int,
         priority: int,
-        payload: Sequence[Frame],
+        payload: Frames,
         most: int | None,
         *,
         whole: bool,
@@ -87,9 +87,7 @@ class RequestRouter(Protocol):
 
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
-    async def call(
-        self, method: str, payload: Sequence[Frame]
-    ) -> Mapping[str, Sequence[Frame]]: ...
+    async def call(self, method: str, payload: Frames) -> Mapping[str, Frames]: ...
 
 
 class CallSalts(Protocol):
@@ -104,7 +102,7 @@ _outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
 _utility_decoder = MsgpackDecoder(UtilityOutput)
 
 
-def decode_outputs(payload: Sequence[Frame]) -> EngineCoreOutputs:
+def decode_outputs(payload: Frames) -> EngineCoreOutputs:
     """The payload of an Outputs message: one step's outputs for this front end."""
     outputs: EngineCoreOutputs = _outputs_decoder.decode(payload)
     return outputs

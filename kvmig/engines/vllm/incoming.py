@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.engines.base import Frame, too_large
+from kvmig.engines.base import Frames, too_large
 from kvmig.engines.vllm.building import (
     RequestBuilder,
     not_again,
@@ -38,11 +38,7 @@ class IncomingRequests:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def submit(
-        self,
-        client: int,
-        request_id: str,
-        payload: Sequence[Frame],
-        output_token_ids: Sequence[int] = (),
+        self, client: int, request_id: str, payload: Frames, output_token_ids: Sequence[int] = ()
     ) -> None:
         """See `kvmig.engines.base.ServingEngine`."""
         frames = [bytes(frame) for frame in payload]

@@ -28,8 +28,9 @@ from kvmig.engines.base import (
     Emitted,
     EngineLoad,
     Export,
-    Frame,
+    Frames,
     OnCallDone,
+    OnExit,
     OnOutputs,
     RequestState,
     Sharing,
@@ -146,12 +147,7 @@ class ServingVllm:
 
     # -- for clients
 
-    def connect(
-        self,
-        on_outputs: OnOutputs,
-        on_call_done: OnCallDone,
-        on_exit: Callable[[BaseException | None], None],
-    ) -> None:
+    def connect(self, on_outputs: OnOutputs, on_call_done: OnCallDone, on_exit: OnExit) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self._on_outputs, self._on_call_done = on_outputs, on_call_done
 
@@ -161,11 +157,7 @@ class ServingVllm:
         self._core.start(exited)
 
     def submit(
-        self,
-        client: int,
-        request_id: str,
-        payload: Sequence[Frame],
-        output_token_ids: Sequence[int] = (),
+        self, client: int, request_id: str, payload: Frames, output_token_ids: Sequence[int] = ()
     ) -> None:
         self._incoming.submit(client, request_id, payload, output_token_ids)
 
@@ -176,7 +168,7 @@ class ServingVllm:
     def abort(self, request_ids: Sequence[str]) -> None:
         self._incoming.abort(request_ids)
 
-    def call(self, client: int, call_id: int, method: str, payload: Sequence[Frame]) -> None:
+    def call(self, client: int, call_id: int, method: str, payload: Frames) -> None:
         args: Any = self._call_decoder.decode(payload)
         self._core.utility(client, call_id, method, tuple(args))
 

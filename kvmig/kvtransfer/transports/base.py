@@ -20,14 +20,13 @@ import contextlib
 import mmap
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Protocol, Self
 
 import msgspec
 
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
-from kvmig.rpc.codec import Frame
+from kvmig.rpc.codec import Frames
 
 CLOSED = -1
 """Stands in the queue of free slots after close, to wake everyone who waits."""
@@ -40,7 +39,7 @@ MOST = 1 << 36
 class AnnounceChunk(Protocol):
     """Send the chunk's message, at once. Raises TransportError if the peer is gone."""
 
-    def __call__(self, payload: Sequence[Frame] = (), number: int = 0) -> None: ...
+    def __call__(self, payload: Frames = (), number: int = 0) -> None: ...
 
 
 class TransportChannel(ABC):
