@@ -35,37 +35,26 @@ class RequestsHere:
     """Whether any of them left: then those behind them may go, too."""
 
 
+@dataclass(eq=False)
 class MigrationDriver:
     """Holds the present pairs and moves requests until their budgets are spent.
 
     The budget bounds what a dead scheduler's last word can do.
     """
 
-    def __init__(
-        self,
-        requests: Callable[[int], Coroutine[Any, Any, list[RequestState]]],
-        migrating: Callable[[], Collection[str]],
-        arrived: Callable[[], Mapping[str, float]],
-        migrate: Callable[[str, Pair], Awaitable[MigrationReport]],
-        rule: VictimRule = DEFAULT_RULE,
-        at_once: int = 1,
-    ) -> None:
-        """requests: those here, of the queue so many: `Engine.requests`.
-
-        arrived: when those that were moved here came, by `monotonic`: they stay for a while.
-
-        at_once: requests that move to one destination at once for a pair of `AT_ONCE`.
-        """
-        self._requests = requests
-        self._migrating = migrating
-        self._arrived = arrived
-        self._migrate = migrate
-        self._rule = rule
-        self._at_once = at_once
-        self._pairs: dict[str, Pair] = {}
-        self._spent: dict[str, float] = {}
-        self._listing: RequestsHere | None = None
-        self._changed = asyncio.Event()
+    requests: Callable[[int], Coroutine[Any, Any, list[RequestState]]]
+    """The requests here, with so many of the queue: `Engine.requests`."""
+    migrating: Callable[[], Collection[str]]
+    arrived: Callable[[], Mapping[str, float]]
+    """When those that were moved here came, by `monotonic`: they stay for a while."""
+    migrate: Callable[[str, Pair], Awaitable[MigrationReport]]
+    rule: VictimRule = DEFAULT_RULE
+    at_once: int = 1
+    """Requests that move to one destination at once for a pair of `AT_ONCE`."""
+    _pairs: dict[str, Pair] = field(default_factory=dict, init=False)
+    _spent: dict[str, float] = field(default_factory=dict, init=False)
+    _listing: RequestsHere | None = field(default=None, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def set(self, pairs: Sequence[Pair]) -> None:
         """The scheduler's word; no pairs: stop."""
@@ -92,7 +81,7 @@ class MigrationDriver:
                 await self._changed.wait()
                 self._changed.clear()
                 for destination, pair in self._pairs.items():
-                    most = self._at_once if pair.why in AT_ONCE else 1
+                    most = self.at_once if pair.why in AT_ONCE else 1
                     for _ in range(most - busy[destination]):
                         busy[destination] += 1
                         movers.create_task(move_to(destination), name=f"moves to {destination}")
@@ -105,7 +94,7 @@ class MigrationDriver:
         victim, pair, listing = chosen
         self._spent[destination] += victim.weight_blocks
         listing.tried.add(victim.request_id)
-        report = await self._migrate(victim.request_id, pair)
+        report = await self.migrate(victim.request_id, pair)
         if report.state != "aborted":
             listing.moved = True
             return True
@@ -120,7 +109,7 @@ class MigrationDriver:
         while True:
             listing = self._listing
             if listing is None:
-                listing = RequestsHere(asyncio.create_task(self._requests(MOST_WAITING)))
+                listing = RequestsHere(asyncio.create_task(self.requests(MOST_WAITING)))
                 self._listing = listing
             requests = await listing.requests
             pair = self._pairs.get(destination)
@@ -130,10 +119,10 @@ class MigrationDriver:
                 requests,
                 pair,
                 self._spent[destination],
-                listing.tried.union(self._migrating()),
-                self._arrived(),
+                listing.tried.union(self.migrating()),
+                self.arrived(),
                 monotonic(),
-                self._rule,
+                self.rule,
             )
             if victim is not None:
                 return victim, pair, listing

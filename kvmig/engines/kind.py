@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
+from argparse import ArgumentDefaultsHelpFormatter, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError
+from kvmig.core.flag_parser import FlagParser
 from kvmig.engines.base import ServingEngine
 
 ALLOW_UNTESTED = "KVMIG_ALLOW_UNTESTED_VLLM"
@@ -96,6 +97,18 @@ class EnginePlugin(Protocol):
         to the unit's shares of the device where they can.
         """
         ...
+
+
+def flag_parser(engine: str) -> FlagParser:
+    """The parser of an engine that runs on one device and has no flag for its cache's bytes."""
+    root = FlagParser(
+        prog=f"kvmig.serve --engine {engine}",
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=ArgumentDefaultsHelpFormatter,
+    )
+    root.set_defaults(tensor_parallel_size=1, kv_cache_memory_bytes=None)
+    return root
 
 
 API_KEY_VARIABLE = "VLLM_API_KEY"

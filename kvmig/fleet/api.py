@@ -22,12 +22,13 @@ import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvmig.accounts.keys import KeyGrant, KeyIndex, KeyTerms, ModelQuota, quotas_of
 from kvmig.asgi.problems import as_problem, invalid, problem
+from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.callers import who_calls, who_reads
 from kvmig.fleet.controller import ManagedModel, ModelController
@@ -448,10 +449,8 @@ def started_as(spec: ModelSpec) -> tuple[object, ...]:
 # -- what comes
 
 
-class ApplyBody(BaseModel):
+class ApplyBody(StrictBody):
     """A fleet's file."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     fleet: Any = Field(description="What the file holds.")
     folder: str = Field(default="", description="What relative paths in it mean; empty: nothing.")
@@ -459,19 +458,15 @@ class ApplyBody(BaseModel):
     prune: bool = False
 
 
-class ScaleBody(BaseModel):
+class ScaleBody(StrictBody):
     """How many instances."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     min: int
     max: int
 
 
-class PlacementBody(BaseModel):
+class PlacementBody(StrictBody):
     """Where instances shall be."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     placement: Body = Field(
         description="As the file that `python -m kvmig.placement --out` writes."
@@ -479,44 +474,34 @@ class PlacementBody(BaseModel):
     dry_run: bool = Field(default=False, description="Only plan.")
 
 
-class SwitchBody(BaseModel):
+class SwitchBody(StrictBody):
     """Whether it serves."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     on: bool
 
 
-class UserBody(BaseModel):
+class UserBody(StrictBody):
     """A user."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(min_length=1, max_length=128)
     role: Literal["user", "admin"] = "user"
 
 
-class AliasBody(BaseModel):
+class AliasBody(StrictBody):
     """What an alias stands for."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     targets: dict[str, int] = Field(min_length=1, description="Weights of models.")
 
 
-class ModelQuotaBody(BaseModel):
+class ModelQuotaBody(StrictBody):
     """A quota of one model."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     tokens: int
     period: Literal["day", "month", "total"] = "month"
 
 
-class LimitsBody(BaseModel):
+class LimitsBody(StrictBody):
     """Limits of a key, or of a user."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     rpm: int | None = Field(default=None, description="Requests a minute; null: no limit.")
     tpm: int | None = Field(default=None, description="Tokens a minute; null: no limit.")
@@ -561,18 +546,14 @@ def check_day(field: str, day: str) -> None:
         raise ConfigError(f"{field} is {day!r:.100}, must be a day (UTC) as 2026-11-01")
 
 
-class PruneBody(BaseModel):
+class PruneBody(StrictBody):
     """Which rows of the ledger go."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     before: str = Field(min_length=1, description="A day (UTC); its own calls stay.")
 
 
-class BackupBody(BaseModel):
+class BackupBody(StrictBody):
     """Where the copy goes."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     path: str = Field(min_length=1, max_length=4096)
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import httpx
@@ -29,43 +30,35 @@ CACHE_S = 1.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class FleetMetrics:
     """Make it inside a running event loop."""
 
-    def __init__(
-        self,
-        models: ModelController,
-        proxies: Callable[[], Iterable[str]],
-        usage: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]],
-        clock: Clock = monotonic,
-        set_aside: Callable[[], Mapping[str, int]] = dict,
-        free: Callable[[], Mapping[str, int]] = dict,
-    ) -> None:
-        """proxies: what each has told last. usage: sums by model.
-
-        set_aside: how much could not be read, by kind. free: bytes of disks, by what is on them.
-        """
-        self._models = models
-        self._proxies = proxies
-        self._usage = usage
-        self._set_aside = set_aside
-        self._free = free
-        self._clock = clock
-        self._missed: Counter[str] = Counter()
-        self._lock = asyncio.Lock()
-        self._text = b""
-        self._made_at = -CACHE_S
+    models: ModelController
+    proxies: Callable[[], Iterable[str]]
+    """What each has reported last."""
+    usage: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+    """Sums by model."""
+    clock: Clock = monotonic
+    set_aside: Callable[[], Mapping[str, int]] = dict
+    """How many records could not be read, by kind."""
+    free: Callable[[], Mapping[str, int]] = dict
+    """Bytes free on disks, by what is on them."""
+    _missed: Counter[str] = field(default_factory=Counter, init=False)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _text: bytes = field(default=b"", init=False)
+    _made_at: float = field(default=-CACHE_S, init=False)
 
     async def text(self) -> bytes:
         """The text for Prometheus; calls at the same time get the same text."""
         async with self._lock:
-            if self._clock() - self._made_at >= CACHE_S:
+            if self.clock() - self._made_at >= CACHE_S:
                 self._text = await self._make()
-                self._made_at = self._clock()
+                self._made_at = self.clock()
             return self._text
 
     async def _make(self) -> bytes:
-        every, usage = self._models.every(), await self._used()
+        every, usage = self.models.every(), await self._used()
         sockets = {
             one.wanted.name: one.note.socket
             for one in every
@@ -74,14 +67,14 @@ class FleetMetrics:
         texts = await asyncio.gather(*(self._scrape(*one) for one in sockets.items()))
         parts: list[Part] = [
             *(({"model": name}, text) for name, text in zip(sockets, texts, strict=True)),
-            *(({}, text) for text in self._proxies()),
+            *(({}, text) for text in self.proxies()),
         ]
         own = [
             *of_models(every),
             *of_usage(usage),
             self._misses(),
-            of_set_aside(self._set_aside()),
-            of_disks(self._free()),
+            of_set_aside(self.set_aside()),
+            of_disks(self.free()),
         ]
         return await asyncio.to_thread(lambda: merged([own, *map(parsed, parts)]))
 
@@ -102,7 +95,7 @@ class FleetMetrics:
 
     async def _used(self) -> Sequence[Mapping[str, Any]]:
         try:
-            return await self._usage()
+            return await self.usage()
         except StoreError as error:
             log.warning("metrics of usage are left out: %s", error)
             return ()

@@ -8,12 +8,13 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from kvmig.asgi.access import Rule
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.asgi.problems import PROBLEMS, ErrorBody, Responses, guarded
+from kvmig.asgi.strict_body import StrictBody
 from kvmig.controlplane.messages import AddInstances, DrainInstance, RestartInstances, StopDrain
 from kvmig.core.api_records import InstanceRow, Listing, ModelBody, ReachBody
 from kvmig.frontend.launcher_link import LauncherLink
@@ -223,10 +224,8 @@ def whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-class MigrationBody(BaseModel):
+class MigrationBody(StrictBody):
     """Move this request there."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     request_id: str = Field(
         min_length=1,
@@ -241,10 +240,8 @@ class MigrationBody(BaseModel):
     )
 
 
-class ChangeBody(BaseModel):
+class ChangeBody(StrictBody):
     """Change an instance while it serves."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     guarantee_bytes: Annotated[int, BeforeValidator(whole)] = Field(
         ge=0,
@@ -254,10 +251,8 @@ class ChangeBody(BaseModel):
     )
 
 
-class AddBody(BaseModel):
+class AddBody(StrictBody):
     """Start so many instances more."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     count: Annotated[int, BeforeValidator(whole)] = Field(default=1, ge=1, le=MOST)
     flags: str = Field(default="", description="vLLM's flags that only these get.")
@@ -278,10 +273,8 @@ class AddBody(BaseModel):
     )
 
 
-class DrainBody(BaseModel):
+class DrainBody(StrictBody):
     """Let an instance's requests go elsewhere."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     deadline_s: float | None = Field(
         default=None,
@@ -293,10 +286,8 @@ class DrainBody(BaseModel):
     )
 
 
-class RestartBody(BaseModel):
+class RestartBody(StrictBody):
     """Start instances again, one after the other."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     instances: list[str] = Field(
         default=[], max_length=MOST, description="Their ids; none: all that serve."

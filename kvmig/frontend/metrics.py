@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import (
     CollectorRegistry,
@@ -280,6 +281,7 @@ LORA = "vllm:lora_requests_info"
 """vLLM's gauge whose value is the time and whose labels are the adapters in use then."""
 
 
+@dataclass(eq=False)
 class _Labelled(Collector):
     """All of `source`, with `instance` beside vLLM's label `engine`.
 
@@ -288,20 +290,14 @@ class _Labelled(Collector):
     keep its last ones for ever, so that what instances report is asked.
     """
 
-    def __init__(
-        self,
-        source: CollectorRegistry,
-        instances: Callable[[], Mapping[int, str]],
-        rows: Callable[[], Iterable[InstanceRow]],
-    ) -> None:
-        self._source = source
-        self._instances = instances
-        self._rows = rows
+    source: CollectorRegistry
+    instances: Callable[[], Mapping[int, str]]
+    rows: Callable[[], Iterable[InstanceRow]]
 
     def collect(self) -> Iterable[Metric]:
-        names = {str(index): name for index, name in self._instances().items()}
-        rows = {row.id: row for row in self._rows()}
-        for metric in self._source.collect():
+        names = {str(index): name for index, name in self.instances().items()}
+        rows = {row.id: row for row in self.rows()}
+        for metric in self.source.collect():
             if metric.name.startswith("vllm:"):
                 if metric.type == "gauge":
                     _forget_what_was(metric, names, rows)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvmig.asgi.errors import InstanceLost
@@ -34,33 +35,27 @@ Owner = Literal["source", "destination", "nobody"]
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class RequestOwnership:
     """Keeps every request of the table on one instance, or waits for one, or ends it."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        instances: InstancePort,
-        fail: Callable[[Sequence[str], str, Failure], None],
-        observer: RouterObserver,
-        clock: Callable[[], float],
-        config: FaultConfig,
-        inexact: bool = False,
-    ) -> None:
-        """fail: `Streams.fail`. inexact: drains may cross numerics classes (`SchedulerConfig`)."""
-        self._table = table
-        self._instances = instances
-        self._fail = fail
-        self._observer = observer
-        self._clock = clock
-        self._config = config
-        self._inexact = inexact
-        self.missing: dict[str, str] = {}
-        """Instance -> what ails it, or lost; as last looked at."""
-        self._unplaced: dict[str, tuple[LiveRequest, str]] = {}
-        """Requests without an instance, and why, by id."""
-        self._discarded: OrderedDict[tuple[str, str, int], None] = OrderedDict()
-        """Unknown outputs that were answered: instance, run id, epoch."""
+    table: RequestTable
+    instances: InstancePort
+    fail: Callable[[Sequence[str], str, Failure], None]
+    """`RequestStreams.fail`."""
+    observer: RouterObserver
+    clock: Callable[[], float]
+    config: FaultConfig
+    inexact: bool = False
+    """Whether drains may cross numerics classes (`SchedulerConfig`)."""
+    missing: dict[str, str] = field(default_factory=dict, init=False)
+    """Instance -> what ails it, or lost; as last looked at."""
+    _unplaced: dict[str, tuple[LiveRequest, str]] = field(default_factory=dict, init=False)
+    """Requests without an instance, and why, by id."""
+    _discarded: OrderedDict[tuple[str, str, int], None] = field(
+        default_factory=OrderedDict, init=False
+    )
+    """Unknown outputs that were answered: instance, run id, epoch."""
 
     # -- what outputs lead to
 
@@ -72,7 +67,7 @@ class RequestOwnership:
                     request.splicer.mark_discarded(action)
             case OwnerSwitched(_, _, epoch, gap_s):
                 request.note_switch(epoch)
-                self._observer.switched(gap_s)
+                self.observer.switched(gap_s)
             case StreamGap(reason):
                 self.run_again([request], reason)
 
@@ -106,7 +101,7 @@ class RequestOwnership:
         The source has suspended the request and its Commit got no answer. On the wire, `nobody` is
         `Resolved.moved` like `destination`: either way the source shall free its copy.
         """
-        request = self._table.runs.get(question.request_id)
+        request = self.table.runs.get(question.request_id)
         if request is None:  # ended, or runs again elsewhere
             self._discard(question)
             return "nobody"
@@ -119,7 +114,7 @@ class RequestOwnership:
 
         Without its word the epoch is fenced: no token of it ever reaches the client.
         """
-        request = self._table.runs.get(question.request_id)
+        request = self.table.runs.get(question.request_id)
         if request is None:
             self._discard(question)
             return "nobody"
@@ -149,7 +144,7 @@ class RequestOwnership:
             self._miss(instance, "lost")
         self.missing.pop(instance, None)
         self._leave(self._running(instance), instance, reason)
-        for request in self._table:
+        for request in self.table:
             if crashed:
                 request.crashes.confirmed(instance)
             else:
@@ -163,13 +158,13 @@ class RequestOwnership:
         a request that could go on nowhere else. ends: such a request goes on in another numerics
         class, and ends where nobody else has its weights.
         """
-        if not self._instances.others_serve(instance):
+        if not self.instances.others_serve(instance):
             return
         for request in self._running(instance):
             begun = request.begun
-            if self._inexact or ends:
+            if self.inexact or ends:
                 begun = begun._replace(numerics="")
-            if self._instances.others_serve(instance, begun):
+            if self.instances.others_serve(instance, begun):
                 self._displace(request, f"instance {instance} drains")
             elif ends:
                 late = f"instance {instance} had to be empty by now (deadline_s)"
@@ -179,10 +174,10 @@ class RequestOwnership:
 
     def tick(self) -> None:
         """Look for instances that ail or are well again, and for places."""
-        ailing = self._instances.unhealthy_instances()
-        for instance in [one for one in self.missing if self._instances.is_healthy(one)]:
+        ailing = self.instances.unhealthy_instances()
+        for instance in [one for one in self.missing if self.instances.is_healthy(one)]:
             log.warning("instance %s is back, it was %s", instance, self.missing.pop(instance))
-            for request in self._table:
+            for request in self.table:
                 request.crashes.returned(instance)
                 request.reconnected.add(instance)
         for instance, ailment in ailing.items():
@@ -194,16 +189,16 @@ class RequestOwnership:
         self.place()
 
     def _running(self, instance: str) -> list[LiveRequest]:
-        return [request for request in self._table if request.instance == instance]
+        return [request for request in self.table if request.instance == instance]
 
     def _miss(self, instance: str, ailment: str) -> None:
         if instance not in self.missing:
             log.warning("instance %s is %s", instance, ailment)
-            self._observer.missing(instance, ailment)
+            self.observer.missing(instance, ailment)
         self.missing[instance] = ailment
 
     def _leave(self, requests: Sequence[LiveRequest], instance: str, reason: str) -> None:
-        now = self._clock()
+        now = self.clock()
         for request in requests:
             request.crashes.missed(instance, now, request.run)
             self._displace(request, reason)
@@ -212,7 +207,7 @@ class RequestOwnership:
         """A step has been running for `step_timeout_s`, as far as the instance can measure it: who
         came during it isn't to blame.
         """
-        began = self._clock() - self._config.step_timeout_s / 2
+        began = self.clock() - self.config.step_timeout_s / 2
         for request in self._running(instance):
             request.crashes.hung(instance, request.run, blamed=request.placed <= began)
 
@@ -220,18 +215,18 @@ class RequestOwnership:
         """The instance may come back: requests that had better wait for its fate stay there, and
         all do that have nowhere to go.
         """
-        now, fit = self._clock(), self._instances.any_healthy()
+        now, fit = self.clock(), self.instances.any_healthy()
         for request in self._running(instance):
             if fit:
                 request.crashes.missed(instance, now, request.run)
-            verdict = request.crashes.decide(now, self._config.max_crashes)
+            verdict = request.crashes.decide(now, self.config.max_crashes)
             if verdict == "poison" or (fit and verdict == "run"):
                 self._displace(request, reason)
 
     def _leave_lost(self) -> None:
         """An instance may be lost before it is known that a request has moved there."""
-        alive, now = {None, *self._instances.alive}, self._clock()
-        for request in self._table:
+        alive, now = {None, *self.instances.alive}, self.clock()
+        for request in self.table:
             if (instance := request.instance) not in alive and instance is not None:
                 if instance in self.missing:
                     request.crashes.missed(instance, now, request.run)
@@ -251,24 +246,24 @@ class RequestOwnership:
 
     def _displace(self, request: LiveRequest, reason: str) -> None:
         self.abort([request])
-        self._table.next_run(request, self._clock())
+        self.table.next_run(request, self.clock())
         request.splicer.restart(request.owner)
         self._unplaced[request.request_id] = request, reason
 
     def place(self) -> None:
         """Run those that have no instance, as far as there is one: in dispatch's order."""
-        now = self._clock()
+        now = self.clock()
         waiting = sorted(self._unplaced.values(), key=lambda one: (one[0].priority, one[0].arrived))
         for request, reason in waiting:
-            ended = self._table.live.get(request.request_id) is not request
+            ended = self.table.live.get(request.request_id) is not request
             if ended or self._settle(request, reason, now):
                 del self._unplaced[request.request_id]
 
     def _settle(self, request: LiveRequest, reason: str, now: float) -> bool:
         """Whether the request needs no place any more: it runs, or it has failed."""
-        verdict = request.crashes.decide(now, self._config.max_crashes)
+        verdict = request.crashes.decide(now, self.config.max_crashes)
         if verdict == "poison":
-            self._observer.poisoned()
+            self.observer.poisoned()
             told = f"{request.crashes.sentence()}: it isn't run again"
             self.give_up([request], told, "final")
             return True
@@ -278,7 +273,7 @@ class RequestOwnership:
             self._run(request)
         except NoInstance:
             waited = now - (request.unplaced_since or now)
-            if waited <= self._config.failover_timeout_s:
+            if waited <= self.config.failover_timeout_s:
                 return False
             other = "other one"
             if request.begun.weights:
@@ -289,7 +284,7 @@ class RequestOwnership:
     def _run(self, request: LiveRequest) -> None:
         known = request.output_token_ids
         tokens = request.prompt_tokens + len(known)
-        instance = self._instances.dispatch(
+        instance = self.instances.dispatch(
             tokens,
             request.priority,
             Submit(request.run_id, tuple(known)),
@@ -297,9 +292,9 @@ class RequestOwnership:
             fit=True,
             begun=request.begun,
         )
-        request.unplaced_since, request.placed = None, self._clock()
+        request.unplaced_since, request.placed = None, self.clock()
         request.splicer.restart(instance)
-        self._observer.ran_again(tokens)
+        self.observer.ran_again(tokens)
         log.warning(
             "request %s runs again on %s from token %d", request.run_id, instance, len(known)
         )
@@ -313,9 +308,9 @@ class RequestOwnership:
         if not requests:
             return
         for request in requests:
-            self._table.remove(request.request_id, failed=True)
+            self.table.remove(request.request_id, failed=True)
         self.abort(requests)
-        self._fail([request.request_id for request in requests], reason, kind)
+        self.fail([request.request_id for request in requests], reason, kind)
 
     def abort(self, requests: Iterable[LiveRequest]) -> None:
         """End the present run of each, wherever it may be."""
@@ -332,7 +327,7 @@ class RequestOwnership:
         Whether it could be sent.
         """
         try:
-            self._instances.send(instance, message)
+            self.instances.send(instance, message)
         except InstanceLost:
             return False
         return True

@@ -59,30 +59,21 @@ class _Spread:
     timer: asyncio.TimerHandle | None = None
 
 
+@dataclass(eq=False)
 class RequestStreams:
     """All streams of one front end."""
 
-    def __init__(
-        self,
-        table: RequestTable,
-        sink: OutputSink,
-        decode: OutputDecoder,
-        instances: InstancePort,
-        observer: RouterObserver,
-        clock: Clock,
-        quotas: QuotaClient | None = None,
-    ) -> None:
-        """quotas: pays for tokens of requests with an allowance."""
-        self._quotas = quotas
-        self._table = table
-        self._sink = sink
-        self._decode = decode
-        self._instances = instances
-        self._observer = observer
-        self._clock = clock
-        self._spreads: dict[str, _Spread] = {}
-        self.too_large: set[HttpCall] = set()
-        """Calls of whose answers more is kept than may be: they are to end."""
+    table: RequestTable
+    sink: OutputSink
+    decode: OutputDecoder
+    instances: InstancePort
+    observer: RouterObserver
+    clock: Clock
+    quotas: QuotaClient | None = None
+    """Pays for tokens of requests with an allowance."""
+    _spreads: dict[str, _Spread] = field(default_factory=dict, init=False)
+    too_large: set[HttpCall] = field(default_factory=set, init=False)
+    """Calls of whose answers more is kept than may be: they are to end."""
 
     def deliver_outputs(
         self, instance: str, outputs: Outputs, payload: Sequence[memoryview]
@@ -94,13 +85,13 @@ class RequestStreams:
         """
         if not payload:
             raise PeerError(f"{instance} sent outputs without items", "unusable")
-        now = self._clock()
-        batch = self._decode(payload)
+        now = self.clock()
+        batch = self.decode(payload)
         if len(batch.items) != len(outputs.spans):
             raise PeerError(
                 f"{instance} sent {len(outputs.spans)} spans for {len(batch.items)} items"
             )
-        runs = self._table.runs
+        runs = self.table.runs
         others: list[tuple[Span, OutputItem]] = []
         ended: list[LiveRequest] = []
         held: set[int] = set()
@@ -126,8 +117,8 @@ class RequestStreams:
         if others or held:
             apart = held.union(id(item) for _, item in others)
             items = [item for item in items if id(item) not in apart]
-        index = self._instances.index(instance)
-        self._sink.deliver(index, self.due(index, items), batch.meta)
+        index = self.instances.index(instance)
+        self.sink.deliver(index, self.due(index, items), batch.meta)
         return others
 
     def _pays(
@@ -136,27 +127,27 @@ class RequestStreams:
         """Whether the output is paid for, or costs nothing; else it waits for the next grant."""
         if request is None or (allowance := request.allowance) is None:
             return True
-        assert self._quotas is not None
+        assert self.quotas is not None
         tokens = len(item.new_token_ids)
         paid = allowance.admits(tokens)
         if not paid:
             allowance.hold(tokens, (instance, span, item))
         if allowance.low or not paid:
-            self._quotas.want_more(allowance)
+            self.quotas.want_more(allowance)
         return paid
 
     def splice(
         self, request: LiveRequest, instance: str, span: Span, item: OutputItem
     ) -> list[Action]:
         """Deliver what follows from an output that didn't just come next; what else to do."""
-        now = self._clock()
+        now = self.clock()
         fed = request.splicer.feed(instance, span, item, now)
         for owner, pairs in itertools.groupby(fed.deliver, key=lambda pair: pair[0]):
             items = [one for _, one in pairs]
             for one in items:
                 self._keep(request, one, owner, now)
-            index = self._instances.index(owner)
-            self._sink.deliver(index, self.due(index, items), None)
+            index = self.instances.index(owner)
+            self.sink.deliver(index, self.due(index, items), None)
         if fed.deliver and fed.deliver[-1][1].finished:
             self.end(request)
         return fed.actions
@@ -173,17 +164,17 @@ class RequestStreams:
             item.request_id = request.request_id
         if request.first_at is None and request.splicer.next:
             request.first_at = now
-            request.begun = self._instances.arithmetic(instance)
+            request.begun = self.instances.arithmetic(instance)
             if request.call is not None:
                 request.call.began(request.request_id)
-            self._observer.began(request.priority, now - request.arrived)
+            self.observer.began(request.priority, now - request.arrived)
 
     def end(self, request: LiveRequest) -> None:
         """The client has all that it wanted."""
-        self._table.remove(request.request_id)
+        self.table.remove(request.request_id)
         splicer = request.splicer
         if request.first_at is not None and splicer.last_at is not None:
-            self._observer.ended(
+            self.observer.ended(
                 request.priority,
                 splicer.last_at - request.arrived,
                 splicer.last_at - request.first_at,
@@ -196,13 +187,13 @@ class RequestStreams:
             self.end_spread(request.request_id)
             self.end(request)
         if requests:
-            self._sink.finish([one.request_id for one in requests])
+            self.sink.finish([one.request_id for one in requests])
 
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         """Fail requests, see `OutputSink.fail`; tokens that are held come first."""
         for request_id in request_ids:
             self.end_spread(request_id)
-        self._sink.fail(request_ids, reason, kind)
+        self.sink.fail(request_ids, reason, kind)
 
     def close(self) -> None:
         """Drop all held tokens."""
@@ -236,7 +227,7 @@ class RequestStreams:
         if spread.timer is not None:
             spread.timer.cancel()
         if spread.held:
-            self._sink.deliver(spread.index, [item for _, item in spread.held], None)
+            self.sink.deliver(spread.index, [item for _, item in spread.held], None)
 
     def due(self, index: int, items: Sequence[OutputItem]) -> Sequence[OutputItem]:
         """The items that go on at once; the others are kept for later."""
@@ -255,7 +246,7 @@ class RequestStreams:
             return False
         spread.number += 1
         delay_s = spread.ramp.delay_s(spread.number)
-        spread.held.append((self._clock() + delay_s, item))
+        spread.held.append((self.clock() + delay_s, item))
         if spread.timer is None:
             self._wait(request_id, spread, delay_s)
         return True
@@ -268,7 +259,7 @@ class RequestStreams:
         spread = self._spreads[request_id]
         spread.timer = None
         _, item = spread.held.popleft()
-        self._sink.deliver(spread.index, [item], None)
+        self.sink.deliver(spread.index, [item], None)
         if spread.held:
             due, _ = spread.held[0]
-            self._wait(request_id, spread, max(0.0, due - self._clock()))
+            self._wait(request_id, spread, max(0.0, due - self.clock()))

@@ -13,9 +13,8 @@ from typing import Any
 
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError
-from kvmig.core.flag_parser import FlagParser
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.kind import api_keys
+from kvmig.engines.kind import api_keys, flag_parser
 from kvmig.engines.toy.core import VOCABULARY
 from kvmig.engines.toy.engine import STEP_MS, ToyEngine
 from kvmig.engines.toy.script import ScriptFile
@@ -25,13 +24,7 @@ WAIT_S = 0.05
 
 def parser() -> argparse.ArgumentParser:
     """MODEL, which may be any word, and flags."""
-    root = FlagParser(
-        prog="kvmig.serve --engine toy",
-        allow_abbrev=False,
-        add_help=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    root.set_defaults(tensor_parallel_size=1, kv_cache_memory_bytes=None)
+    root = flag_parser("toy")
     root.add_argument("model", metavar="MODEL", help="its name")
     root.add_argument("--host", help="address to listen on")
     root.add_argument("--port", type=int, default=8000, help="port to listen on")

@@ -11,9 +11,8 @@ from typing import Any
 
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
-from kvmig.core.flag_parser import FlagParser
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.kind import api_keys, check_model, set_offline
+from kvmig.engines.kind import api_keys, check_model, flag_parser, set_offline
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.config import EngineConfig
 from kvmig.engines.transformers.config import parse as parse_config
@@ -107,13 +106,7 @@ SERVED_BLOCKS = 2048
 def parser() -> argparse.ArgumentParser:
     """MODEL and flags, in groups."""
     usual = EngineConfig(num_blocks=SERVED_BLOCKS)
-    root = FlagParser(
-        prog="kvmig.serve --engine transformers",
-        allow_abbrev=False,
-        add_help=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    root.set_defaults(tensor_parallel_size=1, kv_cache_memory_bytes=None)
+    root = flag_parser("transformers")
     root.add_argument("model", metavar="MODEL", nargs="?", help="folder of a checkpoint")
     http = root.add_argument_group("HTTP")
     http.add_argument("--host", help="address to listen on")
