@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
-from kvmig.controlplane.messages import ClusterMember, ClusterMessage, Members, MessagesRefused
+from kvmig.controlplane.messages import (
+    ClusterMember,
+    ClusterMessage,
+    Members,
+    MessagesRefused,
+    Scale,
+)
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
 from kvmig.launcher import scheduler
 from kvmig.launcher.scheduler import SchedulerKeeper
+from kvmig.process import kept_child
 from kvmig.process.supervisor import ChildProcess
 from kvmig.rpc.codec import RefusalCounter
 from kvmig.rpc.zmq_sockets import RpcServer
@@ -50,7 +57,7 @@ class FakeChild:
         await asyncio.Event().wait()
         return ""
 
-    async def stop(self) -> None:
+    async def stop(self, timeout_s: float) -> None:
         self.stopped = True
         self.server.close()
 
@@ -125,7 +132,7 @@ async def test_a_scheduler_that_hangs_gives_way_to_another(monkeypatch: pytest.M
         return children[-1]
 
     monkeypatch.setattr(ChildProcess, "start", start)
-    monkeypatch.setattr(scheduler, "HEARTBEAT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(kept_child, "HEARTBEAT_TIMEOUT_S", 0.2)
     keeper = SchedulerKeeper(ClusterConfig(), SECRET, FakeCluster())  # type: ignore[arg-type]
     keeping = asyncio.create_task(keeper.run())
     async with asyncio.timeout(20):
@@ -133,3 +140,29 @@ async def test_a_scheduler_that_hangs_gives_way_to_another(monkeypatch: pytest.M
     assert children[0].stopped
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_decision_that_the_launcher_fails_at_does_not_end_its_keeping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    children: list[FakeChild] = []
+
+    async def start(*_: object) -> FakeChild:
+        children.append(FakeChild())
+        return children[-1]
+
+    class FailingCluster(FakeCluster):
+        def scale(self, order: Scale) -> None:
+            raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(ChildProcess, "start", start)
+    keeper = SchedulerKeeper(ClusterConfig(), SECRET, FailingCluster())  # type: ignore[arg-type]
+    keeping = asyncio.create_task(keeper.run())
+    async with asyncio.timeout(20):
+        await until(lambda: children)
+        await children[0].told()
+        children[0].server.send(b"launcher", Scale(add=1))
+        await until(lambda: len(children) == 2)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert all(one.stopped for one in children)

@@ -220,7 +220,11 @@ def left(database: FleetDatabase, keys: Iterable[KeyGrant], now: float) -> dict[
 
 
 class QuotaSocket:
-    """Where front ends ask. `open` it inside a running event loop, then `close` it."""
+    """Where front ends ask. `open` it inside a running event loop, then `close` it.
+
+    Its messages are lines of JSON, and not framed as in `rpc.unix_stream`: front ends outlive the
+    server, so that the next version's server must read what those of this one send.
+    """
 
     def __init__(
         self,

@@ -70,7 +70,12 @@ class InstanceOwner(Protocol):
 
 
 class ManagedInstance:
-    """One instance, restarted whenever it dies, until `close` or until it is given up."""
+    """One instance, restarted whenever it dies, until `close` or until it is given up.
+
+    It isn't a `KeptChild`: an instance may be on another host, is given up after a failed first
+    start or too many deaths, starts again as another engine and falls back, and reports its load in
+    place of heartbeats. Both count deaths and pause by the same rules (`process.supervisor`).
+    """
 
     def __init__(
         self, launch: LlumletLaunch, workers: int, launcher: LlumletLauncher, cluster: InstanceOwner

@@ -21,19 +21,11 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
 from kvmig.core.config import ClusterConfig
-from kvmig.core.errors import KvmigError, PeerError, StartupError, TransportError
+from kvmig.core.errors import PeerError, TransportError
 from kvmig.process.child import say, send_heartbeats
 from kvmig.process.child_main import run_child
-from kvmig.process.supervisor import (
-    HEARTBEAT_TIMEOUT_S,
-    ChildProcess,
-    HeartbeatPipe,
-    deaths_in_a_row,
-    first_of,
-    hangs,
-    restart_pause,
-    running,
-)
+from kvmig.process.kept_child import KeptChild
+from kvmig.process.supervisor import STOP_S, ChildProcess, running
 from kvmig.rpc.zmq_sockets import RpcClient
 
 if TYPE_CHECKING:
@@ -59,58 +51,39 @@ class SchedulerKeeper:
     async def run(self) -> None:
         """Start the scheduler again whenever it dies, and do what it decides."""
         self._cluster.on_change.append(self._tell)
-        deaths = 0
-        while True:
-            began = asyncio.get_running_loop().time()
-            try:
-                await self._live()
-            except KvmigError as error:
-                log.warning("scheduler: %s; serving goes on without migrations", error)
-            except Exception:
-                log.exception("scheduler: serving goes on without migrations")
-            deaths = deaths_in_a_row(deaths, asyncio.get_running_loop().time() - began)
-            await asyncio.sleep(restart_pause(deaths))
-
-    async def _live(self) -> None:
-        """Run the scheduler until its death. Raises StartupError or TransportError with its end."""
-        heartbeats = HeartbeatPipe()
+        kept = KeptChild(
+            "the scheduler",
+            self._begin,
+            SCHEDULER_TIMEOUT_S,
+            follow=self._follow,
+            again="serving goes on without migrations until it starts again",
+        )
         try:
-            await self._live_with(heartbeats)
+            await kept.keep()
         finally:
-            heartbeats.close()
+            await kept.stop(STOP_S)
 
-    async def _live_with(self, heartbeats: HeartbeatPipe) -> None:
-        launch = SchedulerLaunch(self._secret, self._config, heartbeats.descriptor)
+    async def _begin(self, heartbeat: int) -> ChildProcess:
+        """Start a scheduler's process. Raises StartupError."""
+        launch = SchedulerLaunch(self._secret, self._config, heartbeat)
         title = f"of {self._cluster.whose}" if self._cluster.whose else ""
-        spawn = running("kvmig.launcher.scheduler", os.environ, [heartbeats.descriptor], title)
-        child = await ChildProcess.start("scheduler", spawn, launch)
-        hearing: asyncio.Task[str] | None = None
-        try:
-            endpoint = await child.ready(SCHEDULER_TIMEOUT_S)
-            self._link = RpcClient(
-                endpoint,
-                self._secret,
-                "launcher",
-                "launcher",
-                ClusterMessage,
-                refusals=self._cluster.refusals,
-            )
-            hearing = asyncio.create_task(self._hear(self._link), name="scheduler's decisions")
-            self._tell(self._cluster.members())
-            # One that lives without a connection knows no new instance: rather another one.
-            raise StartupError(await first_of(_ended(child), hearing, _hangs(heartbeats)))
-        finally:
-            if hearing is not None:
-                hearing.cancel()
-                await asyncio.gather(hearing, return_exceptions=True)
-            if self._link is not None:
-                self._link.close()
-                self._link = None
-            self._cluster.scheduler_refusals = {}
-            await child.stop()
+        spawn = running("kvmig.launcher.scheduler", os.environ, [heartbeat], title)
+        return await ChildProcess.start("scheduler", spawn, launch)
 
-    async def _hear(self, link: RpcClient) -> str:
-        """Do what it decides; how the connection ended."""
+    async def _follow(self, endpoint: str) -> str:
+        """Do what the scheduler decides; how its connection ended.
+
+        A scheduler that lives without a connection knows no new instance: another one is better.
+        """
+        link = self._link = RpcClient(
+            endpoint,
+            self._secret,
+            "launcher",
+            "launcher",
+            ClusterMessage,
+            refusals=self._cluster.refusals,
+        )
+        self._tell(self._cluster.members())
         try:
             async for message, _ in link.messages("the scheduler"):
                 match message:
@@ -121,6 +94,10 @@ class SchedulerKeeper:
         except TransportError as error:
             await asyncio.sleep(GRACE_S)
             return str(error)
+        finally:
+            link.close()
+            self._link = None
+            self._cluster.scheduler_refusals = {}
         raise AssertionError("a connection ends with an error")
 
     def _tell(self, members: Sequence[ClusterMember]) -> None:
@@ -130,14 +107,6 @@ class SchedulerKeeper:
             self._link.send(Members([one for one in members if one.state != "failed"]))
         except (TransportError, PeerError) as error:
             log.warning("the scheduler did not hear of the instances: %s", error)
-
-
-async def _ended(child: ChildProcess) -> str:
-    return f"it ended ({await child.ended()})"
-
-
-async def _hangs(heartbeats: HeartbeatPipe) -> str:
-    return f"it hangs ({await hangs(heartbeats, HEARTBEAT_TIMEOUT_S, from_first=True)})"
 
 
 async def run(launch: SchedulerLaunch, descriptor: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from kvmig.core.errors import ConfigError, StartupError
@@ -17,13 +18,15 @@ from kvmig.process.supervisor import (
     restart_pause,
 )
 
+log = logging.getLogger(__name__)
+
 
 def _ignore(_: ChildProcess) -> None:
     """Do nothing for a child that has ended."""
 
 
 class KeptChild:
-    """`start` it inside a running event loop; `stop` it in any case."""
+    """`start` or `keep` it inside a running event loop; `stop` it in any case."""
 
     def __init__(
         self,
@@ -31,29 +34,33 @@ class KeptChild:
         begin: Callable[[int], Awaitable[ChildProcess]],
         ready_s: float,
         *,
+        follow: Callable[[str], Awaitable[str]] | None = None,
         ended: Callable[[ChildProcess], None] = _ignore,
         unready_s: float = 0.0,
         again: str = "again",
     ) -> None:
         """begin: starts it; takes the descriptor for its heartbeats. ready_s: for it to be ready.
 
+        follow: uses the endpoint of each that is ready, and returns why it is of no use any more.
         ended: is called after the end of each. unready_s: for one that isn't ready in time to end
         by itself. again: printed in the line about its next start.
         """
         self._name = name
         self._begin = begin
         self._ready_s = ready_s
+        self._follow = follow
         self._ended = ended
         self._unready_s = unready_s
         self._again = again
         self._child: ChildProcess | None = None
+        self._endpoint = ""
         self._heartbeats: HeartbeatPipe | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Return once it is ready. Raises StartupError; `stop` it then, too."""
         await self._start()
-        self._keeping = asyncio.create_task(self._keep(), name=f"keep {self._name}")
+        self._keeping = asyncio.create_task(self.keep(), name=f"keep {self._name}")
 
     async def drain(self) -> None:
         """Ask it to end, and wait until it has; it isn't started again."""
@@ -73,7 +80,7 @@ class KeptChild:
     async def _start(self) -> None:
         self._heartbeats = HeartbeatPipe()
         self._child = await self._begin(self._heartbeats.descriptor)
-        await self._child.ready(self._ready_s)
+        self._endpoint = await self._child.ready(self._ready_s)
 
     async def _end(self, timeout_s: float) -> None:
         if self._child is not None:
@@ -84,7 +91,8 @@ class KeptChild:
             self._heartbeats.close()
             self._heartbeats = None
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
+        """Keep it running until cancelled: what goes wrong with one is no end of that."""
         loop = asyncio.get_running_loop()
         deaths, began = 0, loop.time()
         while True:
@@ -92,16 +100,30 @@ class KeptChild:
                 if self._child is None:
                     began = loop.time()
                     await self._start()
-                    say(f"{self._name} is ready")
-                assert self._child is not None
-                assert self._heartbeats is not None
-                hanging = hangs(self._heartbeats, HEARTBEAT_TIMEOUT_S)
-                how = await first_of(self._child.ended(), hanging)
+                    if deaths:
+                        say(f"{self._name} is ready")
+                how = await self._watch()
                 await self._end(0.0)
             except (ConfigError, StartupError) as error:
                 how = str(error)
                 await self._end(self._unready_s)
+            except Exception as error:  # else nobody would start it again
+                log.exception("%s", self._name)
+                how = f"its keeper failed: {error!r}"
+                await self._end(0.0)
             deaths = deaths_in_a_row(deaths, loop.time() - began)
             pause_s = restart_pause(deaths)
             say(f"{self._name} is gone ({how}), {self._again} in {pause_s:g} s")
             await asyncio.sleep(pause_s)
+
+    async def _watch(self) -> str:
+        """Wait until this one dies, hangs or is of no use; returns which of them."""
+        assert self._child is not None
+        assert self._heartbeats is not None
+        waits: list[Awaitable[str]] = [
+            self._child.ended(),
+            hangs(self._heartbeats, HEARTBEAT_TIMEOUT_S),
+        ]
+        if self._follow is not None:
+            waits.append(self._follow(self._endpoint))
+        return await first_of(*waits)
