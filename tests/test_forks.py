@@ -15,7 +15,7 @@ import pytest
 from kvmig.core.errors import StartupError
 from kvmig.launcher.environment import llumlet_environment
 from kvmig.process.child import StartAnnouncement
-from kvmig.process.fork_server import LLUMLET, ForkedProcess, ForkServerPool, opened_gpu
+from kvmig.process.fork_server import LLUMLET, ForkedProcess, ForkServerPool
 from kvmig.process.supervisor import UNSEEN, ChildProcess, ProcessPort
 
 THREADS = 4
@@ -257,12 +257,3 @@ def test_only_what_libraries_read_late_may_differ(forks: ForkServerPool) -> None
     assert forks.suits({**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "3"})
     assert not forks.suits({**ENVIRONMENT, "OMP_NUM_THREADS": "2"})
     assert not forks.suits({**ENVIRONMENT, "LD_PRELOAD": "libtcmalloc.so"})
-
-
-def test_a_process_that_has_called_nvidias_driver_is_not_forked(tmp_path: Path) -> None:
-    """torch.cuda.is_available() calls it, and torch doesn't say so."""
-    for number, file in enumerate(("/dev/null", "/dev/nvidia-gone")):
-        (tmp_path / str(number)).symlink_to(file)
-    assert opened_gpu(tmp_path)
-    (tmp_path / "1").unlink()
-    assert not opened_gpu(tmp_path)

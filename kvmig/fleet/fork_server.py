@@ -15,7 +15,8 @@ from functools import partial
 
 from kvmig.fleet.supervisor import PROXY, SERVER
 from kvmig.process.child import leave, say
-from kvmig.process.fork_server import ForkServerLoaded, make_forkable, send_news, serve
+from kvmig.process.fork_server import ForkServerLoaded, send_news, serve
+from kvmig.process.forkable import make_forkable
 
 USED = (
     SERVER, PROXY, "sqlalchemy.dialects.sqlite.pysqlite", "uvicorn.protocols.http.httptools_impl",

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,8 +36,8 @@ import setproctitle
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import ADMIN_KEY, SECRET
 from kvmig.engines.registry import kind_of, with_tree
-from kvmig.process.child import begin_loading, end_loading, lead_group, leave, quiet, say
-from kvmig.process.loaded_files import note
+from kvmig.process.child import lead_group, leave, say
+from kvmig.process.forkable import make_forkable
 from kvmig.process.sockets import take_long
 from kvmig.process.supervisor import UNSEEN
 from kvmig.rpc.unix_peer import is_own_user
@@ -61,9 +61,6 @@ NO_FILE_S = 0.2
 LLUMLET = "kvmig.launcher.llumlet_main"
 ENGINES = "kvmig.process.fork_server"
 LOADED = "kvmig.process.loaded_files"
-DESCRIPTORS = Path("/proc/self/fd")
-GPUS = "/dev/nvidia"
-"""Files of NVIDIA's driver, opened by cuInit: it fails in a fork of who has called it."""
 TITLE_ROOM = " " * 200
 """The last word of a fork server's command line: the titles of its forks take the line's place."""
 MESSAGE_BYTES = 1 << 20
@@ -529,38 +526,6 @@ def load(engine: str, more: Sequence[str] = ()) -> str:
     kind = kind_of(engine)
     imports = [partial(importlib.import_module, module) for module in (LLUMLET, *more)]
     return make_forkable(kind.prepare, kind.load, *imports)
-
-
-def make_forkable(*loads: Callable[[], object]) -> str:
-    """Load, in this order, as one to be forked; why it can't be, or nothing."""
-    lead_group()
-    quiet("fork server")
-    began_ns = time.time_ns()
-    begin_loading()
-    for one in loads:
-        one()
-    end_loading()
-    note(began_ns)
-    return unsafe()
-
-
-def unsafe() -> str:
-    """Say why this process can't be forked any more; nothing if it can."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        return f"loading has started {threads - 1} threads"
-    if opened_gpu():
-        return "loading has opened NVIDIA's driver"
-    return ""
-
-
-def opened_gpu(descriptors: Path = DESCRIPTORS) -> bool:
-    """Whether this process has a file of NVIDIA's driver open."""
-    for one in descriptors.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the folder's own, gone by now
-            if str(one.readlink()).startswith(GPUS):
-                return True
-    return False
 
 
 class ForkListener(msgspec.Struct):

@@ -31,6 +31,9 @@ def set_environment() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # A library of quantized kernels compiles in the background as soon as it is imported, with a
+    # thread that waits for each compiler; now it does so when a model needs it.
+    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     os.environ.setdefault("VLLM_MAX_IMAGE_PIXELS", str(IMAGE_PIXELS))
     os.environ.setdefault("VLLM_MAX_AUDIO_DECODE_BYTES", str(AUDIO_BYTES))
     os.environ.setdefault("VLLM_MAX_EMBED_DECODE_BYTES", str(EMBEDDING_BYTES))

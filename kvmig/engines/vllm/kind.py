@@ -63,6 +63,8 @@ class VllmKind:
 
             if current_platform.is_cpu():
                 load_for_cpu()
+            elif current_platform.is_cuda():
+                importlib.import_module("vllm.v1.worker.gpu_worker")
         check_names()
 
     def parse(self, argv: list[str]) -> Namespace:
