@@ -274,6 +274,28 @@ def _answers(model: str) -> Iterator[Kind]:
         100_000, 90,
     )  # fmt: skip
     yield (
+        "echo of a stream", COMPLETIONS,
+        ids('"max_tokens": 1, "echo": true, "logprobs": 20, "stream": true,'), 0, 1500,
+    )  # fmt: skip
+    yield (
+        "logprobs of a batch", "/v1/chat/completions/batch",
+        number(f'{named}"messages": {json.dumps([[ASKS]] * 16)}, "logprobs": true,'
+               ' "top_logprobs": 20, "max_tokens": '), 100_000, 90,
+    )  # fmt: skip
+    response = f'{named}"input": "a", "include": ["message.output_text.logprobs"], '
+    for stream in ("", ' "stream": true,'):
+        yield (
+            f"logprobs of a response{' as a stream' if stream else ''}", RESPONSES,
+            number(f'{response}"top_logprobs": 20,{stream} "max_output_tokens": '), 100_000, 1500,
+        )  # fmt: skip
+    yield (
+        "logprobs of token ids", "/inference/v1/generate",
+        lambda count: (
+            f'{named}"token_ids": [1, 2], "sampling_params": {{"temperature": 1.0,'
+            f' "logprobs": 20, "n": 16, "max_tokens": {count}}}}}'
+        ).encode(), 100_000, 90,
+    )  # fmt: skip
+    yield (
         "logprob_token_ids", COMPLETIONS,
         lambda count: _numbered(
             completion + '"max_tokens": 90, "logprob_token_ids": [', "#", count, "]}"

@@ -48,6 +48,7 @@ from kvmig.engines.vllm import flags
 from kvmig.frontend.middleware import HttpState
 from kvmig.frontend.openai.vllm.server import VllmServer
 from kvmig.frontend.router import Router
+from kvmig.frontend.server import leave_what_stays
 
 MODEL = "m"
 HOLD_MS = 20.0
@@ -211,6 +212,7 @@ async def measure(
     state = HttpState(HttpConfig(), access([], "", "127.0.0.1"), (NORMAL,), CollectorRegistry())
     state.learn(server.reach())
     app.state.kvmig = state
+    leave_what_stays()
     transport = httpx.ASGITransport(app=cast("Any", app), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         bench = Bench(client)

@@ -33,6 +33,13 @@ GRACE_S = 2.0
 """Time for connections to close once no request runs any more."""
 
 
+def leave_what_stays() -> None:
+    """Let Python's garbage collector walk only what comes from now on, and rarely."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT)
+
+
 class FrontEnd:
     """One front end, made inside a running event loop: `start`, maybe `drain`, then `close`."""
 
@@ -131,9 +138,7 @@ class FrontEnd:
         app = await self._server.make_app(self._router)
         self._http.learn(self._server.reach())
         extend(app, self._http, self._router, self._membership, self._launcher, self._model)
-        gc.collect()
-        gc.freeze()  # what is there by now stays
-        gc.set_threshold(*COLLECT)
+        leave_what_stays()
         self._http.loop_use.watch(asyncio.get_running_loop())
         await self._server.serve(app, self._own_signals)
         self._watching = [

@@ -50,6 +50,7 @@ from kvmig.engines.vllm.answer_sizes import (
 from kvmig.engines.vllm.detokenizers import begin_at_tails
 from kvmig.engines.vllm.encoding import check_bytes, encode_request
 from kvmig.engines.vllm.grammar_checks import GrammarChecks, backend_check
+from kvmig.engines.vllm.late_logprobs import PromptLogprobsThread
 from kvmig.engines.vllm.outputs import (
     CarefulOutputs,
     EngineClocks,
@@ -355,6 +356,7 @@ class RoutedLLM(AsyncLLM):
             )
         bound_texts(self.renderer, self.model_config.max_model_len)
         self._slices = WorkSlices()
+        self._prompt_logprobs = PromptLogprobsThread()
         self._measure_beginnings()
         self._salts = salts
         # `generate` checks grammars: let vLLM's processor, on the event loop, not do so once more.
@@ -380,6 +382,7 @@ class RoutedLLM(AsyncLLM):
     def shutdown(self, timeout: float | None = None) -> None:
         if (grammars := getattr(self, "_grammars", None)) is not None:  # vLLM's __del__ calls this
             grammars.close()
+            self._prompt_logprobs.close()
         super().shutdown(timeout)
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
@@ -420,6 +423,8 @@ class RoutedLLM(AsyncLLM):
         generated = super().generate(prompt, sampling_params, *args, **options)
         async with contextlib.aclosing(generated) as outputs:
             async for output in outputs:
+                made = await self._prompt_logprobs.make(output.prompt_logprobs)
+                output.prompt_logprobs = made
                 if (before := before_failure(output)) is not None:
                     yield before
                 check_failure(output)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.outputs import PoolingOutput, PoolingRequestOutput, RequestError, RequestOutput
-from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 
 from kvmig.core.errors import Failure
+from kvmig.engines.vllm.late_logprobs import leave_for_later
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,10 @@ has been started again elsewhere."""
 
 class CarefulOutputs(OutputProcessor):
     """`OutputProcessor`, for an AsyncLLM."""
+
+    def add_request(self, request: EngineCoreRequest, *args: Any, **options: Any) -> None:
+        super().add_request(request, *args, **options)
+        leave_for_later(self.request_states[request.request_id])
 
     def process_outputs(
         self, engine_core_outputs: Sequence[EngineCoreOutput], *args: Any, **options: Any

@@ -1,51 +1,43 @@
-"""Answers with many log-probabilities are put together, and spelt, beside the event loop.
+"""Answers with many log-probabilities are made, and turned into JSON, outside of the event loop.
 
-Where nothing streams, vLLM makes an answer of what its sequences have given, and JSON of that, in
-one go on the event loop: thousands of log-probabilities hold up all streams. Such answers are made
-on a thread here, and their JSON in pieces.
+vLLM makes an answer of what its sequences have given, and JSON of that, in one go on the event
+loop: thousands of log-probabilities hold up all streams. A thread makes such answers here, of all
+APIs that have any. It makes large chunks of streams, too (`answer_chunks`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
-import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-from pydantic_core import to_json
-from starlette.responses import JSONResponse
 from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
+from vllm.entrypoints.openai.chat_completion import batch_serving
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion import api_router as completion_routes
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses import api_router as response_routes
+from vllm.entrypoints.openai.responses.context import SimpleContext
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.scale_out.token_in_token_out import api_router as token_routes
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.outputs import RequestOutput
+from vllm.utils.async_utils import merge_async_iterators
 
 from kvmig.frontend.openai.body_threads import finish
+from kvmig.frontend.openai.vllm.answer_chunks import chunks_beside, events_beside
+from kvmig.frontend.openai.vllm.logprob_counts import MANY, logprobs_in
+from kvmig.frontend.openai.vllm.spelling import (
+    SpeltResponse,
+    make_beside,
+    spell_choices,
+    spell_response,
+)
 
-MANY = 512
-"""Log-probabilities of an answer that is made on the event loop: some 5 ms."""
-PIECE = 64
-"""Positions that are spelt at a time."""
-_POOL = ThreadPoolExecutor(1, thread_name_prefix="answers")
-
-T = TypeVar("T")
-
-
-class SerializedAnswer(NamedTuple):
-    """An answer as JSON, in place of what JSON is made of."""
-
-    text: bytes
-
-
-class SpeltResponse(JSONResponse):
-    """A response that may have its text already."""
-
-    def render(self, content: Any) -> bytes:
-        return content.text if isinstance(content, SerializedAnswer) else super().render(content)
+Making = Callable[..., Coroutine[Any, Any, Any]]
 
 
 class _Late(NamedTuple):
@@ -54,30 +46,64 @@ class _Late(NamedTuple):
     make: Callable[[], Any]
 
 
+class _Only:
+    """The results of a sequence: the last one, which is there."""
+
+    def __init__(self, final: RequestOutput | None) -> None:
+        self.final = final
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        if self.final is not None:
+            yield self.final
+
+
+_made: ContextVar[tuple[object, Any] | None] = ContextVar("made", default=None)
+"""Log-probabilities as the engine gave them, and what the present response has of them."""
+
+
 def make_beside_loop() -> None:
-    """Make large answers beside the loop from now on. May be called again."""
-    chats, completions = OpenAIServingChat, OpenAIServingCompletion
+    """Large answers are made on a thread from now on. May be called again."""
+    chats, batches, completions = OpenAIServingChat, OpenAIServingChatBatch, OpenAIServingCompletion
+    responses, tokens = OpenAIServingResponses, ServingTokens
     if hasattr(chats.chat_completion_full_generator, "__wrapped__"):
         return
-    chats.chat_completion_full_generator = _chat(chats.chat_completion_full_generator)
+    chats.chat_completion_full_generator = _collected(
+        chats.chat_completion_full_generator, _chat_wants
+    )
+    tokens.serve_tokens_full_generator = _collected(
+        tokens.serve_tokens_full_generator, _tokens_want
+    )
+    batches.chat_completion_full_generator_batch = _batch(
+        batches.chat_completion_full_generator_batch
+    )
+    batch_serving.merge_async_iterators = _merged
     completions.request_output_to_completion_response = _later(
         completions.request_output_to_completion_response
     )
     completions.create_completion = _completion(completions.create_completion)
-    chat_routes.JSONResponse = completion_routes.JSONResponse = SpeltResponse
+    responses.responses_full_generator = _response(responses.responses_full_generator)
+    responses._create_response_logprobs = _known(responses._create_response_logprobs)
+    chunks_beside()
+    events_beside()
+    for routes in (chat_routes, completion_routes, response_routes, token_routes):
+        routes.JSONResponse = SpeltResponse
 
 
-def logprobs_in(outputs: Sequence[RequestOutput]) -> int:
-    """Log-probabilities of an answer, roughly."""
-    lists = [one.prompt_logprobs for one in outputs]
-    lists += [answer.logprobs for one in outputs for answer in one.outputs]
-    return sum(len(one) * len(one[-1] or ()) for one in lists if one)
+def _chat_wants(asked: Any) -> bool:
+    return bool(asked.logprobs) or asked.prompt_logprobs is not None
 
 
-def _chat(make: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+def _tokens_want(asked: Any) -> bool:
+    params = asked.sampling_params
+    return params.logprobs is not None or params.prompt_logprobs is not None
+
+
+def _collected(make: Making, wants: Callable[[Any], bool]) -> Any:
+    """A chat, or `/inference/v1/generate`."""
+
     @functools.wraps(make)
     async def made(self: Any, asked: Any, results: Any, *args: Any, **options: Any) -> Any:
-        if not (asked.logprobs or asked.prompt_logprobs is not None):
+        if not wants(asked):
             return await make(self, asked, results, *args, **options)
         final: RequestOutput | None = None
         try:
@@ -85,12 +111,46 @@ def _chat(make: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
                 final = one
         except asyncio.CancelledError:
             return self.create_error_response("Client disconnected")
-        answer = make(self, asked, _only(final), *args, **options)
+        answer = make(self, asked, _Only(final), *args, **options)
         if final is None or logprobs_in([final]) <= MANY:
             return await answer
-        return await _beside(lambda: _spell(finish(answer)))
+        return await make_beside(lambda: spell_choices(finish(answer)))
 
     return made
+
+
+def _batch(make: Making) -> Any:
+    """Several chats of one call."""
+
+    @functools.wraps(make)
+    async def made(self: Any, asked: Any, results: Sequence[Any], *args: Any, **more: Any) -> Any:
+        if not asked.logprobs:
+            return await make(self, asked, results, *args, **more)
+        finals: list[RequestOutput | None] = [None] * len(results)
+        try:
+            async for number, one in merge_async_iterators(*results):
+                finals[number] = one
+        except asyncio.CancelledError:
+            return self.create_error_response("Client disconnected")
+        answer = make(self, asked, [_Only(one) for one in finals], *args, **more)
+        if logprobs_in([one for one in finals if one is not None]) <= MANY:
+            return await answer
+        return await make_beside(lambda: spell_choices(finish(answer)))
+
+    return made
+
+
+def _merged(*results: Any) -> Any:
+    """vLLM's `merge_async_iterators`, without tasks for what is there already."""
+    if not all(isinstance(one, _Only) for one in results):
+        return merge_async_iterators(*results)
+    return _numbered(results)
+
+
+async def _numbered(results: Sequence[_Only]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    for number, one in enumerate(results):
+        if one.final is not None:
+            yield number, one.final
 
 
 def _later(make: Callable[..., Any]) -> Any:
@@ -102,67 +162,68 @@ def _later(make: Callable[..., Any]) -> Any:
     return made
 
 
-def _completion(create: Callable[..., Coroutine[Any, Any, Any]]) -> Any:
+def _completion(create: Making) -> Any:
     @functools.wraps(create)
     async def created(self: Any, *args: Any, **options: Any) -> Any:
         answer = await create(self, *args, **options)
         if not isinstance(answer, _Late):
             return answer
-        return await _beside(lambda: _spell(answer.make()))
+        return await make_beside(lambda: spell_choices(answer.make()))
 
     return created
 
 
-async def _only(final: RequestOutput | None) -> AsyncIterator[RequestOutput]:
-    if final is not None:
-        yield final
+def _response(make: Making) -> Any:
+    """vLLM takes a lock to store a response, so the thread makes only what takes long of it."""
+
+    @functools.wraps(make)
+    async def made(
+        self: Any, asked: Any, params: Any, results: Any, context: Any, model: str, tokenizer: Any,
+        *args: Any, **options: Any,
+    ) -> Any:  # fmt: skip
+        if not (asked.is_include_output_logprobs() and isinstance(context, SimpleContext)):
+            return await make(
+                self, asked, params, results, context, model, tokenizer, *args, **options
+            )
+        prepared = _prepared(self, asked, results, context, tokenizer)
+        try:
+            answer = await make(
+                self, asked, params, prepared, context, model, tokenizer, *args, **options
+            )
+            many = _made.get() is not None
+        finally:
+            _made.set(None)
+        if not many or asked.stream or asked.background:
+            return answer
+        return await make_beside(lambda: spell_response(answer))
+
+    return made
 
 
-async def _beside(make: Callable[[], T]) -> T:
-    context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(_POOL, context.run, make)
+async def _prepared(
+    self: Any, asked: Any, results: Any, context: SimpleContext, tokenizer: Any
+) -> AsyncIterator[Any]:
+    """The results, and after them the log-probabilities as the response will have them."""
+    async for one in results:
+        yield one
+    last = context.final_output
+    if last is None or context.streamed_output_items is not None or logprobs_in([last]) <= MANY:
+        return
+    final = last.outputs[0]
+    _made.set((
+        final.logprobs,
+        await make_beside(lambda: self._create_response_logprobs(
+            final.token_ids, final.logprobs, tokenizer, asked.top_logprobs
+        )),
+    ))  # fmt: skip
 
 
-# -- JSON, in pieces: others get the interpreter between two of them
+def _known(create: Callable[..., Any]) -> Any:
+    @functools.wraps(create)
+    def created(self: Any, token_ids: Any, logprobs: Any, *args: Any, **options: Any) -> Any:
+        known = _made.get()
+        if known is not None and known[0] is logprobs:
+            return known[1]
+        return create(self, token_ids, logprobs, *args, **options)
 
-
-def _spell(answer: Any) -> Any:
-    """The answer, which has its own JSON ready."""
-    if not hasattr(answer, "choices"):
-        return answer  # an error
-    parts: list[tuple[dict[str, Any], str, Any]] = []
-    whole = answer.model_dump(
-        exclude={"prompt_logprobs": True, "choices": {"__all__": {"logprobs", "prompt_logprobs"}}}
-    )
-    # In the order in which they come: what is put in stands last in its object.
-    pairs = [*zip(whole["choices"], answer.choices, strict=True), (whole, answer)]
-    for made, of in pairs:
-        names = [one for one in ("logprobs", "prompt_logprobs") if one in type(of).model_fields]
-        parts += [(made, one, getattr(of, one)) for one in names]
-    mark = secrets.token_hex(16)
-    for number, (made, name, _) in enumerate(parts):
-        made[name] = f"{mark}{number}."
-    rest = to_json(whole)
-    pieces: list[bytes] = []
-    for number, (_, _, value) in enumerate(parts):
-        before, _, rest = rest.partition(f'"{mark}{number}."'.encode())
-        pieces += [before, *_pieces(value)]
-    spelt = SerializedAnswer(b"".join([*pieces, rest]))
-    answer.__dict__["model_dump"] = lambda: spelt
-    return answer
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    if isinstance(value, BaseModel):
-        for number, name in enumerate(type(value).model_fields):
-            yield b"," if number else b"{"
-            yield to_json(name) + b":"
-            yield from _pieces(getattr(value, name))
-        yield b"}"
-    elif isinstance(value, list):
-        yield b"["
-        for at in range(0, len(value), PIECE):
-            yield (b"," if at else b"") + to_json(value[at : at + PIECE])[1:-1]
-        yield b"]"
-    else:
-        yield to_json(value)
+    return created
