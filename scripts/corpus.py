@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import msgspec
 from msgspec import inspect
 
-from kvmig.accounts.allowances import Ask, Granted
+from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.usage import HAND_OVER, HandOver
 from kvmig.controlplane.messages import ClusterMessage
 from kvmig.fleet.orders import News, Order
@@ -89,7 +89,7 @@ PROTOCOLS: Mapping[str, LocalProtocol] = {
     "unit": LocalProtocol(PACKETS, (ToAgent, ToMember)),
     "proxies": LocalProtocol(LENGTHS, (Down, Up)),
     "fleet-orders": LocalProtocol(PACKETS, (Order, News)),
-    "quotas": LocalProtocol(LINES, (Ask, Granted, HandOver)),
+    "quotas": LocalProtocol(LINES, (TokenRequest, TokenGrant, HandOver)),
     "fork-server": LocalProtocol(PACKETS, (ForkOrder, ForkNews)),
 }
 """By folder."""

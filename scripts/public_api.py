@@ -34,7 +34,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "engine-port": (
         "kvmig.engines.base",
         "kvmig.core.layout",
-        "kvmig.engines.block_copies:BlockCopies,Copies",
+        "kvmig.engines.block_copies:BlockCopies,CopyBackend",
     ),
     "conformance": (
         "kvmig.testing.subject",

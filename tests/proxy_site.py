@@ -24,7 +24,7 @@ from kvmig.proxy.app import ProxyApp
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import ModelDirectory
-from kvmig.proxy.messages import ModelRoute, Routes, Snapshot
+from kvmig.proxy.messages import FleetSnapshot, ModelRoute, RouteChanges
 
 PEPPER = b"p" * 32
 GRACE_S = 2.0
@@ -141,7 +141,7 @@ class Site:
 
     def tell(self, *routes: ModelRoute, removed: tuple[str, ...] = ()) -> None:
         version = self.door.directory.version + 1
-        self.door.apply(Routes(version=version, changed=routes, removed=removed))
+        self.door.apply(RouteChanges(version=version, changed=routes, removed=removed))
 
     def ready(self, name: str = "count", **more: Any) -> None:
         """The model is there, at `deployment`."""
@@ -210,7 +210,7 @@ async def site(
         ModelDirectory(), HttpConfig(**limits), api, wanted.append, clock=clock, wall=wall,
         cross_origin=CrossOrigin(pages),
     )  # fmt: skip
-    door.apply(Snapshot(version=1, pepper=PEPPER, keys=(grant, *grants)))
+    door.apply(FleetSnapshot(version=1, pepper=PEPPER, keys=(grant, *grants)))
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     connection = DoorConnection.limited(5.0, door.count_refused)

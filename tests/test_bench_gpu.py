@@ -40,7 +40,7 @@ from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.transformers import versions
 from kvmig.engines.vllm import kind as vllm_kind
-from kvmig.kernels.api import BlockCopy, Finished, Pending
+from kvmig.kernels.api import BlockCopy, FinishedWork, PendingWork
 from kvmig.kernels.select import kernels
 from tests.fake_gpu import FakeGpu, FakeKernels
 
@@ -91,7 +91,7 @@ def test_the_checks_pass(tmp_path: Path) -> None:
 def forgetful(copy: Copy) -> Way:
     """Copies all blocks but the last."""
 
-    def copy_fewer(blocks: BlockCopy, *, checksums: bool, stream: int, workers: int) -> Pending:
+    def copy_fewer(blocks: BlockCopy, *, checksums: bool, stream: int, workers: int) -> PendingWork:
         src, dst, src_ids, dst_ids = blocks
         fewer = BlockCopy(src, dst, src_ids[:-1].copy(), dst_ids[:-1].copy())
         return copy(fewer, checksums=checksums, stream=stream, workers=workers)
@@ -114,7 +114,7 @@ def test_a_copy_that_leaves_something_out_has_no_figure() -> None:
 
 
 def test_a_copy_that_fails_is_noted_and_the_sweep_goes_on() -> None:
-    def broken(*_: object, **__: object) -> Pending:
+    def broken(*_: object, **__: object) -> PendingWork:
         raise KvmigError("out of luck")
 
     site = Site("cpu")
@@ -124,8 +124,8 @@ def test_a_copy_that_fails_is_noted_and_the_sweep_goes_on() -> None:
 
 
 def test_the_sweep_asks_for_no_more_ctas_than_the_device_has() -> None:
-    def copy(*_: object, **__: object) -> Pending:
-        return Finished([])
+    def copy(*_: object, **__: object) -> PendingWork:
+        return FinishedWork([])
 
     ways = [Way("a", copy), Way("b", copy, capped=False, summing=False)]
     found = list(gather.cases(ways, most=8))
@@ -158,7 +158,7 @@ def test_a_sweep_without_figures_misses_its_targets() -> None:
 
 
 def test_the_product_takes_the_tma_where_it_is() -> None:
-    ways = [Way(name, lambda *_, **__: Finished([])) for name in ("cuda", "engine", TMA)]
+    ways = [Way(name, lambda *_, **__: FinishedWork([])) for name in ("cuda", "engine", TMA)]
     assert gather.taken(ways, 132) == (TMA, CTAS_OF_TMA)
     assert gather.taken(ways[:2], 132) == ("cuda", CTAS_ON_DEVICE)
     assert gather.taken(ways[:1], 2) == ("cuda", 2)

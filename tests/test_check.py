@@ -69,7 +69,7 @@ def _forgets_that_it_committed(plant: PLANT) -> None:
 def _resumes_after_the_commit(plant: PLANT) -> None:
     def committed(self: SourceMachine) -> list[here.Action]:
         self.apply_event(SourceTransition.COMMITTED)
-        return [here.Resume()]
+        return [here.ResumeRequest()]
 
     plant.setattr(SourceMachine, "committed", committed)
 
@@ -77,7 +77,7 @@ def _resumes_after_the_commit(plant: PLANT) -> None:
 def _resumes_when_nobody_answers(plant: PLANT) -> None:
     def unanswered(self: SourceMachine) -> list[here.Action]:
         self.apply_event(SourceTransition.REFUSED)
-        return [here.Resume()]
+        return [here.ResumeRequest()]
 
     plant.setattr(SourceMachine, "unanswered", unanswered)
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from kvmig.accounts.allowances import Ask, Granted
+from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.usage import HAND_OVER, HandOver
 from kvmig.asgi.call import HttpCall
 from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of, order_of
@@ -24,7 +24,14 @@ from kvmig.frontend.quotas import QuotaClient
 from kvmig.frontend.usage_writer import UsageWriter
 from kvmig.process.fork_server import ForkNews, ForkOrder, receive_news, send_news, send_order
 from kvmig.proxy.control_link import ProxyLinks, ServerLink
-from kvmig.proxy.messages import Down, Figures, ModelWanted, ProxyDemand, ProxyHello, Snapshot
+from kvmig.proxy.messages import (
+    Down,
+    FleetSnapshot,
+    ModelWanted,
+    ProxyDemand,
+    ProxyHello,
+    ProxyMetrics,
+)
 from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.messages import MOST_BYTES, ToAgent, ToMember, to_agent, to_member
 from scripts.corpus import CORPUS, PROTOCOLS, example, local_messages, name_of
@@ -107,15 +114,15 @@ async def test_a_units_ends_send_and_read_what_was_recorded(
 async def test_the_server_reads_of_proxies_and_sends_them_what_was_recorded(tmp_path: Path) -> None:
     heard: list[object] = []
     path = str(tmp_path / "s")
-    links = ProxyLinks(path, lambda: [example(Snapshot)], lambda _, said: heard.append(said))
+    links = ProxyLinks(path, lambda: [example(FleetSnapshot)], lambda _, said: heard.append(said))
     await links.open()
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            for kind in (ProxyHello, ModelWanted, ProxyDemand, Figures):
+            for kind in (ProxyHello, ModelWanted, ProxyDemand, ProxyMetrics):
                 writer.write(record_of("proxies", kind))
-            assert await reader.readexactly(len(record_of("proxies", Snapshot))) == record_of(
-                "proxies", Snapshot
+            assert await reader.readexactly(len(record_of("proxies", FleetSnapshot))) == record_of(
+                "proxies", FleetSnapshot
             )
             for kind in get_args(Down):
                 links.send_to_all(example(kind))
@@ -125,13 +132,13 @@ async def test_the_server_reads_of_proxies_and_sends_them_what_was_recorded(tmp_
         writer.close()
         await writer.wait_closed()
         await links.close()
-    assert heard == [example(ModelWanted), example(ProxyDemand), example(Figures), None]
+    assert heard == [example(ModelWanted), example(ProxyDemand), example(ProxyMetrics), None]
 
 
 async def test_a_proxy_reads_of_the_server_and_sends_it_what_was_recorded(tmp_path: Path) -> None:
     heard: list[object] = []
     said: asyncio.Queue[bytes] = asyncio.Queue()
-    kinds = (ProxyHello, ModelWanted, Figures)
+    kinds = (ProxyHello, ModelWanted, ProxyMetrics)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for kind in get_args(Down):
@@ -146,7 +153,7 @@ async def test_a_proxy_reads_of_the_server_and_sends_it_what_was_recorded(tmp_pa
         try:
             assert await said.get() == record_of("proxies", ProxyHello)
             await until(lambda: len(heard) == len(get_args(Down)))
-            for message in (example(ModelWanted), example(Figures)):
+            for message in (example(ModelWanted), example(ProxyMetrics)):
                 link.send(message)
                 assert await said.get() == record_of("proxies", type(message))
         finally:
@@ -177,9 +184,9 @@ async def test_the_server_and_init_send_and_read_what_was_recorded(
 async def test_the_quota_socket_answers_as_recorded(tmp_path: Path) -> None:
     taken: list[object] = []
 
-    async def answer(ask: Ask) -> Granted:
+    async def answer(ask: TokenRequest) -> TokenGrant:
         taken.append(ask)
-        return example(Granted)
+        return example(TokenGrant)
 
     async def take(handed: HandOver) -> None:
         taken.append(handed)
@@ -190,14 +197,14 @@ async def test_the_quota_socket_answers_as_recorded(tmp_path: Path) -> None:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            writer.write(record_of("quotas", Ask) + record_of("quotas", HandOver))
-            assert await reader.readline() == record_of("quotas", Granted)
+            writer.write(record_of("quotas", TokenRequest) + record_of("quotas", HandOver))
+            assert await reader.readline() == record_of("quotas", TokenGrant)
             assert await reader.readline() == HAND_OVER + b"\n"
     finally:
         writer.close()
         await writer.wait_closed()
         await quotas.close()
-    assert taken == [example(Ask), example(HandOver)]
+    assert taken == [example(TokenRequest), example(HandOver)]
 
 
 async def test_a_front_end_asks_for_tokens_and_hands_records_over_as_recorded(
@@ -211,8 +218,8 @@ async def test_a_front_end_asks_for_tokens_and_hands_records_over_as_recorded(
             if line.startswith(HAND_OVER):
                 writer.write(HAND_OVER + b"\n")
             else:
-                number = msgspec.json.decode(line, type=Ask).number
-                granted = msgspec.structs.replace(example(Granted), number=number, again=False)
+                number = msgspec.json.decode(line, type=TokenRequest).number
+                granted = msgspec.structs.replace(example(TokenGrant), number=number, again=False)
                 writer.write(PROTOCOLS["quotas"].framing.write(granted))
 
     path = str(tmp_path / "s")
@@ -227,7 +234,7 @@ async def test_a_front_end_asks_for_tokens_and_hands_records_over_as_recorded(
         finally:
             await quotas.close()
     framing = PROTOCOLS["quotas"].framing
-    kinds: tuple[type[msgspec.Struct], ...] = (Ask, HandOver)
+    kinds: tuple[type[msgspec.Struct], ...] = (TokenRequest, HandOver)
     for line, kind in zip(lines, kinds, strict=True):
         assert _names(line) == _names(record_of("quotas", kind))
         assert framing.write(framing.read(line, kind)) == line

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from sqlalchemy import insert
 
-from kvmig.accounts.allowances import Ask, Granted
+from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.keys import KeyGrant, KeyTerms, ModelQuota, Period, quotas_of
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
@@ -53,11 +53,11 @@ def grant_of(store: FleetStore, prefix: str) -> KeyGrant:
 
 def asking(
     seq: int = 1, least: int = 1, want: int = 256, began: float = NOON, model: str = "a"
-) -> Ask:
-    return Ask(7, "front-1", seq, "", began, least, want, model)
+) -> TokenRequest:
+    return TokenRequest(7, "front-1", seq, "", began, least, want, model)
 
 
-def given_to(store: FleetStore, of: KeyGrant, *asked: Ask) -> list[int]:
+def given_to(store: FleetStore, of: KeyGrant, *asked: TokenRequest) -> list[int]:
     """Tokens, of each question."""
     return [grant(store.database, of, one).tokens for one in asked]
 
@@ -93,7 +93,7 @@ def test_a_call_that_needs_more_than_is_left_gets_nothing_and_hears_why(store: F
 
     granted = grant(store.database, bea, asking(least=101))
 
-    assert granted == Granted(
+    assert granted == TokenGrant(
         7,
         0,
         "the API key's quota of 100 tokens a day has 100 left, the request needs 101 to begin; it"
@@ -109,7 +109,7 @@ def test_what_others_have_reserved_is_not_used_up(store: FleetStore, tmp_path: P
 
     granted = grant(store.database, bea, asking(2, least=100))
 
-    assert granted == Granted(
+    assert granted == TokenGrant(
         7,
         0,
         "270 tokens are left of the API key's quota of 300 tokens a day, reserved by calls that"
@@ -145,7 +145,7 @@ def test_a_call_is_granted_nothing_once_it_is_over(store: FleetStore, tmp_path: 
     """Its question may lie in a socket while its last record is merged."""
     bea = key(store)
     count(store, tmp_path, bea, prompt=10, output=20, ended=NOON)
-    assert grant(store.database, bea, asking()) == Granted(7, 0, "the call is over")
+    assert grant(store.database, bea, asking()) == TokenGrant(7, 0, "the call is over")
     assert tokens_left(store, bea) == 1000 - 30
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from kvmig.accounts.allowances import Ask
+from kvmig.accounts.allowances import TokenRequest
 from kvmig.accounts.keys import KeyGrant, KeyTerms
 from kvmig.accounts.usage import HandOver, UsageRecord, UsageSpool
 from kvmig.fleet import retention
@@ -110,8 +110,8 @@ def key(store: FleetStore) -> KeyGrant:
     return next(one for one in store.key_changes().granted if one.prefix == row.prefix)
 
 
-def asking(seq: int) -> Ask:
-    return Ask(7, "front-1", seq, "", 0.0, 1, 256, "a")
+def asking(seq: int) -> TokenRequest:
+    return TokenRequest(7, "front-1", seq, "", 0.0, 1, 256, "a")
 
 
 def test_a_row_whose_call_holds_tokens_of_a_quota_stays(store: FleetStore, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmig.accounts.allowances import FIRST, Ask, Granted
+from kvmig.accounts.allowances import FIRST, TokenGrant, TokenRequest
 from kvmig.asgi.call import HttpCall
 from kvmig.core.errors import NoInstance, QuotaUsedUp
 from kvmig.frontend import quotas
@@ -22,14 +22,16 @@ class Granter:
     """Who is asked; `answer` decides."""
 
     def __init__(self) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[TokenRequest] = []
         self.tasks: list[asyncio.Task[None] | None] = []
-        self.answer: Callable[[Ask], Granted] = lambda ask: Granted(ask.number, ask.want)
+        self.answer: Callable[[TokenRequest], TokenGrant] = lambda ask: TokenGrant(
+            ask.number, ask.want
+        )
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.tasks.append(asyncio.current_task())
         while line := await reader.readline():
-            ask = msgspec.json.decode(line, type=Ask)
+            ask = msgspec.json.decode(line, type=TokenRequest)
             self.asked.append(ask)
             writer.write(msgspec.json.encode(self.answer(ask)) + b"\n")
         writer.close()
@@ -80,15 +82,15 @@ async def test_what_is_reserved_is_asked_for_again_before_the_call_is_refused(
     monkeypatch.setattr(quotas, "AGAIN_S", 0.01)
     async with asking(tmp_path) as (made, granter):
 
-        def later(ask: Ask) -> Granted:
+        def later(ask: TokenRequest) -> TokenGrant:
             reserved = len(granter.asked) < 3
-            return Granted(ask.number, 0 if reserved else ask.want, "reserved", again=reserved)
+            return TokenGrant(ask.number, 0 if reserved else ask.want, "reserved", again=reserved)
 
         granter.answer = later
         found = await made.begin(call(), "x", 5, 10)
         assert found is not None
         assert found.granted == 16
-        granter.answer = lambda ask: Granted(ask.number, 0, "used up")
+        granter.answer = lambda ask: TokenGrant(ask.number, 0, "used up")
         with pytest.raises(QuotaUsedUp, match="used up"):
             await made.begin(call(), "x", 5, 10)
     assert len(granter.asked) == 4

@@ -25,7 +25,13 @@ from kvmig.kvtransfer.messages import (
     Reserve,
     Reserved,
 )
-from kvmig.kvtransfer.source_machine import Release, Resume, SendAbort, SourceMachine, enough
+from kvmig.kvtransfer.source_machine import (
+    ReleaseRequest,
+    ResumeRequest,
+    SendAbort,
+    SourceMachine,
+    enough,
+)
 from kvmig.rpc.messages import RpcMessage
 
 TAIL = Tail([9], 33, 3, b"")
@@ -97,13 +103,13 @@ def test_the_source_goes_from_export_to_release() -> None:
     assert machine.exported(30) == [source_machine.SendReserve(0, 30)]
     assert machine.reserved(2) == [source_machine.CheckRequest(sent=2)]
     assert machine.checked(Stage([4, 5, 6], 31)) == [source_machine.SendReserve(1, 31)]
-    assert machine.reserved(0) == [source_machine.Copy(1, 2, (4, 5, 6))]
+    assert machine.reserved(0) == [source_machine.CopyStage(1, 2, (4, 5, 6))]
     assert machine.copied() == [source_machine.CheckRequest(sent=5)]
     assert machine.checked(Stage([7], 33)) == [source_machine.SendReserve(2, 33, last=True)]
-    assert machine.reserved(0) == [source_machine.Suspend(sent=5)]
+    assert machine.reserved(0) == [source_machine.SuspendRequest(sent=5)]
     assert machine.suspended(TAIL) == [source_machine.SendTail(5, TAIL)]
     assert machine.commit_sent() == []
-    assert machine.committed() == [Release()]
+    assert machine.committed() == [ReleaseRequest()]
     assert (machine.state, machine.ended) == (source.SourceState.COMMITTED, True)
 
 
@@ -121,9 +127,9 @@ BEFORE_COMMIT = [
 
 @pytest.mark.parametrize("state", BEFORE_COMMIT)
 def test_before_the_commit_every_end_leaves_the_request_here(state: source.SourceState) -> None:
-    assert source_at(state).failed("finished") == [Resume(), SendAbort("finished")]
-    assert source_at(state).cancel("shutdown") == [Resume(), SendAbort("shutdown")]
-    assert source_at(state).refused("no_blocks", "why") == [Resume()]
+    assert source_at(state).failed("finished") == [ResumeRequest(), SendAbort("finished")]
+    assert source_at(state).cancel("shutdown") == [ResumeRequest(), SendAbort("shutdown")]
+    assert source_at(state).refused("no_blocks", "why") == [ResumeRequest()]
     machine = source_at(state)
     machine.refused("no_blocks", "why")
     assert (machine.state, machine.reason, machine.detail) == (
@@ -151,23 +157,23 @@ def test_a_request_whose_fate_nobody_tells_is_dropped_after_so_many_questions() 
     machine.commit_sent()
     assert machine.unreachable() == [source_machine.AskArbiter()]
     assert machine.unreachable() == [source_machine.AskArbiter()]
-    assert machine.unreachable() == [Release()]
+    assert machine.unreachable() == [ReleaseRequest()]
     assert (machine.state, machine.reason) == (source.SourceState.ABORTED, "orphaned")
 
 
 def test_the_arbiter_decides() -> None:
-    assert source_at(source.SourceState.RESOLVING).resolved(moved=True) == [Release()]
+    assert source_at(source.SourceState.RESOLVING).resolved(moved=True) == [ReleaseRequest()]
     assert source_at(source.SourceState.RESOLVING).resolved(moved=False) == [
-        Resume(),
+        ResumeRequest(),
         SendAbort("timeout"),
     ]
 
 
 @pytest.mark.parametrize("state", [source.SourceState.COMMITTING, source.SourceState.RESOLVING])
 def test_after_the_commit_was_sent_only_an_answer_resumes(state: source.SourceState) -> None:
-    assert source_at(state).refused("corrupt") == [Resume()]
-    assert source_at(state).committed() == [Release()]
-    assert source_at(state).orphaned() == [Release()]
+    assert source_at(state).refused("corrupt") == [ResumeRequest()]
+    assert source_at(state).committed() == [ReleaseRequest()]
+    assert source_at(state).orphaned() == [ReleaseRequest()]
     machine = source_at(state)
     assert machine.cancel("aborted_by_client") == []
     assert (machine.state, machine.cancelled) == (state, "aborted_by_client")
@@ -177,10 +183,12 @@ def test_after_the_commit_was_sent_only_an_answer_resumes(state: source.SourceSt
 
 def test_an_answer_that_comes_once_more_is_no_event() -> None:
     machine = source_at(source.SourceState.CHECKING)
-    assert machine.hear(Reserved("m", 0, 1, "tcp")) == []
+    assert machine.receive_message(Reserved("m", 0, 1, "tcp")) == []
     machine = source_at(source.SourceState.RESERVING_STAGE)
-    assert machine.hear(Reserved("m", 0, 1, "tcp")) == []
-    assert machine.hear(Reserved("m", 1, 1, "tcp")) == [source.Copy(1, 1, (4, 5, 6))]
+    assert machine.receive_message(Reserved("m", 0, 1, "tcp")) == []
+    assert machine.receive_message(Reserved("m", 1, 1, "tcp")) == [
+        source.CopyStage(1, 1, (4, 5, 6))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -191,18 +199,20 @@ def test_a_destination_that_gives_up_leaves_the_request_here(
     message: Refused | Aborted, reason: str
 ) -> None:
     machine = source_at(source.SourceState.RESERVING)
-    assert machine.hear(message) == [Resume()]
+    assert machine.receive_message(message) == [ResumeRequest()]
     assert machine.reason == reason
 
 
 def test_a_commit_that_is_confirmed_releases_the_request() -> None:
-    assert source_at(source.SourceState.COMMITTING).hear(Committed("m", 1.0)) == [Release()]
+    assert source_at(source.SourceState.COMMITTING).receive_message(Committed("m", 1.0)) == [
+        ReleaseRequest()
+    ]
 
 
 @pytest.mark.parametrize(
     ("state", "actions"),
     [
-        (source.SourceState.COPYING, [Resume(), SendAbort("peer_lost")]),
+        (source.SourceState.COPYING, [ResumeRequest(), SendAbort("peer_lost")]),
         (source.SourceState.COMMITTING, [source.AskArbiter()]),
         (source.SourceState.RESOLVING, []),
     ],
@@ -221,7 +231,7 @@ def test_the_source_stops_copying_at_the_last_stage() -> None:
     machine.reserved(0)
     machine.copied()
     assert machine.checked(Stage([3, 4, 5], 50)) == [source_machine.SendReserve(2, 50, last=True)]
-    assert machine.reserved(0) == [source_machine.Suspend(2)]
+    assert machine.reserved(0) == [source_machine.SuspendRequest(2)]
 
 
 def test_without_live_stages_the_request_is_suspended_first() -> None:
@@ -229,7 +239,7 @@ def test_without_live_stages_the_request_is_suspended_first() -> None:
     machine.exported(30)
     machine.reserved(0)
     assert machine.checked(Stage([1, 2, 3], 30)) == [source_machine.SendReserve(1, 30, last=True)]
-    assert machine.reserved(0) == [source_machine.Suspend(0)]
+    assert machine.reserved(0) == [source_machine.SuspendRequest(0)]
 
 
 def waiting_source() -> SourceMachine:
@@ -237,7 +247,7 @@ def waiting_source() -> SourceMachine:
     machine = SourceMachine("m", max_stages=8)
     machine.exported(30)
     machine.reserved(0)
-    assert machine.checked(Stage([], 0)) == [source_machine.Suspend(0)]
+    assert machine.checked(Stage([], 0)) == [source_machine.SuspendRequest(0)]
     return machine
 
 
@@ -248,7 +258,7 @@ def test_a_request_that_waits_goes_without_room_or_blocks() -> None:
 
 def test_a_request_that_waited_and_has_begun_to_run_stays() -> None:
     machine = waiting_source()
-    assert machine.suspended(TAIL) == [Resume(), SendAbort("started")]
+    assert machine.suspended(TAIL) == [ResumeRequest(), SendAbort("started")]
     assert (machine.state, machine.reason) == (source.SourceState.ABORTED, "started")
 
 
@@ -256,7 +266,7 @@ def test_the_destination_goes_from_reserve_to_commit() -> None:
     machine = DestinationMachine("m")
     assert machine.reserve(reserve(0)) == [destination_machine.ReserveBlocks(EXPORT, 30)]
     assert machine.reserved(1, "tcp") == [SendAnswer(Reserved("m", 0, 1, "tcp"))]
-    assert machine.chunk(chunk(1, 2)) == [destination_machine.Scatter(chunk(1, 2))]
+    assert machine.chunk(chunk(1, 2)) == [destination_machine.ScatterChunk(chunk(1, 2))]
     assert machine.scattered(chunk(1, 2), 0.5) == [SendAnswer(ChunkDone("m", 2, 0.5))]
     assert machine.reserve(reserve(1)) == [destination_machine.ReserveBlocks(None, 31)]
     assert machine.reserved() == [SendAnswer(Reserved("m", 1, 1, "tcp"))]

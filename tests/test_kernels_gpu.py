@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
 from kvmig.kernels import cuda, driver, nvrtc
-from kvmig.kernels.api import BlockCopy, Pending
+from kvmig.kernels.api import BlockCopy, PendingWork
 from kvmig.kernels.call_memory import SMALLEST
 from kvmig.kernels.gpu import GpuKernels
 from tests import fake_gpu
@@ -44,7 +44,7 @@ class World:
         self.launches = Launches()
         self.kernels = GpuKernels(self.launches, self.device)
 
-    def start(self, n: int = 2) -> Pending:
+    def start(self, n: int = 2) -> PendingWork:
         ids: NDArray[np.int64] = np.arange(n, dtype=np.int64)
         return self.kernels.copy(BlockCopy(REGIONS, REGIONS, ids, ids), checksums=True)
 

@@ -34,7 +34,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import PeerBehind, TransportError
-from kvmig.engines.base import KVUse, Room
+from kvmig.engines.base import CacheRoom, KVUse
 from kvmig.engines.gate import StepGate
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.kvtransfer.report import MigrationReport
@@ -220,7 +220,7 @@ async def test_a_llumlet_that_can_not_take_messages_any_more_has_failed() -> Non
 class Pool:
     """KV cache of a toy in a unit: it does what it is told, at once."""
 
-    room = Room(4 * MIB, 64 * MIB, MIB)
+    room = CacheRoom(4 * MIB, 64 * MIB, MIB)
     unlimited = ""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from kvmig.core.errors import KvmigError, TransportError
 from kvmig.engines.block_copies import BlockPlan, HostCopies
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE, TMA_RUN, DeviceCopies, load
-from kvmig.kernels.api import Finished
+from kvmig.kernels.api import FinishedWork
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.gpu import GpuKernels
 from kvmig.kernels.side_stream import SideStream
@@ -154,7 +154,7 @@ def test_a_tma_that_does_nothing_is_noticed_at_the_start(
     source: End, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives the same checksums there and back: none."""
-    lazy = Finished([0])
+    lazy = FinishedWork([0])
     monkeypatch.setattr(GpuKernels, "copy_tma", lambda *_, **__: lazy)
     with pytest.raises(KvmigError, match="a copy on GPU 0 and back isn't the same block"):
         load(BlockPlan(source.cache.layout), 0, steps_overlap=True)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvmig.accounts.keys import KeyGrant, Limits
-from kvmig.proxy.messages import Aliases, KeyUpdates, ModelRoute, QuotaLeft, Spent
+from kvmig.proxy.messages import AliasTable, KeyUpdates, ModelRoute, QuotaLeft, SpentLimits
 from tests.proxy_site import Got, Site, key, site
 from tests.waiting import until
 
@@ -32,7 +32,7 @@ def revoke(door: Site, grant: KeyGrant) -> None:
 
 def use_up(door: Site, grant: KeyGrant) -> None:
     changed(door, grant, quota=10)
-    door.door.apply(Spent(left={grant.origin: QuotaLeft(0, None)}))
+    door.door.apply(SpentLimits(left={grant.origin: QuotaLeft(0, None)}))
 
 
 CHANGES: dict[str, tuple[Callable[[Site, KeyGrant], None], int, str]] = {
@@ -230,7 +230,7 @@ async def test_a_call_whose_tokens_are_granted_is_left_to_its_grants(tmp_path: P
     async with site(tmp_path, grant) as door, door.deployment(slow) as there:
         running = asyncio.create_task(door.ask(given=given))
         await until(lambda: there.got)
-        door.door.apply(Spent(left={grant.origin: QuotaLeft(0, None)}))
+        door.door.apply(SpentLimits(left={grant.origin: QuotaLeft(0, None)}))
         answer = await running
     assert answer.status_code == 200
 
@@ -245,10 +245,10 @@ async def test_an_alias_that_is_given_another_model_leaves_running_calls_alone(
         got.json({"ok": True})
 
     async with site(tmp_path, grant) as door, door.deployment(slow) as there:
-        door.door.apply(Aliases(version=9, aliases={"gpt": {"count": 1}}))
+        door.door.apply(AliasTable(version=9, aliases={"gpt": {"count": 1}}))
         running = asyncio.create_task(door.ask({"model": "gpt"}, given=given))
         await until(lambda: there.got)
-        door.door.apply(Aliases(version=10, aliases={"gpt": {"other": 1}}))
+        door.door.apply(AliasTable(version=10, aliases={"gpt": {"other": 1}}))
         answer = await running
     assert answer.status_code == 200
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvmig.asgi.body_bounds import ModelReach, widest
 from kvmig.proxy.directory import ModelDirectory
-from kvmig.proxy.messages import ModelCard, ModelRoute, Snapshot
+from kvmig.proxy.messages import FleetSnapshot, ModelCard, ModelRoute
 from tests.proxy_site import PEPPER, Site, key, site
 
 SMALL, LARGE = ModelReach(600), ModelReach(131_072)
@@ -91,7 +91,7 @@ def test_a_key_has_the_reach_of_the_models_that_it_may_use(
     directory = ModelDirectory()
     routes = (told("small", SMALL), told("large", LARGE), told("unknown", None))
     directory.apply(
-        Snapshot(
+        FleetSnapshot(
             version=1, pepper=PEPPER, routes=routes, aliases={"both": {"small": 1, "large": 1}}
         )
     )

@@ -11,7 +11,14 @@ import msgspec
 import pytest
 
 from kvmig.accounts.keys import Limits, ModelQuota
-from kvmig.proxy.messages import Aliases, KeyUpdates, ModelCard, ModelRoute, QuotaLeft, Spent
+from kvmig.proxy.messages import (
+    AliasTable,
+    KeyUpdates,
+    ModelCard,
+    ModelRoute,
+    QuotaLeft,
+    SpentLimits,
+)
 from tests.proxy_site import Got, key, site
 from tests.waiting import until
 
@@ -192,7 +199,7 @@ async def test_requests_at_once_are_counted_until_they_are_over(tmp_path: Path) 
 async def test_a_key_that_owes_tokens_waits_and_another_does_not(tmp_path: Path) -> None:
     given, grant = key(tpm=60)
     async with site(tmp_path, grant, clock=lambda: 100.0) as door, door.deployment():
-        door.door.apply(Spent(owed={grant.key_id: 90.0}))
+        door.door.apply(SpentLimits(owed={grant.key_id: 90.0}))
         refused, other = await door.ask(given=given), await door.ask()
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) == 30
@@ -210,7 +217,7 @@ async def test_an_answer_says_what_is_left_of_a_quota(tmp_path: Path) -> None:
                 grant.key_id: QuotaLeft(tokens, 1060.0),
                 f"{grant.key_id} count": QuotaLeft(of_model, None),
             }
-            door.door.apply(Spent(owed={grant.key_id: 0.0}, left=left))
+            door.door.apply(SpentLimits(owed={grant.key_id: 0.0}, left=left))
             headers = (await door.ask(given=given)).headers
             told.append([headers.get(word.format(one)) for one in ("limit", "remaining", "reset")])
     assert told[1:] == [["1000", "300", "60.000s"], ["500", "7", None]]
@@ -227,7 +234,7 @@ async def test_a_quota_that_is_used_up_is_said_as_openai_does_until_it_begins_an
 ) -> None:
     given, grant = key(quota=1000, period="day")
     async with site(tmp_path, grant) as door, door.deployment():
-        door.door.apply(Spent(left={grant.key_id: left}))
+        door.door.apply(SpentLimits(left={grant.key_id: left}))
         answer = await door.ask(given=given)
     assert answer.status_code == status
     if status == 429:
@@ -248,7 +255,7 @@ async def test_a_users_quota_is_passed_on_and_refused_when_it_is_used_up(tmp_pat
     given, grant = key(Limits(quota=1000, period="day"))
     async with site(tmp_path, grant) as door, door.deployment() as there:
         before = await door.ask(given=given)
-        door.door.apply(Spent(left={grant.user_id: QuotaLeft(0, None)}))
+        door.door.apply(SpentLimits(left={grant.user_id: QuotaLeft(0, None)}))
         after = await door.ask(given=given)
     assert (before.status_code, there.got[0].headers["x-kvmig-quota"]) == (200, "1")
     assert after.status_code == 429
@@ -261,8 +268,8 @@ async def test_a_models_quota_is_refused_when_it_is_used_up_whatever_name_is_giv
 ) -> None:
     given, grant = key(quotas={"count": ModelQuota(500, "day")})
     async with site(tmp_path, grant) as door, door.deployment(), door.client(given) as client:
-        door.door.apply(Aliases(version=9, aliases={"other-name": {"count": 1}}))
-        door.door.apply(Spent(left={f"{grant.origin} count": QuotaLeft(0, None)}))
+        door.door.apply(AliasTable(version=9, aliases={"other-name": {"count": 1}}))
+        door.door.apply(SpentLimits(left={f"{grant.origin} count": QuotaLeft(0, None)}))
         answer = await client.post("/v1/completions", json={"model": named})
     assert answer.status_code == 429
     assert error_of(answer)["message"] == (
@@ -277,7 +284,7 @@ async def test_a_models_quota_is_nothing_to_calls_to_other_models(tmp_path: Path
         door.deployment() as there,
         door.client(given) as client,
     ):
-        door.door.apply(Spent(left={f"{grant.origin} secret": QuotaLeft(0, None)}))
+        door.door.apply(SpentLimits(left={f"{grant.origin} secret": QuotaLeft(0, None)}))
         answer = await client.post("/v1/completions", json={"model": "count"})
     assert answer.status_code == 200
     assert "x-kvmig-quota" not in there.got[0].headers
@@ -299,7 +306,7 @@ async def test_an_alias_becomes_the_deployments_own_name_and_nothing_else_change
     tmp_path: Path,
 ) -> None:
     async with site(tmp_path) as door, door.deployment(served="weights") as there:
-        door.door.apply(Aliases(version=9, aliases={"gpt": {"count": 1}}))
+        door.door.apply(AliasTable(version=9, aliases={"gpt": {"count": 1}}))
         await door.ask({"model": "gpt", "prompt": "hi", "seed": 1.5})
     assert there.got[0].fields == {"model": "weights", "prompt": "hi", "seed": 1.5}
 
@@ -487,7 +494,7 @@ async def test_models_are_those_that_the_key_may_use_cold_ones_too(tmp_path: Pat
             ModelRoute(name="cold", state="cold", start_s=4.5),
             ModelRoute(name="gone", state="off"), ModelRoute(name="secret", state="ready"),
         )  # fmt: skip
-        door.door.apply(Aliases(version=9, aliases={"alias": {"cold": 1}}))
+        door.door.apply(AliasTable(version=9, aliases={"alias": {"cold": 1}}))
         rows = (await client.get("/v1/models")).json()["data"]
         one = await client.get("/v1/models/cold")
         other = await client.get("/v1/models/secret")

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmig.proxy.activator import (
     BEAT_S,
     CountedRequest,
-    Forward,
+    ForwardCall,
     PendingRequest,
     PendingRequests,
     RequestCounts,
-    Wait,
+    WaitForRoute,
     decide,
 )
 from kvmig.proxy.messages import ModelRoute, RouteState
@@ -41,22 +41,22 @@ def refusal(found: object) -> ProxyRefusal:
 
 
 def test_a_ready_route_is_taken() -> None:
-    assert decide(route("ready"), waiter(), 0.0) == Forward("/s")
+    assert decide(route("ready"), waiter(), 0.0) == ForwardCall("/s")
 
 
 def test_a_route_that_could_not_be_reached_is_tried_again_a_little_later() -> None:
     one = waiter(tried=1.0)
     found = decide(route("ready"), one, 1.0)
-    assert isinstance(found, Wait)
-    assert decide(route("ready"), one, 1.0 + found.seconds) == Forward("/s")
+    assert isinstance(found, WaitForRoute)
+    assert decide(route("ready"), one, 1.0 + found.seconds) == ForwardCall("/s")
 
 
 def test_a_stream_hears_a_sign_of_life_when_it_is_due_and_each_ten_seconds() -> None:
     one = waiter(beats=True)
-    assert decide(route(), one, 9.0) == Wait(1.0, beat=False)
-    assert decide(route(), one, 10.0) == Wait(BEAT_S, beat=True)
+    assert decide(route(), one, 9.0) == WaitForRoute(1.0, beat=False)
+    assert decide(route(), one, 10.0) == WaitForRoute(BEAT_S, beat=True)
     one.beaten = 10.0
-    assert decide(route(), one, 15.0) == Wait(5.0, beat=False)
+    assert decide(route(), one, 15.0) == WaitForRoute(5.0, beat=False)
 
 
 def test_a_model_that_is_off_is_not_to_be_tried_again() -> None:
@@ -83,7 +83,7 @@ def test_nobody_waits_beyond_the_deadline_and_nobody_spins(
     here = route(state, start_timeout_s=start_timeout_s, heartbeat_after_s=heartbeat_after_s)
     one = waiter(beats=beats, beaten=now if beaten else None, tried=now)
     found = decide(here, one, now)
-    if isinstance(found, Wait):
+    if isinstance(found, WaitForRoute):
         assert found.seconds > 0
         assert now + found.seconds <= start_timeout_s + 1e-6
         assert not (found.beat and (not beats or beaten))

@@ -14,24 +14,24 @@ from kvmig.core.errors import ConfigError
 from kvmig.proxy.control_link import ProxyLinks, ServerLink
 from kvmig.proxy.messages import (
     Down,
-    Figures,
+    FleetSnapshot,
     ModelDemand,
     ModelRoute,
     ModelWanted,
     ProxyDemand,
-    Routes,
-    Snapshot,
+    ProxyMetrics,
+    RouteChanges,
 )
 from tests.waiting import until
 
-Heard = list[tuple[str, ModelWanted | ProxyDemand | Figures | None]]
+Heard = list[tuple[str, ModelWanted | ProxyDemand | ProxyMetrics | None]]
 
 
 @asynccontextmanager
 async def serving(path: Path, heard: Heard) -> AsyncIterator[ProxyLinks]:
     links = ProxyLinks(
         str(path),
-        lambda: [Snapshot(version=1, pepper=b"p")],
+        lambda: [FleetSnapshot(version=1, pepper=b"p")],
         lambda name, said: heard.append((name, said)),
     )
     await links.open()
@@ -56,12 +56,12 @@ def has(heard: list[Down], count: int) -> bool:
 
 async def test_a_proxy_hears_a_snapshot_then_what_changes(tmp_path: Path) -> None:
     heard: list[Down] = []
-    change = Routes(version=2, changed=(ModelRoute(name="a", state="cold"),), removed=("b",))
+    change = RouteChanges(version=2, changed=(ModelRoute(name="a", state="cold"),), removed=("b",))
     async with serving(tmp_path / "s", []) as links, proxy(tmp_path / "s", heard):
         await until(lambda: len(heard) == 1)
         links.send_to_all(change)
         await until(lambda: len(heard) == 2)
-    assert heard == [Snapshot(version=1, pepper=b"p"), change]
+    assert heard == [FleetSnapshot(version=1, pepper=b"p"), change]
 
 
 async def test_the_server_hears_what_is_wanted_and_that_a_proxy_has_gone(tmp_path: Path) -> None:
@@ -97,12 +97,14 @@ async def test_who_says_nonsense_is_disconnected_and_the_others_are_not(tmp_path
             writer.write(nonsense)
             assert await reader.read() == b""
             writer.close()
-        links.send_to_all(Routes(version=2))
+        links.send_to_all(RouteChanges(version=2))
         await until(lambda: len(heard) == 2)
 
 
 async def test_a_socket_that_another_server_listens_on_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path / "s", []):
-        other = ProxyLinks(str(tmp_path / "s"), lambda: [Snapshot(version=1, pepper=b"")], print)
+        other = ProxyLinks(
+            str(tmp_path / "s"), lambda: [FleetSnapshot(version=1, pepper=b"")], print
+        )
         with pytest.raises(ConfigError, match="can't be used"):
             await other.open()

@@ -18,12 +18,12 @@ import pytest
 from kvmig.process.supervisor import ChildProcess, ProcessPort
 from kvmig.proxy.control_link import ProxyLinks
 from kvmig.proxy.messages import (
-    Figures,
+    FleetSnapshot,
     ModelRoute,
     ModelWanted,
     ProxyDemand,
     ProxyLaunch,
-    Snapshot,
+    ProxyMetrics,
 )
 from tests.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key
 from tests.waiting import until
@@ -68,7 +68,9 @@ def knowing(folder: Path, *, older: bool = False) -> str:
     """
     given, grant = key()
     route = ModelRoute(name="count", state="ready", socket=str(folder / "count"))
-    known = Snapshot(version=3, pepper=PEPPER if older else b"", keys=(grant,), routes=(route,))
+    known = FleetSnapshot(
+        version=3, pepper=PEPPER if older else b"", keys=(grant,), routes=(route,)
+    )
     if not older:
         (folder / "pepper").write_bytes(PEPPER)
     (folder / "snapshot").write_bytes(msgspec.msgpack.encode(known))
@@ -114,14 +116,14 @@ async def test_a_proxy_serves_what_the_server_tells_and_says_what_there_is_to_do
     tmp_path: Path,
 ) -> None:
     given, grant = key()
-    heard: list[ModelWanted | ProxyDemand | Figures | None] = []
+    heard: list[ModelWanted | ProxyDemand | ProxyMetrics | None] = []
     routes = (
         ModelRoute(name="count", state="ready", socket=str(tmp_path / "count")),
         ModelRoute(name="cold", state="cold", start_timeout_s=1.0),
     )
     links = ProxyLinks(
         str(tmp_path / "links"),
-        lambda: [Snapshot(version=7, pepper=PEPPER, keys=(grant,), routes=routes)],
+        lambda: [FleetSnapshot(version=7, pepper=PEPPER, keys=(grant,), routes=routes)],
         lambda _, message: heard.append(message),
     )
     there = Deployment(str(tmp_path / "count"))
@@ -219,7 +221,7 @@ async def test_idle_clients_take_no_files_from_the_calls_of_those_that_were_ther
 async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Path) -> None:
     links = ProxyLinks(
         str(tmp_path / "links"),
-        lambda: [Snapshot(version=7, pepper=PEPPER)],
+        lambda: [FleetSnapshot(version=7, pepper=PEPPER)],
         lambda _, message: None,
     )
     file = tmp_path / "snapshot"
@@ -230,7 +232,7 @@ async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Pa
     finally:
         await links.close()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    known = msgspec.msgpack.decode(file.read_bytes(), type=Snapshot)
+    known = msgspec.msgpack.decode(file.read_bytes(), type=FleetSnapshot)
     assert (known.version, known.pepper) == (7, b"")
     assert PEPPER not in file.read_bytes()
 

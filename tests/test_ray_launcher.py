@@ -11,7 +11,13 @@ from kvmig.core.config import ClusterConfig, MigrationConfig
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.environment import GIB, part_of_memory
 from kvmig.launcher.launch import LlumletLaunch
-from kvmig.launcher.ray_launcher import RayOrder, Supervisor, bound_to, forwarded, node_environment
+from kvmig.launcher.ray_launcher import (
+    LlumletActor,
+    RayOrder,
+    bound_to,
+    forwarded,
+    node_environment,
+)
 from kvmig.process.supervisor import ChildProcess, Spawn
 
 
@@ -78,8 +84,8 @@ def test_a_child_sees_the_gpus_that_ray_gave_its_actor() -> None:
 async def test_an_instance_takes_its_share_of_the_nodes_memory(
     started: list[LlumletLaunch],
 ) -> None:
-    await Supervisor().start(order(), "127.0.0.1")
-    await Supervisor().start(order(kv_bytes=GIB), "127.0.0.1")
+    await LlumletActor().start(order(), "127.0.0.1")
+    await LlumletActor().start(order(kv_bytes=GIB), "127.0.0.1")
 
     shared, given = (launch.engine_argv for launch in started)
     assert (shared[0], shared[2:]) == ("--kv-cache-memory-bytes", ["m", "-x"])
@@ -91,8 +97,8 @@ async def test_instances_on_one_gpu_share_its_memory(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
 
-    await Supervisor().start(order(gpu=0.5), "127.0.0.1")
-    await Supervisor().start(order(gpu=1.0), "127.0.0.1")
+    await LlumletActor().start(order(gpu=0.5), "127.0.0.1")
+    await LlumletActor().start(order(gpu=1.0), "127.0.0.1")
 
     assert started[0].engine_argv == ["--gpu-memory-utilization", "0.450", "m", "-x"]
     assert started[1].engine_argv == ["m", "-x"]
@@ -100,7 +106,7 @@ async def test_instances_on_one_gpu_share_its_memory(
 
 async def test_too_small_a_share_is_refused(started: list[LlumletLaunch]) -> None:
     with pytest.raises(ConfigError, match="not enough memory for 1 instances"):
-        await Supervisor().start(order(share=1e-4), "127.0.0.1")
+        await LlumletActor().start(order(share=1e-4), "127.0.0.1")
     assert not started
 
 

@@ -144,14 +144,14 @@ def test_log_probabilities_are_of_the_scores_before_all_else() -> None:
     logprobs, scores = LogprobRecorder(), SHARES.repeat(3, 1) + 7
     logprobs.prepare_tensor_args([Row("a"), Row("b", logprobs=2), Row("c", logprobs=0)])
     assert logprobs(scores, torch.empty(0)) is scores
-    found = logprobs.of("b", 2, 2)
+    found = logprobs.logprob_of("b", 2, 2)
     assert found.value == -9999.0
     assert found.top_ids == [1, 3]
     assert found.top == pytest.approx([math.log(0.5), math.log(0.3)])
-    assert logprobs.of("c", 0, 0).value == pytest.approx(math.log(0.2))
-    assert logprobs.of("c", 0, 0).top == []
+    assert logprobs.logprob_of("c", 0, 0).value == pytest.approx(math.log(0.2))
+    assert logprobs.logprob_of("c", 0, 0).top == []
     with pytest.raises(KeyError):
-        logprobs.of("a", 0, 0)
+        logprobs.logprob_of("a", 0, 0)
 
 
 def test_requests_without_limits_keep_their_scores_beside_others_that_have_some() -> None:

@@ -181,7 +181,7 @@ class Side:
 
     def share(self, gate: StepGate) -> None:
         """Ask `gate` before each step from now on."""
-        self.engine._device.ask(self.core, gate)
+        self.engine._device.gate_steps(self.core, gate)
 
     def take_calls(self) -> None:
         """What the engine's thread does between two steps."""

@@ -13,7 +13,7 @@ from bench.gpu.shapes import Shape, ids
 from bench.report import Result
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import KVLayout
-from kvmig.engines.block_copies import BlockPlan, Copies, HostCopies
+from kvmig.engines.block_copies import BlockPlan, CopyBackend, HostCopies
 from kvmig.engines.device_copies import load
 from kvmig.kernels.api import Device
 from kvmig.kernels.driver import current_device
@@ -66,7 +66,7 @@ def adapter(site: Site, shape: Shape, nbytes: int, result: Result) -> None:
         there[1]()
 
 
-def _copies(site: Site, layout: KVLayout) -> tuple[Copies, Callable[[], None]]:
+def _copies(site: Site, layout: KVLayout) -> tuple[CopyBackend, Callable[[], None]]:
     """And what frees them."""
     if site.device == "cpu":
         return HostCopies(BlockPlan(layout)), lambda: None

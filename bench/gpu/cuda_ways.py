@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench.gpu.device import TMA, Way
-from kvmig.kernels.api import BlockCopy, Finished, Kernels, Pending
+from kvmig.kernels.api import BlockCopy, FinishedWork, Kernels, PendingWork
 from kvmig.kernels.driver import CudaDriver, current_device
 from kvmig.kernels.gpu import GpuKernels
 
@@ -19,8 +19,8 @@ def tma(kernels: Kernels) -> Iterator[Way]:
 def engine() -> Way:
     """The copy engines, without checksums."""
 
-    def copy(blocks: BlockCopy, *, checksums: bool, stream: int, workers: int) -> Pending:
+    def copy(blocks: BlockCopy, *, checksums: bool, stream: int, workers: int) -> PendingWork:
         CudaDriver(current_device()).copy_blocks(*blocks, stream)
-        return Finished([])
+        return FinishedWork([])
 
     return Way("engine", copy, capped=False, summing=False)

@@ -20,7 +20,7 @@ from bench.report import Result, parser, say
 from kvmig.core.errors import KvmigError
 from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
 from kvmig.kernels import select
-from kvmig.kernels.api import BlockCopy, Device, Kernels, Pending
+from kvmig.kernels.api import BlockCopy, Device, Kernels, PendingWork
 from kvmig.kernels.gpu import GpuKernels
 
 TMA = "cuda-tma"
@@ -35,7 +35,7 @@ class Copy(Protocol):
 
     def __call__(
         self, blocks: BlockCopy, *, checksums: bool, stream: int, workers: int
-    ) -> Pending: ...
+    ) -> PendingWork: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Deadline:
         return True
 
 
-def between_gpus(by: Kernels) -> Callable[..., Pending]:
+def between_gpus(by: Kernels) -> Callable[..., PendingWork]:
     """The copy that the product makes to a GPU's buffer and from it, on its CTAs."""
     if by.device == "cpu":
         return by.copy

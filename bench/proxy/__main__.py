@@ -52,7 +52,7 @@ from bench.proxy.others import Make, install_litellm, litellm, nginx, wait_for
 from kvmig.accounts.keys import KeyGrant, new_key
 from kvmig.asgi.connection import most_clients
 from kvmig.proxy.call import DoorConnection
-from kvmig.proxy.messages import ModelRoute, ProxyLaunch, Snapshot
+from kvmig.proxy.messages import FleetSnapshot, ModelRoute, ProxyLaunch
 from kvmig_tools.served import free_port
 
 PEPPER = bytes(32)
@@ -130,7 +130,7 @@ def keep_snapshot(upstream: str, folder: Path) -> None:
         key_id="k1", origin="k1", user_id="u1", user="bench", prefix=KEY.prefix, hash=KEY.hash
     )
     route = ModelRoute(name="count", state="ready", socket=upstream, served="count")
-    known = Snapshot(version=1, pepper=PEPPER, keys=(grant,), routes=(route,))
+    known = FleetSnapshot(version=1, pepper=PEPPER, keys=(grant,), routes=(route,))
     (folder / "snapshot").write_bytes(msgspec.msgpack.encode(known))
 
 

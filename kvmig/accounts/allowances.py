@@ -24,7 +24,7 @@ SMALL = 32
 Held = TypeVar("Held")
 
 
-class Ask(msgspec.Struct, frozen=True):
+class TokenRequest(msgspec.Struct, frozen=True):
     """A call wants tokens. It may be said again: what isn't used comes back at the call's end."""
 
     number: int
@@ -42,7 +42,7 @@ class Ask(msgspec.Struct, frozen=True):
     """The model, as in the `UsageRecord`."""
 
 
-class Granted(msgspec.Struct, frozen=True):
+class TokenGrant(msgspec.Struct, frozen=True):
     """As many as there are, up to what was wanted; none where there are fewer than the least."""
 
     number: int

@@ -91,7 +91,7 @@ def guarded(rule: Rule, fields: Sequence[str]) -> type[APIRoute]:
     fields: what a body may hold, for the error that names it.
     """
 
-    class Route(APIRoute):
+    class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
 
@@ -111,7 +111,7 @@ def guarded(rule: Rule, fields: Sequence[str]) -> type[APIRoute]:
 
             return answer
 
-    return Route
+    return GuardedRoute
 
 
 def shorten_value(value: Any) -> str:

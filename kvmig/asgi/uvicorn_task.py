@@ -18,7 +18,7 @@ from kvmig.core.errors import StartupError
 _START_TIMEOUT_S = 60.0
 
 
-class Stoppable(Protocol):
+class StoppableServer(Protocol):
     """The part of `uvicorn.Server` that `HttpTask` uses."""
 
     started: bool
@@ -29,7 +29,7 @@ class Stoppable(Protocol):
 class HttpTask:
     """Runs and stops an HTTP server: `run`, then `stop`, also when `run` has failed."""
 
-    def __init__(self, sock: socket.socket, server: Callable[[], Stoppable | None]) -> None:
+    def __init__(self, sock: socket.socket, server: Callable[[], StoppableServer | None]) -> None:
         """sock: listening, closed by `stop`. server: None before there is one."""
         self.sock = sock
         self._server = server

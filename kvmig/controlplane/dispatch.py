@@ -78,7 +78,7 @@ class TieRotation:
     def __init__(self) -> None:
         self._taken = -1
 
-    def take(self, rows: NDArray[np.intp]) -> int:
+    def take_row(self, rows: NDArray[np.intp]) -> int:
         """Take one of `rows`, which are not empty and in order."""
         after = int(np.searchsorted(rows, self._taken, side="right"))
         self._taken = int(rows[after if after < len(rows) else 0])
@@ -94,7 +94,7 @@ class RoundRobin:
     def pick(self, view: ClusterView, request: NewRequest) -> InstanceView:
         """The next one."""
         rows = np.flatnonzero(candidates(view, request.demand_blocks))
-        return view.instances[self._rotation.take(rows)]
+        return view.instances[self._rotation.take_row(rows)]
 
 
 class _Best:
@@ -115,7 +115,7 @@ class _Best:
         if len(rows) > 1:
             requests = view.columns.requests[rows]
             rows = rows[requests == requests.min()]
-        return view.instances[self._rotation.take(rows)]
+        return view.instances[self._rotation.take_row(rows)]
 
 
 class LeastLoaded(_Best):
@@ -201,7 +201,7 @@ class FewestWithRoom:
             rows = rows[slack[rows] == most]
         else:
             rows = np.flatnonzero(slack == most)
-        return view.instances[self._rotation.take(rows)]
+        return view.instances[self._rotation.take_row(rows)]
 
 
 def _is_protected(view: ClusterView, priority: int) -> bool:

@@ -86,7 +86,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
         return max(self.total_blocks, self.limit_blocks)
 
 
-class Room(msgspec.Struct, frozen=True):
+class CacheRoom(msgspec.Struct, frozen=True):
     """What an engine can have of KV cache that it shares with others. Bytes."""
 
     floor: int
@@ -236,7 +236,7 @@ class CameBlocks:
 class Sharing(Protocol):
     """The side of an engine whose KV cache can shrink and grow while it serves."""
 
-    room: Room
+    room: CacheRoom
     unlimited: str
     """Why its steps may take all of the device, whatever their share is, in a few words; empty:
     they keep to it, or have none."""

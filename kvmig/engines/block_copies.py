@@ -24,7 +24,7 @@ from kvmig.core.layout import KVLayout, Region, fused
 from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
 
 
-class Copies(Protocol):
+class CopyBackend(Protocol):
     """Copies as a copy thread runs them: ids [n], a buffer [n * block_bytes], n checksums.
 
     urgent: ahead of what else a device copies; a CPU has nothing else.
@@ -42,7 +42,7 @@ class Copies(Protocol):
 class BlockCopies:
     """An engine's `gather` and `scatter`: one copy at a time."""
 
-    def __init__(self, layout: KVLayout, by: Copies | None = None) -> None:
+    def __init__(self, layout: KVLayout, by: CopyBackend | None = None) -> None:
         """layout: of memory that outlives this; by: how, None: as whole blocks in the host's
         memory. Raises KernelUnavailable."""
         self._block_bytes = layout.block_bytes
@@ -195,7 +195,7 @@ class BlockPlan:
 
 
 class HostCopies:
-    """`Copies` in this process's memory."""
+    """`CopyBackend` in this process's memory."""
 
     def __init__(self, plan: CopyPlan) -> None:
         """Raises KernelUnavailable."""

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.block_copies import CopyPass, CopyPlan
-from kvmig.kernels.api import Kernels, Pending
+from kvmig.kernels.api import Kernels, PendingWork
 from kvmig.kernels.arrays import ArrayMemory, memory_of
 from kvmig.kernels.copy import checked, start_copy
 from kvmig.kernels.driver import CudaDriver
@@ -160,7 +160,7 @@ class DeviceCopies:
         return memory
 
     @contextmanager
-    def _settled(self, urgent: bool, buffer: memoryview) -> Iterator[list[Pending]]:
+    def _settled(self, urgent: bool, buffer: memoryview) -> Iterator[list[PendingWork]]:
         """Copies inside come after the engine's steps, and are over when it is left."""
         self._device.enter()
         self._stream = self._streams[urgent]
@@ -179,11 +179,11 @@ class DeviceCopies:
         for first in range(0, len(ids), self._fit):
             yield ids[first : first + self._fit], address + first * self._plan.unit_bytes
 
-    def _start(self, passes: Iterable[CopyPass], workers: int) -> Pending:
+    def _start(self, passes: Iterable[CopyPass], workers: int) -> PendingWork:
         (one,) = passes
         return start_copy(self._by, *one, stream=self._stream.handle, workers=workers)
 
-    def _on_gpus(self, passes: Iterable[CopyPass], buffer: int) -> Pending:
+    def _on_gpus(self, passes: Iterable[CopyPass], buffer: int) -> PendingWork:
         """A copy to or from a buffer in a GPU's memory."""
         if self._tma is None or buffer % _TMA_GRAIN:
             return self._start(passes, CTAS_ON_DEVICE)
@@ -191,7 +191,7 @@ class DeviceCopies:
         stream = self._stream.handle
         return self._tma.copy_tma(checked(*one), checksums=True, stream=stream, workers=CTAS_OF_TMA)
 
-    def _to_host(self, ids: Sequence[int], pinned: int) -> Pending:
+    def _to_host(self, ids: Sequence[int], pinned: int) -> PendingWork:
         """Blocks [n] to pinned memory, fused."""
         if self._straight:
             (one,) = self._plan.gather(ids, pinned)
@@ -201,7 +201,7 @@ class DeviceCopies:
         self._device.download(pinned, self._scratch, nbytes, self._stream.handle)
         return pending
 
-    def _from_host(self, ids: Sequence[int], pinned: int) -> Pending:
+    def _from_host(self, ids: Sequence[int], pinned: int) -> PendingWork:
         """Fused blocks [n] of pinned memory to the cache."""
         if self._straight:
             (one,) = self._plan.scatter(ids, pinned)
@@ -210,7 +210,7 @@ class DeviceCopies:
         self._device.upload(self._scratch, pinned, nbytes, self._stream.handle)
         return self._start(self._plan.scatter(ids, self._scratch), CTAS_FOR_HOST)
 
-    def _by_engines(self, one: CopyPass, summed_at_source: bool) -> Pending:
+    def _by_engines(self, one: CopyPass, summed_at_source: bool) -> PendingWork:
         """The copy engines copy, few CTAs sum the blocks in the cache."""
         stream = self._stream.handle
         blocks = checked(*one)
@@ -298,5 +298,5 @@ def _check(plan: CopyPlan) -> None:
             raise UnsupportedLayout(f"on a GPU a block is one copy of the kernels, not {n}")
 
 
-def _sums(pendings: Sequence[Pending]) -> list[int]:
+def _sums(pendings: Sequence[PendingWork]) -> list[int]:
     return [checksum for pending in pendings for checksum in pending.wait()]

@@ -20,7 +20,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Table, case, delete, exists, func, select
 from sqlalchemy.engine import Connection
 
-from kvmig.accounts.allowances import SMALL, Ask, Granted
+from kvmig.accounts.allowances import SMALL, TokenGrant, TokenRequest
 from kvmig.accounts.keys import (
     AppliedQuota,
     KeyGrant,
@@ -67,15 +67,15 @@ def begins_anew(kind: Period, at: float) -> float | None:
     return (day.replace(day=1) + timedelta(days=32)).replace(day=1).timestamp()
 
 
-def grant(database: FleetDatabase, key: KeyGrant, ask: Ask) -> Granted:
+def grant(database: FleetDatabase, key: KeyGrant, ask: TokenRequest) -> TokenGrant:
     """Grant what there is, and keep that it was granted. Raises StoreError."""
     quotas = quotas_of(key, ask.model)
     given = ask.want
     if not quotas:
-        return Granted(ask.number, given)
+        return TokenGrant(ask.number, given)
     with database.transaction() as connection:
         if _is_over(connection, ask):
-            return Granted(ask.number, 0, OVER)
+            return TokenGrant(ask.number, 0, OVER)
         for one in quotas:
             period = period_of(one.period, ask.began)
             spare = left_of(connection, one, period)
@@ -89,21 +89,21 @@ def grant(database: FleetDatabase, key: KeyGrant, ask: Ask) -> Granted:
             "model": ask.model, "day": period_of("day", ask.began), "tokens": given,
         }  # fmt: skip
         upsert(connection, grants, ("source", "seq"), [row], add=("tokens",))
-        return Granted(ask.number, given)
+        return TokenGrant(ask.number, given)
 
 
-def _refusal(ask: Ask, quota: AppliedQuota, spare: int, reserved: int) -> Granted:
+def _refusal(ask: TokenRequest, quota: AppliedQuota, spare: int, reserved: int) -> TokenGrant:
     """Why there are fewer than it needs. spare: what nobody has. reserved: by other calls."""
     anew = begins_anew(quota.period, ask.began)
     if spare + reserved >= ask.least:
         again = quota_reserved(quota, spare + reserved).message
-        return Granted(ask.number, 0, again, again=True)
+        return TokenGrant(ask.number, 0, again, again=True)
     if spare > 0:
-        return Granted(ask.number, 0, quota_too_small(quota, spare, ask.least, anew).message)
-    return Granted(ask.number, 0, quota_used_up(quota, anew).message)
+        return TokenGrant(ask.number, 0, quota_too_small(quota, spare, ask.least, anew).message)
+    return TokenGrant(ask.number, 0, quota_used_up(quota, anew).message)
 
 
-def _is_over(connection: Connection, ask: Ask) -> bool:
+def _is_over(connection: Connection, ask: TokenRequest) -> bool:
     """Whether the call's last record is or was here: its question waited longer than it ran."""
     over = (usage.c.status != "running") | usage.c.ended.is_not(None)
     wanted = select(usage.c.seq).where(usage.c.source == ask.source, usage.c.seq == ask.seq, over)
@@ -151,7 +151,7 @@ def _ahead() -> Any:
     )
 
 
-def _reserved(connection: Connection, quota: AppliedQuota, period: str, ask: Ask) -> int:
+def _reserved(connection: Connection, quota: AppliedQuota, period: str, ask: TokenRequest) -> int:
     """Tokens of a quota that other calls were granted and may give back. What this one was granted
     it has used, or it would not ask; and calls that have ended give nothing back."""
     others = (grants.c.source != ask.source) | (grants.c.seq != ask.seq)
@@ -229,7 +229,7 @@ class QuotaSocket:
     def __init__(
         self,
         path: str,
-        answer: Callable[[Ask], Awaitable[Granted]],
+        answer: Callable[[TokenRequest], Awaitable[TokenGrant]],
         take: Callable[[HandOver], Awaitable[None]],
     ) -> None:
         """answer, take: may raise StoreError; the front end tries again then."""
@@ -249,7 +249,7 @@ class QuotaSocket:
                     await self._take(handed)
                     writer.write(HAND_OVER + b"\n")
                     continue
-                granted = await self._answer(msgspec.json.decode(line, type=Ask))
+                granted = await self._answer(msgspec.json.decode(line, type=TokenRequest))
                 writer.write(msgspec.json.encode(granted) + b"\n")
         except (StoreError, msgspec.DecodeError, ValueError, ConnectionError) as error:
             log.warning("quota: %s", error)

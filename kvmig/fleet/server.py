@@ -26,7 +26,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from kvmig.accounts.allowances import Ask, Granted
+from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, limited_by
 from kvmig.accounts.limits import SpendBucket
 from kvmig.accounts.usage import HandOver, SpoolDamaged, SpooledRecord, UsageSpool
@@ -62,16 +62,17 @@ from kvmig.process.sockets import take_path
 from kvmig.proxy import messages
 from kvmig.proxy.control_link import ProxyLinks
 from kvmig.proxy.messages import (
-    Aliases,
+    AliasTable,
     Down,
-    Figures,
+    FleetSnapshot,
     ModelRoute,
     ModelWanted,
     ProxyDemand,
+    ProxyMetrics,
+    ProxyNews,
     QuotaLeft,
-    Routes,
-    Snapshot,
-    Spent,
+    RouteChanges,
+    SpentLimits,
 )
 from kvmig.rpc.unix_packets import QueuedPackets
 
@@ -310,13 +311,13 @@ class FleetServer:
         changed = await self._backend.stored(left, self._store.database, keys, time.time())
         self._left.update(changed)
         if owed or changed:
-            self._links.send_to_all(Spent(owed=owed, left=changed))
+            self._links.send_to_all(SpentLimits(owed=owed, left=changed))
 
-    async def _grant(self, ask: Ask) -> Granted:
+    async def _grant(self, ask: TokenRequest) -> TokenGrant:
         """See `QuotaSocket`."""
         key = self._grants_by_id.get(ask.key)
         if key is None:
-            return Granted(ask.number, 0, BAD_KEY.message)
+            return TokenGrant(ask.number, 0, BAD_KEY.message)
         return await self._backend.stored(grant, self._store.database, key, ask)
 
     async def _take(self, handed: HandOver) -> None:
@@ -361,7 +362,7 @@ class FleetServer:
         named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
         if (every := {**named, **aliases}) != self._aliases:
             self._aliases = every
-            self._links.send_to_all(Aliases(version=self._next(), aliases=every))
+            self._links.send_to_all(AliasTable(version=self._next(), aliases=every))
         self._models.take_catalogue(
             CatalogEntry(row.model_id, row.name, row.revision, row.on, row.spec) for row in rows
         )
@@ -397,7 +398,7 @@ class FleetServer:
             )
             changed = await stored(left, self._store.database, keys.granted, time.time())
             self._left.update(changed)
-            self._links.send_to_all(Spent(left=changed))
+            self._links.send_to_all(SpentLimits(left=changed))
 
     # -- proxies
 
@@ -409,17 +410,17 @@ class FleetServer:
         """The messages that a proxy needs when it connects."""
         now = monotonic()
         owed = {whose: bucket.now(now) for whose, bucket in self._buckets.items()}
-        snapshot = Snapshot(
+        snapshot = FleetSnapshot(
             version=self._version,
             pepper=self._store.pepper,
             keys=tuple(self._grants.values()),
             routes=tuple(self._models.routes()),
             aliases=self._aliases,
         )
-        return snapshot, Spent(owed=owed, left=self._left)
+        return snapshot, SpentLimits(owed=owed, left=self._left)
 
     def _tell_routes(self, changed: Sequence[ModelRoute], gone: Sequence[str]) -> int:
-        routes = Routes(version=self._next(), changed=tuple(changed), removed=tuple(gone))
+        routes = RouteChanges(version=self._next(), changed=tuple(changed), removed=tuple(gone))
         self._links.send_to_all(routes)
         return self._version
 
@@ -448,14 +449,14 @@ class FleetServer:
         if wrong:
             raise ConfigError(f"model {spec.name}: {wrong}")
 
-    def _hear(self, proxy: str, message: ModelWanted | ProxyDemand | Figures | None) -> None:
+    def _hear(self, proxy: str, message: ProxyNews | None) -> None:
         match message:
             case ModelWanted():
                 self._models.take_want(message)
             case ProxyDemand():
                 self._models.take_demand(proxy, message)
                 self._heard.set()
-            case Figures(text):
+            case ProxyMetrics(text):
                 self._figures[proxy] = text
             case None:
                 self._figures.pop(proxy, None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
-from kvmig.accounts.allowances import Ask, Granted, TokenAllowance
+from kvmig.accounts.allowances import TokenAllowance, TokenGrant, TokenRequest
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Span
 from kvmig.core.errors import NoInstance, QuotaUsedUp
@@ -131,11 +131,11 @@ class QuotaClient:
             self.release(held[0])
         self.end(held, allowance)
 
-    async def _ask(self, allowance: TokenAllowance[Output], least: int) -> Granted | None:
+    async def _ask(self, allowance: TokenAllowance[Output], least: int) -> TokenGrant | None:
         """The answer; None if there is none in PATIENCE_S."""
         clock = asyncio.get_running_loop().time
         reserved_until = clock() + RESERVED_S
-        ask = Ask(
+        ask = TokenRequest(
             number=next(self._numbers),
             source=self._source,
             seq=allowance.seq,
@@ -159,7 +159,7 @@ class QuotaClient:
         except TimeoutError:
             return None
 
-    async def _say(self, ask: Ask) -> Granted | None:
+    async def _say(self, ask: TokenRequest) -> TokenGrant | None:
         """One attempt."""
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -167,7 +167,7 @@ class QuotaClient:
                     self._streams = await asyncio.open_unix_connection(self._path)
                 reader, writer = self._streams
                 writer.write(msgspec.json.encode(ask) + b"\n")
-                answer = msgspec.json.decode(await reader.readline(), type=Granted)
+                answer = msgspec.json.decode(await reader.readline(), type=TokenGrant)
         except (OSError, msgspec.DecodeError) as error:  # a TimeoutError too
             log.warning("quota: %s: %s", self._path, str(error) or "no answer")
             self._drop()

@@ -4,8 +4,9 @@ Arguments are trusted here and addresses are plain integers: callers use the che
 of `copy`. Memory is that of `Kernels.device`; ids and tables are host arrays.
 
 `stream` is a cudaStream_t as an integer (0: the legacy default stream), ignored on the CPU. On
-CUDA a call returns once the work is queued, and `Pending` says when it is done; on the CPU it is
-done when the call returns. `workers` caps the CTAs or threads; 0 lets the implementation choose.
+CUDA a call returns once the work is queued, and `PendingWork` shows when it is done; on the CPU
+it is done when the call returns. `workers` caps the CTAs or threads; 0 lets the implementation
+choose.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ DONE_TIMEOUT_S = 60.0
 """Longest wait for queued work, unless the caller says otherwise."""
 
 
-class Pending(Protocol):
+class PendingWork(Protocol):
     """Work that was started."""
 
     def done(self) -> bool:
@@ -43,7 +44,7 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedWork:
     """Work that was done when its call returned."""
 
     checksums: list[int]
@@ -82,12 +83,12 @@ class Kernels(Protocol):
 
     def copy(
         self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
-    ) -> Pending:
+    ) -> PendingWork:
         """Copy the blocks. checksums: sum what was written."""
         ...
 
     def checksum(
         self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
-    ) -> Pending:
+    ) -> PendingWork:
         """Checksums [n] of blocks `ids` [n]."""
         ...

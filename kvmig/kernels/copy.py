@@ -19,7 +19,7 @@ import numpy as np
 
 from kvmig.core.layout import Region
 from kvmig.kernels import checks
-from kvmig.kernels.api import BlockCopy, Ids, Kernels, Pending
+from kvmig.kernels.api import BlockCopy, Ids, Kernels, PendingWork
 from kvmig.kernels.arrays import address_of, memory_of
 from kvmig.kernels.select import kernels
 
@@ -62,7 +62,7 @@ def start_copy(
     checksums: bool = True,
     stream: int = 0,
     workers: int = 0,
-) -> Pending:
+) -> PendingWork:
     """Copy block `src_ids[k]` of `src` to block `dst_ids[k]` of `dst`, for every k < n.
 
     src, dst: as many regions, with equal runs, of `src_blocks` and `dst_blocks` blocks, in

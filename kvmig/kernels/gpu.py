@@ -14,7 +14,7 @@ from typing import Protocol
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import abi, api
-from kvmig.kernels.api import BlockCopy, Finished, Ids, Pending
+from kvmig.kernels.api import BlockCopy, FinishedWork, Ids, PendingWork
 from kvmig.kernels.call_memory import CallMemoryPool
 from kvmig.kernels.driver import CudaDriver
 
@@ -60,12 +60,12 @@ class GpuKernels:
 
     def copy(
         self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
-    ) -> Pending:
+    ) -> PendingWork:
         return self._copy(self._launcher.copy, blocks, checksums, stream, workers)
 
     def copy_tma(
         self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
-    ) -> Pending:
+    ) -> PendingWork:
         """`copy` through the TMA. Raises KernelUnavailable below sm_90, and where a base, stride
         or run is no multiple of 16."""
         for region in (*blocks.src, *blocks.dst):
@@ -77,14 +77,14 @@ class GpuKernels:
 
     def checksum(
         self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
-    ) -> Pending:
+    ) -> PendingWork:
         n = len(ids)
 
         def launch(table: int, numbers: int, sums: int) -> None:
             self._launcher.checksum(table, len(src), numbers, n, sums, stream, workers)
 
         if not n or not src:
-            return Finished([0] * n)
+            return FinishedWork([0] * n)
         return self._queue([_regions(tuple(src)), ids.tobytes()], n, stream, launch)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class GpuKernels:
         checksums: bool,
         stream: int,
         workers: int,
-    ) -> Pending:
+    ) -> PendingWork:
         src, dst, src_ids, dst_ids = blocks
         n = len(src_ids)
 
@@ -108,14 +108,14 @@ class GpuKernels:
             kernel(*tables, src_numbers, dst_numbers, n, sums, stream, workers)
 
         if not n or not src:
-            return Finished([0] * n if checksums else [])
+            return FinishedWork([0] * n if checksums else [])
         tables = [_regions(tuple(src)), _regions(tuple(dst))]
         parts = [*tables, src_ids.tobytes(), dst_ids.tobytes()]
         return self._queue(parts, n if checksums else 0, stream, launch)
 
     def _queue(
         self, parts: Sequence[bytes], count: int, stream: int, launch: Callable[..., None]
-    ) -> Pending:
+    ) -> PendingWork:
         """Upload `parts`, launch with their addresses and that of `count` checksums (0 for none),
         and bring the checksums back."""
         self._device.enter()

@@ -12,7 +12,7 @@ import numpy as np
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import abi, build
-from kvmig.kernels.api import BlockCopy, Device, Finished, Ids
+from kvmig.kernels.api import BlockCopy, Device, FinishedWork, Ids
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cpu.so"
 """The path at which setup.py puts the library."""
@@ -31,7 +31,7 @@ class NativeKernels:
 
     def copy(
         self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
-    ) -> Finished:
+    ) -> FinishedWork:
         src, dst, src_ids, dst_ids = blocks
         sums = np.empty(len(src_ids) if checksums else 0, np.uint64)
         status = self._library.kvmig_copy(
@@ -40,18 +40,18 @@ class NativeKernels:
             *(sums.ctypes.data if checksums else None, None, workers),
         )
         abi.check(status)
-        return Finished(sums.tolist())
+        return FinishedWork(sums.tolist())
 
     def checksum(
         self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
-    ) -> Finished:
+    ) -> FinishedWork:
         sums = np.empty(len(ids), np.uint64)
         status = self._library.kvmig_checksum(
             *(abi.region_table(src), len(src), ids.ctypes.data, len(ids)),
             *(sums.ctypes.data, None, workers),
         )
         abi.check(status)
-        return Finished(sums.tolist())
+        return FinishedWork(sums.tolist())
 
 
 def load(device: Device = "cpu") -> NativeKernels:

@@ -13,7 +13,7 @@ import torch
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
-from kvmig.kernels.api import BlockCopy, Device, Finished, Ids
+from kvmig.kernels.api import BlockCopy, Device, FinishedWork, Ids
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -30,20 +30,20 @@ class ReferenceKernels:
 
     def copy(
         self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
-    ) -> Finished:
+    ) -> FinishedWork:
         src, dst, src_ids, dst_ids = blocks
         with self._queue(stream):
             sources, targets = (torch.from_numpy(ids).to(self.device) for ids in (src_ids, dst_ids))
             for one, other in zip(src, dst, strict=True):
                 runs = self._runs(one, src_ids).index_select(0, sources)
                 self._runs(other, dst_ids).index_copy_(0, targets, runs)
-            return Finished(self._sums(dst, dst_ids) if checksums else [])
+            return FinishedWork(self._sums(dst, dst_ids) if checksums else [])
 
     def checksum(
         self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
-    ) -> Finished:
+    ) -> FinishedWork:
         with self._queue(stream):
-            return Finished(self._sums(src, ids))
+            return FinishedWork(self._sums(src, ids))
 
     def _sums(self, regions: Sequence[Region], ids: Ids) -> list[int]:
         """Checksums [n] as csrc/kvmig.h defines them; int64 wraps as uint64 does."""

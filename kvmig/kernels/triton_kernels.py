@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvmig.core.errors import KernelUnavailable
 from kvmig.core.layout import Region
 from kvmig.kernels import triton_copy
-from kvmig.kernels.api import BlockCopy, Device, Finished, Ids, Pending
+from kvmig.kernels.api import BlockCopy, Device, FinishedWork, Ids, PendingWork
 from kvmig.kernels.triton_launch import TritonLauncher, alignment, power_of_two
 
 COPY_TILE = 32 << 10
@@ -52,14 +52,14 @@ class TritonKernels:
 
     def copy(
         self, blocks: BlockCopy, *, checksums: bool, stream: int = 0, workers: int = 0
-    ) -> Pending:
+    ) -> PendingWork:
         """See `face.Kernels`."""
         src, dst, *ids = blocks
         return self._copy(src, dst, ids, True, checksums, stream, workers)
 
     def checksum(
         self, src: Sequence[Region], ids: Ids, *, stream: int = 0, workers: int = 0
-    ) -> Pending:
+    ) -> PendingWork:
         """See `face.Kernels`."""
         return self._copy(src, src, (ids,), False, True, stream, workers)
 
@@ -72,11 +72,11 @@ class TritonKernels:
         checksums: bool,
         stream: int,
         workers: int,
-    ) -> Pending:
+    ) -> PendingWork:
         n = len(ids[0])
         longest = max((region.run for region in src), default=0)
         if not n or not longest:
-            return Finished([0] * n if checksums else [])
+            return FinishedWork([0] * n if checksums else [])
         aligned = alignment(
             number for r in (*src, *dst) for number in (r.base, r.block_stride, r.run)
         )

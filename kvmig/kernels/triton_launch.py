@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvmig.core.errors import KvmigError
-from kvmig.kernels.api import DONE_TIMEOUT_S, Finished, Pending
+from kvmig.kernels.api import DONE_TIMEOUT_S, FinishedWork, PendingWork
 
 VECTOR = 16
 """Bytes of the widest load."""
@@ -67,10 +67,10 @@ class TritonLauncher:
         """Bits of uint64 [n] in int64 (torch does more with that), zeros, on the device."""
         return torch.zeros(n, dtype=torch.int64, device=self._device)
 
-    def pending(self, sums: torch.Tensor | None = None) -> Pending:
+    def pending(self, sums: torch.Tensor | None = None) -> PendingWork:
         """The work queued so far, and these sums."""
         if self._device.type == "cpu":
-            return Finished([] if sums is None else _numbers(sums))
+            return FinishedWork([] if sums is None else _numbers(sums))
         host = None
         if sums is not None:
             host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)

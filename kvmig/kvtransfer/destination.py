@@ -19,12 +19,20 @@ from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import HOLE, CameBlocks, Engine, Export, Tail
 from kvmig.engines.identity import difference
-from kvmig.kvtransfer import destination_machine as do
 from kvmig.kvtransfer.context import LlumletPort
-from kvmig.kvtransfer.destination_machine import Action, DestinationMachine, SourceMessage
+from kvmig.kvtransfer.destination_machine import (
+    Action,
+    DestinationMachine,
+    FreeBlocks,
+    ReserveBlocks,
+    RunRequest,
+    ScatterChunk,
+    SendAnswer,
+    SourceMessage,
+)
 from kvmig.kvtransfer.mailbox import CancelMigration
 from kvmig.kvtransfer.messages import Chunk, FirstToken, Reserve, Reserved
-from kvmig.kvtransfer.session import Session
+from kvmig.kvtransfer.session import MigrationSession
 from kvmig.kvtransfer.transports.base import TransportInbox
 from kvmig.kvtransfer.transports.select import InboxCache
 from kvmig.rpc.messages import RpcMessage
@@ -63,7 +71,7 @@ class SourceEvent:
 Event = SourceEvent | CancelMigration | FenceQuestion
 
 
-class DestinationSession(Session[Event, Action]):
+class DestinationSession(MigrationSession[Event, Action]):
     """One migration into this instance. Messages come in at `deliver`.
 
     Nothing interrupts it: an action is over before the machine gets the next event.
@@ -119,7 +127,7 @@ class DestinationSession(Session[Event, Action]):
             self._undone = []
 
     async def _take_late(self) -> None:
-        while (event := self._mailbox.take()) is not None:
+        while (event := self._mailbox.take_event()) is not None:
             if self.machine.ended:
                 await self._deal_with(self._hear(event))
             elif isinstance(event, FenceQuestion) and not event.answer.done():
@@ -150,27 +158,27 @@ class DestinationSession(Session[Event, Action]):
 
     async def _perform(self, action: Action) -> list[Action]:
         match action:
-            case do.ReserveBlocks(None, num_tokens, last):
+            case ReserveBlocks(None, num_tokens, last):
                 await self._grow(num_tokens)
                 if last:
                     async with self._in_time():
                         await self._engine.prepare(self.request_id)
                 return self.machine.reserved()
-            case do.ReserveBlocks(export) if export is not None:
+            case ReserveBlocks(export) if export is not None:
                 return await self._open(export)
-            case do.Scatter(chunk):
+            case ScatterChunk(chunk):
                 began = self._context.clock()
                 came = await self._receive(chunk)
                 async with self._in_time():
                     sums = await self._engine.scatter(came.block_ids, came.fused, chunk.urgent)
                 came.check(sums)  # raises MigrationRefused if the chunk came changed
                 return self.machine.scattered(chunk, (self._context.clock() - began) * 1e3)
-            case do.RunRequest(tail, last):
+            case RunRequest(tail, last):
                 came_along = None if last is None else await self._receive(last)
                 return await self._commit(tail, came_along)
-            case do.FreeBlocks():
+            case FreeBlocks():
                 await self._engine.cancel(self.request_id)
-            case do.SendAnswer(message):
+            case SendAnswer(message):
                 self._answer(message)
         return []
 

@@ -40,7 +40,7 @@ class ReserveBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Scatter:
+class ScatterChunk:
     """Copy the chunk into the request's blocks and compare checksums."""
 
     chunk: Chunk
@@ -66,7 +66,7 @@ class SendAnswer:
     message: RpcMessage
 
 
-Action = ReserveBlocks | Scatter | RunRequest | FreeBlocks | SendAnswer
+Action = ReserveBlocks | ScatterChunk | RunRequest | FreeBlocks | SendAnswer
 SourceMessage = Reserve | Chunk | Commit | Abort
 """Messages that the machine hears; others of the source aren't its business."""
 
@@ -201,7 +201,7 @@ class DestinationMachine(StateMachine):
         ):
             return self.failed("error", f"block {message.first} came after {self.received}")
         self.apply_event(DestinationTransition.CHUNK)
-        return [Scatter(message)] if self.state is DestinationState.SCATTERING else []
+        return [ScatterChunk(message)] if self.state is DestinationState.SCATTERING else []
 
     def commit(self, message: Commit) -> list[Action]:
         """Run the request, once: all blocks are here. A repeated Commit gets the same answer."""

@@ -46,7 +46,7 @@ class EventMailbox(Generic[E, A]):
         self._events.append(event)
         self.news.set()
 
-    def take(self) -> E | None:
+    def take_event(self) -> E | None:
         """Take out the next event; None: there is none."""
         return self._events.popleft() if self._events else None
 

@@ -384,7 +384,7 @@ class MigrationSessions:
             arrived.first_token()
         for session in self._departures.values():
             if session.move.request_id == request_id:
-                session.pause.grew(tokens)
+                session.pause.add_tokens(tokens)
 
     def cancel_request(self, request_id: str, reason: str) -> None:
         """End the migration of a request that has been aborted. Unknown ids are ignored."""

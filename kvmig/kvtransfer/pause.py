@@ -106,19 +106,19 @@ class MigrationPause:
         self._send = batcher.send
         self._mailbox = mailbox
         self._timeline = timeline
-        # What the destination was asked last, and said of its steps.
-        self._asked = Reserve("", "", 0, 0, 0)
-        self._grown = 0
+        # What the destination was asked last, and reported of its steps.
+        self._last_reserve = Reserve("", "", 0, 0, 0)
+        self._new_tokens = 0
         self._unanswered = 0
         """Questions to the destination that are on their way, or in its engine."""
-        self._there = Cadence(0.0, 0.0)
+        self._destination_cadence = Cadence(0.0, 0.0)
         self._can_hold = False
-        self._heard_at = 0.0
+        self._cadence_at = 0.0
         # What is measured of the pause, for those that come after it.
         self._step_ms = 0.0
         self._busy_there = False
         self._suspended_at = 0.0
-        self._answered: tuple[float, float] | None = None
+        self._commit_times: tuple[float, float] | None = None
         # Commit, to be sent again until it is answered.
         self._commit: Commit | None = None
         self._payload: Frames = ()
@@ -127,22 +127,22 @@ class MigrationPause:
 
     def record_reserve(self, message: Reserve) -> None:
         """`message` was sent: Reserved will answer it."""
-        self._asked, self._grown, self._unanswered = message, 0, 1
+        self._last_reserve, self._new_tokens, self._unanswered = message, 0, 1
 
-    def grew(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         """The request has so many tokens more."""
-        self._grown += tokens
+        self._new_tokens += tokens
 
     def record_reserved(self, answer: Reserved) -> None:
         """The destination says where it is in its steps."""
-        self._there, self._heard_at = answer.cadence, self._context.clock()
+        self._destination_cadence, self._cadence_at = answer.cadence, self._context.clock()
         self._can_hold = answer.can_hold
         self._unanswered = max(0, self._unanswered - 1)
 
     async def spread_out(self) -> None:
         """Let the request decode on for as long as the pause is spread over its tokens."""
         clock, step_ms = self._context.clock, self._context.engine.cadence().step_ms
-        self._busy_there = self._there.step_ms > 0
+        self._busy_there = self._destination_cadence.step_ms > 0
         pause_ms = self._context.pauses.expected_ms(self._busy_there)
         found = spread(
             pause_ms, step_ms, 0.0 if self._move.urgent else self._context.config.pause_spread
@@ -172,8 +172,9 @@ class MigrationPause:
         at_last = until + ANSWER_STEPS * step_s
         while True:
             here, now = engine.cadence(), clock()
-            gone_ms = (now - self._heard_at) * 1e3
-            there = replace(self._there, since_ms=self._there.since_ms + gone_ms)
+            gone_ms = (now - self._cadence_at) * 1e3
+            there = self._destination_cadence
+            there = replace(there, since_ms=there.since_ms + gone_ms)
             wait_ms = put_off_ms(here, there, self._context.lead.ms, self._can_hold)
             due = wait_ms == 0.0 or now >= until
             if now >= at_last or (due and not self._unanswered):
@@ -189,9 +190,9 @@ class MigrationPause:
 
         prepare: and it may prepare once more.
         """
-        num_tokens = self._asked.num_tokens + self._grown
-        last = self._asked.last and prepare
-        self._send(replace(self._asked, num_tokens=num_tokens, last=last))
+        num_tokens = self._last_reserve.num_tokens + self._new_tokens
+        last = self._last_reserve.last and prepare
+        self._send(replace(self._last_reserve, num_tokens=num_tokens, last=last))
         self._unanswered += 1
 
     async def _wait_until(self, at: float) -> None:
@@ -255,16 +256,16 @@ class MigrationPause:
 
     # -- after it
 
-    def committed(self, answer: Committed) -> None:
+    def record_committed(self, answer: Committed) -> None:
         """Learn how long the request was on its way."""
         if self._timeline.downtime() is not None:
             answered_ms = (self._context.clock() - self._suspended_at) * 1e3
             self._context.lead.observe(answered_ms, answer.commit_ms)
-            self._answered = answered_ms, answer.commit_ms
+            self._commit_times = answered_ms, answer.commit_ms
 
-    def first_token(self, ms: float) -> None:
+    def record_first_token(self, ms: float) -> None:
         """Learn how long the client had to wait in all. ms: from the commit on."""
         downtime = self._timeline.downtime()
-        if downtime is not None and self._answered is not None and self._step_ms:
-            measured = MeasuredPause(downtime.tail_copy, *self._answered, ms)
+        if downtime is not None and self._commit_times is not None and self._step_ms:
+            measured = MeasuredPause(downtime.tail_copy, *self._commit_times, ms)
             self._context.pauses.observe(self._busy_there, measured, self._step_ms)

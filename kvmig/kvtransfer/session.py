@@ -23,7 +23,7 @@ E = TypeVar("E")
 A = TypeVar("A")
 
 
-class Session(ABC, Generic[E, A]):
+class MigrationSession(ABC, Generic[E, A]):
     """One half of one migration, with events E and actions A."""
 
     machine: StateMachine

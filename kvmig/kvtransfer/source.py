@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
 from kvmig.engines.base import Export, too_large
-from kvmig.kvtransfer import source_machine as do
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
 from kvmig.kvtransfer.mailbox import CancelMigration, PeerLost
 from kvmig.kvtransfer.messages import (
@@ -31,8 +30,24 @@ from kvmig.kvtransfer.messages import (
 )
 from kvmig.kvtransfer.pause import MigrationPause
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.kvtransfer.session import Session
-from kvmig.kvtransfer.source_machine import Action, DestinationMessage, SourceMachine, SourceState
+from kvmig.kvtransfer.session import MigrationSession
+from kvmig.kvtransfer.source_machine import (
+    Action,
+    AskArbiter,
+    CheckRequest,
+    CopyStage,
+    DestinationMessage,
+    ExportRequest,
+    ReleaseRequest,
+    ResumeRequest,
+    SendAbort,
+    SendCommit,
+    SendReserve,
+    SendTail,
+    SourceMachine,
+    SourceState,
+    SuspendRequest,
+)
 from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
 
 log = logging.getLogger(__name__)
@@ -41,7 +56,7 @@ log = logging.getLogger(__name__)
 Event = DestinationMessage | ChunkDone | FirstToken | CancelMigration | PeerLost
 
 
-class SourceSession(Session[Event, Action]):
+class SourceSession(MigrationSession[Event, Action]):
     """One migration out of this instance. Messages come in at `deliver`."""
 
     machine: SourceMachine
@@ -79,7 +94,7 @@ class SourceSession(Session[Event, Action]):
     # -- events
 
     def deliver(self, event: Event) -> None:
-        """See `Session`. What concerns no state of the machine doesn't wait in the mailbox."""
+        """Take an event; one that concerns no state of the machine doesn't wait in the mailbox."""
         match event:
             case ChunkDone(scatter_ms=scatter_ms):
                 if self._sender is not None:
@@ -106,12 +121,12 @@ class SourceSession(Session[Event, Action]):
                 self.pause.record_reserved(event)
                 if stage == 0 and machine.expects(stage):
                     self._agree(event)
-                return machine.hear(event)
+                return machine.receive_message(event)
             case Committed():
-                self.pause.committed(event)
-                return machine.hear(event)
+                self.pause.record_committed(event)
+                return machine.receive_message(event)
             case Refused() | Aborted():
-                return machine.hear(event)
+                return machine.receive_message(event)
         raise PeerError(f"{type(event).__name__} isn't for the source of a migration")
 
     def _agree(self, answer: Reserved) -> None:
@@ -162,7 +177,7 @@ class SourceSession(Session[Event, Action]):
             await asyncio.wait((self._first_token,), timeout=self._context.timeout_s)
         first_token = self._first_token.result() if self._first_token.done() else None
         if first_token is not None:
-            self.pause.first_token(first_token)
+            self.pause.record_first_token(first_token)
         return self._timeline.committed(first_token)
 
     def _stop(self) -> list[Action]:
@@ -179,7 +194,7 @@ class SourceSession(Session[Event, Action]):
 
     async def _perform(self, action: Action) -> list[Action]:
         match action:
-            case do.ExportRequest():
+            case ExportRequest():
                 async with self._in_time():
                     self._export = await self._engine.export(self.move.request_id)
                 self.num_tokens = self._export.num_tokens
@@ -187,31 +202,31 @@ class SourceSession(Session[Event, Action]):
                     raise MigrationRefused("unsupported", size)
                 self._admit(self)
                 return self.machine.exported(self.num_tokens)
-            case do.SendReserve():
+            case SendReserve():
                 return await self._reserve(action)
-            case do.CheckRequest(sent):
+            case CheckRequest(sent):
                 async with self._in_time():
                     plan = await self._engine.stage(self.move.request_id, sent)
                 return self.machine.checked(plan)
-            case do.Copy(stage, first, block_ids, places):
+            case CopyStage(stage, first, block_ids, places):
                 await self._blocks().send_live(stage, first, block_ids, places)
                 return self.machine.copied()
-            case do.Suspend(sent):
+            case SuspendRequest(sent):
                 return await self._suspend(sent)
-            case do.SendTail(first, tail):
+            case SendTail(first, tail):
                 await self.pause.send_tail(self.machine.stage, first, tail, self._blocks())
                 self.machine.commit_sent()
                 return await self._answer()
-            case do.SendCommit():
+            case SendCommit():
                 self.pause.send_commit()
                 return await self._answer()
-            case do.AskArbiter():
+            case AskArbiter():
                 return await self._ask_arbiter()
-            case do.Resume() | do.Release() | do.SendAbort():
+            case ResumeRequest() | ReleaseRequest() | SendAbort():
                 await self._clean_up(action)
         return []
 
-    async def _reserve(self, action: do.SendReserve) -> list[Action]:
+    async def _reserve(self, action: SendReserve) -> list[Action]:
         """Ask for room; stage 0 brings the offers and, in its payload, the request."""
         move, export = self.move, self._export
         message = Reserve(
@@ -283,17 +298,20 @@ class SourceSession(Session[Event, Action]):
         log.error("%s: nobody can say who runs the request: %r", move.mid, error)
         return machine.orphaned()
 
-    async def _clean_up(self, action: do.Resume | do.Release | do.SendAbort) -> None:
+    async def _clean_up(
+        self,
+        action: ResumeRequest | ReleaseRequest | SendAbort,
+    ) -> None:
         match action:
-            case do.Resume():
+            case ResumeRequest():
                 await self._engine.resume(self.move.request_id)
                 self._timeline.resumed()
-            case do.Release():
+            case ReleaseRequest():
                 self._timeline.resumed()
                 if self.machine.state is SourceState.COMMITTED:
                     self._context.host.on_left(self.move.request_id, self.endpoint)
                 await self._engine.release(self.move.request_id)
-            case do.SendAbort(reason):
+            case SendAbort(reason):
                 self._batcher.send(Abort(self.move.mid, reason))
 
     # -- helpers

@@ -82,7 +82,7 @@ class CheckRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopyStage:
     """Gather and send these blocks while the request decodes; `first` were sent before."""
 
     stage: int
@@ -92,7 +92,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspend:
+class SuspendRequest:
     """Take the request out of the batch."""
 
     sent: int
@@ -117,12 +117,12 @@ class AskArbiter:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeRequest:
     """Leave the request to the engine again: back into the batch, if it was out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseRequest:
     """Free the request here."""
 
 
@@ -134,8 +134,8 @@ class SendAbort:
 
 
 Action = (
-    ExportRequest | SendReserve | CheckRequest | Copy | Suspend | SendTail | SendCommit
-    | AskArbiter | Resume | Release | SendAbort
+    ExportRequest | SendReserve | CheckRequest | CopyStage | SuspendRequest | SendTail | SendCommit
+    | AskArbiter | ResumeRequest | ReleaseRequest | SendAbort
 )  # fmt: skip
 
 
@@ -285,7 +285,7 @@ class SourceMachine(StateMachine):
 
     # -- messages, and what else comes from outside
 
-    def hear(self, message: DestinationMessage) -> list[Action]:
+    def receive_message(self, message: DestinationMessage) -> list[Action]:
         """A message of the destination, whichever it is."""
         match message:
             case Reserved(stage=stage, hit_blocks=hit_blocks):
@@ -328,8 +328,8 @@ class SourceMachine(StateMachine):
             return [CheckRequest(self.sent)]
         if before is SourceState.RESERVING_STAGE:
             plan = self._plan
-            return [Copy(self.stage, self.sent, tuple(plan.block_ids), tuple(plan.places))]
-        return [Suspend(self.sent)]
+            return [CopyStage(self.stage, self.sent, tuple(plan.block_ids), tuple(plan.places))]
+        return [SuspendRequest(self.sent)]
 
     def checked(self, plan: Stage) -> list[Action]:
         """The request is as it was; `plan` names the blocks that are new."""
@@ -344,7 +344,7 @@ class SourceMachine(StateMachine):
         )
         self._plan = plan
         if waits:
-            return [Suspend(self.sent)]
+            return [SuspendRequest(self.sent)]
         self.stage += 1
         return [SendReserve(self.stage, plan.num_tokens, stop)]
 
@@ -370,7 +370,7 @@ class SourceMachine(StateMachine):
     def committed(self) -> list[Action]:
         """The destination runs the request."""
         self.apply_event(SourceTransition.COMMITTED)
-        return [Release()]
+        return [ReleaseRequest()]
 
     def refused(self, reason: str, detail: str = "") -> list[Action]:
         """The destination holds nothing and never will: Refused or Aborted."""
@@ -410,7 +410,7 @@ class SourceMachine(StateMachine):
         """The arbiter's word is final."""
         self.apply_event(SourceTransition.MOVED if moved else SourceTransition.KEPT)
         if moved:
-            return [Release()]
+            return [ReleaseRequest()]
         self.fenced = True
         return [*self._kept("timeout", "kept by the front end"), SendAbort("timeout")]
 
@@ -418,11 +418,11 @@ class SourceMachine(StateMachine):
         """The stream has no reader left: run the request nowhere rather than twice."""
         self.apply_event(SourceTransition.ORPHANED)
         self.reason, self.detail = "orphaned", "neither destination nor front end answers"
-        return [Release()]
+        return [ReleaseRequest()]
 
     def _kept(self, reason: str, detail: str = "") -> list[Action]:
         self.reason, self.detail = reason, detail
-        return [Resume()]
+        return [ResumeRequest()]
 
 
 def enough(full_blocks: int, stage: int, max_stages: int) -> bool:

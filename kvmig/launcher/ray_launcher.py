@@ -3,8 +3,8 @@
 Ray places, and tells when an actor is gone. An actor isn't restarted by Ray:
 `kvmig.launcher.cluster` starts an instance again, and Ray may place it elsewhere.
 
-The actor, a `Supervisor`, starts the llumlet as its child. The engine is not in Ray's worker but in
-the very process that a local launcher starts, so that its crash is a child's end and not the
+The actor, a `LlumletActor`, starts the llumlet as its child. The engine is not in Ray's worker but
+in the very process that a local launcher starts, so that its crash is a child's end and not the
 actor's. The actor holds the child's stdin: however it goes, with its node, with the job or by
 `ray.kill`, the child sees the end of the pipe and stops. This module is imported on each node, so
 kvmig must be installed there.
@@ -94,7 +94,7 @@ class RayLauncher:
         needs = self._needs(workers)
         name = f"instance {launch.instance}"
         actor = (
-            ray.remote(Supervisor)
+            ray.remote(LlumletActor)
             .options(
                 max_restarts=0,
                 scheduling_strategy="SPREAD",
@@ -286,7 +286,7 @@ class RayOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The user's variables: `forwarded`."""
 
 
-class Supervisor:
+class LlumletActor:
     """The actor's class: one llumlet from start to end. Methods run in the actor's event loop."""
 
     def __init__(self) -> None:

@@ -23,14 +23,14 @@ SOON_S = 5.0
 """Retry-After for clients, where no better time is known."""
 
 
-class Wait(NamedTuple):
+class WaitForRoute(NamedTuple):
     """Wait so long at most, for news of the route. beat: with a sign of life first."""
 
     seconds: float
     beat: bool
 
 
-class Forward(NamedTuple):
+class ForwardCall(NamedTuple):
     """Relay it."""
 
     socket: str
@@ -115,7 +115,7 @@ class PendingRequests:
 
 def decide(
     route: ModelRoute | None, waiter: PendingRequest, now: float
-) -> Forward | Wait | ProxyRefusal:
+) -> ForwardCall | WaitForRoute | ProxyRefusal:
     """What a request does now that waits, or has just come. route: None: the model is no more."""
     if route is None:
         message = f"no model {waiter.model!r} any more"
@@ -143,15 +143,15 @@ def decide(
         return ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, message, "model_starting", again_s)
     retry_s = 0.0 if waiter.tried is None else waiter.tried + TRY_S - now
     if route.state == "ready" and route.socket and retry_s <= 0:
-        return Forward(route.socket)
+        return ForwardCall(route.socket)
     waits_s = min(left_s, retry_s) if retry_s > 0 else left_s
     if not waiter.beats:
-        return Wait(waits_s, beat=False)
+        return WaitForRoute(waits_s, beat=False)
     first = waiter.since + route.heartbeat_after_s
     due_s = (first if waiter.beaten is None else waiter.beaten + BEAT_S) - now
     if due_s <= 0:
-        return Wait(min(waits_s, BEAT_S), beat=True)
-    return Wait(min(waits_s, due_s), beat=False)
+        return WaitForRoute(min(waits_s, BEAT_S), beat=True)
+    return WaitForRoute(min(waits_s, due_s), beat=False)
 
 
 def left_s(route: ModelRoute, waiter: PendingRequest, now: float) -> int | None:

@@ -35,7 +35,7 @@ from kvmig.accounts.limits import (
     RequestLimiter,
     let_in,
 )
-from kvmig.proxy.messages import QuotaLeft, Spent
+from kvmig.proxy.messages import QuotaLeft, SpentLimits
 
 
 class KnownKeys(Protocol):
@@ -213,7 +213,7 @@ class CallAdmission:
                 soon = soon or visit.ends < inf
         return soon
 
-    def take_spent(self, spent: Spent) -> None:
+    def take_spent(self, spent: SpentLimits) -> None:
         """Take what the server says was used of limits."""
         now = self._clock()
         for whose, level in spent.owed.items():

@@ -35,11 +35,11 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
 from kvmig.proxy.activator import (
     CountedRequest,
-    Forward,
+    ForwardCall,
     PendingRequest,
     PendingRequests,
     RequestCounts,
-    Wait,
+    WaitForRoute,
     decide,
     left_s,
 )
@@ -49,7 +49,7 @@ from kvmig.proxy.calls import CallBody, CallTarget, asked, body_of, check_encodi
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import FoundModel, ModelDirectory
 from kvmig.proxy.exposition import merged, parsed
-from kvmig.proxy.messages import Down, ModelDemand, ModelRoute, Routes, Spent
+from kvmig.proxy.messages import Down, ModelDemand, ModelRoute, RouteChanges, SpentLimits
 from kvmig.proxy.metrics import DoorMetrics
 from kvmig.proxy.priority_choice import ChosenPriority, choose_class
 from kvmig.proxy.refusals import ProxyRefusal, bad, refused
@@ -136,12 +136,12 @@ class ProxyApp:
 
     def apply(self, message: Down) -> None:
         """Take it; those go on who waited for it, in their order. What is allowed no more ends."""
-        if isinstance(message, Spent):
+        if isinstance(message, SpentLimits):
             self.admission.take_spent(message)
             return
         for model in self.directory.apply(message):
             self._wake(model)
-        if not isinstance(message, Routes):
+        if not isinstance(message, RouteChanges):
             self.admission.review()
             if self.admission.calls:
                 self._sweep_soon()
@@ -490,7 +490,7 @@ class ProxyApp:
                     raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "stopping", 1.0)
                 route = self.directory.routes.get(waiter.model)
                 match decide(route, waiter, self._clock()):
-                    case Forward(socket):
+                    case ForwardCall(socket):
                         counted.set_state(
                             "running", self._clock()
                         )  # before anything of it is on its way
@@ -501,7 +501,7 @@ class ProxyApp:
                             upstream.abort()
                         call.check()
                         waiter.tried = self._clock()
-                    case Wait(seconds, beat):
+                    case WaitForRoute(seconds, beat):
                         assert route is not None
                         self._stay(call, waiter, route)
                         counted.set_state("held", self._clock())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvmig.process.unix_server import UnixServer
-from kvmig.proxy.messages import Down, Figures, ModelWanted, ProxyDemand, ProxyHello
+from kvmig.proxy.messages import Down, ProxyHello, ProxyNews
 from kvmig.rpc.unix_stream import receive_message, send_message
 
 UNSENT_BYTES = 1 << 28
@@ -31,7 +31,7 @@ class ProxyLinks:
         self,
         path: str,
         first: Callable[[], Sequence[Down]],
-        hear: Callable[[str, ModelWanted | ProxyDemand | Figures | None], None],
+        hear: Callable[[str, ProxyNews | None], None],
     ) -> None:
         """path: of the socket. first: what a proxy is told first.
 
@@ -66,7 +66,7 @@ class ProxyLinks:
             for message in self._first():
                 self._send(name, writer, message)
             while True:
-                self._hear(name, await receive_message(reader, ModelWanted | ProxyDemand | Figures))
+                self._hear(name, await receive_message(reader, ProxyNews))
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
         except (ValueError, msgspec.DecodeError) as error:
@@ -93,7 +93,7 @@ class ServerLink:
         """Whether the server is there."""
         return self._writer is not None
 
-    def send(self, message: ModelWanted | ProxyDemand | Figures) -> None:
+    def send(self, message: ProxyNews) -> None:
         """Tell the server; lost while it isn't there, or reads nothing: it is said again."""
         if self._writer is not None and not self._writer.transport.get_write_buffer_size():
             send_message(self._writer, message)

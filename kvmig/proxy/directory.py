@@ -10,7 +10,14 @@ from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.keys import KeyIndex as KnownKeys
 from kvmig.asgi.body_bounds import ModelReach, widest
 from kvmig.proxy.answer_ids import model_of_answer, new_answer_id
-from kvmig.proxy.messages import Aliases, KeyUpdates, Known, ModelRoute, Routes, Snapshot
+from kvmig.proxy.messages import (
+    AliasTable,
+    FleetSnapshot,
+    KeyUpdates,
+    Known,
+    ModelRoute,
+    RouteChanges,
+)
 
 NOTHING = -1
 """The version before any snapshot."""
@@ -42,7 +49,7 @@ class ModelDirectory:
         changed: set[str] = set()
         self._reaches.clear()
         match message:
-            case Snapshot():
+            case FleetSnapshot():
                 changed = set(self.routes) | {route.name for route in message.routes}
                 self._pepper = message.pepper
                 self._grants = {grant.prefix: grant for grant in message.keys}
@@ -54,12 +61,12 @@ class ModelDirectory:
                 self._grants.update((grant.prefix, grant) for grant in message.changed)
                 for prefix in message.removed:
                     self._grants.pop(prefix, None)
-            case Routes():
+            case RouteChanges():
                 changed = {route.name for route in message.changed} | set(message.removed)
                 for name in message.removed:
                     self.routes.pop(name, None)
                 self.routes.update((route.name, route) for route in message.changed)
-            case Aliases():
+            case AliasTable():
                 self._aliases = message.aliases
         if changed:
             self._adapters = {
@@ -68,9 +75,9 @@ class ModelDirectory:
         self.version = message.version
         return changed
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> FleetSnapshot:
         """The directory as a message."""
-        return Snapshot(
+        return FleetSnapshot(
             version=self.version,
             pepper=self._pepper,
             keys=tuple(self._grants.values()),

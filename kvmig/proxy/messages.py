@@ -88,7 +88,7 @@ class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
 # -- from the server
 
 
-class Snapshot(SecretStruct, frozen=True, kw_only=True, tag=True):
+class FleetSnapshot(SecretStruct, frozen=True, kw_only=True, tag="Snapshot"):
     """All that there is. First on each connection."""
 
     version: int
@@ -108,7 +108,7 @@ class KeyUpdates(SecretStruct, frozen=True, kw_only=True, tag="Keys"):
     removed: tuple[str, ...] = ()
 
 
-class Routes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RouteChanges(msgspec.Struct, frozen=True, kw_only=True, tag="Routes"):
     """Models that are new or have changed, and names of those that are gone."""
 
     version: int
@@ -116,7 +116,7 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     removed: tuple[str, ...] = ()
 
 
-class Aliases(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AliasTable(msgspec.Struct, frozen=True, kw_only=True, tag="Aliases"):
     """All aliases, as they are from now on."""
 
     version: int
@@ -142,7 +142,7 @@ class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
         return LimitLeft(max(0, self.tokens), whole, reset_s)
 
 
-class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SpentLimits(msgspec.Struct, frozen=True, kw_only=True, tag="Spent"):
     """What was used of limits; after a snapshot of all that was."""
 
     owed: Mapping[str, float] = {}
@@ -151,9 +151,9 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What is left of quotas, by `Quota.id`."""
 
 
-Known = Snapshot | KeyUpdates | Routes | Aliases
+Known = FleetSnapshot | KeyUpdates | RouteChanges | AliasTable
 """What a proxy keeps."""
-Down = Known | Spent
+Down = Known | SpentLimits
 
 
 # -- from a proxy
@@ -195,10 +195,11 @@ class ProxyDemand(msgspec.Struct, frozen=True, tag="Demand"):
     models: tuple[ModelDemand, ...] = ()
 
 
-class Figures(msgspec.Struct, frozen=True, tag=True):
+class ProxyMetrics(msgspec.Struct, frozen=True, tag="Figures"):
     """The proxy's metrics as Prometheus reads them, now and then."""
 
     text: str
 
 
-Up = ProxyHello | ModelWanted | ProxyDemand | Figures
+ProxyNews = ModelWanted | ProxyDemand | ProxyMetrics
+Up = ProxyHello | ProxyNews

@@ -27,12 +27,12 @@ from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import ModelDirectory
 from kvmig.proxy.messages import (
     Down,
-    Figures,
+    FleetSnapshot,
     ModelWanted,
     ProxyDemand,
     ProxyLaunch,
-    Snapshot,
-    Spent,
+    ProxyMetrics,
+    SpentLimits,
 )
 from kvmig.proxy.shared_tallies import SharedTallies
 
@@ -121,7 +121,7 @@ class ProxyServer(HttpTask):
         self._unsaved = True
         self._heard_at = time.time()
         self._told.set()
-        if not isinstance(message, Spent):
+        if not isinstance(message, SpentLimits):
             self._tell_now()  # the server may wait for it: to end a deployment, to answer an order
 
     def _want(self, model: str) -> None:
@@ -135,7 +135,7 @@ class ProxyServer(HttpTask):
             for model in self.door.wishes():  # the first may have been lost
                 self._want(model)
             if turn % FIGURES == 0 and self._link is not None:
-                self._link.send(Figures(self.door.figures().decode()))
+                self._link.send(ProxyMetrics(self.door.figures().decode()))
 
     def _tell_now(self) -> None:
         if self._link is None or not self._link.connected:
@@ -153,7 +153,7 @@ class ProxyServer(HttpTask):
         try:
             if not self._file.exists():
                 return
-            known = msgspec.msgpack.decode(self._file.read_bytes(), type=Snapshot)
+            known = msgspec.msgpack.decode(self._file.read_bytes(), type=FleetSnapshot)
             if not known.pepper:  # an older kvmig kept it there
                 pepper = Path(self._launch.pepper).read_bytes()
                 known = msgspec.structs.replace(known, pepper=pepper)

@@ -28,7 +28,7 @@ Scenario = Callable[["Suite"], Awaitable[None]]
 
 
 @dataclass
-class Heard:
+class OutputLog:
     """The outputs of one request, from all engines, in order."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Suite:
     def __init__(self, factory: Factory) -> None:
         """Makes both engines, which may take its time."""
         self._runner = asyncio.Runner()
-        self._heard: dict[str, Heard] = {}
+        self._heard: dict[str, OutputLog] = {}
         self._ids = itertools.count(1)
         self._prompts = itertools.count(100, 37)
         self.exits: list[BaseException | None] = []
@@ -133,7 +133,7 @@ class Suite:
         """Run a new request on an engine, after `known` output tokens; its id."""
         request_id = f"request-{next(self._ids)}"
         payload = self.under_test[name].encode_request(prompt, max_tokens, seed)
-        self._heard[request_id] = Heard()
+        self._heard[request_id] = OutputLog()
         self.engines[name].submit(CLIENT, request_id, payload, known)
         return request_id
 

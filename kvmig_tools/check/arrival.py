@@ -69,7 +69,7 @@ class Arrival:
             case there.ReserveBlocks():
                 self._slot(site).room = True
                 return machine.reserved()
-            case there.Scatter(chunk):
+            case there.ScatterChunk(chunk):
                 self._slot(site).write(chunk)
                 return machine.scattered(chunk, 0.0)
             case there.RunRequest(tail, last):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 REPLY_S = MigrationConfig().reply_timeout_ms / 1e3
 
-_TAKES_TIME = (here.Copy, here.Suspend, here.SendTail, here.AskArbiter)
+_TAKES_TIME = (here.CopyStage, here.SuspendRequest, here.SendTail, here.AskArbiter)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Departure:
         machine = self.machine
         match message:
             case Reserved() | Refused() | Aborted() | Committed():
-                self.hears(site, machine.hear(message))
+                self.hears(site, machine.receive_message(message))
             case Resolved(moved=moved):
                 self.hears(site, machine.resolved(moved))
             case Lost():
@@ -151,9 +151,9 @@ class Departure:
                 self._say(site, self.commit)
             case here.SendAbort(reason):
                 self._say(site, Abort(self.mid, reason))
-            case here.Resume():
+            case here.ResumeRequest():
                 site.engine.resume(self.run)
-            case here.Release():
+            case here.ReleaseRequest():
                 if machine.state is SourceState.COMMITTED:
                     site.tracking.left(self.run, self.destination)
                 site.engine.abort(self.run)
@@ -163,7 +163,7 @@ class Departure:
                 question = Resolve(self.mid, self.run, self.epoch, self.destination)
                 site.tell_front(question)
                 self.doing = action
-            case here.Copy() | here.Suspend() | here.SendTail():
+            case here.CopyStage() | here.SuspendRequest() | here.SendTail():
                 self.doing = action
             case here.ExportRequest() | here.CheckRequest():
                 return self._look(site, action)
@@ -189,10 +189,10 @@ class Departure:
     def _done(self, site: Site, doing: here.Action | None) -> list[here.Action]:
         machine = self.machine
         match doing:
-            case here.Copy(stage, first, block_ids):
+            case here.CopyStage(stage, first, block_ids):
                 self._say(site, _chunk(self.mid, stage, first, len(block_ids)))
                 return machine.copied()
-            case here.Suspend(sent):
+            case here.SuspendRequest(sent):
                 slot = site.engine.active(self.run)
                 if slot is None:
                     return self._failed("finished")
@@ -220,8 +220,8 @@ class Departure:
 
 
 _LABELS: dict[type, str] = {
-    here.Copy: "copies a stage",
-    here.Suspend: "suspends the request",
+    here.CopyStage: "copies a stage",
+    here.SuspendRequest: "suspends the request",
     here.SendTail: "sends the tail and Commit",
 }
 

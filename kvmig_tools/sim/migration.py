@@ -136,17 +136,17 @@ class Migration:
                 self._send(partial(self._hear_reserve, message))
             case here.CheckRequest(sent):
                 self._at_source(partial(self._check, sent))
-            case here.Copy(stage, first, block_ids):
+            case here.CopyStage(stage, first, block_ids):
                 self.outcome.stages += 1
                 blocks = len(block_ids)
                 self._copy(blocks, partial(self._copied, stage, first, blocks))
-            case here.Suspend(sent):
+            case here.SuspendRequest(sent):
                 self._at_source(partial(self._suspend, sent))
             case here.SendTail(first, tail):
                 self._copy(len(tail.block_ids), partial(self._tail_sent, first, tail))
-            case here.Resume():
+            case here.ResumeRequest():
                 self._end("aborted")
-            case here.Release():
+            case here.ReleaseRequest():
                 self._source.release(self.request)
                 self._end("committed")
             case here.SendAbort():
@@ -239,7 +239,7 @@ class Migration:
             match action:
                 case there.ReserveBlocks(export, num_tokens):
                     self._at_destination(partial(self._reserve, export is not None, num_tokens))
-                case there.Scatter(chunk):
+                case there.ScatterChunk(chunk):
                     self._act_there(self._there.scattered(chunk, 0.0))
                 case there.RunRequest():
                     self._at_destination(self._run)

@@ -215,7 +215,9 @@ class SchedulerRequests:
                     state.request_id,
                     [token],
                     ("stop" if stops else "length") if finished else "",
-                    [] if top is None else [self._logprobs.of(state.request_id, token, top)],
+                    []
+                    if top is None
+                    else [self._logprobs.logprob_of(state.request_id, token, top)],
                 )
             )
         return outputs

@@ -78,7 +78,7 @@ class LogprobRecorder(ContinuousBatchingLogitsProcessor):
             self._found = scores[self._rows].log_softmax(-1)
         return scores
 
-    def of(self, request_id: str, token: int, top: int) -> TokenLogprob:
+    def logprob_of(self, request_id: str, token: int, top: int) -> TokenLogprob:
         """Scores of the last step's token and of the `top` likeliest. Raises KeyError."""
         assert self._found is not None
         row = self._found[self._places[request_id]]

@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 
 from kvmig.core.errors import KvmigError
 from kvmig.engines.backing import CacheBacking
-from kvmig.engines.base import EngineLoad, KVUse, Room
+from kvmig.engines.base import CacheRoom, EngineLoad, KVUse
 from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.gate import StepGate
 from kvmig.engines.vllm.tables import RequestTables
@@ -99,7 +99,7 @@ class CacheBalloon:
         """Whether nobody is to be admitted: where nothing runs, vLLM admits without a watermark."""
         self._limit = self._virtual
         groups = self._virtual // backing.group
-        self.room = Room(
+        self.room = CacheRoom(
             floor=min(groups, self._groups_of(scheduler.max_model_len)) * backing.group_bytes,
             capacity=groups * backing.group_bytes,
             granule=backing.group_bytes,

@@ -79,7 +79,7 @@ class DeviceSharing:
         )
         core.rest_s = balloon.rest_s
         unlimited = self.streams if isinstance(self.streams, str) else ""
-        return VllmSharing(balloon, on_engine, partial(self.ask, core), unlimited)
+        return VllmSharing(balloon, on_engine, partial(self.gate_steps, core), unlimited)
 
     def _backing(self, core: StepCore, memory: BlockMemory) -> CacheBacking | str:
         """What gives and takes the memory of the KV cache, or why there is none."""
@@ -92,7 +92,7 @@ class DeviceSharing:
         except UnsupportedLayout as error:
             return str(error)
 
-    def ask(self, core: StepCore, gate: StepGate) -> None:
+    def gate_steps(self, core: StepCore, gate: StepGate) -> None:
         """Ask `gate` before each step from now on; before the engine runs, or on its thread."""
         streams = self.streams
         if isinstance(streams, str):
@@ -109,7 +109,7 @@ class DeviceSharing:
         """Give and take memory, on the engine's thread; return whether the load has changed."""
         return self.balloon is not None and self.balloon.between_steps()
 
-    def look(self, load: EngineLoad) -> EngineLoad:
+    def shown_load(self, load: EngineLoad) -> EngineLoad:
         """The load as others shall see it: of an engine as large as what it may have."""
         return load if self.balloon is None else self.balloon.renew_use(load)
 

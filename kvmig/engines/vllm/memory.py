@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from kvmig.core.errors import KvmigError, NotParked, UnsupportedLayout
 from kvmig.core.layout import KVLayout, Region
 from kvmig.engines import device_copies
-from kvmig.engines.block_copies import BlockCopies, BlockPlan, Copies, CopyPlan, HostCopies
+from kvmig.engines.block_copies import BlockCopies, BlockPlan, CopyBackend, CopyPlan, HostCopies
 from kvmig.engines.vllm import worker
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.subblocks import (
@@ -77,7 +77,7 @@ class BlockMemory:
             raise
         self.copies = BlockCopies(self.layout, copies)
 
-    def _describe(self, unit_tokens: int) -> tuple[KVLayout, Copies]:
+    def _describe(self, unit_tokens: int) -> tuple[KVLayout, CopyBackend]:
         config, kv_cache = self._core.vllm_config, self._core.scheduler.kv_cache_config
         self._cache = SharedCache(config, self._core.model_executor, layer_names(kv_cache))
         ranks, tables, plan = self._cache.ranks, self.tables, None
@@ -154,7 +154,7 @@ class BlockMemory:
 
 
 class NoCopies:
-    """`Copies` of a cache that can't be moved: with `Engine.unmovable` nobody asks for any."""
+    """`CopyBackend` of a cache that can't be moved: with `Engine.unmovable` nobody asks for any."""
 
     def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         raise RuntimeError("this engine's blocks can't be moved")

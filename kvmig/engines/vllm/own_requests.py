@@ -50,7 +50,7 @@ class OwnRequests:
         self._probe: OutputProbe | None = None
         self._measuring: StepTimes | None = None
 
-    def take(self, outputs: EngineCoreOutputs) -> bool:
+    def take_outputs(self, outputs: EngineCoreOutputs) -> bool:
         """Take outputs of `OWN_CLIENT`; whether they belong to one of these requests."""
         if self._warming:
             for output in outputs.outputs:

@@ -419,7 +419,7 @@ class ServingVllm:
             self._load, self._load_at = self._seen_load(), now
 
     def _seen_load(self) -> EngineLoad:
-        return self._device.look(self._holdings.load())
+        return self._device.shown_load(self._holdings.load())
 
     # -- on the event loop
 
@@ -430,7 +430,7 @@ class ServingVllm:
                 client, done.call_id, None, list(self._encoder.encode(outputs.utility_output))
             )
             return
-        if client == OWN_CLIENT and self._own.take(outputs):
+        if client == OWN_CLIENT and self._own.take_outputs(outputs):
             return
         emitted = [
             Emitted(output.request_id, len(output.new_token_ids), output.finished)

@@ -45,7 +45,7 @@ STOPS = WithJsonSchema(
 )
 
 
-class Only:
+class AllowedValues:
     """A field that must have one of these values; the first is the one of calls without it."""
 
     def __init__(self, *allowed: Any) -> None:
@@ -157,7 +157,7 @@ class Body(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    service_tier: Annotated[Any, Only("auto", "default")] = None
+    service_tier: Annotated[Any, AllowedValues("auto", "default")] = None
     # vLLM's own
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=MOST_STOP_IDS)]
@@ -173,12 +173,12 @@ class Body(_Strict):
     """-1, 0, None: all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     # with neutral values only
-    best_of: Annotated[Any, Only(1)] = 1
-    min_tokens: Annotated[Any, Only(0)] = 0
-    presence_penalty: Annotated[Any, Only(0)] = 0
-    frequency_penalty: Annotated[Any, Only(0)] = 0
-    repetition_penalty: Annotated[Any, Only(1)] = 1
-    logit_bias: Annotated[Any, Only({})] = None
+    best_of: Annotated[Any, AllowedValues(1)] = 1
+    min_tokens: Annotated[Any, AllowedValues(0)] = 0
+    presence_penalty: Annotated[Any, AllowedValues(0)] = 0
+    frequency_penalty: Annotated[Any, AllowedValues(0)] = 0
+    repetition_penalty: Annotated[Any, AllowedValues(1)] = 1
+    logit_bias: Annotated[Any, AllowedValues({})] = None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -195,8 +195,8 @@ class CompletionBody(Body):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, BeforeValidator(as_prompt), PROMPT]
-    echo: Annotated[Any, Only(False)] = False
-    suffix: Annotated[Any, Only("")] = None
+    echo: Annotated[Any, AllowedValues(False)] = False
+    suffix: Annotated[Any, AllowedValues("")] = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     """Log-probabilities of the tokens, and of so many of the likeliest."""
 
@@ -208,13 +208,13 @@ class Message(_Strict):
     content: Annotated[str, BeforeValidator(as_text), CONTENT]
     name: str | None = None
     # what an answer without it has
-    refusal: Annotated[Any, Only("")] = None
-    annotations: Annotated[Any, Only([])] = None
-    audio: Annotated[Any, Only()] = None
-    function_call: Annotated[Any, Only()] = None
-    tool_calls: Annotated[Any, Only([])] = None
-    reasoning: Annotated[Any, Only("")] = None
-    reasoning_content: Annotated[Any, Only("")] = None
+    refusal: Annotated[Any, AllowedValues("")] = None
+    annotations: Annotated[Any, AllowedValues([])] = None
+    audio: Annotated[Any, AllowedValues()] = None
+    function_call: Annotated[Any, AllowedValues()] = None
+    tool_calls: Annotated[Any, AllowedValues([])] = None
+    reasoning: Annotated[Any, AllowedValues("")] = None
+    reasoning_content: Annotated[Any, AllowedValues("")] = None
 
     def as_template_has_it(self) -> dict[str, str]:
         """The message for the template, without fields that have no effect."""
@@ -234,20 +234,20 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     """Number of the likeliest tokens; None: 0."""
-    response_format: Annotated[Any, Only({"type": "text"})] = None
-    tools: Annotated[Any, Only([])] = None
-    tool_choice: Annotated[Any, Only("none", "auto")] = None
+    response_format: Annotated[Any, AllowedValues({"type": "text"})] = None
+    tools: Annotated[Any, AllowedValues([])] = None
+    tool_choice: Annotated[Any, AllowedValues("none", "auto")] = None
     """Without tools both are the same."""
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Any, Only([])] = None
-    function_call: Annotated[Any, Only("none", "auto")] = None
-    store: Annotated[Any, Only(False)] = None
-    modalities: Annotated[Any, Only(["text"])] = None
-    audio: Annotated[Any, Only()] = None
-    prediction: Annotated[Any, Only()] = None
-    reasoning_effort: Annotated[Any, Only()] = None
-    verbosity: Annotated[Any, Only()] = None
-    web_search_options: Annotated[Any, Only()] = None
+    functions: Annotated[Any, AllowedValues([])] = None
+    function_call: Annotated[Any, AllowedValues("none", "auto")] = None
+    store: Annotated[Any, AllowedValues(False)] = None
+    modalities: Annotated[Any, AllowedValues(["text"])] = None
+    audio: Annotated[Any, AllowedValues()] = None
+    prediction: Annotated[Any, AllowedValues()] = None
+    reasoning_effort: Annotated[Any, AllowedValues()] = None
+    verbosity: Annotated[Any, AllowedValues()] = None
+    web_search_options: Annotated[Any, AllowedValues()] = None
 
 
 def field_names(*bodies: type[BaseModel]) -> Sequence[str]:
