@@ -164,3 +164,19 @@ async def test_a_grammar_that_takes_too_long_is_refused(
         await pair.b.engine.reserve(export)
     await pair.done(pair.a.engine.resume("guided"))
     await pair.finish("guided")
+
+
+async def test_one_that_ran_elsewhere_is_told_why_it_ends_where_its_grammar_is_not_compiled_in_time(
+    pair: Pair, slow_grammar: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its instance has ended: `retry` is answered with 503 and Retry-After."""
+    monkeypatch.setattr("kvmig.engines.vllm.building.GRAMMAR_TIMEOUT_S", 0.05)
+    pair.submit(pair.b, "again", PROMPT, again=[50, 51], **guided())
+    await pair.b.entered()
+    await pair.settle()
+    assert str(pair.outputs["again"].finish_reason) == "error"
+    assert pair.outputs["again"].stop_reason == (
+        "retry: the request's instance has ended, and another one can't go on with it:"
+        " its grammar is still compiled after 0.05 s"
+    )
+    assert pair.b.engine._scheduler.requests == {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,10 +24,12 @@ from kvmig.engines.vllm.grammars import (
     BUDGET_S,
     COMPILE_S,
     COMPILES,
+    WAIT_S,
     GrammarCompiler,
     GrammarLimits,
     TimedGrammar,
     check_params,
+    clock_of_this_thread,
 )
 from tests.waiting import until
 
@@ -108,55 +113,116 @@ class Clock:
 REQUEST = cast("Request", SimpleNamespace(request_id="a"))
 
 
-async def test_a_grammar_that_compiles_for_ever_keeps_no_other_one_waiting() -> None:
-    clock, end = Clock(), threading.Event()
-    said: list[str] = []
-    compiler = GrammarCompiler(clock, lambda _, why, kind: said.append(f"{kind}: {why}"))
+class Compiler:
+    """A compiler whose grammars take as long, and compute as long, as a test says."""
 
-    def never(_: Request) -> StructuredOutputGrammar:
-        end.wait(60)
-        return SlowGrammar()
-
-    try:
-        slow = [compiler.submit(never, REQUEST) for _ in range(COMPILES)]
-        quick = compiler.submit(lambda _: SlowGrammar(), REQUEST)
-        assert not quick.done()
-        clock.now = COMPILE_S + 1
-        assert all(one.done() for one in slow)
-        assert said == [f"refused: compiling it takes longer than {COMPILE_S:g} s"] * COMPILES
-        with pytest.raises(TimeoutError, match="compiling it takes longer than 10 s"):
-            slow[0].result(0)
-        await until(quick.done)
-        assert isinstance(quick.result(), SlowGrammar)
-    finally:
-        end.set()
-
-
-async def test_with_many_that_nobody_waits_for_no_further_one_begins() -> None:
-    clock, end = Clock(), threading.Event()
-    kinds: list[str] = []
-    compiler = GrammarCompiler(clock, lambda _, __, kind: kinds.append(kind))
-
-    def never(_: Request) -> StructuredOutputGrammar:
-        end.wait(60)
-        return SlowGrammar()
-
-    for _ in range(ABANDONED):
-        one = compiler.submit(never, REQUEST)
-        clock.now += COMPILE_S + 1
-        assert one.done()
-    refused = compiler.submit(lambda _: SlowGrammar(), REQUEST)
-    with pytest.raises(RuntimeError, match="too many others"):
-        refused.result(0)
-    assert kinds[-1] == "retry"
-    end.set()
-
-    def works() -> bool:
-        return isinstance(
-            compiler.submit(lambda _: SlowGrammar(), REQUEST).exception(5), type(None)
+    def __init__(self) -> None:
+        self.clock, self.computing = Clock(), Clock()
+        self.said: list[str] = []
+        self.end = threading.Event()
+        self._compiler = GrammarCompiler(
+            self.clock,
+            lambda _, why, kind: self.said.append(f"{kind}: {why}"),
+            lambda: self.computing,
         )
 
-    await until(works)
+    def compile(self, slow: bool = False) -> Future[StructuredOutputGrammar]:
+        """slow: until the test's end."""
+
+        def create(_: Request) -> StructuredOutputGrammar:
+            if slow:
+                self.end.wait(60)
+            return SlowGrammar()
+
+        return self._compiler.submit(create, REQUEST)
+
+    def let_pass(self, seconds: float, computing: float) -> None:
+        """Time by the clock, and the computing of each grammar's thread in it."""
+        self.clock.now += seconds
+        self.computing.now += computing
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    made = Compiler()
+    yield made
+    made.end.set()
+
+
+async def test_a_grammar_whose_compiling_computes_too_long_is_the_clients_fault(
+    compiler: Compiler,
+) -> None:
+    slow = compiler.compile(slow=True)
+    await asyncio.sleep(0.05)
+    compiler.let_pass(COMPILE_S + 1, computing=COMPILE_S + 1)
+    assert slow.done()
+    assert compiler.said == [f"refused: compiling it takes longer than {COMPILE_S:g} s"]
+    with pytest.raises(TimeoutError, match="compiling it takes longer than 10 s"):
+        slow.result(0)
+
+
+async def test_a_grammar_that_a_busy_machine_does_not_compile_may_be_tried_again(
+    compiler: Compiler,
+) -> None:
+    slow = compiler.compile(slow=True)
+    compiler.let_pass(WAIT_S - 1, computing=2)
+    assert not slow.done()
+    compiler.let_pass(2, computing=0)
+    assert slow.done()
+    assert compiler.said == ["retry: it has not been compiled within 30 s, try again"]
+
+
+async def test_a_grammar_that_a_busy_machine_compiles_late_is_used(compiler: Compiler) -> None:
+    slow = compiler.compile(slow=True)
+    compiler.let_pass(COMPILE_S + 5, computing=2)
+    assert not slow.done()
+    compiler.end.set()
+    assert isinstance(slow.result(5), SlowGrammar)
+    assert compiler.said == []
+
+
+async def test_grammars_that_compile_for_ever_keep_no_other_one_waiting(
+    compiler: Compiler,
+) -> None:
+    slow = [compiler.compile(slow=True) for _ in range(COMPILES)]
+    quick = compiler.compile()
+    assert not quick.done()
+    compiler.let_pass(COMPILE_S + 1, computing=0)
+    assert not any(one.done() for one in slow)
+    await until(quick.done)
+    assert isinstance(quick.result(), SlowGrammar)
+
+
+async def test_with_many_that_compile_for_ever_no_further_one_begins(compiler: Compiler) -> None:
+    for _ in range(ABANDONED):
+        one = compiler.compile(slow=True)
+        compiler.let_pass(COMPILE_S + 1, computing=0)
+        one.done()
+    refused = compiler.compile()
+    with pytest.raises(RuntimeError, match="too many others"):
+        refused.result(0)
+    assert compiler.said[-1].startswith("retry: ")
+    compiler.end.set()
+    await until(lambda: compiler.compile().exception(5) is None)
+
+
+def test_the_clock_of_a_thread_counts_its_computing_only_and_is_read_from_others() -> None:
+    clocks = list[Callable[[], float]]()
+    ready, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        clocks.append(clock_of_this_thread())
+        SlowGrammar(0.05).accept_tokens("a", [1])
+        ready.set()
+        end.wait(10)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert ready.wait(10)
+    time.sleep(0.2)
+    assert 0.05 <= clocks[0]() < 0.15
+    end.set()
+    thread.join()
 
 
 class Manager:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import queue
 import time
+import weakref
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
-from kvmig.engines.vllm import core as core_module
 from kvmig.engines.vllm.core import StepCore
 
 pytestmark = pytest.mark.engine
@@ -21,17 +24,46 @@ pytestmark = pytest.mark.engine
 def core() -> StepCore:
     """Without anything that it would step."""
     made = StepCore.__new__(StepCore)
-    made.step_began = None
+    made.step_began = made.failed = None
+    made.input_queue = queue.Queue()
     made.between_steps = lambda: None
     made.called = lambda method, args: None
     return made
 
 
+def test_what_a_failed_call_held_goes_with_its_future(core: StepCore) -> None:
+    """Also what vLLM's own frames, under which it was made, have of it."""
+
+    class HeldMemory:
+        """What a call holds."""
+
+    def fail() -> None:
+        held = HeldMemory()
+        found.append(weakref.ref(held))
+        raise RuntimeError
+
+    found = list[weakref.ref[HeldMemory]]()
+    core.process_input_queue_block, core.aborts_queue = False, queue.Queue()
+    core.shutdown_state = EngineShutdownState.RUNNING
+    core._idle_state_callbacks, core.batch_queue = [], None
+    core.engines_running = False
+    core.scheduler = cast("Any", SimpleNamespace(has_requests=lambda: False))
+    future = core.call(fail)
+    gc.disable()
+    try:
+        core._process_input_queue()
+        assert isinstance(future.exception(0), RuntimeError)
+        del future
+        assert found[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_a_call_between_two_steps_is_timed(core: StepCore) -> None:
     seen: list[float | None] = []
     before = time.monotonic()
-    future: Future[Any] = Future()
-    core._handle_client_request(core_module._CALL, (lambda: seen.append(core.step_began), future))
+    future: Future[Any] = core.call(lambda: seen.append(core.step_began))
+    core._handle_client_request(*core.input_queue.get_nowait())
     assert future.done()
     assert core.step_began is None
     (began,) = seen

@@ -110,4 +110,5 @@ async def test_what_its_tokens_do_not_determine_is_refused(pair: Pair) -> None:
     await pair.settle()
 
     assert str(pair.outputs["again"].finish_reason) == "error"
+    assert str(pair.outputs["again"].stop_reason).endswith("go on with it: streaming input")
     assert pair.outputs["again"].tokens == []

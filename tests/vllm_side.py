@@ -44,6 +44,7 @@ class Output:
     logprobs: list[Any] = field(default_factory=list)
     prompt_logprobs: list[Any] = field(default_factory=list)
     finish_reason: Any = None
+    stop_reason: Any = None
     error: Any = None
     stats: Any = None
     """`RequestStateStats`, as vLLM's front end keeps them."""
@@ -162,6 +163,7 @@ class Side:
                 if one.new_prompt_logprobs_tensors is not None:
                     output.prompt_logprobs.append(one.new_prompt_logprobs_tensors)
                 output.finish_reason = one.finish_reason
+                output.stop_reason = one.stop_reason
                 output.error = getattr(one, "error", None)  # from vLLM 0.33 on
 
         self.engine._loop = asyncio.get_running_loop()

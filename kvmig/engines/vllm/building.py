@@ -103,7 +103,9 @@ class RequestBuilder:
                 while not guided.is_grammar_ready:  # noqa: ASYNC110 - vLLM tells nobody
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            raise MigrationRefused("timeout", "the grammar is still compiling") from None
+            raise MigrationRefused(
+                "timeout", f"its grammar is still compiled after {GRAMMAR_TIMEOUT_S:g} s"
+            ) from None
         if isinstance(guided.grammar, Exception):
             raise MigrationRefused("error", "the grammar does not compile here")
 

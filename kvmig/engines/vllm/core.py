@@ -158,7 +158,9 @@ class StepCore(EngineCoreProc):
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the engine's thread between two steps."""
         future: Future[T] = Future()
-        self.input_queue.put_nowait((_CALL, (function, future)))
+        # In a list that is emptied: vLLM's frames keep what they took out of the queue, and are
+        # kept by an error that the call raises, and with it by the future.
+        self.input_queue.put_nowait((_CALL, [(future, function)]))
         if self.failed is not None:
             self._fail_pending_calls()
         return future
@@ -270,8 +272,8 @@ class StepCore(EngineCoreProc):
         self.step_began = time.monotonic()
         try:
             if request_type is _CALL:
-                function, future = request
-                answer_call(future, function)
+                calls: Any = request
+                answer_call(*calls.pop())
             else:
                 super()._handle_client_request(request_type, request)
             if request_type is EngineCoreRequestType.UTILITY:
@@ -353,4 +355,5 @@ class StepCore(EngineCoreProc):
             except queue.Empty:
                 return
             if request_type is _CALL:
-                request[1].set_exception(RuntimeError("the engine has stopped"))
+                future, _ = request.pop()
+                future.set_exception(RuntimeError("the engine has stopped"))

@@ -38,7 +38,10 @@ BUDGET_S = 1.0
 """What a grammar may take of the engine's thread, besides TOKEN_S for each token."""
 TOKEN_S = 0.005
 COMPILE_S = 10.0
-"""Longest time to compile one."""
+"""What compiling one may take, in computing of its thread. Another one may begin after that
+time by the clock."""
+WAIT_S = 30.0
+"""Longest time to compile one by the clock, on a machine that has no processor for it."""
 COMPILES = 2
 """That are compiled at once."""
 ABANDONED = 4
@@ -144,15 +147,24 @@ class CompilingGrammar(Future[StructuredOutputGrammar]):
         super().__init__()
         self._clock = clock
         self.began: float | None = None
+        self.computed: Clock = lambda: 0.0
+        """Seconds that its thread has computed."""
         self.on_late: Callable[[], None] = lambda: None
+        """Lets another one begin."""
         self.on_refused: Callable[[str, Failure], None] = lambda *_: None
         """Takes why it is not compiled, before anybody sees that it failed."""
 
     def done(self) -> bool:
-        late = self.began is not None and self._clock() - self.began > COMPILE_S
-        if not super().done() and late:
-            late_error = TimeoutError(f"compiling it takes longer than {COMPILE_S:g} s")
-            self.refuse(late_error, "refused")
+        if super().done() or self.began is None:
+            return super().done()
+        waited = self._clock() - self.began
+        if self.computed() > COMPILE_S:
+            late = TimeoutError(f"compiling it takes longer than {COMPILE_S:g} s")
+            self.refuse(late, "refused")
+        elif waited > WAIT_S:
+            busy = TimeoutError(f"it has not been compiled within {WAIT_S:g} s, try again")
+            self.refuse(busy, "retry")
+        if super().done() or waited > COMPILE_S:
             self.on_late()
         return super().done()
 
@@ -182,23 +194,28 @@ class GrammarCompiler:
         self,
         clock: Clock = monotonic,
         refused: Callable[[str, str, Failure], None] = lambda *_: None,
+        thread_clock: Callable[[], Clock] | None = None,
     ) -> None:
-        """refused: takes a request's id, why its grammar is not compiled, and whose fault it is."""
+        """refused: takes a request's id, why its grammar is not compiled, and whose fault it is.
+
+        thread_clock: returns what measures the computing of the thread that calls it.
+        """
         self._clock = clock
         self._refused = refused
+        self._thread_clock = thread_clock or clock_of_this_thread
         self._lock = threading.Lock()
         self._waiting: deque[tuple[CompilingGrammar, Callable[[], StructuredOutputGrammar]]] = (
             deque()
         )
-        self._running = 0
-        self._abandoned = 0
+        self._running: set[CompilingGrammar] = set()
+        self._abandoned: set[CompilingGrammar] = set()
 
     def submit(
         self, create: Callable[[Request], StructuredOutputGrammar], request: Request
     ) -> Future[StructuredOutputGrammar]:
         """As an Executor's."""
         one = CompilingGrammar(self._clock)
-        one.on_late = self._abandon
+        one.on_late = lambda: self._abandon(one)
         one.on_refused = lambda reason, kind: self._refused(request.request_id, reason, kind)
         self._waiting.append((one, lambda: create(request)))
         self._begin()
@@ -212,11 +229,11 @@ class GrammarCompiler:
 
     def _begin(self) -> None:
         with self._lock:
-            if not self._waiting or self._running >= COMPILES:
+            if not self._waiting or len(self._running) >= COMPILES:
                 return
             one, create = self._waiting.popleft()
-            if self._abandoned < ABANDONED:
-                self._running += 1
+            if len(self._abandoned) < ABANDONED:
+                self._running.add(one)
                 one.began = self._clock()
                 name = "kvmig-grammar"
                 threading.Thread(
@@ -227,22 +244,30 @@ class GrammarCompiler:
         self._begin()
 
     def _run(self, one: CompilingGrammar, create: Callable[[], StructuredOutputGrammar]) -> None:
+        one.computed = self._thread_clock()
         try:
-            in_time = one.finish(create())
+            one.finish(create())
         except Exception as error:  # noqa: BLE001 - raised where vLLM asks for the grammar
-            in_time = one.finish(error=error)
+            one.finish(error=error)
         with self._lock:
-            if in_time:
-                self._running -= 1
-            else:
-                self._abandoned -= 1
+            self._running.discard(one)
+            self._abandoned.discard(one)
         self._begin()
 
-    def _abandon(self) -> None:
+    def _abandon(self, one: CompilingGrammar) -> None:
         with self._lock:
-            self._running -= 1
-            self._abandoned += 1
+            if one not in self._running:
+                return
+            self._running.remove(one)
+            self._abandoned.add(one)
         self._begin()
+
+
+def clock_of_this_thread() -> Clock:
+    """The computing of the thread that calls this; other threads may read it while it runs."""
+    number = time.pthread_getcpuclockid(threading.get_ident())
+    before = time.clock_gettime(number)
+    return lambda: time.clock_gettime(number) - before
 
 
 class GrammarLimits:
@@ -265,8 +290,8 @@ class GrammarLimits:
         if not self._reasons:
             return
         for one in outputs.outputs:
-            if one.finish_reason is FinishReason.ERROR and one.stop_reason is None:
-                one.stop_reason = self._reasons.pop(one.request_id, None)
+            if one.finish_reason is FinishReason.ERROR:
+                one.stop_reason = self._reasons.pop(one.request_id, one.stop_reason)
 
     def _init_noted(self, request: Request) -> None:
         """Here the backend is made, whose package may not be installed."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from kvmig.core.errors import MigrationRefused
@@ -22,6 +23,9 @@ from kvmig.engines.vllm.compat import refuse
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.migration import encode_request
 from kvmig.engines.vllm.offload import CacheOffload
+from kvmig.engines.vllm.outputs import failure
+
+log = logging.getLogger(__name__)
 
 
 class IncomingRequests:
@@ -95,6 +99,9 @@ class IncomingRequests:
             generator = await self._builder.generator_after(
                 request.sampling_params, len(output_token_ids)
             )
+        except MigrationRefused as error:
+            self._end(request, error)
+            return
         except Exception as error:  # noqa: BLE001 - reported there
             refuse(self._core, request, error)
             return
@@ -110,6 +117,20 @@ class IncomingRequests:
                 refuse(self._core, request, error)
 
         self._core.call(enter)
+
+    def _end(self, request: EngineCoreRequest, error: MigrationRefused) -> None:
+        """The client learns why its request doesn't go on here, and may try again."""
+        log.warning("request %s can't go on here: %s", request.request_id, error)
+        said = (
+            "the request's instance has ended, and another one can't go on with it:"
+            f" {error.detail or error.reason}"
+        )
+        output = EngineCoreOutput(
+            request.request_id, [], finish_reason=FinishReason.ERROR,
+            stop_reason=failure(said, "retry"),
+        )  # fmt: skip
+        ended = EngineCoreOutputs(outputs=[output], finished_requests={request.request_id})
+        self._core.output_queue.put_nowait((request.client_index, ended))
 
     def _abort_entered(self, request_id: str, _: object) -> None:
         self._core.abort([request_id])
