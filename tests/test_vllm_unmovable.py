@@ -130,7 +130,7 @@ ENGINES = {
     "routed experts, which are gathered until the end": config(experts=True),
     "speculative decoding with asynchronous scheduling": config("ngram", overlapped=True),
     "speculative decoding with per-request metrics": config("draft_model", metrics="detailed"),
-    "drafts of several workers on GPUs, whose last writes nobody here knows of": config(
+    "drafts of several workers on GPUs, whose last writes are not known here": config(
         "eagle", workers=2
     ),
 } | {

@@ -74,7 +74,7 @@ def local_only(bound: str) -> Rule:
 ADMIN = "/kvmig/"
 """Prefix of the admin API's paths."""
 OPENAI = ("/v1", "/v2", "/inference", "/cohere")
-"""Prefixes of paths for which vLLM asks for a key whatever the method."""
+"""Prefixes of paths for which vLLM asks for a key with any method."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class AccessRules:
 
         Without a key, clients may read the paths that vLLM shows to all (/health, /metrics, ...);
         calls with a body need one on every path. Browsers send OPTIONS without any. What an engine
-        has beside the routes of clients (to load adapters, to sleep, to abort by an id, ...) is for
-        the operator, where there is a key for one.
+        has besides the routes of clients (to load adapters, to sleep, to abort by an id, ...) is
+        for the operator, where there is a key for one.
         """
         if method == "OPTIONS":
             return None

@@ -30,7 +30,7 @@ class CallUsage(NamedTuple):
 
 
 class UsageReader:
-    """Of one answer: `begin` it, `add_part` its parts, then `read_usage`."""
+    """The usage in one answer: `begin` it, `add_part` its parts, then `read_usage`."""
 
     def __init__(self, api: Api) -> None:
         self._api = api

@@ -19,7 +19,7 @@ from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute
 ROOM = 1_000_000
 """Bytes of a body for all but its prompt: tools, schemas, biases, further short prompts."""
 TOKEN_BYTES = 32
-"""Of a body for one token of its prompt, on the average and at most, however it is escaped."""
+"""Bytes of a body for one token of its prompt, on the average and at most, with any escapes."""
 ESCAPED = 6
 """Bytes of a character of one byte in JSON, at most."""
 MANY = 4_000_000
@@ -91,7 +91,7 @@ class BodyBound(NamedTuple):
 
 
 class TooMuch(ValueError):
-    """The sentence names what is too much, and what is allowed."""
+    """The error names what is too much, and what is allowed."""
 
 
 def bound_of(reach: ModelReach, route: ClientRoute | None) -> BodyBound:

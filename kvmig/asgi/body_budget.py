@@ -29,7 +29,7 @@ class BodyBudget:
         return seen
 
     def enter(self, account: str = "") -> BodyShare:
-        """One more body, of which nothing has come yet. account: empty: nobody is known."""
+        """Enter one more body, of which nothing has come yet. account: empty: it is unknown."""
         return BodyShare(self, account)
 
     def used_by(self, account: str) -> int:
@@ -37,7 +37,7 @@ class BodyBudget:
         return self._of[account]
 
     def full_for(self, account: str, size: int) -> Full:
-        """Whether so many bytes more are too many."""
+        """Whether `size` bytes more are too many."""
         left = self.most - self.used - size
         if left < 0:
             return "all"

@@ -98,9 +98,9 @@ class HttpCall:
         self.status = 0
         """Status of the answer; 0: it hasn't begun."""
         self.told: CallUsage | None = None
-        """What the answer says that the call has used, if it does."""
+        """The usage that the answer names, if it does."""
         self.failure: ApiError | None = None
-        """Why its stream could not go on, whatever the application makes of it."""
+        """Why its stream could not go on; the application may show it in another way."""
         self._unserved: set[str] = set()
         self._submitted = 0
         self._coming = 0
@@ -135,7 +135,7 @@ class HttpCall:
     # -- requests that wait for their first token
 
     def enter(self, hold: Callable[[int], None], sequences: int = 1) -> None:
-        """Count the call's waiting requests from now on; `hold` is told by how much they change.
+        """Count the call's waiting requests from now on; `hold` gets each change of their number.
 
         sequences: those that it asks for; they count as waiting until they are there.
         """

@@ -1,8 +1,8 @@
 """How many sequences a call asks for: its answers to each prompt, times its prompts. Pure.
 
 Counted on the raw body, before anything else of it is decoded: limits of keys and of queues hold
-for sequences, and a call may have only so many. Where the engine would refuse a body, any number
-will do. Recordings count as one, whatever their length.
+for sequences, and a call may have only a number of them. Where the engine would refuse a body, any
+number will do. A recording of any length counts as one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def sequences_of(route: ClientRoute, body: bytes) -> int:
 
 
 def _fields_of_odd(body: bytes) -> _Fields:
-    """Of JSON that engines read, and msgspec doesn't: NaN, UTF-16, half surrogates."""
+    """Fields of JSON that engines read, and msgspec doesn't: NaN, UTF-16, half surrogates."""
     try:
         known = json.loads(body)
     except (ValueError, RecursionError):
@@ -146,7 +146,7 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 
 def _strings(text: bytes) -> int:
-    """Of a list of strings, without a copy of any."""
+    """Number of items of a list of strings, without a copy of any."""
     count = 0
     for _ in _STRING.finditer(text):
         count += 1
@@ -156,7 +156,7 @@ def _strings(text: bytes) -> int:
 
 
 def _items(text: bytes, opening: bytes, kind: type[list[Raw]] | type[dict[str, Raw]]) -> int:
-    """Of a list or an object of which each item has an `opening`."""
+    """Number of items of a list or an object of which each item has an `opening`."""
     most = text.count(opening)
     if most > COUNTED:
         return most
@@ -181,7 +181,7 @@ def _member(sampling: Raw) -> Raw:
 
 
 def _number(value: Raw) -> int:
-    """As pydantic takes it: whole numbers, also as text or with a point."""
+    """An integer as pydantic takes it: also as text or with a point."""
     text = bytes(value).strip().strip(b'"').strip()
     try:
         return max(1, int(float(text[: 2 * LONGEST_N])))

@@ -32,7 +32,8 @@ class HttpConnection(HttpToolsProtocol):
 
     uvicorn waits for a call's headers for ever, and keeps whatever comes of them; and for ever for
     a client that doesn't read its answer. This class has no limits of its own: a front end serves
-    with one that has, see `limited`. `on_refusal` hears of answers before there is a call.
+    with one that has, see `limited`. `on_refusal` gets answers that are sent before there is a
+    call.
     """
 
     each: ClassVar[int] = 1

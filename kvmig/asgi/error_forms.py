@@ -1,6 +1,6 @@
 """Errors in each API's own form: as an answer's body, and as the last event of a stream. Pure.
 
-An error has one status, one sentence and one type for its client, whether our middleware, an
+An error has one status, one message and one type for its client, whether our middleware, an
 engine's application or the proxy made it.
 """
 
@@ -173,7 +173,7 @@ _DATA = re.compile(rb"^data: ?(.*)$", re.M)
 
 
 def is_error_event(api: Api, data: bytes) -> bool:
-    """Whether an application's event tells of an error."""
+    """Whether an application's event reports an error."""
     return data.startswith(_ERRORS[api])
 
 
@@ -184,7 +184,7 @@ def read_event(data: bytes) -> ApiError | None:
 
 
 class EventNumbers:
-    """Of the events of a response that goes by, however they come apart."""
+    """Numbers of the events of a response that goes by in parts of any size."""
 
     _NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 

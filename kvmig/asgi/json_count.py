@@ -1,7 +1,7 @@
 """How much JSON there is in a body, counted on its raw bytes while they come. Pure.
 
 Nothing is decoded: strings are cut out, and what separates and nests the rest is counted. A part
-of 64 KiB takes a tenth of a millisecond, whatever is in it.
+of 64 KiB takes a tenth of a millisecond, with any content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class JsonCounter:
     def __init__(self) -> None:
         self.values = 0
         """Commas, colons and beginnings of lists and objects outside of strings: no fewer than
-        there are values beside the first, and at most three for each."""
+        there are values besides the first, and at most three for each."""
         self.deepest = 0
         """Lists and objects in each other, at most."""
         self._depth = 0

@@ -1,8 +1,8 @@
 """The routes of engines that clients may call: for each who pays, how much, and what bounds it.
 
-The door lets through what is in this table and nothing else, before a model is found or started;
+The proxy lets through what is in this table and nothing else, before a model is found or started;
 the meter, the bounds of bodies, the documentation and the ledger's test are made from it. A new
-engine's routes stay closed until somebody names them here. Pure.
+engine's routes stay closed until they are named here. Pure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 Api = Literal["openai", "responses", "messages", "cohere"]
 """Kinds of streams and errors; `openai`: chats, completions and all others."""
 ModelSource = Literal["body", "form", "answer"]
-"""Where a call names its model: a JSON body's field, a form's field, or the id of an answer that
-an earlier call got."""
+"""The place where a call names its model: a JSON body's field, a form's field, or the id of an
+answer that an earlier call got."""
 Charge = Literal["tokens", "prompt", "nothing"]
 """What of a call the ledger counts: prompt and output tokens, the prompt's only, or nothing."""
 Content = Literal["generation", "batch", "texts", "counting", "audio", "none"]

@@ -33,7 +33,7 @@ class UnitMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance as last heard of. Sizes in KV blocks, counts in requests."""
+    """An instance as last reported. Sizes in KV blocks, counts in requests."""
 
     id: str
     index: Annotated[

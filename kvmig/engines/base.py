@@ -1,7 +1,7 @@
 """The Engine port: what an engine does for a llumlet, and in what words.
 
-First what an engine tells of its load and of the requests that it holds, then what one engine gives
-another of a request that moves, then the port itself (`Engine`, `ServingEngine`).
+First what an engine reports of its load and of its requests, then what one engine gives another
+of a request that moves, then the port itself (`Engine`, `ServingEngine`).
 
 Every coroutine is called on the llumlet's event loop. What touches the engine's
 scheduler runs on the engine's thread between two steps; copies of live stages run
@@ -34,7 +34,7 @@ class ClassLoad(msgspec.Struct, frozen=True):
 
 
 class GroupLoad(msgspec.Struct, frozen=True):
-    """A pool of KV blocks beside the first, in an engine that has several. In its own blocks."""
+    """A further pool of KV blocks, in an engine that has several. Sizes in its own blocks."""
 
     total_blocks: int
     used_blocks: int
@@ -74,11 +74,11 @@ class EngineLoad(msgspec.Struct, frozen=True):
     seats: int = 0
     """Requests that can run at once; 0: as many as there are blocks for."""
     preempted_waiting: int = 0
-    """Waiting requests that ran here and were preempted; 0 where the engine can't tell."""
+    """Waiting requests that ran here and were preempted; 0 where the engine doesn't know."""
     prefill_blocks: int = 0
     """Blocks of running requests' prompts that are still to be computed before they decode."""
     limit_blocks: int = 0
-    """What `total_blocks` could be if those that share memory with it gave; 0: nobody does."""
+    """What `total_blocks` could be if others that share its memory gave theirs; 0: none does."""
 
     @property
     def most_blocks(self) -> int:
@@ -137,7 +137,7 @@ class RequestState(msgspec.Struct, frozen=True):
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """A decode step of a batch with so many tokens of KV cache took so long."""
+    """How long a decode step took, of a batch with `tokens` tokens of KV cache."""
 
     tokens: int
     ms: float
@@ -157,7 +157,7 @@ HOLE = -1
 
 
 MOST_BYTES = 256 << 20
-"""A request that was submitted with more stays where it is. A connection carries so much in a
+"""A request that was submitted with more stays where it is. A connection carries that much in a
 second or two, and a destination is waited for as long."""
 MOST_FRAMES = 4000
 """Pieces of such a request, such as images."""
@@ -176,7 +176,7 @@ def too_large(payload: Sequence[bytes]) -> str:
 class Export(msgspec.Struct, frozen=True):
     """A request as another engine needs it to take it over. `payload` is the adapter's own.
 
-    Between two llumlets the payload travels beside the message, each of its parts as a frame.
+    Between two llumlets the payload travels behind the message, each of its parts as a frame.
     """
 
     request_id: str
@@ -238,7 +238,7 @@ class Sharing(Protocol):
 
     room: CacheRoom
     unlimited: str
-    """Why its steps may take all of the device, whatever their share is, in a few words; empty:
+    """Why its steps may take all of the device despite their share, in a few words; empty:
     they keep to it, or have none."""
 
     @property
@@ -251,7 +251,7 @@ class Sharing(Protocol):
         ...
 
     async def resize(self, quota: int, limit: int, patience_s: float) -> None:
-        """Have so many bytes at most: more at once, less as soon as it is free, which `use` shows.
+        """Have at most this many bytes: more at once, fewer as soon as they are free (see `use`).
 
         Requests that run keep what they hold for `patience_s`, so that they may move elsewhere;
         then the last ones are preempted. limit: bytes to have if others gave.
@@ -296,7 +296,7 @@ class Engine(Protocol):
     async def requests(self, most_waiting: int | None = None) -> list[RequestState]:
         """The requests that the engine holds; at the end those that wait, in the queue's order.
 
-        most_waiting: of the queue only so many, from its head; None: all. During a long step
+        most_waiting: how many of the queue, from its head; None: all. During a long step
         those that it told of last.
         """
         ...
@@ -370,7 +370,7 @@ class Engine(Protocol):
     ) -> list[int]:
         """Copy blocks [n] into `out` [n * block_bytes], fused; returns n checksums.
 
-        urgent: nobody decodes the request meanwhile, so it goes before other copies. Of no blocks:
+        urgent: the request isn't decoded meanwhile, so it goes before other copies. Of no blocks:
         a GPU does what it must do once with `out`, such as pinning its pages.
         """
         ...
@@ -386,7 +386,7 @@ class Engine(Protocol):
 
 
 Frame = bytes | bytearray | memoryview
-"""One part of a message, in whatever buffer it came."""
+"""One part of a message, in the buffer in which it came."""
 Frames = Sequence[Frame]
 
 
@@ -438,7 +438,7 @@ class ServingEngine(Engine, Protocol):
         ...
 
     def call(self, client: int, call_id: int, method: str, payload: Frames) -> None:
-        """Run an engine method between two steps; `on_call_done` hears the end."""
+        """Run an engine method between two steps; `on_call_done` gets the result."""
         ...
 
     def assign(self, request_id: str, client: int) -> None:

@@ -25,7 +25,7 @@ from kvmig.kernels.copy import address_of, backend, checksum_fused, start_copy
 
 
 class CopyBackend(Protocol):
-    """Copies as a copy thread runs them: ids [n], a buffer [n * block_bytes], n checksums.
+    """How a copy thread copies: ids [n], a buffer [n * block_bytes], n checksums (uint64).
 
     urgent: ahead of what else a device copies; a CPU has nothing else.
     """
@@ -78,7 +78,7 @@ class BlockCopies:
         return self._thread.submit(work, urgent=False)
 
     def _check(self, ids: Sequence[int]) -> None:
-        """Whoever wanted these was told of them before they were freed, and given back."""
+        """Refuse blocks that were freed, and given back, after the caller had learnt of them."""
         if self.absent is None or not ids:
             return
         absent, per_block = self.absent
@@ -160,7 +160,7 @@ class CopyPlan(Protocol):
 
     unit_bytes: int
     sums_by_copy: bool
-    """Whether the kernels' checksums of each copy are the blocks', whatever their runs."""
+    """Whether the kernels' checksums of each copy are the blocks', for runs of any length."""
 
     def gather(self, ids: Sequence[int], address: int) -> Iterable[CopyPass]:
         """Copies from the cache to the buffer at `address`, [n] fused."""

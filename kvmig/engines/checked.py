@@ -276,7 +276,7 @@ class AdapterRules:
         self.entry(request_id).history.append(what)
 
     def broken(self, rule: str, request_id: str, detail: str) -> ContractViolation:
-        """The error that says so."""
+        """The error of a broken rule, with the request's history."""
         history = tuple(self.entry(request_id).history) if request_id else ()
         return ContractViolation(rule, request_id, f"{detail}. {RULES[rule]}", history)
 
@@ -325,7 +325,7 @@ class AdapterRules:
     # -- destination
 
     def reserved(self, request_id: str, hits: int) -> None:
-        """`reserve` found so many blocks."""
+        """`reserve` found `hits` blocks."""
         entry = self.entry(request_id)
         self._entries[request_id] = CheckedRequest(entry.history, hits=hits, state="reserved")
 
@@ -363,7 +363,7 @@ class AdapterRules:
             raise self.broken(rule, request_id, f"it is {state}, and has put out a token")
 
     def copied(self, request_id: str, blocks: int, checksums: Sequence[int]) -> None:
-        """gather or scatter of so many blocks returned these."""
+        """gather or scatter of `blocks` blocks returned these checksums."""
         if len(checksums) != blocks:
             raise self.broken(
                 "one-checksum-a-block", request_id, f"{len(checksums)} for {blocks} blocks"

@@ -48,8 +48,8 @@ class DeviceCopies:
     """`Copies` on a GPU, on streams of its own, of which the urgent one has the device's highest
     priority; one thread copies, one at a time.
 
-    When a copy returns or raises, the GPU has left its blocks and its buffer (but for a
-    TimeoutError). Raises KvmigError when the device fails.
+    When a copy returns or raises, the GPU has left its blocks and its buffer, except after a
+    TimeoutError. Raises KvmigError when the device fails.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class StepMarks:
     def precede(self, stream: int) -> None:
         """Let what `stream` gets from now on come after all steps whose outputs are known.
 
-        From any thread: an event that is recorded anew meanwhile is only a later one.
+        From any thread: an event that is recorded again meanwhile is only a later one.
         """
         self._device.wait(stream, self._events[0])
 

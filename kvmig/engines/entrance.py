@@ -1,8 +1,8 @@
-"""Where an engine's thread waits for its grants.
+"""The wait of an engine's thread for its grants.
 
 What comes for the engine is served meanwhile: requests, aborts, calls and migrations are never
-held up. Nobody who shares a device can stop an engine: without an answer in `StepGate.limit_s` it
-steps on, and asks without waiting until it hears something again.
+held up. None that shares a device can stop an engine: without an answer in `StepGate.limit_s` it
+steps on, and asks without waiting until an answer comes again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ at first, and at most. A request or call that comes ends it at once."""
 
 
 class StepAdmission:
-    """Where one engine's thread waits for its grants."""
+    """The wait of one engine's thread for its grants."""
 
     def __init__(self, gate: StepGate, serve: Callable[[float], None]) -> None:
-        """serve: handle one thing that comes for the engine within so many seconds, if one does."""
+        """serve: handle one thing that comes for the engine within these seconds, if one does."""
         self.gate = gate
         self.unanswered = 0
         """Steps that were made without a grant."""
@@ -88,7 +88,7 @@ class StepAdmission:
                 self._silent_at = gate.answers
                 self._probe_at = time.monotonic() + gate.limit_s
                 log.warning(
-                    "no grant in %g s: steps go on without one until somebody answers", gate.limit_s
+                    "no grant in %g s: steps go on without one until an answer comes", gate.limit_s
                 )
                 self.unanswered += 1
                 return EVERYTHING

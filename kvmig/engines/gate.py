@@ -1,6 +1,6 @@
 """The step gate: an engine that shares a device asks before each step what it may compute.
 
-Whoever decides for the device (`kvmig.sharing.step_scheduler`) answers a `StepRequest` with a
+The device's scheduler (`kvmig.sharing.step_scheduler`) answers a `StepRequest` with a
 `StepGrant`. Both travel to and from the unit's agent as they are (`kvmig.sharing.messages`), under
 the tags that they have there. How an engine's thread waits: `kvmig.engines.entrance`.
 """
@@ -59,7 +59,7 @@ NOTHING = StepRequest(prompt_tokens=0, decodes=0)
 class ComputeShares(msgspec.Struct, frozen=True, tag="Gated", forbid_unknown_fields=True):
     """Parts of the device, 1 to `PARTS`, that an engine's steps take.
 
-    Sent to the unit's agent, the message says that the engine asks before each step.
+    Sent to the unit's agent, it announces that the engine asks before each step.
     """
 
     prefill: int
@@ -78,7 +78,7 @@ class StepGrant(
     prompts: bool
     decodes: bool
     tokens: int = 0
-    """At most so many, but one for each request that decodes; 0: as many as the engine likes."""
+    """Most tokens of the step, at least one for each request that decodes; 0: no limit."""
     parts: int = 0
     """Parts of the device that the step takes (of `PARTS`); 0: all."""
     stands: bool = False
@@ -93,13 +93,14 @@ EVERYTHING = StepGrant(prompts=True, decodes=True)
 
 
 class StepGate(Protocol):
-    """One engine's way to whoever decides. Called on the engine's thread, but for `on_answer`."""
+    """One engine's way to its device's scheduler. All but `on_answer` runs on the engine's
+    thread."""
 
     limit_s: float
     answers: int
     """How many have come, those to questions that were taken back, too."""
     waited_s: float
-    """Seconds that steps have waited for their grants, all in all; whoever waits adds to it."""
+    """Seconds that steps have waited for their grants, all in all; each wait adds to it."""
     on_answer: Callable[[], None]
     """Called, from any thread, when there is an answer to take, or `alone` has changed."""
 
@@ -117,7 +118,7 @@ class StepGate(Protocol):
         ...
 
     def reuse_grant(self) -> StepGrant | None:
-        """Take a grant that stands for one more step, if nobody has called it back."""
+        """Take a grant that stands for one more step, if it wasn't called back."""
         ...
 
     def finish_step(self) -> None:

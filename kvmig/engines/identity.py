@@ -1,6 +1,6 @@
 """The two things that engines must agree on: weights, by identity, and numerics, by class.
 
-Weights are equal where a request may go on, whatever folder they are in. Their identity is made of
+Weights are equal where a request may go on, in any folder. Their identity is made of
 the checkpoint's files, not of what an engine has loaded: so it can be known before an instance is
 started, and is the same however many workers share the tensors. Of each tensor its name, dtype,
 shape and some bytes count; a few MB are read of any model.
@@ -28,7 +28,7 @@ PIECES = 4
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 """Formats of weights without a header that we read: each file counts as one tensor."""
 SETTINGS = ("config.json", "hf_quant_config.json", "adapter_config.json")
-"""Files that say how the tensors are computed with."""
+"""Files that describe how the model computes with its tensors."""
 
 
 class TensorOnDisk:
@@ -51,7 +51,7 @@ class TensorOnDisk:
 def identity_of(model: str, words: Sequence[object] = ()) -> str:
     """The identity of the weights in a folder (or file) at this moment; elsewhere, of the name.
 
-    words: whatever else makes other weights of the same files, such as quantisation.
+    words: all else that makes other weights of the same files, such as quantisation.
     """
     digest = blake2b(repr([str(word) for word in words]).encode(), digest_size=8)
     path = Path(model)

@@ -56,7 +56,7 @@ class EnginePlugin(Protocol):
         The result has at least model, served_model_name, host, port, api_key, block_size,
         tensor_parallel_size, kv_cache_memory_bytes.
 
-        Raises ConfigError with one sentence.
+        Raises ConfigError.
         """
         ...
 
@@ -90,7 +90,7 @@ class EnginePlugin(Protocol):
     def make(
         self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
-        """The engine, loaded. Raises StartupError or ConfigError with one sentence.
+        """Load and return the engine. Raises StartupError or ConfigError.
 
         unit_tokens: of what it exchanges with other instances; 0: its own blocks. unit: the KV
         cache has no memory yet, which comes by `ServingEngine.sharing`, if it can, and steps keep

@@ -7,7 +7,7 @@ decodes of one engine would have to be two processes. While it limits a process,
 its green contexts no SMs of their own; so it must not be set here.
 
 Engines are processes, and a GPU runs several processes at the same time only where a daemon of MPS
-is there. Without one they take turns, and fewer SMs would make each of them slower and nobody
+is there. Without one they take turns, and fewer SMs would make each of them slower and none
 faster: there, shares are kept by the agent's gate alone.
 """
 

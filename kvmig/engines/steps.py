@@ -1,8 +1,8 @@
 """When an engine's steps end, and which of them waits for a request that is about to be committed.
 
-A request that comes just after a step began waits for nearly all of it. So its source says when it
-will come, and a step that could begin shortly before waits for it instead: at most `HOLD` of
-a step and `MOST_S`, and once for each request, whether it comes or not. Times are passed in.
+A request that comes just after a step began waits for nearly all of it. So its source announces
+when it will come, and a step that could begin shortly before waits for it instead: at most `HOLD`
+of a step and `MOST_S`, and once for each request, whether it comes or not. Times are passed in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvmig.engines.base import Cadence
 WEIGHT = 0.2
 """Weight of a new step in the average."""
 IDLE_STEPS = 3.0
-"""An engine that has made no step for so many of its steps' time does nothing."""
+"""Steps' time after which an engine that has made no step counts as idle."""
 
 
 HOLD = 0.3
@@ -24,7 +24,7 @@ MOST_S = 0.015
 
 
 class CadenceMeter:
-    """Measures how long one engine's steps take, told one after the other. Times in seconds."""
+    """Measures how long one engine's steps take, given one after the other. Times in seconds."""
 
     def __init__(self) -> None:
         # One tuple, so that other threads never read half of a step.

@@ -47,7 +47,7 @@ PREFIX = "/kvmig/v2"
 LOG_LINES = 1000
 DAY_S = 86400.0
 PRUNE_S = 20.0
-"""That one order deletes rows, at most."""
+"""Most seconds that one order deletes rows."""
 LeftQuery = Annotated[bool, Query(alias="left")]
 
 Body = dict[str, Any]
@@ -65,11 +65,11 @@ class ApiBackend:
     """One thread, the store's."""
     models: ModelController
     changed: Callable[[], Awaitable[None]]
-    """To be awaited after every change of the catalogue or of keys."""
+    """Call to be awaited after every change of the catalogue or of keys."""
     check: Callable[[ModelSpec], Awaitable[None]]
     """Lets a model's engine read its flags; raises ConfigError."""
     keys: Callable[[], KeyIndex]
-    """Those that let calls in now."""
+    """Keys that let calls in now."""
     metrics: Callable[[], Awaitable[bytes]]
     """The whole fleet's, as Prometheus reads them."""
     replacer: PlacementController = field(init=False)
@@ -90,7 +90,7 @@ class ApiBackend:
         return await loop.run_in_executor(self.thread, lambda: call(*args, **kw))
 
     async def row(self, name: str) -> ModelRow:
-        """Of a model. Raises NotThere."""
+        """The model's row. Raises NotThere."""
         return await self.stored(self.store.model, name)
 
     async def checked(self, specs: Sequence[ModelSpec]) -> None:
@@ -157,7 +157,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
     @api.get("/metrics", response_class=Response)
     async def metrics(_: OrderActor = caller) -> Response:
-        """Of all models, proxies and the server, as Prometheus reads them."""
+        """Metrics of all models, proxies and the server, as Prometheus reads them."""
         return Response(await backend.metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @api.post("/apply")
@@ -195,7 +195,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def audit(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100, _: OrderActor = caller
     ) -> Body:
-        """Who changed what, newest first."""
+        """Changes with their authors, newest first."""
         return {"data": msgspec.to_builtins(await backend.stored(store.audit, None, limit))}
 
     backing_up = asyncio.Lock()
@@ -255,7 +255,7 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
     @api.get("")
     async def list_models(_: OrderActor = caller) -> Body:
-        """All models of the catalogue."""
+        """The models of the catalogue."""
         return {"data": [backend.shown(row) for row in await backend.stored(store.models)]}
 
     @api.post("", status_code=HTTPStatus.CREATED)
@@ -355,7 +355,7 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
 
     @api.get("/users")
     async def list_users(_: OrderActor = caller) -> Body:
-        """All users."""
+        """The users of the fleet."""
         return {"data": msgspec.to_builtins(await backend.stored(store.users))}
 
     @api.post("/users", status_code=HTTPStatus.CREATED)
@@ -377,7 +377,7 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
 
     @api.get("/keys")
     async def list_keys(with_left: LeftQuery = False, user: str | None = reader) -> Body:
-        """All keys, by their prefixes; `left`: with what is left of their quotas.
+        """The keys of the fleet, by their prefixes; `left`: with what is left of their quotas.
 
         A key with the scope `read` sees those of its own user.
         """
@@ -466,7 +466,7 @@ class ScaleBody(StrictBody):
 
 
 class PlacementBody(StrictBody):
-    """Where instances shall be."""
+    """A placement: the unit of each instance."""
 
     placement: Body = Field(
         description="As the file that `python -m kvmig.placement --out` writes."
@@ -553,7 +553,7 @@ class PruneBody(StrictBody):
 
 
 class BackupBody(StrictBody):
-    """Where the copy goes."""
+    """The path of the copy."""
 
     path: str = Field(min_length=1, max_length=4096)
 
@@ -606,7 +606,7 @@ def quotas_left(grant: KeyGrant | None, spare: Mapping[str, QuotaLeft]) -> list[
 
 
 def last_lines(path: Path, lines: int) -> list[str]:
-    """Of a log; none if there is no such file."""
+    """The last lines of a log; none if there is no such file."""
     try:
         with path.open(errors="replace") as file:
             return [line.rstrip("\n") for line in deque(file, lines)]

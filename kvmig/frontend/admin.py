@@ -36,7 +36,7 @@ MOST = 10_000
 MOST_BYTES = 1 << 60
 MOST_WAIT_S = 3600.0
 LOOK_S = 0.1
-"""Between two looks at instances that start."""
+"""Pause between two looks at instances that start."""
 
 # -- the routes
 
@@ -69,12 +69,12 @@ def admin_api(
 
     @api.get("/instances", responses=shows(INSTANCES))
     async def instances() -> Response:
-        """All instances and their load."""
+        """The instances and their load."""
         return answer(Listing(data=rows()))
 
     @changing.patch("/instances/{name}", responses=errors | shows(INSTANCES))
     async def change(name: str, body: ChangeBody) -> Response:
-        """Of its unit's KV cache, guarantee it so much from now on.
+        """Guarantee an instance this much of its unit's KV cache from now on.
 
         409 if it is in no unit, if that is less than one request of the greatest length takes, or
         if all guarantees together were more than the unit has; nothing is changed then.
@@ -84,7 +84,7 @@ def admin_api(
 
     @api.get("/requests", responses=shows(REQUESTS))
     async def requests() -> Response:
-        """All live requests, in order of arrival."""
+        """The live requests, in order of arrival."""
         return answer(Listing(data=await router.requests()))
 
     @api.post("/migrations", responses=errors | shows(MIGRATION))
@@ -115,7 +115,7 @@ def admin_api(
     async def migrations(
         limit: Annotated[int, Query(ge=1, le=RECENT)] = 100,
     ) -> Response:
-        """The last migrations, whoever asked for them, newest first."""
+        """The last migrations, by hand and by policy, newest first."""
         newest_first = list(router.reports)[::-1]
         return answer(Listing(data=[shown_report(one) for one in newest_first[:limit]]))
 
@@ -148,7 +148,7 @@ def instances_api(
     ) -> Response:
         """Start instances; they are `starting` until they serve.
 
-        `wait_s`: answer when they serve, or have failed, at the latest after so many seconds.
+        `wait_s`: answer when they serve, or have failed, at the latest after these seconds.
         """
         wanted = body or AddBody()
         names = await launcher.order(
@@ -252,7 +252,7 @@ class ChangeBody(StrictBody):
 
 
 class AddBody(StrictBody):
-    """Start so many instances more."""
+    """Start `count` instances more."""
 
     count: Annotated[int, BeforeValidator(whole)] = Field(default=1, ge=1, le=MOST)
     flags: str = Field(default="", description="vLLM's flags that only these get.")

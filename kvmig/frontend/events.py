@@ -22,7 +22,7 @@ from kvmig.frontend.struct_answers import shown_report
 LOOK_S = 0.2
 """Pause between two looks at what has changed."""
 HEARTBEAT_S = 5.0
-"""A listener hears something at least this often."""
+"""Longest time between two events of a listener."""
 
 
 def events_api(

@@ -1,7 +1,7 @@
 """Structs as answers of the admin API: their JSON, and their schemas in /openapi.json.
 
-FastAPI documents pydantic's models only. A route that answers with a struct says so by `shows`, and
-`add_schemas` adds what msgspec knows of these structs to the description of the API.
+FastAPI documents pydantic's models only. A route that answers with a struct declares it by `shows`,
+and `add_schemas` adds what msgspec knows of these structs to the description of the API.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def add_schemas(app: FastAPI) -> None:
 
 
 def _schemas() -> dict[str, Any]:
-    """By name. Each field is required: it is written whether or not it has its default."""
+    """Schemas by name. Each field is required: it is written also where it has its default."""
     _, found = msgspec.json.schema_components(_KINDS, ref_template=_REFERENCE)
     text = msgspec.json.encode(found).decode()
     for ours, name in _NAMES.items():

@@ -41,7 +41,7 @@ from kvmig.placement.told import way_to_text, worth_to_text
 from kvmig.placement.worth import delayed, worth
 
 Method = Callable[[Estimator, Plan | None], Plan | UnplacedMember]
-"""With the plan that is, whose units stay as they are cut; None: they are as the method likes."""
+"""A method of placement, given the present plan, whose units stay as they are cut, or None."""
 
 
 def _whole(estimator: Estimator) -> list[PlacedInstance]:
@@ -92,7 +92,8 @@ METHODS: dict[str, Method] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 2, with one sentence, when the input can't be used or nothing fits."""
+    """Return exit status 2, after one error message, when the input can't be used or nothing
+    fits."""
     args = parser().parse_args(argv)
     try:
         lines = list(_lines(args))
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lines(args: argparse.Namespace) -> Iterable[str]:
-    """All that is printed; a file is written meanwhile. Raises ConfigError."""
+    """The lines to print; a file is written meanwhile. Raises ConfigError."""
     for name in ("start", "load", "link", "horizon"):
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
@@ -313,7 +314,7 @@ def _leases(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, Pl
 
 
 def _rates(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, float]:
-    """Requests a second of each instance, by the estimate."""
+    """Requests per second of each instance, by the estimate."""
     return {
         (estimator.models[member.llm].name, unit.called): one.throughput
         for unit, planned in zip(before.units, now, strict=True)

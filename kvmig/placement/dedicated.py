@@ -27,7 +27,8 @@ def spatial(estimator: Estimator) -> Plan | UnplacedMember:
 
 
 def replicas(estimator: Estimator) -> Plan | UnplacedMember:
-    """Each model on as few GPUs as it runs on; who gains most a GPU gets one more such instance."""
+    """Put each model on as few GPUs as it runs on; the one that gains most gets one more
+    instance."""
     units = _smallest(estimator)
     while not isinstance(units, UnplacedMember):
         more = _best(
@@ -42,7 +43,7 @@ def replicas(estimator: Estimator) -> Plan | UnplacedMember:
 
 
 def _one_more(estimator: Estimator, units: list[GpuUnit], llm: int) -> list[GpuUnit]:
-    """Its rate is shared equally among its instances."""
+    """One more instance of a model, whose rate is shared equally among its instances."""
     (gpus, *others) = [one.gpus for one in units if one.members[0].llm == llm]
     rate = estimator.models[llm].rate / (2 + len(others))
     rest = [one for one in units if one.members[0].llm != llm]

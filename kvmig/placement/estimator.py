@@ -1,7 +1,7 @@
 """What a unit will serve: MuxServe's equation 3, by Little's law. Pure.
 
 Prompts of one member at a time have the unit for themselves; between them the members decode
-beside each other, each on its share. Of a batch of b requests of l tokens,
+side by side, each on its share. Of a batch of b requests of l tokens,
 
     throughput = min(b / (time of the prompts meanwhile + l x decode step), rate)
 
@@ -27,35 +27,35 @@ from kvmig.placement.problem import (
 )
 
 MOST_SEQUENCES = 256
-"""In one batch; the costs were fitted up to here."""
+"""Most requests of one batch; the costs were fitted up to here."""
 OVERBOOKED = 1.2
 """How much of a unit's SMs its members' decode shares may be together."""
 MOST_MEMBERS = 12
-"""Of a unit: each has a tenth of the SMs at least. Beyond `OVERBOOKED` shares shrink alike."""
+"""Most members of a unit: each has a tenth of the SMs. Beyond `OVERBOOKED` shares shrink alike."""
 DECODE_SHARES = tuple(tenth / 10 for tenth in range(3, 10))
 SLO_SCALE = 8.0
-"""In time: within so many times of the latency alone."""
+"""Factor of the latency alone within which a request is in time."""
 NEARNESS = 0.1
-"""For the objective slo, what being as quick as alone is worth, beside being in time."""
+"""Worth of being as quick as alone, besides being in time, for the objective slo."""
 RESERVE = 0.5
-"""For the objective slo, what a request is worth that comes beyond the rates, up to `MARGIN`."""
+"""Worth of a request that comes beyond the rates, up to `MARGIN`, for the objective slo."""
 MARGIN = 1.25
-"""For the objective slo, every rate is taken so many times as high."""
+"""Factor by which every rate is taken higher for the objective slo."""
 
 
 class ExpectedLoad(NamedTuple):
-    """Of one member."""
+    """The estimate of one member."""
 
     share: float
-    """Of the unit's SMs for decode steps; prefill jobs take all."""
+    """Share of the unit's SMs for decode steps; prefill jobs take all."""
     batch: float
     """Requests that run at once."""
     throughput: float
-    """Requests a second."""
+    """Requests per second."""
     latency_s: float
     """End to end, without queueing."""
     kv_bytes: float
-    """Its quota of the unit's KV cache."""
+    """Quota of the unit's KV cache."""
 
 
 class _Line(NamedTuple):
@@ -255,6 +255,6 @@ def _left_for_decoding(jobs: Sequence[tuple[float, float, float]]) -> float:
 
 
 def _served(one: ExpectedLoad, rate: float, alone_s: float) -> float:
-    """Requests a second in time: none of those whose queue only grows, as far as it does."""
+    """Requests per second in time: none of those whose queue only grows, as far as it does."""
     late = one.latency_s / (SLO_SCALE * alone_s)
     return one.throughput * one.throughput / rate / max(1.0, late)

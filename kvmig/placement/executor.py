@@ -34,16 +34,16 @@ from kvmig.placement.told import wave_to_text, way_to_text
 
 ADMIN = "/kvmig/v1"
 LOOK_S = 0.1
-"""Between two looks at what the deployments do."""
+"""Pause between two looks at what the deployments do."""
 REPORTS = 200
-"""Of migrations, that are looked at."""
+"""Migrations that are looked at."""
 ORDER_S = 40.0
-"""For an answer: a launcher may read an engine's flags first."""
+"""Timeout of an answer: a launcher may read an engine's flags first."""
 FAILURES = 5
-"""In a row, until it gives up."""
+"""Failures in a row until it gives up."""
 AFTER_FAILURE_S = 1.0
 PATIENCE_S = 300.0
-"""For a wave, and for instances that neither serve nor leave."""
+"""Timeout of a wave, and of instances that neither serve nor leave."""
 
 
 Listed = TypeVar("Listed")
@@ -51,18 +51,18 @@ Answer = TypeVar("Answer")
 
 
 class ReplaceFailed(KvmigError):
-    """It didn't come to an end; instances are where they are, and serve."""
+    """The placement was not reached; instances are where they are, and serve."""
 
 
 class ExecutorSettings(NamedTuple):
     """What is known of times; starts and drains are measured meanwhile."""
 
     start_s: dict[str, float]
-    """By deployment."""
+    """Seconds of a start, by deployment."""
     drain_s: float = 1.5
-    """Of an instance without requests."""
+    """Seconds of a drain of an instance without requests."""
     request_s: float = 0.5
-    """Of a drain for each request, where a deployment tells of no drain, nor of its steps."""
+    """Seconds of a drain for each request, where a deployment reports neither drains nor steps."""
     bandwidth: float = 1e9
     """Bytes of KV cache a second that leave an instance."""
     patience_s: float = PATIENCE_S
@@ -73,7 +73,7 @@ class CompletedWave(NamedTuple):
 
     wave: PlanWave
     began: float
-    """As `time.monotonic` has it."""
+    """Time of the beginning, by `time.monotonic`."""
     seconds: float
 
 
@@ -100,18 +100,18 @@ class DeploymentClient:
         await self._http.aclose()
 
     async def rows(self) -> list[InstanceRow]:
-        """Its instances. Raises ReplaceFailed."""
+        """The deployment's instances. Raises ReplaceFailed."""
         return [
             row if row.unit else msgspec.structs.replace(row, unit=self._units.get(row.id, ""))
             for row in await self._listed("/instances", InstanceRow)
         ]
 
     async def moved(self) -> list[LearnedMigration]:
-        """Its last migrations. Raises ReplaceFailed."""
+        """The deployment's last migrations. Raises ReplaceFailed."""
         return await self._listed("/migrations", LearnedMigration, limit=REPORTS)
 
     async def step_s(self) -> float | None:
-        """Mean seconds between two tokens; None: it doesn't tell. Raises ReplaceFailed."""
+        """Mean seconds between two tokens; None: it is not reported. Raises ReplaceFailed."""
         answer = await self._answer("GET", "/metrics")
         return None if answer.is_error else step_s(answer.text)
 
@@ -125,11 +125,11 @@ class DeploymentClient:
         await self._ask("DELETE", f"/instances/{instance}", params=flags)
 
     async def guarantee(self, instance: str, size: int) -> None:
-        """Of its unit's KV cache, bytes. Raises ReplaceFailed with the deployment's sentence."""
+        """Guarantee an instance bytes of its unit's KV cache. Raises ReplaceFailed."""
         await self._ask("PATCH", f"/instances/{instance}", json={"guarantee_bytes": size})
 
     async def requests(self) -> list[RequestRow]:
-        """Its live requests. Raises ReplaceFailed."""
+        """The deployment's live requests. Raises ReplaceFailed."""
         return await self._listed("/requests", RequestRow)
 
     async def move(self, request: str, destination: str) -> bool:
@@ -186,11 +186,11 @@ class PlacementExecutor:
         self._moved: dict[str, list[LearnedMigration]] = {}
         """The last migrations of each deployment, as of the last plan."""
         self.emptied_s: list[float] = []
-        """What drains took beside their requests."""
+        """Seconds that drains took besides their requests."""
         self.done: list[CompletedWave] = []
 
     async def run(self) -> None:
-        """Until the placement is reached. Raises ConfigError or ReplaceFailed."""
+        """Work until the placement is reached. Raises ConfigError or ReplaceFailed."""
         failures = 0
         while True:
             before = len(self.done)
@@ -242,7 +242,7 @@ class PlacementExecutor:
         return waves
 
     async def _byte_s(self, seen: ObservedPlacement) -> dict[str, float]:
-        """Of each model, as `Model` has it: what its requests' handshakes take in a drain."""
+        """What each model's requests' handshakes take in a drain."""
         self._moved = await self._each(DeploymentClient.moved)
         known = {name: drains(moved) for name, moved in self._moved.items()}
         steps = {} if any(known.values()) else await self._each(DeploymentClient.step_s)
@@ -291,7 +291,8 @@ class PlacementExecutor:
                 await self._move(step, seen)
 
     async def _move(self, step: PlanStep, seen: ObservedPlacement) -> None:
-        """Raises ReplaceFailed where nothing of it could move: it would be planned for ever."""
+        """Move requests. Raises ReplaceFailed where none could move: it would be planned without
+        end."""
         at, used = self._deployments[step.model], seen.leases[step.model, step.unit].used
         source = seen.instances[step.model, step.unit]
         left = await at.requests()
@@ -332,7 +333,7 @@ class PlacementExecutor:
             await asyncio.sleep(LOOK_S if left else 0)
 
     async def _emptied(self, name: str, instance: str, took_s: float) -> None:
-        """Learn what its drain took beside its requests, which the next plan learns."""
+        """Learn what a drain took besides its requests, for the next plan."""
         before = {one.id for one in self._moved[name]}
         fresh = [one for one in await self._deployments[name].moved()
                  if one.source == instance and one.id not in before]  # fmt: skip
@@ -439,7 +440,7 @@ async def _run(args: argparse.Namespace) -> int:
 
 
 def _named(flag: str, given: Sequence[str], what: str) -> dict[str, str]:
-    """From NAME=VALUE. Raises ConfigError."""
+    """Parse NAME=VALUE. Raises ConfigError."""
     found: dict[str, str] = {}
     for words in given:
         name, equals, value = words.partition("=")

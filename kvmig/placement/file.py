@@ -34,32 +34,32 @@ class PlacedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     kv_bytes: int
-    """Its quota of KV cache."""
+    """Quota of KV cache."""
     held_bytes: int = 0
     """Weights, activations: all before the first token."""
     floor_bytes: int = 0
     """KV cache of one request of the greatest length: no quota may be less."""
     rate: float = 0.0
-    """Requests a second that are meant to come here."""
+    """Requests per second that are meant to come here."""
     decode_share: float = 1.0
-    """Of the unit's SMs, for decode steps."""
+    """Share of the unit's SMs for decode steps."""
     batch: int = 0
     """Requests that are expected to run at once."""
     expected_rate: float = 0.0
     tp: int | None = None
-    """On so many GPUs it runs: those of the unit."""
+    """Number of GPUs that it runs on: those of the unit."""
 
 
 class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A set of GPUs and who shares them."""
 
     memory_bytes: int
-    """For weights, instances and KV cache, all GPUs together."""
+    """Bytes for weights, instances and KV cache, all GPUs together."""
     name: str = ""
     """Empty: from its node and GPUs."""
     node: int = 0
     gpus: list[int] = []
-    """Of that node; none: the host's CPUs."""
+    """GPUs of that node; none: the host's CPUs."""
     models: list[PlacedModel] = []
     arena_bytes: int = 0
     """KV cache that its agent (`kvmig.sharing`) leases, so that quotas change while instances
@@ -72,11 +72,11 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All units, also those that nobody is on."""
+    """All units, also empty ones."""
 
     units: list[PlacedUnit]
     objective: str = ""
-    """By which it was found."""
+    """Objective by which it was found."""
 
     def leases(self) -> dict[Slot, PlacedLease]:
         """What each instance may hold."""
@@ -87,7 +87,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
     def models(self) -> dict[str, PlacedModel]:
-        """By name, the first place of each."""
+        """Places by name, the first one of each model."""
         found: dict[str, PlacedModel] = {}
         for unit in self.units:
             for one in unit.models:
@@ -120,7 +120,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(text: str, where: str) -> Placement:
-    """From TOML. Raises ConfigError: which field of `where` is wrong, and what is allowed."""
+    """Parse TOML. Raises ConfigError: which field of `where` is wrong, and what is allowed."""
     try:
         given = msgspec.toml.decode(text)
     except msgspec.DecodeError as error:
@@ -129,8 +129,8 @@ def read(text: str, where: str) -> Placement:
 
 
 def placement_from(given: object, where: str) -> Placement:
-    """From what TOML or JSON holds. Raises ConfigError: which field of `where` is wrong, and what
-    is allowed."""
+    """Convert the content of TOML or JSON. Raises ConfigError: which field of `where` is wrong, and
+    what is allowed."""
     try:
         found = msgspec.convert(given, Placement)
     except msgspec.ValidationError as error:

@@ -11,7 +11,7 @@ from kvmig.placement.meshes import Group, groups, neighbours
 from kvmig.placement.problem import GpuUnit, PlacedInstance, Plan, floor_bytes, ordered
 
 ALL_GROUPS = 400
-"""Up to so many groups all are tried, beyond that units are halved while that helps."""
+"""Number of groups up to which all are tried; beyond, units are halved while that helps."""
 
 
 class UnplacedMember(NamedTuple):
@@ -21,7 +21,7 @@ class UnplacedMember(NamedTuple):
     """Members that did."""
     llm: int
     missing_bytes: float
-    """In the unit with the most room; 0 or less: it isn't memory that is missing."""
+    """Bytes that are missing in the unit with the most room; 0 or less: memory isn't missing."""
 
 
 def added(unit: GpuUnit, more: PlacedInstance) -> GpuUnit:
@@ -59,8 +59,8 @@ def place(
 def place_by_memory(
     estimator: Estimator, members: Sequence[PlacedInstance], group: Group
 ) -> Plan | UnplacedMember:
-    """Those with the highest rate first, each to the unit with the most memory left: what MuxServe
-    is compared with in its Figure 8."""
+    """Put models with the highest rate first, each to the unit with the most memory left: what
+    MuxServe is compared with in its Figure 8."""
     units = [GpuUnit(size, ()) for size in group]
     for count, member in enumerate(sorted(members, key=lambda one: (-one.rate, one.llm))):
         fitting = [

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import msgspec
 
 APART_S = 5.0
-"""Without a migration, after which the next one of an instance is of another drain."""
+"""Seconds without a migration after which an instance's next one is of another drain."""
 LAST = 4
 """Drains that count: older ones were under another load."""
 HANDSHAKE_STEPS = 20
-"""Of engines of one pace, which never come into phase; the wait for that is most of them
+"""Steps of a handshake between engines of one pace; the wait for a phase is most of them
 (`kvmig.kvtransfer.pause`)."""
 BETWEEN_TOKENS = "vllm:inter_token_latency_seconds_"
 
@@ -38,14 +38,14 @@ class LearnedDrain(NamedTuple):
     """One that has been."""
 
     requests: int
-    """That have moved."""
+    """Requests that have moved."""
     seconds: float
-    """From the first one's beginning to the last one's end."""
+    """Seconds from the first one's beginning to the last one's end."""
     ended_at: float
 
 
 def drains(reports: Iterable[LearnedMigration]) -> list[LearnedDrain]:
-    """In the order of their ends; none without a request that has moved."""
+    """Drains in the order of their ends; none without a request that has moved."""
     found: list[LearnedDrain] = []
     by_source: dict[str, list[LearnedMigration]] = {}
     for one in reports:
@@ -82,7 +82,7 @@ def request_s(known: Sequence[LearnedDrain], at_once: int) -> float | None:
 
 
 def handshake_s(step_s: float, at_once: int) -> float:
-    """The same before there was any: of engines with steps of `step_s`, so many requests at once.
+    """The estimate before there was any drain, of engines with steps of `step_s`.
 
     Example: steps of 0.1 s and 4 requests at once are 0.5 s a request.
     """
@@ -124,6 +124,6 @@ def step_s(metrics: str) -> float | None:
 
 
 def mean(measured: Sequence[float], usual: float) -> float:
-    """Of the last ones, or `usual` where there is none."""
+    """The mean of the last ones, or `usual` where there is none."""
     last = measured[-LAST:]
     return sum(last) / len(last) if last else usual

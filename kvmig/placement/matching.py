@@ -1,4 +1,4 @@
-"""Who goes with whom at the least cost: the Hungarian method. Pure."""
+"""An assignment of rows to columns at the least cost: the Hungarian method. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def matched(cost: Sequence[Sequence[float]]) -> list[int]:
-    """For each row of a square matrix of finite costs its column, each once, least in sum.
+    """Assign a column to each row of a square matrix of finite costs, each once, least in sum.
 
     Rows are taken one by one; each finds its way to a free column over the cheapest others, by
     Dijkstra's method over costs that the potentials keep at 0 or more: n^3 steps in all.

@@ -1,6 +1,6 @@
 """How a cluster's GPUs can be cut into units: sizes only. Pure.
 
-Equal nodes and equal units can't be told apart, so a group of meshes is the sorted tuple of its
+Equal nodes and equal units are interchangeable, so a group of meshes is the sorted tuple of its
 sizes: 165 for 4 nodes of 8 GPUs, where MuxServe goes through 715.
 """
 

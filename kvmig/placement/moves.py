@@ -1,7 +1,7 @@
-"""From the instances there are to those of a placement, step by step, while they serve. Pure.
+"""A plan from the present instances to those of a placement, while they serve. Pure.
 
 `plan` finds waves: all steps of a wave begin at once, the next wave when all of them are over.
-Whatever order they end in, every state between is legal: what is on a unit fits into its memory, a
+In any order of their ends every state between is legal: what is on a unit fits into its memory, a
 model with work has an instance that serves, and all live tokens have room with instances that
 serve. Times are seconds, sizes bytes.
 
@@ -25,7 +25,7 @@ GIB = 2**30
 LOOKED_AT = 4000
 """Sets of instances that a search looks at, at most."""
 SMALL = 12
-"""Up to so many possible instances every helping step is tried everywhere, for the least time."""
+"""Number of possible instances up to which every helping step is tried everywhere."""
 TRIES = 10
 """Ways that are looked for where tokens have no room to pass each other."""
 IDLE_GAP, LIVE_GAP = 10.0, 100.0
@@ -38,14 +38,14 @@ Slots = frozenset[Slot]
 
 
 class PlacedLease(NamedTuple):
-    """Of one instance."""
+    """What one instance needs."""
 
     quota: int
-    """Bytes of KV cache that it may hold, whatever others of the unit want."""
+    """Bytes of KV cache that it may always hold."""
     used: int = 0
     """Bytes that live requests hold: more than the quota where others lend them."""
     share: float = 1.0
-    """Of the unit's SMs, for decode steps."""
+    """Share of the unit's SMs for decode steps."""
 
 
 Leases = Mapping[Slot, PlacedLease]
@@ -61,7 +61,7 @@ class MoveUnit(NamedTuple):
     """Bytes of KV cache for all instances together; None: what is left of the memory."""
 
     def room(self, held: int) -> int:
-        """Bytes for KV cache beside instances that hold so much without it; below 0: too much."""
+        """Bytes for KV cache besides what its instances hold without it; below 0: too much."""
         left = self.memory - held
         return left if self.arena is None else min(left, self.arena)
 
@@ -74,10 +74,10 @@ class ModelNeeds(NamedTuple):
     floor: int
     """Bytes of KV cache for one request of the greatest length: no quota is smaller."""
     start_s: float
-    """From the order until it serves."""
+    """Seconds from the order until it serves."""
     byte_s: float = 0.0
-    """Seconds for each byte that leaves one instance of it, beside the link's: its requests move in
-    handshakes that wait for steps of their engines."""
+    """Seconds for each byte that leaves one instance of it, besides the link's: its requests move
+    in handshakes that wait for steps of their engines."""
 
 
 class PlacementSite(NamedTuple):
@@ -90,12 +90,12 @@ class PlacementSite(NamedTuple):
     bandwidth: float = 1e9
     """Bytes of KV cache a second that leave one instance."""
     drain_s: float = 1.0
-    """A drain, beside its bytes."""
+    """Seconds of a drain, besides its bytes."""
     allow_gap: bool = False
     """Whether requests may wait until their model's next instance has computed them again."""
 
     def leave_s(self, model: str, size: float) -> float:
-        """For so many bytes of live requests to leave one instance of the model."""
+        """Seconds for `size` bytes of live requests to leave one instance of the model."""
         return size * (1 / self.bandwidth + self.models[model].byte_s)
 
     def rooms(self, on: Collection[Slot]) -> dict[str, int]:
@@ -136,12 +136,12 @@ class PlanWave(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Until all are over."""
+        """Seconds until all are over."""
         return max(one.seconds for one in self.steps)
 
 
 class PlanRefused(NamedTuple):
-    """There is no way, or none was found."""
+    """No plan was found; there may be none."""
 
     why: str
 
@@ -169,7 +169,7 @@ def plan(site: PlacementSite, now: Leases, target: Leases) -> list[PlanWave] | P
 
 
 def nearest(site: PlacementSite, now: Leases, target: Leases) -> dict[str, str]:
-    """For each unit of the target which one it had better be, so that the least is loaded and
+    """The unit that each unit of the target had better be, so that the least is loaded and
     moved: a placement means no unit in particular among those that are alike (Hungarian method)."""
     names = list(site.units)
     there = {unit: {model for model, at in now if at == unit} for unit in names}
@@ -204,12 +204,12 @@ def seconds(waves: Sequence[PlanWave]) -> float:
 
 @dataclass(frozen=True)
 class _Change:
-    """Of a set of instances, in one wave."""
+    """What a set of instances takes in one wave."""
 
     starts: Slots
     drains: Slots
     gaps: Slots = frozenset()
-    """Of the drains: those after which no instance of their model serves."""
+    """Drains after which no instance of their model serves."""
 
 
 class _Search:
@@ -290,7 +290,7 @@ class _Search:
 
     def changes(self, on: Slots) -> Iterator[_Change]:
         """Waves worth a look: each possible step alone, with all drains that are wanted, and with
-        all wanted steps that are legal beside it."""
+        all wanted steps that are legal besides it."""
         wanted = self._wanted(on)
         small = len(self.site.units) * len(self.site.models) <= SMALL
         stuck = not any(self.legal(on, one) for one in wanted)
@@ -338,7 +338,8 @@ class _Search:
         return [*some, *(one for one in away if one is not None)]
 
     def _drain(self, on: Slots, slot: Slot) -> _Change | None:
-        """Its drain, or its end where nobody else serves its model; None: it may not end."""
+        """The drain of an instance, or its end where no other serves its model; None: it may not
+        end."""
         alone = frozenset([slot])
         others = any(one[0] == slot[0] for one in on - alone)
         if others:
@@ -410,7 +411,7 @@ class _Search:
         return max(times) + gaps
 
     def drain_s(self, on: Slots, slot: Slot) -> float:
-        """Of one instance that holds as much as the others of its model."""
+        """Seconds of the drain of one instance that holds as much as the others of its model."""
         alike = sum(one[0] == slot[0] for one in on)
         return self.site.drain_s + self.site.leave_s(slot[0], self.live[slot[0]] / alike)
 
@@ -462,11 +463,11 @@ class _Spread:
         self.room = dict(room)
         self.closed = closed
         self._here = dict(put)
-        """Of `put`, what isn't only on its way."""
+        """What of `put` isn't only on its way."""
         self.moves: list[tuple[Slot, Slot, int]] = []
-        """From slot to slot, each with room for it once those before it are done."""
+        """Moves from slot to slot, each with room for it once those before it are done."""
         self.sent: list[tuple[Slot, Slot, int]] = []
-        """Those of what `send` was asked for, with room for them after all moves."""
+        """Moves that `send` was asked for, with room for them after all moves."""
 
     def send(self, origin: Slot, size: int, early: bool = False) -> int:
         """Find room for bytes of origin's model with others of it; how many found none.
@@ -560,7 +561,7 @@ class _Stuck(Exception):
 
 
 class _Leases:
-    """Of all instances, while a plan is carried out on paper; every change is a wave."""
+    """The quotas of all instances while a plan is carried out on paper; every change is a wave."""
 
     def __init__(self, search: _Search) -> None:
         self.search = search
@@ -609,7 +610,7 @@ class _Leases:
         return self.search.least(slot)
 
     def _spread(self, change: _Change, early: bool) -> _Spread | None:
-        """Where tokens go for it; None: the way there is too narrow.
+        """The slot that tokens go to for it; None: the way there is too narrow.
 
         early: what drains begins to move before all else.
         """
@@ -672,7 +673,7 @@ class _Leases:
     def _quotas(
         self, wanted: Mapping[Slot, int], shares: Mapping[Slot, float] | None = None
     ) -> None:
-        """Those that shrink in one wave, those that grow in the next."""
+        """Shrink quotas in one wave, and grow others in the next."""
         shrink, grow = list[PlanStep](), list[PlanStep]()
         for slot, quota in sorted(wanted.items()):
             lease = self.of[slot]

@@ -1,4 +1,4 @@
-"""What runs, as the deployments tell it, beside a placement. Pure."""
+"""What runs, as the deployments report it, compared with a placement. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvmig.placement.file import PlacedModel, Placement
 from kvmig.placement.moves import PlacedLease, PlanStep, Slot
 
 MOST_LOOKS = 10_000
-"""For units of instances that have none."""
+"""Most looks for units of instances that report none."""
 
 
 Rows = Mapping[str, Sequence[InstanceRow]]
-"""By deployment: the name of its model in the placement."""
+"""Instances by deployment, which is named as its model in the placement."""
 
 
 class ObservedPlacement(NamedTuple):
@@ -30,7 +30,7 @@ class ObservedPlacement(NamedTuple):
     unsettled: str
     """Why nothing can be planned yet; empty: something can."""
     requests: dict[Slot, int]
-    """That run or wait on each."""
+    """Requests that run or wait on each instance."""
 
 
 def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
@@ -56,7 +56,7 @@ def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
 
 
 def adopted(placement: Placement, rows: Rows) -> dict[str, dict[str, str]]:
-    """Units for instances of which nobody said where they are, by deployment and instance: where
+    """Units for instances that report none, by deployment and instance: where
     the placement has the model, as far as there is room for all.
 
     Only a host's CPUs can be meant by several units. Raises ConfigError where no unit is left.
@@ -127,7 +127,7 @@ class _UnitSearch:
 
 
 def observed(placement: Placement, rows: Rows) -> ObservedPlacement:
-    """Where everybody is. Raises ConfigError for an instance whose place isn't of the placement."""
+    """The place of each instance. Raises ConfigError for one whose place isn't of the placement."""
     models, units = placement.models(), [one.called for one in placement.units]
     found = ObservedPlacement({}, {}, [], "", {})
     unsettled: list[str] = []
@@ -175,7 +175,7 @@ def _lease(row: InstanceRow, model: PlacedModel, *, elastic: bool) -> PlacedLeas
 
 
 def leaving(requests: Sequence[RequestRow], instance: str, used: int, size: int) -> list[str]:
-    """Requests that hold so many of the `used` bytes of an instance, or just more, the largest
+    """Requests that hold `size` of the `used` bytes of an instance, or just more, the largest
     first; all that can be moved, where that is less."""
     here = [one for one in requests if one.instance == instance and one.state == "running"]
     blocks = sum(one.blocks for one in here)

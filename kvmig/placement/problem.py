@@ -29,7 +29,7 @@ class ModelLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     model: str
-    """Whose costs it has: a name in the device's file."""
+    """Model whose costs it has: a name in the device's file."""
     rate: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     """Requests a second."""
     prompt_tokens: Annotated[float, msgspec.Meta(ge=1, le=1e7)] = 161.0
@@ -40,7 +40,7 @@ class ModelLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def tokens(self) -> float:
-        """Of a mean request at its end."""
+        """Tokens of a mean request at its end."""
         return self.prompt_tokens + self.output_tokens
 
     @property
@@ -54,7 +54,7 @@ class GpuCluster(NamedTuple):
 
     nodes: int
     gpus: int
-    """Of one node."""
+    """GPUs of one node."""
     device: DeviceCosts
 
 
@@ -83,7 +83,7 @@ def ordered(units: Sequence[GpuUnit]) -> Plan:
 
 
 def cluster_of(text: str) -> GpuCluster:
-    """From NODESxGPUS:DEVICE, such as 4x8:a100-80g. Raises ConfigError."""
+    """Parse NODESxGPUS:DEVICE, such as 4x8:a100-80g. Raises ConfigError."""
     shape = re.fullmatch(r"([0-9]{1,4})x([0-9]{1,4}):(.+)", text)
     if shape is None:
         raise ConfigError(

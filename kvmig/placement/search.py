@@ -24,7 +24,7 @@ CLOSE = 0.0075
 """Plans whose objectives differ by less are equal, as far as an estimate can say. Then the one is
 taken that was climbed to from instances that share nothing."""
 LEAST_GAIN = 1e-6
-"""Of the objective, for a step to count."""
+"""Least gain of the objective for a step to count."""
 Step = tuple[tuple[int, ...], tuple[GpuUnit, ...]]
 """Units that go, by index, and units that come."""
 
@@ -130,7 +130,7 @@ def _steps(estimator: Estimator, plan: Plan, cut: bool) -> Iterator[Step]:
 def _of_member(
     plan: Plan, at: int, member: PlacedInstance, distinct: Sequence[int]
 ) -> Iterator[Step]:
-    """It moves, half of it does, or it changes places with another."""
+    """The steps of one member: it moves, half of it does, or it changes places with another."""
     half = PlacedInstance(member.llm, member.rate / 2)
     left = _without(plan[at], member)
     for to in distinct:
@@ -172,7 +172,7 @@ def _without(unit: GpuUnit, member: PlacedInstance) -> GpuUnit:
 def next_best(
     estimator: Estimator, plan: Plan, number: int
 ) -> tuple[int, float, int, float] | None:
-    """Of the members of one unit, the move that costs least: (model, share of it, to which unit,
+    """The move of the members of one unit that costs least: (model, share of it, to which unit,
     what the objective loses). None: no move can be."""
     found: list[tuple[float, int, float, int]] = []
     distinct = [at for at, unit in enumerate(plan) if at == 0 or plan[at - 1] != unit]

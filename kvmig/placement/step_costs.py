@@ -65,14 +65,14 @@ class ModelCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model on one kind of device."""
 
     weight_bytes: Annotated[int, msgspec.Meta(gt=0)]
-    """All of it, over all GPUs together."""
+    """Bytes of the weights, over all GPUs together."""
     token_bytes: Annotated[int, msgspec.Meta(gt=0)]
     """KV cache of one token, all layers and heads."""
     tp: dict[str, StepCost]
-    """By tensor-parallel size; TOML's keys are text."""
+    """Step times by tensor-parallel size; TOML's keys are text."""
 
     def cost_on(self, gpus: int) -> StepCost | None:
-        """Its step times on so many GPUs; None: nobody measured it there."""
+        """Step times on `gpus` GPUs; None: they were not measured."""
         return self.tp.get(str(gpus))
 
     @property
@@ -86,14 +86,14 @@ class DeviceCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     source: str
-    """Where the figures are from."""
+    """The source of the figures."""
     memory_bytes: Annotated[int, msgspec.Meta(gt=0)]
     bandwidth: Positive
-    """Of its memory, bytes a second."""
+    """Bandwidth of its memory, bytes per second."""
     usable: Annotated[float, msgspec.Meta(gt=0, le=1)]
     """Share of the memory that engines may take."""
     instance_bytes: Annotated[int, msgspec.Meta(ge=0)]
-    """Beside weights and KV cache, an instance: activations, graphs, contexts."""
+    """Bytes of an instance besides weights and KV cache: activations, graphs, contexts."""
     models: dict[str, ModelCost]
 
     def memory(self, gpus: int) -> float:

@@ -9,7 +9,7 @@ from kvmig.placement.worth import MARGIN, PlanWorth
 
 
 def way_to_text(waves: Sequence[PlanWave]) -> str:
-    """A line in all, and one a wave."""
+    """The plan in words: a line in all, and one for each wave."""
     if not waves:
         return "nothing moves"
     steps = [step for wave in waves for step in wave.steps]
@@ -25,13 +25,13 @@ def way_to_text(waves: Sequence[PlanWave]) -> str:
 
 
 def wave_to_text(number: int, wave: PlanWave) -> str:
-    """Its steps in one line."""
+    """The steps of a wave in one line."""
     steps = "; ".join(step_to_text(one) for one in wave.steps)
     return f"  wave {number}, {wave.seconds:.1f} s: {steps}"
 
 
 def step_to_text(step: PlanStep) -> str:
-    """In words."""
+    """A step in words."""
     to = ", ".join(f"{size / GIB:.3g} GiB to {unit}" for unit, size in step.to)
     match step.kind:
         case "start":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvmig.placement.moves import PlanWave, Slot
 
 MARGIN = 1.2
-"""So many times what is delayed must be gained."""
+"""Factor by which the gain must exceed what is delayed."""
 
 
 class PlanWorth(NamedTuple):
@@ -30,7 +30,7 @@ class PlanWorth(NamedTuple):
 
 
 def worth(gain: float, horizon_s: float, delayed: float) -> PlanWorth:
-    """gain: requests a second."""
+    """gain: requests per second."""
     return PlanWorth(gain * horizon_s, delayed)
 
 
@@ -40,7 +40,7 @@ def delayed(
     then: Mapping[Slot, float],
     pause_s: float = 0.1,
 ) -> float:
-    """Requests that wait because of it. now, then: requests a second of each instance, in the
+    """Requests that wait because of it. now, then: requests per second of each instance, in the
     placement that is and in the one that comes; pause_s: of an instance's streams, while they move.
 
     An instance that is in neither, for a while, counts as serving nothing.

@@ -5,7 +5,7 @@
 
 `core` is the engine: model, KV cache and batching; `engine` is its adapter: the Engine port of
 kvmig. `kind` lets `kvmig.serve` start it, `script` lets a test decide when it does what.
-Everything runs on one event loop, so whatever a method does, it does between two steps.
+Everything runs on one event loop, so each method runs between two steps.
 """
 
 from kvmig.engines.toy.engine import ToyEngine

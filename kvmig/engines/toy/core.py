@@ -85,11 +85,11 @@ class ToyCache:
         )
 
     def needed(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.block_tokens)
 
     def extend_blocks(self, blocks: list[int], num_tokens: int) -> bool:
-        """Let `blocks` have room for so many tokens, if there is room."""
+        """Extend `blocks` to hold `num_tokens` tokens; whether there was room."""
         more = self.needed(num_tokens) - len(blocks)
         if more > len(self.free):
             return False
@@ -97,12 +97,12 @@ class ToyCache:
         return True
 
     def give_back(self, blocks: list[int]) -> None:
-        """All of them."""
+        """Free the blocks, and empty the list."""
         self.free += blocks
         blocks.clear()
 
     def forget(self) -> None:
-        """All that is in it."""
+        """Fill the whole cache with zeros."""
         self._memory[:] = 0
 
     def write(self, blocks: list[int], first: int, kv: NDArray[np.uint64]) -> None:
@@ -112,7 +112,7 @@ class ToyCache:
         self._memory[:, block, places % self.block_tokens] = kv.T
 
     def read(self, blocks: list[int], tokens: int) -> NDArray[np.uint64]:
-        """Keys and values [tokens, 2] of the first so many tokens."""
+        """Keys and values [tokens, 2] of the first `tokens` tokens."""
         used = blocks[: self.needed(tokens)]
         return self._memory[:, used].reshape(2, -1)[:, :tokens].T
 
@@ -136,7 +136,7 @@ class ToyRequest:
     arrival: int = 0
     """Number among the requests that came to this engine."""
     owed: bool = False
-    """Whether it has just come from elsewhere, where somebody waits for its first token."""
+    """Whether it has just come from elsewhere, and its first token is awaited there."""
 
     @property
     def num_outputs(self) -> int:
@@ -152,7 +152,7 @@ class ToyRequest:
 
 
 def rank(request: ToyRequest) -> tuple[int, int]:
-    """Whoever has less goes first; whoever has most gives way."""
+    """Sort key of a request: the lowest goes first, the highest gives way."""
     return request.asked.priority, request.arrival
 
 
@@ -172,7 +172,7 @@ class ToyBatch:
         self.max_running = max_running
         self.running: list[ToyRequest] = []
         self.waiting: list[ToyRequest] = []
-        """By rank."""
+        """Waiting requests by rank."""
         self.preempted: Counter[int] = Counter()
         """Preemptions by priority, and `below` those where a smaller priority number ran on."""
         self.below: Counter[int] = Counter()

@@ -65,7 +65,7 @@ class ToyEngine:
         script: ScriptFile | None = None,
         numerics: str = "toy",
     ) -> None:
-        """step_ms: from one step to the next. script: what it does beside that."""
+        """step_ms: from one step to the next. script: what it does besides."""
         self._script = script or ScriptFile(None)
         weights = self._script.read()
         self._cache = ToyCache(num_blocks, block_tokens, weights.weights)
@@ -131,7 +131,7 @@ class ToyEngine:
         self._copies.close()
 
     async def warm_up(self) -> None:
-        """Nothing is cold."""
+        """Do nothing: a toy compiles and loads nothing."""
 
     async def park(self) -> None:
         if self._batch.running or self._batch.waiting:
@@ -216,7 +216,7 @@ class ToyEngine:
     # -- what it does and holds
 
     def cadence(self) -> Cadence:
-        """None: steps are so short that nobody need wait for their ends."""
+        """A cadence without times: steps are so short that none need wait for their ends."""
         return Cadence(0.0, 0.0)
 
     def load(self) -> EngineLoad:
@@ -304,7 +304,7 @@ class ToyEngine:
         """A step after a pause is like any other."""
 
     def expect(self, request_id: str, ms: float) -> None:
-        """Nothing: steps wait for nobody."""
+        """Do nothing: no step waits for a request."""
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         try:
@@ -321,7 +321,7 @@ class ToyEngine:
 
 
 class ToyMoving(msgspec.Struct, frozen=True):
-    """A request on its way: all that its next step depends on, but for the KV. Clients and toys
+    """A request on its way: all that its next step depends on, except the KV. Clients and toys
     exchange what clients and transformers engines do."""
 
     asked: SubmittedRequest
@@ -349,7 +349,7 @@ class ToySource:
         self._leaving: dict[str, ToyLeaving] = {}
 
     def export(self, request_id: str) -> Export:
-        """All of it but the KV; it runs on."""
+        """Describe all of the request except its KV; it runs on."""
         request = self._batch.find(request_id)
         if request is None:
             raise RequestGone("unknown_request", f"{request_id} is not here")
@@ -364,7 +364,7 @@ class ToySource:
         return Stage(request.blocks[sent:full], room, request.num_outputs > 0)
 
     def suspend(self, request_id: str, sent: int) -> Tail:
-        """Out of the batch, but with its blocks; the last of them is part full."""
+        """Take the request out of the batch with its blocks; the last of them is part full."""
         leaving = self._checked(request_id)
         request = leaving.request
         leaving.suspended = True
@@ -434,7 +434,7 @@ class ToyDestination:
         return 0
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
-        """Room for so many tokens, and a block more; if there is none the reservation ends."""
+        """Hold room for `num_tokens` tokens and a block more; without room the reservation ends."""
         request = self.known(request_id)
         try:
             self._take(request, num_tokens + self._cache.block_tokens)
@@ -444,7 +444,7 @@ class ToyDestination:
         return list(request.blocks)
 
     def commit(self, request_id: str, tail: Tail) -> None:
-        """From now on it runs here, and nowhere else."""
+        """Run the request here, and nowhere else, from now on."""
         arriving = self.known(request_id)
         request = _decode(request_id, [tail.state])
         request.client, request.blocks = arriving.client, arriving.blocks
@@ -463,7 +463,7 @@ class ToyDestination:
             self._cache.give_back(request.blocks)
 
     def _take(self, request: ToyRequest, num_tokens: int) -> None:
-        """Room for so many tokens; with its first blocks a request has a place in the batch."""
+        """Hold room for `num_tokens` tokens; the first blocks bring a place in the batch."""
         if not request.blocks:
             taken = len(self._batch.running) + sum(bool(o.blocks) for o in self._arriving.values())
             if taken >= self._batch.max_running:

@@ -1,6 +1,6 @@
 """The toy as a kind of engine: implements `kvmig.engines.kind.EnginePlugin`; and its tokenizer.
 
-For tests of what is around engines: an instance starts in a moment, and does what it is told.
+It tests what is around engines: an instance starts in a moment, and follows a script.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ToyKind:
     shares_memory = False
 
     def prepare(self) -> None:
-        """Nothing is to be checked."""
+        """Do nothing: a toy has no version to check."""
 
     def check_tree(self, tree: str) -> str:
         raise ConfigError(f"{tree!r} is given as a vLLM, but --engine is toy, must be vllm")
@@ -57,7 +57,7 @@ class ToyKind:
         return {}
 
     def load(self) -> None:
-        """Nothing more is to be imported."""
+        """Do nothing: a toy imports no library."""
 
     def parse(self, argv: list[str]) -> Namespace:
         args = parser().parse_args(argv)
@@ -68,10 +68,10 @@ class ToyKind:
         return args
 
     def check_config(self, args: Namespace) -> None:
-        """Nothing: it has no files."""
+        """Do nothing: a toy has no files."""
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
-        """It needs none."""
+        """Do nothing: a toy needs no GPU."""
 
     def print_help(self) -> None:
         parser().print_help()
@@ -103,7 +103,7 @@ class ToyKind:
 
 
 class ByteTokenizer:
-    """Each byte of a text is a token: `kvmig.frontend.openai.generation.TokenizerPort`."""
+    """A `kvmig.frontend.openai.generation.TokenizerPort`: each byte of a text is a token."""
 
     max_tokens: int | None = None
     vocabulary = VOCABULARY

@@ -10,18 +10,18 @@ import msgspec
 
 
 class ToyScript(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """All of it, as JSON. Without a file nothing of this happens."""
+    """The whole script, as JSON. Without a file nothing of this happens."""
 
     load: bool = True
     """False: an engine that is made waits."""
     counts_by: int = 1
-    """The weights on disk: a model that is loaded now counts by so many."""
+    """Stands for the weights on disk: a model that is loaded now counts in steps of it."""
     hold: int | None = None
-    """A request that has put out so many tokens gets no more, but for one wherever it comes to."""
+    """Output tokens after which a request gets no more, except one wherever it comes to."""
     prefill: int | None = None
-    """A prompt of which so many tokens are computed isn't computed further, but for the same."""
+    """Tokens of a prompt after which it isn't computed further, with the same exception."""
     crash_at: int | None = None
-    """The process is killed when a request has put out so many tokens."""
+    """Output tokens of a request at which the process is killed."""
     hang_at: int | None = None
     """The step after which a request would have one more takes `hang_s`; the first engine that
     comes to it takes this out of the file."""
@@ -56,14 +56,14 @@ class ScriptFile:
         return self._script
 
     def write(self, script: ToyScript) -> None:
-        """Let it be so, for whoever reads it from now on."""
+        """Write the script, for engines that read it from now on."""
         assert self._path is not None
         whole = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         whole.write_bytes(msgspec.json.encode(script))
         whole.replace(self._path)
 
     def fault(self, outputs: list[int]) -> float:
-        """Seconds that the step before which requests have put out so many tokens hangs.
+        """Seconds that a step hangs, by the output tokens of its requests before it.
 
         Returns never where it kills the process.
         """

@@ -34,7 +34,7 @@ def pooled(
     engines: of each, fields as of `factory`; `num_blocks` is what one of its requests can have,
     and all the engines' together must fit. cut: what they take and give, see
     `kvmig.engines.transformers.pool`. Each is closed by itself, and then gives back its part.
-    Raises what `factory` does, and ConfigError for engines that can't share, or not in so few
+    Raises what `factory` does, and ConfigError for engines that can't share, or not in that few
     bytes: nothing is loaded then.
     """
     from kvmig.engines.transformers.versions import check_version

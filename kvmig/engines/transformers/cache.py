@@ -45,7 +45,7 @@ class PooledCache(PagedAttentionCache):
         self.max_tokens_read = allocator.num_blocks * allocator.tokens_per_page
 
     def evict_cached_blocks(self) -> bool:
-        """Its own cached prefixes, and the others'; whether that made room."""
+        """Drop cached prefixes, its own and the others'; whether that made room."""
         before = self.pool.pool.free_units()
         evicted = super().evict_cached_blocks()
         for one in self.pool.others:
@@ -54,7 +54,7 @@ class PooledCache(PagedAttentionCache):
         return evicted or self.pool.pool.free_units() > before
 
     def reset(self) -> None:
-        """Its own blocks only."""
+        """Free its own requests and cached prefixes only."""
         self.free_all_requests()
         PagedAttentionCache.evict_cached_blocks(self)
         self.pool.give_back()

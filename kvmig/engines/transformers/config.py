@@ -22,11 +22,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weights_seed: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where weights and KV cache lie; cuda: torch's current GPU."""
+    """The device of weights and KV cache; cuda: torch's current GPU."""
     block_tokens: int = 16
     num_blocks: int = 256
-    """Of the KV cache; in a pool: of one request at most, and the pool has so many for each
-    engine, whatever the others hold beyond theirs."""
+    """KV blocks; in a pool: most of one request, and the pool has that many for each engine,
+    however much the others hold beyond theirs."""
     max_batch_tokens: int = 256
     """Tokens that one step computes."""
     max_batch_requests: int = 32

@@ -42,12 +42,12 @@ class HeadShare(PoolShare):
         super().__init__(pool, cache, floor_blocks, blocks)
 
     def reset(self) -> None:
-        """At its start: it has no block."""
+        """Begin again without a block."""
         self._free_blocks = [RegularTrees(1)]
 
     @property
     def free_sectors(self) -> Sequence[int]:
-        """As many as there are units for."""
+        """Sectors, as many as there are units for."""
         assert self.pool.heads is not None
         return range(self.pool.heads.free // self.units)
 
@@ -76,7 +76,7 @@ class HeadShare(PoolShare):
 
 
 class HeadwiseAllocator(FullAttentionCacheAllocator):
-    """transformers' allocator of full attention, but for where a token's keys and values lie.
+    """transformers' allocator of full attention, with other places of a token's keys and values.
 
     Indices that transformers makes are block * tokens + place; each layer looks its heads up.
     """

@@ -100,7 +100,7 @@ _FIELDS = {
 }
 """Flag -> field of EngineConfig."""
 SERVED_BLOCKS = 2048
-"""KV blocks of an instance, unless told otherwise."""
+"""KV blocks of an instance, unless --num-blocks is given."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -35,7 +35,7 @@ class StepLoop:
         self.memory: AbstractContextManager[Any] = nullcontext()
         """Held while anything looks at blocks: a lock, where engines share them."""
         self.idle_s: Callable[[], float | None] = lambda: None
-        """How long to wait for a call at most when there was nothing to do; None: for ever."""
+        """How long to wait for a call at most when there was nothing to do; None: no limit."""
         self.stream: Any = self._processor.inputs_and_outputs.compute_stream
         """The stream that steps are queued on; None on a CPU."""
         self.after_step: Callable[[], None] = lambda: None
@@ -55,7 +55,7 @@ class StepLoop:
         return future
 
     def start(self, on_exit: OnExit) -> None:
-        """Begin to step; `on_exit` hears of the end, from the loop's thread."""
+        """Begin to step; `on_exit` is called at the end, on the loop's thread."""
 
         def run() -> None:
             error: BaseException | None = None

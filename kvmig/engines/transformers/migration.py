@@ -35,7 +35,7 @@ class TransformersSource:
         self._leaving: dict[str, TransformersLeaving] = {}
 
     def export(self, request_id: str) -> Export:
-        """Where the request is now."""
+        """Describe the request as it is now."""
         state = self._requests.state(request_id)
         if state is None:
             raise RequestGone("unknown_request", f"request {request_id} is not here")

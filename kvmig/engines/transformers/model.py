@@ -1,4 +1,4 @@
-"""From a configuration to transformers' manager of one model and its paged cache."""
+"""Makes transformers' manager of one model and its paged cache from a configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvmig.engines.transformers.sampling import LogprobRecorder, add_sampling
 NAME = "kvmig"
 """The name of `MigratingScheduler` for `ContinuousBatchingConfig.scheduler_type`."""
 _MAKING = threading.Lock()
-"""While an engine is made, transformers' cache may be another class."""
+"""Held while an engine is made: transformers' cache may be another class then."""
 
 
 def make_manager(
@@ -138,7 +138,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 class MigratingScheduler(FIFOScheduler):
-    """transformers' own scheduler, but for requests that hold blocks without being in it: suspended
+    """transformers' own scheduler, which leaves alone requests with blocks outside of it: suspended
     and arriving ones."""
 
     elsewhere: Callable[[], int] = staticmethod(lambda: 0)
@@ -146,7 +146,7 @@ class MigratingScheduler(FIFOScheduler):
 
     @property
     def share(self) -> PoolShare | None:
-        """Of the pool, where the engine's KV cache is in one."""
+        """The engine's share of a pool, where its KV cache is in one."""
         return self.cache.pool if isinstance(self.cache.pool, PoolShare) else None
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[Any, bool, int, int]:
@@ -154,7 +154,7 @@ class MigratingScheduler(FIFOScheduler):
         another engine's requests.
 
         The stock engine ends when its last request can't have the blocks that it needs: it takes
-        for granted that nobody else has them.
+        for granted that no other engine has them.
         """
         batch = super().schedule_batch(token_budget, cache_budget)
         others = self.share is not None and any(one.live() for one in self.share.others)

@@ -25,13 +25,13 @@ class SubmittedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seed: int | None = None
     """Seed of sampling; drawn at submission when there is none."""
     top_k: int = 0
-    """Only the so many likeliest tokens; 0: all."""
+    """How many of the likeliest tokens are sampled from; 0: all."""
     top_p: float = 1.0
     """Only the likeliest tokens that have this share of the probability together."""
     min_p: float = 0.0
     """Only tokens with this share of the likeliest one's probability."""
     logprobs: int | None = None
-    """Log-probabilities of each output token, and of so many of the likeliest; None: of none."""
+    """Likeliest tokens whose log-probabilities come with each output token's; None: none come."""
     priority: int = 0
     """The priority of a class; a transformers engine has one."""
 
@@ -56,7 +56,7 @@ class StepOutput(msgspec.Struct):
 
     @property
     def new_token_ids(self) -> list[int]:
-        """In order."""
+        """Output tokens, in order."""
         return self.token_ids
 
     @property
@@ -69,7 +69,7 @@ class RequestProgress(msgspec.Struct, frozen=True):
     """How far a request is; with `SubmittedRequest`, all that its next step depends on."""
 
     output_token_ids: list[int]
-    """All in an Export; in a Tail those after the exported ones."""
+    """Output tokens: all in an Export; in a Tail those after the exported ones."""
     num_computed_tokens: int
     """Tokens whose KV is in the blocks. 0: not started, or preempted."""
 

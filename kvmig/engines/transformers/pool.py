@@ -39,7 +39,7 @@ Cut = Literal["sectors", "head-wise"]
 ALIGNMENT = 128
 """transformers aligns its sectors so."""
 TRASH = 2
-"""Units at the tensor's start that nobody gets: padding is read and written there."""
+"""Units at the tensor's start that no engine gets: padding is read and written there."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CacheShape:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block of all layers."""
+        """Bytes of a block of all layers."""
         return self.unit_bytes * self.units
 
 
@@ -75,7 +75,7 @@ class SharedPool:
     ) -> None:
         """engines: those that will join, by name.
 
-        Raises ConfigError for engines that can't share, or not in so few bytes.
+        Raises ConfigError for engines that can't share, or not in that few bytes.
         """
         _check_alike({name: config for name, (config, _) in engines.items()})
         shapes = {name: shape for name, (_, shape) in engines.items()}
@@ -107,7 +107,7 @@ class SharedPool:
         self.shares: list[PoolShare] = []
 
     def free_units(self) -> int:
-        """How many nobody has."""
+        """Units that no engine has."""
         return self.heads.free if self.heads is not None else len(self.free_sectors)
 
 
@@ -150,7 +150,7 @@ class PoolShare(CachePool):
         pool.shares.append(self)
 
     def reset(self) -> None:
-        """At its start: it has no sector."""
+        """Begin again without a sector."""
         self._free_blocks = [RegularTrees(0)]
 
     @property
@@ -178,7 +178,7 @@ class PoolShare(CachePool):
         return ceil(self.floor_blocks / self.blocks_per_sector[0])
 
     def blocks_in(self, units: int) -> int:
-        """Blocks that so many units hold."""
+        """Blocks that `units` units hold."""
         return units * self.blocks_per_sector[0]
 
     def blocks_left(self) -> int:
@@ -193,11 +193,11 @@ class PoolShare(CachePool):
         return self.live() > self.floor()
 
     def give_back(self) -> None:
-        """Its units without a block become anybody's."""
+        """Give back its units that hold no block."""
         super().try_to_free_sectors()
 
     def try_to_free_sectors(self) -> None:
-        """All engines give back what they have no block in."""
+        """Let all engines give back the units in which they have no block."""
         for one in self.pool.shares:
             one.give_back()
 

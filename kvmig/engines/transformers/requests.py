@@ -1,6 +1,6 @@
-"""The requests that one engine runs, the one pool of KV blocks that they share, and what both tell.
+"""The requests that one engine runs, and the pool of KV blocks that they share.
 
-All on the engine's thread between two steps.
+Everything here runs on the engine's thread between two steps.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class CacheBlocks:
     if it were (`plan`)."""
 
     def __init__(self, cache: Any, model_words: str, weights: str) -> None:
-        """model_words: of the model, what must agree for blocks to be exchanged beside `weights`,
+        """model_words: what must agree of the model for blocks to be exchanged, besides `weights`,
         which is the identity of these.
         """
         self._cache = cache
         self.share: PoolShare | None = cache.pool if isinstance(cache.pool, PoolShare) else None
-        """Of a pool, where the cache is in one."""
+        """The engine's share of a pool, where the cache is in one."""
         ((self._name, self._allocator),) = cache.cache_allocators.items()
         allocator = self._allocator
         self.tokens: int = allocator.tokens_per_page
         self.total: int = allocator.num_blocks
         self.most: int = self.total if self.share is None else self.share.floor_blocks
-        """Of one request."""
+        """Most blocks of one request."""
         stride: int = allocator.bytes_per_block
         words = f"{model_words}\0{cache.dtype}\0{allocator.num_key_value_heads}"
         # Ids count from the tensor's start, where blocks that nobody gets are.
@@ -59,11 +59,11 @@ class CacheBlocks:
         return Whole(self.layout)
 
     def needed(self, num_tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Blocks that `num_tokens` tokens take."""
         return -(-num_tokens // self.tokens)
 
     def free_now(self) -> int:
-        """Blocks that a request can have, those included that keep a prefix for nobody."""
+        """Blocks that a request can have, those included that only keep a prefix."""
         if self.share is not None:
             return self.share.blocks_left()
         allocator, pool = self._allocator, self._cache.pool
@@ -83,7 +83,7 @@ class CacheBlocks:
         return matched // self.tokens
 
     def hold(self, request_id: str, num_tokens: int) -> None:
-        """Let the request have room for so many tokens.
+        """Extend the request's blocks to hold `num_tokens` tokens.
 
         Raises MigrationRefused ("no_blocks"), and leaves it what it had.
         """
@@ -173,7 +173,7 @@ class SchedulerRequests:
             self.scheduler.active_requests[request_id] = state
 
     def suspend(self, request_id: str) -> None:
-        """Out of the scheduler, with its blocks."""
+        """Take a request out of the scheduler, with its blocks."""
         self._held[request_id].suspended = self._take_out(request_id)
 
     def resume(self, request_id: str) -> None:

@@ -194,5 +194,5 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, with zeros."""
+    """Shift bits to the right; zeros come from the left."""
     return (bits >> by) & ((1 << (64 - by)) - 1)

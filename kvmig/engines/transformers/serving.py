@@ -169,10 +169,10 @@ class ServingTransformers:
         return await self._between(grow)
 
     async def prepare(self, request_id: str) -> None:
-        """Nothing: a step after a pause is like any other."""
+        """Do nothing: a step after a pause is like any other."""
 
     def expect(self, request_id: str, ms: float) -> None:
-        """Nothing: its steps wait for nobody."""
+        """Do nothing: no step waits for a request."""
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         if last is not None:
@@ -239,7 +239,7 @@ class ServingTransformers:
         raise NotParked("a transformers engine can't be parked")
 
     async def unpark(self) -> None:
-        """It never is."""
+        """Do nothing: it is never parked."""
 
     def assign(self, request_id: str, client: int) -> None:
         # On the loop of the engine's thread by then: a commit comes after this.
@@ -271,7 +271,7 @@ class ServingTransformers:
         self._warming.clear()
 
     async def step_times(self, limit_s: float) -> list[StepTime]:
-        """None are known."""
+        """No step times: none are known."""
         return []
 
     async def close(self, timeout_s: float) -> None:
@@ -306,7 +306,7 @@ class ServingTransformers:
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def _idle_s(self) -> float:
-        """In a pool others give and take without a word: look again."""
+        """Time until the next look at the pool, where other engines give and take."""
         waits = self._requests.scheduler.has_pending_requests()
         return _STARVED_RETRY_S if waits else _IDLE_LOOK_S
 
@@ -328,7 +328,7 @@ class ServingTransformers:
     def _checked(
         self, request_id: str, submitted: SubmittedRequest, known: list[int]
     ) -> SubmittedRequest:
-        """With a seed, if it samples. Raises ConfigError for a request that can't run."""
+        """The request, with a seed if it samples. Raises ConfigError if it can't run."""
         most = len(submitted.prompt_token_ids) + submitted.max_tokens
         rules = (
             (request_id not in self._requests, f"request {request_id} is here already"),

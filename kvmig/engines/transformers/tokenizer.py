@@ -34,7 +34,7 @@ class ModelTokenizer:
         self.eos_ids = sorted(self._eos_ids(model, config))
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the model wants around a text."""
+        """Encode a text with the special tokens that the model wants around it."""
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
@@ -63,7 +63,7 @@ class ModelTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens; bytes that are no text become U+FFFD."""
+        """Decode without special tokens; bytes that are no text become U+FFFD."""
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

@@ -10,7 +10,7 @@ from kvmig.core.errors import StartupError
 SUPPORTED = ("5.19.",)
 """Version prefixes. Continuous batching's internals move with every minor release."""
 PACKAGES = ("transformers", "torch", "jinja2", "psutil")
-"""Of the extra `transformers`."""
+"""Packages of the extra `transformers`."""
 
 
 def check_version() -> str:

@@ -5,7 +5,7 @@ call gets a mapping of the system's, which is all zeros too, and has a page only
 
 A GPU's pages don't come by themselves. There it gets addresses of the driver's, which have one page
 behind all of them while the engine starts: vLLM warms up and captures graphs on blocks that it
-chooses itself, and what it writes there nobody reads.
+chooses itself, and what it writes there is never read.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _NORESERVE = 0x4000
 
 
 class TorchWithoutCache:
-    """The module torch, but for the call that takes the cache."""
+    """The module torch, with another call that takes the cache."""
 
     def __init__(self, on_gpu: bool) -> None:
         self.times = 0
         self.addresses: AddressRange | None = None
-        """Of a cache on a GPU."""
+        """Addresses of a cache on a GPU."""
         self._on_gpu = on_gpu
 
     def __getattr__(self, name: str) -> Any:
@@ -71,7 +71,8 @@ def without_pages(device: str) -> Iterator[TorchWithoutCache]:
     def whole_pages(
         config: VllmConfig, specs: list[dict[str, KVCacheSpec]], *more: Any
     ) -> list[KVCacheConfig]:
-        """As many blocks as fill pages in each layer: those behind could never be given back."""
+        """Configurations of as many blocks as fill pages in each layer: others couldn't be given
+        back."""
         configs = get_configs(config, specs, *more)
         page = page_bytes(CudaDriver(driver.current_device())) if on_gpu else mmap.PAGESIZE
         strides = {spec.page_size_bytes for one in specs for spec in one.values()}

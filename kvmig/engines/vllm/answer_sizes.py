@@ -1,4 +1,4 @@
-"""How much an answer has in it beside its tokens, which a front end keeps and spells."""
+"""How much an answer holds besides its tokens, which a front end keeps and spells."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from vllm.sampling_params import SamplingParams
 
 
 def logprobs_of_each_token(params: SamplingParams | None, vocabulary: int) -> int:
-    """Of the answer: the token's own log-probability, and so many of the likeliest."""
+    """Log-probabilities of each output token: its own, and those of the likeliest."""
     return 0 if params is None else _width(params.num_logprobs, vocabulary)
 
 
 def logprobs_of_prompt(params: SamplingParams | None, tokens: int, vocabulary: int) -> int:
-    """Of a prompt of so many tokens, of whose first one there is none."""
+    """Log-probabilities of a prompt; its first token has none."""
     if params is None:
         return 0
     return max(0, tokens - 1) * _width(params.prompt_logprobs, vocabulary)
 
 
 def numbers_of(params: PoolingParams | None, tokens: int, model: ModelConfig) -> int:
-    """Of the embedding or the classes of a text of so many tokens, or of each of its tokens."""
+    """Numbers of the embedding or the classes of a text, or of each of its tokens."""
     if params is None:
         return 0
     if params.task in ("classify", "token_classify"):

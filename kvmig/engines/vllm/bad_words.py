@@ -14,12 +14,12 @@ from vllm.v1.sample.ops import bad_words
 
 
 def write_once(worker: Any) -> None:
-    """From now on, in a worker with model runner V1."""
+    """Take the place of vLLM's function, in a worker with model runner V1."""
     bad_words._apply_bad_words_single_batch = forbid
 
 
 def forbid(logits: torch.Tensor, words: Sequence[list[int]], past: list[int]) -> None:
-    """In place of vLLM's: of one sequence. words, past: in tokens."""
+    """Mask the bad words of one sequence, in place of vLLM's. words, past: in tokens."""
     ends = [word[-1] for word in words if would_end(word, past)]
     if ends:
         logits.index_fill_(0, async_tensor_h2d(ends, device=logits.device), float("-inf"))

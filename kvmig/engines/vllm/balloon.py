@@ -4,7 +4,7 @@ vLLM's KV cache is as large as it may become. The balloon holds, as a request wo
 are beyond the quota; it takes and frees them between two steps. To vLLM's scheduler, and to
 everybody who reads its load, the pool is as large as the quota.
 
-What is taken first: free blocks, then those of the prefix cache that nobody has used for longest,
+What is taken first: free blocks, then the least recently used ones of the prefix cache,
 as vLLM itself reuses them. Beyond that the engine owes: it admits nothing, and gives what becomes
 free, as its requests end or move elsewhere. Only then it preempts, the last one first.
 """
@@ -40,13 +40,13 @@ log = logging.getLogger(__name__)
 GROWTH_BLOCKS = 4
 """Blocks that a running request is expected to want besides, soon, unless it ends before."""
 RETRY_S = 0.05
-"""Until an engine whose next request fits, and couldn't start, looks again by itself."""
+"""Time until an engine whose next request fits, and couldn't start, looks again by itself."""
 STARVED_S = 0.5
 """The same where it doesn't fit."""
 SHORT_S = 1.0
-"""After a lack of memory, until it is asked for again."""
+"""Time after a lack of memory until it is asked for again."""
 SPARE_BLOCKS = 2
-"""Of the floor, beside those of the longest request: vLLM's null block, and one ahead."""
+"""Blocks of the floor besides those of the longest request: vLLM's null block, and one ahead."""
 
 
 def unshared(config: VllmConfig, tables: RequestTables | None = None, unmovable: str = "") -> str:
@@ -64,7 +64,7 @@ def unshared(config: VllmConfig, tables: RequestTables | None = None, unmovable:
 
 
 class CacheBalloon:
-    """Of one engine; all on its thread, between two steps, but for `use`."""
+    """The balloon of one engine. All but `use` runs on its thread, between two steps."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CacheBalloon:
         self._owes_since: float | None = None
         self._short_until = 0.0
         self.closed = False
-        """Whether nobody is to be admitted: where nothing runs, vLLM admits without a watermark."""
+        """Whether none is to be admitted: where none runs, vLLM admits without a watermark."""
         self._limit = self._virtual
         groups = self._virtual // backing.group
         self.room = CacheRoom(
@@ -184,8 +184,9 @@ class CacheBalloon:
         self._resized()
 
     def _take_back(self, groups: int) -> list[list[KVCacheBlock]]:
-        """Those of the last so many that have memory now. A GPU may have less left than the unit's
-        agent thinks: what isn't there is asked for again, soon, and the engine goes on without."""
+        """Those of the last `groups` groups that have memory now. A GPU may have less left than the
+        unit's agent thinks: what isn't there is asked for again, soon, and the engine goes on
+        without."""
         if time.monotonic() < self._short_until:
             return []
         while groups:
@@ -259,7 +260,7 @@ class CacheBalloon:
         self._out += taken
 
     def _preempt(self) -> None:
-        """As vLLM does when it runs out of blocks, and as it does between two steps."""
+        """Preempt as vLLM does when it runs out of blocks, and as it does between two steps."""
         scheduler = self._scheduler
         request: Request
         if scheduler.policy is SchedulingPolicy.PRIORITY:
@@ -300,7 +301,7 @@ class CacheBalloon:
 
 
 def hold(pool: BlockPool, groups: int, size: int) -> list[list[KVCacheBlock]]:
-    """Take so many groups of `size` blocks out of vLLM's pool, or all that are free: those first
+    """Take `groups` groups of `size` blocks out of vLLM's pool, or all that are free: those first
     whose blocks vLLM would reuse first."""
     if size == 1:
         return [[block] for block in pool.get_new_blocks(groups)]

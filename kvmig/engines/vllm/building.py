@@ -1,8 +1,8 @@
-"""Requests on their way into the engine, built on threads beside it.
+"""Requests on their way into the engine, built on threads of their own.
 
 To build one its prompt is hashed and its grammar made; one that ran elsewhere already is also fed
 its tokens. New requests are built in the order in which they came, which takes milliseconds; what
-takes longer holds up nobody else: grammars compile in vLLM's own pool, and requests that were
+takes longer holds up no other: grammars compile in vLLM's own pool, and requests that were
 elsewhere are built several at a time.
 
 A request that ran on a lost engine runs again from the tokens that its client has
@@ -121,7 +121,7 @@ class RequestBuilder:
 
 
 def not_again(request: EngineCoreRequest, config: VllmConfig) -> str:
-    """Why the tokens alone don't say how the request goes on; empty when they do."""
+    """Why the tokens alone don't determine how the request goes on; empty if they do."""
     params = request.sampling_params
     if request.resumable:
         return "streaming input"
@@ -221,7 +221,8 @@ def draw_times(
 
 
 def _skipped(generator: torch.Generator, numbers: int) -> torch.Tensor:
-    """The state of a CPU's generator (mt19937) once so many 32-bit numbers were drawn from it."""
+    """The state of a CPU's generator (mt19937) after that many 32-bit numbers were drawn from
+    it."""
     while numbers:
         some = min(numbers, _AT_ONCE)
         torch.empty(some, dtype=torch.uint8).random_(generator=generator)

@@ -1,4 +1,4 @@
-"""Where vLLM's supported versions differ: the only place that branches, by what is there."""
+"""Differences of vLLM's supported versions: the only place that branches, by what is there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ("cli_args", "refuse")
 def refuse(core: EngineCoreProc, request: EngineCoreRequest, error: Exception) -> None:
     """vLLM's own answer to a request that can't be built: logged, and ended as an error.
 
-    From 0.33 on the client is told why where the request is to blame.
+    From 0.33 on the client learns why where the request is to blame.
     """
     invalid = getattr(core, "_handle_request_validation_error", None)
     if invalid is not None and isinstance(error, VLLMValidationError):

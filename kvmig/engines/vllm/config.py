@@ -1,4 +1,4 @@
-"""From parsed flags to vLLM's configuration of one instance, and the identity of what it runs."""
+"""vLLM's configuration of one instance, from parsed flags, and the identity of what it runs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def engine_config(args: Namespace) -> VllmConfig:
 
 
 def inspect_here() -> None:
-    """On a CPU vLLM looks at a model's class in this process.
+    """Let vLLM look at a model's class in this process, on a CPU.
 
-    It starts another one for that, lest a module of a model initialise CUDA here. Such a process
-    imports all of vLLM: where a model starts for the first time, the launcher's and each
+    By itself it starts another one for that, lest a module of a model initialise CUDA here. Such a
+    process imports all of vLLM: where a model starts for the first time, the launcher's and each
     instance's take ten seconds of a core each.
     """
     if current_platform.is_cpu():
@@ -197,7 +197,7 @@ def after_call(weights: str, method: str, args: Sequence[Any], identify: Identif
     """The identity of weights once a client's call of an engine's method has been carried out.
 
     Tensors that a trainer sends can't be read here: equal updates, in their order, give equal
-    identities. A checkpoint that is loaded anew as a whole has its own.
+    identities. A checkpoint that is loaded again as a whole has its own.
     """
     if method == "sleep" and args and isinstance(args[0], int) and args[0] >= 2:
         return updated(weights, "discarded")
@@ -212,7 +212,7 @@ def after_call(weights: str, method: str, args: Sequence[Any], identify: Identif
 def numerics_of(core: EngineCore, probe: str = "") -> str:
     """The numerics class of a loaded engine. probe: see `warmup.Probe`; empty: vLLM's minor counts.
 
-    Two minors of vLLM are one class where they compute the same bits, which only a probe can tell.
+    Two minors of vLLM are one class where they compute the same bits, which only a probe can show.
     """
     config = core.vllm_config
     workers: list[Mapping[str, str]] = core.model_executor.collective_rpc(

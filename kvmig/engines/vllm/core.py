@@ -101,7 +101,7 @@ class StepCore(EngineCoreProc):
         self.cadence_meter = CadenceMeter()
         self.hold = StepHold()
         self.phase: StepGuard | None = None
-        """Where others share the device: says what each step may compute."""
+        """The decision on what each step may compute, where others share the device."""
         with patch.object(core_module, "StructuredOutputManager", SaltedGrammars):
             super().__init__(
                 vllm_config,
@@ -133,11 +133,11 @@ class StepCore(EngineCoreProc):
     def process_input_sockets(
         self, inputs: Any, coordinator: Any, identity: bytes, ready: threading.Event
     ) -> None:
-        """Nothing comes by a socket: ready."""
+        """Report readiness: nothing comes by a socket."""
         ready.set()
 
     def process_output_sockets(self, outputs: Any, coordinator: Any, index: int) -> None:
-        """Nothing goes by a socket."""
+        """Do nothing: nothing goes by a socket."""
 
     # -- from any thread
 
@@ -183,7 +183,7 @@ class StepCore(EngineCoreProc):
         )
 
     def start(self, on_exit: OnExit) -> None:
-        """Run the busy loop on its own thread; `on_exit` hears of its end, from that thread.
+        """Run the busy loop on its own thread; `on_exit` is called at its end, on that thread.
 
         To be called on the thread that made the core: it computes no more.
         """
@@ -298,8 +298,8 @@ class StepCore(EngineCoreProc):
             self._handle_client_request(*request)
 
     def _await_memory(self) -> None:
-        """Where nothing can run for lack of memory, another step would be in vain: vLLM would take
-        a thousand a second."""
+        """Rest where nothing can run for lack of memory. Another step would be in vain: vLLM would
+        take a thousand a second."""
         in_flight = (output for _, output, _ in self.batch_queue or ())
         if any(one.total_num_scheduled_tokens for one in in_flight):
             return

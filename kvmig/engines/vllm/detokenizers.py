@@ -28,5 +28,5 @@ class TailDetokenizer(detokenizer.FastIncrementalDetokenizer):
 
 
 def begin_at_tails() -> None:
-    """From now on, in this process."""
+    """Let vLLM use `TailDetokenizer` in this process, from now on."""
     detokenizer.FastIncrementalDetokenizer = TailDetokenizer

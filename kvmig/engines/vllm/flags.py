@@ -14,12 +14,12 @@ _UNKNOWN = "kvmig doesn't know it, nor what it does to requests that move"
 
 
 IMAGE_PIXELS = 1 << 24
-"""Of one image, at most: a photo of 16 megapixels; vLLM's own bound is eleven times as much."""
+"""Most pixels of one image: a photo of 16 megapixels; vLLM's own bound is eleven times as much."""
 AUDIO_BYTES = 1 << 25
-"""Of one recording once it is decoded: while it is, there are up to three times as many. Eight
+"""Most bytes of one decoded recording: there are up to three times as many meanwhile. Eight
 minutes of speech at 16 kHz; vLLM's own bound is eight times as much."""
 EMBEDDING_BYTES = 1 << 25
-"""Of one tensor of embeddings that a call brings, with those that are zero and left out; vLLM's own
+"""Most bytes of one tensor of embeddings in a call, zeros that are left out included; vLLM's own
 bound is 64 times as much."""
 
 
@@ -40,7 +40,7 @@ def set_environment() -> None:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """Parse `MODEL [any flag of vllm serve]`. Raises ConfigError with one sentence."""
+    """Parse `MODEL [any flag of vllm serve]`. Raises ConfigError."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from kvmig.engines.vllm.compat import cli_args
@@ -173,19 +173,19 @@ REFUSED: dict[str, str] = {
     "shutdown_timeout": "kvmig's own is the whole server's, give it outside --instance-flags",
     "watchdog_config": "kvmig watches its instances itself (docs/faults.md), leave it out",
 }
-"""By its name in Python: why it can't have another value than vLLM's default."""
+"""Why a flag, by its name in Python, can't have another value than vLLM's default."""
 
 MEANS_NOTHING: dict[str, tuple[object, ...]] = {
     "distributed_executor_backend": ("uni", "mp"),
     "api_server_count": (1,),
 }
-"""Further values of refused ones that kvmig takes, for they say what is so anyway."""
+"""Values of refused flags that kvmig takes: they ask for what is so anyway."""
 
 NO_FLAGS = frozenset(
     {"_api_process_count", "_api_process_rank", "enable_mm_processor_stats", "mamba_config",
      "model_weights"}
 )  # fmt: skip
-"""Fields of vLLM's arguments that nobody can give."""
+"""Fields of vLLM's arguments that can't be given."""
 
 _ALLOWED = (
     # positional arguments
@@ -322,4 +322,4 @@ _ALLOWED = (
     """,
 )
 ALLOWED = frozenset(" ".join(_ALLOWED).split())
-"""By vLLM's groups."""
+"""Flags by vLLM's groups."""

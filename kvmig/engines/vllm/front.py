@@ -110,7 +110,7 @@ def decode_outputs(payload: Frames) -> EngineCoreOutputs:
 
 
 def cached_tokens(outputs: EngineCoreOutputs) -> dict[str, int]:
-    """Of requests whose first tokens these are: prompt tokens that the prefix cache had."""
+    """Prompt tokens that the prefix cache had, of requests whose first tokens these are."""
     return {
         one.request_id: stats.num_cached_tokens
         for one in outputs.outputs
@@ -180,7 +180,7 @@ class OutputQueue:
     def deliver(self, index: int, items: Sequence[Any], meta: object) -> None:
         """Outputs of one step of one instance, in the order of their streams.
 
-        Their times are on our clock then, whatever machine the instance runs on.
+        Their times are on our clock then, also where the instance runs on another machine.
         """
         if isinstance(meta, EngineCoreOutputs):
             outputs = meta
@@ -207,7 +207,7 @@ class OutputQueue:
         )
 
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
-        """End requests that can't go on: each client gets an error that says why."""
+        """End requests that can't go on: each client gets an error with the reason."""
         logger.error("requests %s failed: %s", ", ".join(request_ids), reason)
         said = failure(reason, kind)
         self.queue.put_nowait(

@@ -6,8 +6,8 @@ llguidance, and xgrammar leaves out what was checked for llguidance. So the firs
 decide for the others.
 
 xgrammar and outlines keep what they have compiled. A large schema that was there before begins
-hundreds of times sooner, so whoever sends it would see that somebody has: as with the blocks of a
-prompt. A request without a salt meets those of all others without one.
+hundreds of times sooner, so its sender would see that another user has sent it: as with the blocks
+of a prompt. A request without a salt meets those of all others without one.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from xgrammar import GrammarCompiler
 
 SALTS = 32
-"""Whose grammars are kept at once; they share as much memory as those without a salt have."""
+"""Salts whose grammars are kept at once; they share as much memory as those without a salt."""
 THREADS = 8
-"""That compile a grammar, as in vLLM."""
+"""Threads that compile a grammar, as in vLLM."""
 MATCHERS = 2
 """Grammars of a salt that are kept for llguidance."""
 INDEXES = 8
@@ -54,7 +54,7 @@ class SaltedGrammars(StructuredOutputManager):
         self._lock = threading.RLock()
         self._kinds: dict[str, StructuredOutputBackend] = {}
         self._backends: OrderedDict[tuple[str, str], StructuredOutputBackend] = OrderedDict()
-        """By kind and salt, the one that was used last at the end."""
+        """Compilers by kind and salt, the one that was used last at the end."""
 
     def grammar_init(self, request: Request) -> None:
         if request.structured_output_request is None:

@@ -1,9 +1,9 @@
-"""vLLM's check of a call's grammar, beside the front end's event loop and once for all its prompts.
+"""vLLM's check of a call's grammar, off the front end's event loop and once for all its prompts.
 
 vLLM reads each grammar on the event loop, once for each prompt of a call: a schema of 120 kB, all
 of it numbers within limits, takes most of a second, and all streams with it. Small ones are read at
-once, so that they wait for nobody's large ones. What was found out is kept for a while, each user's
-apart: nobody learns from the time of an answer which grammars others use.
+once, so that they wait for no large ones. What was found out is kept for a while, each user's
+apart: no user learns from the time of an answer which grammars others use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 SMALL = 1024
 """Bytes of a grammar that is checked on the event loop: xgrammar takes at most some 7 ms for it."""
 THREADS = 2
-"""For the others."""
+"""Threads that check the larger ones."""
 WAIT_S = 30.0
 """Longest time until a grammar is checked."""
 REMEMBERED = 16

@@ -43,15 +43,15 @@ time by the clock."""
 WAIT_S = 30.0
 """Longest time to compile one by the clock, on a machine that has no processor for it."""
 COMPILES = 2
-"""That are compiled at once."""
+"""Grammars that are compiled at once."""
 ABANDONED = 4
-"""Compiles that go on though nobody waits for them any more; with so many no other one begins."""
+"""Most compiles that go on though none waits for them any more; then no other one begins."""
 TOO_SLOW = (
     f"the grammar takes too long: more than {BUDGET_S:g} s of the engine's time"
     f" and {TOKEN_S * 1e3:g} ms a token"
 )
 REMEMBERED = 1024
-"""Reasons of failures that nobody has asked for yet."""
+"""Reasons of failures that were not asked for yet."""
 
 
 def check_params(params: object) -> None:
@@ -129,7 +129,7 @@ class TimedGrammar(StructuredOutputGrammar):
 
 
 def unusable(why: str) -> str:
-    """The sentence for a grammar that its backend does not take, or gives up."""
+    """The error message for a grammar that its backend does not take, or gives up."""
     return f"the grammar can't be used: {why[:200]}"
 
 
@@ -152,7 +152,7 @@ class CompilingGrammar(Future[StructuredOutputGrammar]):
         self.on_late: Callable[[], None] = lambda: None
         """Lets another one begin."""
         self.on_refused: Callable[[str, Failure], None] = lambda *_: None
-        """Takes why it is not compiled, before anybody sees that it failed."""
+        """Takes why it is not compiled, before its failure can be seen."""
 
     def done(self) -> bool:
         if super().done() or self.began is None:
@@ -176,7 +176,7 @@ class CompilingGrammar(Future[StructuredOutputGrammar]):
     def finish(
         self, grammar: StructuredOutputGrammar | None = None, error: BaseException | None = None
     ) -> bool:
-        """Whether it was the first to say what became of it."""
+        """Whether it was the first to report the outcome."""
         with self._condition:
             if super().done():
                 return False
@@ -213,7 +213,7 @@ class GrammarCompiler:
     def submit(
         self, create: Callable[[Request], StructuredOutputGrammar], request: Request
     ) -> Future[StructuredOutputGrammar]:
-        """As an Executor's."""
+        """`Executor.submit`."""
         one = CompilingGrammar(self._clock)
         one.on_late = lambda: self._abandon(one)
         one.on_refused = lambda reason, kind: self._refused(request.request_id, reason, kind)
@@ -222,7 +222,7 @@ class GrammarCompiler:
         return one
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        """As an Executor's. Its threads are daemons: they end with the process."""
+        """`Executor.shutdown`. The threads are daemons: they end with the process."""
         for compiling, _ in self._waiting:
             compiling.cancel()
         self._waiting.clear()
@@ -271,7 +271,7 @@ def clock_of_this_thread() -> Clock:
 
 
 class GrammarLimits:
-    """Puts an engine's grammars under their limits, and says why a request has ended for one."""
+    """Puts an engine's grammars under limits, and explains why a request has ended for one."""
 
     def __init__(self, manager: StructuredOutputManager) -> None:
         self._reasons: OrderedDict[str, str] = OrderedDict()

@@ -85,7 +85,7 @@ class VllmKind:
             raise ConfigError(why_not(error, args)) from error
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
-        """Nothing: vLLM's build says what it runs on."""
+        """No variables: vLLM's build determines what it runs on."""
 
     def print_help(self) -> None:
         flags.print_help()
@@ -189,7 +189,7 @@ def installed_version() -> tuple[str, str]:
 def check_names() -> None:
     """Refuse a vLLM without a method or function that kvmig calls or replaces; takes milliseconds.
 
-    Raises StartupError with the name. Modules that nobody has imported so far are left out.
+    Raises StartupError with the name. Modules that were not imported so far are left out.
     """
     package, installed = installed_version()
     locks = {path.stem.rpartition(".")[0]: path for path in sorted(LOCKS.glob("*.json"))}
@@ -217,7 +217,7 @@ def _lacking_names_told() -> Iterator[None]:
 KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Bounds of the two caches of compiled matrix products in an instance: oneDNN's, and torch's."""
 PRODUCTS_KEPT = 128
-"""In each, in place of 1,024. There is one for each shape of weights and each number of tokens that
+"""Entries in each, in place of 1,024: one for each shape of weights and each number of tokens that
 a step ever had, of some half a MiB: all that a tenant needs is prompts of many lengths."""
 _LIBRARIES = (
     ("vllm", "libs/libtcmalloc_minimal*.so*"),

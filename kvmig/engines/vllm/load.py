@@ -32,7 +32,7 @@ class RequestListing(NamedTuple):
 
 
 class RequestHoldings:
-    """Tells of one engine's requests. Made before the first of them comes."""
+    """The requests of one engine. Made before the first of them comes."""
 
     def __init__(self, scheduler: Scheduler, tables: RequestTables, unmovable_here: str) -> None:
         """unmovable_here: why none of the requests can be moved, if so."""
@@ -68,9 +68,9 @@ class RequestHoldings:
         suspended: Iterable[Request],
         arriving: Collection[str],
     ) -> RequestListing:
-        """On the engine's thread: all but those that arrive, for they run elsewhere still.
+        """List all but those that arrive, which still run elsewhere; on the engine's thread.
 
-        most_waiting: of the queue only so many, from its head. O(running and `most_waiting`).
+        most_waiting: how many of the queue, from its head. O(running and `most_waiting`).
         """
         states = [
             self._state(request, "running")
@@ -90,7 +90,7 @@ class RequestHoldings:
     # -- from any thread: a request that waits doesn't change but by beginning to run
 
     def in_order(self, listing: RequestListing) -> list[Request]:
-        """All that wait, the next to start first."""
+        """Waiting requests, the next to start first."""
         return [
             request
             for queue, waiting in zip(self._queues, listing.waiting, strict=True)
@@ -126,7 +126,7 @@ class RequestHoldings:
         return 0 if tokens <= 1 else self._tables.demand(tokens)
 
     def _classes(self) -> tuple[ClassLoad, ...]:
-        """By priority; none while all are 0. A block that requests share counts for each."""
+        """Load by priority; none while all are 0. A block that requests share counts for each."""
         running = self._scheduler.running
         waits = self._queues[0].by_priority + self._queues[1].by_priority
         if not any(waits) and not any(request.priority for request in running):
@@ -177,7 +177,7 @@ class CountingQueue(RequestQueue):
     """
 
     def __init__(self, demand: Callable[[int], int]) -> None:
-        """demand: blocks that admitting a request of so many tokens takes."""
+        """demand: blocks that it takes to admit a request, by its tokens."""
         super().__init__()
         self.blocks = 0
         """Blocks that admitting all of these requests takes."""

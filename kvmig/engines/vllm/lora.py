@@ -3,10 +3,10 @@
 vLLM takes an adapter's number for what it is: the weights that came first under a number answer all
 requests that bear it, and blocks are cached by an adapter's name and path. But front ends give
 numbers each for itself, and files may be replaced. So each engine gives its own: one number and
-one name for the same files of the same name, whatever numbers requests bear.
+one name for the same files of the same name, independent of the requests' numbers.
 
 vLLM's scheduler asserts that the running requests use at most --max-loras adapters, so
-whoever puts a request among them asks here first.
+each request that is put among them is resolved here first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvmig.core.errors import MigrationRefused
 from kvmig.engines.identity import identity_of
 
 _MARK = "@"
-"""Between a name and what makes it an engine's own; front ends' names may have it, too."""
+"""Separates a name from what makes it an engine's own; front ends' names may have it, too."""
 
 
 class NamedAdapter(NamedTuple):
@@ -39,7 +39,7 @@ class NamedAdapter(NamedTuple):
     fused_experts: bool
     identity: str
     state: str
-    """Of its files, see `state_of`."""
+    """State of its files, see `state_of`."""
 
 
 class AdapterCore(Protocol):
@@ -58,7 +58,7 @@ class LoraAdapters:
         self._numbers: dict[NamedAdapter, int] = {}
         self._identities: dict[int, str] = {}
         self._found: dict[str, tuple[str, str]] = {}
-        """Of each path the state of its files and their identity when they were last looked at."""
+        """State and identity of each path's files when they were last looked at."""
 
     def resolve_adapter(self, adapter: LoRARequest) -> LoRARequest:
         """The adapter that a front end means, as this engine calls it, with its files of now."""

@@ -44,12 +44,12 @@ class BlockMemory:
     """One engine's KV cache where requests move: its layout, its blocks, and copies of these.
 
     `layout` is of what is exchanged, and so are all ids. Buffers may be the host's, and on a GPU
-    that GPU's, too. Where vLLM's cache lies in a way that can't be moved, `unmovable` says why:
-    then there is no region, and copies raise RuntimeError.
+    that GPU's, too. Where vLLM's cache lies in a way that can't be moved, `unmovable` has the
+    reason: then there is no region, and copies raise RuntimeError.
     """
 
     def __init__(self, core: StepCore, unit_tokens: int = 0) -> None:
-        """unit_tokens: exchange units of so many tokens with engines of other shapes, see
+        """unit_tokens: exchange units of this many tokens with engines of other shapes, see
         `units`; 0: the engine's blocks as they are, with engines that are like it.
 
         Raises ConfigError or KernelUnavailable.
@@ -102,7 +102,7 @@ class BlockMemory:
         """Copies on the GPU of this process's worker, or on `gpu`, which opened all workers'.
 
         Other processes leave no events of their steps, nor need to: the last all-reduce of a step
-        comes after all workers' writes, and the tokens that this process hears of after that.
+        comes after all workers' writes, and the tokens that this process gets after that.
         """
         if gpu is None:
             gpu = self._stepping_on = torch.cuda.current_device()
@@ -112,7 +112,7 @@ class BlockMemory:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """Where vLLM's own blocks lie. Raises UnsupportedLayout where that isn't known."""
+        """Regions of vLLM's own blocks. Raises UnsupportedLayout where they aren't known."""
         if self._cache is None or self.unmovable:
             raise UnsupportedLayout(self.unmovable)
         return whole_blocks(self._cache.ranks)
@@ -123,7 +123,7 @@ class BlockMemory:
         return self._gpu is not None
 
     def after_step(self) -> None:
-        """On the engine's thread, after each step."""
+        """Record a step; on the engine's thread, after each."""
         if self._gpu is not None and self._stepping_on is not None:
             self._gpu.after_step(torch.cuda.current_stream(self._stepping_on).cuda_stream)
 
@@ -154,7 +154,7 @@ class BlockMemory:
 
 
 class NoCopies:
-    """`CopyBackend` of a cache that can't be moved: with `Engine.unmovable` nobody asks for any."""
+    """`CopyBackend` of a cache that can't be moved: with `Engine.unmovable` none is asked for."""
 
     def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         raise RuntimeError("this engine's blocks can't be moved")
@@ -252,7 +252,7 @@ def _call(executor: Executor, function: object, *args: object) -> list[Any]:
 
 
 def _heads(config: VllmConfig) -> int:
-    """All KV heads of the model; MLA's latent counts as one."""
+    """KV heads of the whole model; MLA's latent counts as one."""
     model = config.model_config
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 

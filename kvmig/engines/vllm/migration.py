@@ -1,8 +1,8 @@
 """Both ends of a migration, on the engine's thread between two steps.
 
-`unmovable` says which requests move: those whose whole state the adapter carries; the others stay,
-by name. `VllmProgress` is that state, in an Export and in a Tail. `VllmSource` gives requests up,
-`VllmDestination` takes them over.
+`unmovable` decides which requests move: those whose whole state the adapter carries; the others
+stay, by name. `VllmProgress` is that state, in an Export and in a Tail. `VllmSource` gives requests
+up, `VllmDestination` takes them over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvmig.engines.vllm.offload import CacheOffload
 from kvmig.engines.vllm.tables import RequestTables, SentBlocks
 
 DRAFTERS = ("ngram", "draft_model", "eagle", "eagle3")
-"""Speculative methods with no state beside tokens and KV cache, but for the drafts of one step."""
+"""Speculative methods whose only state besides tokens and KV cache is the drafts of one step."""
 _DRAFTERS = f"{', '.join(DRAFTERS[:-1])} or {DRAFTERS[-1]}"
 _STATES = (
     RequestStatus.RUNNING,
@@ -61,7 +61,7 @@ def check_movable(request: Request, config: VllmConfig) -> None:
 
 
 def check_awake(core: StepCore) -> None:
-    """Refuse where somebody has paused the engine or sent it to sleep.
+    """Refuse while the engine is paused or asleep.
 
     A request would run there where nothing may, or stand still where it needn't; weights may be
     updated meanwhile. Raises MigrationRefused.
@@ -103,7 +103,7 @@ def unmovable_engine(config: VllmConfig) -> str:
         return "speculative decoding with asynchronous scheduling"  # drafts are on the device
     several = config.parallel_config.world_size > 1 and config.device_config.device_type != "cpu"
     if several and speculative.method != "ngram":
-        return "drafts of several workers on GPUs, whose last writes nobody here knows of"
+        return "drafts of several workers on GPUs, whose last writes are not known here"
     if config.observability_config.per_request_spec_decode_metrics != "none":
         return "speculative decoding with per-request metrics"
     return ""
@@ -128,7 +128,7 @@ class VllmProgress(msgspec.Struct, frozen=True):
     """How far a request is; with the submitted request, all that its next step depends on."""
 
     output_token_ids: list[int]
-    """All output tokens in an Export; in a Tail those after the exported ones."""
+    """Output tokens: all in an Export; in a Tail those after the exported ones."""
     num_computed_tokens: int
     """Tokens whose KV is in the blocks. 0: not started, or preempted."""
     prefilled: bool
@@ -142,7 +142,7 @@ class VllmProgress(msgspec.Struct, frozen=True):
     draft_token_ids: list[int] = []
     """Drafts of the speculative method for the next step."""
     events: list[tuple[int, float]] = []
-    """The times in the queue that its first output will tell (`EngineCoreEventType`, seconds
+    """The times in the queue that its first output will report (`EngineCoreEventType`, seconds
     ago); empty once it was sent. Ages, since each machine has a clock of its own."""
 
 
@@ -189,7 +189,7 @@ _Fields = msgspec.defstruct(
 
 
 def check_known(frames: Sequence[bytes]) -> None:
-    """Refuse a request that says what this vLLM doesn't know: decoding would leave it out.
+    """Refuse a request with a field that this vLLM doesn't know: decoding would leave it out.
 
     Another minor has encoded it. Raises MigrationRefused with the field, and msgspec's errors.
     """
@@ -398,7 +398,7 @@ class VllmSource:
 
 
 def _computed(request: Request) -> int:
-    """Tokens whose KV is there, whatever steps are in flight.
+    """Tokens whose KV is there, with any steps in flight.
 
     Of a request that was preempted a step in flight computes tokens that don't count any more.
     """
@@ -421,7 +421,7 @@ class VllmArriving:
     hit_tokens: int = 0
     """Tokens whose blocks the prefix cache here held already."""
     unread: set[int] = field(default_factory=set)
-    """With vLLM's offload: its blocks that may be written, and those that aren't."""
+    """With vLLM's offload: tells its blocks that may be written from those that may not."""
 
 
 class VllmDestination:
@@ -604,7 +604,7 @@ class VllmDestination:
         arriving.has_blocks, arriving.hit_tokens = True, hit_tokens
 
     def _hit(self, found: KVCacheBlocks, tokens: int) -> tuple[KVCacheBlocks, int]:
-        """The blocks of so many tokens; states are left out: the source's own comes."""
+        """The blocks of `tokens` tokens; states are left out: the source's own comes."""
         manager = self._scheduler.kv_cache_manager
         if not tokens:
             return manager.empty_kv_cache_blocks, 0
@@ -652,7 +652,7 @@ class VllmDestination:
         arriving.unread = now
 
     def _tidy(self, request: Request, computed: int) -> None:
-        """Keep the blocks that a request with so many computed tokens has, as vLLM keeps them."""
+        """Keep the blocks of a request's computed tokens, as vLLM keeps them."""
         scheduler, request_id = self._scheduler, request.request_id
         pool = scheduler.kv_cache_manager.block_pool
         for manager in self._managers:

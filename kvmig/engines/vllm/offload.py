@@ -1,8 +1,9 @@
-"""vLLM's native offload (`--kv-offloading-size`) beside requests that come and go by migration.
+"""vLLM's native offload (`--kv-offloading-size`) with requests that come and go by migration.
 
 The connector learns of a request when the scheduler gets it, and of its blocks as steps hand them
-out. A request that arrives with its KV passes both by, so `CacheOffload` tells. And the connector's
-copies to the host read blocks that are free already: nothing may arrive in these until then.
+out. A request that arrives with its KV passes both by, so `CacheOffload` informs it. And the
+connector's copies to the host read blocks that are free already: nothing may arrive in these until
+then.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class CacheOffload:
         """Puts itself before the connector's view of each step."""
         self._scheduler = scheduler
         self._arrived: set[str] = set()
-        """Requests of which no step has told the connector's blocks yet."""
+        """Requests whose blocks no step has shown to the connector yet."""
         self._connector = connector = scheduler.connector
         if connector is not None:
             assert isinstance(connector, OffloadingConnector)  # `config.refuse_settings`
@@ -57,7 +58,7 @@ class CacheOffload:
             raise BeingOffloaded
 
     def blocks_of(self, request: Request) -> set[int]:
-        """The request's blocks; without a connector nobody wants them: none."""
+        """The request's blocks; none without a connector, for none needs them."""
         if self._connector is None:
             return set()
         groups = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)

@@ -25,7 +25,7 @@ from kvmig.engines.vllm.late_logprobs import leave_for_later
 logger = logging.getLogger(__name__)
 
 ANOTHER_CLOCK_S = 10.0
-"""An output that comes so much later than any before it was told by another clock: the instance
+"""Delay beyond any before at which an output is taken to be of another clock: the instance
 has been started again elsewhere."""
 
 
@@ -61,18 +61,18 @@ class CarefulOutputs(OutputProcessor):
         """The handler has failed between two batches, and goes on: no stream lacks anything."""
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """Tell the request's own task of the error; it aborts the request everywhere."""
+        """Give the error to the request's own task, which aborts the request everywhere."""
         logger.error("request %s failed: %r", request_id, error, exc_info=error)
         state = self.request_states.get(request_id)
         if state is not None and state.queue is not None:
             state.queue.put(error)
 
     def _ended_here(self, output: EngineCoreOutput) -> bool:
-        """Whether a stop string ended it, and the engine is to hear of that."""
+        """Whether a stop string ended it, so that the engine is to be informed."""
         return not output.finished and output.request_id not in self.request_states
 
     def _fail_pooling(self, output: EngineCoreOutput) -> None:
-        """vLLM takes an output without a tensor for one with tokens, whatever its request."""
+        """vLLM takes an output without a tensor for one with tokens, for any request."""
         state = self.request_states.get(output.request_id)
         if state is None or state.detokenizer is not None:
             return
@@ -99,7 +99,7 @@ class EngineClocks:
 
     vLLM's statistics subtract an engine's monotonic times from each other. A request that moves
     has times of several engines, and those of two machines have nothing to do with each other.
-    The output that came fastest tells how an engine's clock differs from ours.
+    The output that came fastest shows how an engine's clock differs from ours.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ _KINDS: dict[str, Callable[[str], Exception]] = {
 
 
 def failure(reason: str, kind: Failure) -> str:
-    """The stop reason of an output in error that tells vLLM's HTTP handlers why.
+    """The stop reason of a failed output, by which vLLM's HTTP handlers know why.
 
     vLLM passes an output's stop reason on, and answers any `error` with "Internal server error".
     """
@@ -158,7 +158,7 @@ def failure(reason: str, kind: Failure) -> str:
 
 
 def before_failure(output: RequestOutput) -> RequestOutput | None:
-    """What came before sequences failed, if anything did: vLLM merges what nobody has read yet."""
+    """What came before sequences failed, if anything did: vLLM merges what is still unread."""
     failed = [one for one in output.outputs if one.finish_reason == "error"]
     if not any(one.token_ids for one in failed):
         return None
@@ -172,7 +172,7 @@ def before_failure(output: RequestOutput) -> RequestOutput | None:
 
 
 def check_failure(output: RequestOutput) -> None:
-    """Raise vLLM's error with the sentence if one of the sequences has failed for one."""
+    """Raise vLLM's error with its message if one of the sequences has failed."""
     for one in output.outputs:
         if one.finish_reason == "error" and isinstance(one.stop_reason, str):
             kind, _, reason = one.stop_reason.partition(": ")
@@ -180,7 +180,7 @@ def check_failure(output: RequestOutput) -> None:
 
 
 def pooling_failure(stop_reason: int | str | None) -> RequestError:
-    """The same for a request that has no sequences; without a sentence the engine refused it."""
+    """Raise the same for a request without sequences; without a message the engine refused it."""
     if not isinstance(stop_reason, str):
         return RequestError("failed", "Internal server error")
     kind, _, reason = stop_reason.partition(": ")

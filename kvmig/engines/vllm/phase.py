@@ -35,7 +35,7 @@ class StepPhase:
         on_parts: Callable[[int], AbstractContextManager[object]] = lambda parts: nullcontext(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """on_parts: held while a step is made that takes so many parts of the device; 0: all."""
+        """on_parts: held while a step is made, by the parts of the device that it takes; 0: all."""
         self.throttles = False
         """Whether the present step leaves prompts alone."""
         self.entrance = StepAdmission(gate, self._serve)
@@ -45,7 +45,7 @@ class StepPhase:
         self._on_parts = on_parts
         self._clock = clock
         self._stuck: tuple[Request, int, float] | None = None
-        """The head of the queue that a step couldn't start, with so many blocks free, and until
+        """The head of the queue that a step couldn't start, the blocks that were free, and until
         when it isn't asked for."""
         gate.on_answer = core.wake
 
@@ -134,8 +134,8 @@ class StepPhase:
             self.throttles = False
 
     def _flush(self) -> None:
-        """A step that computes nothing: workers hear of requests that have ended, and what waits
-        for them or for blocks from the host goes on."""
+        """Make a step that computes nothing: workers learn of requests that have ended, and what
+        waits for them or for blocks from the host goes on."""
         self._scheduler.max_num_scheduled_tokens = 0
         try:
             self._core.step_once()

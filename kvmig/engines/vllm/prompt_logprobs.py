@@ -19,17 +19,17 @@ ROWS = 256
 
 
 class _Rows(NamedTuple):
-    """In place of logits, and of scores: what they are computed from."""
+    """Hidden states, in place of the logits and scores that are computed from them."""
 
     hidden: torch.Tensor
 
     def to(self, dtype: torch.dtype) -> _Rows:
-        """As of logits that are scores themselves; they become that in `_gather`."""
+        """Stay as they are: they become scores in `_gather`."""
         return self
 
 
 def compute_in_parts(worker: Any) -> None:
-    """From now on, in a worker with model runner V1."""
+    """Take the place of vLLM's functions, in a worker with model runner V1."""
     runner: RunnerV1 = worker.model_runner
     whole = runner._get_prompt_logprobs_dict
 
@@ -56,7 +56,7 @@ def _gather(
     runner: RunnerV1, model: Any, sampler: Any, hidden: torch.Tensor, count: int,
     targets: torch.Tensor,
 ) -> LogprobsTensors:  # fmt: skip
-    """Of the likeliest `count` tokens, and of the targets, at each of these positions."""
+    """Scores of the likeliest `count` tokens, and of the targets, at each of these positions."""
     raw = runner.model_config.logprobs_mode in ("raw_logits", "processed_logits")
     parts = []
     for at in range(0, len(hidden), ROWS):

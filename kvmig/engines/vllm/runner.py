@@ -1,4 +1,4 @@
-"""The model runner's part of a request: what vLLM's workers remember beside the KV cache.
+"""The model runner's part of a request: what vLLM's workers remember besides the KV cache.
 
 Runner V1 keeps output tokens and the seeded generator of each request; a request
 that comes from elsewhere must be registered there, with every worker. Runner V2 seeds
@@ -23,7 +23,7 @@ from kvmig.engines.vllm.lora import check_loads
 from kvmig.engines.vllm.prompt_logprobs import compute_in_parts
 
 WORKER_TIMEOUT_S = 60.0
-"""A worker that doesn't answer for so long is lost, and the engine with it."""
+"""Time after which a worker that doesn't answer is lost, and the engine with it."""
 
 
 def uses_v2(core: EngineCore) -> bool:

@@ -71,7 +71,7 @@ from kvmig.engines.vllm.warmup import WarmStep
 T = TypeVar("T")
 _LOAD_PERIOD_S = 0.01
 _LIST_WAIT_S = 1.0
-"""For the end of a step; front ends wait for twice that."""
+"""Timeout of a step's end; front ends wait for twice that."""
 _OFFLOADED_S = 0.2
 _OFFLOADED_LOOK_S = 0.005
 _LISTED_AT_ONCE = 256
@@ -185,7 +185,7 @@ class ServingVllm:
         await self._own.park(self._give_back)
 
     def _give_back(self) -> None:
-        """On the engine's thread."""
+        """Give the cache back, on the engine's thread."""
         arriving = self._destination.arriving()
         if self._scheduler.has_requests() or arriving or not self._core.reset_prefix_cache():
             raise NotParked("it has requests")
@@ -243,7 +243,7 @@ class ServingVllm:
         return states
 
     def _sized(self, state: RequestState) -> RequestState:
-        """With the word that it is too large to be moved, if it is."""
+        """The state, marked as unmovable if the request is too large to be moved."""
         size = self._incoming.why_too_large(state.request_id)
         return replace(state, unmovable=size) if size and not state.unmovable else state
 
@@ -395,7 +395,7 @@ class ServingVllm:
             self._loop.call_soon_threadsafe(self._hand_out, *item)
 
     def _called(self, method: str, args: Sequence[Any]) -> None:
-        """In its order among the outputs: those after it are of the new weights."""
+        """Note new weights, in order among the outputs: those after it are of the new weights."""
         weights = after_call(self._weights, method, args, self._identify)
         if weights == self._weights:
             return
@@ -404,7 +404,7 @@ class ServingVllm:
             self._loop.call_soon_threadsafe(self._reweigh, weights)
 
     def _between_steps(self) -> None:
-        """On the engine's thread, after each step and each call."""
+        """Keep seats and load up to date; on the engine's thread, after each step and each call."""
         self._source.between_steps()
         # vLLM admits new requests up to this many, and dies of more than --max-num-seqs: those
         # that come, and those that may come back, keep their places.
@@ -444,7 +444,7 @@ class ServingVllm:
     def _reweigh(self, weights: str) -> None:
         """The weights were updated: they have this identity now.
 
-        A request that is here has begun with those before: nobody else has such any more.
+        A request that is here has begun with those before: no other instance has such any more.
         """
         self.layout = replace_fields(self.layout, weights=weights)
         self._begun_before = set(self._incoming.submitted)

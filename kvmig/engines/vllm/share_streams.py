@@ -1,6 +1,6 @@
 """vLLM's steps and graphs on the streams of `kvmig.engines.shares`.
 
-A step runs where the thread's current stream is, but for what was captured into a graph, which
+A step runs where the thread's current stream is, except what was captured into a graph, which
 keeps the SMs of the stream that it was captured on. So graphs are captured for batches of decodes
 alone (vLLM's FULL_DECODE_ONLY), on the stream of decodes; all other steps are launched kernel by
 kernel, on the stream of their share. The steps of two streams never overlap: each waits for what
@@ -84,7 +84,7 @@ class ShareStreams:
 
     @contextmanager
     def step(self, core: StepCore, parts: int) -> Iterator[None]:
-        """What is launched meanwhile on the engine's thread takes so many parts; 0: all."""
+        """Let what is launched meanwhile on the engine's thread take `parts` parts; 0: all."""
         mine = self._streams.get(parts)
         if mine is None:
             yield

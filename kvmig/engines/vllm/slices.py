@@ -1,7 +1,7 @@
 """Beginning requests takes only a part of each turn of the event loop.
 
 A call may have 256 prompts, and vLLM begins all of them in one turn: with a schema of 120 kB that
-is 0.2 s without a token for anybody.
+is 0.2 s without a token for anyone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SLICE_S = 0.005
-"""Of a turn. One beginning is never interrupted."""
+"""Length of a turn. One beginning is never interrupted."""
 
 
 class WorkSlices:
@@ -24,7 +24,7 @@ class WorkSlices:
         self._resets = False
 
     async def wait(self) -> None:
-        """Until there is something left of a turn."""
+        """Wait until there is something left of a turn."""
         while self._spent_s >= SLICE_S:  # noqa: ASYNC110 - the next turn is what it waits for
             await asyncio.sleep(0)
 

@@ -55,7 +55,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class RankCache:
-    """All of one worker's KV cache: `nbytes` of memory at `address`, and what is in it.
+    """The KV cache of one worker: `nbytes` of memory at `address`, and what is in it.
 
     layers: of attention that keeps keys and values head by head; what else there is has pages only.
     """
@@ -114,12 +114,12 @@ def whole_blocks(ranks: Sequence[RankCache]) -> tuple[Region, ...]:
 AMX_COLUMN = 16
 """Head dimensions in one column of values."""
 GRAIN = {"": 1, "vec": 1, "vec16": 1, "amx": 16}
-"""Tokens that can't be told apart in a strip."""
+"""Tokens that can't be separated in a strip."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStrips:
-    """`count` strips one after the other, each of `width` bytes a token."""
+    """`count` strips one after the other, each of `width` bytes per token."""
 
     width: int
     count: int
@@ -133,7 +133,7 @@ class BlockStrips:
 def strips_of(layer: LayerCache) -> tuple[BlockStrips, ...]:
     """What lies inside one head of one KV block, from its first byte to its last.
 
-    A strip of `width` bytes a token holds N tokens in one run of N * width bytes, so tokens
+    A strip of `width` bytes per token holds N tokens in one run of N * width bytes, so tokens
     t .. t + g are one run of it. On a GPU (HND) a head's block is one strip. vLLM's CPU attention
     keeps keys and values apart and in the order that its instruction set likes
     (vLLM `csrc/cpu/cpu_attn_*.hpp`, `reshape_and_cache`):
@@ -189,7 +189,7 @@ def units_of(block_tokens: int, unit_tokens: int) -> SubBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """All strips of one width: a region a layer and head, cut in pieces of one unit's tokens."""
+    """The strips of one width: one region for each layer and head, cut in one unit's tokens."""
 
     strips: BlockStrips
     piece: int

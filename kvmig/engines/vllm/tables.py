@@ -119,7 +119,7 @@ class RequestTables:
         return sum(block != NULL_BLOCK for ids in block_ids for block in ids) * self.units.per_block
 
     def demand(self, tokens: int) -> int:
-        """Blocks that a request of so many tokens takes, over all tables."""
+        """Blocks that a request of `tokens` tokens takes, over all tables."""
         return sum(self._blocks(table, tokens) for table in self._tables) * self.units.per_block
 
     def _blocks(self, table: GroupTable, tokens: int) -> int:
@@ -132,7 +132,7 @@ class RequestTables:
     def by_place(self, block_ids: Sequence[Sequence[int]], hit_tokens: int) -> list[int]:
         """Block ids by their places; HOLE where the request has none of its own.
 
-        hit_tokens: whose blocks the prefix cache shares (but for a plain table, where hits are
+        hit_tokens: whose blocks the prefix cache shares (except for a plain table, where hits are
         the first places).
         """
         if self.plain:
@@ -157,7 +157,7 @@ class RequestTables:
     def unsent_blocks(
         self, block_ids: Sequence[Sequence[int]], computed: int, sent: SentBlocks
     ) -> tuple[list[int], list[int]]:
-        """All that wasn't sent of a request that no step holds: (places, block ids)."""
+        """The blocks that were not sent of a request that no step holds: (places, block ids)."""
         return self._unsent(block_ids, computed, sent, tail=True)
 
     def _unsent(
@@ -186,7 +186,7 @@ class RequestTables:
 
 
 def layer_names(config: KVCacheConfig) -> list[str]:
-    """All layers with a KV cache."""
+    """Layers with a KV cache."""
     return [name for group in config.kv_cache_groups for name in group.layer_names]
 
 

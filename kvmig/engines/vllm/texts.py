@@ -1,6 +1,6 @@
 """A text that is far too long is refused before all of it is in tokens.
 
-A tokenizer keeps some 150 bytes for each byte of a text, before anybody looks how many tokens it
+A tokenizer keeps some 150 bytes for each byte of a text, before it is known how many tokens it
 has. A long text is therefore counted piece by piece first, which takes the memory of one piece.
 """
 
@@ -22,7 +22,7 @@ TRUNCATED = 262_144
 
 
 def most_tokens(context: int, *, truncated: bool) -> int:
-    """Of a text in whole. One that is a little too long hears so from vLLM, in its own words."""
+    """Most tokens of a whole text. vLLM itself refuses one that is a little too long."""
     most = context + context // 4 + 1024
     return max(most, TRUNCATED) if truncated else most
 
@@ -30,7 +30,7 @@ def most_tokens(context: int, *, truncated: bool) -> int:
 def has_more_tokens(text: str, most: int, count: Callable[[str], int]) -> bool:
     """Whether a text has more tokens. count: of a piece.
 
-    A cut may make two tokens of one, which are few beside those of a piece.
+    A cut may make two tokens of one, which are few compared with those of a piece.
     """
     found = 0
     for at in range(0, len(text), PIECE):

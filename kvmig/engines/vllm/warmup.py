@@ -30,7 +30,7 @@ from kvmig.engines.vllm.migration import token_request
 log = logging.getLogger(__name__)
 
 _SALT = "kvmig-warm-up"
-"""A salt of its own: these blocks must not serve as anybody's prefix."""
+"""A salt of its own: these blocks must serve as no client's prefix."""
 _KINDS = (
     SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
     SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, top_k=5, seed=1, ignore_eos=True),
@@ -45,12 +45,13 @@ _DRAFTED = tuple(
     SamplingParams(max_tokens=8, ignore_eos=True, allowed_token_ids=[_TOKEN], **kind)
     for kind in ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.0, "logprobs": 1})
 )
-"""With speculative decoding. The first draft compiles the drafter's and the rejection sampler's
-kernels, which takes seconds and holds the interpreter: the instance would seem to hang."""
+"""Requests that warm up speculative decoding. The first draft compiles the drafter's and the
+rejection sampler's kernels, which takes seconds and holds the interpreter: the instance would seem
+to hang."""
 
 
 PROBE_TOKENS = 48
-"""Of the probe's prompt."""
+"""Tokens of the probe's prompt."""
 PROBE_ID = "kvmig-probe"
 
 
@@ -58,7 +59,7 @@ class OutputProbe:
     """Runs one fixed request by itself and notes the bits of its log-probabilities.
 
     Each is a sum over the whole vocabulary, so it depends on all that a prefill and some decodes
-    compute. Engines whose other settings agree and whose probes agree round alike, whatever
+    compute. Engines whose other settings agree and whose probes agree round alike, with any
     version of vLLM drives the kernels. On a CPU, where a step's sums have one order; a GPU's
     kernels are chosen by more than what one probe shows.
     """
@@ -74,7 +75,7 @@ class OutputProbe:
 
     @staticmethod
     def possible(config: VllmConfig) -> bool:
-        """Whether a probe tells how such an engine rounds."""
+        """Whether a probe shows how such an engine rounds."""
         on_cpu = config.device_config.device_type == "cpu"
         return on_cpu and config.model_config.runner_type != "pooling"
 
@@ -126,7 +127,8 @@ class WarmStep:
         )
 
     def run(self) -> None:
-        """On the engine's thread, between two steps; nothing if the engine has work."""
+        """Make an empty step, on the engine's thread between two steps; none if the engine has
+        work."""
         scheduler = self._core.scheduler
         if self._possible and not scheduler.running and not scheduler.has_requests():
             self._core.execute_dummy_batch()
@@ -157,7 +159,7 @@ def sizes(capacity: int, most_sequences: int, longest: int) -> tuple[list[int], 
 
 
 class StepTimes:
-    """Measures how long a decode step takes with so many tokens in the batch.
+    """Measures how long a decode step takes, by the tokens in the batch.
 
     A batch grows, request by request, and runs some steps at each size. Sequences have about 512
     tokens, as real ones do, or more where the batch could not fill the KV cache otherwise.
@@ -214,9 +216,9 @@ class StepTimes:
 
 
 def profile_path(config: VllmConfig, capacity: int) -> Path:
-    """Where the step times of such an engine are kept; `capacity`: of its KV cache, in tokens.
+    """The file with the step times of such an engine; `capacity`: of its KV cache, in tokens.
 
-    In the user's cache folder (XDG_CACHE_HOME). A file that is removed is measured anew.
+    It is in the user's cache folder (XDG_CACHE_HOME). A file that is removed is measured again.
     """
     what = (
         __version__,
@@ -240,7 +242,7 @@ def read_profile(path: Path) -> list[StepTime]:
     except FileNotFoundError:
         return []
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning("step times are measured anew: %s: %s", path, error)
+        log.warning("step times are measured again: %s: %s", path, error)
         return []
 
 

@@ -54,7 +54,7 @@ def compute_on(worker: Any, stream: torch.cuda.Stream) -> None:
 
 
 def describe_cache(worker: Any, layer_names: Sequence[str]) -> RankCache:
-    """Where this worker's KV cache lies; layers that share memory only once."""
+    """The parts of this worker's KV cache in memory; layers that share memory only once."""
     layers: dict[int, LayerCache] = {}
     for _, layer in _layers(worker, layer_names):
         cache = layer.kv_cache
@@ -95,7 +95,7 @@ def _pages(config: KVCacheConfig) -> tuple[BlockPage, ...]:
 
 
 def export_cache(worker: Any, layer_names: Sequence[str]) -> tuple[RankCache, ipc.SharedAllocation]:
-    """Where this worker's KV cache lies on its GPU, and what another process needs to open it.
+    """The place of this worker's KV cache on its GPU, and what another process needs to open it.
 
     It stays where it is: CUDA graphs hold its address. Raises KernelUnavailable.
     """
@@ -127,7 +127,7 @@ def move_cache(
 ) -> RankCache:
     """Give the cache up and have one of as many bytes in what `make` makes; describe it there.
 
-    Raises UnsupportedLayout if somebody else in the worker holds the old one.
+    Raises UnsupportedLayout if anything else in the worker holds the old one.
     """
     old = _storage(worker, layer_names)
     nbytes = old.nbytes()

@@ -107,7 +107,7 @@ class AnswerWriter(Protocol):
         ...
 
     def whole(self, choices: Sequence[ChoicePiece]) -> dict[str, Any]:
-        """The answer without a stream, but for its usage."""
+        """The answer without a stream, and without its usage."""
         ...
 
 

@@ -25,7 +25,7 @@ from kvmig.engines.transformers.payload import MOST_LOGPROBS
 from kvmig.frontend.admin import whole
 
 MOST_STOPS, MOST_STOP_CHARACTERS, MOST_STOP_IDS = 64, 256, 1024
-"""Each piece of text is compared with all of them."""
+"""Bounds of stop strings: each piece of text is compared with all of them."""
 
 _STOP = {"type": "string", "minLength": 1, "maxLength": MOST_STOP_CHARACTERS}
 _PART = {
@@ -198,7 +198,7 @@ class CompletionBody(Body):
     echo: Annotated[Any, AllowedValues(False)] = False
     suffix: Annotated[Any, AllowedValues("")] = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    """Log-probabilities of the tokens, and of so many of the likeliest."""
+    """Likeliest tokens whose log-probabilities come with each token's."""
 
 
 class Message(_Strict):
@@ -237,7 +237,7 @@ class ChatBody(Body):
     response_format: Annotated[Any, AllowedValues({"type": "text"})] = None
     tools: Annotated[Any, AllowedValues([])] = None
     tool_choice: Annotated[Any, AllowedValues("none", "auto")] = None
-    """Without tools both are the same."""
+    """How tools are chosen; without tools both are the same."""
     parallel_tool_calls: bool | None = None
     functions: Annotated[Any, AllowedValues([])] = None
     function_call: Annotated[Any, AllowedValues("none", "auto")] = None

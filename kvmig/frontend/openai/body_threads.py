@@ -1,4 +1,4 @@
-"""Bodies with many items are checked beside the event loop.
+"""Bodies with many items are checked off the event loop.
 
 Each item of a response's `input` may be of fifty kinds: a thousand of them take 46 ms of computing.
 vLLM's check of an item calls Python, so other threads go on between two items.
@@ -22,7 +22,7 @@ Check = Callable[..., Coroutine[Any, Any, T]]
 
 
 def check_beside_loop() -> None:
-    """Check bodies beside the loop in all applications of this process. May be called again."""
+    """Check bodies off the loop in all applications of this process. May be called again."""
     if not hasattr(utils.request_body_to_args, "__wrapped__"):
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="bodies")
         utils.request_body_to_args = beside_loop(utils.request_body_to_args, pool)

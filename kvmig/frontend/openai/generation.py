@@ -154,7 +154,7 @@ class ChoiceGeneration:
     ) -> None:
         """external_id: of the call; the request's own has it in it. choice: of several.
 
-        whole: nothing is told before the end.
+        whole: nothing is given out before the end.
         """
         self._whole = whole
         self._router, self._queues = backend.router, backend.queues
@@ -170,7 +170,7 @@ class ChoiceGeneration:
         self._logprobs: list[OutputToken] = []
         self._runs = False
         self._left: list[StepOutput | GenerationFailed] = []
-        """Taken out of the queue, but not told yet."""
+        """Outputs that were taken out of the queue, but not given out yet."""
 
     async def begin(self) -> None:
         """Raises Failed if there is no instance to run it."""
@@ -253,7 +253,7 @@ CLIENT_LEFT = 499
 
 
 class CallChoices:
-    """The choices of one call, beside each other: `begin`, then `pieces`; `close` in any case."""
+    """The choices of one call, side by side: `begin`, then `pieces`; `close` in any case."""
 
     def __init__(self, generations: Sequence[ChoiceGeneration]) -> None:
         self._generations = generations

@@ -23,7 +23,7 @@ NOT_FETCHED = (
     "the media URL could not be fetched: it must answer 200, from a public address, in time and"
     " with no more bytes than are allowed"
 )
-"""One sentence for all: a client learns nothing of hosts and ports."""
+"""One error message for all: a client learns nothing of hosts and ports."""
 _REDIRECTS = {
     HTTPStatus.MOVED_PERMANENTLY, HTTPStatus.FOUND, HTTPStatus.SEE_OTHER,
     HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.PERMANENT_REDIRECT,
@@ -41,7 +41,7 @@ async def fetch_media(
 ) -> bytes:
     """The bytes behind `url`. Raises MediaRefused, and what `count` raises.
 
-    timeout_s: for all of it; most_bytes: None: what is usual. count: is told of each part's size
+    timeout_s: for all of it; most_bytes: None: what is usual. count: gets each part's size
     before it is kept.
     """
     try:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 CONTEXT = 6
-"""Tokens of the prompt before the first output token that say how it is written (a space)."""
+"""Tokens of the prompt before the first output token that decide how it is written (a space)."""
 
 
 class StreamDetokenizer:

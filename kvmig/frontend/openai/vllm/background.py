@@ -1,7 +1,7 @@
 """Responses that vLLM makes in the background: each ends with a word for who asks for it.
 
 vLLM keeps a task for each. One that fails, or is cancelled before it begins, leaves its response
-as it was, `queued` for ever, and whoever reads its events waits for ever. Here its end is seen.
+as it was, `queued`, and a reader of its events waits without end. Here its end is seen.
 """
 
 from __future__ import annotations

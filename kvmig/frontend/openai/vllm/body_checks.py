@@ -1,7 +1,7 @@
 """A check of a body that breaks down is the client's mistake, and its field is named if known.
 
 vLLM's checks of a whole body look into fields before anything has seen to their types. What Python
-raises there only says that the body isn't as they expect it.
+raises there only means that the body isn't as they expect it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ BREAKDOWNS = (AttributeError, TypeError, LookupError, ArithmeticError, Recursion
 
 
 class CarefulValidator:
-    """Checks a body as `validator` does, and raises ValidationError whatever is wrong with it."""
+    """Checks a body as `validator` does, and raises ValidationError for all that is wrong with
+    it."""
 
     def __init__(self, validator: SchemaValidator) -> None:
         self._validator = validator

@@ -39,7 +39,7 @@ FRAMES_PIXELS = 1 << 33
 LEAST_FRAME = 1 << 16
 """Pixels that a frame counts at least: each takes its time."""
 COPIES = 3
-"""Of a recording, while it is decoded: its pieces, all of it, and that in its final type."""
+"""Copies of a recording while it is decoded: its pieces, all of it, and that in its final type."""
 FIELDS: tuple[tuple[type[MediaIO[Any]], str], ...] = (
     (ImageMediaIO, "image_url"), (AudioMediaIO, "audio_url"), (VideoMediaIO, "video_url"),
 )  # fmt: skip
@@ -235,7 +235,8 @@ def _load_torchcodec(
     max_decode_bytes: int | None = None,
     **options: Any,
 ) -> Any:
-    """vLLM's looks at the size once all is decoded, if the header doesn't say how long it is."""
+    """Decode a recording. vLLM's function looks at its size only at the end, if the header doesn't
+    give the length."""
     known = max_duration_s is not None and max_decode_bytes is not None
     if vllm_audio.AudioDecoder is not None and known:
         with suppress(RuntimeError):  # vLLM's own attempt says what is wrong

@@ -1,6 +1,6 @@
 """The check of a body stops at the first item of a list that is wrong.
 
-An item of a list that has fifty kinds of items is told fifty ways in which it is none of them; a
+An item of a list that has fifty kinds of items gets fifty reasons why it is none of them; a
 thousand such items take a front end's event loop for seconds, and its memory by the gigabyte.
 """
 

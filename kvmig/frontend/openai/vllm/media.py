@@ -39,7 +39,7 @@ _load_async_as_vllm = MediaConnector.load_from_url_async
 _submit_as_vllm = vllm_renderers._SwappableExecutor.submit
 FILE_NOT_READ = "a file: URL must be of media below --allowed-local-media-path, if there is one"
 LONGEST_S = 120.0
-"""For one of a call whose prompt is made on a thread: to be fetched, to wait, to be decoded."""
+"""Timeout of one medium whose prompt is made on a thread: to be fetched, to wait, to be decoded."""
 
 
 class _Loading:
@@ -134,7 +134,8 @@ def _get_bytes_at_once(self: HTTPConnection, url: str, **options: Any) -> bytes:
 
 
 def _leave_to_rules(self: MediaConnector, url_spec: object) -> None:
-    """They look at the host that is connected to, as the client of HTTP understands the URL."""
+    """Do nothing: the rules look at the host that is connected to, as the client of HTTP
+    understands the URL."""
 
 
 class _AsItComes(MediaIO[bytes]):
@@ -222,7 +223,7 @@ def _submit_in_context(
 
 @contextmanager
 def _blaming(url: str, media_io: MediaIO[Any]) -> Iterator[None]:
-    """What can't be read is the client's mistake, whatever the library raises that reads it."""
+    """Make any error of a library that reads media the client's mistake."""
     try:
         yield
     except MemoryError:

@@ -191,7 +191,7 @@ def keep_alive_s() -> int:
 
 
 def without_progress() -> dict[str, Any]:
-    """uvicorn's logging but for the lines about its own start and end: those are ours to say."""
+    """uvicorn's logging without the lines about its own start and end, which kvmig prints."""
     config = copy.deepcopy(LOGGING_CONFIG)
     config["loggers"]["uvicorn.error"]["level"] = "WARNING"
     return config

@@ -19,7 +19,7 @@ from vllm.multimodal.media.image import ImageEmbeddingMediaIO
 from vllm.multimodal.media.video import VideoEmbeddingMediaIO
 
 ENTRY = b"PK\x01\x02"
-"""With which an entry of a ZIP's list begins."""
+"""The bytes with which an entry of a ZIP's list begins."""
 ENTRIES = 1024
 """Parts of a file: torch writes some ten."""
 
