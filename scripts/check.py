@@ -61,7 +61,7 @@ class Check:
     sparing: tuple[str, ...] = ()
     """Marks; neither are files whose tests all have one of these."""
     files: str = "test_*.py"
-    """Which of the files of tests."""
+    """Which of the files of tests, whatever folder they are in."""
     but: str = "-"
     """Which of them not."""
     at_once: int = 1
@@ -87,24 +87,28 @@ DRIFT = (
 )
 NEXT = "0.33.0"
 """The other vLLM that is supported; its Python runs on the installed one's kernels. Each check
-upgrades to it under streams (tests/test_serve_upgrade.py), a long one moves all kinds of calls
-there and back, and runs all that its adapter has."""
+upgrades to it under streams (tests/e2e/test_serve_upgrade.py), a long one moves all kinds of
+calls there and back, and runs all that its adapter has."""
 FETCH = Check(
     f"vLLM {NEXT}, beside the installed one",
     ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
 )
-ADAPTER = ("pytest", "-q", "tests/test_vllm_adapter.py")
+ADAPTER = ("pytest", "-q", "tests/engines/vllm/test_vllm_adapter.py")
 ENGINE = "engine and not long"
-V2 = (*ADAPTER, "-p", "tests.runner_v2")
+V2 = (*ADAPTER, "-p", "tests.support.runner_v2")
 ON_V2 = Check(
     "the adapter on model runner V2", (*V2, "-k", "[async-seeded and left_alone"), marks=ENGINE
 )
-KINDS = ("tests/test_vllm_kinds.py", "tests/test_vllm_lora.py", "tests/test_vllm_offload.py")
+KINDS = (
+    "tests/engines/vllm/test_vllm_kinds.py",
+    "tests/engines/vllm/test_vllm_lora.py",
+    "tests/engines/vllm/test_vllm_offload.py",
+)
 ALL_ON_V2 = Check("all of the adapter on model runner V2", (*V2, *KINDS), marks="engine")
 NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks="engine", tree=NEXT)
 ALL_ON_NEXT = Check(
     f"all tests of the adapter on vLLM {NEXT}",
-    ("pytest", "-q", *(str(path) for path in sorted((ROOT / "tests").glob("test_vllm_*.py")))),
+    ("pytest", "-q", *(str(path) for path in sorted((ROOT / "tests").rglob("test_vllm_*.py")))),
     marks="not server and not alone",  # its front end wants packages that the installed one doesn't
     at_once=2,
     tree=NEXT,
@@ -118,7 +122,7 @@ CONFORMS_ON_NEXT = Check(
 )
 CONFORMS_ON_V2 = Check(
     "the conformance suite on model runner V2",
-    ("pytest", "-q", "-p", "tests.runner_v2", *CONFORMS),
+    ("pytest", "-q", "-p", "tests.support.runner_v2", *CONFORMS),
     marks="not long",
 )
 HANDSHAKE = "every order of the handshake"
@@ -217,7 +221,7 @@ def files_of(check: Check) -> list[str]:
     """All files of tests that may hold some of the check's; none: pytest is to look by itself."""
     if not check.naming and not check.sparing:
         return []
-    files = sorted((ROOT / "tests").glob(check.files))
+    files = sorted((ROOT / "tests").rglob(check.files))
     return [
         str(file)
         for file in files

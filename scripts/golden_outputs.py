@@ -156,7 +156,7 @@ async def _token_description() -> object:
 
 
 async def _vllm_description() -> object:
-    from tests.vllm_application import application
+    from tests.support.vllm_application import application
 
     async with application() as (app, _):
         return _described(app)

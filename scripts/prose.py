@@ -1,7 +1,8 @@
 """The prose ratchet: how often the documents and `kvmig/` use wording that a reader stumbles over.
 
-`python -m scripts.prose` prints each place, `--write` renews `tests/prose.json`, which holds the
-counts. `tests/test_prose.py` lets no count rise, and asks for a renewal once one has fallen.
+`python -m scripts.prose` prints each place, `--write` renews `tests/house/prose.json`, which holds
+the counts. `tests/house/test_prose.py` lets no count rise, and asks for a renewal once one has
+fallen.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "tests" / "prose.json"
+TARGET = ROOT / "tests" / "house" / "prose.json"
 COMMAND = "python -m scripts.prose --write"
 
 COUNTED = (
@@ -154,7 +155,7 @@ def changes(now: Counts, held: Counts) -> tuple[list[str], list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     """Print each place, or renew the file of counts."""
     parser = argparse.ArgumentParser(prog="python -m scripts.prose", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="renew tests/prose.json")
+    parser.add_argument("--write", action="store_true", help="renew tests/house/prose.json")
     parser.add_argument("--only", default="", help="places whose file or pattern contains this")
     chosen = parser.parse_args(arguments)
     found = list(places())

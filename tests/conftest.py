@@ -17,14 +17,14 @@ from kvmig.fleet.store import FleetStore
 from kvmig.process.child import begin_loading, end_loading
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
-from tests import fake_gpu, postgres
-from tests.fleet_stores import Place
-from tests.fleets import ToyFleet
-from tests.leaks import Footprint, assert_server_is_empty
-from tests.retries import SESSION
-from tests.toys import Toys
-from tests.vllm_pair import Engines, Pair
-from tests.vllm_side import Configuration
+from tests.support import fake_gpu, postgres
+from tests.support.fleet_stores import Place
+from tests.support.fleets import ToyFleet
+from tests.support.leaks import Footprint, assert_server_is_empty
+from tests.support.retries import SESSION
+from tests.support.toys import Toys
+from tests.support.vllm_pair import Engines, Pair
+from tests.support.vllm_side import Configuration
 
 # On a busy machine an example takes its time, too.
 settings.register_profile("patient", deadline=None)
@@ -129,7 +129,7 @@ def environment_as_it_is() -> Iterator[None]:
 
 @pytest.fixture
 def gpus() -> Iterator[None]:
-    """Two GPUs of the tests' own (tests/fake_gpu.py); afterwards nothing of them is held."""
+    """Two GPUs of the tests' own (support/fake_gpu.py); afterwards nothing of them is held."""
     with fake_gpu.installed():
         yield
 

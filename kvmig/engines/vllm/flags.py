@@ -101,7 +101,7 @@ def print_help() -> None:
 # Every flag of vLLM's is judged: it is allowed, or refused with what to use instead. One that
 # stands in neither came with a newer vLLM, and is refused where it is given, until somebody has
 # looked at what it does to requests that move, and to several engines behind one front end:
-# `tests/test_vllm_flag_list.py` names those.
+# `tests/engines/vllm/test_vllm_flag_list.py` names those.
 
 _DATA_PARALLEL = "kvmig runs whole instances, use --instances N"
 _CONTEXT_PARALLEL = "it spreads a block's tokens over workers"

@@ -1,0 +1,516 @@
+"""The command `kvmig`, over the server's API."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from kvmig import __version__
+from kvmig.accounts.keys import KeyIndex
+from kvmig.cli import app as console
+from kvmig.cli.client import KEY, FleetClient
+from kvmig.cli.common import day_of
+from kvmig.fleet import supervisor
+from kvmig.fleet.api import ApiBackend, make_app
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.store import FleetStore
+from tests.support.fleet_stores import Place
+
+
+class Kvmig:
+    """The command, with a server that has a store and nothing that runs."""
+
+    def __init__(self, store: FleetStore, folder: Path) -> None:
+        self.store = store
+        self.folder = folder
+
+    def __call__(self, *words: str) -> str:
+        """What it prints."""
+        done = CliRunner().invoke(console.app, words)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    def refused(self, *words: str, status: int = 1) -> str:
+        """The sentence, where it fails. status: 2 if the server wasn't asked."""
+        done = CliRunner().invoke(console.app, words)
+        assert done.exit_code == status, done.output
+        assert done.output.count("\n") == 1
+        return done.output
+
+    def add_model(self, name: str = "qwen") -> None:
+        self("model", "add", name, f"path:{self.folder}", "--engine", "toy")
+
+    def json(self, *words: str) -> Any:
+        return json.loads(self(*words, "--json"))["data"]
+
+
+@pytest.fixture
+def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmig]:
+    store = FleetStore(sqlite_place.url, sqlite_place.folder / "pepper")
+    settings = FleetSettings(data=str(sqlite_place.folder))
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(store.open).result()
+
+        async def changed() -> None:
+            return
+
+        async def fine(_: ModelSpec) -> None:
+            return
+
+        async def metrics() -> bytes:
+            return b""
+
+        models = ModelController(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
+        keys = KeyIndex(b"")
+        backend = ApiBackend(settings, store, thread, models, changed, fine, lambda: keys, metrics)
+        client = FleetClient("unused")
+        with TestClient(make_app(backend)) as http:
+            monkeypatch.setattr(client, "_http", http)
+            monkeypatch.setattr(console.FleetAddress, "client", lambda _: client)
+            yield Kvmig(store, sqlite_place.folder)
+        thread.submit(store.close).result()
+
+
+def test_an_alias_is_set_and_removed(kvmig: Kvmig) -> None:
+    kvmig.add_model("qwen")
+    kvmig.add_model("next")
+    kvmig("alias", "set", "canary", "qwen=90", "next=10")
+    kvmig("alias", "set", "best", "qwen")
+    assert kvmig.json("alias", "ls") == {"best": {"qwen": 1}, "canary": {"next": 10, "qwen": 90}}
+    assert "next=10, qwen=90" in kvmig("alias", "ls")
+    kvmig("alias", "rm", "canary")
+    assert kvmig.json("alias", "ls") == {"best": {"qwen": 1}}
+
+
+def test_a_wrong_weight_is_named(kvmig: Kvmig) -> None:
+    sentence = kvmig.refused("alias", "set", "best", "qwen=much", status=2)
+    assert sentence == "kvmig: the weight of qwen is 'much', must be a whole number\n"
+    assert "'qwen' is no model" in kvmig.refused("alias", "set", "best", "qwen")
+
+
+def test_a_model_is_switched_off_and_on(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    kvmig("model", "off", "qwen")
+    assert [one["on"] for one in kvmig.json("model", "ls")] == [False]
+    assert "model qwen is off" in kvmig.refused("model", "wake", "qwen")
+    kvmig("model", "on", "qwen")
+    assert [one["on"] for one in kvmig.json("model", "ls")] == [True]
+
+
+def test_a_key_is_given_limits_and_they_are_changed(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    shown = kvmig("key", "add", "bea", "--rpm", "60", "--quota", "10000", "--period", "day")
+    prefix = shown.split("-")[1]
+    assert "rpm 60, quota" in " ".join(kvmig("key", "ls").split())
+    assert (
+        kvmig("key", "limit", prefix, "--rpm", "0", "--tpm", "500") == "tpm 500, quota 10000/day\n"
+    )
+    assert kvmig("key", "limit", prefix, "--tpm=0", "--quota=0") == "no limits\n"
+    assert "rpm is -1, must be 1 to" in kvmig.refused("key", "limit", prefix, "--rpm=-1")
+
+
+def test_a_users_limits_are_changed_one_by_one(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    assert kvmig("user", "limit", "bea", "--quota", "9", "--period", "day") == "quota 9/day\n"
+    assert kvmig("user", "limit", "bea", "--rpm", "5") == "rpm 5, quota 9/day\n"
+    assert "rpm 5, quota 9/day" in " ".join(kvmig("user", "ls").split())
+    assert "quota is -1, must be 1 to" in kvmig.refused("user", "limit", "bea", "--quota=-1")
+    assert kvmig("user", "limit", "bea", "--rpm=0", "--quota=0") == "no limits\n"
+
+
+def test_quotas_of_models_are_given_and_taken_away(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    kvmig("user", "add", "bea")
+    shown = kvmig("key", "add", "bea", "--model-quota", "qwen=500/day")
+    prefix = shown.split("-")[1]
+    assert "quota of qwen 500/day" in " ".join(kvmig("key", "ls").split())
+    assert kvmig("key", "limit", prefix, "--model-quota=qwen=7") == "quota of qwen 7/month\n"
+    assert kvmig("key", "limit", prefix, "--model-quota=qwen=0") == "no limits\n"
+    assert kvmig("user", "limit", "bea", "--model-quota=qwen=5/total", "--rpm=2") == (
+        "rpm 2, quota of qwen 5/total\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence", "status"),
+    [
+        ("qwen", "--model-quota is 'qwen', must be MODEL=TOKENS or MODEL=TOKENS/PERIOD", 2),
+        ("qwen=many", "--model-quota is 'qwen=many', must be MODEL=TOKENS", 2),
+        ("qwen=-1", "quotas: 'qwen' is -1, must be 1 to", 1),
+        ("other=5", "quotas: 'other' is no model, must be one of the catalogue", 1),
+    ],
+)
+def test_a_quota_that_can_not_be_kept_is_refused(
+    kvmig: Kvmig, given: str, sentence: str, status: int
+) -> None:
+    kvmig.add_model()
+    kvmig("user", "add", "bea")
+    assert sentence in kvmig.refused("user", "limit", "bea", "--model-quota", given, status=status)
+
+
+def test_a_user_is_disabled_and_enabled(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "anna", "--role", "admin")
+    kvmig("user", "add", "bea")
+    kvmig("user", "set", "bea", "--disable")
+    assert [one["disabled"] for one in kvmig.json("user", "ls")] == [False, True]
+    assert "disabled" in kvmig("user", "ls")
+    kvmig("user", "set", "bea", "--enable", "--role", "admin")
+    assert [(one["role"], one["disabled"]) for one in kvmig.json("user", "ls")] == [
+        ("admin", False), ("admin", False),
+    ]  # fmt: skip
+    assert "no user 'carl'" in kvmig.refused("user", "set", "carl", "--disable")
+
+
+def test_a_key_is_made_rotated_and_revoked(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    kvmig("user", "add", "bea")
+    classes = ("--class", "low", "--class", "normal")
+    options = ("--name", "laptop", "--model", "qwen", "--days", "2", *classes)
+    key = kvmig("key", "add", "bea", *options).strip()
+    _, prefix, _ = key.split("-", 2)
+    other = kvmig("key", "rotate", prefix, "--keep", "60").strip()
+    old, new = kvmig.json("key", "ls")
+    assert (old["prefix"], new["prefix"]) == (prefix, other.split("-", 2)[1])
+    assert old["terms"]["expires"] < new["terms"]["expires"]
+    assert new["terms"]["classes"] == ["low", "normal"]
+    assert "classes" in kvmig("key", "ls")
+    kvmig("key", "revoke", new["prefix"])
+    assert [bool(one["revoked_at"]) for one in kvmig.json("key", "ls")] == [False, True]
+    assert "has been revoked" in kvmig.refused("key", "revoke", new["prefix"])
+    assert key not in kvmig("key", "ls")
+
+
+def commands(group: Any, *names: str) -> Iterator[tuple[str, ...]]:
+    """Names of all commands, by the words that call them."""
+    for name, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from commands(one, *names, name)
+        else:
+            yield (*names, name)
+
+
+EVERY = sorted(commands(typer.main.get_command(console.app)))
+
+
+@pytest.mark.parametrize("words", EVERY, ids=" ".join)
+def test_every_command_but_up_takes_json(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(console.app, [*words, "--help"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert ("--json" in done.output) == (words != ("up",))
+
+
+def test_orders_answer_with_json(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    assert json.loads(kvmig("model", "off", "qwen", "--json"))["on"] is False
+    assert json.loads(kvmig("model", "show", "qwen", "--json"))["revisions"]
+    assert json.loads(kvmig("alias", "set", "best", "qwen", "--json"))["targets"] == {"qwen": 1}
+    kvmig("user", "add", "bea")
+    assert json.loads(kvmig("key", "add", "bea", "--json")).keys() == {"key", "prefix"}
+
+
+def test_a_model_is_shown_for_people(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    shown = kvmig("model", "show", "qwen")
+    assert shown.splitlines()[0] == "qwen"
+    assert f"source      path:{kvmig.folder}" in shown
+    assert "revisions" not in shown
+
+
+def test_a_models_flags_are_changed(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    kvmig("model", "set", "qwen", "--flags", "--max-model-len 8192", "--zero-after", "7")
+    (row,) = kvmig.json("model", "ls")
+    assert row["spec"]["flags"] == ["--max-model-len", "8192"]
+    assert (row["spec"]["instances"]["zero_after_s"], row["revision"]) == (7, 2)
+
+
+def test_why_a_model_failed_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "name": "count", "state": "failed", "serving": 0, "running": 0, "held": 0, "revision": 1,
+        "why": "the model's start failed: " + "a long sentence " * 9,
+        "spec": {"instances": {"min": 0, "max": 1}},
+    }  # fmt: skip
+    monkeypatch.setattr(FleetClient, "get", lambda *_: {"data": [row]})
+    done = CliRunner().invoke(console.app, ["model", "ls"], env={"COLUMNS": "80"})
+    assert len(done.output.splitlines()) == 3
+    assert done.output.splitlines()[2] == f"count: {row['why']}"
+
+
+def test_the_fleet_at_a_glance_is_in_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"address": "http://x", "memory_bytes": 25276502016, "claimed_bytes": 1500}
+    monkeypatch.setattr(FleetClient, "get", lambda *_: told)
+    shown = CliRunner().invoke(console.app, ["status"]).output
+    assert "memory 25.3 GB" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "day"),
+    [("today", "2026-11-26"), ("yesterday", "2026-11-25"), ("7d", "2026-11-19"), ("", "")],
+)
+def test_a_day_may_be_said_from_today(text: str, day: str) -> None:
+    assert day_of("--since", text, date(2026, 11, 26)) == day
+
+
+def test_a_day_that_is_none_is_refused_with_the_forms_of_one(kvmig: Kvmig) -> None:
+    assert kvmig.refused("usage", "--since", "monday", status=2) == (
+        "kvmig: --since is 'monday', must be a day (UTC) such as 2026-11-01, today,"
+        " yesterday, or 7d for seven days ago\n"
+    )
+    assert kvmig("usage", "--since", "yesterday", "--until", "today")
+
+
+def test_old_calls_are_deleted_from_the_ledger(kvmig: Kvmig) -> None:
+    today = datetime.now(UTC).date()
+    day = (today - timedelta(days=90)).isoformat()
+    for words in (("--keep-days", "90"), ("--before", "90d"), ("--before", day)):
+        shown = kvmig("usage", "prune", *words)
+        assert shown == f"deleted the records of 0 calls before {day}\n"
+    assert json.loads(kvmig("usage", "prune", "--before", day, "--json"))["rows"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "prune takes either --keep-days or --before"),
+        (("--keep-days", "3", "--before", "9d"), "prune takes either --keep-days"),
+        (("--keep-days", "0"), "--keep-days is 0, must be 1 to 9999"),
+        (("--before", "monday"), "--before is 'monday', must be a day"),
+    ],
+)
+def test_which_calls_are_deleted_is_said_in_one_way(
+    kvmig: Kvmig, words: tuple[str, ...], sentence: str
+) -> None:
+    assert kvmig.refused("usage", "prune", *words, status=2).startswith(f"kvmig: {sentence}")
+
+
+def test_the_version_is_printed() -> None:
+    assert CliRunner().invoke(console.app, ["--version"]).output == f"kvmig {__version__}\n"
+
+
+@pytest.mark.parametrize("url", ["http://door:8080/v1", "http://door:8080/kvmig/v2"])
+def test_a_url_with_a_path_too_much_is_refused(url: str) -> None:
+    done = CliRunner().invoke(console.app, ["--url", url, "status"])
+    assert (done.exit_code, done.output) == (
+        2, f"kvmig: --url is {url!r}, must be the fleet's address without a path: http://door:8080\n",
+    )  # fmt: skip
+
+
+def test_a_door_that_wants_a_key_says_how_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": {"message": "no"}}))
+    http = httpx.Client(base_url="http://door", transport=refusing)
+    monkeypatch.setattr(httpx, "Client", lambda **_: http)
+    monkeypatch.delenv(KEY, raising=False)
+    done = CliRunner().invoke(console.app, ["--url", "http://door", "status"])
+    sentence = "http://door requires a key: give --key, or set KVMIG_KEY"
+    assert done.output == f"kvmig: {sentence}\n"
+    done = CliRunner().invoke(console.app, ["--url", "http://door", "--key", "kv-x", "status"])
+    assert done.output == "kvmig: no\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--keep-usage-days", "-1"], "--keep-usage-days is -1, must be 0 to 36500"),
+        (["--memory", "5XB"], "--memory is '5XB' must be a number of B, or one with a unit"),
+        (["--threads", "9999"], "--threads is 9999, must be 1 to"),
+    ],
+)
+def test_what_a_fleet_can_not_have_of_the_machine_is_refused(
+    tmp_path: Path, words: list[str], sentence: str
+) -> None:
+    done = CliRunner().invoke(console.app, [f"--data={tmp_path}", "up", *words])
+    assert done.exit_code == 2
+    assert sentence in done.output
+
+
+def test_memory_is_given_with_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def up(settings: FleetSettings) -> int:
+        seen.append(settings.memory)
+        return 0
+
+    monkeypatch.setattr(supervisor, "up", up)
+    CliRunner().invoke(console.app, [f"--data={tmp_path}", "up", "--memory", "5GB"])
+    assert seen == [5_000_000_000]
+
+
+def test_an_interrupt_stops_a_chats_answer_and_the_next_one_goes_on(
+    answering: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(_: FleetClient, path: str, body: Any) -> Iterator[str]:
+        yield 'data: {"choices": [{"delta": {"content": "four"}}]}'
+        if len(body["messages"]) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(FleetClient, "stream", lines)
+    words = ["--url", "http://door", "chat", "count"]
+    done = CliRunner().invoke(console.app, words, input="three\nsix\n")
+    assert (done.exit_code, done.stdout) == (0, "four\nfour\n")
+    done = CliRunner().invoke(console.app, [*words, "three"])
+    assert (done.exit_code, done.stdout) == (130, "four\n")
+
+
+def test_a_chat_prints_objects(answering: list[Any]) -> None:
+    words = ["--url", "http://door", "chat", "count", "three", "--json"]
+    done = CliRunner().invoke(console.app, words)
+    assert json.loads(done.stdout) == {
+        "role": "assistant", "content": "four five", "stopped": False,
+    }  # fmt: skip
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    kvmig("key", "add", "bea", "--name", "[/bold]")
+    assert "[/bold]" in kvmig("key", "ls")
+
+
+def test_the_audit_is_shown(kvmig: Kvmig) -> None:
+    kvmig("user", "add", "bea")
+    kvmig.add_model()
+    assert [one["action"] for one in kvmig.json("audit")] == ["model.add", "user.add"]
+    assert [one["object"] for one in kvmig.json("audit", "--limit", "1")] == ["qwen"]
+    assert "user.add" in kvmig("audit")
+
+
+def test_a_file_is_applied(kvmig: Kvmig) -> None:
+    file = kvmig.folder / "fleet.yaml"
+    (kvmig.folder / "weights").mkdir()
+    file.write_text("models: [{name: qwen, source: 'path:weights', engine: toy}]")
+    assert "add" in kvmig("apply", str(file), "--dry-run")
+    assert kvmig.json("model", "ls") == []
+    kvmig("apply", str(file))
+    (row,) = kvmig.json("model", "ls")
+    assert row["spec"]["source"] == f"path:{kvmig.folder}/weights"
+    file.write_text("models: []")
+    kvmig("apply", str(file), "--prune")
+    assert kvmig.json("model", "ls") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "status"),
+    [
+        ("models: [{name: a, name: b}]", "can't be used: line 1: 'name' is there twice", 2),
+        ("models: [", "can't be used: it is no plain YAML", 2),
+        ("modles: []", "must be `models:` and `aliases:`", 1),
+        ("", "the file holds None", 1),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(kvmig: Kvmig, text: str, sentence: str, status: int) -> None:
+    file = kvmig.folder / "fleet.yaml"
+    file.write_text(text)
+    assert sentence in kvmig.refused("apply", str(file), status=status)
+
+
+def test_a_file_that_is_not_there_is_named(kvmig: Kvmig) -> None:
+    assert "can't be used" in kvmig.refused("apply", str(kvmig.folder / "nowhere"), status=2)
+
+
+def test_a_backup_is_made(kvmig: Kvmig) -> None:
+    kvmig("backup", str(kvmig.folder / "saved"))
+    assert (kvmig.folder / "saved").stat().st_size > 0
+    assert "is there already" in kvmig.refused("backup", str(kvmig.folder / "saved"))
+
+
+UNIT = """[[units]]
+name = "left"
+memory_bytes = 1000
+[[units.models]]
+name = "qwen"
+kv_bytes = 100
+"""
+
+
+def test_a_placement_is_refused_shown_and_removed(kvmig: Kvmig) -> None:
+    file = kvmig.folder / "placement.toml"
+    file.write_text(UNIT)
+    sentence = "placement: model is 'qwen', which isn't in the catalogue"
+    assert sentence in kvmig.refused("placement", "set", str(file), "--dry-run")
+    assert kvmig("placement", "show").splitlines()[-1] == "none"
+    kvmig("placement", "rm")
+
+
+def test_units_without_a_name_are_shown_as_instances_are_told_of_them(
+    kvmig: Kvmig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = {"memory_bytes": 1000, "gpus": [2, 3], "models": [{"name": "qwen", "kv_bytes": 100}]}
+    told = {"state": "reached", "why": "", "placement": {"units": [unit]}, "lines": ["took 2 s"]}
+    monkeypatch.setattr(FleetClient, "get", lambda *_: told)
+    shown = [line.split() for line in kvmig("placement", "show").splitlines()]
+    assert shown == [["unit", "models"], ["0:2,3", "qwen"], ["took", "2", "s"], ["reached"]]
+
+
+def test_a_placement_that_is_no_toml_is_named(kvmig: Kvmig) -> None:
+    file = kvmig.folder / "placement.toml"
+    file.write_text("units:")
+    refused = kvmig.refused("placement", "set", str(file), status=2)
+    assert f"{file} can't be read: " in refused
+
+
+EVENTS = """: model count is starting, 12 s so far
+
+data: {"choices": [{"delta": {"content": "four "}}]}
+
+data: {"choices": [{"delta": {"content": "five"}}]}
+
+data: [DONE]
+
+"""
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Bodies of what the door was asked, which answers all of them alike."""
+    asked: list[Any] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, text=EVENTS)
+
+    http = httpx.Client(base_url="http://door", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", lambda **_: http)
+    monkeypatch.setattr(console.FleetAddress, "admin_key", lambda _: "kvmig_key")
+    return asked
+
+
+def test_a_chat_shows_that_a_cold_model_starts(answering: list[Any]) -> None:
+    done = CliRunner().invoke(console.app, ["--url", "http://door", "chat", "count", "three"])
+    assert (done.stdout, done.stderr) == ("four five\n", "model count is starting, 12 s so far\n")
+
+
+def test_a_chat_takes_its_lines_from_a_pipe(answering: list[Any]) -> None:
+    words = ["--url", "http://door", "chat", "count"]
+    done = CliRunner().invoke(console.app, words, input="three\nsix\n")
+    assert done.stdout == "four five\nfour five\n"
+    said = [one["content"] for one in answering[-1]["messages"]]
+    assert said == ["three", "four five", "six"]
+
+
+def test_models_processes_get_no_password_of_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str | None, str | None]] = []
+
+    def up(settings: FleetSettings) -> int:
+        seen.append((settings.database, os.environ.get(console.DATABASE), os.environ.get(KEY)))
+        return 0
+
+    monkeypatch.setattr(supervisor, "up", up)
+    environment = {console.DATABASE: "postgresql+psycopg://a:b@c/d", KEY: "kv-x"}
+    done = CliRunner().invoke(console.app, [f"--data={tmp_path}", "up"], env=environment)
+    assert done.exit_code == 0, done.output
+    assert seen == [("postgresql+psycopg://a:b@c/d", None, None)]

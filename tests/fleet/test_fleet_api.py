@@ -1,0 +1,374 @@
+"""The server's HTTP API over a store: what orders change, and how they are refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from kvmig.accounts.keys import KeyIndex
+from kvmig.accounts.usage import UsageRecord, UsageSpool
+from kvmig.core.errors import ConfigError
+from kvmig.fleet.api import ApiBackend, make_app
+from kvmig.fleet.callers import FORWARDED
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.ledger import merge
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.store import FleetStore
+from kvmig.fleet.tables import StoreError
+from tests.support.fleet_stores import Place
+
+
+class Api:
+    """Calls of the API."""
+
+    def __init__(self, place: Place) -> None:
+        settings = FleetSettings(data=str(place.folder))
+        self.folder = place.folder
+        self.store = FleetStore(place.url, place.folder / "pepper", wait_s=0.2)
+        self.keys = KeyIndex(b"")
+        self.changes = 0
+        self.models = ModelController(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
+        self.backend = ApiBackend(
+            settings,
+            self.store,
+            ThreadPoolExecutor(1),
+            self.models,
+            self._changed,
+            self._check,
+            lambda: self.keys,
+            self._metrics,
+        )
+        app = make_app(self.backend)
+        self._http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
+        )
+
+    async def _check(self, spec: ModelSpec) -> None:
+        """As an engine that knows no --nonsense."""
+        if "--nonsense" in spec.flags:
+            raise ConfigError(f"model {spec.name}: unrecognized arguments: --nonsense")
+
+    async def _metrics(self) -> bytes:
+        return b"kvmig_model_ready 1\n"
+
+    async def _changed(self) -> None:
+        self.changes += 1
+        told = await self.backend.stored(self.store.key_changes)
+        self.keys = KeyIndex(self.store.pepper, told.granted)
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, dict[str, Any]]:
+        answer = await self._http.request(
+            method, f"/kvmig/v2/{path}", json=body, headers={**headers}
+        )
+        return answer.status_code, answer.json()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+        await self.backend.stored(self.store.close)
+        await self.models.close()
+        self.backend.thread.shutdown()
+
+
+@pytest.fixture
+async def api(place: Place) -> AsyncIterator[Api]:
+    made = Api(place)
+    await made.backend.stored(made.store.open)
+    yield made
+    await made.close()
+
+
+def said(answer: tuple[int, dict[str, Any]]) -> tuple[int, str]:
+    status, body = answer
+    return status, body["error"]["message"]
+
+
+async def add_model(api: Api, name: str = "qwen") -> None:
+    body = {"name": name, "source": f"path:{api.folder}", "engine": "toy"}
+    status, _ = await api.ask("POST", "models", body)
+    assert status == 201
+
+
+async def test_an_alias_is_set_shown_and_removed(api: Api) -> None:
+    await add_model(api)
+    assert (await api.ask("PUT", "aliases/a/b", {"targets": {"qwen": 3}}))[0] == 200
+    assert await api.ask("GET", "aliases") == (200, {"data": {"a/b": {"qwen": 3}}})
+    assert (await api.ask("DELETE", "aliases/a/b"))[0] == 200
+    assert await api.ask("GET", "aliases") == (200, {"data": {}})
+    assert said(await api.ask("DELETE", "aliases/a/b")) == (404, "no alias 'a/b'")
+
+
+async def test_an_alias_of_no_model_changes_nothing(api: Api) -> None:
+    status, sentence = said(await api.ask("PUT", "aliases/best", {"targets": {"qwen": 1}}))
+    assert (status, api.changes) == (400, 0)
+    assert "aliases.best: 'qwen' is no model" in sentence
+
+
+async def test_a_user_who_is_disabled_has_no_keys(api: Api) -> None:
+    await api.backend.stored(api.store.first_admin_key)
+    await api.ask("POST", "users", {"name": "bea"})
+    _, made = await api.ask("POST", "keys", {"user": "bea"})
+    assert api.keys.find(made["key"]) is not None
+    status, row = await api.ask("PATCH", "users/bea", {"disabled": True})
+    assert (status, row["disabled"], row["role"]) == (200, True, "user")
+    assert api.keys.find(made["key"]) is None
+
+
+async def test_the_only_admin_stays_one(api: Api) -> None:
+    await api.backend.stored(api.store.first_admin_key)
+    status, sentence = said(await api.ask("PATCH", "users/admin", {"role": "user"}))
+    assert status == 400
+    assert "admin is the only admin" in sentence
+
+
+async def test_a_rotated_key_is_good_for_a_while(api: Api) -> None:
+    await api.ask("POST", "users", {"name": "bea"})
+    _, old = await api.ask("POST", "keys", {"user": "bea"})
+    _, new = await api.ask("POST", f"keys/{old['prefix']}/rotate?keep_s=60")
+    assert api.keys.find(old["key"]) is not None
+    assert api.keys.find(new["key"]) is not None
+    _, last = await api.ask("POST", f"keys/{new['prefix']}/rotate")
+    assert api.keys.find(new["key"]) is None
+    assert api.keys.find(last["key"]) is not None
+
+
+async def test_limits_of_a_key_are_changed_one_by_one_and_noted(api: Api) -> None:
+    await api.ask("POST", "users", {"name": "bea"})
+    _, made = await api.ask("POST", "keys", {"user": "bea", "rpm": 5, "quota": 1000})
+    path = f"keys/{made['prefix']}"
+
+    status, row = await api.ask("PATCH", path, {"rpm": None, "tpm": 9})
+
+    named = ("rpm", "tpm", "parallel", "quota", "period")
+    assert (status, [row["terms"][name] for name in named]) == (200, [None, 9, None, 1000, "month"])
+    grant = api.keys.find(made["key"])
+    assert grant is not None
+    assert (grant.rpm, grant.tpm) == (None, 9)
+    _, rows = await api.ask("GET", "audit?limit=1")
+    assert (rows["data"][0]["before"], rows["data"][0]["after"]) == (
+        {"rpm": 5, "tpm": None},
+        {"rpm": None, "tpm": 9},
+    )
+
+
+async def test_quotas_of_models_are_given_with_a_key_and_changed_by_their_names(api: Api) -> None:
+    await add_model(api)
+    await api.ask("POST", "users", {"name": "bea"})
+    quotas = {"qwen": {"tokens": 9, "period": "day"}}
+    _, made = await api.ask("POST", "keys", {"user": "bea", "quotas": quotas})
+    path = f"keys/{made['prefix']}"
+
+    status, row = await api.ask("PATCH", path, {"rpm": 3})
+    assert (status, row["terms"]["quotas"]) == (200, quotas)
+    status, row = await api.ask("PATCH", path, {"quotas": {"qwen": None}})
+    assert (status, row["terms"]["quotas"]) == (200, {})
+    _, rows = await api.ask("GET", "audit?limit=1")
+    assert (rows["data"][0]["before"], rows["data"][0]["after"]) == (
+        {"quotas": quotas},
+        {"quotas": {}},
+    )
+
+
+async def test_a_users_limits_come_to_all_keys_and_are_noted(api: Api) -> None:
+    await api.ask("POST", "users", {"name": "bea"})
+    made = [(await api.ask("POST", "keys", {"user": "bea"}))[1]["key"] for _ in range(2)]
+
+    status, row = await api.ask("PATCH", "users/bea", {"quota": 9, "period": "day"})
+
+    assert (status, row["limits"]["quota"], row["disabled"]) == (200, 9, False)
+    for key in made:
+        grant = api.keys.find(key)
+        assert grant is not None
+        assert (grant.quota, grant.user_limits.quota, grant.user_limits.period) == (None, 9, "day")
+    _, rows = await api.ask("GET", "audit?limit=1")
+    noted = [rows["data"][0][when]["limits"]["quota"] for when in ("before", "after")]
+    assert (rows["data"][0]["object"], noted) == ("bea", [None, 9])
+
+
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        ({"rpm": 0}, "rpm is 0, must be 1 to"),
+        ({"quota": -1}, "quota is -1, must be 1 to"),
+        ({"period": "week"}, "period"),
+        ({"quotas": {"nobody": {"tokens": 5}}}, "quotas: 'nobody' is no model, must be one of"),
+        ({"quotas": {"a": {"tokens": 5, "period": "week"}}}, "quotas"),
+    ],
+)
+async def test_a_limit_that_can_not_be_kept_is_refused_and_changes_nothing(
+    api: Api, limits: dict[str, Any], sentence: str
+) -> None:
+    api.backend.settings = msgspec.structs.replace(api.backend.settings, proxies=2)
+    await api.ask("POST", "users", {"name": "bea"})
+    _, made = await api.ask("POST", "keys", {"user": "bea"})
+    before = api.changes
+
+    status, told = said(await api.ask("PATCH", f"keys/{made['prefix']}", limits))
+
+    assert (status, api.changes) == (400, before)
+    assert sentence in told
+    assert (await api.ask("POST", "keys", {"user": "bea", **limits}))[0] == 400
+    assert (await api.ask("PATCH", "users/bea", limits))[0] == 400
+
+
+async def test_a_call_from_elsewhere_needs_an_admins_key(api: Api) -> None:
+    admin = await api.backend.stored(api.store.first_admin_key)
+    await api.ask("POST", "users", {"name": "bea"})
+    _, bea = await api.ask("POST", "keys", {"user": "bea"})
+    statuses = []
+    for key in ("", "kv-00000000-" + "0" * 43, bea["key"], admin):
+        headers = {FORWARDED: "10.0.0.9", "authorization": f"Bearer {key}"}
+        statuses.append((await api.ask("POST", "users", {"name": "carl"}, **headers))[0])
+    assert statuses == [401, 401, 403, 201]
+    _, rows = await api.ask("GET", "audit?limit=1")
+    (row,) = rows["data"]
+    assert (row["address"], row["object"]) == ("10.0.0.9", "carl")
+    assert row["actor"].startswith("admin (")
+
+
+async def key_of(api: Api, user: str, **more: Any) -> str:
+    await api.ask("POST", "users", {"name": user})
+    status, made = await api.ask("POST", "keys", {"user": user, **more})
+    assert status == 201, made
+    return str(made["key"])
+
+
+def used(key_id: str, seq: int) -> UsageRecord:
+    """A call, just now, of 10 and 20 tokens."""
+    now = time.time()
+    counts: dict[str, Any] = {"prompt": 10, "output": 20, "began": now, "ended": now}
+    return UsageRecord(seq=seq, call_id="c", account=key_id, model="qwen", **counts)
+
+
+def bearing(key: str) -> dict[str, str]:
+    return {FORWARDED: "10.0.0.9", "authorization": f"Bearer {key}"}
+
+
+async def test_a_key_with_the_scope_read_sees_its_own_users_keys_quotas_and_usage(api: Api) -> None:
+    await add_model(api)
+    bea = await key_of(api, "bea", scopes=["read"], quota=1000, period="day")
+    await key_of(api, "carl", quota=50)
+    await api.ask("PATCH", "users/bea", {"quotas": {"qwen": {"tokens": 300, "period": "total"}}})
+    rows = await api.backend.stored(api.store.keys)
+    spool = UsageSpool(api.folder / "front.sqlite")
+    spool.write(used(row.key_id, seq) for seq, row in enumerate(rows, start=1))
+    await api.backend.stored(merge, api.store.database, api.folder / "front.sqlite")
+
+    _, keys = await api.ask("GET", "keys?left=true", **bearing(bea))
+    _, usage = await api.ask("GET", "usage?by=user", **bearing(bea))
+
+    (row,) = keys["data"]
+    assert row["user"] == "bea"
+    assert "hash" not in row
+    left = [(one["whose"], one["model"], one["tokens"], one["left"]) for one in row["left"]]
+    assert left == [("key", None, 1000, 970), ("user", "qwen", 300, 270)]
+    assert [one["renewed_at"] is None for one in row["left"]] == [False, True]
+    assert usage["data"] == [
+        {"user": "bea", "calls": 1, "prompt": 10, "cached": 0, "output": 20},
+    ]
+
+
+async def test_a_key_with_the_scope_read_gives_no_orders_and_one_without_it_sees_nothing(
+    api: Api,
+) -> None:
+    reading = bearing(await key_of(api, "bea", scopes=["read"]))
+    calling = bearing(await key_of(api, "carl", scopes=["infer"]))
+    for method, path in (("GET", "models"), ("GET", "users"), ("GET", "audit"), ("POST", "keys")):
+        status, sentence = said(await api.ask(method, path, {"user": "bea"}, **reading))
+        assert (status, "scope 'admin'" in sentence) == (403, True)
+    for path in ("keys", "usage"):
+        status, sentence = said(await api.ask("GET", path, **calling))
+        assert (status, "scope 'read'" in sentence) == (403, True)
+
+
+async def test_an_admins_key_sees_everybodys_usage_without_the_scope_read(api: Api) -> None:
+    admin = await api.backend.stored(api.store.first_admin_key)
+    await api._changed()
+    await key_of(api, "carl")
+    _, keys = await api.ask("GET", "keys", **bearing(str(admin)))
+    assert {row["user"] for row in keys["data"]} == {"admin", "carl"}
+
+
+@pytest.mark.parametrize("day", ["yesterday", "2026-13-01", "2026-1-1", "20261101", "2026-02-30"])
+async def test_a_day_that_is_none_is_refused_with_the_form_of_one(api: Api, day: str) -> None:
+    for field in ("since", "until"):
+        answer = said(await api.ask("GET", f"usage?{field}={day}"))
+        assert answer == (400, f"{field} is {day!r}, must be a day (UTC) as 2026-11-01")
+
+
+async def test_old_rows_of_the_ledger_are_deleted_by_an_admins_order(api: Api) -> None:
+    admin = str(await api.backend.stored(api.store.first_admin_key))
+    bea = await key_of(api, "bea", scopes=["read"])
+    spool = UsageSpool(api.folder / "front-1.sqlite")
+    old = UsageRecord(seq=1, call_id="c", account="k", model="a", began=0.0, ended=1.0, output=7)
+    spool.write([msgspec.structs.replace(old, status="finished")])
+    await api.backend.stored(merge, api.store.database, api.folder / "front-1.sqlite")
+    _, before = await api.ask("GET", "usage")
+    order = {"before": "2026-01-01"}
+    status, _ = await api.ask("POST", "usage/prune", order, **bearing(bea))
+    assert status == 403
+    answer = await api.ask("POST", "usage/prune", order, **bearing(admin))
+    assert answer == (200, {"before": "2026-01-01", "rows": 1, "more": False})
+    assert await api.ask("GET", "usage") == (200, before)
+    _, rows = await api.ask("GET", "audit?limit=1")
+    assert [(one["actor"][:7], one["action"]) for one in rows["data"]] == [
+        ("admin (", "usage.prune")
+    ]
+
+
+@pytest.mark.parametrize("day", ["9999-01-01", "2026-02-30", "90d"])
+async def test_rows_of_a_day_that_is_not_over_yet_or_is_none_are_not_deleted(
+    api: Api, day: str
+) -> None:
+    status, sentence = said(await api.ask("POST", "usage/prune", {"before": day}))
+    assert (status, sentence.startswith(f"before is {day!r}, must be a day")) == (400, True)
+
+
+async def test_a_model_that_an_alias_stands_for_is_removed_after_the_alias(api: Api) -> None:
+    await add_model(api)
+    await api.ask("PUT", "aliases/canary", {"targets": {"qwen": 3}})
+    status, sentence = said(await api.ask("DELETE", "models/qwen"))
+    assert status == 409
+    assert sentence == (
+        "alias canary stands for model qwen: `kvmig alias rm canary` first, or"
+        " `kvmig alias set canary` without it"
+    )
+    assert (await api.ask("DELETE", "aliases/canary"))[0] == 200
+    assert (await api.ask("DELETE", "models/qwen"))[0] == 200
+
+
+async def test_a_key_for_a_model_that_nobody_knows_is_refused(api: Api) -> None:
+    await add_model(api)
+    await api.ask("PUT", "aliases/canary", {"targets": {"qwen": 3}})
+    await api.ask("POST", "users", {"name": "bea"})
+    status, sentence = said(await api.ask("POST", "keys", {"user": "bea", "models": ["qwem"]}))
+    assert status == 400
+    assert sentence == (
+        "models has 'qwem', which is no model, adapter or alias; there are: canary, qwen"
+    )
+    body = {"user": "bea", "models": ["canary", "qwen"]}
+    assert (await api.ask("POST", "keys", body))[0] == 201
+
+
+async def test_an_order_that_the_database_cannot_take_is_503_with_the_reason(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StoreError("the fleet's database /data/fleet.sqlite has no room left")
+
+    monkeypatch.setattr(api.store.database, "transaction", full)
+    body = {"name": "qwen", "source": f"path:{Path.cwd()}", "engine": "toy"}
+    answer = said(await api.ask("POST", "models", body))
+    assert answer == (503, "the fleet's database /data/fleet.sqlite has no room left")
+    monkeypatch.undo()
+    assert await api.ask("GET", "models") == (200, {"data": []})

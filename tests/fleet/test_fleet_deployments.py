@@ -1,0 +1,130 @@
+"""A deployment that is asked for instances, by its events and the answers to the orders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvmig.asgi.body_bounds import ModelReach
+from kvmig.core.api_records import InstanceRow
+from kvmig.core.errors import StartupError
+from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
+from kvmig.proxy.messages import ModelCard
+from tests.support.waiting import until
+
+EVENTS_S = 0.2
+"""Between what a deployment does and the event that says so."""
+
+
+class Deployment:
+    """Answers orders at once and tells of them later, as one does."""
+
+    def __init__(self) -> None:
+        self.rows = [InstanceRow(id="i0", state="serving"), InstanceRow(id="i1", state="serving")]
+        self.silent = False
+        self.handlers: list[asyncio.Task[None]] = []
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.handlers.append(asyncio.create_task(self._answer(reader, writer)))
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                method, path, _ = head.split(" ", 2)
+                if path.endswith("/events"):
+                    writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                    await self._events(reader, writer)
+                    return
+                if path == "/v1/models":
+                    self._list(writer)
+                    continue
+                if path == "/kvmig/v1/model":
+                    body = b'{"id": "m", "reach": {"tokens": 4096, "longest": 64, "media": false}}'
+                    writer.write(
+                        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+                    )
+                    continue
+                if method == "POST":
+                    length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+                    count = msgspec.json.decode(await reader.readexactly(length))["count"]
+                    about = [
+                        InstanceRow(id=f"i{len(self.rows) + one}", state="starting")
+                        for one in range(count)
+                    ]
+                    self.rows += about
+                else:
+                    name = path.rsplit("/", 1)[1]
+                    about = [InstanceRow(id=name, state="draining")]
+                    self.rows = [one if one.id != name else about[0] for one in self.rows]
+                body = msgspec.json.encode({"object": "list", "data": about})
+                writer.write(
+                    b"HTTP/1.1 201 Created\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+                )
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client is gone
+        finally:
+            writer.close()
+
+    def _list(self, writer: asyncio.StreamWriter) -> None:
+        model = {"id": "m", "created": 17, "owned_by": "vllm", "max_model_len": 4096, "root": "/x"}
+        adapter = {"id": "a", "created": 18, "owned_by": "vllm", "parent": "m"}
+        body = msgspec.json.encode({"object": "list", "data": [adapter, model]})
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+    async def _events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while not reader.at_eof():
+            if not self.silent:
+                told = msgspec.json.encode(DeploymentEvent(data=tuple(self.rows)))
+                writer.write(b"event: instances\ndata: " + told + b"\n\n")
+            await asyncio.sleep(EVENTS_S)
+
+
+@pytest.fixture
+async def deployment(tmp_path: Path) -> AsyncIterator[tuple[Deployment, DeploymentWatcher]]:
+    made, socket = Deployment(), str(tmp_path / "d.sock")
+    async with await asyncio.start_unix_server(made.accept, socket):
+        watched = DeploymentWatcher(socket, lambda: None)
+        await asyncio.wait_for(watched.looked.wait(), 10)
+        yield made, watched
+        await watched.close()
+        await asyncio.gather(*made.handlers)
+
+
+async def test_instances_that_were_added_are_told_of_when_the_order_returns(
+    deployment: tuple[Deployment, DeploymentWatcher],
+) -> None:
+    _, watched = deployment
+    await watched.add(2)
+    assert [one.id for one in watched.told.data] == ["i0", "i1", "i2", "i3"]
+
+
+async def test_an_instance_that_drains_is_told_as_such_when_the_order_returns(
+    deployment: tuple[Deployment, DeploymentWatcher],
+) -> None:
+    _, watched = deployment
+    await watched.drain("i1")
+    assert [one.state for one in watched.told.data] == ["serving", "draining"]
+
+
+async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_in_time(
+    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, watched = deployment
+    made.silent = True
+    monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 0.3)
+    with pytest.raises(StartupError, match=r"does not tell of i2 within 0\.3 s"):
+        await watched.add(1)
+
+
+async def test_a_deployment_that_serves_is_asked_what_its_model_is_like(
+    deployment: tuple[Deployment, DeploymentWatcher],
+) -> None:
+    _, watched = deployment
+    await until(lambda: watched.card)
+    reach = ModelReach(4096, 64, media=False)
+    assert watched.card == ModelCard(created=17, owned_by="vllm", max_model_len=4096, reach=reach)

@@ -1,0 +1,82 @@
+"""What init does beside processes: the sentences of those that ended, and their logs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvmig.fleet import supervisor
+from kvmig.fleet.orders import CheckFlags, Deployed, Running, Start
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.supervisor import last_sentence, size_of, turn_log
+from tests.support.waiting import until
+
+
+def test_the_last_sentence_is_the_processs_own(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("kvmig: an older one\nvLLM's words\n")
+    begin = size_of(log)
+    assert last_sentence(log, begin) == ""
+    with log.open("a") as file:
+        file.write("kvmig: instance i0 starts\nWARNING x\nkvmig: not enough memory\nmore\n")
+    assert last_sentence(log, begin) == "not enough memory"
+
+
+def test_of_a_log_that_was_begun_anew_it_is_the_last_one(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("kvmig: the last\n")
+    assert last_sentence(log, 10_000) == "the last"
+
+
+@pytest.mark.parametrize("how", ["it takes too long", "init ends"])
+async def test_a_check_of_flags_that_does_not_end_is_ended(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs: list[asyncio.subprocess.Process] = []
+
+    async def forked(*_: object) -> asyncio.subprocess.Process:
+        hangs.append(await asyncio.create_subprocess_exec("sleep", "600", process_group=0))
+        return hangs[0]
+
+    monkeypatch.setattr(supervisor, "CHECK_S", 0.1 if how == "it takes too long" else 60)
+    with socket.socket() as sock:
+        one = supervisor.FleetSupervisor(FleetSettings(data=str(tmp_path)), sock)
+        monkeypatch.setattr(one, "_forked", forked)
+        checking = asyncio.create_task(one._check(CheckFlags("c", "toy", ())))
+        await until(lambda: hangs)
+        if how == "init ends":
+            checking.cancel()
+        await asyncio.wait([checking])
+        async with asyncio.timeout(10):
+            assert await hangs[0].wait() == -signal.SIGKILL
+
+
+def test_the_next_server_hears_of_a_deployment_that_is_just_being_forked() -> None:
+    start = Start("d1", "toy", (), "a note", "/log")
+    assert supervisor.running([supervisor.RunningDeployment(start)]) == Running(
+        (Deployed("d1", "toy", "a note", 0),)
+    )
+
+
+def test_without_a_log_there_is_none(tmp_path: Path) -> None:
+    assert last_sentence(tmp_path / "none.log", 0) == ""
+
+
+def test_a_long_log_is_kept_once_and_begun_anew_for_who_appends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "LOG_BYTES", 10)
+    log = tmp_path / "qwen2.5.log"
+    with log.open("a") as file:
+        file.write("a line that is long\n")
+        file.flush()
+        turn_log(log)
+        file.write("next\n")
+    assert log.read_text() == "next\n"
+    assert (tmp_path / "qwen2.5.log.1").read_text() == "a line that is long\n"
+    turn_log(log)
+    assert log.read_text() == "next\n"

@@ -1,0 +1,76 @@
+"""Streams beside an engine's, and mappings whose pages are pinned."""
+
+from __future__ import annotations
+
+import mmap
+from functools import partial
+
+import pytest
+
+from kvmig.core.errors import KvmigError
+from kvmig.kernels.pinned import PinnedMemory
+from kvmig.kernels.side_stream import SideStream
+from tests.support import fake_gpu
+from tests.support.fake_gpu import FakeGpu
+
+pytestmark = pytest.mark.usefixtures("gpus")
+"""Which see that all is given back."""
+
+
+def test_a_stream_settles_when_all_that_was_queued_is_done() -> None:
+    gpu, done = FakeGpu(), list[int]()
+    stream = SideStream(gpu)
+    for number in range(3):
+        gpu.queue(stream.handle, partial(done.append, number))
+    stream.settle()
+    assert done == [0, 1, 2]
+    stream.close()
+
+
+def test_a_stream_that_never_settles_is_a_timeout() -> None:
+    gpu = FakeGpu()
+    stream = SideStream(gpu)
+    gpu.stick()
+    with pytest.raises(TimeoutError, match=r"not done after 0\.01 s"):
+        stream.settle(timeout_s=0.01)
+    gpu.stick(False)
+    stream.close()
+
+
+def test_an_event_is_given_back_when_there_is_no_stream() -> None:
+    gpu = FakeGpu()
+    fake_gpu.fail("cuStreamCreateWithPriority")
+    with pytest.raises(KvmigError, match="cuStreamCreateWithPriority"):
+        SideStream(gpu)
+
+
+def test_of_many_mappings_those_used_last_are_pinned() -> None:
+    gpu = FakeGpu()
+    pins = PinnedMemory(gpu, most=2)
+    mappings = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(3)]
+    for index in (0, 1, 0, 2):
+        assert pins.has(memoryview(mappings[index])[8:16])
+    assert (gpu.pins, fake_gpu.held()["pinned"]) == (3, 2)
+    mappings[1].close()  # nobody holds it any more
+    assert pins.has(memoryview(mappings[0]))
+    assert gpu.pins == 3
+    pins.close()
+    for mapping in mappings:
+        mapping.close()
+
+
+def test_a_mapping_that_cannot_be_pinned_is_tried_once() -> None:
+    gpu = FakeGpu()
+    pins, mapping = PinnedMemory(gpu), mmap.mmap(-1, mmap.PAGESIZE)
+    fake_gpu.fail("cuMemHostRegister_v2")
+    assert not pins.has(memoryview(mapping))
+    fake_gpu.fail("")
+    assert not pins.has(memoryview(mapping))
+    pins.close()
+    mapping.close()
+
+
+def test_memory_that_is_no_mapping_is_not_pinned() -> None:
+    gpu = FakeGpu()
+    assert not PinnedMemory(gpu).has(memoryview(bytearray(8)))
+    assert gpu.pins == 0

@@ -1,0 +1,592 @@
+"""Orders about instances: real sockets, and a launcher whose processes are only made up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from unittest import mock
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvmig.asgi.errors import LauncherGone, OrderFailed
+from kvmig.controlplane.messages import (
+    AddInstances,
+    ClusterMember,
+    ClusterMessage,
+    DrainInstance,
+    Evacuate,
+    LoadReport,
+    Members,
+    MessagesRefused,
+    RestartInstances,
+    Scale,
+    SetState,
+    StopDrain,
+)
+from kvmig.core.config import ClusterConfig, LifecycleConfig, UnitConfig
+from kvmig.core.errors import ConfigError, StartupError, TransportError
+from kvmig.core.priorities import NORMAL
+from kvmig.engines.base import EngineLoad
+from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink, News
+from kvmig.frontend.metrics import FrontendMetrics
+from kvmig.frontend.router import Router
+from kvmig.launcher import cluster, control, instance
+from kvmig.launcher.cluster import InstanceManager
+from kvmig.launcher.control import ControlServer
+from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.shapes import InstanceShape, InstanceShapes
+from kvmig.process.supervisor import ProcessHandle
+from kvmig.rpc.messages import Hello
+from kvmig.rpc.zmq_sockets import RpcServer
+from kvmig.sharing.messages import InUnit
+from tests.support.fake_llumlet import Front, decode
+from tests.support.waiting import PATIENCE_S, until
+
+SECRET = b"a secret of the cluster"
+IDLE = EngineLoad(100, 0, 0, 0, 0, 0)
+BUSY = EngineLoad(100, 20, 2, 0, 0, 0)
+
+
+class Process:
+    """A `ProcessHandle`: a llumlet's socket that reports `load`, in the state that it is told."""
+
+    def __init__(self, launch: LlumletLaunch, broken: str, weights: str) -> None:
+        self.launch = launch
+        self.load = IDLE
+        self.untold = 0
+        self.shared: InUnit | None = None
+        self.state = "serving"
+        self.silent = False
+        self.stopped = False
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
+        self.weights = weights
+        self._broken = broken
+        self._died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._server = RpcServer(SECRET, "llumlet", launch.instance, ClusterMessage)
+        self._task = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        listener, seq = b"", 0
+        receiving = asyncio.ensure_future(self._server.recv())
+        while True:
+            done, _ = await asyncio.wait([receiving], timeout=0.01)
+            if done:
+                sender, message, _ = receiving.result()
+                if isinstance(message, Hello):
+                    listener = sender
+                elif isinstance(message, SetState):
+                    self.state = message.state
+                receiving = asyncio.ensure_future(self._server.recv())
+            seq += 1
+            if self.silent:
+                continue
+            with suppress(TransportError):
+                name = self.launch.instance
+                report = LoadReport(
+                    name, seq, self.load, 0, 0, state=self.state, weights=self.weights,
+                    untold=self.untold, shared=self.shared,
+                )  # fmt: skip
+                self._server.send(listener, report)
+
+    async def send(self, data: bytes) -> None:
+        """To the launcher, once it is connected."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    await self._server._socket.send_multipart([b"launcher", data])
+                    return
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EHOSTUNREACH:
+                        raise
+                await asyncio.sleep(0.01)
+
+    def die(self, how: str = "killed by SIGKILL") -> None:
+        self._died.set_result(how)
+
+    async def ready(self, timeout_s: float) -> str:
+        if self._broken:
+            raise StartupError(f"instance {self.launch.instance}: {self._broken}")
+        return self._server.endpoint
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self._died)
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        await self.may_stop.wait()
+        self.stopped = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._server.close()
+
+
+class FakeLauncher:
+    """broken: why the next processes can't start; starts: all that were ever started."""
+
+    def __init__(self) -> None:
+        self.starts: list[Process] = []
+        self.broken = ""
+        self.bug: Exception | None = None
+        self.closed = False
+        self.renewals = 0
+        self.loaded = asyncio.Event()
+        """What the last renewal began."""
+        self.loaded.set()
+        self.tree = ""
+        """Of the last renewal."""
+        self.bad_tree = ""
+        """Nothing starts on it."""
+        self.weights = "old"
+        """On disk."""
+
+    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+        """Takes any."""
+
+    def renew(self, tree: str) -> None:
+        self.renewals += 1
+        self.tree = tree
+
+    async def renewed(self) -> None:
+        await self.loaded.wait()
+
+    async def open(self) -> None:
+        return
+
+    async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
+        if self.bug is not None:
+            raise self.bug
+        broken = "no such name" if self.bad_tree and launch.engine_tree == self.bad_tree else ""
+        self.starts.append(Process(launch, broken or self.broken, self.weights))
+        return self.starts[-1]
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def process(self, name: str) -> Process:
+        """The last one of that name."""
+        return [one for one in self.starts if one.launch.instance == name][-1]
+
+
+class Told:
+    """What a front end hears."""
+
+    def __init__(self) -> None:
+        self.members: list[ClusterMember] = []
+        self.evacuated: list[str] = []
+        self.ended: list[bool] = []
+        self.preferred = ""
+        self.history: list[dict[str, str]] = []
+        self.refusals: dict[str, dict[str, int]] = {}
+
+    def hear(self, news: News) -> None:
+        match news:
+            case Members():
+                self.members, self.preferred = news.members, news.weights
+                self.history.append(self.states())
+            case Evacuate():
+                self.evacuated.append(news.instance)
+                self.ended.append(news.ends)
+            case MessagesRefused():
+                self.refusals[news.process] = news.counts
+
+    def states(self) -> dict[str, str]:
+        return {one.instance: one.state for one in self.members}
+
+
+class World:
+    """A cluster with its control socket and one front end."""
+
+    def __init__(self, lifecycle: LifecycleConfig) -> None:
+        def parse(argv: list[str]) -> Namespace:
+            if "--bug" in argv:
+                raise KeyError("bug")
+            if "--bad" in argv:
+                raise ConfigError("unrecognized arguments: --bad")
+            size = int(argv[-1]) if "--block-size" in argv else None
+            return Namespace(tensor_parallel_size=1, block_size=size)
+
+        self.launcher = FakeLauncher()
+        self.said: list[str] = []
+        unit = UnitConfig(path="unit", guarantee=400, model="m")
+        config = ClusterConfig(lifecycle=lifecycle, unit=unit)
+
+        def check_tree(folder: str) -> str:
+            if folder != "/new":
+                raise ConfigError(f"{folder!r} holds no vLLM")
+            return "0.33.0"
+
+        started = [InstanceShape()] * 2
+        shapes = InstanceShapes(["MODEL"], {}, started, 0, parse, check_tree=check_tree)
+        self.cluster = InstanceManager(
+            "test",
+            config,
+            SECRET,
+            shapes,
+            self.launcher,
+            lambda argv: self.launcher.weights,
+            {"i1": "east"},
+        )
+        self.control = ControlServer(self.cluster, SECRET, "127.0.0.1")
+        self.front = Told()
+        self.link = LauncherLink(self.control.endpoint, SECRET, "front-1", self.front.hear)
+
+    async def hears(self, **states: str) -> None:
+        await until(lambda: self.front.states() == states)
+
+
+@asynccontextmanager
+async def world(**lifecycle: float) -> AsyncIterator[World]:
+    """i0 and i1 serve; at the end no process is left."""
+    it = World(LifecycleConfig(**lifecycle))  # type: ignore[arg-type]
+    try:
+        with (
+            mock.patch.object(cluster, "say", it.said.append),
+            mock.patch.object(instance, "say", it.said.append),
+        ):
+            await it.cluster.start()
+            it.control.open()
+            await it.hears(i0="serving", i1="serving")
+            yield it
+    finally:
+        await it.link.close()
+        await it.control.close()
+        await it.cluster.stop()
+        assert all(process.stopped for process in it.launcher.starts)
+        assert it.launcher.closed
+
+
+def drain(name: str, **more: object) -> Callable[[int], DrainInstance]:
+    return lambda call_id: DrainInstance(call_id, name, **more)  # type: ignore[arg-type]
+
+
+async def test_added_instances_take_free_names_and_are_seen_starting() -> None:
+    async with world(max_instances=4) as it:
+        assert await it.link.order(lambda number: AddInstances(number, 2)) == ("i2", "i3")
+        assert any(states.get("i3") == "starting" for states in it.front.history)
+        await it.hears(i0="serving", i1="serving", i2="serving", i3="serving")
+
+
+async def test_an_instance_keeps_its_place_in_a_placement_when_it_starts_again() -> None:
+    async with world(max_instances=3) as it:
+        await it.link.order(lambda number: AddInstances(number, unit="west"))
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        await it.link.order(drain("i1"))
+        await it.link.order(lambda number: RestartInstances(number, ("i2",)))
+        await until(lambda: len([one for one in it.launcher.starts
+                                 if one.launch.instance == "i2"]) == 2)  # fmt: skip
+        units = {one.instance: one.unit for one in it.front.members}
+        assert units == {"i0": "", "i1": "east", "i2": "west"}
+
+
+@pytest.mark.parametrize(
+    ("order", "sentence"),
+    [
+        (AddInstances(0, 0), "count is 0, must be 1 or more"),
+        (AddInstances(0, 2), "count is 2: --max-instances allows 3, and there are 2, those that"),
+        (AddInstances(0, 1, "--bad"), "unrecognized arguments: --bad"),
+        (AddInstances(0, 1, "'"), 'flags is "\'": No closing quotation'),
+        (AddInstances(0, 1, "--block-size 64"), "--block-size is 64 with 1 workers, must be left"),
+        (DrainInstance(0, "i7"), "there is no instance i7, only i0, i1"),
+        (DrainInstance(0, "i0", -1.0), "deadline_s is -1, must be 0 or more"),
+        (StopDrain(0, "i0"), "instance i0 is serving, not draining"),
+    ],
+)
+async def test_what_is_wrong_is_one_sentence_and_changes_nothing(
+    order: AddInstances | DrainInstance | StopDrain, sentence: str
+) -> None:
+    async with world(max_instances=3) as it:
+        with pytest.raises(OrderFailed, match="^" + sentence.replace("(", r"\(")):
+            await it.link.order(lambda _: replace_id(order, _))
+        assert it.front.states() == {"i0": "serving", "i1": "serving"}
+        assert len(it.launcher.starts) == 2
+
+
+def replace_id(
+    order: AddInstances | DrainInstance | StopDrain, call_id: int
+) -> AddInstances | DrainInstance | StopDrain:
+    return msgspec.structs.replace(order, call_id=call_id)
+
+
+async def test_a_drained_instance_stays_until_it_is_let_serve_again() -> None:
+    async with world() as it:
+        await it.link.order(drain("i0"))
+        await until(lambda: it.launcher.process("i0").state == "draining")
+        await until(lambda: it.front.members[0].detail == "it is empty")
+        await it.link.order(lambda number: StopDrain(number, "i0"))
+        await until(lambda: it.launcher.process("i0").state == "serving")
+        await it.hears(i0="serving", i1="serving")
+
+
+async def test_one_that_is_to_leave_ends_when_it_is_empty() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0", leave=True))
+        await until(lambda: it.launcher.process("i0").state == "draining")
+        await asyncio.sleep(0.3)
+        assert it.front.states() == {"i0": "draining", "i1": "serving"}
+        it.launcher.process("i0").load = IDLE
+        await it.hears(i1="serving")
+        await until(lambda: it.launcher.process("i0").stopped)
+
+
+async def test_one_leaves_only_once_front_ends_know_where_its_requests_went() -> None:
+    async with world() as it:
+        process = it.launcher.process("i0")
+        process.untold = 1
+        await it.link.order(drain("i0", leave=True))
+        await until(lambda: process.state == "draining")
+        await asyncio.sleep(0.3)
+        assert it.front.states() == {"i0": "draining", "i1": "serving"}
+        process.untold = 0
+        await it.hears(i1="serving")
+
+
+async def test_after_the_deadline_front_ends_are_told_to_go_on_elsewhere() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0", deadline_s=0.0))
+        await until(lambda: it.front.evacuated == ["i0"])
+
+
+async def test_with_nowhere_to_go_what_runs_is_left_alone() -> None:
+    async with world() as it:
+        it.launcher.process("i1").load = BUSY
+        await it.link.order(drain("i0"))
+        await it.link.order(drain("i1", deadline_s=0.0))
+        await asyncio.sleep(0.3)
+        assert it.front.evacuated == []
+        assert it.front.states() == {"i0": "draining", "i1": "draining"}
+
+
+async def test_the_last_that_serves_is_not_ended() -> None:
+    async with world() as it:
+        await it.link.order(drain("i0"))
+        for now in (False, True):
+            with pytest.raises(OrderFailed, match="instance i1 is the only one that serves"):
+                await it.link.order(drain("i1", leave=True, now=now))
+
+
+async def test_one_that_is_ended_at_once_does_not_wait() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0", leave=True, now=True))
+        await it.hears(i1="serving")
+        await until(lambda: it.launcher.process("i0").stopped)
+
+
+async def test_one_that_dies_is_started_again_under_its_name() -> None:
+    async with world() as it:
+        before = next(one.endpoint for one in it.front.members if one.instance == "i0")
+        it.launcher.process("i0").die()
+        gone = {"i0": "starting", "i1": "serving"}
+        await until(lambda: gone in it.front.history[2:])
+        await it.hears(i0="serving", i1="serving")
+        assert it.front.members[0].endpoint != before
+        assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in it.said
+
+
+async def asks(it: World, name: str, size: int) -> None:
+    """It was told to ask for that guarantee, and its launcher has heard so."""
+    shared = InUnit(0, 0, 0, 0.0, connected=True, asked=size)
+    it.launcher.process(name).shared = shared
+
+    def heard() -> bool:
+        link = it.cluster._instances[name]._link
+        return link is not None and link.report is not None and link.report.shared == shared
+
+    await until(heard)
+
+
+def guarantee(process: Process) -> int:
+    unit = process.launch.config.unit
+    assert unit is not None
+    return unit.guarantee
+
+
+async def test_one_that_dies_is_started_again_with_the_guarantee_that_it_was_told() -> None:
+    async with world() as it:
+        assert guarantee(it.launcher.process("i0")) == 400
+        await asks(it, "i0", 700)
+        it.launcher.process("i0").die()
+        await until(lambda: len(it.launcher.starts) == 3)
+        assert guarantee(it.launcher.process("i0")) == 700
+        it.launcher.process("i0").die()
+        await until(lambda: len(it.launcher.starts) == 4)
+        assert guarantee(it.launcher.process("i0")) == 700, "though it hasn't said so since"
+
+
+async def test_one_that_is_silent_for_long_is_ended_and_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(instance, "TICK_S", 0.1)
+    async with world() as it:
+        first = it.launcher.process("i0")
+        first.silent = True
+        await until(lambda: first.stopped)
+        await until(lambda: "instance i0 is gone (no report for 1 s), again in 0.5 s" in it.said)
+        await it.hears(i0="serving", i1="serving")
+
+
+async def test_one_that_dies_while_it_drains_goes_on_draining() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0"))
+        it.launcher.process("i0").die()
+        await until(lambda: len(it.launcher.starts) == 3)
+        await until(lambda: it.launcher.process("i0").state == "draining")
+
+
+async def test_one_that_dies_while_it_leaves_is_gone() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        await it.link.order(drain("i0", leave=True))
+        it.launcher.process("i0").die()
+        await it.hears(i1="serving")
+        assert len(it.launcher.starts) == 2
+
+
+async def test_one_that_dies_again_and_again_is_given_up_and_can_be_removed() -> None:
+    async with world(max_restarts=1) as it:
+        it.launcher.process("i0").die()
+        await until(lambda: len(it.launcher.starts) == 3)
+        await it.hears(i0="serving", i1="serving")
+        it.launcher.process("i0").die("exit code 1")
+        await it.hears(i0="failed", i1="serving")
+        assert it.front.members[0].detail == "exit code 1, after 1 restarts"
+        assert "instance i0 is given up (exit code 1, after 1 restarts)" in it.said
+        with pytest.raises(OrderFailed, match="instance i0 is failed"):
+            await it.link.order(drain("i0"))
+        await it.link.order(drain("i0", leave=True))
+        await it.hears(i1="serving")
+
+
+async def test_an_added_one_that_cannot_start_is_not_tried_again() -> None:
+    async with world() as it:
+        it.launcher.broken = "can't serve MODEL: no memory"
+        await it.link.order(AddInstances)
+        await it.hears(i0="serving", i1="serving", i2="failed")
+        given_up = "instance i2: can't serve MODEL: no memory; it is given up"
+        await until(lambda: given_up in it.said)
+        assert len(it.launcher.starts) == 3
+
+
+async def test_a_first_one_that_cannot_start_ends_the_start() -> None:
+    it = World(LifecycleConfig())
+    it.launcher.broken = "can't serve MODEL"
+    with pytest.raises(StartupError, match="instance i0: can't serve MODEL"):
+        await it.cluster.start()
+    await it.link.close()
+    await it.control.close()
+    await it.cluster.stop()
+    assert all(process.stopped for process in it.launcher.starts)
+
+
+async def test_the_schedulers_decisions_are_carried_out() -> None:
+    async with world(max_instances=3) as it:
+        it.cluster.scale(Scale(add=1))
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        it.cluster.scale(Scale(add=1))  # there can't be more: nothing happens
+        it.cluster.scale(Scale(drain="i1"))
+        await it.hears(i0="serving", i2="serving")
+
+
+async def test_a_launcher_that_fails_at_an_order_hears_the_next() -> None:
+    async with world(max_instances=3) as it:
+        with pytest.raises(OrderFailed, match="the launcher failed: KeyError") as failed:
+            await it.link.order(lambda number: AddInstances(number, 1, "--bug"))
+        assert failed.value.status == 500
+        assert await it.link.order(AddInstances) == ("i2",)
+
+
+async def test_one_that_hangs_is_ended_though_it_is_taken_out_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(instance, "SILENT_TICKS", 2)
+    monkeypatch.setattr(instance, "TICK_S", 0.1)
+    async with world() as it:
+        hung = it.launcher.process("i0")
+        hung.may_stop.clear()
+        hung.silent = True
+        await it.hears(i0="starting", i1="serving")
+        assert not hung.stopped
+        await it.link.order(drain("i0", leave=True, now=True))
+        await it.hears(i1="serving")
+        assert not hung.stopped
+        hung.may_stop.set()
+        await it.cluster.stop()
+        assert hung.stopped
+
+
+async def test_a_launcher_that_fails_at_a_start_tries_again() -> None:
+    async with world() as it:
+        it.launcher.bug = RuntimeError("out of descriptors")
+        it.launcher.process("i0").die()
+        await until(lambda: "out of descriptors" in it.front.members[0].detail)
+        it.launcher.bug = None
+        await it.hears(i0="serving", i1="serving")
+
+
+async def test_without_a_launcher_an_order_fails() -> None:
+    async with world() as it:
+        await it.control.close()
+        with pytest.raises(LauncherGone):
+            await it.link.order(AddInstances)
+
+
+async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "TELL_S", 0.01)
+    async with world() as it:
+        await until(lambda: it.front.refusals == {"launcher": {}, "scheduler": {}})
+        assert it.link._client is not None
+        it.link._client.send(Scale())  # isn't for the launcher
+        await until(lambda: it.front.refusals["launcher"] == {"unexpected": 1})
+        await it.launcher.process("i0").send(b"no message")
+        await until(lambda: it.front.refusals["launcher"].get("unreadable") == 1)
+        it.cluster.scheduler_refusals = {"early": 3}
+        await until(lambda: it.front.refusals["scheduler"] == {"early": 3})
+        later = Told()
+        link = LauncherLink(it.control.endpoint, SECRET, "front-2", later.hear)
+        await until(lambda: later.refusals == it.front.refusals)
+        await link.close()
+
+
+class Counting(InstanceMembership):
+    """A front end's, without its instances."""
+
+    def _take(self, members: Members) -> None:
+        """The router is to follow nobody."""
+
+
+async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and_by_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "TELL_S", 0.01)
+    registry = CollectorRegistry()
+    observer = FrontendMetrics(registry, [NORMAL])
+    router = Router("front-2", SECRET, ClusterConfig(), Front(), decode, observer=observer)
+
+    def shown(process: str, reason: str) -> float | None:
+        labels = {"process": process, "reason": reason}
+        return registry.get_sample_value("kvmig_messages_refused", labels)
+
+    async with world() as it:
+        link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router).apply_news)
+        await until(lambda: link._client is not None)
+        it.cluster.scheduler_refusals = {"early": 3}
+        await until(lambda: shown("scheduler", "early") == 3)
+        it.control._tell(Scale())  # isn't for a front end
+        await until(lambda: shown("front-2", "unexpected") == 1)
+        port = int(it.control.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1")
+        await until(lambda: shown("launcher", "unauthenticated") == 1)
+        await link.close()
+    await router.close()

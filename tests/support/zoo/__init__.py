@@ -1,0 +1,6 @@
+"""Tiny random checkpoints of the families that people serve, each with a KV cache of real shape."""
+
+from tests.support.zoo.checkpoints import eagle, make
+from tests.support.zoo.families import FAMILIES
+
+__all__ = ["FAMILIES", "eagle", "make"]
