@@ -22,6 +22,7 @@ import uvloop
 
 from kvmig.asgi.access import is_loopback
 from kvmig.controlplane.messages import ClusterMember
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.secret import ADMIN_KEY
@@ -304,17 +305,13 @@ class ClusterServer:
             return self._exit_code
         finally:
             stopping.cancel()
-            if self._scheduler is not None:
-                self._scheduler.cancel()
-                await asyncio.gather(self._scheduler, return_exceptions=True)
+            await cancel_tasks(self._scheduler)
             if self._front is not None:
                 await self._front.close()
             if self._control is not None:
                 await self._control.close()
             await self._cluster.stop()
-            if self._beating is not None:
-                self._beating.cancel()
-                await asyncio.gather(self._beating, return_exceptions=True)
+            await cancel_tasks(self._beating)
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -338,9 +335,7 @@ class ClusterServer:
         try:
             await asyncio.gather(*both)
         except BaseException:
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            await cancel_tasks(*both)
             raise
         self._cluster.on_change.append(self._stop_without_instances)
         self._cluster.on_change.append(self._schedule)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from kvmig.controlplane.fronts import FrontendRegistry, OwnershipTable
 from kvmig.controlplane.messages import ClusterMessage, PauseAhead, Resolve, Resolved
+from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import monotonic
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, TransportError
@@ -87,9 +88,7 @@ class MigrationHost:
     async def close(self) -> None:
         """Disconnect from all peers; no migration hears of it."""
         tasks = [task for _, task in self._clients.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(*tasks)
         for client, _ in self._clients.values():
             client.close()  # of a task that has never begun
         self._clients.clear()

@@ -29,14 +29,20 @@ class BackgroundTasks:
 
     async def close(self) -> None:
         """Cancel all that still run, and wait for their ends."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(*self._tasks)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s: %s failed", self._owner, task.get_coro(), exc_info=error)
+
+
+async def cancel_tasks(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel the tasks, and wait for their ends. None stands for a task that was never made."""
+    made = [task for task in tasks if task is not None]
+    for task in made:
+        task.cancel()
+    await asyncio.gather(*made, return_exceptions=True)
 
 
 def answer_call(

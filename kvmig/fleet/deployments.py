@@ -13,6 +13,7 @@ import msgspec
 
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow, ModelBody
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import StartupError
 from kvmig.proxy.messages import ModelCard
 
@@ -90,9 +91,7 @@ class DeploymentWatcher:
     async def close(self) -> None:
         """Follow no more."""
         tasks = [one for one in (self._task, self._learning) if one is not None]
-        for one in tasks:
-            one.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(*tasks)
         await self._http.aclose()
 
     async def add(self, count: int) -> None:

@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.store import NameTaken
@@ -127,8 +128,7 @@ class PlacementController:
     async def close(self) -> None:
         """Do nothing more."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_tasks(self._task)
             self._task = None
 
     def _check(self, wanted: Placement) -> None:

@@ -16,6 +16,7 @@ from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadRepor
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.core.api_records import InstanceRow
+from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import Clock
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import NoInstance, PeerError, TransportError
@@ -109,8 +110,7 @@ class InstanceConnection:
         """Disconnect for good; the listener hears nothing of it."""
         self._closed = True
         self.welcome = self._client = None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_tasks(self._task)
 
     async def _run(self) -> None:
         while True:

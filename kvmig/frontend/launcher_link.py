@@ -16,6 +16,7 @@ from kvmig.controlplane.messages import (
     MessagesRefused,
     OrderDone,
 )
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import instance_number
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.frontend.router import Router
@@ -82,8 +83,7 @@ class LauncherLink:
 
     async def close(self) -> None:
         """Disconnect."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_tasks(self._task)
 
     async def _run(self) -> None:
         while True:

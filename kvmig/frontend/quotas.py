@@ -12,6 +12,7 @@ import msgspec
 from kvmig.accounts.allowances import TokenAllowance, TokenGrant, TokenRequest
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Span
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import NoInstance, QuotaUsedUp
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.ports import OutputItem
@@ -97,9 +98,7 @@ class QuotaClient:
     async def close(self) -> None:
         """Ask nothing more."""
         tasks = list(self._asks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_tasks(*tasks)
         self._drop()
 
     def _asked(self, allowance: TokenAllowance[Output], least: int) -> asyncio.Task[None]:

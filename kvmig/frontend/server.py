@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmig.asgi.access import access
+from kvmig.core.background import cancel_tasks
 from kvmig.core.heap import keep_small
 from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.process.child import end_loading, say
@@ -163,9 +164,7 @@ class FrontEnd:
 
     async def close(self) -> None:
         """End what still runs, stop serving, disconnect."""
-        for task in self._watching:
-            task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await cancel_tasks(*self._watching)
         self._http.loop_use.close(asyncio.get_running_loop())
         self._router.give_up("the server stops")
         if self._started:
@@ -176,8 +175,7 @@ class FrontEnd:
         if self._quotas is not None:
             await self._quotas.close()
         if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+            await cancel_tasks(self._writing)
             assert self._usage is not None
             await self._usage.close()  # nothing is counted any more
         self._sock.close()

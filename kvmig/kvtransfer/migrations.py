@@ -14,6 +14,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import monotonic
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import MigrationRefused, PeerError
@@ -403,9 +404,7 @@ class MigrationSessions:
             arrival.deliver(CancelMigration("shutdown"))
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await cancel_tasks(*late)
         self._in.inboxes.close()
         await asyncio.gather(*(batcher.close() for batcher in self._batchers.values()))
 

@@ -20,6 +20,7 @@ from kvmig.controlplane.messages import (
     RestartInstances,
     StopDrain,
 )
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.launcher.cluster import InstanceManager
 from kvmig.rpc.messages import Hello, RpcMessage
@@ -74,9 +75,7 @@ class ControlServer:
 
     async def close(self) -> None:
         """Unbind."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(*self._tasks)
         self._server.close()
 
     async def _receive(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvmig.accounts.usage import UsageSpool
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import SecretStruct
@@ -119,8 +120,7 @@ class FrontEnds:
             (all_ended, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         hurry.cancel()
-        all_ended.cancel()
-        await asyncio.gather(all_ended, return_exceptions=True)
+        await cancel_tasks(all_ended)
 
     async def close(self) -> None:
         """End them all."""

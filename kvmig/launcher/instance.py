@@ -16,6 +16,7 @@ from kvmig.controlplane.messages import (
     OrderRefused,
     SetState,
 )
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import StartupError, TransportError
 from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher
 from kvmig.process.child import say
@@ -415,8 +416,7 @@ class LlumletLink:
 
     async def close(self) -> None:
         """Disconnect."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_tasks(self._task)
 
     async def _run(self) -> None:
         while True:

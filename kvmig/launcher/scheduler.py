@@ -20,6 +20,7 @@ from kvmig.controlplane.messages import (
     Scale,
 )
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.process.child import say, send_heartbeats
@@ -117,8 +118,7 @@ async def run(launch: SchedulerLaunch, descriptor: int) -> None:
     try:
         await serve(launch, descriptor)
     finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
+        await cancel_tasks(beating)
 
 
 def main(argv: Sequence[str]) -> int:

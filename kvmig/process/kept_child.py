@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.process.child import say
 from kvmig.process.supervisor import (
@@ -72,9 +73,7 @@ class KeptChild:
 
     async def stop(self, timeout_s: float) -> None:
         """End it."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancel_tasks(self._keeping)
         await self._end(timeout_s)
 
     async def _start(self) -> None:

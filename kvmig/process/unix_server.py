@@ -6,6 +6,7 @@ import asyncio
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError
 from kvmig.process.sockets import take_path
 
@@ -46,9 +47,7 @@ class UnixServer:
             return
         self._server.close()
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_tasks(*self._tasks)
 
     async def _connected(self, reader: StreamReader, writer: StreamWriter) -> None:
         task = asyncio.current_task()

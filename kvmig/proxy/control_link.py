@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvmig.core.background import cancel_tasks
 from kvmig.process.unix_server import UnixServer
 from kvmig.proxy.messages import Down, ProxyHello, ProxyNews
 from kvmig.rpc.unix_stream import receive_message, send_message
@@ -100,8 +101,7 @@ class ServerLink:
 
     async def close(self) -> None:
         """Disconnect."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_tasks(self._task)
 
     async def _run(self) -> None:
         while True:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 
+from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.engines.base import KVUse
 from kvmig.engines.gate import ComputeShares, StepGrant
@@ -200,8 +201,7 @@ class UnitMember:
                 self._warn(str(error))
             finally:
                 self.close()
-                reports.cancel()
-                await asyncio.gather(reports, return_exceptions=True)
+                await cancel_tasks(reports)
             self._packets = await self._again()
 
     def _warn(self, why: str) -> None:
