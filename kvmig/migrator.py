@@ -43,7 +43,7 @@ class Migrator:
         on_commit: OnCommit = lambda request_id, destination: None,
         close_timeout_s: float = 5.0,
     ) -> None:
-        """engines: by any names; whoever made them closes them, after this."""
+        """engines: by any names; their maker closes them, after this."""
         self._config = config or MigrationConfig(transport="tcp")
         self._close_timeout_s = close_timeout_s
         self._nodes: dict[str, _Node] = {}
@@ -58,9 +58,9 @@ class Migrator:
     async def migrate(
         self, request_id: str, source: str, destination: str, *, inexact: bool = False
     ) -> MigrationReport:
-        """Move a request, and say how it ended: "committed", or "aborted" with the reason.
+        """Move a request; returns the outcome: "committed", or "aborted" with the reason.
 
-        Whatever happens, exactly one engine runs the request afterwards. Cancelling the wait
+        In any case exactly one engine runs the request afterwards. Cancelling the wait
         doesn't stop a migration that has begun; `cancel` does. inexact: it may also go to an engine
         of another numerics class, where its tokens may differ. Raises ConfigError for a name
         that is no engine's.
@@ -76,7 +76,7 @@ class Migrator:
         return report
 
     def cancel(self, request_id: str, reason: str = "aborted_by_client") -> None:
-        """Give up what moves of a request, which its engine was told to abort."""
+        """Give up the migration of a request that its engine is to abort."""
         for node in self._nodes.values():
             node.migrations.cancel_request(request_id, reason)
 
@@ -201,7 +201,7 @@ class _Node(LlumletPort):
         return await self._others[destination].migrations.fence(request_id, epoch)
 
     def on_commit(self, request_id: str, epoch: int, output_tokens: int, gateway: str) -> None:
-        """Tell the embedding program, which may raise MigrationRefused."""
+        """Inform the embedding program, which may raise MigrationRefused."""
         self._on_commit(request_id, self._name)
         if not self.tapped:
             # Nobody will say when its first token came: the report doesn't wait for that.

@@ -43,7 +43,8 @@ class TokenRequest(msgspec.Struct, frozen=True):
 
 
 class TokenGrant(msgspec.Struct, frozen=True):
-    """As many as there are, up to what was wanted; none where there are fewer than the least."""
+    """Tokens that a call is granted: up to what it wanted; none where fewer than its least are
+    left."""
 
     number: int
     tokens: int
@@ -55,7 +56,7 @@ class TokenGrant(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class TokenAllowance(Generic[Held]):
-    """Of one call."""
+    """The tokens of one call that are paid for."""
 
     key: str
     seq: int
@@ -98,12 +99,12 @@ class TokenAllowance(Generic[Held]):
         return bool(self._held)
 
     def expect(self, most: int | None) -> None:
-        """One more answer comes, of so many tokens at most; None: that isn't known."""
+        """Expect one more answer, of `most` tokens at most; None: that isn't known."""
         known = self.most_output is not None and most is not None
         self.most_output = (self.most_output or 0) + (most or 0) if known else None
 
     def await_prompt(self, tokens: int) -> None:
-        """A prompt waits for so many: they are part of what is asked for from now on."""
+        """Count tokens that a prompt waits for: they are part of what is asked for from now on."""
         self._coming += tokens
 
     def end_prompt(self, tokens: int) -> None:

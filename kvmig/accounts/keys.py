@@ -60,9 +60,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How much a key may do, or all keys of a user together."""
 
     rpm: int | None = None
-    """Requests a minute; None: no limit."""
+    """Requests per minute; None: no limit."""
     tpm: int | None = None
-    """Tokens a minute, prompt and output."""
+    """Tokens per minute, prompt and output."""
     parallel: int | None = None
     """Requests at once."""
     quota: int | None = None
@@ -103,7 +103,7 @@ class KeyGrant(KeyTerms, frozen=True, kw_only=True):
 
 
 class LimitedAccount(NamedTuple):
-    """Whose limits hold for a request."""
+    """A key or a user whose limits hold for a request."""
 
     id: str
     name: str
@@ -184,7 +184,7 @@ def parse_key(presented: str) -> tuple[str, str] | None:
 
 
 class KeyIndex:
-    """All keys that let requests in, by their prefixes."""
+    """The keys that let requests in, by their prefixes."""
 
     def __init__(self, pepper: bytes, grants: Iterable[KeyGrant] = ()) -> None:
         self._pepper = pepper
@@ -225,7 +225,7 @@ def allows(
     """None if the key is good for a request to `model`, sent from `address` at `now`.
 
     model: None for a request to none. A model that the key may not use is as one that isn't there.
-    scope: None: somebody else looks at it.
+    scope: None: it is checked elsewhere.
     """
     if grant.expires is not None and now >= grant.expires:
         return EXPIRED

@@ -1,9 +1,9 @@
-"""Limits of keys and users: requests at once, requests and tokens a minute. Pure.
+"""Limits of keys and users: requests at once, requests and tokens per minute. Pure.
 
-A request is a sequence: a call with several answers or prompts counts as so many. What all proxies
+A request is a sequence: a call with several answers or prompts counts as several. What all proxies
 of a fleet let in is counted in one place (`AccountTallies`): a limit is the same however many there
-are. Tokens are counted by the server, which tells every proxy what was spent; no request is refused
-in the midst of its answer, the next one waits instead.
+are. Tokens are counted by the server, which reports to every proxy what was spent; no request is
+refused in the midst of its answer, the next one waits instead.
 
 A server doesn't know what was spent before it, nor the first proxy what came before it: each takes
 it that everybody has just used a minute's worth, so that a limit holds across its death.
@@ -25,7 +25,7 @@ BUSY_S = 1.0
 
 
 class ArrivalDebt(NamedTuple):
-    """Requests that came faster than the minute's rate pays them off: so many, at that time."""
+    """Requests that came faster than the minute's rate pays them off, as of a time."""
 
     requests: float = 0.0
     at: float = -inf
@@ -61,7 +61,7 @@ class AccountTally(Protocol):
 
 
 class AccountTallies(Protocol):
-    """All of them."""
+    """The tallies of all accounts."""
 
     def tally_of(self, whose: str) -> AccountTally:
         """The tally of a `Limited.id`."""
@@ -135,7 +135,7 @@ class SpendBucket:
         self.level, self.at = self.now(now) + tokens, now
 
     def adopt_level(self, level: float, now: float) -> None:
-        """Take over the level that a server knows; one that starts anew knows less."""
+        """Take over the level that a server knows; one that has just started knows less."""
         self.level, self.at = max(level, self.now(now)), now
 
     def wait_s(self, now: float) -> float:
@@ -148,7 +148,7 @@ What = Literal["requests", "tokens"]
 
 
 class LimitLeft(NamedTuple):
-    """Of a limit a minute, or of a quota."""
+    """The rest of a limit per minute, or of a quota."""
 
     left: int
     limit: int
@@ -175,7 +175,7 @@ class RequestLimiter:
         self.bucket.per_minute = limits.tpm or 1
 
     def exceeded(self, now: float, requests: int = 1) -> LimitExceeded | None:
-        """Why no call of so many requests may come in now; None: one may."""
+        """Why no call of `requests` requests may come in now; None: one may."""
         parallel, rpm, tpm = self.limits.parallel, self.limits.rpm, self.limits.tpm
         if parallel is not None and self.tally.running() + requests > parallel:
             return self._refuse(f"have {parallel} requests at once", requests, parallel, BUSY_S)
@@ -224,7 +224,7 @@ class RequestLimiter:
 def let_in(
     limiters: Sequence[RequestLimiter], now: float, requests: int = 1
 ) -> LimitExceeded | None:
-    """Let a call of so many requests in past all of them; or past none, and say why."""
+    """Let a call of several requests in past all limits; or past none, and return why."""
     for one in limiters:
         if (why := one.exceeded(now, requests)) is not None:
             return why

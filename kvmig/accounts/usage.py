@@ -192,7 +192,7 @@ class UsageSpool:
 
     @property
     def left(self) -> bool:
-        """Whether nobody writes it any more."""
+        """Whether it is not written any more."""
         return self._left.exists()
 
     @property

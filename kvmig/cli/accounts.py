@@ -115,7 +115,7 @@ def changed_limits(
 
 
 def model_quotas(given: list[str] | None) -> dict[str, dict[str, Any] | None]:
-    """Of `--model-quota`. Raises ConfigError."""
+    """Parse `--model-quota`. Raises ConfigError."""
     found: dict[str, dict[str, Any] | None] = {}
     for one in given or ():
         model, equals, said = one.rpartition("=")
@@ -212,7 +212,7 @@ def list_keys(
 
 
 def key_row(one: dict[str, Any]) -> Sequence[object]:
-    """Of `kvmig key ls`."""
+    """A row of `kvmig key ls`."""
     terms = one["terms"]
     models = None if terms["models"] is None else " ".join(terms["models"])
     ends = [time_of(at) for at in (terms["expires"], one["revoked_at"])]
@@ -236,7 +236,7 @@ def left_of(quotas: Sequence[dict[str, Any]]) -> str | None:
 
 
 def limits_of(terms: dict[str, Any]) -> str | None:
-    """Those that there are, as `kvmig key limit` and `kvmig user limit` take them."""
+    """The limits that are set, as `kvmig key limit` and `kvmig user limit` take them."""
     named = [f"{name} {terms[name]}" for name in ("rpm", "tpm", "parallel") if terms[name]]
     if terms["quota"]:
         named.append(f"quota {terms['quota']}/{terms['period']}")

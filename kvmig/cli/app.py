@@ -156,7 +156,7 @@ def up(
 
 
 def bytes_of(flag: str, text: str) -> int:
-    """Of a flag; empty: 0. Raises ConfigError."""
+    """Bytes that a flag gives; empty: 0. Raises ConfigError."""
     try:
         return int(quantity("B")(text)) if text else 0
     except argparse.ArgumentTypeError as error:

@@ -1,4 +1,4 @@
-"""The way from the command line to a fleet's server: its socket here, or its door elsewhere."""
+"""The way from the command line to a fleet's server: its socket here, or its proxy elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 from kvmig.core.errors import ConfigError, KvmigError
 
 URL, KEY = "KVMIG_URL", "KVMIG_KEY"
-"""Environment variables: the door of a fleet elsewhere, and a key for it."""
+"""Environment variables: the proxy's URL of a fleet elsewhere, and a key for it."""
 TIMEOUT_S = 200.0
 """The first check of an engine's flags loads its libraries."""
 SILENCE_S = 600.0
@@ -23,7 +23,7 @@ SILENCE_S = 600.0
 
 
 APIS = ("/v1", "/kvmig", "/models")
-"""Paths of a door, which an address of it doesn't have."""
+"""Paths of a proxy, which its URL doesn't have."""
 
 
 class CallFailure(KvmigError):
@@ -31,7 +31,8 @@ class CallFailure(KvmigError):
 
 
 class FleetClient:
-    """Without a URL: by the socket in the fleet's folder, which only its user can connect to."""
+    """A client of a fleet. Without a URL it uses the socket in the fleet's folder, which only its
+    user can connect to."""
 
     def __init__(self, socket: str, url: str = "", key: str = "") -> None:
         """key: an admin's, for a fleet elsewhere."""
@@ -82,7 +83,7 @@ class FleetClient:
 
     @property
     def _advice(self) -> str:
-        """What to do where nobody answers."""
+        """What to do where no fleet answers."""
         init = holder_of(self._folder) if self._folder is not None else ""
         if init:
             return f"its supervisor, process {init}, restarts the server and logs what is wrong"
@@ -106,7 +107,7 @@ class FleetClient:
 
 
 def check_url(url: str) -> str:
-    """Returns it unchanged. Raises ConfigError for what is no door's address."""
+    """Return a proxy's URL unchanged. Raises ConfigError for anything else."""
     parts = urlsplit(url)
     if url and (parts.scheme not in ("http", "https") or not parts.netloc):
         raise ConfigError(f"--url is {url!r:.200}, must be of the form http://HOST:PORT")
@@ -119,7 +120,7 @@ def check_url(url: str) -> str:
 
 
 def holder_of(folder: Path) -> str:
-    """The process id of the init that runs in a fleet's `run` folder; empty: there is none."""
+    """The process id of the supervisor in a fleet's `run` folder; empty: there is none."""
     try:
         with (folder / "init.pid").open() as held:
             try:

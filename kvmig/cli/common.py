@@ -26,7 +26,7 @@ Parameters = ParamSpec("Parameters")
 out = Console(highlight=False, markup=False)
 Json = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON.")]
 SLOW_S = 1.5
-"""After which a command says what it waits for."""
+"""Time after which a command prints what it waits for."""
 
 
 @dataclass
@@ -38,12 +38,12 @@ class FleetAddress:
     key: str = ""
 
     def client(self) -> FleetClient:
-        """Of its server."""
+        """A client of the fleet's server."""
         settings = FleetSettings(data=data_folder(self.data))
         return FleetClient(str(settings.api), self.url, self.key)
 
     def admin_key(self) -> str:
-        """A key for the door, as the fleet's folder has it where none is given."""
+        """A key for the proxy, from the fleet's folder where none is given."""
         try:
             return self.key or Path(data_folder(self.data), "admin-key").read_text().strip()
         except OSError:
@@ -54,7 +54,7 @@ where = FleetAddress()
 
 
 def said(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """A command whose errors are one sentence: exit code 2 for bad input, 1 for the rest."""
+    """Print a command's errors as one line: exit code 2 for bad input, 1 for the rest."""
 
     @wraps(command)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
@@ -72,7 +72,7 @@ def said(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
 
 @contextmanager
 def patience(sentence: str) -> Iterator[None]:
-    """Say on stderr what takes so long, if it does."""
+    """Print on stderr what the command waits for, if it takes long."""
     words = (f"kvmig: {sentence}",)
     late = threading.Timer(SLOW_S, print, words, {"file": sys.stderr, "flush": True})
     late.daemon = True
@@ -121,7 +121,7 @@ def size_of(count: float) -> str:
 
 
 def day_of(flag: str, text: str, today: date) -> str:
-    """A day (UTC) from `today`, `yesterday`, `7d` (so many days ago) or as it is written.
+    """A day (UTC) from `today`, `yesterday`, `7d` (seven days ago) or as it is written.
 
     Raises ConfigError.
     """

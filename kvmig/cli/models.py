@@ -34,7 +34,7 @@ CHECKING = (
 
 
 def model_row(one: dict[str, Any]) -> Sequence[object]:
-    """Of `kvmig model ls`."""
+    """A row of `kvmig model ls`."""
     wanted = one["spec"]["instances"]
     return (
         one["name"],

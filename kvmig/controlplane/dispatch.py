@@ -1,6 +1,6 @@
-"""Dispatch: on which instance a new request runs. Pure but for a counter that breaks ties.
+"""Dispatch: the choice of an instance for a new request. Pure, except a counter that breaks ties.
 
-Every policy takes serving instances that were heard of lately and are large enough;
+Every policy takes serving instances that have reported lately and are large enough;
 others only if there is none. Ties go to the fewest requests, then round and round.
 """
 
@@ -30,7 +30,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     weights: str = ""
     """The weights under which it has begun; it goes on under no others. Empty: not begun."""
     numerics: str = ""
-    """The numerics class in which it has begun: it goes on there, if anybody of it serves."""
+    """The numerics class in which it has begun: it goes on there, if any instance of it serves."""
     preferred: str = ""
     """Weights under which it had better begin, where there is room for it."""
 
@@ -168,7 +168,7 @@ class FewestWithRoom:
     Enough: each request could still grow by `enough` blocks with the new one there.
 
     A request of a priority with headroom goes to where such ones run already, as long as
-    they fit beside each other once all others have made way: kept apart, each would cost
+    they fit side by side once all others have made way: kept apart, each would cost
     the room of a whole instance. Others go there only where they would have to wait elsewhere.
     """
 

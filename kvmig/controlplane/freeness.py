@@ -1,6 +1,6 @@
 """Freeness: for how long an instance's batch can go on growing (Llumnix, section 4.4).
 
-F = (M - sum V) / B, in KV blocks a request: M the instance's blocks, V the virtual
+F = (M - sum V) / B, in KV blocks per request: M the instance's blocks, V the virtual
 usage of its requests, B its batch size.
 
 Example: 851 blocks, 40 running requests that hold 651: F = 200 / 40 = 5 blocks, so
@@ -19,7 +19,7 @@ from kvmig.controlplane.view import Column, InstanceView, ViewColumns
 Queued = Literal["head", "all"]
 """How much of a queue counts.
 
-head: the first request's demand, as in the paper. all: everybody's. With the head only,
+head: the first request's demand, as in the paper. all: that of all. With the head only,
 an instance with a hundred waiting requests looks like one with a single one, and bursts
 of long prompts end up worse than under round robin.
 """

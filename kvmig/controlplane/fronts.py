@@ -69,7 +69,8 @@ class FrontendRegistry:
         return self._identity.get(name)
 
     def client(self, number: int) -> bytes | None:
-        """The identity of client `number`'s front end; 0 (nobody's statistics): any front end."""
+        """The identity of client `number`'s front end; 0 (statistics of no client): any front
+        end."""
         for name, identity in self._identity.items():
             if number in (0, self._number[name]):
                 return identity

@@ -332,7 +332,7 @@ class Llumlet:
     async def _migrate(
         self, request_id: str, order: Pair | Migrate, asker: bytes = b""
     ) -> MigrationReport:
-        """Move a request and tell all front ends how that ended; `asker` has given the order."""
+        """Move a request and report the outcome to all front ends; `asker` has given the order."""
         by_hand = order if isinstance(order, Migrate) else None
         why = "by-hand" if isinstance(order, Migrate) else order.why
         track = self._tracking.get(request_id)
@@ -476,7 +476,7 @@ class Llumlet:
             self._front_lost(sender)
 
     def _tell_overrun(self) -> None:
-        """Tell front ends that were too slow, once they read again, that outputs are lost."""
+        """Report lost outputs to front ends that were too slow, once they read again."""
         for sender in list(self._overrun):
             try:
                 self._server.send(sender, Overrun())

@@ -23,7 +23,7 @@ class Welcome(RpcMessage, frozen=True, tag=True):
     engine: bytes = b""
     minor: int = 0
     weights: str = ""
-    """Identity of its weights; load reports tell when they are updated."""
+    """Identity of its weights; load reports show when they are updated."""
     pid: int = 0
     """The process's id, on its host."""
     host: str = ""
@@ -39,7 +39,7 @@ class Welcome(RpcMessage, frozen=True, tag=True):
 class LoadReport(RpcMessage, frozen=True, tag=True):
     """Llumlet: its load, every `heartbeat_interval_ms` or on change.
 
-    Of one size however many requests it has, so that nobody else's cost grows with them.
+    It has one size for any number of requests, so that no other's cost grows with them.
     """
 
     instance: str
@@ -54,7 +54,7 @@ class LoadReport(RpcMessage, frozen=True, tag=True):
     headroom: dict[int, float] = msgspec.field(default_factory=dict)
     """Priority -> KV blocks to keep free for all its running requests together (absent: 0)."""
     bandwidth: float = 0.0
-    """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
+    """KV blocks per second that migrations out of it have lately sent; 0: none was measured."""
     refused: dict[str, int] = msgspec.field(default_factory=dict)
     """Messages that it has refused, by reason (`kvmig.core.errors.PeerError`)."""
     unmovable: str = ""
@@ -62,12 +62,12 @@ class LoadReport(RpcMessage, frozen=True, tag=True):
     weights: str = ""
     """Identity of its weights: a stream that has begun goes on nowhere else."""
     numerics: str = ""
-    """Numerics class: nothing moves to another one unless somebody has said so."""
+    """Numerics class: nothing moves to another one without an order that allows it."""
     shared: InUnit | None = None
     """The instance's share of a unit; None: it shares no KV cache."""
     untold: int = 0
-    """Migrations of which front ends weren't told yet how they ended. A request may have gone by
-    one, and nobody but this llumlet know where it is."""
+    """Migrations whose outcome was not reported to front ends yet. A request may have gone by one,
+    and only this llumlet knows where it is."""
 
 
 class Overrun(RpcMessage, frozen=True, tag=True):
@@ -143,7 +143,7 @@ class Migrate(RpcMessage, frozen=True, tag=True):
 
 
 class Migrated(RpcMessage, frozen=True, tag=True):
-    """Llumlet: how a migration ended (call_id 0: nobody asked; the scheduler did)."""
+    """Llumlet: how a migration ended (call_id 0: the scheduler asked, not a front end)."""
 
     call_id: int
     report: MigrationReport
@@ -196,7 +196,7 @@ class PauseAhead(RpcMessage, frozen=True, tag=True):
     """Source llumlet to the front end: in some steps this request is moved on, and its client waits
     for a token longer than usual. That may be spread over the tokens before it.
 
-    Advice: nothing depends on it, and an aborted migration leaves nobody waiting.
+    Advice: nothing depends on it, and after an aborted migration none waits for it.
     """
 
     request_id: str
@@ -221,7 +221,7 @@ the launcher failed at it."""
 
 
 class OrderRefused(KvmigError):
-    """An order can't be carried out, and nothing was changed; one sentence says why."""
+    """An order can't be carried out, and nothing was changed; the message has the reason."""
 
     def __init__(self, refusal: Refusal, sentence: str) -> None:
         super().__init__(sentence)
@@ -229,7 +229,7 @@ class OrderRefused(KvmigError):
 
 
 class AddInstances(RpcMessage, frozen=True, tag=True):
-    """Front end to the launcher: start so many more, with these flags of vLLM's besides.
+    """Front end to the launcher: start `count` more, with these flags of vLLM's besides.
 
     tree: as in RestartInstances; None: that of most of the others. gpus: ids of those that each
     runs on, as CUDA_VISIBLE_DEVICES has them; none: the launcher chooses. unit: name of where they
@@ -247,7 +247,7 @@ class AddInstances(RpcMessage, frozen=True, tag=True):
 class DrainInstance(RpcMessage, frozen=True, tag=True):
     """Front end to the launcher: let its requests go elsewhere.
 
-    deadline_s: after so long by recompute, or with an error where no other instance has the
+    deadline_s: after that time by recompute, or with an error where no other instance has the
     request's weights; None: the launcher's --drain-deadline, and no such error.
     leave: end it when it is empty. now: end it at once. last: end it even if no other serves;
     it serves until then.
@@ -303,17 +303,17 @@ class Evacuate(RpcMessage, frozen=True, tag=True):
 
     instance: str
     ends: bool = False
-    """End requests with an error that can go on nowhere, for nobody else has their weights."""
+    """End requests with an error that can go on nowhere, for no other has their weights."""
 
 
 class SetState(RpcMessage, frozen=True, tag=True):
-    """Launcher to a llumlet: this is your state from now on; tell it in your reports."""
+    """Launcher to a llumlet: this is your state from now on; show it in your reports."""
 
     state: Literal["serving", "draining"]
 
 
 class Scale(RpcMessage, frozen=True, tag=True):
-    """Scheduler to the launcher: start so many instances more, or end this one by a drain."""
+    """Scheduler to the launcher: start `add` instances more, or end this one by a drain."""
 
     add: int = 0
     drain: str = ""
@@ -348,7 +348,7 @@ class ClusterMember(msgspec.Struct, frozen=True):
     tree: str = ""
     """Folder of its engine; empty: the installed one."""
     unit: str = ""
-    """Name of where it is in a placement; empty: nobody said."""
+    """Name of its unit in a placement; empty: none was given."""
     ordered: bool = False
     """Whether an order has ended its process: that it is gone is no fault."""
 
@@ -383,7 +383,7 @@ they have lent it.
 """
 
 URGENT: tuple[Why, ...] = ("defragment", "priority", "drain", "relieve")
-"""Somebody waits until these moves are over."""
+"""Reasons of moves whose end is waited for."""
 AT_ONCE: tuple[Why, ...] = ("drain", "relieve")
 """Moves for these reasons run at once, without regard to recent arrivals: what stays longer is
 ended, or preempted."""
@@ -404,7 +404,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Pairs(RpcMessage, frozen=True, tag=True):
-    """Scheduler to a source llumlet: these, in place of those told before; none: stop."""
+    """Scheduler to a source llumlet: these, in place of earlier ones; none: stop."""
 
     pairs: tuple[Pair, ...] = ()
 

@@ -38,7 +38,7 @@ class MigrationHost:
         tracking: OwnershipTable,
         on_exit: Callable[[BaseException], None],
     ) -> None:
-        """on_exit: hears of an error after which the instance can't go on."""
+        """on_exit: gets an error after which the instance can't go on."""
         self._instance = instance
         self._secret = secret
         self._engine = engine
@@ -49,7 +49,7 @@ class MigrationHost:
         self.reply = server.send
         self.has_front = fronts.has
         self._clients: dict[str, tuple[RpcClient, asyncio.Task[None]]] = {}
-        """Connections to peers, by endpoint, and who hears their answers."""
+        """Connections to peers, by endpoint, and the tasks that receive their answers."""
         self._questions: dict[str, asyncio.Future[bool]] = {}
         """Questions to front ends that are open, by migration."""
         self.migrations = MigrationSessions(
@@ -86,7 +86,7 @@ class MigrationHost:
             client.close()
 
     async def close(self) -> None:
-        """Disconnect from all peers; no migration hears of it."""
+        """Disconnect from all peers; no migration is informed."""
         tasks = [task for _, task in self._clients.values()]
         await cancel_tasks(*tasks)
         for client, _ in self._clients.values():
@@ -125,13 +125,13 @@ class MigrationHost:
             del self._questions[mid]
 
     def resolved(self, message: Resolved) -> None:
-        """A front end's answer. One that nobody waits for any more is ignored."""
+        """Take a front end's answer. One that is not waited for any more is ignored."""
         answer = self._questions.get(message.mid)
         if answer is not None and not answer.done():
             answer.set_result(message.moved)
 
     def announce_pause(self, request_id: str, pause_ms: float, stretch_ms: float) -> bool:
-        """Tell the front end that a pause comes; False if it is gone."""
+        """Announce a pause to the front end; False if it is gone."""
         try:
             message = PauseAhead(request_id, pause_ms, stretch_ms)
             self._server.send(self._owner(request_id), message)

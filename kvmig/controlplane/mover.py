@@ -43,7 +43,7 @@ class MigrationDriver:
     """
 
     requests: Callable[[int], Coroutine[Any, Any, list[RequestState]]]
-    """The requests here, with so many of the queue: `Engine.requests`."""
+    """The requests here, with a number of those in the queue: `Engine.requests`."""
     migrating: Callable[[], Collection[str]]
     arrived: Callable[[], Mapping[str, float]]
     """When those that were moved here came, by `monotonic`: they stay for a while."""

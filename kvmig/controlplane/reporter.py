@@ -1,4 +1,4 @@
-"""When a llumlet reports its load, and in which state it says it is. Pure."""
+"""The times at which a llumlet reports its load, and the state that it reports. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINGER_S = 0.25
 
 
 class LoadReporter:
-    """wanted: the state that it was told to be in, while nothing ails it."""
+    """wanted: the state that was ordered, while nothing is wrong with it."""
 
     def __init__(self, heartbeat_interval_ms: float, step_timeout_s: float, now: float) -> None:
         self.wanted = "serving"
@@ -42,7 +42,8 @@ class LoadReporter:
     def is_due(self, now: float, state: str, load: EngineLoad, *news: object) -> bool:
         """Whether to report now; it is taken for done.
 
-        Blocks grow with every few steps; only who is there, and `news`, is told at once.
+        Blocks grow with every few steps; only which requests are there, and `news`, goes out at
+        once.
         """
         told = (state, load.running, load.waiting, *news)
         if now - self._reported_at < self._report_s and told == self._reported:

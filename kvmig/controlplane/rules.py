@@ -83,7 +83,7 @@ def relieve(ledger: RoundPlan) -> None:
 
 def protect(ledger: RoundPlan) -> None:
     """Pair instances that keep less free than their headroom with ones that keep none: those who
-    run beside a protected request give way when its headroom is used."""
+    run alongside a protected request give way when its headroom is used."""
     columns = ledger.columns
     if not columns.kept.any():
         return
@@ -130,7 +130,7 @@ def protected_priority(one: InstanceView) -> int | None:
 
 
 def unheld_blocks(ledger: RoundPlan) -> Column:
-    """Blocks of each that nobody holds now."""
+    """Free blocks of each instance."""
     free: Column = ledger.columns.total - ledger.columns.used
     return free
 
@@ -225,7 +225,7 @@ def make_room(ledger: RoundPlan) -> None:
 
 
 def _let_in(ledger: RoundPlan, source: int, need: float, roomiest: list[int]) -> None:
-    """Move `need` blocks, if there is room for so many: some but not enough helps nobody."""
+    """Move `need` blocks, if there is room for all of them: fewer would help no request."""
     if sum(max(ledger.capacity_of(row), 0.0) for row in roomiest) >= need and not ledger.is_source(
         source
     ):

@@ -6,7 +6,7 @@ so an idle instance counts by its room instead of being infinitely free. It is k
 room already, and while one drains, none other does, so nothing is done twice.
 
 Example: three instances of 851 blocks, 150 requests that hold 2,000: (2553 - 2000) / 150 =
-3.7 blocks a request. low = 10 wants 1,500 free blocks: 947 more, two instances.
+3.7 blocks per request. low = 10 wants 1,500 free blocks: 947 more, two instances.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER_S = 10.0
 
 
 class ScaleOut(msgspec.Struct, frozen=True):
-    """Start so many instances more."""
+    """Start `count` instances more."""
 
     count: int
 

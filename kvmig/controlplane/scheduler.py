@@ -1,6 +1,6 @@
 """The scheduler: runs the pure rules once a round. No sockets, no clock of its own.
 
-`RoundConfig` says which rules and thresholds, `RoundPlan` is what a round has decided so far, and
+`RoundConfig` holds rules and thresholds, `RoundPlan` is what a round has decided so far, and
 `Scheduler` what it tells the sources. The rules of a round run one after the other on one ledger:
 each sees the free blocks and batches as those before it will have left them. An instance either
 gives or takes in a round, never both, and the reverse of a pair of the last round is never made.
@@ -20,13 +20,13 @@ from kvmig.controlplane.view import DRAINING, ClusterView, Column, Mask
 
 MAX_SOURCES = 128
 """Instances that a rule looks at in a round, the worst first: the others' turn comes in
-the next one. It bounds what a round costs when everybody is overloaded at once."""
+the next one. It bounds what a round costs when all are overloaded at once."""
 MAX_DESTINATIONS = 4
 """Destinations of one source in a round."""
 
 
 class RoundConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules and thresholds of a round. Freeness in KV blocks a request."""
+    """Rules and thresholds of a round. Freeness in KV blocks per request."""
 
     rules: tuple[Callable[[RoundPlan], None], ...]
     """The rules, in their order."""
@@ -38,13 +38,13 @@ class RoundConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_gain: float = 1.0
     """Least predicted growth of the lower freeness of two that makes a pair worth it."""
     preempted_give: bool = False
-    """Whether an instance where a preempted request waits is a source whatever its freeness, and
+    """Whether an instance where a preempted request waits is a source with any freeness, and
     never a destination (`extremes`)."""
     inexact: bool = False
     """Whether requests move between numerics classes, if they have the same weights."""
     longest_move_s: float = 5.0
     """A source that needs longer for an average request, by the bandwidth it measured, does
-    not balance: nobody knows whether the request lasts so long."""
+    not balance: it isn't known whether the request lasts that long."""
 
 
 class InstancePairing(msgspec.Struct, frozen=True):
@@ -177,7 +177,7 @@ class DestinationHeap:
         self._ledger = ledger
         self._value = value
         self._heaps: dict[float, list[tuple[float, int]]] = {}
-        """By what `RoundPlan.kinds` says."""
+        """Order by `RoundPlan.kinds`."""
         alike = len(ledger.each_kind) == 1
         for kind in ledger.each_kind:
             best = ledger.best(rows if alike else rows & (ledger.kinds == kind), by)
@@ -225,7 +225,7 @@ def rebalance(
 
     last: the pairs of the round before. A pair that isn't decided again is over (its
     source is back inside the thresholds, or it helps no more), and the reverse of one
-    is never decided, whatever the estimates missed. A draining or stale instance
+    is never decided, even where the estimates were wrong. A draining or stale instance
     takes nothing in; one that is stale, hangs or failed isn't asked to move anything either.
     """
     ledger = RoundPlan(view, last, rounds)

@@ -1,7 +1,7 @@
 """The scheduler as a process: load reports in, pairs and scaling out, a round every `interval_ms`.
 
 Every llumlet has a connection and a task of its own and nothing is ever waited for in
-a round, so one that hangs or is gone delays nobody.
+a round, so one that hangs or is gone delays none.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SchedulerLaunch(SecretStruct, frozen=True):
     secret: bytes
     config: ClusterConfig
     heartbeat: int = -1
-    """Descriptor for `kvmig.process.child.send_heartbeats`; -1: nobody listens."""
+    """Descriptor for `kvmig.process.child.send_heartbeats`; -1: none is wanted."""
 
 
 class SchedulerReady(msgspec.Struct, frozen=True):
@@ -171,7 +171,7 @@ class SchedulerProcess:
                 log.warning("the launcher did not hear what was refused: %s", error)
 
     def _scale(self, view: ClusterView) -> None:
-        """Tell the launcher when there shall be more or fewer instances."""
+        """Order more or fewer instances of the launcher."""
         if self._scaler is None or not view.instances:
             return
         match self._scaler.decide(view):

@@ -12,10 +12,10 @@ from kvmig.engines.base import RequestState
 
 
 class VictimRule(msgspec.Struct, frozen=True, kw_only=True):
-    """The rule that says which requests are worth a move."""
+    """The rule by which requests are worth a move."""
 
     cooldown_s: float = 2.0
-    """A request that came here by a migration stays at least so long, but where all that can be
+    """Least stay of a request that came here by a migration, except where all that can be
     must go at once (`kvmig.controlplane.messages.AT_ONCE`)."""
     min_output_tokens: int = 1
     """Fewest output tokens of a victim: requests in prefill stay, except in a drain."""
@@ -60,7 +60,7 @@ def _balance(
 
     Among those that fit what is left of the budget. If none fits though nothing was
     spent, the smallest request that the destination has room for: a budget of average
-    requests would otherwise leave the large ones where they are for ever.
+    requests would otherwise never move the large ones.
     """
     running = [
         one
@@ -118,7 +118,7 @@ def _defragment(
 def _drain(
     able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
 ) -> RequestState | None:
-    """A waiting request, which costs nothing; then whatever runs, in prefill or not."""
+    """A waiting request, which costs nothing; then any that runs, in prefill or not."""
     waiting = next((one for one in able if one.state == "waiting"), None)
     if waiting is not None:
         return waiting

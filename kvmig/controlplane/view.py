@@ -1,4 +1,4 @@
-"""The view of the cluster that policies see: instances as last heard of, at one moment.
+"""The view of the cluster that policies see: instances as last reported, at one moment.
 
 The cluster is kept as columns, one row an instance: a report changes one row, a policy computes
 over whole columns. With 10,000 instances a column is 80 kB, and an operation on one takes some
@@ -144,7 +144,7 @@ def number_of(words: str) -> float:
 
 
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance as last heard of. Sizes in KV blocks, times in the view's clock."""
+    """One instance as last reported. Sizes in KV blocks, times in the view's clock."""
 
     instance: str
     endpoint: str
@@ -165,7 +165,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     headroom: dict[int, float] = msgspec.field(default_factory=dict)
     """Headroom of each priority, whether or not it has requests here."""
     bandwidth: float = 0.0
-    """KV blocks a second that migrations out of it have lately sent; 0: none was measured."""
+    """KV blocks per second that migrations out of it have lately sent; 0: none was measured."""
     reported_at: float | None = None
     """Time of the last report; None: there was none yet."""
     pending_blocks: float = 0.0
@@ -174,7 +174,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     unmovable: str = ""
     """Why no request can be moved from it or to it; empty when they can."""
     weights: str = ""
-    """Identity of its weights; empty until it is heard of."""
+    """Identity of its weights; empty before its first report."""
     numerics: str = ""
     """Numerics class of the instance."""
     shared: InUnit | None = None
@@ -222,7 +222,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterView:
     """The instances at one moment.
 
-    It shows what its builder knows until the builder is told something: it is looked at
+    It shows what its builder knows until the builder learns anything more: it is looked at
     at once and never kept. Policies don't change it.
     """
 
@@ -254,12 +254,12 @@ class ClusterView:
         return ClusterView(self.now, kept, self.stale_after_s, self.columns.only(rows))
 
     def stale(self, one: InstanceView) -> bool:
-        """Whether nothing was heard of it for so long that its load says little."""
+        """Whether its last report is too old for its load to be trusted."""
         return one.reported_at is None or self.now - one.reported_at > self.stale_after_s
 
 
 class _Entry:
-    """What is known of one instance beside its view; `seq` -1: any report is news."""
+    """What is known of one instance besides its view; `seq` -1: any report is news."""
 
     __slots__ = ("pending", "row", "seq")
 
@@ -313,7 +313,7 @@ class ViewBuilder:
         self._columns = None
 
     def members(self, members: Iterable[ClusterMember]) -> None:
-        """Keep these members and no others; one with a new endpoint starts anew."""
+        """Keep these members and no others; nothing is known of one with a new endpoint."""
         wanted = {member.instance: member for member in members}
         for instance in [known for known in self._entries if known not in wanted]:
             self.leave(instance)
@@ -375,7 +375,7 @@ class ViewBuilder:
         )
 
     def view(self, now: float) -> ClusterView:
-        """The cluster as known now; to be looked at before the builder is told anything more."""
+        """The cluster as known now; to be looked at before the builder learns anything more."""
         if self._columns is None:
             self._columns = ViewColumns(one.row(self.stale_after_s) for one in self._views)
         return ClusterView(now, self._views, self.stale_after_s, self._columns)

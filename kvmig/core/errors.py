@@ -14,7 +14,7 @@ class ConfigError(KvmigError):
 
 
 class StartupError(KvmigError):
-    """A process could not start: one sentence that names the thing."""
+    """A process could not start; the message names the reason."""
 
 
 class UnsupportedLayout(KvmigError):
@@ -22,7 +22,7 @@ class UnsupportedLayout(KvmigError):
 
 
 class KernelUnavailable(KvmigError):
-    """No compiled copy library can be loaded, nor built here; says why."""
+    """No compiled copy library can be loaded, nor built here; the message has the reason."""
 
 
 class MigrationRefused(KvmigError):
@@ -42,7 +42,7 @@ class RequestGone(MigrationRefused):
 
 
 class NotParked(KvmigError):
-    """An engine can't be parked, or is not as it was before; says why."""
+    """An engine can't be parked, or is not as it was before; the message has the reason."""
 
 
 class TransportError(KvmigError):

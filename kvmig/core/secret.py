@@ -1,4 +1,4 @@
-"""What is told in confidence: names of variables, and structs of which logs show the type only."""
+"""Secrets: names of variables, and structs of which logs show the type only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 SECRET = "KVMIG_SECRET"
-"""Environment variable: what all processes of a cluster know, and nobody else."""
+"""Environment variable: the secret that only the processes of a cluster know."""
 ADMIN_KEY = "KVMIG_ADMIN_KEY"
-"""Environment variable: the admin API's own key. (Everybody can read a process's flags.)"""
+"""Environment variable: the admin API's own key. (Any user can read a process's flags.)"""
 
 
 class SecretStruct(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what processes are told in confidence."""
+    """Base of documents with secrets that processes get."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"

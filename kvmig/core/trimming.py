@@ -29,7 +29,7 @@ class MemoryTrimming:
     def is_due(self, resident: int, now: float) -> bool:
         """Whether to give back now what is free.
 
-        What grows anew is looked at once. It may have been in use still, and free a little later:
+        What grows again is looked at once. It may have been in use still, and free a little later:
         so it is looked at again, ever more rarely.
         """
         self._least = min(self._least, resident)

@@ -24,7 +24,7 @@ ROUNDING = 1e-3
 
 
 class TokenBucket:
-    """A token bucket of `rate` bytes a second, 0 for no cap; full at the start."""
+    """A token bucket of `rate` bytes per second, 0 for no cap; full at the start."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -62,7 +62,7 @@ class FairShare:
     """Flows (migrations) that wait for their turn to send a chunk; one ask a flow at a time."""
 
     def __init__(self, rate: float, pair_rate: float) -> None:
-        """Bytes a second out of the instance and to one destination; 0: no cap."""
+        """Bytes per second out of the instance and to one destination; 0: no cap."""
         self._all = TokenBucket(rate)
         self._pair_rate = pair_rate
         self._pairs: dict[str, TokenBucket] = {}
@@ -88,7 +88,7 @@ class FairShare:
         return granted
 
     def next_at(self, now: float) -> float | None:
-        """When the next turn comes, if nobody else asks; None when nobody waits."""
+        """When the next turn comes, if no other asks; None when none waits."""
         return min((self._ready_at(ask, now) for ask in self._asks), default=None)
 
     def charge(self, flow: str, pair: str, nbytes: int, now: float) -> None:
@@ -117,7 +117,7 @@ class FairShare:
 
 
 class BandwidthThrottle:
-    """Makes the flows of one instance wait for their turns. Bytes a second, 0 for no cap."""
+    """Makes the flows of one instance wait for their turns. Bytes per second, 0 for no cap."""
 
     def __init__(self, rate: float, pair_rate: float, timeout_s: float) -> None:
         """timeout_s: longest wait for a turn, then the migration is given up."""

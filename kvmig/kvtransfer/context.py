@@ -34,7 +34,7 @@ class LlumletPort(Protocol):
     async def resolve(self, mid: str, request_id: str, epoch: int, destination: str) -> bool:
         """Ask the front end whether the request moved: the destination doesn't answer.
 
-        Raises when nobody can say. May wait for ever: each question has a reply's time-out.
+        Raises when no process knows. May wait without end: each question has a reply's time-out.
         """
         ...
 
@@ -65,9 +65,9 @@ class LlumletPort(Protocol):
         return True
 
     def announce_pause(self, request_id: str, pause_ms: float, stretch_ms: float) -> bool:
-        """Tell the front end that the client waits soon, so that it spreads the pause.
+        """Announce the pause to the front end, so that it spreads it.
 
-        Returns False if nobody was told: then the pause isn't spread.
+        Returns False if none was informed: then the pause isn't spread.
         """
         return False
 

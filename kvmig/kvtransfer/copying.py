@@ -264,7 +264,7 @@ class ChunkBatcher:
         self.context.host.send_to(self._endpoint, message, payload)
 
     def add(self, chunk: QueuedChunk) -> None:
-        """Send the chunk with the next transfer that has room; `chunk.sent` tells when."""
+        """Send the chunk with the next transfer that has room; `chunk.sent` is set then."""
         self._queue.append(chunk)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())

@@ -1,7 +1,7 @@
 """The destination's session: one migration into this instance, from Reserve to the first token.
 
 It runs a `DestinationMachine` against an engine. Everything goes through one mailbox, and an engine
-call is over before the next message is looked at. Whatever ends the session, nothing is left but
+call is over before the next message is looked at. However the session ends, nothing is left but
 the request, if it was committed.
 """
 
@@ -103,7 +103,7 @@ class DestinationSession(MigrationSession[Event, Action]):
     # -- events
 
     def first_token(self) -> None:
-        """Tell the source that the request's first step here has ended."""
+        """Inform the source that the request's first step here has ended."""
         ms = (self._context.clock() - self._committed_at) * 1e3
         self._answer(FirstToken(self.machine.key, max(0.0, ms) if self._committed_at else 0.0))
 
@@ -201,7 +201,7 @@ class DestinationSession(MigrationSession[Event, Action]):
         return self.machine.reserved(hit_blocks, self._inbox.transport)
 
     async def _grow(self, num_tokens: int) -> None:
-        """Hold blocks for so many tokens."""
+        """Hold blocks for `num_tokens` tokens."""
         async with self._in_time():
             self._blocks = await self._engine.grow(self.request_id, num_tokens)
 

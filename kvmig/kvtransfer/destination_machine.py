@@ -68,7 +68,7 @@ class SendAnswer:
 
 Action = ReserveBlocks | ScatterChunk | RunRequest | FreeBlocks | SendAnswer
 SourceMessage = Reserve | Chunk | Commit | Abort
-"""Messages that the machine hears; others of the source aren't its business."""
+"""Messages that the machine takes; others of the source aren't its business."""
 
 
 class DestinationState(StrEnum):
@@ -326,7 +326,7 @@ class MachineTombstones:
                 remembered.popitem(last=False)
 
     def answer(self, mid: str, message: SourceMessage) -> list[Action]:
-        """Answer a message of a migration that has ended, or was never heard of: Commit and Abort
+        """Answer a message of a migration that has ended, or is unknown: Commit and Abort
         end that, too. A late Chunk brings what isn't wanted any more.
         """
         if isinstance(message, Chunk):

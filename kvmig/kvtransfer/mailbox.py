@@ -39,7 +39,7 @@ class EventMailbox(Generic[E, A]):
         self._hear = hear
         self._events: deque[E] = deque()
         self.news = asyncio.Event()
-        """Set while there is something to read: whatever may wait also waits for this."""
+        """Set while there is something to read: all that may wait also waits for this."""
 
     def put(self, event: E) -> None:
         """Keep an event from outside."""
@@ -51,7 +51,8 @@ class EventMailbox(Generic[E, A]):
         return self._events.popleft() if self._events else None
 
     def read(self) -> None:
-        """Hear what has come. Raises Interrupted at the first event that asks for something."""
+        """Take what has come. Raises ActionInterrupted at the first event that asks for
+        something."""
         if actions := self._next():
             raise ActionInterrupted(actions)
 

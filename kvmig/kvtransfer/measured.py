@@ -52,7 +52,7 @@ class ChunkSizer:
         return int(max(1, min(self._most, in_time)))
 
     def observe(self, nbytes: int, ms: float) -> None:
-        """A copy of `nbytes` took `ms` (one that took no time tells nothing)."""
+        """Record a copy of `nbytes` that took `ms`; one that took no time is left out."""
         if nbytes > 0 and ms > 0:
             self.bytes_per_ms = _average(self.bytes_per_ms, nbytes / ms)
 
@@ -113,7 +113,7 @@ class PauseTime:
 
 
 class BlockRate:
-    """KV blocks a second that live stages sent, on average; newer migrations weigh more."""
+    """KV blocks per second that live stages sent, on average; newer migrations weigh more."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes

@@ -65,7 +65,7 @@ END_S = 5.0
 
 
 def kv_bytes(num_tokens: int, layout: KVLayout) -> int:
-    """Bytes of KV cache that a request of so many tokens holds.
+    """Bytes of KV cache that a request of `num_tokens` tokens holds.
 
     Example: 33 tokens in blocks of 16 tokens and 1000 bytes are 3000 bytes.
     """
@@ -73,10 +73,10 @@ def kv_bytes(num_tokens: int, layout: KVLayout) -> int:
 
 
 def admit(config: MigrationConfig, way: str, under_way: Sequence[int], nbytes: int) -> None:
-    """Let one more migration of `nbytes` begin beside those `under_way`, of so many bytes each.
+    """Let one more migration of `nbytes` begin besides those `under_way`, given by their bytes.
 
     way: "in" or "out". One that is over `max_migration_bytes` by itself goes alone.
-    Raises MigrationRefused ("busy") that says which limit is reached.
+    Raises MigrationRefused ("busy") that names the limit.
     """
     if len(under_way) >= config.max_migrations:
         raise MigrationRefused(
@@ -102,7 +102,7 @@ class MigrationSessions:
         host: LlumletPort,
         refusals: RefusalCounter | None = None,
     ) -> None:
-        """stagings: by transport's name, the best first; whoever opened them closes them.
+        """stagings: by transport's name, the best first; their opener closes them.
 
         refusals: counts strangers at the transports' own sockets.
         """
@@ -147,7 +147,7 @@ class MigrationSessions:
 
     @property
     def blocks_s(self) -> float:
-        """KV blocks a second that migrations have lately sent; 0: none was measured."""
+        """KV blocks per second that migrations have lately sent; 0: none was measured."""
         return self._out.rate.blocks_s
 
     def moving(self) -> set[str]:
@@ -155,7 +155,7 @@ class MigrationSessions:
         return {*self._coming(), *self._leaving()}
 
     async def get_ready(self) -> None:
-        """Let the engine's GPU pin the staging buffers, before requests decode beside that."""
+        """Let the engine's GPU pin the staging buffers, before requests decode."""
         if not self._on_gpu or self._engine.unmovable:
             return
         for staging in self._out.stagings.values():
@@ -176,7 +176,7 @@ class MigrationSessions:
         urgent: bool = False,
         inexact: bool = False,
     ) -> MigrationReport:
-        """Move a request to the llumlet `destination` at `endpoint`; the report says how it ended.
+        """Move a request to the llumlet `destination` at `endpoint`; returns the report.
 
         epoch: under which it runs here; urgent, inexact: see `MigrationSpec`. Waits while
         `max_migrations` others go; once it has begun, cancelling the wait doesn't stop the
@@ -231,7 +231,7 @@ class MigrationSessions:
             raise MigrationRefused(refusal)
 
     def _admit(self, session: SourceSession) -> None:
-        """Raises MigrationRefused if so much more must not be on the move."""
+        """Raise MigrationRefused if that many bytes more must not be on the move."""
         layout = self._engine.layout
         others = [
             kv_bytes(other.num_tokens, layout) for other in self._going() if other is not session
@@ -379,7 +379,7 @@ class MigrationSessions:
     # -- both
 
     def stepped(self, request_id: str, tokens: int) -> None:
-        """A request got so many tokens here; the first after a commit is told to its source."""
+        """Record a request's tokens here; the first after a commit is reported to its source."""
         arrived = self._in.unstepped.pop(request_id, None)
         if arrived is not None:
             arrived.first_token()

@@ -1,5 +1,5 @@
 """The pause of one migration: its request is suspended at a good moment, and its tail sent with
-Commit. Nobody decodes the request meanwhile.
+Commit. The request isn't decoded meanwhile.
 
 First the pause is spread over the steps before it (`spread`): the front end holds each token back
 a little longer than the one before. Then the suspension is put off until the request would reach
@@ -28,7 +28,7 @@ from kvmig.rpc.messages import RpcMessage
 MOST_STEPS = 16
 """Steps over which a pause is spread; what is left of a longer one stays one gap."""
 NEAR = 0.3
-"""Part of a step: so long a wait at the destination is good enough."""
+"""Part of a step that is a short enough wait at the destination."""
 NEAR_IF_HELD = 0.1
 """The same where the destination's step waits, too."""
 SURE = 2 / 3
@@ -130,7 +130,7 @@ class MigrationPause:
         self._last_reserve, self._new_tokens, self._unanswered = message, 0, 1
 
     def add_tokens(self, tokens: int) -> None:
-        """The request has so many tokens more."""
+        """Record that the request has `tokens` tokens more."""
         self._new_tokens += tokens
 
     def record_reserved(self, answer: Reserved) -> None:
@@ -204,8 +204,8 @@ class MigrationPause:
     async def suspend(self, sent: int, blocks: BlockSender | None, decoding: bool) -> Tail:
         """Take the request out of the batch, after the `sent` blocks that were sent.
 
-        blocks: holds a slot for the tail, so that nobody's chunks stand in the pause; decoding:
-        somebody waits for the next token.
+        blocks: holds a slot for the tail, so that no chunks of others stand in the pause; decoding:
+        the next token is waited for.
         """
         engine, timeline = self._context.engine, self._timeline
         out = None if blocks is None else await blocks.room()

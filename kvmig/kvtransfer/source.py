@@ -2,7 +2,7 @@
 
 It runs a `SourceMachine` against an engine and a destination: awaits, measures, frees. Engine
 calls run to their end or their time-out; only waits for the destination are interrupted, by a
-message or a cancellation. Whatever ends the session, no slot, reservation or suspended request
+message or a cancellation. However the session ends, no slot, reservation or suspended request
 is left.
 """
 
@@ -145,7 +145,7 @@ class SourceSession(MigrationSession[Event, Action]):
     # -- from the beginning to the end
 
     async def run(self) -> MigrationReport:
-        """Move the request, or leave it as it was; the report says which.
+        """Move the request, or leave it as it was; the report shows which.
 
         The migration's place (`SourceContext.places`) is released once nothing of it is left here.
         """
@@ -276,7 +276,7 @@ class SourceSession(MigrationSession[Event, Action]):
     async def _ask_arbiter(self) -> list[Action]:
         """The arbiter's word, or a late answer of the destination: whichever comes first.
 
-        The machine says how many questions may stay unanswered.
+        The machine decides how many questions may stay unanswered.
         """
         machine, move = self.machine, self.move
         question = self._context.host.resolve(

@@ -1,7 +1,7 @@
 """The source's half of the handshake: pure, events in, actions out.
 
 Before each stage blocks are pre-allocated (Reserve), after each the request is checked again. What
-is left then, the tail, is copied in the pause, while nobody decodes the request. A request that
+is left then, the tail, is copied in the pause, while the request isn't decoded. A request that
 waits and holds nothing is suspended at once, and sent without any of that. Until Commit is sent
 every failure leaves the request running here. After it only the destination's word, or the
 arbiter's, decides.
@@ -128,7 +128,7 @@ class ReleaseRequest:
 
 @dataclass(frozen=True, slots=True)
 class SendAbort:
-    """Tell the destination to free what it holds."""
+    """Order the destination to free what it holds."""
 
     reason: str
 
@@ -143,7 +143,7 @@ DestinationMessage = Reserved | Refused | Aborted | Committed
 """Messages of the destination that are events of the machine."""
 
 TAIL_BLOCKS = 1
-"""Most full blocks that go with the tail: a stage of so few costs more than it saves."""
+"""Most full blocks that go with the tail: a stage of that few costs more than it saves."""
 COMMIT_SENDS = 3
 """Times that Commit is sent before the arbiter is asked."""
 QUESTIONS = 8
@@ -275,7 +275,7 @@ class SourceMachine(StateMachine):
 
     @property
     def waits(self) -> bool:
-        """Whether the request waited when it was last looked at: nobody reserves room for it."""
+        """Whether the request waited when it was last looked at: no room is reserved for it."""
         return not self._plan.num_tokens
 
     @property

@@ -27,7 +27,7 @@ class MigrationSpec(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str = ""
     output_tokens: int = 0
     urgent: bool = False
-    """Somebody waits for the end: the pause isn't spread over the steps before it."""
+    """Whether the end is waited for: the pause isn't spread over the steps before it then."""
     inexact: bool = False
     """The request may go to an engine of another numerics class."""
 
@@ -58,7 +58,7 @@ class MigrationTimeline:
         self._marks.append((part, self._clock()))
 
     def resumed(self) -> None:
-        """The request was put back, or is gone: the pause ends in whatever part it was."""
+        """Note that the request was put back, or is gone: the pause ends in any part of it."""
         if self._marks:
             self.mark("end")
 

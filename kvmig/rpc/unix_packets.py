@@ -32,7 +32,7 @@ class UnixPackets:
 
     @classmethod
     def connect(cls, path: str, most_bytes: int) -> Self:
-        """To whoever of this user listens there; at once. Raises TransportError."""
+        """Connect to this user's listener there, at once. Raises TransportError."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.setblocking(False)
@@ -68,7 +68,7 @@ class UnixPackets:
             return packet
 
     def close(self) -> None:
-        """May be called twice; whoever awaits a packet gets none."""
+        """Close the connection. May be called twice; a task that awaits a packet gets none."""
         if self._sock.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._sock.fileno())
             self._sock.close()

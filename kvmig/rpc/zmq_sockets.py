@@ -1,6 +1,6 @@
 """Control sockets: `RpcServer` (ROUTER) and `RpcClient` (DEALER) on ZeroMQ over TCP, under CURVE.
 
-A client's first message is Hello; a server hears nobody before it. One `RpcClient` is
+A client's first message is Hello; a server receives nothing before it. One `RpcClient` is
 one connection: messages lost with it are lost, so it never reconnects silently;
 whoever owns it makes a new one. Heartbeats run on ZeroMQ's own thread.
 
@@ -88,7 +88,7 @@ class CurveKeys:
 
 
 def derive(secret: bytes) -> CurveKeys:
-    """Derive the cluster's keys: who has the secret has the keys, nobody else.
+    """Derive the cluster's keys: only a process with the secret has them.
 
     Servers use one pair and clients the other, so neither can pose as the other's kind.
     Raises ValueError when the secret is shorter than LEAST_BYTES.
@@ -388,7 +388,7 @@ async def _readable(
 class HandshakeCounter:
     """Counts the strangers at one ROUTER socket. Make it before the socket is bound.
 
-    libzmq holds 2,000 events; its I/O thread waits while nobody takes them.
+    libzmq holds 2,000 events; its I/O thread waits while none takes them.
     """
 
     def __init__(self, socket: zmq.asyncio.Socket, refusals: RefusalCounter) -> None:
@@ -431,7 +431,7 @@ class HandshakeCounter:
 
 
 class HandshakeFailures:
-    """Counts handshakes that failed at one server, from what libzmq's monitor tells. Pure.
+    """Counts handshakes that failed at one server, from what libzmq's monitor reports. Pure.
 
     libzmq tells which descriptor was accepted or closed. It tells that a handshake succeeded or
     failed, but not whose, and nothing of the failure where the peer doesn't even speak ZeroMQ

@@ -1,4 +1,4 @@
-"""What the suite needs of an engine beside the port: how to ask, and what came out."""
+"""What the suite needs of an engine besides the port: requests, and what came out."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Suite:
         return list(text.encode() * (num_tokens // len(text) + 1))[:num_tokens]
 
     def blocks(self, count: float) -> int:
-        """Tokens in so many blocks."""
+        """Tokens in `count` blocks."""
         return int(count * self.engines["a"].layout.block_tokens)
 
     def submit(

@@ -7,7 +7,7 @@ The source gathers a chunk into a slot's buffer, and a channel brings it to one 
 - the bytes travel with the chunk's message (TCP): `Chunk.slot` is then PAYLOAD_SLOT, or
 - they are pushed into the slot of the same number in the inbox (NIXL), or
 - the buffer is that slot of the inbox (CUDA IPC), so that gathered is there.
-  `TransportInbox.token` says where that is; `Chunk.number` tells one push from another.
+  `TransportInbox.token` says where that is; `Chunk.number` distinguishes pushes.
 
 The slot stays the chunk's until `ChunkDone`, or until the migration is given up: a
 destination that still reads a reused slot finds that the checksums differ.

@@ -4,7 +4,7 @@ A chunk crosses NVLink, or PCIe between two GPUs, once; a copy that the source h
 there, so the chunk is announced after it, and the destination waits for nothing. The source has no
 buffers of its own. The inbox is memory of kvmig's own (`kernels.ipc`) on the GPU that the
 destination's KV cache is on, never the cache itself: a copy that ends late, since a migration was
-given up or its source is stuck or killed, writes where nobody's blocks are, and what was read is
+given up or its source is stuck or killed, writes where no blocks are, and what was read is
 checked against the source's sums. A destination takes the offer when it has fetched a few bytes of
 the source's memory: GPUs of one host needn't reach each other (no peer access, MIG).
 """

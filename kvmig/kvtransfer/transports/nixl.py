@@ -54,7 +54,7 @@ IDLE_S = 0.02
 """The same while nothing is."""
 OPEN_TIMEOUT_S = 30.0
 REMEMBERED = 4096
-"""Notifications of chunks that nobody asked for, because their migration had ended."""
+"""Notifications of chunks that were not asked for, because their migration had ended."""
 
 T = TypeVar("T")
 Kind = Literal["DRAM", "VRAM"]
@@ -157,7 +157,7 @@ class RdmaAgent:
         api = load()
         self.name = f"kvmig-{secrets.token_hex(8)}"
         self.arrived: OrderedDict[int, None] = OrderedDict()
-        """Numbers of the chunks that have come, and that nobody has taken."""
+        """Numbers of the chunks that have come, and were not taken."""
         # Without progress here a writer would wait for one who has stopped to listen.
         self.worker = CallWorker(f"nixl {self.name}", self._progress, IDLE_S)
         self.metadata = b""

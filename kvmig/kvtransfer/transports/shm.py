@@ -6,7 +6,7 @@ same nonce sees the same memory; on another host, in another container or as
 another user it doesn't, and goes on to the next offer.
 
 The source holds a lock on its file for as long as it lives, so that a file whose
-owner was killed can be told from one in use (`sweep`).
+owner was killed differs from one in use (`sweep`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 
 class ShmToken(msgspec.Struct, frozen=True):
-    """Tells the destination where the memory is, and that it is the right one."""
+    """Names the memory to the destination, with a proof that it is the right one."""
 
     file: str
     nonce: str
@@ -125,7 +125,7 @@ class ShmInbox(TransportInbox):
 
     @property
     def stale(self) -> bool:
-        """Whether the source has removed its file, or somebody did after its death."""
+        """Whether the file was removed, by the source or after its death."""
         return self._closed or os.fstat(self._file).st_nlink == 0
 
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:

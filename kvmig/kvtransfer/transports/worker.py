@@ -21,7 +21,7 @@ Item = tuple[Future[Any], Callable[[], Any]]
 
 
 EXIT_S = 2.0
-"""How long the process's end waits for each thread that was told to end."""
+"""How long the process's end waits for each thread that is to end."""
 _ending: WeakSet[Thread] = WeakSet()
 
 
@@ -57,7 +57,7 @@ class CallWorker:
         return await asyncio.wrap_future(self.submit(call))
 
     def post(self, call: Callable[[], object]) -> None:
-        """`submit` what nobody waits for; an error is logged."""
+        """`submit` work that is not waited for; an error is logged."""
 
         def report(future: Future[object]) -> None:
             if not future.cancelled() and (error := future.exception()) is not None:
