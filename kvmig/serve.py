@@ -25,6 +25,7 @@ from kvmig.controlplane.messages import ClusterMember
 from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
+from kvmig.core.model_sizes import encode_sizes
 from kvmig.core.secret import ADMIN_KEY
 from kvmig.engines.kind import ALLOW_UNTESTED, EnginePlugin
 from kvmig.engines.registry import kind_of
@@ -49,6 +50,7 @@ from kvmig.launcher.shapes import (
     InstanceShape,
     InstanceShapes,
     own_flags,
+    own_gpus,
     own_trees,
     own_units,
     shapes_of,
@@ -82,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
         own = own_flags(config.instance_flags, config.instances)
         trees = own_trees(config.instance_vllm, config.instances, kind.check_tree)
         own_units(config.instance_unit, config.instances)  # refused at the door
+        own_gpus(config.instance_gpus, config.instances)
         every = [word for words in (rest, *own.values()) for word in words]
         front = FrontLaunch(
             name=f"front-{secrets.token_hex(4)}",
@@ -96,6 +99,8 @@ def main(argv: Sequence[str]) -> int:
             shapes_of(kind.parse(argv), argv, own, planned_instances(config), kind.parse)
             for words in [(), *own.values()]:
                 kind.check_config(kind.parse([*argv, *words]))
+            if config.lifecycle.sizes and (sizes := kind.sizes(kind.parse(argv))) is not None:
+                print(encode_sizes(sizes), flush=True)
             return 0
         if config.ray is not None:
             return serve(front, own, trees, kind, None)
@@ -164,6 +169,7 @@ def serve(
             lambda argv: kind.weights(kind.parse(argv)),
             own_units(config.instance_unit, config.instances),
             whose,
+            own_gpus(config.instance_gpus, config.instances),
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv, whose=whose)
         return uvloop.run(ClusterServer(cluster, front, args, sock, forks).run())

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 
@@ -30,6 +30,7 @@ from kvmig.cli.models import CHECKING, alias_app, model_app, placement_app
 from kvmig.cli.usage import usage_app
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import quantity
+from kvmig.fleet.device_room import Strategy
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
 from kvmig.launcher.environment import cores
@@ -112,6 +113,13 @@ def up(
         str,
         typer.Option(help="Memory for all models, in bytes or as 24GB (default: all of the host)."),
     ] = "",
+    gpu_placement: Annotated[
+        str,
+        typer.Option(
+            help="Which GPU an instance gets of those with room: spread (the emptiest) or pack (the"
+            " fullest)."
+        ),
+    ] = "spread",
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get to finish at shutdown.")
     ] = 30.0,
@@ -146,6 +154,7 @@ def up(
         database=database,
         threads=threads or max(1, cores() // 2),
         memory=bytes_of("--memory", memory),
+        gpu_placement=placement_of(gpu_placement),
         shutdown_timeout_s=shutdown_timeout,
         keep_usage_days=keep_usage_days,
         allowed_origins=tuple(allowed_origins or ()),
@@ -153,6 +162,13 @@ def up(
     status = run(check_settings(settings))
     if status:
         raise typer.Exit(status)
+
+
+def placement_of(text: str) -> Strategy:
+    """Raises ConfigError."""
+    if text not in get_args(Strategy):
+        raise ConfigError(f"--gpu-placement is {text!r:.50}, must be spread or pack")
+    return cast("Strategy", text)
 
 
 def bytes_of(flag: str, text: str) -> int:

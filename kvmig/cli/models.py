@@ -75,6 +75,8 @@ def model_view(one: dict[str, Any]) -> str:
         "aliases": ", ".join(spec["aliases"]),
         "adapters": ", ".join(spec["adapters"]),
         "zero after": f"{wanted['zero_after_s']:g} s",
+        "GPUs": ", ".join(f"{gpu['gpu']}: {gpu['bytes']} bytes" for gpu in one["gpus"]),
+        "no room": "; ".join(one["no_room"]),
         "revision": f"{one['revision']}{', takes effect at the next start' * one['stale']}",
     }
     lines = [f"{name:<11} {value}" for name, value in pairs.items() if value]
@@ -86,6 +88,42 @@ def model_view(one: dict[str, Any]) -> str:
         for event in one.get("events", ())[-10:]
     ]
     return "\n".join([one["name"], *lines, *(["decided:", *events] if events else [])])
+
+
+BASES = {
+    "measured": "as an instance used it on this host",
+    "gpu_memory": "gpu_memory of the specification",
+    "flags": "by its flags; all but weights and KV cache is assumed, and measured after a start",
+    "estimated": "all but weights and KV cache is assumed, and measured after a start",
+    "host": "it runs on the CPU; all but weights and KV cache is assumed",
+}
+"""Words for where the sizes come from."""
+
+
+def fit_view(one: dict[str, Any]) -> str:
+    """An evaluation for people."""
+    workers = one["workers"]
+    each = "" if workers == 1 else f" for each of {workers} workers"
+    pairs = {
+        "fits": "yes" if one["fits"] else f"no: {one['why']}",
+        "weights": f"{one['weights_bytes']} bytes{each} ({one['files_bytes']} in the files)",
+        "KV cache": f"{one['kv_bytes']} bytes{each}" if one["kv_bytes"] else "what is left",
+        "rest": f"{one['rest_bytes']} bytes{each}",
+        "from": BASES[one["basis"]],
+        "a token": f"{one['token_bytes']} bytes{each}" if one["token_bytes"] else "",
+        "a request": f"{one['request_bytes']} bytes{each}, of {one['max_tokens']} tokens"
+        if one["request_bytes"]
+        else "",
+        "host": f"needs {one['host']['need_bytes']} bytes, {one['host']['free_bytes']} are free",
+    }
+    lines = [f"{name:<11} {value}" for name, value in pairs.items() if value]
+    for gpu in one["gpus"]:
+        here = " (here)" if gpu["uuid"] in one["place"] else ""
+        lines.append(
+            f"{gpu['gpu']}: needs {gpu['need_bytes']} bytes, {gpu['free_bytes']} of"
+            f" {gpu['total_bytes']} are free{here}"
+        )
+    return "\n".join([one["name"], *lines])
 
 
 @model_app.command("ls")
@@ -147,6 +185,33 @@ def add_model(
     with patience(CHECKING):
         answer = where.client().post("models", spec)
     show_rows(answer, as_json)
+
+
+@model_app.command("evaluate")
+@said
+def evaluate_model(
+    name: str,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder with the weights, as path:FOLDER (default: the model NAME of the"
+            " catalogue)."
+        ),
+    ] = "",
+    engine: Annotated[str, typer.Option(help="Engine: vllm, transformers, or toy.")] = "vllm",
+    flags: Annotated[str, typer.Option(help="Flags of the engine, as one quoted string.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Say in bytes whether and where a model fits, before it starts."""
+    client = where.client()
+    spec = {"name": name, "source": source, "engine": engine, "flags": shlex.split(flags)}
+    if source:
+        spec["source"] = PATH + str(Path(source.removeprefix(PATH)).absolute())
+    else:
+        spec = client.get(f"models/{quote(name)}")["spec"]
+    with patience(CHECKING):
+        answer = client.post("evaluate", spec)
+    show(answer, as_json, fit_view)
 
 
 @model_app.command("set")

@@ -169,6 +169,8 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     death."""
     check: bool = False
     """Whether to check all flags and exit."""
+    sizes: bool = False
+    """Whether such a check also prints what the model takes of memory."""
     end_with_stdin: bool = False
     """Whether to shut down at the end of stdin, as at a signal."""
     heartbeat_descriptor: int = -1
@@ -235,6 +237,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folders of another vLLM for single instances, each as "iN: FOLDER"."""
     instance_unit: tuple[str, ...] = ()
     """Units of instances in a placement, each as "iN: NAME"."""
+    instance_gpus: tuple[str, ...] = ()
+    """GPUs of instances, each as "iN: ID,ID" with one per worker; those of the others are
+    chosen by the launcher."""
     ray: RayConfig | None = None
     """Ray's settings; None: all instances run on this host."""
     control_host: str = "127.0.0.1"

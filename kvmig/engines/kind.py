@@ -11,6 +11,7 @@ from typing import Protocol
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError
 from kvmig.core.flag_parser import FlagParser
+from kvmig.core.model_sizes import ModelSizes
 from kvmig.engines.base import ServingEngine
 
 ALLOW_UNTESTED = "KVMIG_ALLOW_UNTESTED_VLLM"
@@ -62,6 +63,13 @@ class EnginePlugin(Protocol):
 
     def check_config(self, args: Namespace) -> None:
         """What the model's own files say to the flags, without its weights. Raises ConfigError."""
+        ...
+
+    def sizes(self, args: Namespace) -> ModelSizes | None:
+        """What it will take of memory, without loading anything; None: that isn't known.
+
+        Only in a process that makes no engine afterwards. Raises ConfigError.
+        """
         ...
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:

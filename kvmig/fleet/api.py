@@ -31,8 +31,9 @@ from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.callers import who_calls, who_reads
-from kvmig.fleet.controller import ManagedModel, ModelController
+from kvmig.fleet.controller import ModelController
 from kvmig.fleet.ledger import FIELDS, sums
+from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.quotas import left
 from kvmig.fleet.retention import UsageRetention, day_before, prune
@@ -66,8 +67,8 @@ class ApiBackend:
     models: ModelController
     changed: Callable[[], Awaitable[None]]
     """Call to be awaited after every change of the catalogue or of keys."""
-    check: Callable[[ModelSpec], Awaitable[None]]
-    """Lets a model's engine read its flags; raises ConfigError."""
+    check: Callable[[ModelSpec, bool], Awaitable[None]]
+    """Lets a model's engine read its flags, and maybe say its sizes; raises ConfigError."""
     keys: Callable[[], KeyIndex]
     """Keys that let calls in now."""
     metrics: Callable[[], Awaitable[bytes]]
@@ -98,11 +99,15 @@ class ApiBackend:
 
         Raises ConfigError, StoreError.
         """
-        for one in specs:
-            self.models.memory.check(one)
+        memory = self.models.memory
+        on_gpus = memory.devices.there
+        for one in () if on_gpus else specs:
+            memory.check(one)
         known = {row.name: started_as(row.spec) for row in await self.stored(self.store.models)}
         new = [one for one in specs if known.get(one.name) != started_as(one)]
-        await asyncio.gather(*map(self.check, new))
+        await asyncio.gather(*(self.check(one, on_gpus) for one in new))
+        for one in specs if on_gpus else ():  # what it takes of them is known now
+            memory.check(one)
 
     def shown(self, row: ModelRow) -> Body:
         """A model as the API shows it."""
@@ -152,6 +157,17 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
             "starts": models.starts,
             "memory_bytes": models.memory.host().total,
             "claimed_bytes": models.claimed,
+            "gpus": [
+                {
+                    "gpu": one.title,
+                    "uuid": one.id,
+                    "total_bytes": one.total,
+                    "free_bytes": one.free,
+                    "others_bytes": one.others,
+                    "models": one.claims,
+                }
+                for one in models.devices()
+            ],
             "data": backend.settings.data,
         }
 
@@ -171,6 +187,17 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         if not body.dry_run:
             await backend.changed()
         return {"data": msgspec.to_builtins(changes)}
+
+    @api.post("/evaluate")
+    async def evaluate(body: Body, _: OrderActor = caller) -> Body:
+        """Compute in bytes whether one instance of a model fits now, and where; start nothing.
+
+        The specification as a fleet's file has it, whether or not the catalogue has the model.
+        """
+        spec = spec_of(body)
+        if models.memory.devices.sizes(spec) is None:
+            await backend.check(spec, True)
+        return cast("Body", msgspec.to_builtins(models.evaluate(spec)))
 
     @api.get("/aliases")
     async def list_aliases(_: OrderActor = caller) -> Body:
@@ -443,7 +470,7 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
 
 def started_as(spec: ModelSpec) -> tuple[object, ...]:
     """What decides a deployment's command line."""
-    return spec.engine, spec.source, spec.flags, spec.adapters, spec.instances
+    return spec.engine, spec.source, spec.flags, spec.adapters, spec.instances, spec.workers
 
 
 # -- what comes
@@ -573,6 +600,8 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
             "held": models.waiting_requests(row.name),
             "start_s": model.start_s,
         }
+    held = {} if model is None else model.held
+    titles = {one.id: one.title for one in (models.devices() if held else ())}
     return {
         "name": row.name,
         "revision": row.revision,
@@ -581,6 +610,11 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
         "stale": model is not None
         and model.note is not None
         and (model.former or model.note.revision != row.revision),
+        "gpus": [
+            {"gpu": titles.get(uuid, uuid), "uuid": uuid, "bytes": size}
+            for uuid, size in held.items()
+        ],
+        "no_room": [] if model is None else models.reasons(model),
         **now,
     }
 

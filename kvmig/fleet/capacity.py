@@ -1,5 +1,7 @@
 """Which models may start beside those that run, and which of these make room for them. Pure.
 
+A model needs memory of the host, and on a machine with GPUs memory of these as well.
+
 The one that has waited longest goes first. If it doesn't fit, idle models end for it, the least
 valuable ones first: never one that answers or that somebody waits for, nor one that has not yet
 been there for some time, so that models which alternate don't only start and end. One that came
@@ -9,7 +11,10 @@ later may start before only where it takes nothing that who came first will need
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from kvmig.fleet import device_room
+from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Places, Strategy, groups_of
 
 GIB = 1 << 30
 STAY = 4.0
@@ -53,6 +58,8 @@ class ResidentModel:
     """Whether it ends already."""
     parked: bool = False
     """Whether it takes only what it can't give back; such end first, also if they are wanted."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that it takes of each GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,22 @@ class WaitingModel:
     claim: int
     """Bytes more than it takes already."""
     since: float
+    need: DeviceNeed | None = None
+    """What its instances want of GPUs; None: nothing, or they have their GPUs already."""
+    instances: int = 1
+    more: Mapping[str, int] = field(default_factory=dict)
+    """Bytes more that it takes of GPUs that it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostDevices:
+    """The GPUs of the host."""
+
+    devices: tuple[DeviceMemory, ...] = ()
+    strategy: Strategy = "spread"
+
+
+NO_GPUS = HostDevices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +100,46 @@ class CapacityPlan:
     """Models that are evicted for others."""
     free: int = 0
     """Bytes that are left then; 0 while anybody waits."""
+    places: Mapping[str, Places] = field(default_factory=dict)
+    """GPUs of the instances of models that start."""
+    free_on: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that are left then of each GPU; empty while a model waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Free bytes: of the host, and of each GPU."""
+
+    host: int
+    devices: Mapping[str, int]
+    groups: tuple[tuple[str, ...], ...]
+    strategy: Strategy
+
+    def places(self, one: WaitingModel) -> Places | None:
+        """Find places for its instances; None: there is no room for all of them."""
+        short = any(self.devices.get(gpu, 0) < size for gpu, size in one.more.items())
+        if one.claim > self.host or short:
+            return None
+        if one.need is None:
+            return ()
+        return device_room.assign(self.devices, one.need, one.instances, self.groups, self.strategy)
+
+    def with_model(self, one: WaitingModel, places: Places) -> _Room:
+        """The rest, once this model has started at these places."""
+        taken = dict(one.more)
+        for gpu in (gpu for place in places for gpu in place):
+            taken[gpu] = taken.get(gpu, 0) + (0 if one.need is None else one.need.each)
+        left = {gpu: size - taken.get(gpu, 0) for gpu, size in self.devices.items()}
+        return replace(self, host=self.host - one.claim, devices=left)
+
+    def without(self, residents: Iterable[ResidentModel]) -> _Room:
+        """What is free once these have ended."""
+        every = list(residents)
+        more = {
+            gpu: size + sum(one.held.get(gpu, 0) for one in every)
+            for gpu, size in self.devices.items()
+        }
+        return replace(self, host=self.host + sum(one.claim for one in every), devices=more)
 
 
 def free(host: HostCapacity, residents: Iterable[ResidentModel]) -> int:
@@ -102,69 +165,114 @@ def plan(
     waiting: Iterable[WaitingModel],
     residents: Sequence[ResidentModel],
     now: float,
+    gpus: HostDevices = NO_GPUS,
 ) -> CapacityPlan:
-    """Which models start, wait (and why) or end. now: seconds of the clock of all `since`."""
-    left = free(host, residents)
+    """Which models start, wait (and why) or end. now: seconds of the clock of all `since`.
+
+    gpus: with the claims of the residents.
+    """
+    groups = tuple(groups_of(gpus.devices))
+    whole = {one.id: one.total for one in gpus.devices}
+    usable = {one.id: max(0, one.total - one.others) for one in gpus.devices}
+    left = _Room(
+        free(host, residents), {one.id: one.free for one in gpus.devices}, groups, gpus.strategy
+    )
+    empty = replace(left, host=host.total, devices=usable)
     going: set[str] = set()
     """Models that start or wake now, and the first one that waits."""
-    pinned = sum(one.claim for one in residents if one.pinned)
-    refused, never = {}, {}
+    pinned = [one for one in residents if one.pinned]
+    refused, never, placed = {}, {}, {}
     yielding: frozenset[str] = frozenset()
     ahead: list[WaitingModel] = []
     for one in sorted(waiting, key=lambda one: (one.since, one.name)):
-        if too_large(one.name, one.claim, host.total):
-            never[one.name] = too_large(one.name, one.claim, host.total)
-        elif one.claim <= left and _overtakes(one, ahead, host, residents):
-            left -= one.claim
+        if wrong := _too_large(one, host, gpus.devices, replace(empty, devices=whole)):
+            never[one.name] = wrong
+        elif (room := _beside_those_ahead(left, ahead, empty, residents)) is not None and (
+            places := room.places(one)
+        ) is not None:
+            left = left.with_model(one, places)
+            if places:
+                placed[one.name] = places
             going.add(one.name)
-        elif pinned + one.claim > host.total:  # nobody waits for its turn
+        elif _beside(empty, pinned).places(one) is None:  # nobody waits for its turn
             refused[one.name] = f"{_no_room(one, left)}, the rest is taken for good"
         else:
             if not ahead:
                 others = [other for other in residents if other.name not in {*going, one.name}]
-                yielding = _yielding(one.claim - left, others, now)
+                yielding = _yielding(one, left, others, now)
             refused[one.name] = _why(one, left, ahead, yielding)
             ahead.append(one)
-    return CapacityPlan(refused, never, yielding, 0 if ahead else left)
+    if ahead:
+        return CapacityPlan(refused, never, yielding, places=placed)
+    return CapacityPlan(refused, never, yielding, left.host, placed, left.devices)
 
 
-def _overtakes(
-    one: WaitingModel,
-    ahead: Sequence[WaitingModel],
-    host: HostCapacity,
-    residents: Iterable[ResidentModel],
-) -> bool:
-    """Whether all that wait longer will have their room beside it, once the others have ended.
+def _too_large(
+    one: WaitingModel, host: HostCapacity, devices: Sequence[DeviceMemory], whole: _Room
+) -> str:
+    """What is wrong with a model that can never start; empty: nothing."""
+    if wrong := too_large(one.name, one.claim, host.total):
+        return wrong
+    if one.need is None or whole.places(one) is not None:
+        return ""
+    if wrong := device_room.too_large(one.name, one.need, devices):
+        return wrong
+    least = f"model {one.name} has {one.instances} instances, each of which needs"
+    return f"{least} {device_room.wanted(one.need)}: the GPUs here don't hold them all"
+
+
+def _beside(empty: _Room, staying: Iterable[ResidentModel]) -> _Room:
+    """What is free while these stay."""
+    every = list(staying)
+    left = {
+        gpu: size - sum(one.held.get(gpu, 0) for one in every)
+        for gpu, size in empty.devices.items()
+    }
+    return replace(empty, host=empty.host - sum(one.claim for one in every), devices=left)
+
+
+def _beside_those_ahead(
+    left: _Room, ahead: Sequence[WaitingModel], empty: _Room, residents: Iterable[ResidentModel]
+) -> _Room | None:
+    """What one that came later may take: all that wait longer will have their room beside it, once
+    the others have ended. None: nothing.
 
     Those are not counted on to end that are pinned, or have come since the first one waits.
     """
     if not ahead:
-        return True
+        return left
     first = ahead[0].since
-    staying = sum(other.claim for other in residents if other.pinned or other.since >= first)
-    return staying + sum(other.claim for other in ahead) + one.claim <= host.total
+    staying = [other for other in residents if other.pinned or other.since >= first]
+    room = replace(_beside(empty, staying), strategy="pack")
+    for other in ahead:
+        if (places := room.places(other)) is None:
+            return None
+        room = room.with_model(other, places)
+    least = {gpu: min(size, room.devices[gpu]) for gpu, size in left.devices.items()}
+    return replace(left, host=min(left.host, room.host), devices=least)
 
 
-def _yielding(lacking: int, residents: Iterable[ResidentModel], now: float) -> frozenset[str]:
-    """The models whose end frees that many bytes; none if not enough may end."""
+def _yielding(
+    one: WaitingModel, left: _Room, residents: Iterable[ResidentModel], now: float
+) -> frozenset[str]:
+    """The models whose end makes room for it; none if not enough may end."""
     every = list(residents)
-    chosen = [one for one in every if one.leaving]
+    chosen = [other for other in every if other.leaving]
     idle = sorted(
-        (one for one in every if not one.leaving and (one.parked or _may_end(one, now))),
-        key=lambda one: (not one.parked, -one.priority, -one.idle_s, one.name),
+        (other for other in every if not other.leaving and (other.parked or _may_end(other, now))),
+        key=lambda other: (not other.parked, -other.priority, -other.idle_s, other.name),
     )
-    for one in idle:
-        if sum(other.claim for other in chosen) >= lacking:
+    for other in idle:
+        if left.without(chosen).places(one) is not None:
             break
-        chosen.append(one)
-    given = sum(one.claim for one in chosen)
-    if given < lacking:
-        return frozenset(one.name for one in every if one.leaving)
-    for one in [one for one in reversed(chosen) if not one.leaving]:  # the most valuable first
-        if given - one.claim >= lacking:
-            chosen.remove(one)
-            given -= one.claim
-    return frozenset(one.name for one in chosen)
+        chosen.append(other)
+    if left.without(chosen).places(one) is None:
+        return frozenset(other.name for other in every if other.leaving)
+    for other in [each for each in reversed(chosen) if not each.leaving]:  # the most valuable first
+        fewer = [each for each in chosen if each is not other]
+        if left.without(fewer).places(one) is not None:
+            chosen = fewer
+    return frozenset(other.name for other in chosen)
 
 
 def _may_end(one: ResidentModel, now: float) -> bool:
@@ -173,7 +281,7 @@ def _may_end(one: ResidentModel, now: float) -> bool:
 
 
 def _why(
-    one: WaitingModel, left: int, ahead: Sequence[WaitingModel], yielding: frozenset[str]
+    one: WaitingModel, left: _Room, ahead: Sequence[WaitingModel], yielding: frozenset[str]
 ) -> str:
     """Names no other model: a client may not know of it."""
     room = _no_room(one, left)
@@ -182,5 +290,10 @@ def _why(
     return f"{room}; idle models end for it" if yielding else f"{room}, and no model may end yet"
 
 
-def _no_room(one: WaitingModel, left: int) -> str:
-    return f"no room: it needs {one.claim / GIB:.1f} GiB, {left / GIB:.1f} GiB is free"
+def _no_room(one: WaitingModel, left: _Room) -> str:
+    if one.claim <= left.host and one.need is not None:
+        return device_room.no_room(one.need, left.devices, left.groups)
+    if one.claim <= left.host and one.more:
+        gpu, size = max(one.more.items(), key=lambda more: more[1] - left.devices.get(more[0], 0))
+        return device_room.no_room(DeviceNeed(size), {gpu: left.devices.get(gpu, 0)}, ())
+    return f"no room: it needs {one.claim / GIB:.1f} GiB, {left.host / GIB:.1f} GiB is free"

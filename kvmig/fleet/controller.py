@@ -12,10 +12,9 @@ import contextlib
 import logging
 import math
 import secrets
-import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 from urllib.parse import quote
@@ -23,14 +22,14 @@ from urllib.parse import quote
 import msgspec
 
 from kvmig.core.clock import Clock, monotonic
-from kvmig.core.config import USUAL_MOST
+from kvmig.core.config import instance_name
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.priorities import NORMAL, PriorityClass
+from kvmig.fleet import device_room
 from kvmig.fleet.autoscale import (
     PANIC_S,
     STABLE_S,
     DemandSample,
-    DemandWindow,
     ObservedDemand,
     ScalingDecision,
     ScalingOrder,
@@ -40,140 +39,48 @@ from kvmig.fleet.autoscale import (
     next_order,
     one_less_holds,
 )
-from kvmig.fleet.capacity import STAY, STAY_S, CapacityPlan, ResidentModel, WaitingModel, plan
+from kvmig.fleet.capacity import (
+    STAY,
+    STAY_S,
+    CapacityPlan,
+    HostDevices,
+    ResidentModel,
+    WaitingModel,
+    free,
+    plan,
+)
+from kvmig.fleet.deployment_words import gpu_words, words
 from kvmig.fleet.deployments import DeploymentWatcher
+from kvmig.fleet.device_room import DeviceMemory, Places
+from kvmig.fleet.evaluate import FitVerdict, on_host, verdict, without
 from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.instance_places import InstancePlaces
 from kvmig.fleet.lifecycle import (
     DesiredState,
     ModelStatus,
     ObservedState,
-    State,
     awake,
     reconcile,
     wants_to_start,
 )
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, ModelEvent
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.launcher.flags import priority_classes
-from kvmig.proxy.messages import ModelCard, ModelRoute, ModelWanted, ProxyDemand, RouteState
+from kvmig.proxy.messages import ModelRoute, ModelWanted, ProxyDemand, RouteState
 
 ROUND_S = 0.5
 """Pause between two rounds, if nothing happens before."""
 RECENT = 1000
 """Events that are kept."""
-STARTS = 9
-"""Number of start times whose median is sent to waiting clients."""
 PAUSE_S = 10.0
 """Pause after an order about instances that was refused, or that has failed."""
 WANT_S = 2.0
 """A proxy repeats that somebody waits within it."""
 
 log = logging.getLogger(__name__)
-
-
-class CatalogEntry(msgspec.Struct, frozen=True):
-    """A model of the catalogue."""
-
-    model_id: str
-    """Another model that has the name later has another one."""
-    name: str
-    revision: int
-    on: bool
-    spec: ModelSpec
-
-
-class DeploymentRecord(msgspec.Struct, frozen=True):
-    """What init keeps of a deployment for the next server."""
-
-    model_id: str
-    model: str
-    revision: int
-    socket: str
-
-
-class ModelEvent(msgspec.Struct, frozen=True):
-    """Something that was decided or that happened."""
-
-    at: float
-    """Unix time."""
-    model: str
-    what: str
-
-
-@dataclass(eq=False)
-class ManagedModel:
-    """One of them."""
-
-    wanted: CatalogEntry
-    claim: int = 0
-    """Bytes of an instance."""
-    parked_claim: int = 0
-    """The same, parked."""
-    life: ModelStatus = field(default_factory=ModelStatus)
-    scaling: ScalingDecision = field(default_factory=ScalingDecision)
-    window: DemandWindow = field(default_factory=DemandWindow)
-    deployment: str = ""
-    """Empty: none runs, nor is one ordered."""
-    note: DeploymentRecord | None = None
-    pid: int = 0
-    watched: DeploymentWatcher | None = None
-    card: ModelCard = field(default_factory=ModelCard)
-    """What its last deployment said of it; kept while there is none."""
-    ended: DeploymentEnded | None = None
-    """End of the last deployment, until a round has seen it."""
-    asked_until: float = -math.inf
-    """Time until which a request for it counts, since it was at zero."""
-    busy_at: float = 0.0
-    """When it last had a request, or began to serve."""
-    starts: deque[float] = field(default_factory=lambda: deque(maxlen=STARTS))
-    """Seconds that its last starts took."""
-    ordering: asyncio.Task[None] | None = None
-    removed: bool = False
-    """Whether the catalogue has it no more; it is forgotten once nothing runs."""
-    asks_since: float | None = None
-    """Time since which it would start, or wake, if it had room."""
-    refused: str = ""
-    """Why it was not parked, or did not wake."""
-    unrouted_at: int = 0
-    """Version at which proxies were told to send it nothing."""
-    entered: Counter[State] = field(default_factory=Counter)
-    evicted: int = 0
-    """Times that it ended to make room."""
-    scaled: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Decisions about its instances, by way and reason."""
-
-    @property
-    def serving(self) -> int:
-        """Instances that serve."""
-        return 0 if self.watched is None else self.watched.serving
-
-    @property
-    def former(self) -> bool:
-        """Whether what runs is of a removed model that had this name; it ends first."""
-        return self.note is not None and self.note.model_id != self.wanted.model_id
-
-    @property
-    def planned(self) -> int:
-        """Instances that it has and that were ordered, or with which it would start."""
-        if not self.deployment:
-            return max(1, self.wanted.spec.least)
-        rows = () if self.watched is None else self.watched.told.data
-        return max(1, self.scaling.wanted, len(rows))
-
-    @property
-    def claimed(self) -> int:
-        """Bytes that its deployment takes, and what was ordered of it."""
-        if not self.deployment:
-            return 0
-        claim = self.parked_claim if self.life.state == "parked" else self.claim
-        return claim * self.planned
-
-    @property
-    def start_s(self) -> float | None:
-        """How long it takes to start, by experience."""
-        return statistics.median(self.starts) if self.starts else None
 
 
 @dataclass(eq=False)
@@ -196,10 +103,12 @@ class ModelController:
         memory: MemoryBudget,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
+        measured: Callable[[ModelSpec], None] = lambda spec: None,
     ) -> None:
         """order: to init. tell: proxies of changed routes and of names that are gone; the version.
 
-        memory: of the host. clock: steady. wall: Unix time.
+        memory: of the host. clock: steady. wall: Unix time. measured: called when more is known of
+        what a model takes of GPUs.
         """
         self.memory = memory
         self.events: deque[ModelEvent] = deque(maxlen=RECENT)
@@ -216,6 +125,8 @@ class ModelController:
         self._proxies: dict[str, ConnectedProxy] = {}
         self._routes: dict[str, ModelRoute] = {}
         self._plan = CapacityPlan()
+        self._sample = memory.devices.watch.sample
+        self._measured = measured
         self._placed: Mapping[str, Sequence[str]] = {}
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
@@ -385,6 +296,7 @@ class ModelController:
     def reconcile(self) -> None:
         """One round."""
         now = self._clock()
+        self._measure()
         seen = {name: self._seen(model, now) for name, model in self._models.items()}
         self._plan = self._make_room(seen, now)
         for name, model in list(self._models.items()):
@@ -410,6 +322,22 @@ class ModelController:
                 model.ordering = asyncio.create_task(work, name=f"{action} {model.wanted.name}")
             case "stop" | "kill":
                 self._order(Stop(model.deployment, kill=action == "kill"))
+
+    def _measure(self) -> None:
+        """Take what instances use of their GPUs, as of the last look at these."""
+        devices = self.memory.devices
+        if devices.watch.sample is self._sample:
+            return
+        self._sample = devices.watch.sample
+        for model in self._models.values():
+            spec = model.wanted.spec
+            for name, used in model.places.measure(
+                model.instance_rows, self._sample.used_by
+            ).items():
+                own = model.note is not None and model.note.revision == model.wanted.revision
+                if own and devices.measure(spec, used):
+                    self._note(model, f"instance {name} uses {used} bytes of a GPU")
+                    self._measured(spec)
 
     def _seen(self, model: ManagedModel, now: float) -> ObservedState:
         name = model.wanted.name
@@ -456,12 +384,64 @@ class ModelController:
                         pinned=wish.on and wish.least > 0,
                         leaving=life.state in ("emptying", "stopping"),
                         parked=life.state == "parked",
+                        held=model.held,
                     )
                 )
             if model.asks_since is not None:
-                more = model.claim * model.planned - model.claimed
-                waiting.append(WaitingModel(name, more, model.asks_since))
-        return plan(self.memory.host(), waiting, residents, now)
+                waiting.append(self._waiting(model, model.asks_since))
+        gpus = HostDevices(self.devices(), self.memory.devices.strategy)
+        return plan(self.memory.host(), waiting, residents, now, gpus)
+
+    def _waiting(self, model: ManagedModel, since: float) -> WaitingModel:
+        name, more = model.wanted.name, model.claim * model.planned - model.claimed
+        if model.deployment:  # it is parked, and wakes where it is
+            return WaitingModel(name, more, since, more=model.places.more(model.instance_rows))
+        need = self.memory.devices.need(model.wanted.spec)
+        return WaitingModel(name, more, since, need, self._first(model))
+
+    def _first(self, model: ManagedModel) -> int:
+        """Instances with which it would start."""
+        return len(self._placed.get(model.wanted.name, ())) or max(1, model.wanted.spec.least)
+
+    def evaluate(self, spec: ModelSpec) -> FitVerdict:
+        """Whether an instance fits with all other models there, and where."""
+        memory, devices = self.memory, self.memory.devices
+        others = [
+            ResidentModel(name, one.claimed, since=0, stay_s=0, ready=bool(one.instance_rows))
+            for name, one in self._models.items()
+            if one.deployment and name != spec.name
+        ]
+        host, known = memory.host(), devices.known(spec)
+        return verdict(
+            spec.name,
+            spec.workers,
+            on_host(memory.claim(spec), host, free(host, others)),
+            known.weights,
+            memory.kv(spec),
+            known.sizes,
+            devices.claim(spec),
+            devices.need(spec),
+            without(spec.name, self.devices()),
+            devices.strategy,
+        )
+
+    def reasons(self, model: ManagedModel) -> list[str]:
+        """Why each GPU has no room for a model that waits. It names models: for admins only."""
+        need = self.memory.devices.need(model.wanted.spec)
+        if model.life.state != "waiting" or need is None:
+            return []
+        return device_room.reasons(need, self.devices())
+
+    def devices(self) -> tuple[DeviceMemory, ...]:
+        """The GPUs, with what models claim of them."""
+        claims: dict[str, dict[str, int]] = {}
+        taken: Counter[str] = Counter()
+        for name, model in self._models.items():
+            for gpu, size in model.held.items():
+                claims.setdefault(gpu, {})[name] = size
+                if model.serving or model.life.state == "parked":
+                    taken[gpu] += size
+        return self.memory.devices.watch.memory(claims, taken)
 
     def _with_room(self, name: str, seen: ObservedState) -> ObservedState:
         made = self._plan
@@ -507,16 +487,27 @@ class ModelController:
     def _start(self, model: ManagedModel) -> None:
         wanted, deployment = model.wanted, secrets.token_hex(4)
         socket = str(self._settings.deployment(deployment))
-        note = DeploymentRecord(wanted.model_id, wanted.name, wanted.revision, socket)
+        units, devices = self._placed.get(wanted.name, ()), self.memory.devices
+        claim, places = devices.claim(wanted.spec), self._plan.places.get(wanted.name, ())
+        note = DeploymentRecord(
+            wanted.model_id,
+            wanted.name,
+            wanted.revision,
+            socket,
+            {instance_name(at): gpus for at, gpus in enumerate(places)},
+            0 if claim is None else claim.each,
+        )
         self._keep(model, deployment, note)
-        units = self._placed.get(wanted.name, ())
-        model.scaling = ScalingDecision(len(units) or max(1, wanted.spec.least))
+        model.scaling = ScalingDecision(self._first(model))
         self.starts += 1
         self._order(
             Start(
                 deployment,
                 wanted.spec.engine,
-                words(wanted, deployment, self._settings, units),
+                (
+                    *words(wanted.spec, deployment, self._settings, units),
+                    *gpu_words(wanted.spec, claim, list(map(devices.ids, places))),
+                ),
                 msgspec.json.encode(note).decode(),
                 str(self._settings.log(quote(wanted.name, safe=""))),
             )
@@ -539,7 +530,17 @@ class ModelController:
         model.deployment, model.note = deployment, note
         model.watched = DeploymentWatcher(note.socket, self._changed.set)
         model.busy_at = self._clock()
+        model.places = InstancePlaces(
+            dict(note.gpus),
+            note.gpu_bytes,
+            self._parked_bytes(model.wanted.spec),
+            self.memory.devices.uuids,
+        )
         self._whose[deployment] = model
+
+    def _parked_bytes(self, spec: ModelSpec) -> int:
+        claim = self.memory.devices.claim(spec)
+        return 0 if claim is None else claim.parked
 
     async def _rest(self, model: ManagedModel, watched: DeploymentWatcher, *, parks: bool) -> None:
         try:
@@ -565,7 +566,10 @@ class ModelController:
         order = next_order(watched.told.data, decided.wanted)
         if order is None or (model.ordering is not None and not model.ordering.done()):
             return
-        work = self._set_instances(model, watched, order)
+        places = None if order.failed or order.more < 1 else self._take_places(model, order.more)
+        if places == ():
+            return  # no GPU has room for one more now
+        work = self._set_instances(model, watched, order, places)
         model.ordering = asyncio.create_task(work, name=f"scale {model.wanted.name}")
 
     def _scales(self, model: ManagedModel, watched: DeploymentWatcher) -> bool:
@@ -590,11 +594,42 @@ class ModelController:
             panic=model.window.load(kind, now, PANIC_S),
             holds=one_less_holds(rows),
             floor=self._floor(spec),
-            room=most + self._plan.free // max(1, model.claim),
+            room=most + self._more(model),
         )
 
+    def _more(self, model: ManagedModel) -> int:
+        """Instances that fit in addition."""
+        by_host = self._plan.free // max(1, model.claim)
+        need = self.memory.devices.need(model.wanted.spec)
+        if need is None:
+            return by_host
+        groups = device_room.groups_of(self.devices())
+        return device_room.most_instances(self._plan.free_on, need, groups, by_host)
+
+    def _take_places(self, model: ManagedModel, most: int) -> Places | None:
+        """GPUs for up to `most` more instances, as many as fit; None: they need no GPU.
+
+        They are its own from now on, whether or not their start succeeds.
+        """
+        devices = self.memory.devices
+        need = devices.need(model.wanted.spec)
+        if need is None:
+            return None
+        free_on, groups = self._plan.free_on, device_room.groups_of(self.devices())
+        count = device_room.most_instances(free_on, need, groups, most)
+        places = device_room.assign(free_on, need, count, groups, devices.strategy) or ()
+        used = Counter(gpu for place in places for gpu in place)
+        left = {gpu: size - used[gpu] * need.each for gpu, size in free_on.items()}
+        self._plan = replace(self._plan, free_on=left)
+        model.places.coming = places
+        return places
+
     async def _set_instances(
-        self, model: ManagedModel, watched: DeploymentWatcher, order: ScalingOrder
+        self,
+        model: ManagedModel,
+        watched: DeploymentWatcher,
+        order: ScalingOrder,
+        places: Places | None,
     ) -> None:
         """One step. Another instance takes the place of a failed one later."""
         try:
@@ -603,6 +638,11 @@ class ModelController:
                     self._note(model, f"instance {instance} has failed, and is taken out")
                     await watched.drain(instance)
                 await asyncio.sleep(PAUSE_S)
+            elif places is not None:
+                for gpus in places:
+                    for name in await watched.add(1, self.memory.devices.ids(gpus)):
+                        model.places.by_instance[name] = gpus
+                    model.places.coming = model.places.coming[1:]
             elif order.more > 0:
                 await watched.add(order.more)
             else:
@@ -610,6 +650,8 @@ class ModelController:
         except StartupError as error:
             self._note(model, f"instances: {error}")
             await asyncio.sleep(PAUSE_S)
+        finally:
+            model.places.coming = ()
 
     async def _drain_one(self, watched: DeploymentWatcher) -> None:
         """The one whose requests move fastest; the last one stays."""
@@ -698,45 +740,3 @@ def scaling_rule(spec: ModelSpec) -> ScalingRule:
     instances = spec.instances
     kind: Literal["concurrency", "rps"] = "rps" if instances.target_kind == "rps" else "concurrency"
     return ScalingRule(spec.least, instances.max, instances.target, kind)
-
-
-def _most(spec: ModelSpec) -> int:
-    """Instances that a deployment may be told to have, which may be more later.
-
-    One that decides by freeness itself goes so far.
-    """
-    most = spec.instances.max
-    return most if spec.instances.target_kind == "freeness" else max(most, USUAL_MOST)
-
-
-def words(
-    wanted: CatalogEntry, deployment: str, settings: FleetSettings, units: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """A deployment's command line behind `kvmig.serve`. units: of its instances, in a placement."""
-    spec, instances = wanted.spec, wanted.spec.instances
-    own = [
-        spec.folder,
-        f"--engine={spec.engine}",
-        f"--served-model-name={wanted.name}",
-        f"--uds={settings.deployment(deployment)}",
-        f"--usage-spool={settings.spools / deployment}",
-        f"--quota-socket={settings.quotas}",
-        "--media-urls=named",
-        "--end-with-stdin",
-        "--front-apart",
-        f"--instances={len(units) or max(1, spec.least)}",
-        *(f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(units)),
-        f"--max-instances={_most(spec)}",
-        f"--start-timeout={instances.start_timeout_s:g}",
-        f"--shutdown-timeout={settings.shutdown_timeout_s:g}",
-    ]
-    if instances.target_kind == "freeness":
-        least = max(1, spec.least)
-        own += [f"--autoscale={instances.target:g},{6 * instances.target:g}"]
-        own += [f"--min-instances={least}"]
-    if not spec.share_prefixes:
-        own.append("--isolate-users")
-    if spec.adapters:
-        own += ["--enable-lora", "--lora-modules"]
-        own += [f"{name}={folder}" for name, folder in spec.adapters.items()]
-    return (*own, *spec.flags)

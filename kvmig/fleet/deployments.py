@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar
 
 import httpx
@@ -94,14 +94,19 @@ class DeploymentWatcher:
         await cancel_tasks(*tasks)
         await self._http.aclose()
 
-    async def add(self, count: int) -> None:
-        """Start so many instances more; `told` has them then.
+    async def add(self, count: int, gpus: Sequence[str] = ()) -> set[str]:
+        """Start so many instances more; their names. `told` has them then.
 
-        Raises StartupError with its own sentence.
+        gpus: ids of those that each gets; none: the deployment chooses. Raises StartupError with
+        its own sentence.
         """
-        answer = await self._order("POST", f"{ADMIN}/instances", json={"count": count})
+        body: dict[str, object] = {"count": count}
+        if gpus:
+            body["gpus"] = list(gpus)
+        answer = await self._order("POST", f"{ADMIN}/instances", json=body)
         added = {one.id for one in msgspec.json.decode(answer, type=DeploymentEvent).data}
         await self._until(added, lambda: added <= {one.id for one in self.told.data})
+        return added
 
     async def drain(self, instance: str) -> None:
         """Let an instance's requests go elsewhere, then end it; `told` says so then.

@@ -17,8 +17,9 @@ import httpx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvmig.core.clock import Clock, monotonic
-from kvmig.fleet.controller import ManagedModel, ModelController
+from kvmig.fleet.controller import ModelController
 from kvmig.fleet.lifecycle import State
+from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.tables import StoreError
 from kvmig.proxy.exposition import Part, merged, parsed
 

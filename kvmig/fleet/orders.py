@@ -40,6 +40,8 @@ class CheckFlags(msgspec.Struct, frozen=True, tag="Check"):
     """Comes back in `Checked`."""
     engine: str
     words: tuple[str, ...]
+    sizes: bool = False
+    """Whether to print what the model takes of memory, too."""
 
 
 Order = Start | Stop | Load | CheckFlags
@@ -83,6 +85,8 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
 
     check: str
     wrong: str
+    sizes: str = ""
+    """What the model takes, as `kvmig.core.model_sizes` has it; empty: it isn't known."""
 
 
 News = Running | Started | DeploymentEnded | Checked

@@ -33,11 +33,16 @@ from kvmig.accounts.usage import HandOver, SpoolDamaged, SpooledRecord, UsageSpo
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
+from kvmig.core.model_sizes import decode_sizes
 from kvmig.fleet.api import ApiBackend, make_app
-from kvmig.fleet.controller import CatalogEntry, ModelController, words
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.deployment_words import words
+from kvmig.fleet.device_budget import DeviceBudget
+from kvmig.fleet.device_watch import LOOK_TIMEOUT_S, DeviceWatch
 from kvmig.fleet.disk import disks_of
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.ledger import AT_ONCE, MergedRecords, merge, sums, take
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.orders import MESSAGE_BYTES, Checked, CheckFlags, News, Order, encode, news_of
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
@@ -47,7 +52,6 @@ from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
-from kvmig.launcher.environment import gpus
 from kvmig.process.child import (
     StartAnnouncement,
     announce,
@@ -140,7 +144,9 @@ class FleetServer:
         self._heard = asyncio.Event()
         """Set when a proxy has told what it knows, or has gone."""
         self._aliases: Mapping[str, Mapping[str, int]] = {}
-        memory = MemoryBudget(settings.memory, on_gpu=bool(gpus()))
+        self._watch = DeviceWatch(settings.path("run", "init.pid"))
+        devices = DeviceBudget(self._watch, settings.gpu_placement)
+        memory = MemoryBudget(settings.memory, devices)
         self._models = ModelController(
             settings, self._order, self._tell_routes, memory, wall=time.time
         )
@@ -170,9 +176,10 @@ class FleetServer:
             lambda: self._keys,
             self._metrics.text,
         )
-        self._checks: dict[str, asyncio.Future[str]] = {}
+        self._checks: dict[str, asyncio.Future[Checked]] = {}
         """Flags that are being checked."""
         self._turning: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
         self._spoolless: set[str] = set()
@@ -185,6 +192,7 @@ class FleetServer:
         """Return once calls are taken. Raises KvmigError; `close` it then, too."""
         stored = self._backend.stored
         await stored(self._store.open)
+        await self._look_at_gpus()
         if (key := await stored(self._store.first_admin_key)) is not None:
             keep_key(self._settings.path("admin-key"), key)
             say(f"the first admin's key is in {self._settings.path('admin-key')}")
@@ -202,11 +210,27 @@ class FleetServer:
         await self._models.wait_first_round(LOOK_S)  # until then proxies go on with what they know
         await self._links.open()
         self._turning = asyncio.create_task(self._models.run(), name="models")
+        self._watching = asyncio.create_task(self._watch.run(), name="GPUs")
         self._counting = asyncio.create_task(self._count(), name="usage")
         if days := self._settings.keep_usage_days:
             keeping = self._backend.retention.run(days)
             self._keeping = asyncio.create_task(keeping, name="retention")
         await self._serve(take_path(str(self._settings.api)))
+
+    async def _look_at_gpus(self) -> None:
+        """Raises StartupError where the driver hangs."""
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                await asyncio.to_thread(self._watch.read_sample)
+        except TimeoutError as error:
+            raise StartupError(
+                f"the GPUs' driver doesn't answer within {LOOK_TIMEOUT_S:g} s"
+            ) from error
+        inventory = self._watch.inventory
+        for one in inventory.devices:
+            say(f"{one}: {one.total} bytes, {one.free} are free")
+        if inventory.missing and (inventory.devices or has_driver()):
+            say(inventory.missing)
 
     async def _serve(self, sock: socket.socket) -> None:
         app = make_app(self._backend)
@@ -339,7 +363,7 @@ class FleetServer:
     async def close(self) -> None:
         """End all but the deployments, which run on."""
         self._backend.retention.close()
-        for task in (self._turning, self._counting, self._keeping):
+        for task in (self._turning, self._counting, self._keeping, self._watching):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -431,23 +455,28 @@ class FleetServer:
         if not isinstance(news, Checked):
             self._models.take_news(news)
         elif (checking := self._checks.pop(news.check, None)) and not checking.done():
-            checking.set_result(news.wrong)
+            checking.set_result(news)
 
-    async def check(self, spec: ModelSpec) -> None:
-        """Let the engine's own parser read a model's flags. Raises ConfigError, StoreError."""
+    async def check(self, spec: ModelSpec, sizes: bool = False) -> None:
+        """Let the engine's own parser read a model's flags. Raises ConfigError, StoreError.
+
+        sizes: whether to learn what the model takes of memory, too.
+        """
         name = secrets.token_hex(4)
         checking = self._checks[name] = asyncio.get_running_loop().create_future()
-        wanted = CatalogEntry("", spec.name, 0, True, spec)
-        self._order(CheckFlags(name, spec.engine, words(wanted, name, self._settings)))
+        own = words(spec, name, self._settings)
+        self._order(CheckFlags(name, spec.engine, own, sizes=sizes))
         try:
             async with asyncio.timeout(CHECK_S):
-                wrong = await checking
+                found = await checking
         except TimeoutError as error:
             raise StoreError(f"model {spec.name}: its flags can't be checked now") from error
         finally:
             self._checks.pop(name, None)
-        if wrong:
-            raise ConfigError(f"model {spec.name}: {wrong}")
+        if found.wrong:
+            raise ConfigError(f"model {spec.name}: {found.wrong}")
+        if (known := decode_sizes(found.sizes)) is not None:
+            self._models.memory.devices.learn(spec, known)
 
     def _hear(self, proxy: str, message: ProxyNews | None) -> None:
         match message:
@@ -462,6 +491,11 @@ class FleetServer:
                 self._figures.pop(proxy, None)
                 self._models.forget_proxy(proxy)
                 self._heard.set()
+
+
+def has_driver() -> bool:
+    """Whether this host has NVIDIA's driver, so that it should have GPUs."""
+    return Path("/dev/nvidiactl").exists()
 
 
 def remove_empty(folder: Path) -> None:

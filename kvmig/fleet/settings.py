@@ -10,6 +10,7 @@ import msgspec
 
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SecretStruct
+from kvmig.fleet.device_room import Strategy
 
 DATA = "KVMIG_DATA"
 """Environment variable: the fleet's folder, where `--data` doesn't say."""
@@ -33,6 +34,8 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     """OpenMP threads of an instance on a CPU."""
     memory: int = 0
     """Bytes of the host's that all models may take together; 0: all that there is."""
+    gpu_placement: Strategy = "spread"
+    """Whether instances prefer the emptiest GPU, or the fullest one that has room."""
     shutdown_timeout_s: float = 30.0
     """Time that the end of a deployment gives running requests."""
     keep_usage_days: int = 400

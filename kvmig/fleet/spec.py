@@ -31,9 +31,7 @@ PATH = "path:"
 LATER = {
     "placement": "placement on workers",
     "workers": "workers",
-    "gpus": "placement on given GPUs",
-    "gpus_per_instance": "placement on given GPUs",
-    "cpu_offload": "placement on given GPUs",
+    "cpu_offload": "weights in the host's memory",
     "load": "streamed loading",
 }
 """Fields that have their place and no meaning yet."""
@@ -51,6 +49,7 @@ OURS = {
     "--front-apart": "the fleet's own",
     "--heartbeat-descriptor": "the fleet's own",
     "--instances": "instances.min",
+    "--instance-gpus": "gpus",
     "--max-instances": "instances.max",
     "--min-instances": "instances.min",
     "--autoscale": "instances.target with target_kind: freeness",
@@ -65,6 +64,11 @@ OURS = {
 """Flags that a spec says otherwise."""
 MOST_S = 7 * 86400.0
 MOST_BYTES = 1 << 50
+MOST_GPUS = 64
+WORKERS = ("--tensor-parallel-size", "-tp")
+"""Names of the flag with the number of workers."""
+GPU = re.compile(r"\d{1,4}|(GPU|MIG)-[0-9A-Za-z./_-]{1,100}")
+"""A GPU's index, or its UUID."""
 FLAG_BYTES = 1 << 16
 """Most bytes of all flags of a model."""
 
@@ -109,6 +113,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Whether what is cached of one user's prompts, media and grammars serves all users."""
     memory: int = 0
     """Bytes of the host's that an instance takes; 0: estimated."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that its instances may have, by index or UUID; empty: any."""
+    gpus_per_instance: int = 0
+    """GPUs of an instance, with a worker on each; 0: as the flags say, or 1."""
+    gpu_memory: int = 0
+    """Bytes of each of its GPUs that an instance takes; 0: estimated, until it is measured."""
     priority: int = 0
     """Who waits for a start is served by it: smaller ones first; and larger ones end first where
     room is wanted."""
@@ -121,6 +131,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def least(self) -> int:
         """Instances at least, whatever a schedule says."""
         return max(self.instances.min, self.warm == "always")
+
+    @property
+    def workers(self) -> int:
+        """Workers of an instance, on a GPU each where there are GPUs."""
+        return number_in(self.flags, self.gpus_per_instance or 1, *WORKERS)
 
     @property
     def folder(self) -> str:
@@ -206,11 +221,52 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     if spec.warm == "parked" and spec.engine == "transformers":
         raise ConfigError(f"{where}: warm is 'parked', must be none or always with transformers")
     _check_range(f"{where}: memory", spec.memory, 0, MOST_BYTES)
+    _check_gpus(where, spec)
     _check_range(f"{where}: priority", spec.priority, -1000, 1000)
     _check_range(f"{where}: max_held", spec.max_held, 0, 1_000_000)
     _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)
     _check_flags(where, spec.flags)
     return spec
+
+
+def _check_gpus(where: str, spec: ModelSpec) -> None:
+    _check_range(f"{where}: gpu_memory", spec.gpu_memory, 0, MOST_BYTES)
+    _check_range(f"{where}: gpus_per_instance", spec.gpus_per_instance, 0, MOST_GPUS)
+    for at, one in enumerate(spec.gpus):
+        if GPU.fullmatch(one) is None:
+            raise ConfigError(
+                f"{where}: gpus[{at}] is {one!r:.100}, must be an index as nvidia-smi has it, or a"
+                " UUID as GPU-... or MIG-..."
+            )
+    if len(set(spec.gpus)) < len(spec.gpus):
+        raise ConfigError(f"{where}: gpus is {list(spec.gpus)!r:.200}, must name each GPU once")
+    workers = spec.workers
+    if spec.gpus_per_instance not in (0, workers):
+        raise ConfigError(
+            f"{where}: gpus_per_instance is {spec.gpus_per_instance}, must be {workers}, which"
+            " --tensor-parallel-size in flags is, or be left out"
+        )
+    if spec.gpus and len(spec.gpus) < workers:
+        raise ConfigError(
+            f"{where}: gpus has {len(spec.gpus)}, must have {workers} or more: an instance has a"
+            " worker on each"
+        )
+
+
+def number_in(flags: Sequence[str], usual: int, *names: str) -> int:
+    """The number that a flag gives. usual: if it isn't given, or isn't a number."""
+    given = text_in(flags, *names)
+    return int(given) if given.isdecimal() else usual
+
+
+def text_in(flags: Sequence[str], *names: str) -> str:
+    """What a flag of one of these names is given, the last one; empty: nothing."""
+    found = ""
+    for at, word in enumerate(flags):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if equals else "".join(flags[at + 1 : at + 2])
+    return found
 
 
 def _check_instances(where: str, instances: InstanceCounts) -> None:

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.model_sizes import sizes_in
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
     Checked,
@@ -480,8 +481,9 @@ class FleetSupervisor:
         """Read a deployment's flags as it would, in a process like its own."""
         with tempfile.TemporaryFile() as said:
             environment = environment_of(self._settings)
-            words = (*check.words, "--check")
+            words = (*check.words, "--check", *(["--sizes"] if check.sizes else []))
             process: ProcessPort | None = None
+            sizes = ""
             standard = said.fileno(), said.fileno(), said.fileno()
             try:
                 process = await self._forked(check.engine, words, environment, standard)
@@ -493,9 +495,10 @@ class FleetSupervisor:
                 said.seek(0)
                 lines = said.read().decode(errors="replace").splitlines()
                 wrong = (last_of(lines) or how_it_ended(code)) if code else ""
+                sizes = "" if wrong else sizes_in(lines)
             finally:
                 kill_group(process)  # its stdin is no pipe that ends
-        self._tell(Checked(check.check, wrong))
+        self._tell(Checked(check.check, wrong, sizes))
 
     async def _end_deployment(self, deployment: RunningDeployment, kill: bool) -> None:
         deployment.end()

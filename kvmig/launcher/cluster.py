@@ -47,12 +47,14 @@ class InstanceManager:
         weights_of: Callable[[list[str]], str] = lambda argv: "",
         units: Mapping[str, str] = MappingProxyType({}),
         whose: str = "",
+        gpus: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
         """name: of its shared memory.
 
         weights_of: the identity of what an instance with these flags would load now; empty: it
         isn't known. units: where the first instances are in a placement, by name.
-        whose: model and address of its server, for the titles of its processes.
+        whose: model and address of its server, for the titles of its processes. gpus: of the first
+        instances, by name; the launcher chooses the others'.
         """
         self.whose = whose
         self.preferred_weights = ""
@@ -70,6 +72,7 @@ class InstanceManager:
         self._launcher = launcher
         self._weights_of = weights_of
         self._units = units
+        self._gpus = gpus
         self._instances: dict[str, ManagedInstance] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Instances that are being ended; their names are still taken."""
@@ -84,11 +87,14 @@ class InstanceManager:
     async def start(self) -> None:
         """Start the first instances, and wait until they are ready; call `open` before.
 
-        Raises StartupError; `stop` it then, too.
+        Raises StartupError or ConfigError; `stop` it then, too.
         """
         names = [instance_name(number) for number in range(self._config.instances)]
-        for name in names:
-            self._begin(name, self._shapes.shape_of(name), unit=self._units.get(name, ""))
+        shapes = {name: self._shapes.shape_of(name) for name in names}
+        for name, shape in shapes.items():
+            self._launcher.check_gpus(self._gpus.get(name, ()), shape.workers)
+        for name, shape in shapes.items():
+            self._begin(name, shape, self._gpus.get(name, ()), self._units.get(name, ""))
         # Whichever fails first: others may need minutes more.
         for starting in asyncio.as_completed([self._instances[one].first_start for one in names]):
             if failed := await starting:

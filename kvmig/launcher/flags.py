@@ -57,6 +57,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         instance_flags=tuple(flags.instance_flags),
         instance_vllm=tuple(flags.instance_vllm),
         instance_unit=tuple(flags.instance_unit),
+        instance_gpus=tuple(flags.instance_gpus),
         ray=_ray(flags),
         unit=_unit(flags),
         lifecycle=_filled(LifecycleConfig, flags, max_instances=_max_instances(flags)),
@@ -260,6 +261,14 @@ def _add_cluster(root: FlagParser) -> None:
         metavar="'iN: NAME'",
         help="unit of instance N in a placement (docs/placement.md); may be given several times",
     )
+    group.add_argument(
+        "--instance-gpus",
+        action="append",
+        default=[],
+        metavar="'iN: ID,ID'",
+        help="GPUs of instance N, one per worker, e.g. 'i1: 2,3'; may be given several times"
+        " (default: the launcher chooses)",
+    )
     group.add(
         "--control-host",
         "control_host",
@@ -445,6 +454,11 @@ def _add_lifecycle(root: FlagParser) -> None:
         " survive its death",
     )
     group.add("--check", "check", "check all flags, report errors, and exit")
+    group.add(
+        "--sizes",
+        "sizes",
+        "with --check: also print what the model takes of memory, as one line of JSON",
+    )
     group.add(
         "--end-with-stdin",
         "end_with_stdin",

@@ -90,6 +90,20 @@ def own_units(given: Sequence[str], instances: int) -> dict[str, str]:
     return units
 
 
+def own_gpus(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]]:
+    """Parse "i1: 0,1" into that instance's GPUs, one per worker. Raises ConfigError."""
+    gpus: dict[str, tuple[str, ...]] = {}
+    for words in given:
+        name, listed = _named("--instance-gpus", words, instances, "ids of GPUs")
+        gpus[name] = tuple(one.strip() for one in listed.split(","))
+        if not all(gpus[name]) or len(set(gpus[name])) < len(gpus[name]):
+            raise ConfigError(
+                f"--instance-gpus is {words!r:.200}, must have ids of different GPUs with commas"
+                " between them"
+            )
+    return gpus
+
+
 def checked_tree(folder: str, check: CheckTree) -> str:
     """The folder with its whole path; empty stays empty. Raises ConfigError."""
     if not folder:

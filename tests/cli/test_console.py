@@ -68,7 +68,7 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
         async def changed() -> None:
             return
 
-        async def fine(_: ModelSpec) -> None:
+        async def fine(_: ModelSpec, sizes: bool) -> None:
             return
 
         async def metrics() -> bytes:

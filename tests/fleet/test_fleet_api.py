@@ -52,7 +52,7 @@ class Api:
             transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
         )
 
-    async def _check(self, spec: ModelSpec) -> None:
+    async def _check(self, spec: ModelSpec, sizes: bool) -> None:
         """As an engine that knows no --nonsense."""
         if "--nonsense" in spec.flags:
             raise ConfigError(f"model {spec.name}: unrecognized arguments: --nonsense")

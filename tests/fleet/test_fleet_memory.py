@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvmig.core.devices import Device, Inventory
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.device_budget import DeviceBudget
+from kvmig.fleet.device_watch import DeviceWatch
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.launcher.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
@@ -23,6 +26,14 @@ def folder(tmp_path: Path) -> Path:
 
 def spec(folder: Path, **more: Any) -> ModelSpec:
     return ModelSpec(name="a", source=f"path:{folder}", **more)
+
+
+def on_gpu() -> DeviceBudget:
+    """Of a host with one GPU."""
+    gpu = Device(id="0", index=0, uuid="GPU-0", name="H100", total=80 << 30)
+    watch = DeviceWatch(read=lambda: Inventory(devices=(gpu,)))
+    watch.read_sample()
+    return DeviceBudget(watch)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +60,7 @@ def test_each_worker_has_its_own_process_and_cache(folder: Path) -> None:
 
 
 def test_on_a_gpu_only_processes_are_the_hosts(folder: Path) -> None:
-    assert MemoryBudget(on_gpu=True).claim(spec(folder)) == INSTANCE_OVERHEAD
+    assert MemoryBudget(devices=on_gpu()).claim(spec(folder)) == INSTANCE_OVERHEAD
 
 
 def test_what_the_specification_says_counts(folder: Path) -> None:
@@ -76,4 +87,4 @@ def test_one_whose_least_number_can_never_fit_is_refused_by_its_missing_bytes(
 
 def test_on_a_gpu_nothing_is_parked(folder: Path) -> None:
     with pytest.raises(ConfigError, match="warm is 'parked', must be none or always on a GPU"):
-        MemoryBudget(on_gpu=True).check(spec(folder, warm="parked"))
+        MemoryBudget(devices=on_gpu()).check(spec(folder, warm="parked"))

@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig.fleet import metrics
-from kvmig.fleet.controller import CatalogEntry, DeploymentRecord, ManagedModel, ModelController
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.tables import StoreError

@@ -16,14 +16,13 @@ from kvmig.core.priorities import NORMAL
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import (
     WANT_S,
-    CatalogEntry,
-    DeploymentRecord,
     ModelController,
     classes_of,
 )
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.schedule import ScheduledFloor
 from kvmig.fleet.settings import FleetSettings

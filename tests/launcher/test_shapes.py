@@ -13,6 +13,7 @@ from kvmig.launcher.shapes import (
     EngineTrees,
     InstanceShape,
     own_flags,
+    own_gpus,
     own_trees,
     own_units,
     shapes_of,
@@ -115,6 +116,23 @@ def test_instances_are_named_a_place_each() -> None:
 def test_a_place_that_no_instance_can_have_is_refused(given_: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         own_units([given_], 2)
+
+
+def test_instances_are_given_their_gpus() -> None:
+    assert own_gpus(["i1: 2, GPU-3", "i0:0"], 2) == {"i0": ("0",), "i1": ("2", "GPU-3")}
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [
+        ("i2: 0", "--instance-gpus is 'i2: 0', must be one of i0, i1, a colon and ids of GPUs"),
+        ("i1: 0,0", "--instance-gpus is 'i1: 0,0', must have ids of different GPUs"),
+        ("i1: 0,", "must have ids of different GPUs"),
+    ],
+)
+def test_gpus_that_no_instance_can_have_are_refused(given_: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        own_gpus([given_], 2)
 
 
 def test_a_build_for_all_goes_before_those_that_some_had() -> None:

@@ -34,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--max-model-len", type=int, help="tokens of a request at most")
     root.add_argument("--block-size", type=int, default=32, help="tokens a KV block")
     root.add_argument("--num-blocks", type=int, default=600, help="KV blocks of an instance")
+    root.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="GPUs of an instance, if there are any"
+    )
     root.add_argument("--max-num-seqs", type=int, default=16, help="requests a step")
     root.add_argument("--step-ms", type=float, default=STEP_MS, help="from one step to the next")
     root.add_argument("--numerics", default="toy", help="name of the class that it rounds like")
@@ -62,13 +65,16 @@ class ToyKind:
     def parse(self, argv: list[str]) -> Namespace:
         args = parser().parse_args(argv)
         args.api_key = api_keys(args.api_key)
-        for name in ("block_size", "num_blocks", "max_num_seqs", "step_ms"):
+        for name in ("block_size", "num_blocks", "max_num_seqs", "step_ms", "tensor_parallel_size"):
             if (value := getattr(args, name)) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}, must be more than 0")
         return args
 
     def check_config(self, args: Namespace) -> None:
         """Do nothing: a toy has no files."""
+
+    def sizes(self, args: Namespace) -> None:
+        """A toy has no sizes."""
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         """Do nothing: a toy needs no GPU."""

@@ -47,6 +47,9 @@ class TransformersKind:
         check_model(args.model)
         parse_config(engine_fields(args))
 
+    def sizes(self, args: Namespace) -> None:
+        """Not known before it has loaded."""
+
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         if args.device == "cuda" and not gpu_ids:
             raise ConfigError("--device is cuda, but this machine has no GPU that may be used")

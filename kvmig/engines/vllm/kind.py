@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import logging
 import os
 import sys
 from argparse import Namespace
@@ -18,11 +19,20 @@ from typing import Any
 
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.model_sizes import ModelSizes
 from kvmig.core.priorities import PriorityClass
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.remembered import refuse_remembered
+
+CANT_BE_MADE = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""What vLLM and torch raise where a model can't be made without memory."""
+
+log = logging.getLogger(__name__)
 
 
 class VllmKind:
@@ -83,6 +93,17 @@ class VllmKind:
             raise
         except Exception as error:  # whatever vLLM says about the model
             raise ConfigError(why_not(error, args)) from error
+
+    def sizes(self, args: Namespace) -> ModelSizes | None:
+        from kvmig.engines.vllm.config import engine_config
+        from kvmig.engines.vllm.sizes import sizes_of
+
+        config = engine_config(args)
+        try:
+            return sizes_of(config)
+        except CANT_BE_MADE as error:  # it may load all the same
+            log.warning("the sizes of %s are not known before it starts: %r", args.model, error)
+            return None
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         """No variables: vLLM's build determines what it runs on."""

@@ -1,0 +1,64 @@
+"""The command line of a model's deployment: a `kvmig.serve`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmig.core.config import USUAL_MOST
+from kvmig.fleet.device_claims import SHARE_FLAG, DeviceClaim
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import WORKERS, ModelSpec, text_in
+
+
+def _most(spec: ModelSpec) -> int:
+    """Instances that a deployment may get by orders, which may be more later.
+
+    One that decides by freeness itself goes so far.
+    """
+    most = spec.instances.max
+    return most if spec.instances.target_kind == "freeness" else max(most, USUAL_MOST)
+
+
+def words(
+    spec: ModelSpec, deployment: str, settings: FleetSettings, units: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """A deployment's command line behind `kvmig.serve`. units: of its instances, in a placement."""
+    instances = spec.instances
+    own = [
+        spec.folder,
+        f"--engine={spec.engine}",
+        f"--served-model-name={spec.name}",
+        f"--uds={settings.deployment(deployment)}",
+        f"--usage-spool={settings.spools / deployment}",
+        f"--quota-socket={settings.quotas}",
+        "--media-urls=named",
+        "--end-with-stdin",
+        "--front-apart",
+        f"--instances={len(units) or max(1, spec.least)}",
+        *(f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(units)),
+        f"--max-instances={_most(spec)}",
+        f"--start-timeout={instances.start_timeout_s:g}",
+        f"--shutdown-timeout={settings.shutdown_timeout_s:g}",
+    ]
+    if instances.target_kind == "freeness":
+        least = max(1, spec.least)
+        own += [f"--autoscale={instances.target:g},{6 * instances.target:g}"]
+        own += [f"--min-instances={least}"]
+    if not spec.share_prefixes:
+        own.append("--isolate-users")
+    if spec.gpus_per_instance and not text_in(spec.flags, *WORKERS):
+        own.append(f"--tensor-parallel-size={spec.gpus_per_instance}")
+    if spec.adapters:
+        own += ["--enable-lora", "--lora-modules"]
+        own += [f"{name}={folder}" for name, folder in spec.adapters.items()]
+    return (*own, *spec.flags)
+
+
+def gpu_words(
+    spec: ModelSpec, claim: DeviceClaim | None, places: Sequence[Sequence[str]]
+) -> list[str]:
+    """Flags of a deployment whose instances have these GPUs. claim: None: they use none."""
+    own = [f"--instance-gpus=i{at}: {','.join(gpus)}" for at, gpus in enumerate(places)]
+    if claim is not None and claim.share and spec.engine == "vllm":
+        own.append(f"{SHARE_FLAG}={claim.share:.4f}")
+    return own

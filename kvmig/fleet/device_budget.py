@@ -1,0 +1,141 @@
+"""The GPUs of this host for the fleet: what each model claims of them, and what is known of that.
+
+It has no GPU where the host has none; models then only need the host's memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from kvmig.core.errors import ConfigError
+from kvmig.core.model_sizes import ModelSizes
+from kvmig.fleet import device_room
+from kvmig.fleet.device_claims import REST, DeviceClaim, KnownSizes, claim_of, need_of
+from kvmig.fleet.device_room import DeviceNeed, Strategy
+from kvmig.fleet.device_watch import DeviceWatch
+from kvmig.fleet.spec import ModelSpec
+from kvmig.launcher.environment import weights_of
+
+
+class DeviceBudget:
+    """Claims of models on the GPUs that are watched."""
+
+    def __init__(self, watch: DeviceWatch | None = None, strategy: Strategy = "spread") -> None:
+        """watch: None: there are no GPUs."""
+        self.watch = watch or DeviceWatch()
+        self.strategy = strategy
+        self._sizes: dict[str, ModelSizes] = {}
+        self._measured: dict[str, int] = {}
+        self._rest: dict[str, int] = {}
+        """Most bytes that were measured of everything except weights and KV cache, by engine."""
+
+    @property
+    def there(self) -> bool:
+        """Whether there are GPUs."""
+        return bool(self.watch.inventory.devices)
+
+    def learn(self, spec: ModelSpec, sizes: ModelSizes) -> None:
+        """Take what the model's engine says of it."""
+        self._sizes[key_of(spec)] = sizes
+
+    def sizes(self, spec: ModelSpec) -> ModelSizes | None:
+        """What its engine has said; None: it wasn't asked."""
+        return self._sizes.get(key_of(spec))
+
+    def measure(self, spec: ModelSpec, used: int) -> bool:
+        """Take what an instance uses of a GPU; whether that is more than was known."""
+        key = key_of(spec)
+        if used <= self._measured.get(key, 0):
+            return False
+        self._measured[key] = used
+        claim = claim_of(spec, KnownSizes(sizes=self._sizes.get(key)), self._largest)
+        if claim is not None and claim.basis == "flags" and claim.kv and claim.weights:
+            rest = max(0, used - claim.weights - claim.kv)
+            self._rest[spec.engine] = max(rest, self._rest.get(spec.engine, 0))
+        return True
+
+    def measured(self, spec: ModelSpec) -> int:
+        """Bytes of each GPU that an instance used at most; 0: none has run."""
+        return self._measured.get(key_of(spec), 0)
+
+    def known(self, spec: ModelSpec) -> KnownSizes:
+        """Collect what is known of a model beyond its specification."""
+        return KnownSizes(
+            0 if spec.engine == "toy" else weights_of(spec.folder),
+            self.sizes(spec),
+            self._rest.get(spec.engine, REST),
+            self.measured(spec),
+        )
+
+    def claim(self, spec: ModelSpec) -> DeviceClaim | None:
+        """What an instance claims of each of its GPUs; None: it uses none."""
+        return claim_of(spec, self.known(spec), self._largest) if self.there else None
+
+    def need(self, spec: ModelSpec) -> DeviceNeed | None:
+        """What an instance wants of GPUs; a GPU that isn't there stays in it by its name."""
+        need = need_of(spec, self.claim(spec))
+        if need is None:
+            return None
+        return replace(need, only=frozenset(map(self._uuid, need.only)))
+
+    def ids(self, uuids: tuple[str, ...]) -> tuple[str, ...]:
+        """Translate UUIDs into the launcher's ids."""
+        return tuple(self.watch.inventory.device(one).id for one in uuids)
+
+    def uuids(self, ids: tuple[str, ...]) -> tuple[str, ...]:
+        """Translate the launcher's ids into UUIDs; those that aren't there are left out."""
+        known = {one.id: one.uuid for one in self.watch.inventory.devices}
+        return tuple(known[one] for one in ids if one in known)
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises ConfigError for a model that can never start on the GPUs here."""
+        where, inventory = f"model {spec.name}", self.watch.inventory
+        if not self.there:
+            for field in ("gpus", "gpus_per_instance", "gpu_memory"):
+                if value := getattr(spec, field):
+                    why = inventory.missing or "this host has none that the fleet may use"
+                    raise ConfigError(
+                        f"{where}: {field} is {value!r:.100}, must be left out: there is no GPU"
+                        f" ({why})"
+                    )
+            return
+        for one in spec.gpus:
+            if self._uuid(one) == one and one not in {gpu.uuid for gpu in inventory.devices}:
+                there = ", ".join(f"{gpu.id} ({gpu.uuid})" for gpu in inventory.devices)
+                raise ConfigError(f"{where}: gpus has {one!r:.100}, must be some of {there}")
+        if spec.instances.target_kind == "freeness":
+            raise ConfigError(
+                f"{where}: instances.target_kind is 'freeness', must be concurrency or rps on a"
+                " host with GPUs, where the fleet gives each instance its own"
+            )
+        if (need := self.need(spec)) is None:
+            return
+        devices = self.watch.memory({}, {})
+        if wrong := device_room.too_large(spec.name, need, devices):
+            raise ConfigError(wrong)
+        groups, empty = device_room.groups_of(devices), {one.id: one.total for one in devices}
+        least = max(1, spec.least)
+        if (most := device_room.most_instances(empty, need, groups, least)) < least:
+            raise ConfigError(
+                f"{where}: instances.min is {least}, must be at most {most}: an instance needs"
+                f" {device_room.wanted(need)}"
+            )
+
+    @property
+    def _largest(self) -> int:
+        return max((one.total for one in self.watch.inventory.devices), default=0)
+
+    def _uuid(self, name: str) -> str:
+        """The UUID of the GPU with this id or UUID; where there is none, the name as it is."""
+        try:
+            return self.watch.inventory.device(name).uuid
+        except KeyError:
+            return name
+
+
+def key_of(spec: ModelSpec) -> str:
+    """Two specifications with one key take the same of a GPU, as far as that isn't by number."""
+    parts = (spec.engine, spec.source, spec.flags, spec.workers, sorted(spec.adapters.items()))
+    return msgspec.json.encode(parts).decode()

@@ -1,0 +1,116 @@
+"""The GPUs of this host as the server sees them, looked at again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvmig.core.devices import Device, Inventory, in_gib
+from kvmig.fleet.device_room import DeviceMemory
+from kvmig.process.descendants import descendants, parents
+from kvmig.process.nvml import read_devices
+
+LOOK_S = 2.0
+"""Pause between two looks."""
+LOOK_TIMEOUT_S = 30.0
+"""A driver that answers later than this is said to hang; the last answer counts on."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeviceSample:
+    """One look: what there is, and the parents of all processes then."""
+
+    inventory: Inventory = field(default_factory=Inventory)
+    parents: Mapping[int, int] = field(default_factory=dict)
+
+    def used_by(self, uuid: str, pids: Iterable[int]) -> int:
+        """Bytes of a GPU that these processes and those below them have, as far as is known."""
+        own = descendants(pids, self.parents)
+        processes = self.inventory.device(uuid).processes
+        return sum(one.used or 0 for one in processes if one.pid in own)
+
+
+class DeviceWatch:
+    """Make it, `read_sample` once, then `run` it as a task."""
+
+    def __init__(
+        self, supervisor: Path | None = None, read: Callable[[], Inventory] = read_devices
+    ) -> None:
+        """supervisor: file with its process id; all of the fleet are below that process."""
+        self.sample = DeviceSample()
+        self._supervisor = supervisor
+        self._read = read
+
+    @property
+    def inventory(self) -> Inventory:
+        """The GPUs, as they were at the last look."""
+        return self.sample.inventory
+
+    def read_sample(self) -> None:
+        """Look now; takes some milliseconds, and seconds where a driver starts for it."""
+        inventory = self._read()
+        # Only who has GPUs pays for a look at all processes.
+        self.sample = DeviceSample(inventory, parents() if inventory.devices else {})
+
+    async def run(self) -> None:
+        """Look every LOOK_S, until cancelled. A host without GPUs is not looked at again."""
+        while self.inventory.devices:
+            await asyncio.sleep(LOOK_S)
+            try:
+                async with asyncio.timeout(LOOK_TIMEOUT_S):
+                    await asyncio.to_thread(self.read_sample)
+            except (TimeoutError, OSError) as error:
+                log.warning("the GPUs are not looked at now: %r", error)
+
+    def memory(
+        self, claims: Mapping[str, Mapping[str, int]], taken: Mapping[str, int]
+    ) -> tuple[DeviceMemory, ...]:
+        """The memory of each GPU. claims: bytes of each model by UUID.
+
+        taken: bytes that instances that serve have claimed by UUID; this is what they use where
+        the driver names none of their processes.
+        """
+        own = self._own()
+        return tuple(
+            DeviceMemory(
+                id=one.uuid,
+                title=title_of(one),
+                total=one.total,
+                others=(others := _others(one, own, taken.get(one.uuid, 0))),
+                whose=_whose(one, own, others),
+                claims=claims.get(one.uuid, {}),
+                peers=frozenset(one.peers),
+            )
+            for one in self.inventory.devices
+        )
+
+    def _own(self) -> set[int]:
+        """Processes of the fleet."""
+        if self._supervisor is None or not self.sample.parents:
+            return set()
+        try:
+            return descendants([int(self._supervisor.read_text())], self.sample.parents)
+        except (OSError, ValueError) as error:
+            log.warning("%s has no process id: %s", self._supervisor, error)
+            return set()
+
+
+def title_of(device: Device) -> str:
+    """What people call it: `GPU 0 (NVIDIA H100, GPU-8f...)`."""
+    return str(device)
+
+
+def _others(device: Device, own: set[int], taken: int) -> int:
+    named = any(one.pid in own and one.used is not None for one in device.processes)
+    return device.used_by_others(own) if named else max(0, device.used - taken)
+
+
+def _whose(device: Device, own: set[int], others: int) -> str:
+    if not others:
+        return ""
+    return device.whose(own) or f"{in_gib(others)} are of other processes"

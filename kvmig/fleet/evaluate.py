@@ -1,0 +1,148 @@
+"""Whether and where a model fits, before it starts. Pure; all sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from kvmig.core.model_sizes import LayerSizes, ModelSizes
+from kvmig.fleet import device_room
+from kvmig.fleet.capacity import HostCapacity
+from kvmig.fleet.device_claims import DeviceClaim
+from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Strategy
+
+
+class HostVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The host's memory."""
+
+    need_bytes: int
+    total_bytes: int
+    """What all models together may take."""
+    free_bytes: int
+    fits: bool
+
+
+class DeviceVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU."""
+
+    gpu: str
+    uuid: str
+    need_bytes: int
+    total_bytes: int
+    free_bytes: int
+    others_bytes: int
+    """Bytes of processes that are not the fleet's."""
+    models: dict[str, int]
+    """What models of the fleet claim."""
+    fits: bool
+
+
+class FitVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a model's size, and where it would start."""
+
+    name: str
+    fits: bool
+    """Whether one instance could start now, without another model's end."""
+    why: str
+    """Why not; or, that it never could."""
+    basis: str
+    """Origin of the sizes on a GPU: measured, gpu_memory, flags or estimated; host: it uses
+    none."""
+    workers: int
+    weights_bytes: int
+    """Bytes of each worker's weights."""
+    files_bytes: int
+    """Bytes of the weights' files, by their headers."""
+    kv_bytes: int
+    """Bytes of the KV cache of each worker; 0: what is left."""
+    rest_bytes: int
+    """Bytes of everything else of each worker."""
+    token_bytes: int = 0
+    """Bytes that each token adds to the KV cache of a worker; 0: not known."""
+    request_bytes: int = 0
+    """Bytes of one request of the model's whole length."""
+    max_tokens: int = 0
+    layers: tuple[LayerSizes, ...] = ()
+    host: HostVerdict
+    gpus: list[DeviceVerdict] = []
+    place: list[str] = []
+    """UUIDs of the GPUs that its first instance would get."""
+
+
+def verdict(
+    name: str,
+    workers: int,
+    host: HostVerdict,
+    files: int,
+    host_kv: int,
+    sizes: ModelSizes | None,
+    claim: DeviceClaim | None,
+    need: DeviceNeed | None,
+    devices: Sequence[DeviceMemory],
+    strategy: Strategy = "spread",
+) -> FitVerdict:
+    """files: bytes of its weights' files. host_kv: KV cache of each worker that is in the host's
+    memory. devices: with claims of other models alone."""
+    known = ModelSizes(weights=0, files=files, tokens=0) if sizes is None else sizes
+    beside = max(0, host.need_bytes - files) // workers - host_kv
+    found = FitVerdict(
+        name=name,
+        fits=host.fits,
+        why="" if host.fits else _host_reason(host),
+        basis="host" if claim is None else claim.basis,
+        workers=workers,
+        weights_bytes=known.weights or known.files // workers,
+        files_bytes=known.files,
+        kv_bytes=host_kv if claim is None else claim.kv,
+        rest_bytes=max(0, beside) if claim is None else claim.rest,
+        token_bytes=known.token,
+        request_bytes=known.request,
+        max_tokens=known.tokens,
+        layers=known.layers,
+        host=host,
+    )
+    if need is None:
+        return found
+    rows = [_row(one, need) for one in devices]
+    groups = device_room.groups_of(devices)
+    free_on = {one.id: one.free for one in devices}
+    places = device_room.assign(free_on, need, 1, groups, strategy)
+    if wrong := device_room.too_large(name, need, devices):
+        return msgspec.structs.replace(found, fits=False, why=wrong, gpus=rows)
+    if places is None:
+        why = "; ".join(device_room.reasons(need, devices))
+        return msgspec.structs.replace(found, fits=False, why=found.why or why, gpus=rows)
+    return msgspec.structs.replace(found, gpus=rows, place=list(places[0]))
+
+
+def _host_reason(host: HostVerdict) -> str:
+    return f"the host: needs {host.need_bytes} bytes, {host.free_bytes} are free"
+
+
+def _row(one: DeviceMemory, need: DeviceNeed) -> DeviceVerdict:
+    allowed = not need.only or one.id in need.only
+    return DeviceVerdict(
+        gpu=one.title,
+        uuid=one.id,
+        need_bytes=need.each,
+        total_bytes=one.total,
+        free_bytes=one.free,
+        others_bytes=one.others,
+        models=dict(one.claims),
+        fits=allowed and one.free >= need.each,
+    )
+
+
+def on_host(need: int, host: HostCapacity, free: int) -> HostVerdict:
+    """The host's part. free: bytes that the next model may take."""
+    return HostVerdict(need_bytes=need, total_bytes=host.total, free_bytes=free, fits=need <= free)
+
+
+def without(name: str, devices: Sequence[DeviceMemory]) -> list[DeviceMemory]:
+    """The GPUs as they would be if this model didn't run."""
+    return [
+        replace(one, claims={key: size for key, size in one.claims.items() if key != name})
+        for one in devices
+    ]

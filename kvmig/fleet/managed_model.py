@@ -1,0 +1,146 @@
+"""A model as the server keeps it: what is wanted of it, what is known of it, what it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvmig.core.api_records import InstanceRow
+from kvmig.fleet.autoscale import DemandWindow, ScalingDecision
+from kvmig.fleet.deployments import DeploymentWatcher
+from kvmig.fleet.instance_places import InstancePlaces
+from kvmig.fleet.lifecycle import ModelStatus, State
+from kvmig.fleet.orders import DeploymentEnded
+from kvmig.fleet.spec import ModelSpec
+from kvmig.proxy.messages import ModelCard
+
+STARTS = 9
+"""Number of start times whose median is sent to waiting clients."""
+
+
+class CatalogEntry(msgspec.Struct, frozen=True):
+    """A model of the catalogue."""
+
+    model_id: str
+    """Another model that has the name later has another one."""
+    name: str
+    revision: int
+    on: bool
+    spec: ModelSpec
+
+
+class DeploymentRecord(msgspec.Struct, frozen=True):
+    """What init keeps of a deployment for the next server."""
+
+    model_id: str
+    model: str
+    revision: int
+    socket: str
+    gpus: Mapping[str, tuple[str, ...]] = {}
+    """UUIDs of the GPUs of its first instances, by name."""
+    gpu_bytes: int = 0
+    """Bytes that each of them may take of each of its GPUs."""
+
+
+class ModelEvent(msgspec.Struct, frozen=True):
+    """Something that was decided or that happened."""
+
+    at: float
+    """Unix time."""
+    model: str
+    what: str
+
+
+@dataclass(eq=False)
+class ManagedModel:
+    """A model of the fleet."""
+
+    wanted: CatalogEntry
+    claim: int = 0
+    """Bytes of an instance."""
+    parked_claim: int = 0
+    """The same, parked."""
+    places: InstancePlaces = field(default_factory=InstancePlaces)
+    """GPUs of its instances."""
+    life: ModelStatus = field(default_factory=ModelStatus)
+    scaling: ScalingDecision = field(default_factory=ScalingDecision)
+    window: DemandWindow = field(default_factory=DemandWindow)
+    deployment: str = ""
+    """Empty: none runs, nor is one ordered."""
+    note: DeploymentRecord | None = None
+    pid: int = 0
+    watched: DeploymentWatcher | None = None
+    card: ModelCard = field(default_factory=ModelCard)
+    """What its last deployment said of it; kept while there is none."""
+    ended: DeploymentEnded | None = None
+    """End of the last deployment, until a round has seen it."""
+    asked_until: float = -math.inf
+    """Time until which a request for it counts, since it was at zero."""
+    busy_at: float = 0.0
+    """When it last had a request, or began to serve."""
+    starts: deque[float] = field(default_factory=lambda: deque(maxlen=STARTS))
+    """Seconds that its last starts took."""
+    ordering: asyncio.Task[None] | None = None
+    removed: bool = False
+    """Whether the catalogue has it no more; it is forgotten once nothing runs."""
+    asks_since: float | None = None
+    """Time since which it would start, or wake, if it had room."""
+    refused: str = ""
+    """Why it was not parked, or did not wake."""
+    unrouted_at: int = 0
+    """Version at which proxies were told to send it nothing."""
+    entered: Counter[State] = field(default_factory=Counter)
+    evicted: int = 0
+    """Times that it ended to make room."""
+    scaled: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Decisions about its instances, by way and reason."""
+
+    @property
+    def serving(self) -> int:
+        """Instances that serve."""
+        return 0 if self.watched is None else self.watched.serving
+
+    @property
+    def former(self) -> bool:
+        """Whether what runs is of a removed model that had this name; it ends first."""
+        return self.note is not None and self.note.model_id != self.wanted.model_id
+
+    @property
+    def planned(self) -> int:
+        """Instances that it has and that were ordered, or with which it would start."""
+        if not self.deployment:
+            return max(1, self.wanted.spec.least)
+        return max(1, self.scaling.wanted, len(self.instance_rows))
+
+    @property
+    def claimed(self) -> int:
+        """Bytes that its deployment takes, and what was ordered of it."""
+        if not self.deployment:
+            return 0
+        claim = self.parked_claim if self.life.state == "parked" else self.claim
+        return claim * self.planned
+
+    @property
+    def instance_rows(self) -> Sequence[InstanceRow]:
+        """Rows of its instances, as its deployment reports them."""
+        return () if self.watched is None else self.watched.told.data
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Bytes that its instances take of each GPU."""
+        return (
+            self.places.held(self.instance_rows, self.life.state == "parked")
+            if self.deployment
+            else {}
+        )
+
+    @property
+    def start_s(self) -> float | None:
+        """How long it takes to start, by experience."""
+        return statistics.median(self.starts) if self.starts else None

@@ -1,0 +1,210 @@
+"""A fleet of toys on GPUs of the tests' own: who gets which, who waits and why, what comes free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvmig_tools.fleet import PATIENCE_S
+from tests.support.fake_devices import GIB, FakeMachine, FakeProcess, devices
+from tests.support.fleets import PATH, ToyFleet, answer, ask, counted, instances_by_socket, kill
+
+pytestmark = pytest.mark.server
+
+FIRST, SECOND = (one.uuid for one in devices(2))
+SIZE = 16 * GIB
+CLAIM = 6 * GIB
+
+
+class GpuFleet(ToyFleet):
+    """On a machine with two GPUs."""
+
+    machine: FakeMachine
+
+    def held(self) -> dict[str, dict[str, int]]:
+        """Bytes of each model by GPU."""
+        return {one["uuid"]: one["models"] for one in self.get("status")["gpus"]}
+
+    def once(self, holds: Callable[[], bool]) -> None:
+        """Wait for it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def gpus_of(self, model: str) -> list[list[str]]:
+        """As the processes of its instances see them."""
+        for rows in instances_by_socket(self).values():
+            if rows and rows[0]["model"] == model:
+                return [row["gpus"] for row in rows]
+        return []
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuFleet]:
+    folder = tmp_path_factory.mktemp("machine")
+    machine = FakeMachine(folder)
+    machine.install(devices(2, SIZE))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in machine.environment.items():
+            patch.setenv(name, value)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+        with GpuFleet(tmp_path_factory.mktemp("fleet")) as fleet:
+            fleet.machine = machine
+            yield fleet
+
+
+@pytest.fixture
+def fleet(made: GpuFleet) -> Iterator[GpuFleet]:
+    yield made
+    made.hold(None)
+    made.machine.install(devices(2, SIZE))
+    for one in made.get("models")["data"]:
+        made.ask("DELETE", f"models/{one['name']}")
+    made.until("status", claimed_bytes=0)
+
+
+def add(fleet: GpuFleet, name: str, each: int = CLAIM, **more: Any) -> None:
+    fleet.add_toy(name, gpu_memory=each, **more)
+
+
+async def run(fleet: GpuFleet, *names: str) -> None:
+    """Let each answer."""
+    async with fleet.client() as client:
+        for name in names:
+            assert await answer(client, ask(name)) == counted(10)
+
+
+async def test_two_models_share_a_gpu_and_a_third_waits_until_an_idle_one_gives_its_bytes(
+    fleet: GpuFleet,
+) -> None:
+    add(fleet, "a", gpus=["0"], instances={"min": 1})
+    for name in "bc":
+        add(fleet, name, gpus=["0"])
+    await run(fleet, "a", "b")
+    assert fleet.held() == {FIRST: {"a": CLAIM, "b": CLAIM}, SECOND: {}}
+    async with fleet.client() as client:
+        third = asyncio.create_task(answer(client, ask("c")))
+        found = await asyncio.to_thread(fleet.until, "models/c", state="waiting")
+        assert found["why"].startswith("no room: it needs 6.0 GiB of a GPU's memory, 4.0 GiB is")
+        title = f"GPU 0 (NVIDIA H100 80GB HBM3, {FIRST})"
+        assert found["no_room"][0] == (
+            f"{title}: needs {CLAIM} bytes, {SIZE - 2 * CLAIM} of {SIZE} are free (model a has 6.00"
+            " GiB, model b has 6.00 GiB)"
+        )
+        assert await third == counted(10), "an idle model ends for it, in time"
+    assert fleet.held()[FIRST] == {"a": CLAIM, "c": CLAIM}
+    assert fleet.get("models/a")["state"] == "serving", "it has a least number"
+
+
+async def test_a_model_of_two_workers_has_both_gpus_and_models_spread_over_them(
+    fleet: GpuFleet,
+) -> None:
+    add(fleet, "two", gpus_per_instance=2)
+    add(fleet, "one", 2 * GIB, instances={"min": 2, "max": 2})
+    await asyncio.to_thread(fleet.until, "models/one", serving=2)
+    await run(fleet, "two")
+    assert fleet.gpus_of("two") == [["0", "1"]]
+    assert sorted(fleet.gpus_of("one")) == [["0"], ["1"]]
+    each = {"one": 2 * GIB, "two": CLAIM}
+    assert fleet.held() == {FIRST: each, SECOND: each}
+    assert [one["bytes"] for one in fleet.get("models/two")["gpus"]] == [CLAIM, CLAIM]
+
+
+async def test_what_others_use_is_no_room_and_they_are_named_to_admins_alone(
+    fleet: GpuFleet,
+) -> None:
+    gpus = devices(2, SIZE)
+    for one in gpus:
+        one.processes = [FakeProcess(1, SIZE - GIB)]
+    fleet.machine.install(gpus)
+    await asyncio.to_thread(
+        fleet.once, lambda: fleet.get("status")["gpus"][0]["others_bytes"] == SIZE - GIB
+    )
+    add(fleet, "a", instances={"start_timeout_s": 2})
+    async with fleet.client() as client:
+        refused = await client.post(PATH, json=ask("a"))
+    assert refused.status_code == 503
+    said = refused.json()["error"]["message"]
+    assert "it needs 6.0 GiB of a GPU's memory, 1.0 GiB is free, the rest is taken for good" in said
+    assert "process" not in said
+    fits = fleet.ask("POST", "evaluate", fleet.get("models/a")["spec"]).json()
+    assert not fits["fits"]
+    assert "process 1 (" in fits["why"]
+
+
+def test_what_no_gpu_can_hold_is_refused_in_bytes_at_the_door(fleet: GpuFleet) -> None:
+    spec = {"name": "a", "source": "path:/toy", "engine": "toy", "gpu_memory": SIZE + 5}
+    said = fleet.ask("POST", "models", spec).json()["error"]["message"]
+    assert said.startswith(f"model a needs {SIZE + 5} bytes (16.00 GiB) of a GPU; GPU 0 (NVIDIA")
+    assert f"has {SIZE} bytes, 5 too few; GPU 1" in said
+    for wrong, named in (
+        ({"gpus": ["2"]}, f"gpus has '2', must be some of 0 ({FIRST}), 1 ({SECOND})"),
+        (
+            {"instances": {"min": 5, "max": 5}, "gpu_memory": CLAIM},
+            "instances.min is 5, must be at most 4: an instance needs",
+        ),
+        ({"gpus_per_instance": 3, "gpu_memory": CLAIM}, "of each of 3 GPUs that reach each other"),
+    ):
+        refused = fleet.ask("POST", "models", {**spec, **wrong})
+        assert refused.status_code == 400
+        assert named in refused.json()["error"]["message"]
+
+
+async def test_a_named_gpu_is_the_only_one(fleet: GpuFleet) -> None:
+    add(fleet, "a", gpus=["1"])
+    add(fleet, "b", gpus=[SECOND])
+    await run(fleet, "a", "b")
+    assert fleet.held() == {FIRST: {}, SECOND: {"a": CLAIM, "b": CLAIM}}
+    assert fleet.gpus_of("a") == [["1"]]
+
+
+async def test_a_parked_model_gives_back_what_it_can_of_its_gpu(fleet: GpuFleet) -> None:
+    add(fleet, "a", gpus=["0"], warm="parked", instances={"zero_after_s": 1})
+    await run(fleet, "a")
+    assert fleet.held()[FIRST] == {"a": CLAIM}
+    await asyncio.to_thread(fleet.until, "models/a", state="parked")
+    assert fleet.held()[FIRST] == {"a": CLAIM // 2}
+    await run(fleet, "a")
+    assert fleet.held()[FIRST] == {"a": CLAIM}
+
+
+async def test_more_instances_come_as_far_as_gpus_have_room_and_a_new_server_knows_them(
+    fleet: GpuFleet,
+) -> None:
+    add(fleet, "a", 9 * GIB, instances={"min": 1, "max": 3, "target": 1})
+    await asyncio.to_thread(fleet.until, "models/a", serving=1)
+    fleet.hold(8)
+    async with fleet.client() as client:
+        calls = [asyncio.create_task(answer(client, ask("a", 20))) for _ in range(6)]
+        await asyncio.to_thread(fleet.until, "models/a", serving=2)
+        await asyncio.sleep(1)
+        assert fleet.get("models/a")["serving"] == 2
+        before = fleet.held()
+        assert before == {FIRST: {"a": 9 * GIB}, SECOND: {"a": 9 * GIB}}
+        (server,) = fleet.processes("kvmig.fleet.server")
+        kill(server)
+        await asyncio.to_thread(
+            fleet.once,
+            lambda: fleet.processes("kvmig.fleet.server") not in ([], [server]) and fleet.listens(),
+        )
+        await asyncio.to_thread(fleet.until, "models/a", serving=2)
+        assert fleet.held() == before
+        fleet.hold(None)
+        assert await asyncio.gather(*calls) == [counted(20)] * 6
+
+
+async def test_what_an_instance_uses_goes_before_what_it_was_thought_to(fleet: GpuFleet) -> None:
+    add(fleet, "a", 0, gpus=["0"], flags=["--num-blocks=500"])
+    await run(fleet, "a")
+    assert fleet.held()[FIRST] == {"a": 0}
+    (rows,) = instances_by_socket(fleet).values()
+    fleet.machine.take(FIRST, 2 * GIB, rows[0]["pid"])
+
+    await asyncio.to_thread(fleet.once, lambda: fleet.held()[FIRST] == {"a": 2 * GIB})
+    assert json.dumps(fleet.get("models/a")["events"]).count("uses 2147483648 bytes of a GPU") == 1
