@@ -81,3 +81,26 @@ def test_a_text_ends_at_the_stop_string_that_is_complete_first(stops: list[str],
 @pytest.mark.parametrize(("text", "out"), [("xa", "x"), ("xab", "x"), ("xb", "xb"), ("xac", "xac")])
 def test_only_what_may_become_a_stop_string_is_held_back(text: str, out: str) -> None:
     assert StopStrings(["abc"]).add(text) == (out, False)
+
+
+@given(st.lists(st.sampled_from([b"a", b"\x80", b"\xe4\xbd", "你".encode(), b"\xff" * 40])))
+def test_what_waits_for_long_comes_as_it_would_all_at_once(parts: list[bytes]) -> None:
+    data = b"".join(parts)
+    assert "".join(pieces(StreamDetokenizer(of_bytes), data)) == of_bytes(data)
+
+
+def test_a_token_costs_as_much_however_many_wait_for_a_text() -> None:
+    decoded = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(token_ids)
+        return of_bytes(token_ids)
+
+    detokenizer = StreamDetokenizer(decode)
+    for _ in range(4000):
+        detokenizer.add(0x80)
+    before = decoded
+    detokenizer.add(0x80)
+    assert decoded - before <= 64
+    assert detokenizer.add(ord("a")) == "\ufffd" * 4001 + "a"

@@ -47,7 +47,7 @@ from kvmig.engines.vllm.answer_sizes import (
     logprobs_of_prompt,
     numbers_of,
 )
-from kvmig.engines.vllm.detokenizers import begin_at_tails
+from kvmig.engines.vllm.detokenizers import bound_detokenizers
 from kvmig.engines.vllm.encoding import check_bytes, encode_request
 from kvmig.engines.vllm.grammar_checks import GrammarChecks, backend_check
 from kvmig.engines.vllm.late_logprobs import PromptLogprobsThread
@@ -59,7 +59,7 @@ from kvmig.engines.vllm.outputs import (
     failure,
 )
 from kvmig.engines.vllm.slices import WorkSlices
-from kvmig.engines.vllm.texts import bound_texts, check_words
+from kvmig.engines.vllm.texts import bound_texts, check_stops, check_words
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +336,7 @@ class RoutedLLM(AsyncLLM):
         **options: Any,
     ) -> None:
         """tasks: what the engines can do. salts: see `RoutingClient`."""
-        begin_at_tails()
+        bound_detokenizers()
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
         client = RoutingClient(config, requests, outputs, num_instances, salts)
@@ -417,6 +417,7 @@ class RoutedLLM(AsyncLLM):
         with self._slices.measured():
             check_bytes(self._encoder, sampling_params)
             check_words(getattr(sampling_params, "bad_words", None))
+            check_stops(getattr(sampling_params, "stop", None))
         salt = "" if self._salts is None else self._salts.salt_of(None)
         await self._grammars.check(sampling_params, salt)
         await self._slices.wait()

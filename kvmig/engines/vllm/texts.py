@@ -17,6 +17,8 @@ PIECE = 1 << 16
 """Characters that are counted at a time. Shorter texts are not counted before."""
 WORDS = 8192
 """Characters of all words that a call forbids: vLLM spells them on the event loop, each twice."""
+STOPS = 256
+"""Stop strings of a call: each is sought in the text of every token, on the event loop."""
 TRUNCATED = 262_144
 """Tokens of a text that its call wants truncated, where the context has fewer."""
 
@@ -47,6 +49,15 @@ def check_words(words: Sequence[str] | None) -> None:
         raise VLLMValidationError(
             f"bad_words has {length} characters in all, allowed are {WORDS}",
             parameter="bad_words", value=length,
+        )  # fmt: skip
+
+
+def check_stops(stops: Sequence[str] | str | None) -> None:
+    """Raises VLLMValidationError for too many stop strings."""
+    if not isinstance(stops, str) and len(stops or ()) > STOPS:
+        raise VLLMValidationError(
+            f"stop has {len(stops or ())} strings, allowed are {STOPS}",
+            parameter="stop", value=len(stops or ()),
         )  # fmt: skip
 
 

@@ -8,10 +8,22 @@ from typing import NamedTuple
 
 CONTEXT = 6
 """Tokens of the prompt before the first output token that decide how it is written (a space)."""
+REPLACEMENT = "\ufffd"
+WINDOW = 32
+"""Tokens that may wait before only the end of them is decoded for each one more."""
+KEPT = 1024
+"""Tokens of the last text that say how the next one is written."""
+FAILURES = 8
+"""Texts that the end promised and that weren't there, in one wait, before it is asked seldom."""
 
 
 class StreamDetokenizer:
-    """Pieces that give, one after the other, what the tokens after a prompt read."""
+    """Pieces that give, one after the other, what the tokens after a prompt read.
+
+    Tokens that give no text (bytes that are no character, or nothing that the tokenizer knows) wait
+    until there is one. Beyond a few, their end says whether there may be: a token costs as much
+    however many wait.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
         """decode: of any run of tokens, with U+FFFD for bytes that are no text."""
@@ -19,14 +31,25 @@ class StreamDetokenizer:
         self._ids = list(prompt[-CONTEXT:])
         self._begin = 0
         self._read = len(self._ids)
+        self._failures = 0
+        self._again = 0
+        """Tokens that wait, below which it isn't asked whether there is a text."""
 
     def add(self, token_id: int) -> str:
         """Add a token; the text that is certain with it, empty in the midst of a character."""
         self._ids.append(token_id)
-        piece = self._piece()
-        if not piece or piece.endswith("\ufffd"):
+        waiting = len(self._ids) - self._read
+        if waiting > WINDOW and not self._may_end(waiting):
             return ""
-        self._begin, self._read = self._read, len(self._ids)
+        piece = self._piece()
+        if not piece or piece.endswith(REPLACEMENT):
+            if waiting > WINDOW:
+                self._failures += 1
+                self._again = 2 * waiting if self._failures >= FAILURES else 0
+            return ""
+        self._begin = max(self._read, len(self._ids) - KEPT)
+        self._read = len(self._ids)
+        self._failures = self._again = 0
         return piece
 
     def rest(self) -> str:
@@ -34,6 +57,13 @@ class StreamDetokenizer:
         piece = self._piece()
         self._begin = self._read = len(self._ids)
         return piece
+
+    def _may_end(self, waiting: int) -> bool:
+        """Whether so many tokens may end with a text."""
+        if waiting < self._again:
+            return False
+        end = self._decode(self._ids[-WINDOW:])
+        return bool(end) and not end.endswith(REPLACEMENT)
 
     def _piece(self) -> str:
         before = self._decode(self._ids[self._begin : self._read])

@@ -16,9 +16,11 @@ from vllm.exceptions import VLLMValidationError  # noqa: E402
 
 from kvmig.engines.vllm.texts import (  # noqa: E402
     PIECE,
+    STOPS,
     TRUNCATED,
     WORDS,
     bound_texts,
+    check_stops,
     check_words,
     has_more_tokens,
     most_tokens,
@@ -99,3 +101,11 @@ def test_forbidden_words_are_bounded_in_all() -> None:
     for words in (["a" * (WORDS + 1)], ["ab"] * WORDS):
         with pytest.raises(VLLMValidationError, match=f"bad_words has .* allowed are {WORDS}"):
             check_words(words)
+
+
+def test_more_stop_strings_than_are_sought_in_no_time_are_refused() -> None:
+    check_stops(None)
+    check_stops("a")
+    check_stops(["a"] * STOPS)
+    with pytest.raises(VLLMValidationError, match="stop has 257 strings, allowed are 256"):
+        check_stops(["a"] * (STOPS + 1))
