@@ -15,7 +15,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, FastIncrementalDetokenizer
 
-from kvmig.engines.vllm.detokenizers import TAIL, TailDetokenizer
+from kvmig.engines.vllm.decode_stream import TAIL
+from kvmig.engines.vllm.detokenizers import TailDetokenizer
 from kvmig.engines.vllm.slices import SLICE_S, WorkSlices
 from kvmig.models import BUNDLED
 
