@@ -63,7 +63,7 @@ class TailDetokenizer(detokenizer.FastIncrementalDetokenizer):
 
 
 def special_texts(tokenizer: Any) -> frozenset[str]:
-    """Texts of a tokenizer's special tokens; found once."""
+    """Find the texts of a tokenizer's special tokens, once."""
     known: frozenset[str] | None = getattr(tokenizer, "kvmig_special_texts", None)
     if known is None:
         added = tokenizer.get_added_tokens_decoder().values()
