@@ -12,7 +12,8 @@ off, finds all that it got, and what was on its way. Only a killed front end may
 had counted in its last second; how long that was is measured.
 
 Keys with a quota are used up: one by 32 streams before the first fault, and others by 8 streams
-during the faults. The first must deliver its quota to the token, and none may deliver more.
+during the faults. The first must deliver its quota to the token, and none may deliver more, except
+for what a killed front end had not counted.
 
 `--model toy` computes nothing, so that more calls fit between two faults.
 """
@@ -231,6 +232,19 @@ def _wrong(one: Asked, found: Sequence[Row], faults: Sequence[Done]) -> dict[str
 def delivered(calls: Sequence[Asked], prompt: int) -> int:
     """Tokens of a quota that its clients got for it. prompt: tokens of each prompt."""
     return sum(one.output + prompt for one in calls if one.output)
+
+
+def lost_of(calls: Sequence[Asked], rows: Sequence[Row], faults: Sequence[Done]) -> int:
+    """Tokens that clients got, and killed front ends had not counted: no quota pays for them."""
+    counted: Counter[str] = Counter()
+    for row in rows:
+        counted[row.call_id] += row.output
+    return sum(
+        one.output - counted[one.call_id]
+        for one in calls
+        if one.output > counted[one.call_id]
+        and _lost(one, counted[one.call_id], faults) is not None
+    )
 
 
 def _hit(one: Asked, faults: Iterable[Done]) -> bool:
@@ -633,7 +647,10 @@ def main(argv: list[str] | None = None) -> int:
     }
     plain = (one for one in clients.asked if one.shape == "plain")
     prompt = max(one.told[0] for one in plain if one.told is not None)
-    in_quiet, amid_faults = delivered(calm, prompt), [delivered(one, prompt) for one in amid]
+    in_quiet, amid_faults = (
+        delivered(calm, prompt),
+        [delivered(one, prompt) - lost_of(one, rows, nemesis.done) for one in amid],
+    )
     result.summary |= {
         "moves in the ledger": sum(row.moves for row in rows),
         f"delivered of {QUOTA}, {CALM[0]} streams": in_quiet,

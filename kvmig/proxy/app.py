@@ -374,6 +374,7 @@ class ProxyApp:
             self._find_answer(visit, where)
         elif where.model is not None:
             self._find_model(call, visit, where.model, charged)
+        self._check_named_class(call, visit, where)
         reach = self._reach_before(visit, where)
         rules = rules_of(self.config, reach, where.route, call.headers)
         body = body_of(await self._read(call, visit, rules), call.headers, is_form=is_form)
@@ -471,6 +472,23 @@ class ProxyApp:
             return ChosenPriority(0)
         named = call.headers.get(PRIORITY)
         return choose_class(route.classes, route.priority, grant.classes, named, body.priority)
+
+    def _check_named_class(self, call: ProxiedCall, visit: AdmittedCall, where: CallTarget) -> None:
+        """Raises Refused for a class in the head that no model has which the call may be for, or
+        that the key may not use."""
+        named, grant = call.headers.get(PRIORITY), self.directory.current(visit.prefix)
+        if named is None or grant is None or where.answer_id:
+            return
+        refusal: ProxyRefusal | None = None
+        for route in self.directory.routes_of(grant, where.model):
+            try:
+                choose_class(route.classes, route.priority, grant.classes, named, None)
+            except ProxyRefusal as error:
+                refusal = error
+            else:
+                return
+        if refusal is not None:
+            raise refusal
 
     def _cold_start(self, waiter: PendingRequest) -> list[tuple[bytes, bytes]]:
         if not waiter.number:

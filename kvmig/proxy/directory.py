@@ -148,6 +148,14 @@ class ModelDirectory:
             self._reaches[grant.models] = self._widest(grant.models)
         return self._reaches[grant.models]
 
+    def routes_of(self, grant: KeyGrant, name: str | None) -> list[ModelRoute]:
+        """Those that a call may be for; name: as for `reach`."""
+        names = grant.models if name is None else (name,)
+        if names is None:
+            return list(self.routes.values())
+        models = {model for one in names for model in self.models_of(one)}
+        return [self.routes[one] for one in models if one in self.routes]
+
     def _widest(self, names: Iterable[str] | None) -> ModelReach | None:
         """The widest reach of these names; None: all names."""
         if names is None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from bench import ledger
-from bench.ledger import WRONG, Asked, Clients, Done, Fault, Nemesis, Row, delivered, judge
+from bench.ledger import WRONG, Asked, Clients, Done, Fault, Nemesis, Row, delivered, judge, lost_of
 from kvmig.accounts.keys import QUOTA_WORDS
 from kvmig.frontend.quotas import AWAY
 from kvmig_tools.fleet import FleetUp
@@ -79,6 +79,13 @@ def test_a_killed_front_end_excuses_what_it_had_not_written_yet() -> None:
     assert figures["longest that a front end lost, s"] == 1.0
     assert not wrong(asked(), [row(output=3)], KILLED)
     assert wrong(asked(), [row(output=1)], KILLED) == {"missing": 3}
+
+
+def test_a_quota_does_not_pay_for_what_a_killed_front_end_had_not_counted() -> None:
+    one = asked(fate="cut")
+    assert lost_of([one], [row(output=3)], [KILLED]) == 1
+    assert lost_of([one], [row(output=3)], []) == 0
+    assert lost_of([one], [row()], [KILLED]) == 0
 
 
 def test_a_killed_server_excuses_nothing() -> None:

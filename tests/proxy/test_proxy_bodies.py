@@ -104,6 +104,8 @@ async def test_who_is_over_a_rate_is_told_so_before_the_body_is_sent(tmp_path: P
         ("/models/nothing/v1/audio/transcriptions", "", 404),
         ("/v1/responses/resp_nothing/cancel", "", 404),
         ("/v1/chat/completions", "content-encoding: gzip\r\n", 415),
+        ("/v1/chat/completions", "x-vllm-priority: first\r\n", 400),
+        ("/models/count/v1/completions", "x-vllm-priority: first\r\n", 400),
     ],
 )
 async def test_what_path_and_head_decide_is_answered_before_the_body_is_sent(
