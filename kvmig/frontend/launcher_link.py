@@ -19,6 +19,7 @@ from kvmig.controlplane.messages import (
 from kvmig.core.background import cancel_tasks
 from kvmig.core.config import instance_number
 from kvmig.core.errors import PeerError, StartupError, TransportError
+from kvmig.core.patience import wait_for_answer
 from kvmig.frontend.router import Router
 from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient
@@ -67,8 +68,7 @@ class LauncherLink:
             if self._client is None:
                 raise LauncherGone("the launcher is not connected")
             self._client.send(make(call_id))
-            async with asyncio.timeout(ORDER_TIMEOUT_S):
-                done = await answer
+            done = await wait_for_answer(answer, ORDER_TIMEOUT_S)
         except TransportError as error:
             raise LauncherGone(f"the launcher is gone: {error}") from error
         except TimeoutError as error:

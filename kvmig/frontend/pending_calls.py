@@ -11,6 +11,7 @@ from typing import TypeVar
 from kvmig.asgi.errors import CallFailed, CallTimeout, InstanceLost
 from kvmig.controlplane.messages import CallDone, EngineCall
 from kvmig.core.errors import PeerError
+from kvmig.core.patience import wait_for_answer
 from kvmig.engines.base import Frames
 from kvmig.rpc.messages import RpcMessage
 
@@ -58,8 +59,7 @@ class PendingCalls:
         self._waiting[call_id] = _Waiting(instance, future)
         try:
             self._send(instance, make(call_id), payload)
-            async with asyncio.timeout(timeout_s):
-                message, came = await future
+            message, came = await wait_for_answer(future, timeout_s)
         except TimeoutError as error:
             late = f"instance {instance} did not answer {what} within {timeout_s:g} s"
             raise CallTimeout(late) from error

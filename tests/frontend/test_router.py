@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from math import inf
 
 import pytest
@@ -103,6 +104,17 @@ async def test_a_call_that_fails_or_is_not_answered_is_an_error_that_names_the_i
             await it.router.call("sleep", instances=["1"], timeout_s=0.05)
         with pytest.raises(InstanceLost):
             await it.router.call("sleep", instances=["2"])
+
+
+async def test_a_loop_that_stood_still_for_3_s_makes_no_instance_look_dead() -> None:
+    async with cluster() as it:
+        for llumlet in it.llumlets:
+            llumlet.report(EngineLoad(100, 0, 0, 0, 0, 0))
+        await until(lambda: all(it.router.fleet.is_healthy(name) for name in "01"))
+        for _ in range(2):
+            time.sleep(3.0)  # noqa: ASYNC251 - as work that holds the loop
+            await asyncio.sleep(0.3)
+            assert it.router.fleet.unhealthy_instances() == {}
 
 
 # -- dispatch, outputs, aborts

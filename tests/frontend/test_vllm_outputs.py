@@ -272,6 +272,19 @@ async def test_an_error_in_what_hands_out_outputs_ends_no_stream() -> None:
         assert not llm.errored
 
 
+async def test_between_two_of_many_batches_everybody_else_has_a_turn() -> None:
+    outlet = OutputQueue()
+    async with front(Cluster(), outlet):
+        await asyncio.sleep(0)
+        for _ in range(50):
+            outlet.deliver(0, [token("unknown", 7)], None)
+        turns = 0
+        while not outlet.queue.empty():
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns > 40
+
+
 async def test_the_sources_of_kv_events_are_none_as_with_vllm() -> None:
     async with front(Cluster(), OutputQueue()) as llm:
         assert llm.get_kv_event_sources() == {}

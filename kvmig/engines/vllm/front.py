@@ -291,7 +291,10 @@ class RoutingClient(AsyncMPClient):
             logger.exception("requests %s: the abort failed", ", ".join(request_ids))
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        return await self._outputs.queue.get()
+        queue = self._outputs.queue
+        if not queue.empty():  # between two batches of many everybody else has a turn
+            await asyncio.sleep(0)
+        return await queue.get()
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         # Whatever changes an engine must change all of them; they answer alike.
