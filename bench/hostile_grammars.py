@@ -27,14 +27,14 @@ class HostileGrammar(NamedTuple):
 _PROPERTIES = '{"type":"object","properties":{#}}'
 SCHEMAS = (
     HostileGrammar(
-        "number ranges", 1300, _PROPERTIES,
+        "number ranges", 250, _PROPERTIES,
         '"p#":{"type":"number","minimum":-1234567.123,"maximum":987654321.321}',
     ),
     HostileGrammar(
-        "whole numbers' ranges", 1500, _PROPERTIES,
+        "whole numbers' ranges", 250, _PROPERTIES,
         '"p#":{"type":"integer","minimum":-12345678901,"maximum":98765432109}',
     ),
-    HostileGrammar("multiples", 2400, _PROPERTIES, '"p#":{"type":"integer","multipleOf":7}'),
+    HostileGrammar("multiples", 500, _PROPERTIES, '"p#":{"type":"integer","multipleOf":7}'),
     HostileGrammar(
         "formats", 2400, _PROPERTIES, '"p#":{"type":"string","format":"date-time"}'
     ),
@@ -42,7 +42,7 @@ SCHEMAS = (
         "patterns", 2400, _PROPERTIES, '"p#":{"type":"string","pattern":"^(a|b){1,99}$"}'
     ),
     HostileGrammar("values", 15_000, '{"enum":[#]}', '"w#"'),
-    HostileGrammar("alternatives", 2000, '{"anyOf":[#]}', '{"type":"array","minItems":#}'),
+    HostileGrammar("alternatives", 316, '{"anyOf":[#]}', '{"type":"array","minItems":#}'),
     HostileGrammar(
         "references", 2000,
         '{"$ref":"#/$defs/d0","$defs":{%}}'.replace("#", "\\u0023").replace("%", "#"),

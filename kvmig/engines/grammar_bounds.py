@@ -7,6 +7,7 @@ engine's own budget of time ends.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,10 @@ MOST_SCHEMA = 131_072
 """Bytes of a JSON schema, or of a structural tag, as JSON."""
 MOST_IN_CALL = 1 << 20
 """Bytes of a call's grammar, times the sequences that each follow it: an engine reads each."""
+MOST_LIMITS = 500
+"""Limits of numbers in a schema: a range of floats may take 0.3 MB while xgrammar reads it."""
+MOST_ITEMS = 50_000
+"""Least and greatest numbers of a schema's items, added up: llguidance takes 1.2 kB for each."""
 MOST_REPEATS = 10_000
 """Counts of repeats within each other, multiplied."""
 MOST_DEPTH = 100
@@ -74,16 +79,25 @@ def _check_schema(field: str, schema: str | dict[str, Any]) -> None:
         known = msgspec.json.decode(text) if isinstance(schema, str) else schema
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError, TypeError):
         return  # no schema: the engine says so
-    for where, pattern in _patterns(known):
-        check_regex(f"{where} in {field}", pattern)
+    limits = items = 0
+    for one in _objects(known):
+        limits += sum(_is_number(one.get(name)) for name in _LIMIT_FIELDS)
+        items += sum(int(one[name]) for name in _ITEM_FIELDS if _is_number(one.get(name)))
+        for where, pattern in _patterns(one):
+            check_regex(f"{where} in {field}", pattern)
+    _most(field, "limits of numbers (minimum, maximum, multipleOf)", limits, MOST_LIMITS)
+    _most(field, "as the sum of its minItems and maxItems", items, MOST_ITEMS)
 
 
 _PATTERN_FIELDS = ("pattern", "regex")
 """Fields with patterns, of schemas and of structural tags."""
 
+_LIMIT_FIELDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ITEM_FIELDS = ("minItems", "maxItems")
 
-def _patterns(schema: Any) -> Iterator[tuple[str, str]]:
-    """Regular expressions in it, each with the name of its field."""
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schema and each object in it, to any depth."""
     left = [schema]
     while left:
         one = left.pop()
@@ -91,11 +105,22 @@ def _patterns(schema: Any) -> Iterator[tuple[str, str]]:
             left += one
         elif isinstance(one, dict):
             left += one.values()
-            for name in _PATTERN_FIELDS:
-                if isinstance(one.get(name), str):
-                    yield name, one[name]
-            if isinstance(named := one.get("patternProperties"), dict):
-                yield from (("patternProperties", key) for key in named if isinstance(key, str))
+            yield one
+
+
+def _patterns(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields an object's regular expressions, each with the name of its field."""
+    for name in _PATTERN_FIELDS:
+        if isinstance(one.get(name), str):
+            yield name, one[name]
+    if isinstance(named := one.get("patternProperties"), dict):
+        yield from (("patternProperties", key) for key in named if isinstance(key, str))
+
+
+def _is_number(value: Any) -> bool:
+    return (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
 
 
 def _most(field: str, what: str, count: int, most: int) -> None:

@@ -149,7 +149,7 @@ class ModelDirectory:
         return self._reaches[grant.models]
 
     def routes_of(self, grant: KeyGrant, name: str | None) -> list[ModelRoute]:
-        """Those that a call may be for; name: as for `reach`."""
+        """Routes of the models that a call may be for. name: as for `reach`."""
         names = grant.models if name is None else (name,)
         if names is None:
             return list(self.routes.values())

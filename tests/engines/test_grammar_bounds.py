@@ -100,3 +100,42 @@ def test_the_longest_expression_is_read_within_milliseconds() -> None:
     began = time.perf_counter()
     check_regex("regex", "(a|[b-c]{1,2})" * (MOST_REGEX // 14))
     assert time.perf_counter() - began < 1.0
+
+
+RANGE = {"type": "number", "minimum": -1e300, "exclusiveMaximum": 1e300}
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [
+        (
+            {"properties": {f"p{one}": RANGE for one in range(251)}},
+            "json has 502 limits of numbers (minimum, maximum, multipleOf), allowed are 500",
+        ),
+        (
+            {"items": [{"multipleOf": 7}] * 501},
+            "json has 501 limits of numbers (minimum, maximum, multipleOf), allowed are 500",
+        ),
+        (
+            {"anyOf": [{"type": "array", "maxItems": 10**6}, {"type": "array", "minItems": 5}]},
+            "json has 1000005 as the sum of its minItems and maxItems, allowed are 50000",
+        ),
+        (
+            {"anyOf": [{"type": "array", "minItems": one} for one in range(400)]},
+            "json has 79800 as the sum of its minItems and maxItems, allowed are 50000",
+        ),
+    ],
+)
+@pytest.mark.parametrize("written", [json.dumps, dict])
+def test_what_takes_much_memory_to_read_is_refused(
+    schema: dict[str, Any], sentence: str, written: Any
+) -> None:
+    """A schema of 50 characters with a million items took 1.2 GB of a front end."""
+    with pytest.raises(GrammarTooLarge, match=re.escape(sentence)):
+        check_grammar(json=written(schema))
+
+
+def test_names_of_properties_are_no_limits() -> None:
+    names = {"minimum": {"type": "number"}, "maxItems": {"type": "integer", "minimum": 1}}
+    check_grammar(json={"properties": {f"p{one}": {"properties": names} for one in range(500)}})
+    check_grammar(json={"exclusiveMinimum": True, "maxItems": 50_000, "minimum": float("nan")})
