@@ -30,6 +30,7 @@ from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.errors import TransportError
 from kvmig.engines.base import EngineLoad
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
+from tests.support.inside import socket_of
 
 SECRET = b"a secret of the cluster"
 SCHEDULER = SchedulerConfig(interval_ms=20, source_below=3, destination_above=6, min_gain=1)
@@ -211,7 +212,7 @@ async def test_what_it_refuses_is_counted_and_told_to_the_launcher() -> None:
     async with llumlets(EVEN) as (a,), running() as process:
         process.members(a)
         peer = await a.peer
-        await a.server._socket.send_multipart([peer, b"no message"])
+        await socket_of(a.server).send_multipart([peer, b"no message"])
         process.client.send(UNPAIR)  # isn't for a scheduler
         port = int(process.client.endpoint.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:

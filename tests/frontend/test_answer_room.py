@@ -14,6 +14,7 @@ from kvmig.core.errors import AnswerTooLarge
 from kvmig.frontend.requests import LiveRequest
 from kvmig.frontend.splice import StreamSplicer
 from tests.support.fake_llumlet import cluster
+from tests.support.inside import look_at_readers
 
 pytestmark = pytest.mark.usefixtures("small_room")
 TOKENS, LOGPROBS = 40, 20
@@ -96,10 +97,10 @@ async def test_a_stream_that_is_not_read_ends_when_too_much_of_it_waits() -> Non
         call.stopped_reading()
         llumlet.step(("r", 0, 0, [7]), ("s", 0, 0, [7]))
         await it.front.until(lambda: len(it.front.tokens) == 2)
-        it.router._look()
+        look_at_readers(it.router)
         llumlet.step(("r", 0, 1, [7] * 2), ("s", 0, 1, [7] * 2))
         await it.front.until(lambda: len(it.front.tokens["s"]) == 3)
-        it.router._look()
+        look_at_readers(it.router)
         assert it.front.failed == {}
         llumlet.step(("s", 0, 3, [7] * 2))
         await it.front.until(lambda: set(it.front.failed) == {"r", "s"})

@@ -39,6 +39,7 @@ from tests.support.fake_llumlet import (
     cluster,
     report,
 )
+from tests.support.inside import table_of
 from tests.support.waiting import PATIENCE_S, until
 
 QUICK = ClusterConfig(faults=FaultConfig(heartbeat_timeout_s=0.3))
@@ -355,7 +356,7 @@ async def test_a_stream_that_goes_over_to_an_instance_lost_meanwhile_runs_again(
     async with cluster(instances=3) as it:
         a, b, c = await running(it, 10)
         b.step(("r", 1, 2, [12]))  # held: a's last token is still to come
-        await until(lambda: it.router._table.live["r"].splicer.waits_since(1e12))
+        await until(lambda: table_of(it.router).live["r"].splicer.waits_since(1e12))
         await b.close()
         await until(lambda: it.state(b) == "lost")
         a.step(("r", 0, 1, [11]))
@@ -518,7 +519,7 @@ async def test_a_request_that_two_instances_hung_of_is_failed_and_others_go_on(
             "beside+1", "came during it+1",
         }  # fmt: skip
         assert it.front.failed.keys() == {"r"}
-        seen = {one.request_id: one.crashes.crashed for one in it.router._table}
+        seen = {one.request_id: one.crashes.crashed for one in table_of(it.router)}
         assert seen == {"beside": [b.instance], "came during it": []}
 
 

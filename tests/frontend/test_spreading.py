@@ -18,6 +18,7 @@ from kvmig.frontend.ports import OutputItem, RouterObserver
 from kvmig.frontend.requests import RequestTable
 from kvmig.frontend.streams import GIVE_UP_S, RequestStreams
 from tests.support.fake_llumlet import Cluster, FakeLlumlet, Tokens, cluster, decode, report
+from tests.support.inside import spread_pauses, streams_of
 from tests.support.skipped_time import Skip, skipped_time
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ async def test_the_new_owners_first_token_is_not_held_and_comes_after_what_was()
         it.step(3, index=DESTINATION)
         it.step(4, index=DESTINATION)
         assert it.came == [1, 2, 3, 4]
-        assert len(it.streams._spreads) == 0
+        assert spread_pauses(it.streams) == 0
 
 
 async def test_a_request_that_ends_before_its_pause_is_not_held() -> None:
@@ -127,7 +128,7 @@ async def test_a_request_that_ends_before_its_pause_is_not_held() -> None:
         it.step(1)
         it.deliver(SOURCE, [Tokens("r", [2], finished=True)], None)
         assert it.came == [1, 2]
-        assert len(it.streams._spreads) == 0
+        assert spread_pauses(it.streams) == 0
 
 
 async def test_a_request_that_fails_gets_what_was_held_first() -> None:
@@ -144,7 +145,7 @@ async def test_a_pause_that_never_comes_is_given_up() -> None:
         it.streams.spread("r", SOURCE, 5.0, 0.4)
         it.step(1)
         await it.passes(GIVE_UP_S + 0.1)
-        assert len(it.streams._spreads) == 0
+        assert spread_pauses(it.streams) == 0
         it.step(2)
         assert it.came == [1, 2]
 
@@ -181,7 +182,7 @@ def test_whatever_it_is_told_all_tokens_come_once_and_in_order(
                 else:
                     await it.passes(number)
             await it.passes(GIVE_UP_S + 1.0)
-            assert len(it.streams._spreads) == 0
+            assert spread_pauses(it.streams) == 0
             return it.came, given_out
 
     came, given_out = asyncio.run(run())
@@ -226,7 +227,7 @@ async def test_a_client_that_leaves_leaves_nothing_held() -> None:
         llumlet = await it.submit()
         await foretold(it, llumlet)
         await it.router.abort(["r"])
-        assert len(it.router._streams._spreads) == 0
+        assert spread_pauses(streams_of(it.router)) == 0
 
 
 @pytest.mark.parametrize("told_by", ["another instance", "its own of another request"])

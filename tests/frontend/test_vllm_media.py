@@ -24,9 +24,9 @@ from kvmig.asgi.call import HttpCall, current_call
 from kvmig.engines.vllm import flags
 from kvmig.frontend.media_room import PLACES, MediaRoom
 from kvmig.frontend.openai.media_fetch import NOT_FETCHED
-from kvmig.frontend.openai.vllm import media
 from kvmig.frontend.openai.vllm.media import FILE_NOT_READ
 from tests.support.environment import environment
+from tests.support.inside import media_loading
 from tests.support.media_files import IMAGES, OTHERS
 from tests.support.tiny_blip2 import make
 from tests.support.vllm_application import MODEL, application, client_of
@@ -176,9 +176,9 @@ async def test_images_of_one_prompt_count_together() -> None:
     refused = [one for one in found if isinstance(one, VLLMValidationError)]
     assert [one in refused for one in found] == [False] * 4 + [True] * 2
     assert refused[0].parameter == "image_url"
-    assert media._loading.room.free == PLACES - 1
+    assert media_loading().room.free == PLACES - 1
     call.end_call()
-    assert media._loading.room.free == PLACES
+    assert media_loading().room.free == PLACES
 
 
 @pytest.mark.parametrize("kind", IMAGES)
@@ -241,14 +241,14 @@ async def test_every_place_is_given_back(app: FastAPI) -> None:
         for path in bodies(""):
             await client.post(path, json=bodies(data_url(SMALL))[path])
             await client.post(path, json=bodies("data:image/png;base64,abcd")[path])
-    assert media._loading.room.free == PLACES
+    assert media_loading().room.free == PLACES
 
 
 async def test_images_are_decoded_while_no_more_calls_do_than_there_are_places(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = MediaRoom(places=0, wait_s=0.05)
-    monkeypatch.setattr(media._loading, "room", room)
+    monkeypatch.setattr(media_loading(), "room", room)
     async with client_of(app) as client:
         answer = await client.post("/tokenize", json=bodies(data_url(SMALL))["/tokenize"])
     assert answer.status_code == 503, answer.text
@@ -279,7 +279,7 @@ async def test_images_of_embeddings_are_bounded_as_those_of_chats(
         answer = await client.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert "(--max-media)" in answer.json()["error"]["message"]
-    assert media._loading.room.free == PLACES
+    assert media_loading().room.free == PLACES
 
 
 async def test_an_image_of_an_embedding_is_decoded_in_its_calls_place(
@@ -287,7 +287,7 @@ async def test_an_image_of_an_embedding_is_decoded_in_its_calls_place(
 ) -> None:
     chat = bodies(data_url(SMALL))["/v1/chat/completions"]
     body = {"model": MODEL, "messages": chat["messages"]}
-    monkeypatch.setattr(media._loading, "room", MediaRoom(places=0, wait_s=0.05))
+    monkeypatch.setattr(media_loading(), "room", MediaRoom(places=0, wait_s=0.05))
     async with client_of(embeds) as client:
         answer = await client.post("/v1/embeddings", json=body)
     assert answer.status_code == 503, answer.text

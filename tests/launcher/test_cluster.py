@@ -46,6 +46,7 @@ from kvmig.rpc.messages import Hello
 from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.sharing.messages import InUnit
 from tests.support.fake_llumlet import Front, decode
+from tests.support.inside import socket_of
 from tests.support.waiting import PATIENCE_S, until
 
 SECRET = b"a secret of the cluster"
@@ -100,7 +101,7 @@ class Process:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
-                    await self._server._socket.send_multipart([b"launcher", data])
+                    await socket_of(self._server).send_multipart([b"launcher", data])
                     return
                 except zmq.ZMQError as error:
                     if error.errno != zmq.EHOSTUNREACH:

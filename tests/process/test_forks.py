@@ -17,6 +17,7 @@ from kvmig.launcher.environment import llumlet_environment
 from kvmig.process.child import StartAnnouncement
 from kvmig.process.fork_server import LLUMLET, ForkedProcess, ForkServerPool
 from kvmig.process.supervisor import UNSEEN, ChildProcess, ProcessPort
+from tests.support.inside import fork_servers_of
 
 THREADS = 4
 """Of an instance: what it is forked from has one all the same."""
@@ -145,7 +146,7 @@ async def test_without_its_launcher_a_fork_server_ends(
     fork.kill()
     await code(fork)
 
-    (ours,) = forks._servers
+    (ours,) = fork_servers_of(forks)
     asyncio.get_running_loop().remove_reader(ours._sock)
     ours._sock.close()
 
@@ -197,13 +198,13 @@ async def test_one_whose_libraries_have_changed_gives_way_and_ends_with_its_last
 async def test_who_waits_for_a_renewal_finds_the_next_fork_server_loaded(
     library: Path, forks: ForkServerPool, waiting: Waiting
 ) -> None:
-    (old,) = forks._servers
+    (old,) = fork_servers_of(forks)
     fork = await waiting.begin(forks)
     os.utime(library, (4e9, 4e9))
     forks.renew("")
     await forks.loaded()
 
-    new = forks._servers[-1]
+    new = fork_servers_of(forks)[-1]
     assert new is not old
     assert new.worked
     fork.kill()
@@ -211,7 +212,7 @@ async def test_who_waits_for_a_renewal_finds_the_next_fork_server_loaded(
 
 
 async def test_who_waits_for_one_that_ends_waits_no_more(forks: ForkServerPool) -> None:
-    (server,) = forks._servers
+    (server,) = fork_servers_of(forks)
     loading = asyncio.create_task(forks.loaded())
     await asyncio.sleep(0)
     assert server._process is not None

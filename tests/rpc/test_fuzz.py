@@ -44,6 +44,7 @@ from scripts.corpus import TYPES, example, recorded
 from tests.controlplane.test_llumlet_loops import SECRET, FrontEnd, Toy, llumlet
 from tests.support import fake_llumlet
 from tests.support.fake_cluster import cluster
+from tests.support.inside import socket_of
 
 CODEC = MessageCodec(ClusterMessage | PeerMessage)
 VALID = [recorded(example(kind)) for kind in TYPES]
@@ -136,7 +137,7 @@ async def test_a_peer_that_sends_garbage_disturbs_nobody(caplog: pytest.LogCaptu
         await front.hear(Welcome)
         for _ in range(10):
             for data in VALID:
-                await rogue._socket.send_multipart([_spoiled(rng, data), rng.randbytes(20)])
+                await socket_of(rogue).send_multipart([_spoiled(rng, data), rng.randbytes(20)])
         rogue.send(example(Requests))  # a message that isn't for llumlets
         refused: Mapping[str, int] = {}
         while "unexpected" not in refused:

@@ -25,6 +25,7 @@ from kvmig.rpc import zmq_sockets
 from kvmig.rpc.codec import MAX_FRAMES, MessageCodec
 from kvmig.rpc.messages import VERSION, Hello, ProtocolVersion
 from kvmig.rpc.zmq_sockets import HANDSHAKE_S, HandshakeFailures, RpcClient, RpcServer
+from tests.support.inside import socket_of
 from tests.support.waiting import until
 
 SECRET = b"a secret of the cluster"
@@ -153,8 +154,8 @@ async def test_the_minor_versions_next_to_this_one_are_understood(step: int) -> 
 async def test_garbage_is_refused_and_the_server_goes_on() -> None:
     async with linked() as (server, client):
         await server.recv()
-        await client._socket.send_multipart([b"\xc1garbage"])
-        await client._socket.send_multipart(
+        await socket_of(client).send_multipart([b"\xc1garbage"])
+        await socket_of(client).send_multipart(
             [MessageCodec(PeerMessage).encode(Aborted("m"))[0][:-1]]
         )
         client.send(Aborted("fine"))
@@ -168,13 +169,13 @@ async def test_what_cannot_be_read_is_logged_and_the_next_message_is_handed_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with linked() as (server, client):
-        await client._socket.send_multipart([b"\xc1garbage"])
+        await socket_of(client).send_multipart([b"\xc1garbage"])
         client.send(Aborted("to the server"))
         arriving = server.messages()
         assert (await anext(arriving))[1] == hello()
         sender, message, _ = await anext(arriving)
         assert message == Aborted("to the server")
-        await server._socket.send_multipart([sender, b"\xc1garbage"])
+        await socket_of(server).send_multipart([sender, b"\xc1garbage"])
         server.send(sender, Aborted("to the client"))
         refused: list[PeerError] = []
         message, _ = await anext(client.messages("the other side", refused.append))
@@ -193,7 +194,7 @@ async def test_who_refuses_a_message_with_an_error_receives_no_more() -> None:
 
     async with linked() as (server, client):
         sender, *_ = await server.recv()
-        await server._socket.send_multipart([sender, b"\xc1garbage"])
+        await socket_of(server).send_multipart([sender, b"\xc1garbage"])
         with pytest.raises(PeerError, match="not a message"):
             await anext(client.messages("the other side", refuse))
 

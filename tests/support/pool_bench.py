@@ -9,6 +9,7 @@ from typing import Any
 
 from kvmig.engines.transformers import factory, pooled
 from kvmig.engines.transformers.pool import Cut, SharedPool
+from kvmig.engines.transformers.requests import CacheBlocks
 from kvmig.models import BUNDLED
 from tests.support.transformers_bench import Bench
 
@@ -41,9 +42,13 @@ class PoolBench(Bench):
         alone = {f"{name} alone": factory(**fields(other, name)) for name in "ab"}
         super().__init__(engines | alone)
 
+    def blocks(self, name: str) -> CacheBlocks:
+        """The block manager of an engine."""
+        return self.engines[name]._blocks
+
     @property
     def pool(self) -> SharedPool:
-        share = self.engines["a"]._blocks.share
+        share = self.blocks("a").share
         assert share is not None
         return share.pool
 
@@ -71,7 +76,7 @@ class PoolBench(Bench):
     async def settle(self) -> None:
         """Nothing is left of any request, and each engine could have all of the pool."""
         await super().settle()
-        share = self.engines["a"]._blocks.share
+        share = self.blocks("a").share
         assert share is not None
         with self.pool.lock:
             share.cache.evict_cached_blocks()

@@ -71,7 +71,7 @@ class Pair:
         self.outputs = {}
         for side in (self.a, self.b):
             side.listen(self.outputs)
-            side.engine._scheduler.reset_prefix_cache()
+            side.scheduler.reset_prefix_cache()
 
     def submit(
         self,
@@ -179,14 +179,14 @@ class Pair:
         plain = not params.keys() & {"lora", "images"}
         key = repr((list(prompt), sorted(params.items())))
         if plain and key in self.a.unmoved:
-            self.a.engine._scheduler.reset_prefix_cache()
+            self.a.scheduler.reset_prefix_cache()
             return self.a.unmoved[key]
         self.submit(self.a, "unmoved", prompt, **params)
         await self.finish("unmoved")
         await self.idle()
         output = self.outputs.pop("unmoved")
         assert str(output.finish_reason) != "error", "there is nothing to compare with"
-        self.a.engine._scheduler.reset_prefix_cache()
+        self.a.scheduler.reset_prefix_cache()
         if plain:
             self.a.unmoved[key] = output
         return output
@@ -265,7 +265,7 @@ class Pair:
         """No request, block, reservation or worker state is left at either side."""
         await self.idle()
         for side in (self.a, self.b):
-            assert side.engine._scheduler.requests == {}
+            assert side.scheduler.requests == {}
             assert side.engine._incoming.submitted == {}
             assert side.engine._destination.reserved() == 0
             assert side.engine._source._leaving == {}
@@ -302,7 +302,7 @@ def assert_same(moved: Output, unmoved: Output) -> None:
 
 def preempt(side: Side, request_id: str) -> None:
     """What vLLM's scheduler does when it runs out of blocks."""
-    scheduler = side.engine._scheduler
+    scheduler = side.scheduler
     request = scheduler.requests[request_id]
     scheduler.running.remove(request)
     scheduler._preempt_request(request, 0.0)

@@ -19,6 +19,8 @@ from kvmig.models import BUNDLED
 from tests.support.environment import environment
 
 if TYPE_CHECKING:
+    from kvmig.engines.vllm.device_sharing import DeviceSharing
+    from kvmig.engines.vllm.load import RequestHoldings
     from kvmig.engines.vllm.serving import ServingVllm
 
 ENVIRONMENT = {
@@ -183,7 +185,7 @@ class Side:
 
     def share(self, gate: StepGate) -> None:
         """Ask `gate` before each step from now on."""
-        self.engine._device.gate_steps(self.core, gate)
+        self.device.gate_steps(self.core, gate)
 
     def take_calls(self) -> None:
         """What the engine's thread does between two steps."""
@@ -197,8 +199,21 @@ class Side:
             self.core._process_engine_step()
 
     @property
+    def scheduler(self) -> Any:
+        """vLLM's own."""
+        return self.engine._scheduler
+
+    @property
+    def holdings(self) -> RequestHoldings:
+        return self.engine._holdings
+
+    @property
+    def device(self) -> DeviceSharing:
+        return self.engine._device
+
+    @property
     def used_blocks(self) -> int:
-        pool = self.engine._scheduler.kv_cache_manager.block_pool
+        pool = self.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ async def test_blocks_of_one_engine_lie_in_units_of_no_other(bench: PoolBench) -
 
 async def test_a_block_is_copied_as_the_bytes_of_a_whole_one(bench: PoolBench) -> None:
     """Layer, keys or values, token, head: as transformers lays a block out by itself."""
-    allocator = bench.engines["b"]._blocks._allocator
+    allocator = bench.blocks("b")._allocator
     assert isinstance(allocator, HeadwiseAllocator)
     layers, heads, tokens, dim = 3, 2, 16, 64
     with bench.pool.lock:

@@ -3,7 +3,6 @@ that is left alone computes, and its pages are really gone."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvmig.core.errors import MigrationRefused, RequestGone, StartupError
-from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, CacheBalloon, hold, unshared
+from kvmig.engines.vllm.balloon import RETRY_S, STARVED_S, hold, unshared
 from tests.engines.vllm.test_vllm_park import resident
+from tests.support.balloons import balloon, resize, settled
 from tests.support.vllm_pair import LONG, PROMPT, SAMPLING, Pair, assert_same
 from tests.support.vllm_side import AS_SERVED, Configuration, Side
 
@@ -25,30 +25,8 @@ BLOCK = 64 << 10
 BLOCKS = 40
 
 
-def balloon(side: Side) -> CacheBalloon:
-    found = side.engine._device.balloon
-    assert found is not None
-    return found
-
-
 async def resized(side: Side, blocks: int, patience_s: float = 60.0) -> None:
-    """Told to, and as far as it could by then."""
-    sharing = side.engine.sharing
-    assert not isinstance(sharing, str)
-    task = asyncio.ensure_future(sharing.resize(blocks * BLOCK, BLOCKS * BLOCK, patience_s))
-    while not task.done():
-        side.take_calls()
-        await asyncio.sleep(0)
-    await task
-    await settled(side)
-
-
-async def settled(side: Side) -> None:
-    """What it was about to give back is given."""
-    async with asyncio.timeout(10):
-        while balloon(side)._giving:
-            side.take_calls()
-            await asyncio.sleep(0.001)
+    await resize(side, blocks * BLOCK, BLOCKS * BLOCK, patience_s)
 
 
 @pytest.fixture(
@@ -68,7 +46,7 @@ async def both(pair: Pair) -> AsyncIterator[Pair]:
     """Both with all their memory; the last test may have left less."""
     for side in (pair.a, pair.b):
         await resized(side, BLOCKS)
-        side.engine._scheduler.reset_prefix_cache()
+        side.scheduler.reset_prefix_cache()
     yield pair
     await pair.idle()
     for side in (pair.a, pair.b):
@@ -146,7 +124,7 @@ async def test_others_see_an_engine_as_large_as_its_quota(both: Pair) -> None:
     await resized(both.a, 11)
     load = both.a.engine.load()
     assert (load.total_blocks, load.limit_blocks) == (10, BLOCKS - 1)
-    assert both.a.engine._scheduler.kv_cache_manager.usage == 0.0
+    assert both.a.scheduler.kv_cache_manager.usage == 0.0
     assert both.a.engine.layout.num_blocks == BLOCKS
 
 
@@ -159,8 +137,8 @@ async def test_a_prefix_whose_pages_are_given_back_is_forgotten(both: Pair) -> N
     await resized(both.a, BLOCKS)
     both.submit(both.a, "again", PROMPT)
     both.a.take_calls()
-    (request,) = both.a.engine._scheduler.waiting
-    manager = both.a.engine._scheduler.kv_cache_manager
+    (request,) = both.a.scheduler.waiting
+    manager = both.a.scheduler.kv_cache_manager
     assert manager.get_computed_blocks(request)[1] == 0
     assert_same(await both.finish("again"), alone)
 
@@ -177,12 +155,12 @@ async def test_cold_prefixes_go_before_those_that_were_used_lately(both: Pair) -
         await both.finish(name)
     await both.idle()
     await resized(both.a, 4)  # the null block, and 3 full blocks of the warm one
-    manager = both.a.engine._scheduler.kv_cache_manager
+    manager = both.a.scheduler.kv_cache_manager
     hits = {}
     for name, prompt in (("cold", cold), ("warm", warm)):
         both.submit(both.a, name + " at last", prompt, max_tokens=2)
         both.a.take_calls()
-        (request,) = both.a.engine._scheduler.waiting
+        (request,) = both.a.scheduler.waiting
         hits[name] = manager.get_computed_blocks(request)[1]
         both.a.engine.abort([name + " at last"])
         await both.idle()
@@ -231,7 +209,7 @@ async def test_after_its_patience_the_last_request_is_preempted_and_computes_the
     await both.step(both.a, until=("last", 5))
     await resized(both.a, 8, patience_s=0.0)
     both.a.step()
-    scheduler = both.a.engine._scheduler
+    scheduler = both.a.scheduler
     assert [one.request_id for one in scheduler.running] == ["first"]
     await settled(both.a)
     assert balloon(both.a).use.lease <= 8 * BLOCK

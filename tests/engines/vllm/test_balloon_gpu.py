@@ -14,10 +14,10 @@ import pytest
 
 from kvmig.engines.vllm import balloon as balloons
 from kvmig.engines.vllm import device_sharing
-from kvmig.engines.vllm.balloon import CacheBalloon
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.vmm import AddressRange
 from tests.support import fake_gpu
+from tests.support.balloons import balloon, resize, settled
 from tests.support.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
 from tests.support.vllm_side import AS_SERVED, Configuration, Output, Side
 
@@ -70,14 +70,8 @@ async def pair(sides: tuple[Side, Side]) -> AsyncIterator[Pair]:
     await pair.assert_empty()
 
 
-def balloon(side: Side) -> CacheBalloon:
-    found = side.engine._device.balloon
-    assert found is not None
-    return found
-
-
 def addresses(side: Side) -> AddressRange:
-    found = side.engine._device.addresses
+    found = side.device.addresses
     assert found is not None
     return found
 
@@ -91,22 +85,13 @@ def there(side: Side) -> int:
 
 
 async def resized(side: Side, groups: int, patience_s: float = 60.0) -> None:
-    """Told to, and as far as it could by then; what it has is what it says."""
-    sharing = side.engine.sharing
-    assert not isinstance(sharing, str)
-    task = asyncio.ensure_future(sharing.resize(groups * GROUP, GROUPS * GROUP, patience_s))
-    while not task.done():
-        side.take_calls()
-        await asyncio.sleep(0)
-    await task
+    """What the cache has is what it says."""
+    await resize(side, groups * GROUP, GROUPS * GROUP, patience_s)
+    assert there(side) == balloon(side).use.lease
+
+
+async def cache_settled(side: Side) -> None:
     await settled(side)
-
-
-async def settled(side: Side) -> None:
-    async with asyncio.timeout(10):
-        while balloon(side)._giving:
-            side.take_calls()
-            await asyncio.sleep(0.001)
     assert there(side) == balloon(side).use.lease
 
 
@@ -173,7 +158,7 @@ async def given_back(side: Side) -> None:
     """All but one group, in a step, and the end of those in flight."""
     for _ in range(STEPS):
         side.step()
-    await settled(side)
+    await cache_settled(side)
     assert there(side) == GROUP
 
 
@@ -184,7 +169,7 @@ async def test_after_its_patience_requests_are_preempted_until_its_pages_can_go(
     alone = await full(pair)
     await resized(pair.a, 1, patience_s=0.0)
     await given_back(pair.a)
-    left = [one.request_id for one in pair.a.engine._scheduler.running]
+    left = [one.request_id for one in pair.a.scheduler.running]
     assert left == NAMES[: len(left)]
     assert len(left) < len(NAMES)
     for name in NAMES:

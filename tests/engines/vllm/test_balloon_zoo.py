@@ -3,13 +3,13 @@ what an engine that is left alone computes; where it can't, the engine says why.
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import pytest
 
 from kvmig.engines.base import Sharing
 from tests.engines.vllm.test_vllm_park import resident
+from tests.support.balloons import resize
 from tests.support.vllm_pair import PROMPT, SAMPLING, Engines, assert_same
 from tests.support.vllm_side import AS_SERVED, Configuration, Side
 from tests.support.zoo import make
@@ -28,13 +28,7 @@ def sharing(side: Side) -> Sharing:
 
 async def resized(side: Side, blocks: int) -> None:
     granule = sharing(side).room.granule
-    task = asyncio.ensure_future(sharing(side).resize(blocks * granule, 128 * granule, 60.0))
-    balloon = side.engine._device.balloon
-    assert balloon is not None
-    while not task.done() or balloon._giving:
-        side.take_calls()
-        await asyncio.sleep(0)
-    await task
+    await resize(side, blocks * granule, 128 * granule)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2.5", "llama7b", "deepseek-v2"])

@@ -85,7 +85,7 @@ def on_gpu(engines: Engines) -> Iterator[tuple[Side, Torch]]:
             side = Side(Configuration(shared=True, shares=SHARES))
         yield side, torch
         side.close()
-        side.engine._device.close_streams()
+        side.device.close_streams()
 
 
 def as_on_a_gpu(config: Any, unit: UnitConfig | None) -> Any:
@@ -185,7 +185,7 @@ def test_graphs_are_captured_for_decodes_alone_and_on_their_stream(
     config: Any = SimpleNamespace(
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
     )
-    streams = side.engine._device.streams
+    streams = side.device.streams
     assert not isinstance(streams, str)
     with streams.capturing(config):
         captured_on: Any = parallel_state.GraphCaptureContext(Any)

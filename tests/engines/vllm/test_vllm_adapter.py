@@ -88,7 +88,7 @@ async def test_a_waiting_request_moves_to_where_no_block_and_no_place_is_free(
     for number, prompt in enumerate(([*OTHER, *PROMPT[:80]], *[PROMPT[:20]] * 3)):
         pair.submit(pair.b, f"busy {number}", prompt, max_tokens=30)
     await pair.step(pair.b, until=("busy 3", 1))
-    there = pair.b.engine._holdings.load()
+    there = pair.b.holdings.load()
     assert (there.running, there.total_blocks - there.used_blocks) == (4, 2)
     pair.submit(pair.a, "moved", PROMPT)
     if outputs:
@@ -99,7 +99,7 @@ async def test_a_waiting_request_moves_to_where_no_block_and_no_place_is_free(
     assert (await pair.done(pair.a.engine.stage("moved", 0))).num_tokens == 0
     await pair.move(pair.a, pair.b, "moved", steps=0)
 
-    there = pair.b.engine._holdings.load()
+    there = pair.b.holdings.load()
     assert (there.waiting, there.waiting_blocks) == (1, 4)
     assert_same(await pair.finish("moved"), unmoved)
 
@@ -132,7 +132,7 @@ async def test_a_load_says_what_is_left_of_prompts_that_run(pair: Pair) -> None:
     while "long" not in pair.outputs:
         pair.a.step()
         await pair.settle()
-        left.append(pair.a.engine._holdings.load().prefill_blocks)
+        left.append(pair.a.holdings.load().prefill_blocks)
 
     assert left[:5] == [15, 11, 7, 3, 9]  # the step that ends the one prompt begins the next
     for name in ("long", "next"):
@@ -446,7 +446,7 @@ async def test_a_reserved_request_keeps_its_place_in_the_batch(pair: Pair) -> No
     for name in busy:
         pair.submit(pair.b, name, PROMPT[:20], max_tokens=30)
     await pair.step(pair.b, until=("busy 2", 1))
-    assert len(pair.b.engine._scheduler.running) == 3
+    assert len(pair.b.scheduler.running) == 3
 
     await pair.copy_stage(pair.a, pair.b, "moved", 0)
     tail = await pair.suspend(pair.a, "moved", 3)

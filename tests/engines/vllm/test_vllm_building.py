@@ -126,7 +126,7 @@ async def test_a_new_one_that_is_aborted_while_it_is_built_does_not_stay(
     await pair.b.entered()
     await asyncio.to_thread(pair.b.engine._builder._new.submit(lambda: None).result, 10)
     pair.b.take_calls()
-    assert pair.b.engine._scheduler.requests == {}
+    assert pair.b.scheduler.requests == {}
 
 
 async def test_a_migration_that_is_given_up_does_not_wait_for_its_grammar(
@@ -179,4 +179,4 @@ async def test_one_that_ran_elsewhere_is_told_why_it_ends_where_its_grammar_is_n
         "retry: the request's instance has ended, and another one can't go on with it:"
         " its grammar is still compiled after 0.05 s"
     )
-    assert pair.b.engine._scheduler.requests == {}
+    assert pair.b.scheduler.requests == {}

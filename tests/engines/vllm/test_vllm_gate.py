@@ -111,7 +111,7 @@ async def test_a_step_of_decodes_computes_no_prompt_even_after_one_that_was_full
     pair.a.step()
     pair.submit(pair.a, "waits", OTHER)
     pair.a.step()
-    scheduler = pair.a.engine._scheduler
+    scheduler = pair.a.scheduler
     assert scheduler.prefill_capacity_bound, "by itself vLLM would go on with prompts"
     request = scheduler.requests["long"]
     await settled(pair)
@@ -174,7 +174,7 @@ async def test_an_arrival_by_migration_in_its_prefill_waits_for_prompts_to_be_al
     await pair.move(pair.a, pair.b, "moved", steps=0)
     gate = Scripted(DECODES, DECODES)
     pair.b.share(gate)
-    request = pair.b.engine._scheduler.requests["moved"]
+    request = pair.b.scheduler.requests["moved"]
     before = request.num_computed_tokens
     for _ in range(2):
         pair.b.step()
@@ -195,7 +195,7 @@ async def test_an_arrival_that_decodes_goes_on_behind_a_head_that_is_held(
     gate = Scripted(*[DECODES] * 100)
     pair.b.share(gate)
     assert_same(await pair.finish("moved"), unmoved)
-    assert pair.b.engine._scheduler.requests["head"].num_computed_tokens == 0
+    assert pair.b.scheduler.requests["head"].num_computed_tokens == 0
     gate.alone = True
     await pair.finish("head")
 
@@ -216,7 +216,7 @@ async def test_a_grant_of_few_tokens_makes_small_chunks_and_starves_no_decode(
     for _ in range(4):
         pair.a.step()
     await pair.settle()
-    assert pair.a.engine._scheduler.requests["long"].num_computed_tokens == 2 * 32 + 2
+    assert pair.a.scheduler.requests["long"].num_computed_tokens == 2 * 32 + 2
     after = [len(pair.outputs[f"there {number}"].tokens) for number in range(2)]
     assert [b - a for a, b in zip(before, after, strict=True)] == [4, 4]
     gate.alone = True
@@ -268,7 +268,7 @@ async def test_a_held_engine_still_takes_requests_aborts_and_calls_and_doesnt_sp
         assert export.num_tokens == len(PROMPT) + before
         await pair.a.engine.resume("one")
         pair.a.engine.abort(["one"])
-        assert core.call(lambda: "one" in pair.a.engine._scheduler.requests).result(1.0) is False
+        assert core.call(lambda: "one" in pair.a.scheduler.requests).result(1.0) is False
         await pair.settle()
         assert len(pair.outputs["one"].tokens) == before
     finally:
@@ -294,15 +294,15 @@ async def test_an_engine_without_room_for_who_waits_hardly_looks(
 ) -> None:
     pair, unit = gated
     share(unit, pair)
-    pool = pair.a.engine._scheduler.kv_cache_manager.block_pool
+    pool = pair.a.scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())  # all are lent
     pair.submit(pair.a, "one", PROMPT, max_tokens=3)
     held = Threaded(pair.a)
     try:
         await asyncio.sleep(0.1)
-        before = pair.a.engine._scheduler.current_step
+        before = pair.a.scheduler.current_step
         await asyncio.sleep(0.5)
-        steps = pair.a.engine._scheduler.current_step - before
+        steps = pair.a.scheduler.current_step - before
         pair.a.core.call(lambda: pool.free_blocks(taken)).result(1.0)
         patience = time.monotonic() + 5
         while "one" not in pair.outputs or pair.outputs["one"].finish_reason is None:

@@ -238,7 +238,7 @@ async def test_a_request_that_waits_for_an_adapter_which_is_lost_ends_no_other(
     lost = adapter(tmp_path, 10)
     pair.submit(pair.a, "waits", PROMPT, lora=lost)
     pair.a.step()
-    assert pair.a.engine._scheduler.requests["waits"].status.name == "WAITING"
+    assert pair.a.scheduler.requests["waits"].status.name == "WAITING"
     core = pair.a.core
     core.remove_lora(core.adapters.resolve_adapter(lost).lora_int_id)  # as where there are too many
     replace(lost, tmp_path)

@@ -76,6 +76,6 @@ async def test_after_a_preemption_at_the_destination_it_sees_the_image_again(pai
     await pair.step(pair.b, until=("moved", 20))
 
     preempt(pair.b, "moved")
-    pair.b.engine._scheduler.reset_prefix_cache()
+    pair.b.scheduler.reset_prefix_cache()
 
     assert (await pair.finish("moved")).tokens == unmoved.tokens

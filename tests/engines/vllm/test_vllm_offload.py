@@ -126,7 +126,7 @@ async def pair(request: pytest.FixtureRequest, engines: Engines) -> AsyncIterato
 def forget(pair: Pair) -> None:
     """Nothing was offloaded so far: what is loaded isn't computed in the same pieces."""
     for side in (pair.a, pair.b):
-        connector = side.engine._scheduler.connector
+        connector = side.scheduler.connector
         assert connector is not None
         connector.reset_cache()
 
@@ -167,7 +167,7 @@ async def test_what_a_moved_request_leaves_on_the_host_serves_others_there(
     await pair.idle()
     assert WORKERS[there].stores >= BLOCKS
 
-    there.engine._scheduler.reset_prefix_cache()
+    there.scheduler.reset_prefix_cache()
     pair.submit(there, "later", PROMPT)
     later = await pair.finish("later")
 
@@ -189,7 +189,7 @@ async def test_what_a_request_leaves_on_the_host_serves_those_of_its_salt_alone(
     assert WORKERS[side].stores >= BLOCKS
 
     for number, (salt, loads) in enumerate((("bea", 0), (None, 0), ("anna", BLOCKS))):
-        side.engine._scheduler.reset_prefix_cache()
+        side.scheduler.reset_prefix_cache()
         WORKERS[side].loads = 0
         pair.submit(side, f"r{number}", PROMPT, salt=salt, max_tokens=1)
         await pair.finish(f"r{number}")
@@ -203,7 +203,7 @@ async def test_a_request_that_waited_elsewhere_finds_its_prefix_on_the_host(pair
     pair.submit(pair.b, "before", PROMPT)
     await pair.finish("before")
     await pair.idle()
-    pair.b.engine._scheduler.reset_prefix_cache()
+    pair.b.scheduler.reset_prefix_cache()
 
     pair.submit(pair.a, "r", PROMPT)
     await pair.move(pair.a, pair.b, "r", steps=0)
@@ -227,7 +227,7 @@ async def on_the_host(pair: Pair, side: Side) -> None:
     pair.submit(side, "before", PROMPT)
     await pair.finish("before")
     await pair.idle()
-    side.engine._scheduler.reset_prefix_cache()
+    side.scheduler.reset_prefix_cache()
 
 
 async def test_one_that_runs_again_takes_its_prompt_from_the_host(pair: Pair) -> None:
@@ -277,7 +277,7 @@ async def test_one_comes_back_once_what_it_left_is_offloaded(
         slow.setattr(WORKERS[pair.a], "get_finished", list)
         await pair.run(pair.a, "r", PROMPT, until=1)
         await pair.move(pair.a, pair.b, "r", steps=0)
-        pair.a.engine._scheduler.reset_prefix_cache()  # so that other blocks would be its own
+        pair.a.scheduler.reset_prefix_cache()  # so that other blocks would be its own
         await pair.run(pair.a, "beside", PROMPT[::-1], until=3, max_tokens=9)
         export = await pair.done(pair.b.engine.export("r"))
         with pytest.raises(BeingOffloaded):

@@ -108,7 +108,7 @@ async def test_a_queue_keeps_its_order_when_one_leaves_it_and_returns(pair: Pair
 
     await pair.done(pair.a.engine.resume("high"))
 
-    waiting = [one.request_id for one in pair.a.engine._scheduler.waiting]
+    waiting = [one.request_id for one in pair.a.scheduler.waiting]
     assert waiting == ["high", "normal", "low"]
     await pair.finish("low")
     assert list(pair.outputs)[4:] == ["high", "normal", "low"]

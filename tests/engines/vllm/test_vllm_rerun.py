@@ -76,7 +76,7 @@ async def test_it_runs_before_those_that_wait(pair: Pair) -> None:
     await pair.b.entered()
     pair.b.take_calls()
 
-    waiting = [request.request_id for request in pair.b.engine._scheduler.waiting]
+    waiting = [request.request_id for request in pair.b.scheduler.waiting]
     assert waiting == ["again", "behind"]
     for name in ("again", "behind", *(f"busy {number}" for number in range(4))):
         await pair.finish(name)

@@ -43,7 +43,7 @@ async def timed(side: Side, limit_s: float = PATIENT_S) -> list[StepTime]:
     times = await measuring
     side.step()
     assert side.used_blocks == 0
-    assert not side.engine._scheduler.requests
+    assert not side.scheduler.requests
     assert not side.engine._incoming.submitted
     return times
 

@@ -100,7 +100,7 @@ def configurations(
 
 def spoil(side: Side, request_id: str, table: int) -> None:
     """Zero what the layers of one block table keep of a request."""
-    scheduler = side.engine._scheduler
+    scheduler = side.scheduler
     context = side.core.vllm_config.compilation_config.static_forward_context
     blocks = list(scheduler.kv_cache_manager.get_block_ids(request_id)[table])
     for name in scheduler.kv_cache_config.kv_cache_groups[table].layer_names:
@@ -111,7 +111,7 @@ def spoil(side: Side, request_id: str, table: int) -> None:
 
 async def test_each_kind_of_cache_tells_in_the_answer(pair: Pair) -> None:
     """So the other tests can fail."""
-    tables = len(pair.a.engine._scheduler.kv_cache_config.kv_cache_groups)
+    tables = len(pair.a.scheduler.kv_cache_config.kv_cache_groups)
     unmoved = await pair.unmoved(SHORT, max_tokens=12)
     assert len(set(unmoved.tokens)) > 5
     for table in range(tables):
@@ -121,7 +121,7 @@ async def test_each_kind_of_cache_tells_in_the_answer(pair: Pair) -> None:
         assert spoilt.logprobs[:6] == unmoved.logprobs[:6]
         assert spoilt.logprobs[6:] != unmoved.logprobs[6:], f"table {table}"
         del pair.outputs["spoilt"]
-        pair.a.engine._scheduler.reset_prefix_cache()
+        pair.a.scheduler.reset_prefix_cache()
 
 
 async def test_a_greedy_request_moved_there_and_back_equals_one_left_alone(
@@ -183,7 +183,7 @@ async def preempted_at_20(pair: Pair, request_id: str) -> None:
 async def test_a_request_preempted_while_it_moves_stays_and_moves_later(pair: Pair) -> None:
     await preempted_at_20(pair, "unmoved")
     unmoved = await pair.finish("unmoved")
-    pair.a.engine._scheduler.reset_prefix_cache()
+    pair.a.scheduler.reset_prefix_cache()
 
     await preempted_at_20(pair, "moved")
     with pytest.raises(RequestGone, match="preempted"):
@@ -223,7 +223,7 @@ async def test_eight_requests_leave_at_once(pair: Pair) -> None:
 
     await begin("unmoved")
     unmoved = [await pair.finish(f"unmoved {name}") for name in names]
-    pair.a.engine._scheduler.reset_prefix_cache()
+    pair.a.scheduler.reset_prefix_cache()
     await begin("moved")
     for name in reversed(names):  # each goes to the head of the batch
         await pair.move(pair.a, pair.b, f"moved {name}", steps=0)
@@ -242,7 +242,7 @@ async def proposals(pair: Pair, side: Side, name: str, until: int) -> list[tuple
     while len(pair.outputs[name].tokens) < until:
         side.step()
         await pair.settle()
-        request = side.engine._scheduler.requests[name]
+        request = side.scheduler.requests[name]
         seen.append((request.num_output_tokens, list(request.spec_token_ids)))
     return seen
 
@@ -261,7 +261,7 @@ async def test_the_head_proposes_after_a_move_what_it_would_have_proposed(
         await pair.run(pair.a, "unmoved", prompt, until=10)
         expected = await proposals(pair, pair.a, "unmoved", 40)
         unmoved = await pair.finish("unmoved")
-        pair.a.engine._scheduler.reset_prefix_cache()
+        pair.a.scheduler.reset_prefix_cache()
         await pair.run(pair.a, "moved", prompt, until=10)
 
         await pair.move(pair.a, pair.b, "moved", steps=0)

@@ -1,0 +1,145 @@
+"""Tests use a class as others use it: its private names only in `tests/support`, and in a list of
+files that may only shrink."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests"
+EXCEPTIONS: dict[str, int] = {
+    "bench/test_bench_adbs.py": 1,
+    "bench/test_bench_gpu.py": 2,
+    "bench/test_bench_ledger.py": 1,
+    "bench/test_bench_pools.py": 1,
+    "controlplane/test_llumlet_loops.py": 17,
+    "engines/test_backing.py": 2,
+    "engines/test_contract.py": 3,
+    "engines/test_examples.py": 1,
+    "engines/test_shares.py": 3,
+    "engines/test_step_marks.py": 5,
+    "engines/test_steps.py": 5,
+    "engines/transformers/test_transformers_engine.py": 2,
+    "engines/transformers/test_transformers_gpu.py": 12,
+    "engines/transformers/test_transformers_headwise.py": 1,
+    "engines/transformers/test_transformers_pool.py": 3,
+    "engines/vllm/test_balloon.py": 2,
+    "engines/vllm/test_balloon_gpu.py": 2,
+    "engines/vllm/test_device_copies.py": 6,
+    "engines/vllm/test_vllm_adapter.py": 3,
+    "engines/vllm/test_vllm_building.py": 2,
+    "engines/vllm/test_vllm_gate.py": 1,
+    "engines/vllm/test_vllm_grammar_caches.py": 2,
+    "engines/vllm/test_vllm_lora.py": 1,
+    "engines/vllm/test_vllm_park.py": 4,
+    "engines/vllm/test_vllm_priorities.py": 2,
+    "engines/vllm/test_vllm_ranks_real.py": 3,
+    "engines/vllm/test_vllm_step_times.py": 1,
+    "engines/vllm/test_vllm_threads.py": 3,
+    "engines/vllm/test_worker.py": 4,
+    "fleet/test_fleet_api.py": 1,
+    "fleet/test_fleet_autoscale.py": 1,
+    "fleet/test_fleet_init.py": 2,
+    "frontend/test_gateway_metrics.py": 2,
+    "frontend/test_openai_calls.py": 1,
+    "frontend/test_readers.py": 2,
+    "frontend/test_rolling_restart.py": 1,
+    "frontend/test_router_faults.py": 2,
+    "frontend/test_vllm_background.py": 2,
+    "frontend/test_vllm_decoding.py": 3,
+    "kernels/test_kernels_cuda_build.py": 17,
+    "kernels/test_kernels_driver.py": 2,
+    "kernels/test_kernels_emulated.py": 1,
+    "kernels/test_kernels_gpu.py": 2,
+    "kernels/test_kernels_select.py": 2,
+    "kvtransfer/test_cuda_ipc.py": 1,
+    "kvtransfer/test_migrations.py": 1,
+    "kvtransfer/test_migrator.py": 3,
+    "kvtransfer/test_peer_copies.py": 3,
+    "kvtransfer/test_transports.py": 1,
+    "launcher/test_cluster.py": 6,
+    "launcher/test_local_launcher.py": 1,
+    "process/test_cgroups.py": 1,
+    "process/test_forks.py": 2,
+    "process/test_processes.py": 1,
+    "rpc/test_fuzz.py": 1,
+    "rpc/test_link.py": 4,
+    "sharing/test_gate.py": 2,
+    "sharing/test_unit_agent.py": 1,
+    "sharing/test_unit_turns.py": 1,
+    "tools/test_check.py": 4,
+    "tools/test_check_two.py": 2,
+}
+"""By file: how often it uses private names of `kvmig`'s own."""
+
+THEIRS = frozenset(
+    (
+        "_backend",
+        "_create_grammar",
+        "_get_waiting_candidates",
+        "_handle_client_request",
+        "_http",
+        "_process_engine_step",
+        "_sock",
+        "_transport",
+    )
+)
+"""Names of vLLM's, transformers' and the standard library's classes, which kvmig has, too."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """The names of functions, of variables, and of what methods assign to `self`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+@cache
+def own_names() -> frozenset[str]:
+    """Private names that kvmig, its tools and its benchmarks define."""
+    files = [
+        file for part in ("kvmig", "kvmig_tools", "bench") for file in (ROOT / part).rglob("*.py")
+    ]
+    names = {name for file in files for name in defined(ast.parse(file.read_text()))}
+    return frozenset(name for name in names if is_private(name)) - THEIRS
+
+
+def used(tree: ast.Module) -> Iterator[str]:
+    """Names that are read from, or put into, another object than `self`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) if is_private(name):
+                yield name
+            case ast.Call(
+                func=ast.Name(id="setattr") | ast.Attribute(attr="setattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ) if is_private(name):
+                yield name
+
+
+def test_private_names_are_used_where_they_were_and_in_no_more_places() -> None:
+    found: Counter[str] = Counter()
+    for file in sorted(TESTS.rglob("*.py")):
+        if file.is_relative_to(TESTS / "support"):
+            continue
+        own = [name for name in used(ast.parse(file.read_text())) if name in own_names()]
+        found[str(file.relative_to(TESTS))] += len(own)
+    more = {file: count for file, count in found.items() if count > EXCEPTIONS.get(file, 0)}
+    assert not more, "use what is public, or what tests/support has"
+    fewer = {file: found[file] for file, count in EXCEPTIONS.items() if found[file] < count}
+    assert not fewer, "renew EXCEPTIONS: it may only shrink"

@@ -1,0 +1,50 @@
+"""What tests must see, or drive, inside of kvmig's objects: the one place that knows their private
+names (`tests/house/test_private_names.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq.asyncio
+
+from kvmig.frontend.requests import RequestTable
+from kvmig.frontend.router import Router
+from kvmig.frontend.streams import RequestStreams
+from kvmig.process.fork_server import ForkServerClient, ForkServerPool
+from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
+
+
+def socket_of(end: RpcClient | RpcServer) -> zmq.asyncio.Socket:
+    """Its socket takes what no message is."""
+    return end._socket
+
+
+def spread_pauses(streams: RequestStreams) -> int:
+    """Count the pauses that are being spread."""
+    return len(streams._spreads)
+
+
+def table_of(router: Router) -> RequestTable:
+    """The router's live requests."""
+    return router._table
+
+
+def streams_of(router: Router) -> RequestStreams:
+    return router._streams
+
+
+def look_at_readers(router: Router) -> None:
+    """Do what the router does from time to time."""
+    router._look()
+
+
+def fork_servers_of(pool: ForkServerPool) -> list[ForkServerClient]:
+    """The pool's fork servers, the newest last."""
+    return pool._servers
+
+
+def media_loading() -> Any:
+    """The state of vLLM's media in this process; its `room` may be replaced."""
+    from kvmig.frontend.openai.vllm import media
+
+    return media._loading
