@@ -57,7 +57,7 @@ from kvmig.launcher.shapes import (
     unit_tokens,
 )
 from kvmig.process.child import begin_loading, call_at_stdin_end, leave, quiet, say, send_heartbeats
-from kvmig.process.fork_server import HANDED, SharedForks
+from kvmig.process.fork_server import HANDED, NO_FORKS, SharedForks
 from kvmig.process.sockets import listening_at, raise_open_files, take_port
 from kvmig.sharing.member import fetch_unit
 
@@ -72,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
         if help_wanted is not None:
             return show_help(help_wanted, kind)
         handed = os.environ.get(HANDED, "")
-        forks = SharedForks(config.engine, handed) if handed else None
+        shares = handed not in ("", NO_FORKS)
+        forks = SharedForks(config.engine, handed) if shares else None
         secret = cluster_secret(os.environ)
         admin_key = os.environ.pop(ADMIN_KEY, "")
         if config.allow_untested_vllm:

@@ -61,6 +61,13 @@ class EnginePlugin(Protocol):
         """
         ...
 
+    def check_words(self, argv: list[str]) -> None:
+        """Check the flags as far as possible without the engine's libraries, within milliseconds.
+
+        `parse` checks the rest, when an instance starts. Raises ConfigError.
+        """
+        ...
+
     def check_config(self, args: Namespace) -> None:
         """What the model's own files say to the flags, without its weights. Raises ConfigError."""
         ...

@@ -45,7 +45,14 @@ from kvmig.fleet.orders import (
 )
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
 from kvmig.process.child import quiet, say
-from kvmig.process.fork_server import HANDED, ForkOrder, ForkServerClient, join
+from kvmig.process.fork_server import (
+    HANDED,
+    NO_FORKS,
+    CannotFork,
+    ForkOrder,
+    ForkServerClient,
+    join,
+)
 from kvmig.process.kept_child import KeptChild
 from kvmig.process.sockets import raise_open_files, take_long, take_port
 from kvmig.process.supervisor import (
@@ -61,6 +68,7 @@ from kvmig.proxy.messages import ProxyLaunch
 from kvmig.rpc.unix_packets import QueuedPackets
 
 FORKS = "kvmig.fleet.fork_server"
+SERVE, QUICK_CHECK = "kvmig.serve", "kvmig.launcher.quick_check"
 BEATS = "--heartbeat-descriptor"
 """Flag of a deployment: the descriptor's number follows as the last word."""
 SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
@@ -164,21 +172,27 @@ def running(deployments: Iterable[RunningDeployment]) -> Running:
 
 
 class ForkServers:
-    """The fork servers, one an engine. One that dies is started again for the next fork."""
+    """The fork servers, one an engine. One that dies is started again for the next fork, but none
+    whose engine can't be forked on this machine.
+    """
 
     def __init__(self, settings: FleetSettings) -> None:
         self._settings = settings
         self._servers: dict[str, ForkServerClient] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._turns: dict[str, asyncio.Lock] = {}
+        self._never: dict[str, str] = {}
+        """Why an engine can't be forked, by its name."""
 
     def address(self, engine: str) -> str:
         """The path of its socket."""
         return str(self._settings.path("run", f"nursery-{engine}.sock"))
 
     async def server(self, engine: str) -> ForkServerClient:
-        """One that has loaded the engine. Raises StartupError."""
+        """One that has loaded the engine. Raises StartupError, CannotFork."""
         async with self._turns.setdefault(engine, asyncio.Lock()):
+            if why := self._never.get(engine):
+                raise CannotFork(why)
             server = self._servers.get(engine)
             if server is None or server.gone:
                 server = self._servers[engine] = await self._begin(engine)
@@ -200,9 +214,14 @@ class ForkServers:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NURSERY_S):
                 while process.returncode is None:
-                    with contextlib.suppress(StartupError):
+                    try:
                         return ForkServerClient(await asyncio.to_thread(join, address, {}))
-                    await asyncio.sleep(LOOK_S)
+                    except CannotFork as error:
+                        self._never[engine] = str(error)
+                        log.warning("%s; deployments start by themselves, here always", error)
+                        raise
+                    except StartupError:  # it loads
+                        await asyncio.sleep(LOOK_S)
         code = process.returncode
         how = f"not ready in {NURSERY_S:g} s" if code is None else how_it_ended(code)
         raise StartupError(f"the nursery of {engine} has failed ({how})")
@@ -237,6 +256,22 @@ class ForkServers:
                     if missed[engine] == MISSED:
                         log.warning("the nursery of %s hangs, and is ended: %s", engine, error)
                         await end_now(process)
+
+
+async def by_itself(
+    module: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    standard: tuple[int, int, int],
+    *more: int,
+) -> asyncio.subprocess.Process:
+    """`python -m module words`. more: descriptors, whose numbers follow the words. Raises
+    OSError."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *words, *map(str, more),
+        stdin=standard[0], stdout=standard[1], stderr=standard[2], env=dict(environment),
+        pass_fds=more, process_group=0,
+    )  # fmt: skip
 
 
 async def end_now(process: asyncio.subprocess.Process) -> None:
@@ -368,16 +403,20 @@ class FleetSupervisor:
         """
         descriptors = (announced, *descriptors)
         try:
-            if self._forks is None or self._forks.gone:
-                self._forks = ForkServerClient.begin(FORKS, os.environ)
             order = ForkOrder(module, (self._settings.data,), dict(os.environ))
-            return await self._forks.carry_out(order, (stdin, 1, 2, *descriptors))
+            return await self._own_forks().carry_out(order, (stdin, 1, 2, *descriptors))
         except StartupError as error:
             log.warning("%s; %s starts by itself, which takes longer", error, module)
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, self._settings.data, *map(str, descriptors),
             stdin=stdin, pass_fds=descriptors,
         )  # fmt: skip
+
+    def _own_forks(self) -> ForkServerClient:
+        """What the server and the proxies are forked from. Raises StartupError."""
+        if self._forks is None or self._forks.gone:
+            self._forks = ForkServerClient.begin(FORKS, os.environ)
+        return self._forks
 
     def _forget_server(self) -> None:
         if self._server is not None:
@@ -406,6 +445,8 @@ class FleetSupervisor:
     async def _load(self, engine: str) -> None:
         try:
             await self._nurseries.server(engine)
+        except CannotFork:
+            return
         except StartupError as error:
             log.warning("%s; deployments start by themselves, which takes longer", error)
 
@@ -445,7 +486,7 @@ class FleetSupervisor:
         deployment.log_from = size_of(Path(start.log))
         out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            deployment.process = await self._forked(
+            deployment.process = await self._started(
                 start.engine, (*start.words, BEATS), environment, (stdin, out, out),
                 heartbeats.descriptor,
             )  # fmt: skip
@@ -456,6 +497,24 @@ class FleetSupervisor:
             deployment.kill()
         return deployment.process
 
+    async def _started(
+        self,
+        engine: str,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        standard: tuple[int, int, int],
+        *more: int,
+    ) -> ProcessPort:
+        """A `kvmig.serve`, forked where that can be had. more: descriptors, whose numbers follow
+        the words. Raises OSError."""
+        try:
+            return await self._forked(engine, words, environment, standard, *more)
+        except CannotFork:
+            environment = {**environment, HANDED: NO_FORKS}
+        except StartupError as error:
+            log.warning("%s; a deployment starts by itself, which takes longer", error)
+        return await by_itself(SERVE, words, environment, standard, *more)
+
     async def _forked(
         self,
         engine: str,
@@ -464,29 +523,37 @@ class FleetSupervisor:
         standard: tuple[int, int, int],
         *more: int,
     ) -> ProcessPort:
-        """A `kvmig.serve`. more: descriptors, whose numbers follow the words. Raises OSError."""
+        """A `kvmig.serve` of its engine's fork server. Raises StartupError, CannotFork."""
+        nursery = await self._nurseries.server(engine)
+        order = ForkOrder(SERVE, words, environment)
+        return await nursery.carry_out(order, (*standard, *more))
+
+    async def _checker(
+        self, check: CheckFlags, environment: Mapping[str, str], standard: tuple[int, int, int]
+    ) -> ProcessPort:
+        """A process that reads flags: the engine's own parser, if that is loaded somewhere.
+
+        Raises OSError, StartupError.
+        """
+        words = (*check.words, "--check", *(["--sizes"] if check.sizes else []))
         try:
-            nursery = await self._nurseries.server(engine)
-            order = ForkOrder("kvmig.serve", words, environment)
-            return await nursery.carry_out(order, (*standard, *more))
+            return await self._forked(check.engine, words, environment, standard)
+        except CannotFork:
+            order = ForkOrder(QUICK_CHECK, check.words, environment)
+            return await self._own_forks().carry_out(order, standard)
         except StartupError as error:
-            log.warning("%s; a deployment starts by itself, which takes longer", error)
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvmig.serve", *words, *map(str, more),
-            stdin=standard[0], stdout=standard[1], stderr=standard[2], env=dict(environment),
-            pass_fds=more, process_group=0,
-        )  # fmt: skip
+            log.warning("%s; flags are checked by a process that takes longer", error)
+        return await by_itself(SERVE, words, environment, standard)
 
     async def _check(self, check: CheckFlags) -> None:
         """Read a deployment's flags as it would, in a process like its own."""
         with tempfile.TemporaryFile() as said:
             environment = environment_of(self._settings)
-            words = (*check.words, "--check", *(["--sizes"] if check.sizes else []))
             process: ProcessPort | None = None
             sizes = ""
             standard = said.fileno(), said.fileno(), said.fileno()
             try:
-                process = await self._forked(check.engine, words, environment, standard)
+                process = await self._checker(check, environment, standard)
                 async with asyncio.timeout(CHECK_S):
                     code = await process.wait()
             except (OSError, StartupError) as error:  # a TimeoutError too

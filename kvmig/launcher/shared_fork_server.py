@@ -10,14 +10,16 @@ couldn't be like (`fork_server.likeness`) is started in the usual way.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from kvmig.core.config import ENGINES, ClusterConfig
-from kvmig.core.errors import KvmigError, StartupError
+from kvmig.core.errors import KvmigError
 from kvmig.engines.registry import kind_of
 from kvmig.launcher.environment import gpus, llumlet_environment, worker_threads
 from kvmig.process.child import leave, quiet, say
@@ -26,10 +28,12 @@ from kvmig.process.fork_server import (
     INSTANCES,
     SERVERS,
     ForkListener,
+    ForkRefused,
     ForkServerLoaded,
     digest,
     likeness,
     load,
+    send_news,
     serve,
 )
 from kvmig.process.sockets import listening_at, raise_open_files
@@ -40,10 +44,12 @@ FRONT_END = (
 )  # fmt: skip
 API = {"vllm": "kvmig.frontend.openai.vllm.server"}
 """Module of a front end, by engine; others' is `token_server`."""
+ASKED_S = 30.0
+"""Time for a client to connect where nothing can be forked."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit code 0 after the end of stdin, 2 for what is wrong before it listens."""
+    """Exit code 0 after the end of stdin, 2 for what is wrong before it forks."""
     if not 2 <= len(words) <= 3 or words[0] not in ENGINES:
         say(
             "usage: python -m kvmig.launcher.shared_fork_server ENGINE SOCKET;"
@@ -59,13 +65,33 @@ def main(words: Sequence[str]) -> int:
         kind_of(engine).prepare()
         # Before it loads: what is on disk now, and the environment as launchers have it then.
         alike = {**likeness(), ENGINE: engine, SERVERS: words[2], INSTANCES: digest(os.environ)}
-        if why := load(engine, [*FRONT_END, API.get(engine, "kvmig.frontend.openai.token_server")]):
-            raise StartupError(f"{engine} can't be forked: {why}")
+        why = load(engine, [*FRONT_END, API.get(engine, "kvmig.frontend.openai.token_server")])
         with listening_at(address, f"SOCKET {address}", socket.SOCK_SEQPACKET) as sock:
+            if why:
+                refuse(sock, sys.stdin.fileno(), f"{engine} can't be forked: {why}")
+                return 2
             return serve([], ForkListener(sock, sys.stdin.fileno(), ForkServerLoaded(alike)))
     except KvmigError as error:
         say(str(error))
         return 2
+
+
+def refuse(sock: socket.socket, lifeline: int, why: str) -> None:
+    """Let the first client know why nothing is forked here, or people if none comes.
+
+    lifeline: ends when none will.
+    """
+    poll = select.poll()
+    for one in (sock.fileno(), lifeline):
+        poll.register(one, select.POLLIN)
+    ready = [number for number, _ in poll.poll(ASKED_S * 1e3)]
+    if sock.fileno() not in ready:
+        say(why)
+        return
+    with contextlib.suppress(OSError):  # the client has gone
+        client, _ = sock.accept()
+        with client:
+            send_news(client, ForkRefused(why))
 
 
 def start_again(engine: str) -> NoReturn:

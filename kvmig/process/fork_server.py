@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 HANDED = "KVMIG_FORK_SERVER"
 """Environment variable: the socket of a fork server that a launcher shares with others."""
+NO_FORKS = "none"
+"""The socket's place holds it where a fork server has failed: a launcher's own would, too."""
 MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES", SECRET, ADMIN_KEY, HANDED))
 """Variables that libraries read only when their engine is made, and kvmig's own."""
 LOAD_S = 120.0
@@ -65,6 +67,10 @@ TITLE_ROOM = " " * 200
 """The last word of a fork server's command line: the titles of its forks take the line's place."""
 MESSAGE_BYTES = 1 << 20
 """More than Linux lets through, with `take_long`."""
+
+
+class CannotFork(StartupError):
+    """The libraries that a fork server has loaded can't be forked here; another would fail as well."""
 
 
 class ForkOrder(msgspec.Struct, frozen=True, tag=True):
@@ -167,7 +173,10 @@ def likeness() -> dict[str, str]:
 
 
 def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
-    """Connect to a fork server for several, which must be like that. Raises StartupError."""
+    """Connect to a fork server for several, which must be like that. Raises StartupError.
+
+    CannotFork: the libraries that it has loaded can't be forked.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(JOIN_S)
@@ -175,6 +184,8 @@ def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
         if not is_own_user(sock):
             raise StartupError(f"the fork server at {address} is another user's")
         news = receive_news(sock)
+        if isinstance(news, ForkRefused):
+            raise CannotFork(news.why)
         if not isinstance(news, ForkServerLoaded):
             raise StartupError(f"the fork server at {address} has ended")
         found = news.likeness
@@ -199,7 +210,7 @@ class ForkServerPool:
     def __init__(self, engine: str, environment: Mapping[str, str], handed: str = "") -> None:
         """Start a fork server at once, where the one behind the socket `handed` doesn't suit.
 
-        engine: see `kind_of`. Raises StartupError.
+        engine: see `kind_of`. handed: or NO_FORKS. Raises StartupError.
         """
         self._engine = engine
         self._base = dict(environment)
@@ -208,6 +219,8 @@ class ForkServerPool:
         self._renewing: asyncio.Task[None] | None = None
         self._stale = False
         """Whether the last one has loaded what isn't on disk any more."""
+        if handed == NO_FORKS:
+            return
         if handed:
             try:
                 wanted = {**likeness(), ENGINE: engine, INSTANCES: digest(environment)}
@@ -224,6 +237,8 @@ class ForkServerPool:
 
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Whether a fork can live in that environment: libraries have read their part of ours."""
+        if not self._servers:
+            return False
         names = {*self._environment, *environment} - MAY_DIFFER
         server = self._servers[-1]
         return (server.worked or not server.gone) and all(
@@ -249,6 +264,8 @@ class ForkServerPool:
 
         The fork server stays if it has loaded just that. Raises StartupError.
         """
+        if not self._servers:
+            return
         environment = with_tree(self._engine, self._base, tree)
         if environment == self._environment:
             self._renewing = asyncio.create_task(self._renew(), name="renewal of the fork server")
@@ -261,7 +278,8 @@ class ForkServerPool:
         """Wait until the next fork needs not wait, or can't be had."""
         if self._renewing is not None:
             await asyncio.shield(self._renewing)
-        await self._servers[-1].loaded()
+        if self._servers:
+            await self._servers[-1].loaded()
 
     async def _renew(self) -> None:
         server = self._servers[-1]

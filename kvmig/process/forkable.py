@@ -117,7 +117,7 @@ def close_nvml() -> None:
     """
     try:
         nvml = ctypes.CDLL(NVML, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-    except OSError:  # nobody has loaded it
+    except OSError:  # it isn't loaded
         return
     for _ in range(NVML_USERS):
         if nvml.nvmlShutdown():  # it isn't open any more

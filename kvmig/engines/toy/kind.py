@@ -70,6 +70,9 @@ class ToyKind:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}, must be more than 0")
         return args
 
+    def check_words(self, argv: list[str]) -> None:
+        self.parse(argv)
+
     def check_config(self, args: Namespace) -> None:
         """Do nothing: a toy has no files."""
 

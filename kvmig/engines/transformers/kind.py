@@ -43,6 +43,9 @@ class TransformersKind:
     def parse(self, argv: list[str]) -> Namespace:
         return parse(argv)
 
+    def check_words(self, argv: list[str]) -> None:
+        parse(argv)
+
     def check_config(self, args: Namespace) -> None:
         check_model(args.model)
         parse_config(engine_fields(args))

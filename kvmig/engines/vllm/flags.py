@@ -87,6 +87,23 @@ def refuse_conflicts(args: Namespace, default: Callable[[str], object]) -> None:
         raise ConfigError(f"{flag}{given} can't be used: {REFUSED.get(name, _UNKNOWN)}")
 
 
+def check_words(argv: list[str]) -> None:
+    """Refuse what can be refused without vLLM: no model, unknown flags, and switches that kvmig
+    refuses. Raises ConfigError.
+    """
+    if argv and not argv[0].startswith("-"):
+        check_model(argv[0])
+    known = ALLOWED | ALIASES | REFUSED.keys()
+    for word, value in zip(argv, [*argv[1:], "-"], strict=True):
+        name = word.partition("=")[0].partition(".")[0].removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or name.removeprefix("no_") in ALLOWED:
+            continue
+        if name in REFUSED and "=" not in word and value.startswith("-"):
+            raise ConfigError(f"{word} can't be used: {REFUSED[name]}")
+        if not any(one.startswith((name, name.removeprefix("no_"))) for one in known):
+            raise ConfigError(f"{word} can't be used: vLLM has no such flag")
+
+
 def print_help() -> None:
     """vLLM's own flags, all groups."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -323,3 +340,5 @@ _ALLOWED = (
 )
 ALLOWED = frozenset(" ".join(_ALLOWED).split())
 """Flags by vLLM's groups."""
+ALIASES = frozenset({"device_memory_utilization"})
+"""Flags that vLLM has a second spelling for."""

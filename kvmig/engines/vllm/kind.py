@@ -81,6 +81,9 @@ class VllmKind:
         with _lacking_names_told():
             return flags.parse(argv)
 
+    def check_words(self, argv: list[str]) -> None:
+        flags.check_words(argv)
+
     def check_config(self, args: Namespace) -> None:
         from kvmig.engines.vllm.config import engine_config, why_not
 

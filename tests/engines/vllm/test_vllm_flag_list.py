@@ -192,3 +192,10 @@ def test_a_finished_configuration_that_can_not_hold_is_refused_however_it_came(
     refuse_settings(finished())
     with pytest.raises(ConfigError, match=sentence):
         refuse_settings(finished(**{name: value}))
+
+
+def test_every_flag_passes_the_check_that_does_without_vllm() -> None:
+    every = {word for action in parser()._actions for word in action.option_strings}
+    for word in sorted(every - {"--help", "-h"}):
+        flags.check_words([str(BUNDLED), word, "a value"])
+    flags.check_words([str(BUNDLED), "--compilation-config.mode", "3", "--max-model", "64"])
