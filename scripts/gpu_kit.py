@@ -110,7 +110,7 @@ def pack(folder: Path, out: Path, piece_bytes: int, level: int = 6) -> list[Path
          "--file", str(whole), "--directory", str(folder), "."],
         "the archive",
     )  # fmt: skip
-    pieces = []
+    pieces: list[Path] = []
     with whole.open("rb") as file:
         while data := file.read(piece_bytes):
             pieces.append(out / f"kit.{len(pieces):02}")

@@ -1,8 +1,8 @@
 """`python -m kvmig.launcher.quick_check WORDS` checks the words of `kvmig.serve` as far as that is
 possible without the engine's libraries, which take seconds to load.
 
-A fleet's supervisor runs it where no fork server has loaded them. What it lets pass may still be refused
-when the model starts.
+A fleet's supervisor runs it where no fork server has loaded them. What it lets pass may still be
+refused when the model starts.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ MESSAGE_BYTES = 1 << 20
 
 
 class CannotFork(StartupError):
-    """The libraries that a fork server has loaded can't be forked here; another would fail as well."""
+    """The libraries that a fork server has loaded can't be forked here: another would fail, too."""
 
 
 class ForkOrder(msgspec.Struct, frozen=True, tag=True):

@@ -24,6 +24,7 @@ from scripts.fatbins import (
     loaded_by,
     prune_file,
 )
+from scripts.setup_env import ROOT
 
 Code = tuple[int, int, bytes]
 """Kind, architecture and the code itself."""
@@ -136,7 +137,7 @@ def test_pieces_become_the_same_files_elsewhere(packages: Path, tmp_path: Path) 
 
 
 def test_the_project_comes_as_git_knows_it_with_the_kernels_that_are_built(tmp_path: Path) -> None:
-    gpu_kit.stage_project(gpu_kit.ROOT, tmp_path)
+    gpu_kit.stage_project(ROOT, tmp_path)
 
     assert (tmp_path / "bench" / "gpu.sh").stat().st_mode & 0o100
     assert list((tmp_path / "kvmig" / "kernels" / "_lib").glob("*.so"))
