@@ -1,4 +1,4 @@
-"""`python -m kvmig.serve MODEL ...`: wires everything; nobody imports it.
+"""`python -m kvmig.serve MODEL ...`: wires everything; no module imports it.
 
 The launcher reads its flags, starts the instances and the front ends, keeps the scheduler running,
 and stops them all at a signal.
@@ -219,7 +219,7 @@ def whose_server(args: Namespace, sock: socket.socket) -> str:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Where clients connect to."""
+    """The address that clients connect to."""
     bound = sock.getsockname()
     return f"unix:{bound}" if isinstance(bound, str) else f"http://{bound[0]}:{bound[1]}"
 
@@ -239,7 +239,7 @@ def listening(uds: str, args: Namespace) -> Iterator[socket.socket]:
 
 
 def in_units(config: ClusterConfig, tokens: int, kind: EnginePlugin) -> ClusterConfig:
-    """Let instances exchange units of so many tokens; 0: blocks. Raises ConfigError."""
+    """Let instances exchange units of tokens; 0: blocks. Raises ConfigError."""
     if tokens and not kind.takes_units:
         raise ConfigError(
             "--instance-flags: --block-size must be the same for all instances with"
@@ -250,7 +250,8 @@ def in_units(config: ClusterConfig, tokens: int, kind: EnginePlugin) -> ClusterC
 
 
 def joining(config: ClusterConfig, unit: UnitConfig, args: Namespace) -> tuple[ClusterConfig, int]:
-    """With the model's name in the unit, and the bytes of the largest unit. Raises ConfigError."""
+    """The config with the model's name in the unit, and the bytes of the largest unit. Raises
+    ConfigError."""
     largest = 0
     for path in dict.fromkeys((unit.path, *unit.paths.values())):
         try:
@@ -278,7 +279,7 @@ class ClusterServer:
         sock: socket.socket,
         forks: SharedForks | None = None,
     ) -> None:
-        """launch: of the front ends, but for the launcher's endpoint. args: its flags, parsed.
+        """launch: of the front ends, without the launcher's endpoint. args: its flags, parsed.
 
         forks: what front ends are forked from that have processes of their own.
         """

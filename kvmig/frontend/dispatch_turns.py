@@ -13,7 +13,7 @@ from kvmig.frontend.fair_queue import FairQueue
 QUEUED = 4
 """Requests in an instance's queue, on average, with which no further one goes to any."""
 FRESH = 16
-"""Requests an instance that have been sent and have no token yet: reports are late."""
+"""Requests per instance that have been sent and have no token yet: reports are late."""
 
 
 class QueueLengths(NamedTuple):
@@ -24,7 +24,7 @@ class QueueLengths(NamedTuple):
 
 
 class DispatchTurns:
-    """Of one front end, within a running event loop."""
+    """The turns of one front end, within a running event loop."""
 
     def __init__(self, queues: Callable[[], QueueLengths], is_fresh: Callable[[str], bool]) -> None:
         """is_fresh: whether a request that was sent has no token yet, and has not ended."""
@@ -61,7 +61,7 @@ class DispatchTurns:
                 granted += 1
 
     def give_up(self, reason: str) -> None:
-        """Let nobody wait, now or later."""
+        """Let no request wait, now or later."""
         self._closed = reason
         while (turn := self._waiting.pop()) is not None:
             if not turn.done():

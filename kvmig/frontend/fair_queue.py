@@ -11,7 +11,7 @@ Waiting = TypeVar("Waiting")
 class FairQueue(Generic[Waiting]):
     """A tenant with many requests makes another one's first wait for one of its own, not for all.
 
-    Within a tenant the first to come is the first to go. A tenant that comes anew is the last of
+    Within a tenant the first to come is the first to go. A tenant that comes again is the last of
     the round.
     """
 

@@ -75,7 +75,7 @@ class InstanceConnection:
 
     @property
     def arithmetic(self) -> EngineArithmetic:
-        """Weights and numerics of the instance, as last told."""
+        """Weights and numerics of the instance, as last reported."""
         if self.health is not None and self.health.arithmetic is not None:
             return self.health.arithmetic
         return EngineArithmetic("" if self.welcome is None else self.welcome.weights)
@@ -101,13 +101,13 @@ class InstanceConnection:
             raise InstanceLost(f"instance {self.name}: {error}") from error
 
     def drop(self, reason: str) -> None:
-        """Give this connection up and tell the listener; a new one is tried."""
+        """Give this connection up and inform the listener; a new one is tried."""
         self._lose(reason)
         if self._serving is not None:
             self._serving.cancel()
 
     async def close(self) -> None:
-        """Disconnect for good; the listener hears nothing of it."""
+        """Disconnect for good; the listener is not informed."""
         self._closed = True
         self.welcome = self._client = None
         await cancel_tasks(self._task)
@@ -178,7 +178,7 @@ class InstanceConnection:
 
 
 class InstanceListener(Protocol):
-    """The router, as instances tell it what comes over their connections."""
+    """The router, to which instances hand what comes over their connections."""
 
     def on_message(
         self, instance: InstanceConnection, message: RpcMessage, payload: list[memoryview]
@@ -259,7 +259,8 @@ class InstancePool:
     ) -> None:
         """name: this front end's. Call `tick` every `tick_s`."""
         self.block_tokens = 16
-        """Tokens a KV block, as load reports count; set by the front end once an engine told it."""
+        """Tokens per KV block, as load reports count; set by the front end once an engine reports
+        it."""
         self.preferred = ""
         """Weights under which new requests had better begin; empty: no matter which."""
         self._name = name
@@ -367,7 +368,7 @@ class InstancePool:
         return "" if health is None else health.find_ailment(self._silent_after_s)
 
     def arithmetic(self, instance: str) -> EngineArithmetic:
-        """Weights and numerics of the instance, as last told."""
+        """Weights and numerics of the instance, as last reported."""
         one = self._instances.get(instance)
         return EngineArithmetic("") if one is None else one.arithmetic
 
@@ -405,7 +406,7 @@ class InstancePool:
         return QueueLengths(len(serving), sum(one.load.waiting for one in serving))
 
     def rows(self) -> list[InstanceRow]:
-        """All instances as last heard of."""
+        """Rows of all instances as last reported."""
         return [
             instance_row(
                 one.index, view, self._ailment(one.name) if one.alive else "lost", one.welcome
@@ -414,7 +415,7 @@ class InstancePool:
         ]
 
     def views(self) -> list[InstanceView]:
-        """All instances as they last reported, in the same order."""
+        """Views of all instances as they last reported, in the same order."""
         known = {one.instance: one for one in self._view.view(self._clock()).instances}
         return [
             known.get(name) or InstanceView(instance=name, endpoint=one.endpoint)
@@ -440,7 +441,7 @@ class InstancePool:
         fit: bool = False,
         begun: EngineArithmetic = NOT_BEGUN,
     ) -> str:
-        """Send a request of so many tokens where the policy wants it. Raises NoInstance.
+        """Send a request of `tokens` tokens where the policy wants it. Raises NoInstance.
 
         fit: only to a fit instance. begun: what computed its tokens so far.
         """

@@ -23,7 +23,7 @@ _ROW = InstanceRow.__struct_fields__
 def instance_row(
     index: int, view: InstanceView, ailment: str, welcome: Welcome | None = None
 ) -> InstanceRow:
-    """One row; ailment: silent, hung, failed, lost (not connected), or empty.
+    """The row of one instance; ailment: silent, hung, failed, lost (not connected), or empty.
 
     welcome: of an instance that is connected.
     """
@@ -84,9 +84,9 @@ def cluster_rows(
 def request_rows(
     requests: Iterable[LiveRequest], told: Mapping[str, Sequence[RequestState]]
 ) -> list[RequestRow]:
-    """Rows in order of arrival. told: each instance's own list.
+    """Rows of requests in order of arrival. told: each instance's own list.
 
-    During a migration two instances tell of a request: its owner's word counts.
+    During a migration two instances list a request: its owner's list counts.
     """
     states = {
         (state.request_id, instance): state for instance, listed in told.items() for state in listed

@@ -2,7 +2,8 @@
 
 An engine finds what it keeps of a prompt (KV blocks, encoded images, compiled grammars) by a salt,
 too. Here a user's salt is made, to which the call's own `cache_salt` is added: so a call can share
-less than its user, and never more. A salt is a keyed hash, from which nobody learns the user. Pure.
+less than its user, and never more. A salt is a keyed hash, from which the user can't be learnt.
+Pure.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ SALT_LENGTH = 32
 def make_salt(secret: bytes, tenant: str, given: str | None) -> str:
     """The salt of a prompt. secret: the cluster's, so that all front ends make the same.
 
-    tenant: id of the user; empty: nobody knows. given: the call's own salt.
+    tenant: id of the user; empty: it is unknown. given: the call's own salt.
     """
     words = f"prompt {len(tenant)} {tenant} {'' if given is None else '=' + given}"
     return hmac.new(secret, words.encode(errors="surrogatepass"), sha256).hexdigest()[:SALT_LENGTH]
 
 
 def current_tenant() -> str:
-    """The user whose call this task works for; empty: nobody knows."""
+    """The user whose call this task works for; empty: it is unknown."""
     call = current_call.get()
     return "" if call is None else call.tenant
 

@@ -1,4 +1,4 @@
-"""The launcher, as a front end hears it: who the instances are, and orders about them."""
+"""The launcher as a front end sees it: which instances there are, and orders about them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ RETRY_S = 0.5
 INSTANCE_RETRY_S = 1.0
 """Pause before a new connection to an instance that didn't answer."""
 ORDER_TIMEOUT_S = 30.0
-"""The launcher answers at once, but for the time that vLLM takes to read flags."""
+"""Timeout of an answer: the launcher answers at once, once vLLM has read flags."""
 
 log = logging.getLogger(__name__)
 
 
 News = Members | Evacuate | MessagesRefused | PeerError
-"""What a front end hears of the launcher; PeerError: a message that it can't take."""
+"""Messages of the launcher to a front end; PeerError: one that can't be taken."""
 
 
 class LauncherLink:
     """The connection to the launcher. Make it inside a running event loop; `close` it.
 
-    name: the front end's. hear: takes what the launcher tells, `InstanceMembership.apply_news`.
+    name: the front end's. hear: takes the launcher's messages, `InstanceMembership.apply_news`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class LauncherLink:
 class InstanceMembership:
     """Keeps the router's instances those that the launcher names: they come, go and come again.
 
-    Make it inside a running event loop; `close` it. members: as last told.
+    Make it inside a running event loop; `close` it. members: as last reported.
     """
 
     def __init__(self, router: Router) -> None:
@@ -156,7 +156,7 @@ class InstanceMembership:
         await asyncio.gather(*tasks, *self._ended, return_exceptions=True)
 
     def apply_news(self, news: News) -> None:
-        """Take what the launcher tells."""
+        """Take a message of the launcher."""
         match news:
             case Members():
                 self._take(news)

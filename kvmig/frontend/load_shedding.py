@@ -1,6 +1,6 @@
 """How many requests wait for their first token, and whether there is room for more. Pure.
 
-Requests are sequences: a call with several answers or prompts counts as so many. By priority: one
+Requests are sequences: a call with several answers or prompts counts as several. By priority: one
 is refused for those that run before it or with it, never for others.
 """
 
@@ -32,9 +32,9 @@ class LoadShedding:
     """
 
     PACE_S = 30.0
-    """The present pace is that of requests that began within so long."""
+    """Seconds within which requests began that make the present pace."""
     SHORTEST_S, LONGEST_S = 1, 60
-    """Bounds of the time that a client is told to wait."""
+    """Bounds of the time in Retry-After."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -53,10 +53,10 @@ class LoadShedding:
     def refusal(
         self, priority: int, queued: int, now: float, account: str = "", sequences: int = 1
     ) -> OverloadReason | None:
-        """Whether so many more requests are too many.
+        """Why `sequences` more requests are too many; None: they aren't.
 
-        queued: of any front end's, as instances tell, that aren't after this priority.
-        account: whose they are; empty: nobody knows.
+        queued: of any front end's, as instances report, that aren't after this priority.
+        account: whose they are; empty: it is unknown.
         """
         before = [one for one in self._waiting.items() if one[0][0] <= priority]
         ahead = max(sum(count for _, count in before), queued)

@@ -1,8 +1,8 @@
-"""What single calls take of a front end's event loop, on which everybody's tokens wait.
+"""What single calls take of a front end's event loop, on which all tokens wait.
 
 A call with a large body is timed while it runs: each step of its own tasks, by the processor time
 of the loop's thread, without what the garbage of all takes. Who stalls the loop again and again
-isn't let in for a while. For a loaded machine, for threads and for others' work nobody is blamed.
+isn't let in for a while. For a loaded machine, for threads and for others' work no call is blamed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvmig.asgi.call import HttpCall, current_call
 LARGE_BYTES = 16_384
 """Calls with smaller bodies aren't timed."""
 STALL_S = 0.25
-"""A step that takes so much of the processor is a stall."""
+"""Processor time of a step from which on it is a stall."""
 MOST, WITHIN_S = 3, 60.0
 """Stalls of one account, from which on it isn't let in."""
 CLOSED_S = 10.0
@@ -79,7 +79,7 @@ class LoopUse:
         return await (TimedCoroutine(work, call, self) if payer else work)
 
     def spent(self, call: HttpCall, seconds: float) -> None:
-        """A step of the call has taken so much of the loop's processor."""
+        """Record the processor time that a step of the call has taken of the loop."""
         if seconds >= STALL_S and not call.over:
             logger.warning("a call of %s took the event loop for %.2f s", call.loop_payer, seconds)
             self.stalls.record_stall(call.loop_payer, self._clock())

@@ -8,7 +8,7 @@ MAX_MEDIA = "--max-media"
 
 
 class MediaTooLarge(Exception):
-    """The sentence names what is too much, and what is allowed."""
+    """The error names what is too much, and what is allowed."""
 
     def __init__(self, sentence: str, size: int) -> None:
         super().__init__(sentence)

@@ -17,11 +17,11 @@ WAIT_S = 30.0
 
 
 class NoPlace(Exception):
-    """Others took all places for too long."""
+    """All places were taken by others for too long."""
 
 
 class MediaRoom:
-    """Of one front end, within a running event loop."""
+    """The places of one front end, within a running event loop."""
 
     def __init__(self, places: int = PLACES, wait_s: float = WAIT_S) -> None:
         self._free = places
@@ -30,7 +30,7 @@ class MediaRoom:
 
     @property
     def free(self) -> int:
-        """Places that nobody has."""
+        """Free places."""
         return self._free
 
     async def enter(self, tenant: str) -> None:

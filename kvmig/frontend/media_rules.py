@@ -49,7 +49,7 @@ def _carried(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 
 class MediaRefused(ValueError):
-    """An URL that is not fetched; the sentence says nothing of what is behind it."""
+    """An URL that is not fetched; the error reveals nothing of what is behind it."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class _Metered:
 
 
 class UsageMeter:
-    """Counts for one front end. Hears of requests from the `RequestTable`."""
+    """Counts for one front end. The `RequestTable` reports its requests."""
 
     def __init__(self, model: str, wall: Callable[[], float]) -> None:
         """model: what it is called in records. wall: Unix time."""

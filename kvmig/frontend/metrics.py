@@ -146,33 +146,27 @@ class FrontendMetrics(RouterObserver):
         self._refused.labels(self._name(priority)).inc()
 
     def began(self, priority: int, ttft_s: float) -> None:
-        """A request's first token came."""
         self._ttft.labels(self._name(priority)).observe(ttft_s)
 
     def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
-        """A request's last token came, the `tokens`th, `decode_s` after the first."""
         name = self._name(priority)
         self._whole.labels(name).observe(whole_s)
         if tokens > 1:
             self._tpot.labels(name).observe(decode_s / (tokens - 1))
 
     def ran_again(self, tokens: int) -> None:
-        """A request runs again on another instance; so many tokens are to be recomputed."""
         self._again.inc()
         self._tokens.inc(tokens)
 
     def poisoned(self) -> None:
-        """A request was failed because instances crashed or hung while they ran it."""
         self._poisoned.inc()
 
     def unread(self) -> None:
-        """A request was failed because its client didn't read."""
         self._unread.inc()
 
     # -- migrations
 
     def migrated(self, report: MigrationReport, priority: int | None) -> None:
-        """A migration ended."""
         committed = report.state == "committed"
         if priority is not None and committed and report.why == "priority":
             self._moved.labels(self._name(priority)).inc()
@@ -184,18 +178,15 @@ class FrontendMetrics(RouterObserver):
             self._downtime.observe(downtime_s(report.downtime_ms))
 
     def switched(self, gap_s: float | None) -> None:
-        """A stream went over to a new owner."""
         if gap_s is not None:
             self._gap.observe(gap_s)
 
     # -- instances
 
     def missing(self, instance: str, ailment: str) -> None:
-        """An instance became silent, hung, failed or lost."""
         self._missing.labels(instance, ailment).inc()
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
-        """A process has refused so many messages since its start, by reason."""
         before = self._refused_before.get(process, {})
         if counts == before:
             return
@@ -204,7 +195,7 @@ class FrontendMetrics(RouterObserver):
         self._refused_before[process] = counts
 
     def gone(self, instance: str) -> None:
-        """What an instance has refused since its start is nothing once it is there no more."""
+        # What it has refused since its start is nothing once it is there no more.
         self.messages_refused(instance, {})
         self._refused_before.pop(instance, None)
 
@@ -240,7 +231,7 @@ assert _GAUGES.keys() <= set(InstanceRow.__struct_fields__)
 
 
 class InstanceCollector(Collector):
-    """The instances' load, read when somebody scrapes."""
+    """The instances' load, read at each scrape."""
 
     def __init__(self, rows: Callable[[], Iterable[InstanceRow]]) -> None:
         self._rows = rows
@@ -256,7 +247,7 @@ class InstanceCollector(Collector):
 
 
 class UnitCollector(Collector):
-    """What instances have of the units that they are in, read when somebody scrapes."""
+    """What instances have of the units that they are in, read at each scrape."""
 
     def __init__(self, views: Callable[[], Iterable[InstanceView]]) -> None:
         self._views = views
@@ -283,7 +274,7 @@ LORA = "vllm:lora_requests_info"
 
 @dataclass(eq=False)
 class _Labelled(Collector):
-    """All of `source`, with `instance` beside vLLM's label `engine`.
+    """The samples of `source`, with `instance` next to vLLM's label `engine`.
 
     vLLM's samples of engines that never were (it wants to know them all at its start) are
     left out. vLLM sets its gauges with an engine's steps: one that makes none, or is gone, would
@@ -329,7 +320,7 @@ def _forget_what_was(
 
 
 def _works(row: InstanceRow) -> bool:
-    """Whether the instance has requests, and still says so."""
+    """Whether the instance has requests, and still reports."""
     return row.state not in ("lost", "failed") and row.running + row.waiting > 0
 
 
@@ -412,7 +403,7 @@ def with_instances(
 
 
 class ClassCollector(Collector):
-    """Preemptions and headroom by priority class, read when somebody scrapes."""
+    """Preemptions and headroom by priority class, read at each scrape."""
 
     def __init__(
         self, views: Callable[[], Iterable[InstanceView]], classes: Sequence[PriorityClass]

@@ -2,7 +2,8 @@
 
 A call gets its id; then, in this order, it is refused if its client may not call, if nothing is
 taken now, if its body is too large or too slow, if its priority is unknown, or if too many requests
-wait already. Who isn't let in hears so before anything of the body is kept, counted or parsed.
+wait already. A call that isn't let in is answered before anything of the body is kept, counted or
+parsed.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ class HttpState:
     overloaded: Callable[[int], None] = lambda priority: None
     """Counts a call that was answered 429."""
     begin_work: Callable[[HttpCall], object] = lambda call: None
-    """Hears of each call that engines shall work for."""
+    """Called with each call that engines shall work for."""
     uncounted: Callable[[], str] = lambda: ""
-    """Why no such call is taken, for nobody would count it; empty: they are."""
+    """Why no such call is taken, for it would not be counted; empty: they are."""
     clock: Clock = monotonic
     keyed: bool = False
     """Whether calls without a proxy's word have keys of their own."""
@@ -117,7 +118,7 @@ class HttpState:
         return f"key {hashlib.blake2b(given.encode(), digest_size=8).hexdigest()}"
 
     def account(self, headers: MutableHeaders) -> str:
-        """The key that a call counts for, as a proxy says it; on a port nobody is believed."""
+        """The key that a call counts for, as a proxy names it; on a port none is believed."""
         return headers.get(ACCOUNT, "") if self.config.uds else ""
 
     def tenant(self, headers: MutableHeaders) -> str:
@@ -274,7 +275,8 @@ def check_open(state: HttpState, path: str) -> None:
 
 
 def check_stalls(state: HttpState, payer: str) -> None:
-    """Raises Refused, 429, for an account whose calls have held up everybody's again and again."""
+    """Raise HttpRejection, 429, for an account whose calls have held up all others again and
+    again."""
     if closed_s := state.loop_use.stalls.closed_s(payer, state.clock()):
         again_s = math.ceil(closed_s)
         sentence = (
@@ -303,7 +305,7 @@ def why_closed(state: HttpState) -> str | None:
 
 
 def first(message: Message, receive: Receive) -> Receive:
-    """`message`, then whatever `receive` gives."""
+    """`message`, then all that `receive` gives."""
     pending = [message]
 
     async def next_message() -> Message:

@@ -49,7 +49,7 @@ class RequestOwnership:
     inexact: bool = False
     """Whether drains may cross numerics classes (`SchedulerConfig`)."""
     missing: dict[str, str] = field(default_factory=dict, init=False)
-    """Instance -> what ails it, or lost; as last looked at."""
+    """Instance -> what is wrong with it, or lost; as last looked at."""
     _unplaced: dict[str, tuple[LiveRequest, str]] = field(default_factory=dict, init=False)
     """Requests without an instance, and why, by id."""
     _discarded: OrderedDict[tuple[str, str, int], None] = field(
@@ -72,7 +72,7 @@ class RequestOwnership:
                 self.run_again([request], reason)
 
     def stop_unknown_output(self, instance: str, span: Span, last: bool) -> None:
-        """Tell the instance, once, that nobody wants this copy. last: no more will come."""
+        """Discard this copy at the instance, once. last: no more will come."""
         key = (instance, span.request_id, span.epoch)
         if last or key in self._discarded:
             return
@@ -96,7 +96,7 @@ class RequestOwnership:
         request.note_move(destination, before)
 
     def owner(self, question: Resolve) -> Owner | None:
-        """The answer to `Resolve`, once given the same for ever; None: ask the destination first.
+        """The answer to `Resolve`, which never changes; None: ask the destination first.
 
         The source has suspended the request and its Commit got no answer. On the wire, `nobody` is
         `Resolved.moved` like `destination`: either way the source shall free its copy.
@@ -156,7 +156,7 @@ class RequestOwnership:
 
         The launcher says so again and again: nothing is done while no other one serves, nor with
         a request that could go on nowhere else. ends: such a request goes on in another numerics
-        class, and ends where nobody else has its weights.
+        class, and ends where no other has its weights.
         """
         if not self.instances.others_serve(instance):
             return
@@ -173,7 +173,7 @@ class RequestOwnership:
         self.place()
 
     def tick(self) -> None:
-        """Look for instances that ail or are well again, and for places."""
+        """Look for instances that are unhealthy or well again, and for places."""
         ailing = self.instances.unhealthy_instances()
         for instance in [one for one in self.missing if self.instances.is_healthy(one)]:
             log.warning("instance %s is back, it was %s", instance, self.missing.pop(instance))

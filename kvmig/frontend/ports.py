@@ -63,7 +63,7 @@ class OutputSink(Protocol):
         ...
 
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
-        """End requests that get no more tokens; `reason` is a sentence for the client."""
+        """End requests that get no more tokens; `reason` is the error message for the client."""
         ...
 
 
@@ -108,7 +108,7 @@ class InstancePort(Protocol):
 
 
 class RouterObserver:
-    """Hears what happens, and counts nothing; `kvmig.frontend.metrics.FrontendMetrics` counts."""
+    """An observer that counts nothing; `kvmig.frontend.metrics.FrontendMetrics` counts."""
 
     def migrated(self, report: MigrationReport, priority: int | None) -> None:
         """A migration ended. priority: the request's, if it is one of this front end's."""
@@ -117,7 +117,7 @@ class RouterObserver:
         """A stream went over to a new owner; the gap is None when no token came before."""
 
     def began(self, priority: int, ttft_s: float) -> None:
-        """A request's first token came, so long after the request."""
+        """A request's first token came, `ttft_s` after the request."""
 
     def ended(self, priority: int, whole_s: float, decode_s: float, tokens: int) -> None:
         """A request's last token came, the `tokens`th, `decode_s` after the first."""
@@ -126,13 +126,13 @@ class RouterObserver:
         """An instance became silent, hung, failed or lost."""
 
     def ran_again(self, tokens: int) -> None:
-        """A request runs again on another instance; so many tokens are to be recomputed."""
+        """A request runs again on another instance, where `tokens` tokens are to be recomputed."""
 
     def poisoned(self) -> None:
         """A request was failed because instances crashed or hung while they ran it."""
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
-        """A process has refused so many messages since its start, by reason. Told often."""
+        """Messages that a process has refused since its start, by reason. Reported often."""
 
     def gone(self, instance: str) -> None:
         """An instance is there no more, or another one of its name will be."""

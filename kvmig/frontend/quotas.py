@@ -23,8 +23,8 @@ PATIENCE_S = 20.0
 """Time that tokens are held for their grant, and that a new call waits for its first."""
 RETRY_S = 0.2
 RESERVED_S = 3.0
-"""For what others have reserved: a call that ends gives back what it hasn't used within some two
-seconds."""
+"""Wait for what others have reserved: a call that ends gives back what it hasn't used within some
+two seconds."""
 AGAIN_S = 0.5
 
 AWAY = "nobody grants tokens of the API key's quota now, try again"
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class QuotaClient:
-    """Of one front end. Make it inside a running event loop; `close` it."""
+    """The quotas' client of one front end. Make it inside a running event loop; `close` it."""
 
     def __init__(
         self, meter: UsageMeter, source: str, path: str, cut: Callable[[OutputItem, int], None]
@@ -56,7 +56,7 @@ class QuotaClient:
         self.release: Callable[[Output], None] = lambda _: None
         """Takes what was held, once it is paid for."""
         self.end: Callable[[Sequence[Output], TokenAllowance[Output]], None] = lambda _, __: None
-        """Ends the requests of what can't be paid for; the allowance says why."""
+        """Ends the requests of what can't be paid for; the allowance has the reason."""
 
     async def begin(
         self, call: HttpCall, prompt: Hashable, prompt_tokens: int, most: int | None
@@ -64,7 +64,7 @@ class QuotaClient:
         """What pays for the prompt and its answer's tokens; None: the key has no quota.
 
         prompt: names it; several answers may have it. most: tokens of the answer; None: unknown.
-        Raises QuotaUsedUp, or NoInstance while nobody grants.
+        Raises QuotaUsedUp, or NoInstance while none are granted.
         """
         if not call.quota:
             return None

@@ -17,7 +17,7 @@ from kvmig.frontend.ports import NOT_BEGUN, EngineArithmetic
 from kvmig.frontend.splice import StreamSplicer
 
 REMEMBERED = 4096
-"""Names of ended requests, up to three of each, that are still told apart from unknown ones."""
+"""Names of ended requests, up to three of each, that are still known as ended ones."""
 PATIENCE_S = 12.0
 """Longest wait for news of missing instances: a launcher ends a silent one after 10 s."""
 
@@ -248,7 +248,7 @@ class RequestObserver(Protocol):
 
 
 class RequestTable:
-    """All live requests by id, and the ids of those that ended lately."""
+    """Live requests by id, and the ids of those that ended lately."""
 
     def __init__(self, meter: RequestObserver | None = None) -> None:
         """meter: learns of every request."""

@@ -334,7 +334,7 @@ class Router:
         return len(self._turns)
 
     async def requests(self) -> list[RequestRow]:
-        """All live requests: ours in order of arrival, then those of other front ends.
+        """Rows of all live requests: ours in order of arrival, then those of other front ends.
 
         Instances that don't answer are left out.
         """
@@ -414,7 +414,7 @@ class Router:
     async def _migrate_other(
         self, found: OthersRequest, destination: str, timeout_s: float, inexact: bool
     ) -> MigrationReport:
-        """Move a request of another front end, which hears of it from the instances."""
+        """Move a request of another front end, which learns of it from the instances."""
         request_id, source = found.row.id, found.row.instance
         endpoint = self._check_places(request_id, source, destination)
         answer, _ = await self._questions.call_instance(
@@ -541,7 +541,7 @@ class Router:
         self._ownership.send_quietly(source, Resolved(question.mid, owner != "source"))
 
     async def _fence(self, question: Resolve) -> bool:
-        """Tell the destination to commit no more; whether it has committed."""
+        """Forbid the destination to commit; whether it has committed."""
         destination = question.destination
         if not self.fleet.is_healthy(destination):
             # What it would say can't matter: from now on none of its tokens does.
@@ -568,7 +568,7 @@ class Router:
         self._observer.messages_refused(self._name, self._refusals.counts())
 
     def messages_refused(self, process: str, counts: Mapping[str, int]) -> None:
-        """A process has refused so many messages since its start, by reason."""
+        """Record the messages that a process has refused since its start, by reason."""
         self._observer.messages_refused(process, counts)
 
     async def _watch(self) -> None:

@@ -18,7 +18,7 @@ HOLD_LIMIT = 1024
 
 
 class StaleCopy(NamedTuple):
-    """The instance runs a copy of the request whose tokens don't count: tell it, once."""
+    """The instance runs a copy of the request whose tokens don't count: discard it, once."""
 
     instance: str
     epoch: int

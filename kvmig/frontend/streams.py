@@ -3,10 +3,10 @@
 Nearly always a whole batch is what comes next for each of its requests; then it goes on as
 decoded, at the cost of a look-up an item.
 
-A migration's pause is spread over the tokens before it: for a moment nobody decodes a request that
-moves, so the first token of its new owner comes late. The tokens before it are held back here, each
-a little longer than the one before, until the last of them is as late as the next one will be. The
-client sees several short delays in place of one long gap, and every token in its order.
+A migration's pause is spread over the tokens before it: for a moment no instance decodes a request
+that moves, so the first token of its new owner comes late. The tokens before it are held back here,
+each a little longer than the one before, until the last of them is as late as the next one will be.
+The client sees several short delays in place of one long gap, and every token in its order.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Spread:
 
 @dataclass(eq=False)
 class RequestStreams:
-    """All streams of one front end."""
+    """The streams of one front end."""
 
     table: RequestTable
     sink: OutputSink

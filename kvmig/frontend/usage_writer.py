@@ -25,7 +25,7 @@ ANSWER_S = 2.0
 AT_ONCE = 200
 """Records of one message."""
 PATIENCE_S = 10.0
-"""Calls are taken for so long though nothing of what they use can be kept."""
+"""Time for which calls are taken though nothing of what they use can be kept."""
 MOST = 50_000
 """Calls whose counts wait to be kept, at most."""
 LAST_S = 8.0
@@ -41,7 +41,8 @@ class UsageWriter:
     def __init__(
         self, meter: UsageMeter, path: Path, server: str = "", clock: Clock = monotonic
     ) -> None:
-        """server: path of the socket of who takes what the disk doesn't; empty: nobody."""
+        """server: path of the socket of a server that takes what the disk doesn't; empty: there is
+        none."""
         self.meter = meter
         path.parent.mkdir(parents=True, exist_ok=True)
         self._spool = UsageSpool(path)

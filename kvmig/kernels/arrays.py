@@ -67,7 +67,7 @@ def _address(buffer: Buffer) -> int:
 
 
 def _of_a_gpu(view: memoryview) -> bool:
-    """Whether what it is a view of says so (`kvmig.kernels.ipc.view`)."""
+    """Whether what it is a view of is marked so (`kvmig.kernels.ipc.view`)."""
     return hasattr(view.obj, "__cuda_array_interface__")
 
 

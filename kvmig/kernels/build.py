@@ -101,7 +101,7 @@ def cuda_compiler() -> list[str]:
 
 
 def wants_cuda() -> bool:
-    """Whether an installation compiles the CUDA library: KVMIG_CUDA=1 or 0 says so.
+    """Whether an installation compiles the CUDA library: KVMIG_CUDA=1 or 0 decides.
 
     Else it does where there is nvcc: an image built without a GPU has it, too. Raises
     KernelUnavailable for another value, and for 1 without nvcc.
@@ -123,7 +123,7 @@ def wants_cuda() -> bool:
 
 
 def compile_library(output: Path, recipe: BuildRecipe | None = None) -> None:
-    """Build a library (cpu's) at `output`; whoever looks there sees all of it or none.
+    """Build a library (cpu's) at `output`, where all of it appears at once.
 
     Raises KernelUnavailable with the compiler's own words.
     """
@@ -200,9 +200,9 @@ def cached_library(recipe: BuildRecipe | None = None) -> Path:
 
 
 def cache_folder() -> Path:
-    """kvmig's folder in the user's cache. Code is loaded from it, so nobody else may write there.
+    """kvmig's folder in the user's cache. Code is loaded from it, so no other user may write there.
 
-    Raises KernelUnavailable if somebody else may.
+    Raises KernelUnavailable if another user may.
     """
     root = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(root) if root else Path.home() / ".cache") / "kvmig"

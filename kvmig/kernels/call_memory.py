@@ -2,7 +2,7 @@
 checksums back.
 
 A call's memory is a pinned half, which the host writes and reads, and a device half, which the
-kernel does. It is used again when the call is done, which an event tells.
+kernel does. It is used again when the call is done, which an event shows.
 """
 
 from __future__ import annotations

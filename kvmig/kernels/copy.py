@@ -1,4 +1,4 @@
-"""Copies of KV blocks between regions of one device's memory, with a checksum a block.
+"""Copies of KV blocks between regions of one device's memory, with a checksum per block.
 
 Gather is a copy from the engine's regions to those of a buffer (`core.layout.fused`),
 scatter the other way round.

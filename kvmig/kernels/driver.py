@@ -163,7 +163,8 @@ class CudaDriver:
     def copy_blocks(
         self, src: Sequence[Region], dst: Sequence[Region], src_ids: Ids, dst_ids: Ids, stream: int
     ) -> None:
-        """Queue `face.Kernels.copy` without checksums on the copy engines, beside the SMs.
+        """Queue `face.Kernels.copy` without checksums on the copy engines, which leave the SMs
+        alone.
 
         `stream` is not the default one. The blocks may also lie in pinned host memory. Raises
         KernelUnavailable below CUDA 12.8.

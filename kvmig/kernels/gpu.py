@@ -1,4 +1,4 @@
-"""The kernels' face on a GPU: puts tables and ids on the device, launches, and tells the end.
+"""The kernels' interface on a GPU: puts tables and ids on the device, launches, reports the end.
 
 What launches is the compiled library (`cuda`) or CuPy (`nvrtc`).
 """

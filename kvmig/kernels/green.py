@@ -2,7 +2,7 @@
 
 Such a stream has the memory, the modules and the events of the device's primary context, which
 stays the calling thread's: its SMs are all that differs. Work that is captured there into a graph
-keeps to them, whatever stream the graph is launched on (CUDA Programming Guide, 4.6).
+keeps to them on any stream that the graph is launched on (CUDA Programming Guide, 4.6).
 
 All functions raise KvmigError with the driver's words.
 """
@@ -34,7 +34,8 @@ class SmResource(ctypes.Structure):
 
 
 def under_mps(driver: CudaDriver) -> bool:
-    """Whether other processes' work runs beside this one's on the device, by a daemon of MPS."""
+    """Whether other processes' work runs along with this one's on the device, by a daemon of
+    MPS."""
     return bool(driver.attribute(_MPS_ENABLED))
 
 

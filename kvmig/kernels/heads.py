@@ -29,7 +29,7 @@ class HeadUnits(Protocol):
         ...
 
     def take_units(self, n: int) -> Ints:
-        """Units [n] that nobody had. Raises ValueError if there are fewer."""
+        """Take n free units [n]. Raises ValueError if there are fewer."""
         ...
 
     def give_units(self, units: Ints) -> None:

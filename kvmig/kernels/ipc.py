@@ -1,7 +1,7 @@
 """GPU memory that processes on one host share: a file descriptor of it, which a socket carries.
 
 The memory is the driver's own (cuMemCreate), not an allocator's: it stays there as long as any
-process maps it, so a late write of a peer meets nobody's data. GPUDirect RDMA reaches it where the
+process maps it, so a late write of a peer meets no other data. GPUDirect RDMA reaches it where the
 device allows that. All functions raise KvmigError with the driver's words.
 """
 
@@ -163,7 +163,7 @@ def close_allocation(driver: CudaDriver, exported: SharedAllocation, address: in
 
 
 def close(driver: CudaDriver, mapping: DeviceMapping) -> None:
-    """Unmap, on whatever thread; nothing may use the memory here any more."""
+    """Unmap, on any thread; nothing may use the memory here any more."""
     there = c_void_p(mapping.address), c_size_t(mapping.size)
     driver.call_outside("cuMemUnmap", *there)
     driver.call_outside("cuMemAddressFree", *there)

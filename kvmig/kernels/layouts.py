@@ -1,6 +1,6 @@
 """The regions of an engine's KV cache, from the name of its order.
 
-Logical shape: [L, B, H, N, C]: layers, blocks, heads, tokens a block, content. vLLM 0.32 packs
+Logical shape: [L, B, H, N, C]: layers, blocks, heads, tokens of a block, content. vLLM 0.32 packs
 key and value of a head and token into one content (`vllm/v1/kv_cache_layout.py`); engines before
 it keep two halves, [2, blocks, ...] or [blocks, 2, ...] in a tensor a layer. MLA is one head
 whose content is the latent. Each KV cache group has block ids of its own: describe each by one

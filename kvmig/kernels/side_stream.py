@@ -1,4 +1,4 @@
-"""A stream for copies beside an engine's own work, and word of when they are done."""
+"""A stream for copies apart from an engine's own work, and the wait for their ends."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class TritonLauncher:
         return torch.cuda.stream(torch.cuda.default_stream(self._device))
 
     def grid(self, workers: int, items: int) -> tuple[int]:
-        """CTAs for so many items, `workers` at most (0: as many as fill the device)."""
+        """CTAs for `items` items, `workers` at most (0: as many as fill the device)."""
         return (min(workers or self._ctas, items),)
 
     def upload(self, *tables: NDArray[np.int64]) -> torch.Tensor:

@@ -63,13 +63,13 @@ class AddressRange:
             raise
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Give the memory behind them back. The device must have done what it was told there."""
+        """Give the memory behind them back. The device must have done all its work there."""
         for page in self.there.intersection(pages):
             self.driver.call_outside("cuMemUnmap", c_void_p(page), c_size_t(self.page))
             self.there.remove(page)
 
     def close(self) -> None:
-        """Give all back, on whatever thread; nobody may use the addresses any more."""
+        """Give all back, on any thread; the addresses may not be used any more."""
         self.drop(self.pages)
         there = c_void_p(self.address), c_size_t(self.size)
         self.driver.call_outside("cuMemAddressFree", *there)

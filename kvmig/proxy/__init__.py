@@ -1,1 +1,1 @@
-"""The door of a fleet: clients reach all models through it."""
+"""The proxy of a fleet: clients reach all models through it."""

@@ -1,4 +1,5 @@
-"""`python -m kvmig.proxy [FOLDER] ANNOUNCED LISTENING HEARTBEAT`: one proxy, for init only."""
+"""`python -m kvmig.proxy [FOLDER] ANNOUNCED LISTENING HEARTBEAT`: one proxy, for the supervisor
+only."""
 
 from __future__ import annotations
 

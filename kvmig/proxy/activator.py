@@ -1,6 +1,6 @@
 """Requests to models that are not there yet: who waits, for how long, who goes first. Pure.
 
-Beside them the count of all requests by model, which tells the server how many instances to have.
+And the count of all requests by model, by which the server decides how many instances to have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SOON_S = 5.0
 
 
 class WaitForRoute(NamedTuple):
-    """Wait so long at most, for news of the route. beat: with a sign of life first."""
+    """Wait for news of the route, `seconds` at most. beat: send a keep-alive first."""
 
     seconds: float
     beat: bool
@@ -64,7 +64,7 @@ class PendingRequest:
 
 
 class PendingRequests:
-    """All requests that wait, within bounds."""
+    """The requests that wait, within bounds."""
 
     def __init__(self, most_bytes: int) -> None:
         """most_bytes: of their bodies."""

@@ -84,7 +84,7 @@ class AdmittedCall:
 
 
 class CallAdmission:
-    """All calls that are in. Whatever a decision says is from the keys as they are then."""
+    """The calls that are in. Each decision is made from the keys as they are then."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The clients' door: a key, a model, a route; then the call's bytes go to the model's deployment.
+"""The clients' entry: a key, a model, a route; then the call's bytes go to the model's deployment.
 
 A model that is not there yet is wanted from the server, and the call is held meanwhile
 (`activator`). What a key allows is asked of `admission`, from a call's head on and after each of
@@ -72,7 +72,7 @@ GREETING = msgspec.json.encode(
         "key": "authorization: Bearer kv-...",
     }
 )
-"""For who looks with a browser."""
+"""The page for browsers."""
 FIGURES = b"/kvmig/v2/metrics"
 COLD = "x-kvmig-cold"
 COLD_MS = b"x-kvmig-cold-start-ms"
@@ -147,7 +147,7 @@ class ProxyApp:
                 self._sweep_soon()
 
     def wishes(self) -> list[str]:
-        """Cold models that somebody waits for."""
+        """Cold models that are waited for."""
         routes = self.directory.routes
         return [one for one in self.hold.models() if one in routes and routes[one].state == "cold"]
 
@@ -156,12 +156,12 @@ class ProxyApp:
         return self.counts.demands(self._clock())
 
     def figures(self) -> bytes:
-        """What this proxy has to tell Prometheus."""
+        """This proxy's metrics, as Prometheus reads them."""
         own = generate_latest(self.metrics.registry).decode()
         return merged([parsed(({"proxy": str(self._number)}, own))])
 
     def close(self) -> None:
-        """Hold nobody any more: the proxy stops."""
+        """Hold no call any more: the proxy stops."""
         self._closed = True
         for model in self.hold.models():
             self._wake(model)
@@ -547,7 +547,7 @@ class ProxyApp:
             self._want(route.name)
 
     async def _turn(self, call: ProxiedCall, waiter: PendingRequest, seconds: float) -> None:
-        """Wait for news of the route, so long at most. Raises Gone."""
+        """Wait for news of the route, for a limited time. Raises Gone."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns[waiter] = turn
         call.connection.on_lost = lambda: None if turn.done() else turn.set_result(None)

@@ -56,12 +56,12 @@ class ClientGone(Exception):
 
 
 class DoorConnection(HttpConnection):
-    """A client's connection. It shows itself to the door, which writes to it."""
+    """A client's connection. It shows itself to the proxy's app, which writes to it."""
 
     each = 2
     """The other one is a deployment's."""
     too_many = False
-    """Whether it is of the last tenth that there can be: its calls are told so."""
+    """Whether it is of the last tenth that there can be: answers to its calls show that."""
     upstream: UpstreamCall | None = None
     """The upstream whose answer goes to the client now."""
     on_lost: Callable[[], None] = staticmethod(on_lost_nothing)
@@ -126,7 +126,7 @@ class ProxiedCall:
         self.patience_s = 0.0
         """Time for an answer that is on its way when the call may not go on."""
         self.limits: list[tuple[bytes, bytes]] = []
-        """Headers that tell of limits."""
+        """Headers with limits."""
         self.cross_origin: list[tuple[bytes, bytes]] = []
         """Headers of all its answers, for the browser of a page that calls."""
         self.chunks = scope["http_version"] != "1.0"
@@ -171,7 +171,7 @@ class ProxiedCall:
             raise self.cut
 
     def cut_off(self, why: ProxyRefusal) -> None:
-        """Let it go on no more, whatever it waits for."""
+        """End it, in any wait."""
         if self.patience_s:
             loop = asyncio.get_running_loop()
             loop.call_later(self.patience_s, self._cut_off, why)

@@ -1,4 +1,4 @@
-"""What a call asks for, as its path and body say; what it is told when it can't be served. Pure.
+"""What a call asks for, by its path and body; its answer when it can't be served. Pure.
 
 The rest of a body is the engine's to understand. The fields that are read here have one meaning for
 the check of the key and for the engine: of a field that is there twice the last one counts, as for
@@ -92,7 +92,7 @@ def _route(method: str, path: str) -> CallTarget | None:
 
 
 def target(path: str, query: bytes) -> bytes:
-    """The request line's: exactly what was checked, whatever the client's spelling was."""
+    """The request line's target: exactly what was checked, with any spelling of the client's."""
     plain = quote(path, safe=SAFE).encode()
     return b"%s?%s" % (plain, query) if query else plain
 

@@ -18,7 +18,7 @@ from kvmig.proxy.messages import Down, ProxyHello, ProxyNews
 from kvmig.rpc.unix_stream import receive_message, send_message
 
 UNSENT_BYTES = 1 << 28
-"""A proxy that reads nothing is disconnected then; it begins anew with a snapshot."""
+"""Bytes at which a proxy that reads nothing is disconnected; it begins again with a snapshot."""
 RETRY_S = 0.2
 HELLO_S = 10.0
 
@@ -34,9 +34,9 @@ class ProxyLinks:
         first: Callable[[], Sequence[Down]],
         hear: Callable[[str, ProxyNews | None], None],
     ) -> None:
-        """path: of the socket. first: what a proxy is told first.
+        """path: of the socket. first: the first messages to a proxy.
 
-        hear: takes what a proxy says, with its name; None: it has gone.
+        hear: takes a proxy's messages, with its name; None: it has gone.
         """
         self._first = first
         self._hear = hear
@@ -48,7 +48,7 @@ class ProxyLinks:
         """Disconnects all. The socket's file stays, for the next server to take over."""
 
     def send_to_all(self, message: Down) -> None:
-        """Tell all proxies."""
+        """Send a message to all proxies."""
         for name, writer in list(self._writers.items()):
             self._send(name, writer, message)
 
@@ -82,7 +82,7 @@ class ServerLink:
     """A proxy's end. Make it inside a running event loop; `close` it."""
 
     def __init__(self, path: str, name: str, hear: Callable[[Down], None]) -> None:
-        """path: of the server's socket. name: the proxy's. hear: takes what the server tells."""
+        """path: of the server's socket. name: the proxy's. hear: takes the server's messages."""
         self._path = path
         self._name = name
         self._hear = hear
@@ -95,7 +95,8 @@ class ServerLink:
         return self._writer is not None
 
     def send(self, message: ProxyNews) -> None:
-        """Tell the server; lost while it isn't there, or reads nothing: it is said again."""
+        """Send a message to the server; lost while it isn't there, or reads nothing: it is sent
+        again."""
         if self._writer is not None and not self._writer.transport.get_write_buffer_size():
             send_message(self._writer, message)
 

@@ -24,7 +24,7 @@ NOTHING = -1
 
 
 class FoundModel(NamedTuple):
-    """Where a model's name leads. served: the name by which the deployment knows it."""
+    """The target of a model's name. served: the name by which the deployment knows it."""
 
     model: str
     served: str
@@ -45,7 +45,7 @@ class ModelDirectory:
         """Reaches by the models that keys may use; forgotten when models change."""
 
     def apply(self, message: Known) -> set[str]:
-        """Take what the server tells; the models whose routes have changed."""
+        """Take a message of the server; returns the models whose routes have changed."""
         changed: set[str] = set()
         self._reaches.clear()
         match message:
@@ -140,7 +140,7 @@ class ModelDirectory:
     def reach(self, grant: KeyGrant, name: str | None) -> ModelReach | None:
         """What is of use to the models that a call may be for; None: it isn't known of all.
 
-        name: of the model, that its path has; None: the body says it.
+        name: of the model, that its path has; None: the body has it.
         """
         if name is not None:
             return self._widest((name,))

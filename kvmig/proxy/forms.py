@@ -38,7 +38,7 @@ class FormPart:
 
 
 class MultipartForm:
-    """All parts, as they came."""
+    """The parts, as they came."""
 
     def __init__(self, parts: Sequence[FormPart], boundary: bytes) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""What the server of a fleet and its proxies tell each other (msgpack, see
+"""Messages between the server of a fleet and its proxies (msgpack, see
 `kvmig.proxy.control_link`)."""
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: RouteState
-    """ready: to its socket. cold, starting: they wait, and somebody must want it. failed: they
-    hear why. off: it isn't served."""
+    """ready: to its socket. cold, starting: calls wait, and the model must be wanted. failed: they
+    get the reason. off: it isn't served."""
     socket: str = ""
     """Path of its deployment's; empty unless it is ready."""
     served: str = ""
@@ -89,7 +89,7 @@ class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetSnapshot(SecretStruct, frozen=True, kw_only=True, tag="Snapshot"):
-    """All that there is. First on each connection."""
+    """The whole state. First on each connection."""
 
     version: int
     """Version, which rises with every message of a server."""
@@ -117,14 +117,14 @@ class RouteChanges(msgspec.Struct, frozen=True, kw_only=True, tag="Routes"):
 
 
 class AliasTable(msgspec.Struct, frozen=True, kw_only=True, tag="Aliases"):
-    """All aliases, as they are from now on."""
+    """The aliases, as they are from now on."""
 
     version: int
     aliases: Mapping[str, Mapping[str, int]]
 
 
 class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
-    """Of one quota."""
+    """What is left of one quota."""
 
     tokens: int
     anew: float | None
@@ -172,7 +172,7 @@ class ModelWanted(msgspec.Struct, frozen=True, tag="Want"):
 
 
 class ModelDemand(msgspec.Struct, frozen=True):
-    """Of one model, since the last Demand."""
+    """The demand of one model, since the last message."""
 
     model: str
     running: int

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 TELL_S = 0.5
 """Pause between two demands."""
 FIGURES = 4
-"""Demands to one telling of the metrics."""
+"""Demands for each message with the metrics."""
 FIRST_S = 2.0
 """Wait for the server's snapshot, before the proxy listens."""
 KEEP_S = 1.0
@@ -62,7 +62,7 @@ class ProxyServer(HttpTask):
         """When the server was last there, in Unix time."""
         self._told_at = monotonic()
         self._told = asyncio.Event()
-        """Set once the server has said what there is."""
+        """Set once the server has sent a snapshot."""
         self._uvicorn: uvicorn.Server | None = None
         self._link: ServerLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,7 +97,7 @@ class ProxyServer(HttpTask):
         await self.run(self._uvicorn.serve([self.sock]))
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls; those that are there get so long."""
+        """Take no more calls; those that are there get a time to end."""
         self.door.close()
         await super().stop(grace_s)
         for task in self._tasks:
@@ -186,7 +186,7 @@ class ProxyServer(HttpTask):
 
 
 async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: int) -> None:
-    """Serve until init wants an end, or has ended. Raises StartupError."""
+    """Serve until the supervisor wants an end, or has ended. Raises StartupError."""
     signals = StopSignals()
     proxy = ProxyServer(launch, listening)
     stopped = asyncio.create_task(signals.stop.wait())

@@ -36,7 +36,7 @@ class UpstreamProtocolError(Exception):
 
 @dataclass
 class AnswerHead:
-    """Of an answer. Names of headers in lower case."""
+    """The head of an answer. Names of headers in lower case."""
 
     line: bytes
     status: int
@@ -102,7 +102,7 @@ def _is_chunk(data: bytes) -> bool:
 
 @dataclass(slots=True)
 class ChunkedFraming:
-    """By `transfer-encoding: chunked`."""
+    """A body by `transfer-encoding: chunked`."""
 
     whole: bool = True
     ended: bool = False
@@ -146,7 +146,7 @@ class ChunkedFraming:
 
 @dataclass
 class LengthFraming:
-    """By `content-length`."""
+    """A body by `content-length`."""
 
     left: int
     whole: bool = False
@@ -164,7 +164,7 @@ class LengthFraming:
 
 @dataclass
 class CloseFraming:
-    """By the connection's end."""
+    """A body by the connection's end."""
 
     whole: bool = False
     ended: bool = True
@@ -215,7 +215,7 @@ class UpstreamCall(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def send(self, method: str, request: bytes, body: bytes, written: Callable[[], None]) -> None:
-        """Ask; once. written: is told when nothing of it is kept here any more."""
+        """Send the request; once. written: is called when nothing of it is kept here any more."""
         assert self._transport is not None
         self._method = method
         self._on_written = written
@@ -299,7 +299,7 @@ class UpstreamCall(asyncio.Protocol):
             self._transport.resume_reading()
 
     def lose_client(self) -> None:
-        """Read on, for nobody: the deployment goes on with what it does for the call."""
+        """Read on without a client: the deployment goes on with what it does for the call."""
         if self._client is not None:
             self._client = NullTransport()
             self.resume()

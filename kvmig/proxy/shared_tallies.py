@@ -2,7 +2,7 @@
 
 A proxy has a seat: a byte of the file that it keeps locked while it lives. What runs is counted by
 seat. The kernel gives up the lock of a proxy that is killed, and the next one that finds its seat
-empty takes what it had off the count. Whatever is decided from several numbers is decided under one
+empty takes what it had off the count. A decision from several numbers is made under one
 more lock, for some microseconds. Nothing waits: who doesn't get that lock, because a proxy was
 stopped while it had it, decides without.
 """
@@ -35,7 +35,7 @@ SEATS = 64
 WAIT_S = 0.02
 """Longest wait for the lock."""
 BLIND_S = 1.0
-"""How long nobody waits again for a lock that wasn't had."""
+"""Time in which a lock that wasn't had is not waited for again."""
 
 _HEAD = struct.Struct("<8sd")
 _MAGIC = b"kvmigT1\n"
@@ -159,7 +159,7 @@ class SharedTallies:
         raise OSError(f"there are {SEATS} proxies already")
 
     def _is_empty(self, seat: int) -> bool:
-        """Whether nobody has it; what its last one had let in is forgotten then."""
+        """Whether it is free; what its last one had let in is forgotten then."""
         if not _set_lock(self._file, seat, fcntl.F_WRLCK):
             return False
         self._clear(seat)

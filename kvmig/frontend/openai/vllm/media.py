@@ -73,8 +73,8 @@ _loading = _Loading(MediaRules(), HttpConfig().max_media)
 
 
 def load_media_by(rules: MediaRules, most: int) -> None:
-    """From now on nothing is fetched for a client but by these rules, and nothing decoded that
-    takes more than so many bytes of a call. Within the event loop that serves.
+    """Fetch for clients by these rules only, and decode nothing that takes more than
+    the given bytes of a call, from now on. Within the event loop that serves.
     """
     global _loading
     _loading = _Loading(rules, most, asyncio.get_running_loop())
