@@ -234,13 +234,18 @@ def delivered(calls: Sequence[Asked], prompt: int) -> int:
     return sum(one.output + prompt for one in calls if one.output)
 
 
-def lost_of(calls: Sequence[Asked], rows: Sequence[Row], faults: Sequence[Done]) -> int:
-    """Tokens that clients got, and killed front ends had not counted: no quota pays for them."""
+def lost_of(
+    calls: Sequence[Asked], rows: Sequence[Row], faults: Sequence[Done], prompt: int
+) -> int:
+    """Tokens that clients got, and killed front ends had not counted: no quota pays for them.
+
+    prompt: tokens of each prompt.
+    """
     counted: Counter[str] = Counter()
     for row in rows:
         counted[row.call_id] += row.output
     return sum(
-        one.output - counted[one.call_id]
+        one.output - counted[one.call_id] + (0 if counted[one.call_id] else prompt)
         for one in calls
         if one.output > counted[one.call_id]
         and _lost(one, counted[one.call_id], faults) is not None
@@ -649,7 +654,7 @@ def main(argv: list[str] | None = None) -> int:
     prompt = max(one.told[0] for one in plain if one.told is not None)
     in_quiet, amid_faults = (
         delivered(calm, prompt),
-        [delivered(one, prompt) - lost_of(one, rows, nemesis.done) for one in amid],
+        [delivered(one, prompt) - lost_of(one, rows, nemesis.done, prompt) for one in amid],
     )
     result.summary |= {
         "moves in the ledger": sum(row.moves for row in rows),

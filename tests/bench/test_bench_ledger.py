@@ -83,9 +83,10 @@ def test_a_killed_front_end_excuses_what_it_had_not_written_yet() -> None:
 
 def test_a_quota_does_not_pay_for_what_a_killed_front_end_had_not_counted() -> None:
     one = asked(fate="cut")
-    assert lost_of([one], [row(output=3)], [KILLED]) == 1
-    assert lost_of([one], [row(output=3)], []) == 0
-    assert lost_of([one], [row()], [KILLED]) == 0
+    assert lost_of([one], [row(output=3)], [KILLED], 7) == 1
+    assert lost_of([one], [row(output=3)], [], 7) == 0
+    assert lost_of([one], [row()], [KILLED], 7) == 0
+    assert lost_of([asked(began=3.0, got=[(4.0, 4)])], [], [KILLED], 7) == 4 + 7
 
 
 def test_a_killed_server_excuses_nothing() -> None:
