@@ -42,7 +42,7 @@ SCHEMAS = (
         "patterns", 2400, _PROPERTIES, '"p#":{"type":"string","pattern":"^(a|b){1,99}$"}'
     ),
     HostileGrammar("values", 15_000, '{"enum":[#]}', '"w#"'),
-    HostileGrammar("alternatives", 316, '{"anyOf":[#]}', '{"type":"array","minItems":#}'),
+    HostileGrammar("alternatives", 141, '{"anyOf":[#]}', '{"type":"array","minItems":#}'),
     HostileGrammar(
         "references", 2000,
         '{"$ref":"#/$defs/d0","$defs":{%}}'.replace("#", "\\u0023").replace("%", "#"),

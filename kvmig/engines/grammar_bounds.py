@@ -25,7 +25,7 @@ MOST_IN_CALL = 1 << 20
 """Bytes of a call's grammar, times the sequences that each follow it: an engine reads each."""
 MOST_LIMITS = 500
 """Limits of numbers in a schema: a range of floats may take 0.3 MB while xgrammar reads it."""
-MOST_ITEMS = 50_000
+MOST_ITEMS = 10_000
 """Least and greatest numbers of a schema's items, added up: llguidance takes 1.2 kB for each."""
 MOST_REPEATS = 10_000
 """Counts of repeats within each other, multiplied."""

@@ -70,6 +70,22 @@ def test_a_grammar_is_kept_for_its_salt_only(grammars: SaltedGrammars) -> None:
     assert kept(grammars, "bea") == 0
 
 
+def test_a_salts_grammars_are_kept_up_to_its_part_of_the_bytes(
+    grammars: SaltedGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So an engine keeps some VLLM_XGRAMMAR_CACHE_MB of all salts, and no more."""
+    part = 1 << 19
+    monkeypatch.setenv("VLLM_XGRAMMAR_CACHE_MB", str(SALTS // 2))
+    sizes, before, added = list[int](), 0, 0
+    for number in range(60):
+        fields = {f"p{number}_{one}": {"type": "string", "maxLength": 9} for one in range(20)}
+        compile_for(grammars, "greedy", json.dumps({"type": "object", "properties": fields}))
+        sizes.append(size := kept(grammars, "greedy"))
+        added, before = added + max(0, size - before), size
+    assert max(sizes) <= part + sizes[0]  # xgrammar takes a grammar in before it drops others
+    assert added > part
+
+
 def test_grammars_of_the_salt_that_was_used_longest_ago_are_dropped_first(
     grammars: SaltedGrammars,
 ) -> None:
