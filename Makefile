@@ -42,10 +42,10 @@ demo: setup ## move a streaming answer between two instances, in colour
 	@exec $(BIN)/python -m kvmig_tools.demo $(ARGS)
 
 test: setup-dev ## every check and test that this machine can run
-	@exec $(BIN)/python scripts/check.py $(ARGS)
+	@exec $(BIN)/python -m scripts.check $(ARGS)
 
 lint: setup-dev ## ruff, mypy and the import floors only
-	@exec $(BIN)/python scripts/check.py --lint
+	@exec $(BIN)/python -m scripts.check --lint
 
 format: setup-dev ## let ruff format and fix what it can
 	@$(BIN)/ruff check --fix --quiet . || true

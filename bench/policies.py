@@ -80,6 +80,14 @@ class Sample:
     figures: dict[str, float]
 
 
+LONG_RUN = (
+    f"kvmig_tpot_p99_s_over_{BASE}",
+    f"kvmig_e2e_p99_s_over_{BASE}",
+    f"kvmig_{LOSS}_over_{BASE}",
+)
+"""What 500 requests of one seed are too few for."""
+
+
 def variants() -> dict[str, Policy]:
     """By name: the policies that there are, then kvmig's with one part changed."""
     replace = msgspec.structs.replace
@@ -225,7 +233,7 @@ def tables(samples: Sequence[Sample]) -> list[Table]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--traces", type=Path, help="folder with Azure's traces as CSV")
     root.add_argument("--workers", type=int, default=1, help="processes")
     root.add_argument("--seeds", type=int, default=len(SEEDS), help="how many (default: all five)")

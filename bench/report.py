@@ -9,9 +9,10 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,21 @@ class Result:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """With the flags that every benchmark has."""
+def parser(description: str | None, long_run: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """With the flags that every benchmark has.
+
+    long_run: figures, or patterns of them, whose targets need the whole run: a quick one leaves
+    them out.
+    """
     root = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    root.add_argument("--quick", action="store_true", help="fewer samples, under two minutes")
+    patterns = tuple(long_run)
+    without = f"; --check leaves out {', '.join(patterns)}" if patterns else ""
+    root.set_defaults(long_run=patterns)
+    root.add_argument(
+        "--quick", action="store_true", help=f"fewer samples, under two minutes{without}"
+    )
     root.add_argument("--out", type=Path, metavar="FILE.json", help="write the result there")
     root.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result there")
     root.add_argument(
@@ -81,6 +91,19 @@ def versions() -> dict[str, str]:
     return {**found, "python": platform.python_version()}
 
 
+def leave_out(result: Result, options: argparse.Namespace) -> list[str]:
+    """Take the targets that need the whole run from a quick one's result; their names."""
+    if not options.quick:
+        return []
+    names = [
+        name
+        for name in result.targets
+        if any(fnmatchcase(name, pattern) for pattern in options.long_run)
+    ]
+    result.targets = {name: one for name, one in result.targets.items() if name not in names}
+    return names
+
+
 def missed(summary: Mapping[str, float], targets: Mapping[str, Target]) -> list[str]:
     """A line for each target that the summary misses; a figure that isn't there misses."""
     lines: list[str] = []
@@ -112,8 +135,9 @@ def finish(
 ) -> int:
     """Print, write, draw and check, as the flags say; returns the exit code."""
     console = Console()
+    left_out = leave_out(result, options)
     failures = missed(result.summary, result.targets)
-    for one in (*tables, _verdict(result)):
+    for one in (*tables, _verdicts(result, left_out)):
         console.print(one)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -123,6 +147,8 @@ def finish(
         draw(result, options.plot)
     if not options.check:
         return 0
+    for name in left_out:
+        print(f"left out: {name}, whose target needs the whole run", file=sys.stderr)
     for line in failures:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if failures else 0
@@ -153,7 +179,7 @@ def progress() -> Progress:
     )
 
 
-def _verdict(result: Result) -> Table:
+def _verdicts(result: Result, left_out: Collection[str]) -> Table:
     rows = []
     for name, value in result.summary.items():
         target = result.targets.get(name, {})
@@ -161,9 +187,16 @@ def _verdict(result: Result) -> Table:
             f"at {'most' if bound == 'max' else 'least'} {limit:g}"
             for bound, limit in target.items()
         )
-        verdict = "" if not target else "missed" if missed({name: value}, {name: target}) else "met"
-        rows.append((name, value, words, verdict))
+        rows.append((name, value, words, _verdict(name, value, target, left_out)))
     return table(result.name, ("figure", "measured", "target", ""), rows)
+
+
+def _verdict(name: str, value: float, target: Target, left_out: Collection[str]) -> str:
+    if name in left_out:
+        return "left out"
+    if not target:
+        return ""
+    return "missed" if missed({name: value}, {name: target}) else "met"
 
 
 def _cell(value: object) -> str:

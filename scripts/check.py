@@ -1,7 +1,9 @@
 """Run every check of the house in three lanes beside each other, and say how each went.
 
-`--lint` stops before the tests, `--long` adds what is worth its minutes only now and then. A
-failed check doesn't keep the next from running. What a check prints comes whole, when it ends.
+`--lint` stops before the tests. Of the long tests each run takes a sixth, another one with each
+commit (scripts/long_slices.py); `--slice K` takes that sixth, `--long` all of them, and `--record`
+keeps how long they took. A failed check doesn't keep the next from running. What a check prints
+comes whole, when it ends.
 
 Tests that failed are run once more, by themselves. One that passes then is flaky: the summary
 names it, the first failure's text stays in the output, and the check passes as long as no more
@@ -25,6 +27,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
+
+from kvmig_tools.check.scenarios import LIFE, SCENARIOS
+from scripts.long_slices import (
+    SECONDS,
+    SLICES,
+    LongSlices,
+    assign_slices,
+    group_of,
+    number_of_commit,
+    read_seconds,
+    record_seconds,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -69,6 +83,8 @@ class Check:
     """Otherwise it only reports."""
     tree: str = ""
     """A version of vLLM in .vllm that stands in for the installed one."""
+    slice: int | None = None
+    """Of the check's tests only those in this slice."""
 
 
 LINT = (
@@ -126,8 +142,16 @@ CONFORMS_ON_V2 = Check(
     marks="not long",
 )
 HANDSHAKE = "every order of the handshake"
-ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check"))
-ALL_ORDERS = Check(HANDSHAKE, ("python", "-m", "kvmig_tools.check", "--long"))
+CHECKER = ("python", "-m", "kvmig_tools.check")
+ORDERS = Check(HANDSHAKE, CHECKER)
+LONG_ORDERS = (
+    *(
+        Check(f"{HANDSHAKE}, {one.name}", (*CHECKER, "--only", one.name))
+        for one in SCENARIOS
+        if one.long
+    ),
+    Check(f"{LIFE} with two clients", (*CHECKER, "--long", "--only", LIFE)),
+)
 SHORT = "not long and not alone"
 LATER = ("long", "alone")
 KINDS_OF_TESTS = ("engine", "server")
@@ -162,7 +186,7 @@ LIGHTS = tuple(
 LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
 """Tests that run on the installed vLLM, and its model runner V1, too."""
 ALONE = (Check("tests that measure", marks="alone and not long", naming="alone"),)
-LONG = (
+LONG_MARKED = (
     Check("long tests on servers", marks="server and long", naming="server"),
     Check("long tests on engines", marks="engine and long", naming="engine", at_once=2),
     Check(
@@ -172,6 +196,8 @@ LONG = (
         at_once=2,
     ),
 )
+LONG = (*LONG_MARKED, *LONG_AGAIN, *LONG_ORDERS)
+LONG_NAMES = frozenset(check.name for check in LONG)
 
 
 @dataclass(frozen=True)
@@ -308,6 +334,9 @@ class Runner:
         report = folder / f"{which}.xml"
         # A cache of its own says what failed here, not in the other lane.
         own = ("-o", f"cache_dir={folder / 'cache'}", f"--junitxml={report}")
+        if check.slice is not None:
+            part = ("--long-slice", str(check.slice), "--long-check", check.name)
+            flags = (*flags, "-p", "tests.support.long_slice", *part)
         words = [*check.command, *flags, "-m", check.marks, *own, *files_of(check)]
         path = f"{ROOT / '.vllm' / check.tree}{os.pathsep}{ROOT}"
         # A model is inspected anew, for seconds, where another version has been with its cache.
@@ -369,6 +398,37 @@ def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     return "\n".join([*lines, f"{verdict}; tests: {numbers}; {seconds:.0f} s."])
 
 
+def part_of_long(slices: LongSlices, number: int) -> list[Check]:
+    """What a slice takes of the long checks; lanes run them beside each other."""
+    return [
+        replace(check, slice=number, at_once=1)
+        for check in sorted(LONG, key=lambda one: one.tree)  # another version may have to come
+        if number in slices.homes_of(check.name)
+    ]
+
+
+def long_tests(outcomes: Sequence[Outcome], number: int | None) -> str:
+    """The long tests that ran, by name. number: of their slice; None: all were asked for."""
+    which = "all of them" if number is None else f"slice {number} of {SLICES}, by the commit"
+    lines = ["", f"=== Long tests, {which}"]
+    for outcome in outcomes:
+        if outcome.name in LONG_NAMES:
+            groups = Counter(group_of(case.name) for case in outcome.cases)
+            counts = [f"{group} ({count})" for group, count in sorted(groups.items())]
+            lines.append(f"  {outcome.name}: {', '.join(counts) or 'whole'}")
+    return "\n".join(lines)
+
+
+def record_long_tests(outcomes: Sequence[Outcome]) -> None:
+    """Keep how long each long test took; one that was skipped takes nothing."""
+    record_seconds(
+        (outcome.name, case.name, case.seconds)
+        for outcome in outcomes
+        if outcome.name in LONG_NAMES
+        for case in outcome.cases or [Case("", "passed", outcome.seconds)]
+    )
+
+
 def _times(outcome: Outcome) -> str:
     return f"{outcome.seconds:.0f} s, {outcome.processor_s:.0f} s of a core"
 
@@ -382,7 +442,10 @@ def _state(outcome: Outcome) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lint", action="store_true", help="no tests")
-    parser.add_argument("--long", action="store_true", help="what takes long, too")
+    long = parser.add_mutually_exclusive_group()
+    long.add_argument("--long", action="store_true", help="all long tests, not a sixth")
+    long.add_argument("--slice", type=int, choices=range(SLICES), help="which sixth of them")
+    parser.add_argument("--record", action="store_true", help=f"write {SECONDS.name}")
     options = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvmig-check-") as folder:
@@ -390,19 +453,23 @@ def main() -> int:
         if options.lint:
             outcomes = runner.lane(LINT)
         else:
-            orders = ALL_ORDERS if options.long else ORDERS
+            number = number_of_commit(ROOT) if options.slice is None else options.slice
+            part = [] if options.long else part_of_long(assign_slices(read_seconds()), number)
             parts = [  # one process each: a second one would import and collect the same again
                 SERVERS,
                 (FETCH, *DRIFT, *ENGINES),
-                (*LINT, orders),
+                (*LINT, ORDERS),
                 FLEETS,
+                *((check,) for check in part),
                 *((light,) for light in LIGHTS),
                 (ON_V2,),
             ]
             with ThreadPoolExecutor(LANES) as pool:
                 beside = [outcome for part in pool.map(runner.lane, parts) for outcome in part]
-            last = (*ALONE, *LONG, *LONG_AGAIN) if options.long else ALONE
-            outcomes = [*beside, *runner.lane(last)]
+            outcomes = [*beside, *runner.lane((*ALONE, *LONG) if options.long else ALONE)]
+            if options.record:
+                record_long_tests(outcomes)
+            print(long_tests(outcomes, None if options.long else number))
     print(closing(outcomes, time.monotonic() - began), flush=True)
     return 0 if all(one.passed or not one.must_pass for one in outcomes) else 1
 

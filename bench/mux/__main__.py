@@ -22,7 +22,7 @@ import msgspec
 
 from bench import report
 from bench.mux import figure5, page, small
-from bench.mux.figure5 import CLUSTER, TARGETS, Cell, Row
+from bench.mux.figure5 import CLUSTER, LONG_RUN, TARGETS, Cell, Row
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, LONG_RUN)
     parser.add_argument("--docs", type=Path, help="folder of mux-paper.md (default: docs)")
     parser.add_argument("--results", type=Path, help="rows (default: bench/results/mux.jsonl)")
     parser.add_argument("--reuse", action="store_true", help="simulate only what --results lacks")

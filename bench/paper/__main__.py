@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, aims.LONG_RUN)
     add = parser.add_argument
     add("--one-load", action="store_true", help="one load a workload")
     add("--docs", type=Path, help="folder of paper.md (default: docs; quick: build/paper)")

@@ -14,6 +14,13 @@ LEAST_GAIN = {"e2e_mean_s": 1.2, "ttft_mean_s": 2.9, "ttft_p99_s": 3.6, "tpot_me
 """Published gains of high priority, the least of each range."""
 NORMAL_COST = 0.98
 FEWER_INSTANCES = 0.36
+LONG_RUN = (
+    "llumnix_request_*",
+    "llumnix_decode_*",
+    "llumnix_prefill_p99_over_paper",
+    "high_tpot_mean_s_gain",
+)
+"""What 1,500 requests at one load are too few for."""
 
 
 def summary(scope: Scope, results: Results) -> dict[str, float]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from kvmig_tools.check import life
 from kvmig_tools.check.explore import Result
-from kvmig_tools.check.scenarios import SCENARIOS, Scenario, explore
+from kvmig_tools.check.scenarios import LIFE, SCENARIOS, Scenario, explore
 
 INVARIANTS = """\
 Invariants, in every state:
@@ -37,8 +37,17 @@ and of a model that starts from zero, whatever dies, in every state:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status."""
     options = _options(arguments)
-    chosen = _chosen(options)
     print(INVARIANTS, end="\n\n")
+    chosen = _chosen(options)
+    broken = _explore_handshakes(chosen) if chosen else False
+    if options.only in (None, LIFE):
+        broken = _explore_lives(2 if options.long else 1) or broken
+    print("An invariant is broken." if broken else "All invariants hold.")
+    return 1 if broken else 0
+
+
+def _explore_handshakes(chosen: list[Scenario]) -> bool:
+    """Explore and print each; whether an invariant is broken."""
     columns = f"{'faults':>7}{'states':>10}{'events':>10}{'ends':>7}{'gap s':>7}{'cpu s':>7}"
     print(f"{'scenario':21}{columns}")
     began, results = time.perf_counter(), []
@@ -54,16 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"Longest time for which nobody decodes: {longest.gap_s:g} s, as time-outs are by default:"
     )
     print("\n".join(f"  {one}" for one in longest.gap))
-    broken = any(one.violation for one in results)
-    if options.only is None:
-        for parks in (False, True):
-            lives = life.explore(2 if options.long else 1, parks=parks)
-            what = "that is parked" if parks else "from zero and back"
-            print(f"A model's life {what}: {lives.states:,} states, {lives.events:,} events.")
-            _print_violation(lives)
-            broken = broken or bool(lives.violation)
-    print("An invariant is broken." if broken else "All invariants hold.")
-    return 1 if broken else 0
+    return any(one.violation for one in results)
+
+
+def _explore_lives(most: int) -> bool:
+    """The same of a model's life. most: clients at once."""
+    broken = False
+    for parks in (False, True):
+        lives = life.explore(most, parks=parks)
+        what = "that is parked" if parks else "from zero and back"
+        print(f"A model's life {what}: {lives.states:,} states, {lives.events:,} events.")
+        _print_violation(lives)
+        broken = broken or bool(lives.violation)
+    return broken
 
 
 def _explored(chosen: list[Scenario]) -> Iterator[Result]:
@@ -77,7 +89,7 @@ def _explored(chosen: list[Scenario]) -> Iterator[Result]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kvmig_tools.check", description=__doc__)
-    names = [scenario.name for scenario in SCENARIOS]
+    names = [*(scenario.name for scenario in SCENARIOS), LIFE]
     parser.add_argument("--only", metavar="NAME", choices=names, help=f"one of: {', '.join(names)}")
     parser.add_argument(
         "--faults", type=_count, metavar="N", help="at most so many in each (default: 1 or 2)"

@@ -236,7 +236,9 @@ def decides(now: World) -> World | None:
         require(not now.routed and True not in now.news, "one that is told to end has its route")
         after = replace(after, stopping=True, ready=False)
     elif action in ("park", "unpark"):
-        require(not now.running or now.parked, "a deployment is parked while it answers")
+        # One that a server before this one has woken is told to wake again, and only says so.
+        parks = action == "park" and not now.parked
+        require(not parks or not now.running, "a deployment is parked while it answers")
         after = replace(after, order=action)
     elif action == "kill":
         after = gone(after, "killed")

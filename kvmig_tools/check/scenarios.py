@@ -12,6 +12,8 @@ from kvmig_tools.check.two import Two
 
 NAMES = ("r", "q")
 """Of requests."""
+LIFE = "a model's life"
+"""The scenario beside these, which has machines of its own (`life.py`)."""
 
 
 @dataclass(frozen=True)

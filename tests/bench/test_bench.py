@@ -215,6 +215,33 @@ def test_check_fails_with_a_line_for_each_target_missed(capsys: pytest.CaptureFi
     assert _finish(1.5, "--check") == 0
 
 
+def _finish_with_long_run(*flags: str) -> int:
+    result = report.begin("made-up", {})
+    result.summary = {"p99_ratio": 2.5, "wrong": 0.0}
+    result.targets = {"p99_ratio": {"max": 2.0}, "wrong": {"max": 0}}
+    return report.finish(result, report.parser(None, ("p99_*",)).parse_args(flags))
+
+
+def test_a_quick_check_leaves_out_by_name_the_targets_that_need_the_whole_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "made-up.json"
+    assert _finish_with_long_run("--quick", "--check", f"--out={file}") == 0
+    said = capsys.readouterr()
+    assert said.err == "left out: p99_ratio, whose target needs the whole run\n"
+    assert "left out" in said.out
+    assert json.loads(file.read_text())["targets"] == {"wrong": {"max": 0}}
+
+
+def test_a_whole_check_leaves_out_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _finish_with_long_run("--check") == 1
+    assert capsys.readouterr().err == "missed: p99_ratio is 2.5, should be at most 2\n"
+
+
+def test_the_help_of_quick_names_what_it_leaves_out() -> None:
+    assert "leaves out p99_*" in " ".join(report.parser(None, ("p99_*",)).format_help().split())
+
+
 def test_without_check_a_missed_target_is_only_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert _finish(2.5) == 0
     assert "missed" in capsys.readouterr().out

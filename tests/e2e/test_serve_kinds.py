@@ -70,7 +70,7 @@ def chat(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """A greedy one: with drafts vLLM 0.32 gives seeded ones other tokens each time."""
     content = [*parts, {"type": "text", "text": "Count from 0042"}]
     messages = [{"role": "user", "content": content}]
-    body = {"messages": messages, "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+    body = {"messages": messages, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
     return {**body, **fields}
 
 
@@ -93,7 +93,7 @@ async def test_a_chat_about_an_image_moved_twice_equals_the_one_left_alone(
 async def test_calls_with_adapters_and_drafts_move_while_others_want_their_place(
     kinds: Served,
 ) -> None:
-    bodies = [chat(model=name, max_tokens=400 + 10 * n) for n in range(2) for name in ADAPTERS]
+    bodies = [chat(model=name, max_tokens=150 + 10 * n) for n in range(2) for name in ADAPTERS]
     unmoved = [await run_unmoved(kinds, CHAT, body) for body in bodies]
     assert unmoved[0].choices[0].text[:100] != unmoved[1].choices[0].text[:100]
     streams = [Stream(kinds, CHAT, body) for body in bodies]

@@ -40,7 +40,7 @@ def mixed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with Served(flags, nursery=nursery, log=log) as served:
         yield served
         footprint = Footprint.of(served)
-    footprint.assert_gone()
+    footprint.assert_gone(PATIENCE_S)  # vLLM's workers notice by themselves that their engine ended
     assert names() <= before
     ours = [line for line in served.output().splitlines() if "(Worker_TP" not in line]
     assert not [line for line in ours if "Traceback" in line]  # a killed worker's peer has one

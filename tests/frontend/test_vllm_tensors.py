@@ -41,7 +41,10 @@ def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load_prompt(data: bytes) -> Any:
     model = SimpleNamespace(
-        enable_prompt_embeds=True, get_hidden_size=lambda: 128, dtype=torch.float32
+        enable_prompt_embeds=True,
+        hf_text_config=SimpleNamespace(),
+        get_hidden_size=lambda: 128,
+        dtype=torch.float32,
     )
     return safe_load_prompt_embeds(cast("Any", model), b64encode(data))
 

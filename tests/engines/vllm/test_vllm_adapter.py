@@ -243,21 +243,24 @@ async def test_an_engine_that_is_paused_meanwhile_commits_nothing(pair: Pair) ->
 
 
 async def test_a_request_that_vllm_calls_invalid_ends_with_its_sentence_where_it_has_one(
-    pair: Pair,
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
 
-    for backend in ("xgrammar", "guidance"):
-        guided = StructuredOutputsParams(regex="[0-9]{9}")
-        guided._backend = backend
-        pair.submit(pair.a, backend, PROMPT, structured_outputs=guided, ignore_eos=False)
-    assert len((await pair.finish("xgrammar")).tokens) > 8
-    refused = await pair.finish("guidance")
+    def refuse(request: object) -> None:
+        raise VLLMValidationError("the engine has no such grammar")
 
+    monkeypatch.setattr(pair.a.core.structured_output_manager, "grammar_init", refuse)
+    guided = StructuredOutputsParams(regex="[0-9]{9}")
+    guided._backend = "xgrammar"
+    pair.submit(pair.a, "refused", PROMPT, structured_outputs=guided, ignore_eos=False)
+    refused = await pair.finish("refused")
+
+    assert str(refused.finish_reason) == "error"
     if hasattr(pair.a.core, "_handle_request_validation_error"):  # from 0.33 on
-        assert str(refused.finish_reason) == "error"
         assert refused.error.code == "validation_error"
-        assert "only supports one backend per engine" in refused.error.message
+        assert "the engine has no such grammar" in refused.error.message
     await pair.idle()
 
 

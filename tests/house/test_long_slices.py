@@ -1,0 +1,197 @@
+"""Which of the long tests a run of the checks takes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts import check, long_slices
+from scripts.long_slices import (
+    SLICES,
+    START_S,
+    LongSlices,
+    assign_slices,
+    group_of,
+    number_of_commit,
+    read_seconds,
+)
+from tests.support import long_slice
+
+NAMES = st.text("abc", min_size=1, max_size=4)
+SECONDS = st.dictionaries(NAMES, st.dictionaries(NAMES, st.floats(0.0, 300.0), max_size=20))
+
+
+@given(SECONDS, NAMES, NAMES)
+def test_every_long_test_is_in_exactly_one_slice_also_one_that_is_new(
+    seconds: dict[str, dict[str, float]], name: str, test: str
+) -> None:
+    slices = assign_slices(seconds)
+    number = slices.number_of(name, test)
+    assert number in range(SLICES)
+    assert number in slices.homes_of(name), "its check runs there"
+    known = seconds.get(name, {})
+    assert test not in known or number == slices.numbers[name][test]
+
+
+@given(SECONDS)
+def test_the_same_seconds_give_the_same_slices_in_whatever_order_they_come(
+    seconds: dict[str, dict[str, float]],
+) -> None:
+    turned = {
+        name: dict(reversed(groups.items())) for name, groups in reversed(list(seconds.items()))
+    }
+    assert assign_slices(turned) == assign_slices(seconds)
+
+
+@given(SECONDS)
+def test_slices_take_about_as_long_as_each_other(seconds: dict[str, dict[str, float]]) -> None:
+    sums = seconds_of(assign_slices(seconds), seconds)
+    longest = max((took for some in seconds.values() for took in some.values()), default=0.0)
+    assert max(sums) - min(sums) <= longest + 2 * START_S
+
+
+def test_the_slices_as_recorded_differ_by_a_minute_at_most() -> None:
+    seconds = read_seconds()
+    sums = seconds_of(assign_slices(seconds), seconds)
+    assert max(sums) - min(sums) < 60.0, sums
+
+
+def seconds_of(slices: LongSlices, seconds: long_slices.Seconds) -> list[float]:
+    """How long each slice takes, with the starts of its checks."""
+    return [
+        sum(
+            START_S * (number in set(slices.numbers[name].values()))
+            + sum(took for group, took in some.items() if slices.numbers[name][group] == number)
+            for name, some in seconds.items()
+            if some
+        )
+        for number in range(SLICES)
+    ]
+
+
+def test_each_long_check_runs_within_six_slices() -> None:
+    slices = assign_slices(read_seconds())
+    parts = [check.part_of_long(slices, number) for number in range(SLICES)]
+    assert {one.name for part in parts for one in part} == check.LONG_NAMES
+    assert all(one.slice == number for number, part in enumerate(parts) for one in part)
+
+
+@pytest.mark.parametrize("one", [one for one in check.LONG if not one.marks], ids=str)
+def test_a_long_check_without_tests_runs_in_one_slice(one: check.Check) -> None:
+    assert len(assign_slices(read_seconds()).homes_of(one.name)) == 1
+
+
+def test_seconds_are_recorded_of_checks_that_there_are() -> None:
+    assert set(read_seconds()) <= check.LONG_NAMES
+
+
+def test_tests_of_a_file_and_a_parametrisation_stay_together_wherever_the_file_lies() -> None:
+    assert group_of("tests/engines/test_zoo.py::test_a[llama3]") == "test_zoo[llama3]"
+    assert group_of("tests.test_zoo::test_b[llama3]") == "test_zoo[llama3]"
+    assert group_of("tests/test_moves.py::test_a") == "test_moves"
+
+
+def test_a_run_takes_the_tests_of_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"some": {"test_a": 50.0, "test_b[x]": 40.0, "test_b[y]": 30.0}}
+    monkeypatch.setattr(long_slice, "read_seconds", lambda: seconds)
+    known = ["t/test_a.py::a", "t/test_a.py::b", "t/test_b.py::a[x]", "t/test_b.py::a[y]"]
+    tests = [*known, "t/test_new.py::a"]
+    ran = [names for number in range(SLICES) for names in chosen_of("some", number, tests)]
+    assert sorted(ran) == sorted(tests)
+    number = assign_slices(seconds).number_of("some", tests[0])
+    assert chosen_of("some", number, tests)[:2] == tests[:2]
+
+
+def chosen_of(name: str, number: int, tests: list[str]) -> list[str]:
+    """What is left of the tests that were collected."""
+    items = [SimpleNamespace(nodeid=one) for one in tests]
+    left_out: list[Any] = []
+    config = SimpleNamespace(
+        getoption={"--long-check": name, "--long-slice": number}.__getitem__,
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+    )
+    long_slice.pytest_collection_modifyitems(
+        cast("pytest.Config", config), cast("list[pytest.Item]", items)
+    )
+    assert len(items) + len(left_out) == len(tests)
+    return [one.nodeid for one in items]
+
+
+def test_how_long_each_group_took_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_slices, "SECONDS", tmp_path / "long_seconds.json")
+    cases = [
+        check.Case("tests.test_a::one", "passed", 1.0),
+        check.Case("tests.test_a::two", "passed", 2.0),
+    ]
+    name, whole = check.LONG[0].name, check.LONG_ORDERS[0].name
+    outcomes = [
+        check.Outcome(name, True, 9.0, cases),
+        check.Outcome(whole, True, 7.0),
+        check.Outcome("ruff check", True, 1.0),
+    ]
+    check.record_long_tests(outcomes)
+    assert read_seconds() == {name: {"test_a": 3.0}, whole: {"": 7.0}}
+    said = check.long_tests(outcomes, 4)
+    assert "slice 4 of 6" in said
+    assert f"{name}: test_a (2)" in said
+
+
+# -- which slice a commit takes
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """With one commit."""
+    git(tmp_path, "init", "--quiet")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    said = subprocess.check_output(("git", *identity, *words), cwd=folder, text=True, timeout=30)
+    return said.strip()
+
+
+def commit(folder: Path) -> None:
+    git(folder, "commit", "--quiet", "--allow-empty", "--message=change")
+
+
+def test_the_same_commit_takes_the_same_slice_and_its_child_the_next_one(repository: Path) -> None:
+    numbers = []
+    for _ in range(SLICES + 1):
+        numbers.append(number_of_commit(repository))
+        assert number_of_commit(repository) == numbers[-1]
+        commit(repository)
+    assert numbers == [(1 + number) % SLICES for number in range(SLICES + 1)]
+
+
+def test_a_landing_of_many_commits_by_a_merge_takes_the_next_slice(repository: Path) -> None:
+    before, main = number_of_commit(repository), git(repository, "branch", "--show-current")
+    git(repository, "switch", "--quiet", "--create", "work")
+    for _ in range(4):
+        commit(repository)
+    git(repository, "switch", "--quiet", main)
+    git(repository, "merge", "--quiet", "--no-ff", "--no-edit", "work")
+    assert number_of_commit(repository) == (before + 1) % SLICES
+
+
+def test_a_clone_without_its_history_takes_a_slice_by_the_commits_name(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    commit(repository)
+    clone = tmp_path_factory.mktemp("clone")
+    git(clone, "clone", "--quiet", "--depth=1", f"file://{repository}", ".")
+    assert number_of_commit(clone) == int(git(repository, "rev-parse", "HEAD"), 16) % SLICES
+
+
+def test_a_folder_without_git_takes_the_first_slice(tmp_path: Path) -> None:
+    assert number_of_commit(tmp_path) == 0
