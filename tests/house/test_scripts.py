@@ -252,7 +252,7 @@ def test_every_test_is_picked_by_one_check() -> None:
         for alone in (True, False)
     ]
     usual = (*check.SERVERS, *check.FLEETS, *check.ENGINES, *check.LIGHTS)
-    every = (*usual, *check.ALONE, *check.LONG)
+    every = (*usual, *check.ALONE, *check.LONG_MARKED)
     files = sorted((check.ROOT / "tests").rglob("test_*.py"))
     of_file = {
         file: [one for one in every if file.match(one.files) and not file.match(one.but)]
@@ -263,7 +263,7 @@ def test_every_test_is_picked_by_one_check() -> None:
         for file in files:
             picking = [one for one in of_marks if one in of_file[file]]
             assert len(picking) == 1, (marks, file, picking)
-            assert (picking[0] in check.LONG) == marks["long"]
+            assert (picking[0] in check.LONG_MARKED) == marks["long"]
 
 
 def test_the_closing_line_names_what_failed() -> None:
