@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -67,21 +69,36 @@ class FakeChild:
         return message
 
 
-async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    children: list[FakeChild] = []
-
-    async def start(*_: object) -> FakeChild:
-        children.append(FakeChild())
-        return children[-1]
-
-    monkeypatch.setattr(ChildProcess, "start", start)
-    monkeypatch.setattr(scheduler, "GRACE_S", 0.01)
-    cluster = FakeCluster()
+@asynccontextmanager
+async def kept(cluster: FakeCluster) -> AsyncIterator[None]:
+    """A scheduler is kept for the cluster, for 20 s at the most."""
     keeper = SchedulerKeeper(ClusterConfig(), SECRET, cluster)  # type: ignore[arg-type]
     keeping = asyncio.create_task(keeper.run())
     async with asyncio.timeout(20):
+        yield
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[FakeChild]:
+    """The processes that were started."""
+    started: list[FakeChild] = []
+
+    async def start(*_: object) -> FakeChild:
+        started.append(FakeChild())
+        return started[-1]
+
+    monkeypatch.setattr(ChildProcess, "start", start)
+    monkeypatch.setattr(scheduler, "GRACE_S", 0.01)
+    return started
+
+
+async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_another(
+    children: list[FakeChild],
+) -> None:
+    cluster = FakeCluster()
+    async with kept(cluster):
         await until(lambda: children)
         await children[0].told()
         children[0].server.send(b"launcher", MessagesRefused("scheduler", {"early": 1}))
@@ -91,78 +108,56 @@ async def test_a_scheduler_that_lives_without_its_connection_gives_way_to_anothe
         assert children[0].stopped
         assert [one.instance for one in (await children[1].told()).members] == ["i0"]
         assert cluster.scheduler_refusals == {}, "the other one has refused nothing yet"
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
     assert children[1].stopped
 
 
 async def test_while_no_scheduler_is_there_nothing_is_said_of_what_it_has_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    children: list[FakeChild], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    children: list[FakeChild] = []
+    start_one = ChildProcess.start
 
-    async def start(*_: object) -> FakeChild:
+    async def start(*given: Any) -> ChildProcess:
         if children:
             raise StartupError("no process can be started")
-        children.append(FakeChild())
-        return children[0]
+        return await start_one(*given)
 
     monkeypatch.setattr(ChildProcess, "start", start)
-    monkeypatch.setattr(scheduler, "GRACE_S", 0.01)
     cluster = FakeCluster()
-    keeper = SchedulerKeeper(ClusterConfig(), SECRET, cluster)  # type: ignore[arg-type]
-    keeping = asyncio.create_task(keeper.run())
-    async with asyncio.timeout(20):
+    async with kept(cluster):
         await until(lambda: children)
         await children[0].told()
         children[0].server.send(b"launcher", MessagesRefused("scheduler", {"early": 1}))
         await until(lambda: cluster.scheduler_refusals)
         children[0].server.close()
         await until(lambda: not cluster.scheduler_refusals)
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_a_scheduler_that_hangs_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[FakeChild] = []
+async def test_a_scheduler_that_hangs_gives_way_to_another(
+    children: list[FakeChild], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_one = ChildProcess.start
 
-    async def start(_name: str, _spawn: object, launch: SchedulerLaunch) -> FakeChild:
+    async def start(name: str, spawn: Any, launch: SchedulerLaunch) -> ChildProcess:
         os.write(launch.heartbeat, b".")  # and never again
-        children.append(FakeChild())
-        return children[-1]
+        return await start_one(name, spawn, launch)
 
     monkeypatch.setattr(ChildProcess, "start", start)
     monkeypatch.setattr(kept_child, "HEARTBEAT_TIMEOUT_S", 0.2)
-    keeper = SchedulerKeeper(ClusterConfig(), SECRET, FakeCluster())  # type: ignore[arg-type]
-    keeping = asyncio.create_task(keeper.run())
-    async with asyncio.timeout(20):
+    async with kept(FakeCluster()):
         await until(lambda: len(children) == 2)
-    assert children[0].stopped
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
+        assert children[0].stopped
 
 
 async def test_a_decision_that_the_launcher_fails_at_does_not_end_its_keeping(
-    monkeypatch: pytest.MonkeyPatch,
+    children: list[FakeChild],
 ) -> None:
-    children: list[FakeChild] = []
-
-    async def start(*_: object) -> FakeChild:
-        children.append(FakeChild())
-        return children[-1]
-
     class FailingCluster(FakeCluster):
         def scale(self, order: Scale) -> None:
             raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(ChildProcess, "start", start)
-    keeper = SchedulerKeeper(ClusterConfig(), SECRET, FailingCluster())  # type: ignore[arg-type]
-    keeping = asyncio.create_task(keeper.run())
-    async with asyncio.timeout(20):
+    async with kept(FailingCluster()):
         await until(lambda: children)
         await children[0].told()
         children[0].server.send(b"launcher", Scale(add=1))
         await until(lambda: len(children) == 2)
-    keeping.cancel()
-    await asyncio.gather(keeping, return_exceptions=True)
     assert all(one.stopped for one in children)

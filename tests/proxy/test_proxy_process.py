@@ -25,7 +25,7 @@ from kvmig.proxy.messages import (
     ProxyLaunch,
     ProxyMetrics,
 )
-from tests.support.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key
+from tests.support.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key, says_ok
 from tests.support.waiting import until
 
 START_S = 30.0
@@ -75,6 +75,21 @@ def knowing(folder: Path, *, older: bool = False) -> str:
         (folder / "pepper").write_bytes(PEPPER)
     (folder / "snapshot").write_bytes(msgspec.msgpack.encode(known))
     return f"Bearer {given}"
+
+
+@asynccontextmanager
+async def alone(
+    folder: Path, answer: Answer = says_ok, *, files: str = "hard", older: bool = False
+) -> AsyncIterator[tuple[Deployment, ChildProcess, httpx.AsyncClient]]:
+    """A proxy with its file in place of a server, a model that is ready, a client with a key."""
+    bearer, there = knowing(folder, older=older), Deployment(str(folder / "count"), answer)
+    await there.open()
+    try:
+        async with proxy(folder, files) as (child, client):
+            client.headers["authorization"] = bearer
+            yield there, child, client
+    finally:
+        await there.close()
 
 
 def streaming(go_on: asyncio.Event) -> Answer:
@@ -147,36 +162,18 @@ async def test_a_proxy_serves_what_the_server_tells_and_says_what_there_is_to_do
     assert ModelWanted("cold") in heard
 
 
-async def test_a_proxy_without_the_server_goes_on_with_its_file(tmp_path: Path) -> None:
-    bearer, there = knowing(tmp_path), Deployment(str(tmp_path / "count"))
-    await there.open()
-    try:
-        async with proxy(tmp_path) as (_, client):
-            client.headers["authorization"] = bearer
-            answer = await client.post("/v1/completions", json={"model": "count"})
-    finally:
-        await there.close()
-    assert answer.status_code == 200
-
-
 async def test_a_proxy_with_all_the_clients_that_its_files_are_for_says_so_to_the_next(
     tmp_path: Path,
 ) -> None:
-    bearer, go_on = knowing(tmp_path), asyncio.Event()
-    there = Deployment(str(tmp_path / "count"), streaming(go_on))
-    await there.open()
-    try:
-        async with proxy(tmp_path, files="200") as (_, client):
-            client.headers["authorization"] = bearer
-            calls = [client.post("/v1/completions", json={"model": "count"}) for _ in range(72)]
-            asked = [asyncio.create_task(one) for one in calls]
-            await until(lambda: len(there.got) + sum(map(asyncio.Task.done, asked)) == len(asked))
-            refused = [one for one in asked if one.done()]
-            go_on.set()
-            answers = await asyncio.gather(*asked)
-            after = await client.post("/v1/completions", json={"model": "count"})
-    finally:
-        await there.close()
+    go_on = asyncio.Event()
+    async with alone(tmp_path, streaming(go_on), files="200") as (there, _, client):
+        calls = [client.post("/v1/completions", json={"model": "count"}) for _ in range(72)]
+        asked = [asyncio.create_task(one) for one in calls]
+        await until(lambda: len(there.got) + sum(map(asyncio.Task.done, asked)) == len(asked))
+        refused = [one for one in asked if one.done()]
+        go_on.set()
+        answers = await asyncio.gather(*asked)
+        after = await client.post("/v1/completions", json={"model": "count"})
     streamed = [one for one in answers if one.status_code == 200]
     assert len(streamed) == 67, (
         "two files a client, a quarter of all for the rest; then the last tenth of clients"
@@ -197,24 +194,18 @@ async def test_a_proxy_with_all_the_clients_that_its_files_are_for_says_so_to_th
 async def test_idle_clients_take_no_files_from_the_calls_of_those_that_were_there(
     tmp_path: Path,
 ) -> None:
-    bearer, there = knowing(tmp_path), Deployment(str(tmp_path / "count"))
-    await there.open()
-    try:
-        async with proxy(tmp_path, files="200") as (_, client):
-            client.headers["authorization"] = bearer
-            before = await client.post("/v1/completions", json={"model": "count"})  # and connected
-            address = "127.0.0.1", client.base_url.port
-            idle = [await asyncio.open_connection(*address) for _ in range(300)]
-            closed = [asyncio.create_task(reader.read()) for reader, _ in idle]
-            await until(lambda: sum(map(asyncio.Task.done, closed)) >= 100)
-            # Idle ones are closed after HEAD_S, 20 s.
-            during = await client.post("/v1/completions", json={"model": "count"}, timeout=5)
-            for _, writer in idle:
-                writer.close()
-            await asyncio.gather(*closed, return_exceptions=True)
-            after = await served_anew(client)
-    finally:
-        await there.close()
+    async with alone(tmp_path, files="200") as (_, _, client):
+        before = await client.post("/v1/completions", json={"model": "count"})  # and connected
+        address = "127.0.0.1", client.base_url.port
+        idle = [await asyncio.open_connection(*address) for _ in range(300)]
+        closed = [asyncio.create_task(reader.read()) for reader, _ in idle]
+        await until(lambda: sum(map(asyncio.Task.done, closed)) >= 100)
+        # Idle ones are closed after HEAD_S, 20 s.
+        during = await client.post("/v1/completions", json={"model": "count"}, timeout=5)
+        for _, writer in idle:
+            writer.close()
+        await asyncio.gather(*closed, return_exceptions=True)
+        after = await served_anew(client)
     assert [one.status_code for one in (before, during, after)] == [200] * 3
 
 
@@ -241,37 +232,24 @@ async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Pa
 async def test_a_proxy_that_begins_alone_knows_the_keys_and_those_of_an_older_file(
     tmp_path: Path, older: bool
 ) -> None:
-    bearer = knowing(tmp_path, older=older)
-    there = Deployment(str(tmp_path / "count"))
-    await there.open()
-    try:
-        async with proxy(tmp_path) as (_, client):
-            client.headers["authorization"] = bearer
-            answer = await client.post("/v1/completions", json={"model": "count"})
-    finally:
-        await there.close()
+    async with alone(tmp_path, older=older) as (_, _, client):
+        answer = await client.post("/v1/completions", json={"model": "count"})
     assert answer.status_code == 200
 
 
 async def test_a_proxy_that_is_told_to_end_finishes_its_streams_and_takes_no_more(
     tmp_path: Path,
 ) -> None:
-    bearer, go_on = knowing(tmp_path), asyncio.Event()
-    there = Deployment(str(tmp_path / "count"), streaming(go_on))
-    await there.open()
-    try:
-        async with proxy(tmp_path) as (child, client):
-            client.headers["authorization"] = bearer
-            body = {"model": "count", "stream": True}
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                parts = answer.aiter_bytes()
-                first = await anext(parts)
-                child.terminate()
-                await until_refused(client)
-                go_on.set()
-                rest = b"".join([part async for part in parts])
-            ended = await asyncio.wait_for(child.ended(), 10)
-    finally:
-        await there.close()
+    go_on = asyncio.Event()
+    async with alone(tmp_path, streaming(go_on)) as (_, child, client):
+        body = {"model": "count", "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            parts = answer.aiter_bytes()
+            first = await anext(parts)
+            child.terminate()
+            await until_refused(client)
+            go_on.set()
+            rest = b"".join([part async for part in parts])
+        ended = await asyncio.wait_for(child.ended(), 10)
     assert first + rest == EVENT * 2
     assert ended == "exit code 0"

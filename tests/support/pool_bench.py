@@ -68,6 +68,38 @@ class PoolBench(Bench):
     async def alone(self, name: str, start: int, max_tokens: int = 40, **more: Any) -> list[int]:
         return await self.finish(self.submit(f"{name} alone", start, max_tokens, **more))
 
+    async def assert_same_as_alone(self) -> None:
+        """Requests of both at once get what each gets alone."""
+        wanted = [(name, 100 * n, more) for n in (1, 2) for name in "ab" for more in ({}, DRAWN)]
+        alone = [self.submit(f"{name} alone", start, **more) for name, start, more in wanted]
+        ids = [self.submit(name, start, **more) for name, start, more in wanted]
+        for one, same in zip(ids, alone, strict=True):
+            assert await self.finish(one) == await self.finish(same)
+        await self.settle()
+
+    async def assert_moves_change_nothing(self, name: str, **more: Any) -> None:
+        """One request moves into the pool and out of it, while the other model computes."""
+        async with self.migrator() as move:
+            expected = await self.alone(name, 500, 60, **more)
+            moves = self.submit(f"{name} alone", 500, 60, **more)
+            beside = self.submit("b" if name == "a" else "a", 100)
+            for at, way in ((3, (f"{name} alone", name)), (25, (name, f"{name} alone"))):
+                await self.reach(moves, at)
+                report = await move.migrate(moves, *way)
+                assert report.state == "committed", (report.reason, report.detail)
+            assert await self.finish(moves) == expected
+            await self.finish(beside)
+
+    async def waits_for_the_other(self) -> tuple[list[str], str]:
+        """Requests of a that hold the whole pool; one of b, which waits for its room."""
+        with self.slow("a", 0.02):
+            ids = await self.fill("a", **DRAWN)
+            late = self.submit("b", 300)
+            await asyncio.sleep(0.02)
+            (state,) = await self.engines["b"].requests()
+            assert state.state == "waiting"
+        return ids, late
+
     def live(self) -> dict[str, int]:
         """Units that requests of each engine hold."""
         with self.pool.lock:

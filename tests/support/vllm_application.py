@@ -40,7 +40,19 @@ READY = EngineCoreReadyResponse(
 Put = Callable[[str, EngineCoreRequest], Sequence[EngineCoreOutput]]
 
 
-class AnsweringRouter:
+class OneSequence:
+    """What a router says of a call that has one sequence."""
+
+    def priority_of_call(self, asked: int) -> int:
+        return asked
+
+    def sequences_of_call(self) -> int:
+        return 1
+
+    async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
+
+
+class AnsweringRouter(OneSequence):
     """In place of a router: each request gets the outputs that `put` makes for it."""
 
     def __init__(self, server: VllmServer, put: Put) -> None:
@@ -56,19 +68,11 @@ class AnsweringRouter:
         asyncio.get_running_loop().call_soon(self._server.sink.deliver, 0, outputs, None)
         return None
 
-    def priority_of_call(self, asked: int) -> int:
-        return asked
-
-    def sequences_of_call(self) -> int:
-        return 1
-
-    async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
-
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:
         raise NoInstance("it has no methods")
 
 
-class EndingRouter:
+class EndingRouter(OneSequence):
     """In place of a router: each request gets two tokens, and ends in the same way."""
 
     def __init__(self, server: VllmServer, end: End, sentence: str) -> None:
@@ -97,14 +101,6 @@ class EndingRouter:
             sink.deliver(0, [EngineCoreOutput(request_id, cast("Any", None))], None)
         else:
             sink.fail([request_id], self.sentence, cast("Failure", self.end))
-
-    def priority_of_call(self, asked: int) -> int:
-        return asked
-
-    def sequences_of_call(self) -> int:
-        return 1
-
-    async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:
         raise NoInstance(self.sentence)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,24 +31,14 @@ async def bench(other: Path) -> AsyncIterator[PoolBench]:
 
 
 async def test_two_models_in_head_wise_blocks_give_what_each_gives_alone(bench: PoolBench) -> None:
-    wanted = [(name, 100 * n, more) for n in (1, 2) for name in "ab" for more in ({}, DRAWN)]
-    alone = [bench.submit(f"{name} alone", start, **more) for name, start, more in wanted]
-    ids = [bench.submit(name, start, **more) for name, start, more in wanted]
-    for one, same in zip(ids, alone, strict=True):
-        assert await bench.finish(one) == await bench.finish(same)
-    await bench.settle()
+    await bench.assert_same_as_alone()
 
 
 async def test_an_engine_waits_for_the_other_ones_heads_and_goes_on_rightly(
     bench: PoolBench,
 ) -> None:
     expected = await bench.alone("b", 300)
-    with bench.slow("a", 0.02):
-        ids = await bench.fill("a")
-        late = bench.submit("b", 300)
-        await asyncio.sleep(0.02)
-        (state,) = await bench.engines["b"].requests()
-        assert state.state == "waiting"
+    ids, late = await bench.waits_for_the_other()
     assert await bench.finish(late) == expected
     bench.engines["a"].abort(ids)
     await bench.settle()
@@ -59,16 +48,7 @@ async def test_an_engine_waits_for_the_other_ones_heads_and_goes_on_rightly(
 async def test_a_request_moves_between_head_wise_blocks_and_whole_ones(
     bench: PoolBench, name: str
 ) -> None:
-    async with bench.migrator() as move:
-        expected = await bench.alone(name, 500, 60, **DRAWN)
-        moves = bench.submit(f"{name} alone", 500, 60, **DRAWN)
-        beside = bench.submit("b" if name == "a" else "a", 100)
-        for at, way in ((3, (f"{name} alone", name)), (25, (name, f"{name} alone"))):
-            await bench.reach(moves, at)
-            report = await move.migrate(moves, *way)
-            assert report.state == "committed", (report.reason, report.detail)
-        assert await bench.finish(moves) == expected
-        await bench.finish(beside)
+    await bench.assert_moves_change_nothing(name, **DRAWN)
 
 
 async def test_a_migration_that_is_given_up_frees_every_unit(bench: PoolBench) -> None:

@@ -34,24 +34,14 @@ async def bench(other: Path) -> AsyncIterator[PoolBench]:
 
 
 async def test_two_models_in_one_pool_give_what_each_gives_alone(bench: PoolBench) -> None:
-    wanted = [(name, 100 * n, more) for n in (1, 2) for name in "ab" for more in ({}, DRAWN)]
-    alone = [bench.submit(f"{name} alone", start, **more) for name, start, more in wanted]
-    ids = [bench.submit(name, start, **more) for name, start, more in wanted]
-    for one, same in zip(ids, alone, strict=True):
-        assert await bench.finish(one) == await bench.finish(same)
-    await bench.settle()
+    await bench.assert_same_as_alone()
 
 
 async def test_an_engine_waits_for_one_that_has_filled_the_pool_and_goes_on_rightly(
     bench: PoolBench,
 ) -> None:
     expected = await bench.alone("b", 300)
-    with bench.slow("a", 0.02):
-        ids = await bench.fill("a", **DRAWN)
-        late = bench.submit("b", 300)
-        await asyncio.sleep(0.02)
-        (state,) = await bench.engines["b"].requests()
-        assert state.state == "waiting"
+    ids, late = await bench.waits_for_the_other()
     assert await bench.finish(late) == expected
     for n, one in enumerate(ids, 1):
         assert await bench.finish(one) == await bench.alone("a", 100 * n, 100, **DRAWN)
@@ -89,17 +79,8 @@ async def test_a_stream_of_requests_of_one_model_does_not_starve_the_other(
 async def test_a_request_moves_into_a_pool_and_out_of_it(
     bench: PoolBench, more: dict[str, Any]
 ) -> None:
-    async with bench.migrator() as move:
-        for name in "ab":
-            expected = await bench.alone(name, 500, 60, **more)
-            moves = bench.submit(f"{name} alone", 500, 60, **more)
-            beside = bench.submit("b" if name == "a" else "a", 100)
-            for at, way in ((3, (f"{name} alone", name)), (25, (name, f"{name} alone"))):
-                await bench.reach(moves, at)
-                report = await move.migrate(moves, *way)
-                assert report.state == "committed", (report.reason, report.detail)
-            assert await bench.finish(moves) == expected
-            await bench.finish(beside)
+    for name in "ab":
+        await bench.assert_moves_change_nothing(name, **more)
 
 
 async def test_a_request_does_not_move_to_another_model(bench: PoolBench) -> None:
