@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
-
 from kvmig.core.errors import ConfigError
 from kvmig.core.model_sizes import ModelSizes
 from kvmig.fleet import device_room
 from kvmig.fleet.device_claims import REST, DeviceClaim, KnownSizes, claim_of, need_of
 from kvmig.fleet.device_room import DeviceNeed, Strategy
+from kvmig.fleet.device_sizes import RememberedSizes, sizes_key
 from kvmig.fleet.device_watch import DeviceWatch
 from kvmig.fleet.spec import ModelSpec
 from kvmig.launcher.environment import weights_of
@@ -36,17 +35,27 @@ class DeviceBudget:
         """Whether there are GPUs."""
         return bool(self.watch.inventory.devices)
 
+    def recall(self, known: RememberedSizes) -> None:
+        """Take what an earlier server knew."""
+        if known.sizes is not None:
+            self._sizes[known.started_as] = known.sizes
+        self._measured[known.started_as] = known.measured
+
+    def to_remember(self, spec: ModelSpec) -> RememberedSizes:
+        """What the next server is to know of a model."""
+        return RememberedSizes(sizes_key(spec), self.sizes(spec), self.measured(spec))
+
     def learn(self, spec: ModelSpec, sizes: ModelSizes) -> None:
         """Take what the model's engine says of it."""
-        self._sizes[key_of(spec)] = sizes
+        self._sizes[sizes_key(spec)] = sizes
 
     def sizes(self, spec: ModelSpec) -> ModelSizes | None:
         """What its engine has said; None: it wasn't asked."""
-        return self._sizes.get(key_of(spec))
+        return self._sizes.get(sizes_key(spec))
 
     def measure(self, spec: ModelSpec, used: int) -> bool:
         """Take what an instance uses of a GPU; whether that is more than was known."""
-        key = key_of(spec)
+        key = sizes_key(spec)
         if used <= self._measured.get(key, 0):
             return False
         self._measured[key] = used
@@ -58,7 +67,7 @@ class DeviceBudget:
 
     def measured(self, spec: ModelSpec) -> int:
         """Bytes of each GPU that an instance used at most; 0: none has run."""
-        return self._measured.get(key_of(spec), 0)
+        return self._measured.get(sizes_key(spec), 0)
 
     def known(self, spec: ModelSpec) -> KnownSizes:
         """Collect what is known of a model beyond its specification."""
@@ -133,9 +142,3 @@ class DeviceBudget:
             return self.watch.inventory.device(name).uuid
         except KeyError:
             return name
-
-
-def key_of(spec: ModelSpec) -> str:
-    """Two specifications with one key take the same of a GPU, as far as that isn't by number."""
-    parts = (spec.engine, spec.source, spec.flags, spec.workers, sorted(spec.adapters.items()))
-    return msgspec.json.encode(parts).decode()

@@ -30,6 +30,7 @@ from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, limited_by
 from kvmig.accounts.limits import SpendBucket
 from kvmig.accounts.usage import HandOver, SpoolDamaged, SpooledRecord, UsageSpool
+from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
@@ -38,6 +39,7 @@ from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployment_words import words
 from kvmig.fleet.device_budget import DeviceBudget
+from kvmig.fleet.device_sizes import forget_others, remember, remembered
 from kvmig.fleet.device_watch import LOOK_TIMEOUT_S, DeviceWatch
 from kvmig.fleet.disk import disks_of
 from kvmig.fleet.host_memory import MemoryBudget
@@ -148,8 +150,14 @@ class FleetServer:
         devices = DeviceBudget(self._watch, settings.gpu_placement)
         memory = MemoryBudget(settings.memory, devices)
         self._models = ModelController(
-            settings, self._order, self._tell_routes, memory, wall=time.time
+            settings,
+            self._order,
+            self._tell_routes,
+            memory,
+            wall=time.time,
+            measured=lambda spec: self._learned.start(self._remember(spec)),
         )
+        self._learned = BackgroundTasks("sizes of models")
         self._init = InitLink(to_init, self._hear_init)
         self._disks = disks_of(settings.path(), self._store.database.path)
         self._figures: dict[str, str] = {}
@@ -193,6 +201,7 @@ class FleetServer:
         stored = self._backend.stored
         await stored(self._store.open)
         await self._look_at_gpus()
+        await self._recall_sizes()
         if (key := await stored(self._store.first_admin_key)) is not None:
             keep_key(self._settings.path("admin-key"), key)
             say(f"the first admin's key is in {self._settings.path('admin-key')}")
@@ -216,6 +225,15 @@ class FleetServer:
             keeping = self._backend.retention.run(days)
             self._keeping = asyncio.create_task(keeping, name="retention")
         await self._serve(take_path(str(self._settings.api)))
+
+    async def _recall_sizes(self) -> None:
+        """Take what earlier servers knew of models' sizes. Raises StoreError."""
+        stored, database = self._backend.stored, self._store.database
+        if self._models.memory.devices.there:
+            specs = [row.spec for row in await stored(self._store.models)]
+            await stored(forget_others, database, specs)
+            for one in await stored(remembered, database):
+                self._models.memory.devices.recall(one)
 
     async def _look_at_gpus(self) -> None:
         """Raises StartupError where the driver hangs."""
@@ -373,6 +391,7 @@ class FleetServer:
             await asyncio.gather(self._serving, return_exceptions=True)
         await self._backend.replacer.close()
         await self._models.close()
+        await self._learned.close()
         await self._links.close()
         await self._quotas.close()
         self._init.close()
@@ -477,6 +496,16 @@ class FleetServer:
             raise ConfigError(f"model {spec.name}: {found.wrong}")
         if (known := decode_sizes(found.sizes)) is not None:
             self._models.memory.devices.learn(spec, known)
+            if self._models.memory.devices.there:
+                await self._remember(spec)
+
+    async def _remember(self, spec: ModelSpec) -> None:
+        """Keep what is known of a model's sizes for the next server."""
+        known = self._models.memory.devices.to_remember(spec)
+        try:
+            await self._backend.stored(remember, self._store.database, known)
+        except StoreError as error:
+            log.warning("the sizes of model %s are not stored: %s", spec.name, error)
 
     def _hear(self, proxy: str, message: ProxyNews | None) -> None:
         match message:

@@ -42,7 +42,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 8
+SCHEMA = 9
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
@@ -212,6 +212,14 @@ placement = Table(
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("wanted", JSON, nullable=False),
+)
+
+device_sizes = Table(
+    "device_sizes",
+    metadata,
+    Column("started_as", Text, primary_key=True),
+    Column("sizes", JSON(none_as_null=True)),
+    Column("measured", BigInteger, nullable=False, server_default="0"),
 )
 
 
