@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -359,6 +361,42 @@ async def test_a_name_that_another_process_has_is_refused(path: Path) -> None:
 
 
 TWICE = JOINS.replace("sys.stdin.read()", "print(sock.recv(4096))")
+
+
+async def test_an_agent_without_a_file_for_a_connection_rests_before_it_looks_again(
+    path: Path,
+) -> None:
+    looks, full = list[int](), [True]
+
+    class NoFile:
+        """The socket of a process that may open no more files, until it may."""
+
+        def __init__(self, inner: socket.socket) -> None:
+            self._inner = inner
+
+        def accept(self) -> Any:
+            looks.append(1)
+            if full[0]:
+                raise OSError(errno.EMFILE, "too many open files")
+            return self._inner.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    with take_path(str(path), socket.SOCK_SEQPACKET) as sock:
+        served = UnitAgent(cast("socket.socket", NoFile(sock)), LeaseLedger(64 * MIB), 0.0, None)
+        running = asyncio.create_task(served.run())
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waits:
+            waits.connect(str(path))
+            await asyncio.sleep(0.2)
+            assert len(looks) == 1
+            full[0] = False
+            waits.sendall(encode(AskUnit(VERSION)))
+            waits.setblocking(False)
+            async with asyncio.timeout(5):
+                assert await asyncio.get_running_loop().sock_recv(waits, 4096)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_where_no_agent_listens_a_member_cannot_start(path: Path) -> None:
