@@ -1,10 +1,12 @@
-"""bench.chaos: its judge, its plan and its faults, without a cluster."""
+"""bench.chaos without a cluster: its judge, plan and faults, and when a unit is whole again."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +27,12 @@ from bench.chaos.hooks import ARMED, FIRED, NOW, strike
 from bench.chaos.leaks import DESCRIPTORS, MEMORY_MIB, Holdings, Process, compare
 from bench.chaos.place import Place
 from bench.chaos.plan import AGENT, HANDSHAKE, plan
+from bench.chaos.unit import whole
 from bench.soak_samples import Sample, growth, steepest
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk
 from kvmig.kvtransfer.source_machine import SourceMachine, SourceState
 from kvmig.kvtransfer.transports.tcp import TcpInbox
+from kvmig.sharing.messages import MemberShare
 
 COUNTED = "".join(f" {one:04d}" for one in range(100, 400))
 
@@ -256,3 +260,37 @@ def test_a_soak_counts_who_lived_long_after_the_warm_up_and_the_worst_of_them() 
     assert steepest(steady, 100.0)["instance rss_mib growth"] == pytest.approx(0.0)
     longest = steepest(brief, 100.0)  # nobody lived longer
     assert longest["instance rss_mib growth"] > 0
+
+
+@pytest.fixture
+def member() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def share(process: int, *, connected: bool) -> MemberShare:
+    return MemberShare(
+        instance="i0", model="count", process=process, guarantee=0, quota=0, lease=0, used=0,
+        cached=0, wanted=0, connected=connected,
+    )  # fmt: skip
+
+
+def test_a_unit_is_whole_once_all_members_that_run_are_connected(
+    member: subprocess.Popen[bytes],
+) -> None:
+    assert not whole([member.pid], [])
+    assert not whole([member.pid], [share(member.pid, connected=False)])
+    assert whole([member.pid], [share(member.pid, connected=True)])
+
+
+def test_a_member_that_is_stopped_is_not_waited_for(member: subprocess.Popen[bytes]) -> None:
+    member.send_signal(signal.SIGSTOP)
+    os.waitpid(member.pid, os.WUNTRACED)  # until it has stopped
+    assert whole([member.pid], [])
+
+
+def test_a_member_that_has_ended_is_not_waited_for(member: subprocess.Popen[bytes]) -> None:
+    member.kill()
+    member.wait()
+    assert whole([member.pid], [])

@@ -43,6 +43,7 @@ from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient
 from kvmig.sharing.lease_ledger import MIB
 from tests.support.fake_llumlet import report
+from tests.support.inside import parts_of
 from tests.support.unit_site import agent
 from tests.support.waiting import until
 
@@ -130,8 +131,8 @@ async def test_an_abort_of_many_ends_all_though_one_has_left_for_an_instance_tha
         for name in ("a", "b"):
             front.client.send(Submit(name), engine.encode_request([1, 2, 3], 100))
         assert await front.requests() == {"a", "b"}
-        it._tracking.left("gone", "tcp://127.0.0.1:1")
-        monkeypatch.setattr(it._host, "send_to", gone)
+        parts_of(it).tracking.left("gone", "tcp://127.0.0.1:1")
+        monkeypatch.setattr(parts_of(it).host, "send_to", gone)
         front.client.send(AbortRequests(["gone", "a", "b"]))
         assert await front.requests() == set()
 
@@ -146,7 +147,7 @@ async def test_a_migration_is_reported_until_front_ends_were_told_how_it_ended(
         return report()
 
     async with llumlet(Toy()) as it, front_end(it) as front:
-        monkeypatch.setattr(it._migrations, "migrate", migrate)
+        monkeypatch.setattr(parts_of(it).host.migrations, "migrate", migrate)
         front.client.send(Migrate(1, "r", "1", "tcp://127.0.0.1:1"))
         await front.hears_untold(1)
         over.set()
@@ -172,15 +173,15 @@ async def test_a_front_end_that_reads_too_slowly_is_told_that_its_requests_are_o
     async with llumlet(engine) as it, front_end(it) as front:
         front.client.send(Submit("r"), engine.encode_request([1, 2, 3], 100))
         assert await front.requests() == {"r"}
-        send = it._server.send
+        send = parts_of(it).server.send
 
         def full(identity: bytes, *message: Any) -> None:
             if behind[0]:
                 raise PeerBehind("it has not read so many messages")
             send(identity, *message)
 
-        monkeypatch.setattr(it._server, "send", full)
-        await until(lambda: not it._tracking.gateways())
+        monkeypatch.setattr(parts_of(it).server, "send", full)
+        await until(lambda: not parts_of(it).tracking.gateways())
         behind[0] = False
         await front.hear(Overrun)
     assert it._overrun == set()
@@ -195,12 +196,12 @@ async def test_a_scheduler_that_reads_too_slowly_gets_later_reports(
             await scheduler.recv()
             with monkeypatch.context() as full:
                 behind = mock.Mock(side_effect=PeerBehind("it has not read so many messages"))
-                full.setattr(it._server, "send", behind)
+                full.setattr(parts_of(it).server, "send", behind)
                 await until(lambda: behind.called)
             async with asyncio.timeout(10):
                 while not isinstance((await scheduler.recv())[0], LoadReport):
                     pass
-            assert it._fronts.listeners() == [b"s"]
+            assert parts_of(it).fronts.listeners() == [b"s"]
         finally:
             scheduler.close()
 
@@ -293,7 +294,7 @@ async def test_moves_that_somebody_waits_for_are_urgent(
         )
 
     async with llumlet(Toy()) as it:
-        monkeypatch.setattr(it._migrations, "migrate", migrate)
+        monkeypatch.setattr(parts_of(it).host.migrations, "migrate", migrate)
         await it._migrate("r", Pair("i1", "tcp://127.0.0.1:1", why=why))
     assert urgent == [why in ("drain", "priority", "defragment", "relieve")]
 
@@ -317,7 +318,8 @@ async def test_an_engine_that_has_nothing_to_do_is_looked_at_no_more_often_than_
 async def test_outputs_without_tokens_don_t_make_an_engine_busy() -> None:
     async with llumlet(ToyEngine()) as it:
         await asyncio.sleep(0.4)
-        with mock.patch.object(it._engine, "step_s", side_effect=it._engine.step_s) as looks:
+        engine = parts_of(it).engine
+        with mock.patch.object(engine, "step_s", side_effect=engine.step_s) as looks:
             for _ in range(10):
                 it._on_outputs(1, [], [])
                 await asyncio.sleep(0.05)
@@ -328,7 +330,7 @@ async def test_a_request_that_comes_to_an_idle_engine_is_told_at_once() -> None:
     engine = Toy()
     async with llumlet(engine) as it, front_end(it) as front:
         await asyncio.sleep(0.4)
-        it._reporter._report_s = 60.0
+        parts_of(it).reporter._report_s = 60.0
         front.client.send(Submit("r"), engine.encode_request([1, 2, 3], 100))
         async with asyncio.timeout(1.0):
             while not (told := await front.hear(LoadReport)).load.running + told.load.waiting:  # type: ignore[attr-defined]

@@ -3,10 +3,16 @@ names (`tests/house/test_private_names.py`)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import zmq.asyncio
 
+from kvmig.controlplane.fronts import FrontendRegistry, OwnershipTable
+from kvmig.controlplane.llumlet import Llumlet
+from kvmig.controlplane.migration_host import MigrationHost
+from kvmig.controlplane.reporter import LoadReporter
+from kvmig.engines.base import ServingEngine
 from kvmig.frontend.requests import RequestTable
 from kvmig.frontend.router import Router
 from kvmig.frontend.streams import RequestStreams
@@ -48,3 +54,22 @@ def media_loading() -> Any:
     from kvmig.frontend.openai.vllm import media
 
     return media._loading
+
+
+@dataclass(frozen=True)
+class LlumletParts:
+    """What a llumlet is made of."""
+
+    engine: ServingEngine
+    server: RpcServer
+    fronts: FrontendRegistry
+    tracking: OwnershipTable
+    host: MigrationHost
+    reporter: LoadReporter
+
+
+def parts_of(llumlet: Llumlet) -> LlumletParts:
+    return LlumletParts(
+        llumlet._engine, llumlet._server, llumlet._fronts, llumlet._tracking, llumlet._host,
+        llumlet._reporter,
+    )  # fmt: skip

@@ -1,14 +1,21 @@
-"""Tests that begin again are counted."""
+"""What tests share: calls that begin again are counted, engines are lent, variables restored."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
+from unittest import mock
 
 import pytest
 
+from tests.support import vllm_pair
+from tests.support.environment import environment
 from tests.support.retries import TRIES, Count, EndedEarly, until_moved
+from tests.support.vllm_pair import Engines, Pair
+from tests.support.vllm_side import Configuration
 
 
 class Calls:
@@ -70,3 +77,48 @@ def test_a_session_of_too_many_fails_though_its_tests_pass(
     )  # fmt: skip
     assert done.returncode == status, done.stdout + done.stderr
     assert f"{over} of 50 calls were over before they could be moved" in done.stdout
+
+
+PLAIN = Configuration()
+OTHER = Configuration(async_scheduling=True)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    monkeypatch.setattr(vllm_pair, "Side", lambda wanted: mock.MagicMock())
+    monkeypatch.setattr(Pair, "assert_empty", mock.AsyncMock())
+    return Engines()
+
+
+async def test_tests_of_one_configuration_have_the_same_two(engines: Engines) -> None:
+    async with engines.lent(PLAIN, PLAIN) as first:
+        assert first.a is not first.b
+    async with engines.lent(PLAIN, OTHER) as other:
+        assert other.a is first.a
+        assert other.b is not first.b
+    async with engines.lent(PLAIN, PLAIN) as again:
+        assert (again.a, again.b) == (first.a, first.b)
+
+
+async def test_those_that_a_test_does_not_leave_empty_end_and_the_next_has_new_ones(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        stays = AssertionError("a request stays")
+        broken.setattr(Pair, "assert_empty", mock.AsyncMock(side_effect=stays))
+        with pytest.raises(AssertionError, match="a request stays"):
+            async with engines.lent(PLAIN, PLAIN) as spoilt:
+                pass
+    for side in (spoilt.a, spoilt.b):
+        cast("mock.MagicMock", side).close.assert_called_once()
+    async with engines.lent(PLAIN, PLAIN) as next_one:
+        assert next_one.a is not spoilt.a
+
+
+def test_what_was_set_in_a_block_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVMIG_TEST_KEPT", "before")
+    with environment({"KVMIG_TEST_KEPT": "inside", "KVMIG_TEST_NEW": "1"}):
+        os.environ["KVMIG_TEST_LATER"] = "1"
+        assert os.environ["KVMIG_TEST_KEPT"] == "inside"
+    assert os.environ["KVMIG_TEST_KEPT"] == "before"
+    assert not {"KVMIG_TEST_NEW", "KVMIG_TEST_LATER"} & os.environ.keys()
