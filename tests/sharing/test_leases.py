@@ -258,10 +258,17 @@ class Arena(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abcd"), guarantee=st.integers(0, 16))
     def joins(self, name: str, guarantee: int) -> None:
-        if name not in self.has:
-            self.ledger.join(name, claim(guarantee=guarantee), self.now)
-            self.has[name] = self.quota[name] = self.used[name] = 0
-            self.orders[name] = deque()
+        if name in self.has:
+            return
+        others = [one.claim for one in self.ledger.members.values()]
+        claims = [*others, claim(guarantee=guarantee)]
+        if sum(max(one.floor, one.guarantee) for one in claims) > ARENA:
+            with pytest.raises(ConfigError, match="no room"):
+                self.ledger.join(name, claims[-1], self.now)
+            return
+        self.ledger.join(name, claims[-1], self.now)
+        self.has[name] = self.quota[name] = self.used[name] = 0
+        self.orders[name] = deque()
 
     @precondition(lambda self: self.has)
     @rule(data=st.data())
