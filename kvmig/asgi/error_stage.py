@@ -111,7 +111,8 @@ class ErrorStage:
         await self._send({**message, "body": self._body})
 
     async def _pass_event(self, message: Message) -> None:
-        data = bytes(message.get("body", b""))
+        body = message.get("body", b"")
+        data = bytes(body)
         if is_error_event(self._api, data):
             data = self._event(self._call.failure or read_event(data) or UNKNOWN)
         elif self._numbers is not None:
@@ -120,7 +121,7 @@ class ErrorStage:
         failure = self._call.failure
         if failure is not None and not self._told and self._closes(data):
             data = self._event(failure) + (data or stream_end(self._api))
-        await self._send({**message, "body": data})
+        await self._send(message if data is body else {**message, "body": data})
 
     def _closes(self, data: bytes) -> bool:
         """Whether the stream ends with it, so that nothing can be said any more."""

@@ -160,6 +160,14 @@ class HttpMiddleware:
         answer = OpenAnswer(call, send)
 
         async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                if reader is not None:
+                    reader.add_part(message.get("body", b""))
+                await answer.send(message)
+                if not message.get("more_body"):
+                    call.end_answer()
+                    call.told = None if reader is None else reader.read_usage()
+                return
             if message["type"] == "http.response.start":
                 own = MutableHeaders(scope=message)
                 own[CALL_ID] = call.call_id
@@ -169,12 +177,7 @@ class HttpMiddleware:
                 state.count(call.status)
                 if reader is not None:
                     reader.begin(own.get("content-type", ""))
-            elif message["type"] == "http.response.body" and reader is not None:
-                reader.add_part(message.get("body", b""))
             await answer.send(message)
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                call.end_answer()
-                call.told = None if reader is None else reader.read_usage()
 
         token = current_call.set(call)
         try:

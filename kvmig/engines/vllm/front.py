@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import msgspec
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.outputs import RequestOutput
@@ -57,6 +58,7 @@ from kvmig.engines.vllm.outputs import (
     before_failure,
     check_failure,
     failure,
+    has_failed,
 )
 from kvmig.engines.vllm.slices import WorkSlices
 from kvmig.engines.vllm.texts import bound_texts, check_stops, check_words
@@ -323,6 +325,11 @@ class RoutingClient(AsyncMPClient):
         return True
 
 
+def read_once() -> None:
+    """Let vLLM read the one setting that it wants for each token from the environment only now."""
+    envs.VLLM_COMPUTE_NANS_IN_LOGITS = envs.environment_variables["VLLM_COMPUTE_NANS_IN_LOGITS"]()
+
+
 class RoutedLLM(AsyncLLM):
     """AsyncLLM over another client, and with a task for outputs that outlives an error."""
 
@@ -340,6 +347,7 @@ class RoutedLLM(AsyncLLM):
     ) -> None:
         """tasks: what the engines can do. salts: see `RoutingClient`."""
         bound_detokenizers()
+        read_once()
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
         client = RoutingClient(config, requests, outputs, num_instances, salts)
@@ -427,11 +435,13 @@ class RoutedLLM(AsyncLLM):
         generated = super().generate(prompt, sampling_params, *args, **options)
         async with contextlib.aclosing(generated) as outputs:
             async for output in outputs:
-                made = await self._prompt_logprobs.make(output.prompt_logprobs)
-                output.prompt_logprobs = made
-                if (before := before_failure(output)) is not None:
-                    yield before
-                check_failure(output)
+                if output.prompt_logprobs is not None:
+                    made = await self._prompt_logprobs.make(output.prompt_logprobs)
+                    output.prompt_logprobs = made
+                if has_failed(output):
+                    if (before := before_failure(output)) is not None:
+                        yield before
+                    check_failure(output)
                 yield output
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:

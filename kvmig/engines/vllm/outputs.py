@@ -157,6 +157,14 @@ def failure(reason: str, kind: Failure) -> str:
     return f"{kind}: {reason}"
 
 
+def has_failed(output: RequestOutput) -> bool:
+    """Whether one of the sequences has."""
+    for one in output.outputs:  # noqa: SIM110 - for each token, and `any` takes twice as long
+        if one.finish_reason == "error":
+            return True
+    return False
+
+
 def before_failure(output: RequestOutput) -> RequestOutput | None:
     """What came before sequences failed, if anything did: vLLM merges what is still unread."""
     failed = [one for one in output.outputs if one.finish_reason == "error"]
