@@ -44,6 +44,8 @@ TOTAL: dict[Device, int] = {"cpu": 128 << 20, "cuda": 4 << 30}
 """Bytes gathered at a time."""
 WORKERS: dict[Device, tuple[int, ...]] = {"cpu": (1, 2), "cuda": (0,)}
 """Threads; CTAs, where 0 is as many as the kernels choose."""
+LONG_RUN = ("*_over_index_select_*",)
+"""The least of all shapes' ratios, which of 5 rounds is too low."""
 SLOW = "reference"
 """One round of it says enough."""
 
@@ -233,7 +235,7 @@ def draw(result: report.Result, file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     root.add_argument("--workers", type=int, nargs="+", help="threads or CTAs (0: chosen)")
     root.add_argument("--mib", type=int, help="gathered at a time")

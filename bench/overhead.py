@@ -43,6 +43,8 @@ OTHERS = 4
 MOVED_PROMPT = 2048
 BATCH = 12
 """Migrations of one set of streams: their contexts have an end."""
+LONG_RUN = ("step_time_during_migration_ratio", "throughput_over_*", "ttft_of_*_over_kvmig")
+"""Bounds of 2 and 3 %, for which one batch and two rounds are too few."""
 PAUSE_S = 0.2
 """Between the windows."""
 AT_ONCE, OUTPUT_TOKENS = 4, 96
@@ -258,7 +260,7 @@ def beside_plain(
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--model", default="step10ms", help=f"{', '.join(NAMES)} or a folder")
     root.add_argument("--others-only", action="store_true", help="without plain vLLM beside it")
     options = root.parse_args(argv)

@@ -62,6 +62,8 @@ BESIDE = 100
 """Streams beside the calls whose first token is timed."""
 FILES = 1 << 17
 """That a process may have open: the proxy two a stream."""
+LONG_RUN = ("kvmig.us_per_token", "kvmig.added_first_p99_ms", "front_behind_over_alone")
+"""What one round of 3 s is too short for."""
 FRONT_PACE = 50_000
 """Tokens a second of all streams: far more than front ends can do."""
 INSTANCES = 10
@@ -305,7 +307,7 @@ def makes_of(root: argparse.ArgumentParser, options: argparse.Namespace) -> dict
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--nginx", default=shutil.which("nginx") or "", help="the program")
     root.add_argument(
         "--litellm", type=Path, metavar="FOLDER",
