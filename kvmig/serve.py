@@ -23,7 +23,7 @@ import uvloop
 from kvmig.asgi.access import is_loopback
 from kvmig.controlplane.messages import ClusterMember
 from kvmig.core.background import cancel_tasks
-from kvmig.core.config import ClusterConfig, UnitConfig
+from kvmig.core.config import ClusterConfig, UnitConfig, instance_name
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.model_sizes import encode_sizes
 from kvmig.core.secret import ADMIN_KEY
@@ -41,6 +41,8 @@ from kvmig.launcher.environment import (
     weights_of,
 )
 from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
+from kvmig.launcher.gpu_division import GpuNeed, asked, divide
+from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
 from kvmig.launcher.launch import LlumletLauncher
 from kvmig.launcher.local import LocalHost
 from kvmig.launcher.ray_launcher import RayLauncher
@@ -155,8 +157,9 @@ def serve(
     with listening(config.http.uds, args) as sock:
         if host is not None:
             kind.check_gpus(args, host.gpus)
-        if host is not None and kind.shares_memory:
+        if host is not None and kind.shares_memory and not host.gpus:
             argv = [*argv, *parts_of_memory(argv, args, planned, host, arena)]
+        gpus = None if host is None else divided(host, config, kind, args, argv, planned, arena)
         first = planned[: config.instances]
         units = config.migration.unit_tokens
         shapes = InstanceShapes(argv, own, first, units, kind.parse, trees, kind.check_tree)
@@ -166,7 +169,7 @@ def serve(
             config,
             front.secret,
             shapes,
-            launcher_on(host, name, config, args, planned),
+            launcher_on(host, name, config, args, planned, gpus),
             lambda argv: kind.weights(kind.parse(argv)),
             own_units(config.instance_unit, config.instances),
             whose,
@@ -196,17 +199,56 @@ def parts_of_memory(
     )
 
 
+def divided(
+    host: LocalHost,
+    config: ClusterConfig,
+    kind: EnginePlugin,
+    args: Namespace,
+    argv: Sequence[str],
+    planned: Sequence[InstanceShape],
+    arena: int,
+) -> GpuStarts:
+    """The host's GPUs, divided among the planned instances; says how. Raises NoRoom."""
+    if host.inventory.missing:
+        say(host.inventory.missing)
+    shapes = {instance_name(number): shape for number, shape in enumerate(planned)}
+    division = divide(
+        host.inventory.devices,
+        {name: shape.workers for name, shape in shapes.items()},
+        config.lifecycle.gpu_memory,
+        own_gpus(config.instance_gpus, config.instances),
+    )
+    weights = kind.weight_bytes(args) if host.gpus else 0
+    memory = EngineMemory(kind.shares_memory, weights, arena)
+    starts = GpuStarts(division, memory, host.inventory.node)
+    total = min((one.total for one in host.inventory.devices), default=0)
+    needs: dict[str, GpuNeed] = {}
+    for name, shape in shapes.items() if host.gpus and kind.shares_memory else ():
+        words = [*argv, *shape.own]
+        own = kind.parse(words) if shape.own else args
+        need = starts.need(shape.workers, words)
+        share, kv_bytes = own.gpu_memory_utilization, own.kv_cache_memory_bytes
+        needs[name] = GpuNeed(
+            need.weights, asked=asked(words, share, kv_bytes, total, need.weights)
+        )
+    starts.check(needs)
+    for line in division.lines():
+        say(line)
+    return starts
+
+
 def launcher_on(
     host: LocalHost | None,
     cluster: str,
     config: ClusterConfig,
     args: Namespace,
     planned: Sequence[InstanceShape],
+    gpus: GpuStarts | None,
 ) -> LlumletLauncher:
     """Starts instances on the host, or by Ray. cluster: names its shared memory."""
     workers = [shape.workers for shape in planned]
-    if host is not None:
-        return host.launcher(cluster, workers)
+    if host is not None and gpus is not None:
+        return host.launcher(cluster, workers, gpus)
     assert config.ray is not None
     first = workers[: config.instances]
     return RayLauncher(config.ray, first, args.model, args.kv_cache_memory_bytes)

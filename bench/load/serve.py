@@ -18,7 +18,7 @@ from kvmig.engines.registry import kind_of
 from kvmig.launcher import flags as kvmig_flags
 from kvmig.launcher.cluster import InstanceManager
 from kvmig.launcher.front_ends import FrontLaunch
-from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.shapes import InstanceShapes, shapes_of
 from kvmig.process.child import leave, quiet
 from kvmig.process.supervisor import STOP_S, ProcessHandle
@@ -56,7 +56,7 @@ class StubLauncher:
         assert isinstance(started, Started)
         return StubHandle(started.endpoint)
 
-    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+    def check_room(self, instances: Sequence[PlannedInstance], gpus: Sequence[str]) -> None:
         """Takes any."""
 
     def renew(self, tree: str) -> None:

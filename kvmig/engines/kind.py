@@ -24,7 +24,8 @@ class EnginePlugin(Protocol):
     takes_units: bool
     """Whether its instances can differ in shape (`MigrationConfig.unit_tokens`)."""
     shares_memory: bool
-    """Whether it takes the flags of `kvmig.launcher.environment.memory_flags`."""
+    """Whether it takes vLLM's flags that divide memory (`kvmig.launcher.gpu_division.flags`,
+    `kvmig.launcher.environment.memory_flags`)."""
 
     def prepare(self) -> None:
         """Check the version and set the environment, before anything of it is imported.
@@ -100,6 +101,15 @@ class EnginePlugin(Protocol):
 
     def weights(self, args: Namespace) -> str:
         """The identity of the weights that an instance would have that is started now."""
+        ...
+
+    def weight_bytes(self, args: Namespace) -> int:
+        """Bytes of the weights where they are loaded, all workers' together; 0: not known."""
+        ...
+
+    def kv_bytes(self, engine: ServingEngine) -> int:
+        """Bytes that each worker of one that `make` made has found to have for its KV cache; 0:
+        it looks for none."""
         ...
 
     def make(

@@ -22,7 +22,7 @@ from kvmig.controlplane.messages import (
 from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher.instance import DrainDeadline, ManagedInstance
-from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher
+from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher, PlannedInstance
 from kvmig.launcher.shapes import InstanceShape, InstanceShapes
 from kvmig.process.child import say
 from kvmig.rpc.codec import RefusalCounter
@@ -92,7 +92,7 @@ class InstanceManager:
         names = [instance_name(number) for number in range(self._config.instances)]
         shapes = {name: self._shapes.shape_of(name) for name in names}
         for name, shape in shapes.items():
-            self._launcher.check_gpus(self._gpus.get(name, ()), shape.workers)
+            self._launcher.check_room([self._planned(name, shape)], self._gpus.get(name, ()))
         for name, shape in shapes.items():
             self._begin(name, shape, self._gpus.get(name, ()), self._units.get(name, ""))
         # Whichever fails first: others may need minutes more.
@@ -133,10 +133,14 @@ class InstanceManager:
             )
         try:
             shapes = [self._shapes.shape_of(name, order.flags, order.tree) for name in free]
-            for shape in shapes:
-                self._launcher.check_gpus(order.gpus, shape.workers)
+            self._launcher.check_room(
+                [self._planned(name, shape) for name, shape in zip(free, shapes, strict=True)],
+                order.gpus,
+            )
         except ConfigError as error:
             raise OrderRefused("invalid", str(error)) from error
+        except StartupError as error:
+            raise OrderRefused("conflict", str(error)) from error
         for name, shape in zip(free, shapes, strict=True):
             instance = self._begin(name, shape, order.gpus, order.unit)
             instance.first_start.add_done_callback(self._say_failure)
@@ -289,6 +293,9 @@ class InstanceManager:
     def _say_failure(self, first_start: asyncio.Future[str]) -> None:
         if not first_start.cancelled() and (how := first_start.result()):
             say(f"{how}; it is given up")
+
+    def _planned(self, name: str, shape: InstanceShape) -> PlannedInstance:
+        return PlannedInstance(name, shape.workers, [*self._shapes.argv, *shape.own])
 
     def _begin(
         self, name: str, shape: InstanceShape, gpus: tuple[str, ...] = (), unit: str = ""

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import resource
 import secrets
-import shutil
-import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SECRET
 from kvmig.engines.registry import kind_of
 from kvmig.process import cgroups
+from kvmig.process.nvml import read_devices
 from kvmig.rpc.zmq_sockets import LEAST_BYTES
 
 GIB = 1 << 30
@@ -65,19 +64,7 @@ def too_few_files(allowed: int, max_waiting: int, front_ends: int) -> str:
 
 def gpus() -> list[str]:
     """Ids of the GPUs that may be used, empty on a CPU machine."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [gpu for gpu in visible.split(",") if gpu]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    probe = subprocess.run(
-        ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    return probe.stdout.split() if probe.returncode == 0 else []
+    return [one.id for one in read_devices(os.environ).devices]
 
 
 def available_memory() -> int:

@@ -60,7 +60,12 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         instance_gpus=tuple(flags.instance_gpus),
         ray=_ray(flags),
         unit=_unit(flags),
-        lifecycle=_filled(LifecycleConfig, flags, max_instances=_max_instances(flags)),
+        lifecycle=_filled(
+            LifecycleConfig,
+            flags,
+            max_instances=_max_instances(flags),
+            gpu_memory=int(flags.gpu_memory),
+        ),
         scaling=_scaling(flags),
         priorities=priority_classes(flags.priority_class),
         faults=_filled(FaultConfig, flags),
@@ -434,6 +439,14 @@ def _add_lifecycle(root: FlagParser) -> None:
         default=argparse.SUPPRESS,
         help="maximum number of instances"
         f" (default: {USUAL_MOST}, or --instances where that is more)",
+    )
+    group.add(
+        "--gpu-memory",
+        "gpu_memory",
+        "maximum memory of each GPU that all instances take together, in bytes or with a unit"
+        " (40GiB); 0: what is free at the start",
+        type=quantity("B"),
+        metavar="BYTES",
     )
     group.add(
         "--max-restarts",

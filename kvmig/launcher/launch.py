@@ -7,7 +7,7 @@ how many and how often again is decided by `kvmig.launcher.cluster`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvmig.core.config import ClusterConfig
 from kvmig.core.secret import SecretStruct
@@ -33,10 +33,23 @@ class LlumletLaunch(SecretStruct, frozen=True, kw_only=True):
     whose: str = ""
     """Model and address of its server, for its title."""
 
+    where: str = ""
+    """Its GPUs and their host, for its title; empty: it runs on a CPU."""
+
     @property
     def title(self) -> str:
         """What `ps` shows behind the module's name: one of several clusters on a host is known."""
-        return f"{self.instance} of {self.whose}" if self.whose else self.instance
+        of = f" of {self.whose}" if self.whose else ""
+        return f"{self.instance}{of}{f' on {self.where}' if self.where else ''}"
+
+
+class PlannedInstance(NamedTuple):
+    """One that is to be started."""
+
+    name: str
+    workers: int
+    words: Sequence[str]
+    """MODEL and the engine's flags."""
 
 
 class LlumletLauncher(Protocol):
@@ -58,10 +71,11 @@ class LlumletLauncher(Protocol):
         """
         ...
 
-    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
-        """Refuse GPUs that an instance with so many workers can't be given; none are right.
+    def check_room(self, instances: Sequence[PlannedInstance], gpus: Sequence[str]) -> None:
+        """Refuse instances that have no room beside those that are there.
 
-        Raises ConfigError.
+        gpus: of each of them; none: any. Raises ConfigError for GPUs that they can't be given,
+        StartupError where there is too little memory.
         """
         ...
 

@@ -58,7 +58,10 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
         elif not isinstance(engine.sharing, str) and (why := engine.sharing.unlimited):
             words = f"--unit-shares order its steps, and limit no SMs: {why}"
             say(words, f"kvmig {launch.instance}")
-        announce(descriptor, StartAnnouncement(endpoint=llumlet.endpoint))
+        announce(
+            descriptor,
+            StartAnnouncement(endpoint=llumlet.endpoint, kv_bytes=kind.kv_bytes(engine)),
+        )
         trimming = asyncio.create_task(keep_small(), name="heap")
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
-from kvmig.core.errors import ConfigError, StartupError
+from msgspec.structs import replace
+
+from kvmig.core.errors import StartupError
 from kvmig.engines.registry import with_tree
 from kvmig.kvtransfer.transports.shm import sweep
-from kvmig.launcher.environment import gpus, llumlet_environment, worker_threads
-from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.environment import llumlet_environment, worker_threads
+from kvmig.launcher.gpu_starts import GpuStart, GpuStarts
+from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.process.fork_server import HANDED, ForkServerPool
+from kvmig.process.nvml import read_devices
 from kvmig.process.supervisor import STOP_S, ChildProcess, ProcessHandle, ProcessPort, running
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ class LocalHost:
 
         Raises StartupError.
         """
-        self.gpus = gpus()
+        self.inventory = read_devices(os.environ)
         self._environment = dict(os.environ)
         # How many workers an instance has isn't known yet; with several, forks don't suit.
         threads = worker_threads([1] * instances)
@@ -45,34 +47,48 @@ class LocalHost:
         self._forks.close()
 
     @property
+    def gpus(self) -> list[str]:
+        """Ids of the GPUs that may be used; empty on a CPU."""
+        return [one.id for one in self.inventory.devices]
+
+    @property
     def all_cores(self) -> bool:
         """Whether instances take all cores: there is no GPU, and the user has set no number."""
         return not self.gpus and "OMP_NUM_THREADS" not in self._environment
 
-    def launcher(self, cluster: str, workers: Sequence[int]) -> LocalLauncher:
+    def launcher(self, cluster: str, workers: Sequence[int], starts: GpuStarts) -> LocalLauncher:
         """Make it. cluster: names its shared memory. workers: of each planned instance."""
-        return LocalLauncher(
-            cluster, self.gpus, worker_threads(workers), self._environment, self._forks
-        )
+        threads = worker_threads(workers)
+        return LocalLauncher(cluster, starts, threads, self._environment, self._forks)
 
 
 class LocalLlumlet(ChildProcess):
     """A llumlet whose staging memory goes with it, also when it is killed."""
+
+    gpu_start: GpuStart | None = None
+    """Its start on GPUs, which ends when it is ready or gone."""
+
+    async def ready(self, timeout_s: float) -> str:
+        """See `ProcessHandle`."""
+        try:
+            endpoint = await super().ready(timeout_s)
+            if self.gpu_start is not None:
+                self.gpu_start.serves(self.kv_bytes)
+            return endpoint
+        finally:
+            self._end_start()
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
         """See `ProcessHandle`."""
         try:
             await super().stop(timeout_s)
         finally:
+            self._end_start()
             sweep()
 
-
-@dataclass(eq=False)
-class _Place:
-    """A llumlet's part of this host; no child: it is just being started."""
-
-    gpus: list[str] = field(default_factory=list)
-    child: ChildProcess | None = None
+    def _end_start(self) -> None:
+        if self.gpu_start is not None:
+            self.gpu_start.end()
 
 
 class LocalLauncher:
@@ -81,31 +97,50 @@ class LocalLauncher:
     def __init__(
         self,
         cluster: str,
-        gpu_ids: Sequence[str],
+        starts: GpuStarts,
         threads: int,
         environment: Mapping[str, str],
         forks: ForkServerPool | None = None,
     ) -> None:
-        """cluster: names its shared memory. gpu_ids: none on a CPU. threads: a worker's.
+        """cluster: names its shared memory. threads: a worker's, on a CPU.
 
         forks: makes the processes that could live in its environment.
         """
         self._cluster = cluster
-        self._gpus = list(gpu_ids)
+        self._starts = starts
         self._threads = threads
         self._environment = dict(environment)
         self._forks = forks
-        self._places: list[_Place] = []
+        self._children: dict[str, ChildProcess] = {}
 
     async def open(self) -> None:
         """Remove the shared memory of clusters that were killed."""
         sweep()
 
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
-        """A child process, on the GPUs with the fewest workers."""
-        place = self._place(workers, launch.gpus)
+        """A child process, on its GPUs once it is its turn there."""
+        start: GpuStart | None = None
+        if self._starts.ids:
+            self._forget_ended(launch.instance)
+            start = await self._starts.begin(launch, workers)
+            launch = replace(
+                launch,
+                engine_argv=[*launch.engine_argv, *start.flags],
+                where=f"GPU {','.join(start.place.gpus)} of {self._starts.node}",
+            )
+        try:
+            child = await self._start(launch, () if start is None else start.place.gpus)
+        except BaseException:
+            if start is not None:
+                start.end()
+            raise
+        child.gpu_start = start
+        self._children[launch.instance] = child
+        return child
+
+    async def _start(self, launch: LlumletLaunch, gpus: Sequence[str]) -> LocalLlumlet:
         base = with_tree(launch.config.engine, self._environment, launch.engine_tree)
-        environment = llumlet_environment(launch.config.engine, place.gpus, self._threads, base)
+        environment = llumlet_environment(launch.config.engine, gpus, self._threads, base)
 
         async def spawn(stdin: int, announced: int) -> ProcessPort:
             if self._forks is not None and self._forks.suits(environment):
@@ -116,20 +151,14 @@ class LocalLauncher:
             spawned = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
             return await spawned(stdin, announced)
 
-        try:
-            place.child = await LocalLlumlet.start(f"instance {launch.instance}", spawn, launch)
-        except BaseException:
-            self._places.remove(place)
-            raise
-        return place.child
+        return await LocalLlumlet.start(f"instance {launch.instance}", spawn, launch)
 
-    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+    def check_room(self, instances: Sequence[PlannedInstance], gpus: Sequence[str]) -> None:
         """See `Launcher`."""
-        known = ", ".join(self._gpus) or "none: there is no GPU"
-        if not_here := [one for one in gpus if one not in self._gpus]:
-            raise ConfigError(f"gpus has {not_here[0]}, allowed are {known}")
-        if gpus and len(gpus) != workers:
-            raise ConfigError(f"gpus has {len(gpus)}, must be one for each of {workers} workers")
+        for one in instances:
+            self._starts.check_gpus(gpus, one.workers)
+        if self._starts.ids:
+            self._starts.check_room(instances, gpus, self._alive())
 
     def renew(self, tree: str) -> None:
         """See `Launcher`."""
@@ -145,18 +174,9 @@ class LocalLauncher:
         """Remove the cluster's shared memory."""
         sweep(self._cluster)
 
-    def _place(self, workers: int, given: Sequence[str]) -> _Place:
-        """A GPU for each worker, different ones as long as there are enough; none on a CPU.
+    def _alive(self) -> list[str]:
+        return [name for name, child in self._children.items() if child.alive]
 
-        given: which; none: those with the fewest workers.
-        """
-        self._places = [one for one in self._places if one.child is None or one.child.alive]
-        used = Counter(dict.fromkeys(self._gpus, 0))
-        used.update(gpu for place in self._places for gpu in place.gpus)
-        place = _Place(list(given))
-        for _ in range(workers if self._gpus and not given else 0):
-            gpu = min(self._gpus, key=lambda one: used[one])
-            used[gpu] += 1
-            place.gpus.append(gpu)
-        self._places.append(place)
-        return place
+    def _forget_ended(self, starts: str) -> None:
+        """starts: the instance whose place is wanted now."""
+        self._starts.forget_all_but([*self._alive(), starts])

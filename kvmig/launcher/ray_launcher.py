@@ -26,7 +26,7 @@ from kvmig.engines.registry import with_tree
 from kvmig.kvtransfer.transports.shm import sweep
 from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import llumlet_environment, memory_flags, part_of_memory, weights_of
-from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.ray_cluster import (
     RayNode,
     Resources,
@@ -122,7 +122,7 @@ class RayLauncher:
             raise
         return handle
 
-    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+    def check_room(self, instances: Sequence[PlannedInstance], gpus: Sequence[str]) -> None:
         """See `Launcher`."""
         if gpus:
             raise ConfigError(f"gpus has {gpus[0]}, must be left out with --ray: Ray chooses")

@@ -182,6 +182,8 @@ class StartAnnouncement(msgspec.Struct, frozen=True):
     failed: str = ""
     refused: bool = False
     """Whether it failed by what it was told to use, so that another try is in vain."""
+    kv_bytes: int = 0
+    """Of an instance: what each worker of its engine has found to have for its KV cache."""
 
 
 async def send_heartbeats(descriptor: int) -> None:

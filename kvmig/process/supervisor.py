@@ -103,6 +103,8 @@ class ChildProcess:
         self._announced = announced
         self._shared: Files = {}
         self._over = False
+        self.kv_bytes = 0
+        """Of each worker of its engine, once it is ready; 0: it has none, or nobody knows."""
 
     @property
     def pid(self) -> int:
@@ -151,6 +153,7 @@ class ChildProcess:
             kind = ConfigError if answer.refused else StartupError
             raise kind(f"{self.name}: {answer.failed}")
         self._shared = shared_by(of_group(self._process.pid))
+        self.kv_bytes = answer.kv_bytes
         return answer.endpoint
 
     async def ended(self) -> str:

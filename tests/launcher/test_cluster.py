@@ -39,7 +39,7 @@ from kvmig.frontend.router import Router
 from kvmig.launcher import cluster, control, instance
 from kvmig.launcher.cluster import InstanceManager
 from kvmig.launcher.control import ControlServer
-from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.shapes import InstanceShape, InstanceShapes
 from kvmig.process.supervisor import ProcessHandle
 from kvmig.rpc.messages import Hello
@@ -146,7 +146,7 @@ class FakeLauncher:
         self.weights = "old"
         """On disk."""
 
-    def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
+    def check_room(self, instances: Sequence[PlannedInstance], gpus: Sequence[str]) -> None:
         """Takes any."""
 
     def renew(self, tree: str) -> None:

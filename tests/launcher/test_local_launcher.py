@@ -9,9 +9,12 @@ import msgspec
 import pytest
 
 from kvmig.core.config import ClusterConfig
+from kvmig.core.devices import GIB, Device, Inventory
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher import local
-from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.gpu_division import divide
+from kvmig.launcher.gpu_starts import GpuStarts
+from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.local import LocalHost, LocalLauncher, LocalLlumlet
 from kvmig.process.supervisor import ChildProcess, ProcessPort, Spawn
 
@@ -49,8 +52,21 @@ def launch(name: str) -> LlumletLaunch:
     )
 
 
+def devices(*gpus: int) -> tuple[Device, ...]:
+    """GPUs of these numbers."""
+    return tuple(
+        Device(id=str(one), index=one, uuid=f"GPU-{one}", name="H100", total=80 * GIB)
+        for one in gpus
+    )
+
+
+def launcher_on(*gpus: int, **environment: str) -> LocalLauncher:
+    """Of a host with these GPUs, which nobody has planned yet."""
+    return LocalLauncher("test", GpuStarts(divide(devices(*gpus), {})), 1, environment)
+
+
 async def test_each_worker_has_a_gpu_until_there_are_no_more(started: list[FakeProcess]) -> None:
-    launcher = LocalLauncher("test", ["4", "5", "6"], 1, {})
+    launcher = launcher_on(4, 5, 6)
 
     for name, workers in (("i0", 1), ("i1", 2), ("i2", 1)):
         await launcher.llumlet(launch(name), workers)
@@ -59,7 +75,7 @@ async def test_each_worker_has_a_gpu_until_there_are_no_more(started: list[FakeP
 
 
 async def test_the_gpu_of_an_instance_that_ended_is_free_again(started: list[FakeProcess]) -> None:
-    launcher = LocalLauncher("test", ["4", "5"], 1, {})
+    launcher = launcher_on(4, 5)
     for name in ("i0", "i1"):
         await launcher.llumlet(launch(name), 1)
     started[1].returncode = 0
@@ -70,16 +86,18 @@ async def test_the_gpu_of_an_instance_that_ended_is_free_again(started: list[Fak
 
 
 async def test_a_start_that_failed_holds_no_gpu(started: list[FakeProcess]) -> None:
-    broken = LocalLauncher("test", ["4", "5"], 1, {"BROKEN": "1"})
+    broken = launcher_on(4, 5, BROKEN="1")
     with pytest.raises(StartupError, match="llumlet_main can't be started"):
         await broken.llumlet(launch("i0"), 1)
 
-    assert broken._places == []
     assert started == []
+    del broken._environment["BROKEN"]
+    await broken.llumlet(launch("i1"), 1)
+    assert started[0].gpus == "4"
 
 
 async def test_on_a_cpu_there_is_no_gpu_to_see(started: list[FakeProcess]) -> None:
-    await LocalLauncher("test", [], 1, {}).llumlet(launch("i0"), 2)
+    await launcher_on().llumlet(launch("i0"), 2)
 
     assert started[0].gpus == ""
 
@@ -98,7 +116,7 @@ async def test_what_a_killed_instance_shared_goes_with_it(monkeypatch: pytest.Mo
 
 
 async def test_an_instance_runs_on_the_gpus_that_it_is_given(started: list[FakeProcess]) -> None:
-    launcher = LocalLauncher("test", ["4", "5", "6"], 1, {})
+    launcher = launcher_on(4, 5, 6)
 
     await launcher.llumlet(msgspec.structs.replace(launch("i0"), gpus=("6", "5")), 2)
     await launcher.llumlet(launch("i1"), 1)
@@ -114,9 +132,9 @@ async def test_an_instance_runs_on_the_gpus_that_it_is_given(started: list[FakeP
     ],
 )
 def test_gpus_that_do_not_suit_are_refused(gpus: list[str], sentence: str) -> None:
-    launcher = LocalLauncher("test", ["4", "5"], 1, {})
+    launcher = launcher_on(4, 5)
     with pytest.raises(ConfigError, match=sentence):
-        launcher.check_gpus(gpus, 1)
+        launcher.check_room([PlannedInstance("i0", 1, [])], gpus)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +144,7 @@ def test_instances_take_all_cores_where_nobody_set_their_threads(
     threads: str, gpus: int, all_cores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "ForkServerPool", lambda *_: None)
-    monkeypatch.setattr(local, "gpus", lambda: ["0"] * gpus)
+    monkeypatch.setattr(local, "read_devices", lambda _: Inventory(devices=devices(*range(gpus))))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)

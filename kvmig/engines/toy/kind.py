@@ -94,6 +94,12 @@ class ToyKind:
     def weights(self, args: Namespace) -> str:
         return ScriptFile(args.script).read().weights
 
+    def weight_bytes(self, args: Namespace) -> int:
+        return 0
+
+    def kv_bytes(self, engine: ServingEngine) -> int:
+        return 0
+
     def make(
         self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:

@@ -79,6 +79,12 @@ class TransformersKind:
 
         return identify(parse(engine_fields(args)))
 
+    def weight_bytes(self, args: Namespace) -> int:
+        return 0
+
+    def kv_bytes(self, engine: ServingEngine) -> int:
+        return 0
+
     def make(
         self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:

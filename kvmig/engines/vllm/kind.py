@@ -25,6 +25,7 @@ from kvmig.engines.base import ServingEngine
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
 from kvmig.engines.vllm.remembered import refuse_remembered
+from kvmig.engines.weight_bytes import weight_bytes
 
 CANT_BE_MADE = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError),
@@ -129,6 +130,17 @@ class VllmKind:
 
         return identity_of_args(args)
 
+    def weight_bytes(self, args: Namespace) -> int:
+        changed = args.quantization, args.cpu_offload_gb, args.hf_overrides
+        if any(changed) or args.load_format not in READ_AS_THEY_ARE:
+            return 0
+        return weight_bytes(args.model, str(args.dtype))
+
+    def kv_bytes(self, engine: ServingEngine) -> int:
+        from kvmig.engines.vllm.serving import ServingVllm
+
+        return engine.kv_bytes if isinstance(engine, ServingVllm) else 0
+
     def make(
         self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
@@ -170,6 +182,8 @@ def load_for_cpu() -> None:
         configure_logging_if_needed(config)
 
 
+READ_AS_THEY_ARE = ("auto", "safetensors", "runai_streamer", "fastsafetensors")
+"""Values of --load-format under which a GPU has what the files have."""
 SUPPORTED = ("0.32.", "0.33.")
 """Version prefixes. vLLM's scheduler internals move with every minor release."""
 _SUPPORTED = ", ".join(prefix + "x" for prefix in SUPPORTED)

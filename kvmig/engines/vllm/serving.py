@@ -145,6 +145,11 @@ class ServingVllm:
         core.between_steps = self._between_steps
         core.called = self._called
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that each worker has found to have for its KV cache."""
+        return max(0, self._core.available_gpu_memory_for_kv_cache)
+
     # -- for clients
 
     def connect(self, on_outputs: OnOutputs, on_call_done: OnCallDone, on_exit: OnExit) -> None:
