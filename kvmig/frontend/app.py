@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import FastAPI, Request, Response
+from msgspec.structs import replace
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
@@ -44,7 +45,7 @@ def extend(
     exposition = MetricsExposition(
         http.registry,
         http.priorities,
-        rows_of_router,
+        lambda: [replace(row, model=model) for row in rows_of_router()],
         router.fleet.views,
         router.fleet.engine_indexes,
     )

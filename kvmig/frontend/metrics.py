@@ -14,7 +14,12 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -244,6 +249,13 @@ class InstanceCollector(Collector):
             for row in rows:
                 gauge.add_metric((row.id,), getattr(row, column))
             yield gauge
+        info = InfoMetricFamily(
+            "kvmig_instance", "What and where it is: always 1.", labels=("instance",)
+        )
+        for row in rows:
+            where = {"host": row.host, "pid": str(row.pid), "gpus": ",".join(row.gpus)}
+            info.add_metric((row.id,), {"model": row.model, **where})
+        yield info
 
 
 class UnitCollector(Collector):

@@ -23,6 +23,7 @@ from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support import fake_gpu, gpu_nursery
+from tests.support.fake_devices import GIB, FakeMachine, devices
 from tests.support.gpu_nursery import Blow, Orders, State
 from tests.support.leaks import Footprint, assert_server_is_empty
 from tests.support.retries import SESSION, EndedEarly, until_moved
@@ -42,17 +43,15 @@ pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
 SERVING = "serving"
-IN_MEMORY = "--gpu-memory-utilization=0.1", "--kv-cache-memory-bytes=64M"
-"""vLLM's CPU build takes its share of the host's memory for a GPU's."""
 FLAGS = (
     *SMALL,
     *("--instances=2", NEVER_BY_ITSELF, "--max-restarts=100"),
     "--chunk-bytes=1048576",  # small /dev/shm do
     *(*PATIENT, "--shutdown-timeout=5"),
     "--no-enable-prefix-caching",  # every move copies all blocks
-    *IN_MEMORY,
 )
 OVERLAPPING = "--async-scheduling"
+GPU_BYTES = 10 * GIB
 PATIENCE_S = 30.0
 TOKENS, MOVED_AT = 200, (10, 40)
 
@@ -60,7 +59,13 @@ TOKENS, MOVED_AT = 200, (10, 40)
 def nursery_in(folder: Path, **variables: str) -> Nursery:
     """Whose instances see a GPU each; `folder` is for orders."""
     fake_gpu.path()  # compiled here, or the test is skipped
-    own = {"CUDA_VISIBLE_DEVICES": "0,1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    (gpus := folder / "gpus").mkdir()
+    (machine := FakeMachine(gpus)).install(devices(2, GPU_BYTES))
+    own = {
+        **machine.environment,
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
     environment = {**os.environ, **own, gpu_nursery.ORDERS: str(folder), **variables}
     return Nursery("vllm", environment, module=gpu_nursery.__name__)
 
@@ -255,7 +260,7 @@ def test_the_benchmark_for_a_gpu_moves_streams_by_cuda_ipc(
 ) -> None:
     Orders(Path(nursery.environment[gpu_nursery.ORDERS])).environment({})
     file = tmp_path / "result.json"
-    flags = [*SMALL, *IN_MEMORY, OVERLAPPING]
+    flags = [*SMALL, OVERLAPPING]
     assert serving.main(["--quick", "--out", str(file)], flags, nursery) == 0
     result = json.loads(file.read_text())
     assert [sample["tokens"] for sample in result["samples"]] == [64, 256]

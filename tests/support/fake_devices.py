@@ -17,6 +17,8 @@ FOLDER = "KVMIG_FAKE_NVML"
 MODULES = Path(__file__).parent / "fake_nvml"
 """Where the module `pynvml` is that reads such a folder."""
 GIB = 1 << 30
+STEPS = "steps"
+"""File of the folder with the begin and end of each step of an engine: `UUID PID BEGIN END`."""
 
 
 @dataclass

@@ -7,6 +7,8 @@ $KVMIG_TEST_ORDERS:
 
 Each instance's engine says what it is in the file `engine PID`.
 
+What their memory is, NVML says (`tests.support.fake_devices`), and each counts its own.
+
 Each instance opens the driver itself: nothing here has. An instance that has ended starts again at
 once, and what it has left is looked for soon.
 """
@@ -144,6 +146,7 @@ def put_on_gpu(steps_overlap: bool, shared: bool) -> None:
     """The engine that this process makes next has its cache on the first GPU that it sees, or those
     of its workers that are processes of their own on a GPU each."""
     from kvmig.engines.vllm import config, worker
+    from tests.support.gpu_memory import CountingWorker
     from tests.support.gpu_worker import count_as_gpus, export_cache, memory_of, take_pages_of_gpus
 
     patch = pytest.MonkeyPatch()
@@ -158,6 +161,7 @@ def put_on_gpu(steps_overlap: bool, shared: bool) -> None:
     def overlapping(args: Any) -> Any:
         made = configure(args)
         made.scheduler_config.async_scheduling = steps_overlap  # vLLM's CPU platform has none
+        made.parallel_config.worker_cls = f"{CountingWorker.__module__}.{CountingWorker.__name__}"
         return made
 
     count_as_gpus(patch, gpu)
