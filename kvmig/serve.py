@@ -208,7 +208,7 @@ def divided(
     planned: Sequence[InstanceShape],
     arena: int,
 ) -> GpuStarts:
-    """The host's GPUs, divided among the planned instances; says how. Raises NoRoom."""
+    """The host's GPUs, divided among the planned instances; prints how. Raises NoRoom."""
     if host.inventory.missing:
         say(host.inventory.missing)
     shapes = {instance_name(number): shape for number, shape in enumerate(planned)}

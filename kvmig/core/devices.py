@@ -1,6 +1,6 @@
 """The GPUs of one host, as a record: what each has, what is used and by whom, what it reaches.
 
-`kvmig.process.nvml.read_devices` makes an `Inventory`; everything else decides on it:
+`kvmig.process.nvml.read_devices` makes an `DeviceInventory`; everything else decides on it:
 
     inventory = read_devices()              # what CUDA_VISIBLE_DEVICES leaves of this host's
     inventory.devices                       # in the order in which CUDA counts them; may be empty
@@ -11,8 +11,8 @@
     one.processes                           # whose the used bytes are, as far as the driver says
     one.used_by_others({4711})              # bytes of all but these processes
 
-Sizes are bytes. `Device.id` names a device in CUDA_VISIBLE_DEVICES, `Device.uuid` in a database:
-an index means another GPU after one was taken out.
+Sizes are bytes. `DeviceRecord.id` names a device in CUDA_VISIBLE_DEVICES, `DeviceRecord.uuid` in a
+database: an index means another GPU after one was taken out.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class DeviceProcess(msgspec.Struct, frozen=True):
     used: int | None = None
     """Bytes; None: the driver doesn't say."""
     name: str = ""
-    """Of its program; empty: it is not to be seen from here, as from a container."""
+    """The name of its program; empty where the process is not visible, as from a container."""
 
     def __str__(self) -> str:
         size = "an unknown amount" if self.used is None else in_gib(self.used)
         return f"process {self.pid}{f' ({self.name})' if self.name else ''} has {size}"
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU, or one part of a GPU that is split (MIG)."""
 
     id: str
-    """Its name in CUDA_VISIBLE_DEVICES: the index, or the UUID where the user has given that."""
+    """The name in CUDA_VISIBLE_DEVICES: the index, or the UUID where the user has given that."""
     index: int
-    """Of its GPU on this host, in PCI order."""
+    """The index of the GPU on this host, in PCI order."""
     uuid: str
     name: str
     total: int
     """Bytes that processes can have; what the driver keeps for itself isn't counted."""
     used: int = 0
     processes: tuple[DeviceProcess, ...] = ()
-    """Those that the driver names; their sizes may add up to less than `used`."""
+    """The processes that the driver names; their sizes may add up to less than `used`."""
     capability: tuple[int, int] = (0, 0)
     """CUDA's compute capability."""
     parent: str = ""
@@ -65,16 +65,16 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes that no process has."""
         return max(0, self.total - self.used)
 
     def used_by_others(self, ours: Collection[int] = ()) -> int:
-        """Bytes that are not these processes'; what the driver names nobody for counts as well."""
+        """Bytes that are not these processes'; bytes without a named process count, too."""
         own = sum(one.used or 0 for one in self.processes if one.pid in ours)
         return max(0, self.used - own)
 
     def whose(self, ours: Collection[int] = ()) -> str:
-        """Say who has its memory, the largest first; empty: nobody has any."""
+        """Say who has its memory, the largest first; empty: no process has any."""
         others = [one for one in self.processes if one.pid not in ours]
         others.sort(key=lambda one: -1 if one.used is None else one.used, reverse=True)
         said = [str(one) for one in others]
@@ -88,23 +88,23 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
         return f"{part} ({self.name}, {self.uuid})"
 
 
-class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceInventory(msgspec.Struct, frozen=True, kw_only=True):
     """The devices of one host that a process may use."""
 
     node: str = ""
     """The host's name."""
-    devices: tuple[Device, ...] = ()
+    devices: tuple[DeviceRecord, ...] = ()
     missing: str = ""
-    """One sentence: why there are no devices, or which are left out."""
+    """The reason why there are no devices, or which are left out; empty: there is none."""
 
-    def device(self, name: str) -> Device:
+    def device(self, name: str) -> DeviceRecord:
         """The one with that id or UUID. Raises KeyError."""
         for one in self.devices:
             if name in (one.id, one.uuid):
                 return one
         raise KeyError(name)
 
-    def visible(self, words: str | None) -> Inventory:
+    def visible(self, words: str | None) -> DeviceInventory:
         """What CUDA_VISIBLE_DEVICES leaves of a host's devices, in its order; None: all.
 
         As CUDA has it: indices in PCI order, UUIDs or their unique beginnings; the first word that
@@ -112,7 +112,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
         """
         if words is None:
             return self
-        chosen: list[Device] = []
+        chosen: list[DeviceRecord] = []
         missing = self.missing
         for word in map(str.strip, words.split(",")):
             found = _named(self.devices, word)
@@ -137,7 +137,7 @@ def in_gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def _named(devices: Sequence[Device], word: str) -> Device | None:
+def _named(devices: Sequence[DeviceRecord], word: str) -> DeviceRecord | None:
     if word.isdecimal():
         whole = [one for one in devices if one.index == int(word)]
         return whole[0] if whole else None  # of a GPU that is split CUDA takes the first part
@@ -145,5 +145,5 @@ def _named(devices: Sequence[Device], word: str) -> Device | None:
     return found[0] if len(found) == 1 or (found and found[0].uuid == word) else None
 
 
-def _is(device: Device, word: str) -> bool:
+def _is(device: DeviceRecord, word: str) -> bool:
     return device.uuid.startswith(word)

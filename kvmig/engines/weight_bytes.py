@@ -1,4 +1,4 @@
-"""How many bytes a model's weights take where they are loaded, by the headers of its files."""
+"""The size of a model's weights where they are loaded, by the headers of its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from kvmig.engines.identity import tensors_of
 
 WIDE = {"F64": 8, "F32": 4}
-"""Types that engines don't compute in unless they are told to, and their sizes."""
+"""Types that engines use only where a flag asks for them, and their sizes."""
 KEPT = ("float32", "float")
 """Values of --dtype under which they do."""
 USUAL = 2
@@ -17,7 +17,7 @@ USUAL = 2
 def weight_bytes(model: str, dtype: str = "auto") -> int:
     """Bytes of all weights of a folder as an engine holds them; 0: it isn't a folder.
 
-    dtype: the engine's flag. What the flag doesn't say, such as weights that are quantised while
+    dtype: the engine's flag. What other flags change, such as weights that are quantised while
     they are loaded, isn't counted: then it is more than it takes.
     """
     folder = Path(model)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmig.core.devices import Device, Inventory, in_gib
+from kvmig.core.devices import DeviceInventory, DeviceRecord, in_gib
 from kvmig.fleet.device_room import DeviceMemory
 from kvmig.process.descendants import descendants, parents
 from kvmig.process.nvml import read_devices
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class DeviceSample:
     """One look: what there is, and the parents of all processes then."""
 
-    inventory: Inventory = field(default_factory=Inventory)
+    inventory: DeviceInventory = field(default_factory=DeviceInventory)
     parents: Mapping[int, int] = field(default_factory=dict)
 
     def used_by(self, uuid: str, pids: Iterable[int]) -> int:
@@ -39,7 +39,7 @@ class DeviceWatch:
     """Make it, `read_sample` once, then `run` it as a task."""
 
     def __init__(
-        self, supervisor: Path | None = None, read: Callable[[], Inventory] = read_devices
+        self, supervisor: Path | None = None, read: Callable[[], DeviceInventory] = read_devices
     ) -> None:
         """supervisor: file with its process id; all of the fleet are below that process."""
         self.sample = DeviceSample()
@@ -47,7 +47,7 @@ class DeviceWatch:
         self._read = read
 
     @property
-    def inventory(self) -> Inventory:
+    def inventory(self) -> DeviceInventory:
         """The GPUs, as they were at the last look."""
         return self.sample.inventory
 
@@ -100,17 +100,17 @@ class DeviceWatch:
             return set()
 
 
-def title_of(device: Device) -> str:
+def title_of(device: DeviceRecord) -> str:
     """What people call it: `GPU 0 (NVIDIA H100, GPU-8f...)`."""
     return str(device)
 
 
-def _others(device: Device, own: set[int], taken: int) -> int:
+def _others(device: DeviceRecord, own: set[int], taken: int) -> int:
     named = any(one.pid in own and one.used is not None for one in device.processes)
     return device.used_by_others(own) if named else max(0, device.used - taken)
 
 
-def _whose(device: Device, own: set[int], others: int) -> str:
+def _whose(device: DeviceRecord, own: set[int], others: int) -> str:
     if not others:
         return ""
     return device.whose(own) or f"{in_gib(others)} are of other processes"

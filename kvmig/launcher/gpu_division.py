@@ -5,9 +5,9 @@
     check(division, needs)                                     # raises NoRoom, which names bytes
     flags(division.place("i0"), ...)                           # what vLLM is started with
 
-vLLM by itself takes 0.92 of a GPU, refuses to start where less is free, and counts whatever others
+vLLM by itself takes 0.92 of a GPU, refuses to start where less is free, and counts what others
 take or give back while it measures as its own. So each instance gets a size. The first of a kind
-measures what it needs beside its KV cache, alone; all later ones get their KV cache in bytes.
+measures what it needs without its KV cache, alone; all later ones get their KV cache in bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvmig.core.devices import GIB, Device, in_gib
+from kvmig.core.devices import GIB, DeviceRecord, in_gib
 from kvmig.core.errors import StartupError
 
 OUTSIDE = GIB
-"""Bytes of a GPU that an instance's worker has beside what its engine counts: CUDA's contexts, also
+"""Bytes of a GPU that a worker needs and its engine does not count: CUDA's contexts, also
 kvmig's own, and buffers of migrations."""
 NOBODYS = 0.02
-"""Part of a GPU that is given to nobody: the driver's own needs grow with what runs there."""
+"""Part of a GPU that is given to no instance: the driver's own needs grow with what runs there."""
 USUAL_SHARE = 0.92
 """vLLM's default of --gpu-memory-utilization: one that is alone on a GPU takes no more."""
 LEAST_SHARE = "0.01"
@@ -44,9 +44,9 @@ class GpuPlace(msgspec.Struct, frozen=True):
     """An instance's part of the host's GPUs."""
 
     gpus: tuple[str, ...] = ()
-    """Ids, one a worker; none: it runs on a CPU."""
+    """Ids, one for each worker; none: it runs on a CPU."""
     size: int = 0
-    """Bytes of each that it may have in all; 0: nobody divides them."""
+    """Bytes of each that it may have in all; 0: they are not divided."""
 
 
 class GpuNeed(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class GpuNeed(msgspec.Struct, frozen=True):
     """Bytes of all but the KV cache, as the engine of the first such instance has measured; 0: none
     has."""
     asked: int = 0
-    """Bytes that the user's own flags give it; 0: they say nothing."""
+    """Bytes that the user's own flags give it; 0: they give none."""
 
     @property
     def least(self) -> int:
@@ -71,18 +71,21 @@ class GpuNeed(msgspec.Struct, frozen=True):
                 f"{_bytes(self.least)}: {in_gib(self.asked)} by its flags, {in_gib(OUTSIDE)} for"
                 " CUDA"
             )
-        beside = "weights and working memory" if self.measured else "weights"
+        content = "weights and working memory" if self.measured else "weights"
         return (
-            f"{_bytes(self.least)}: {in_gib(self.measured or self.weights)} of {beside},"
+            f"{_bytes(self.least)}: {in_gib(self.measured or self.weights)} of {content},"
             f" {in_gib(OUTSIDE)} for CUDA, at least {in_gib(KV_LEAST)} of KV cache"
         )
 
 
-class Division:
+class GpuDivision:
     """The planned instances' places. Others may come on what is left."""
 
     def __init__(
-        self, devices: Sequence[Device], budget: Mapping[str, int], places: Mapping[str, GpuPlace]
+        self,
+        devices: Sequence[DeviceRecord],
+        budget: Mapping[str, int],
+        places: Mapping[str, GpuPlace],
     ) -> None:
         """budget: bytes of each device, by its id, for all instances; places: by instance."""
         self.devices = {one.id: one for one in devices}
@@ -90,7 +93,7 @@ class Division:
         self.places = dict(places)
 
     def place(self, name: str) -> GpuPlace:
-        """Of an instance; one that nobody has planned has none."""
+        """Return an instance's part; one that was not planned has none."""
         return self.places.get(name, GpuPlace())
 
     def left(self, gpu: str) -> int:
@@ -114,11 +117,11 @@ class Division:
         return place
 
     def remove(self, name: str) -> None:
-        """Its part is free for others."""
+        """Free the part of an instance."""
         self.places.pop(name, None)
 
     def lines(self) -> list[str]:
-        """Say who gets what: one line a device that anybody uses."""
+        """Describe who gets what: one line for each device in use."""
         said = []
         for gpu, device in self.devices.items():
             if names := self.having(gpu):
@@ -132,11 +135,11 @@ class Division:
 
 
 def divide(
-    devices: Sequence[Device],
+    devices: Sequence[DeviceRecord],
     workers: Mapping[str, int],
     most: int = 0,
     given: Mapping[str, Sequence[str]] | None = None,
-) -> Division:
+) -> GpuDivision:
     """Give each instance a GPU for each of its workers, and divide what is free of them.
 
     workers: of each planned instance. most: bytes of each GPU that all may have together; 0: what
@@ -158,10 +161,10 @@ def divide(
         )
         for name, gpus in chosen.items()
     }
-    return Division(devices, budget, places)
+    return GpuDivision(devices, budget, places)
 
 
-def check(division: Division, needs: Mapping[str, GpuNeed]) -> None:
+def check(division: GpuDivision, needs: Mapping[str, GpuNeed]) -> None:
     """Raise NoRoom for the first of these instances that can't serve on what it gets."""
     for name, need in needs.items():
         place = division.place(name)
@@ -176,17 +179,17 @@ def check(division: Division, needs: Mapping[str, GpuNeed]) -> None:
 def asked(
     words: Sequence[str], share: float, kv_bytes: int | None, total: int, weights: int
 ) -> int:
-    """Bytes of a GPU that the user's own flags give an instance; 0: they say nothing.
+    """Bytes of a GPU that the user's own flags give an instance; 0: they give none.
 
-    words: all its flags; share, kv_bytes: what they say, or the engine's defaults.
+    words: all its flags; share, kv_bytes: their values, or the engine's defaults.
     """
     if kv_bytes is not None:
         return weights + kv_bytes
     return 0 if SHARE_FLAG not in _names(words) else int(share * total)
 
 
-def refusal(division: Division, name: str, gpu: str, need: GpuNeed, free: int) -> str:
-    """Say in bytes why an instance doesn't fit on a device, and who has the rest. free: for it."""
+def refusal(division: GpuDivision, name: str, gpu: str, need: GpuNeed, free: int) -> str:
+    """Describe in bytes why an instance doesn't fit, and who has the rest. free: for it."""
     device = division.devices[gpu]
     has = [f"{one} has {in_gib(division.places[one].size)}"
            for one in division.having(gpu) if one != name]  # fmt: skip
@@ -230,7 +233,7 @@ def share_of(place: GpuPlace, total: int) -> float:
 
 
 def measured(place: GpuPlace, total: int, kv_bytes: int) -> int:
-    """Bytes of all but the KV cache, of an engine that has measured and taken so much for it."""
+    """Bytes of all but the KV cache, of an engine that has measured `kv_bytes` for it."""
     return max(0, int(share_of(place, total) * total) - kv_bytes)
 
 
@@ -240,7 +243,7 @@ def measures(words: Sequence[str]) -> bool:
 
 
 def sized(words: Sequence[str]) -> bool:
-    """Whether the user's own flags say how much memory an engine takes."""
+    """Whether the user's own flags set how much memory an engine takes."""
     return bool({SHARE_FLAG, SIZE_FLAG} & _names(words))
 
 
@@ -249,18 +252,21 @@ def _names(words: Sequence[str]) -> set[str]:
     return {word.split("=")[0].replace("_", "-") for word in words}
 
 
-def _budget(device: Device, most: int) -> int:
+def _budget(device: DeviceRecord, most: int) -> int:
     free = max(0, device.free - int(device.total * NOBODYS))
     return min(free, most) if most else free
 
 
-def _at_most(device: Device, size: int) -> int:
+def _at_most(device: DeviceRecord, size: int) -> int:
     """No more than an instance that is alone there would take by itself."""
     return min(size, math.ceil(device.total * USUAL_SHARE) + OUTSIDE)
 
 
 def _choose(
-    devices: Sequence[Device], workers: int, budget: Mapping[str, int], taken: Mapping[str, int]
+    devices: Sequence[DeviceRecord],
+    workers: int,
+    budget: Mapping[str, int],
+    taken: Mapping[str, int],
 ) -> tuple[str, ...]:
     """A device for each worker: where an instance gets most, then those that reach the others."""
     if not devices:
@@ -270,11 +276,11 @@ def _choose(
             f"--tensor-parallel-size is {workers}, must be at most {len(devices)}, the number of"
             f" GPUs here ({', '.join(one.id for one in devices)})"
         )
-    chosen: list[Device] = []
+    chosen: list[DeviceRecord] = []
     while len(chosen) < workers:
         left = [one for one in devices if one not in chosen]
 
-        def worth(one: Device) -> tuple[int, int, int]:
+        def worth(one: DeviceRecord) -> tuple[int, int, int]:
             links = sum(other.uuid in one.nvlinks for other in chosen)
             peers = sum(other.uuid in one.peers for other in chosen)
             return budget[one.id] // (taken.get(one.id, 0) + 1), links, peers

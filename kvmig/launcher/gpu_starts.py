@@ -15,10 +15,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvmig.core.devices import Inventory
+from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.gpu_division import (
-    Division,
+    GpuDivision,
     GpuNeed,
     GpuPlace,
     NoRoom,
@@ -37,9 +37,9 @@ from kvmig.process.nvml import read_devices
 log = logging.getLogger(__name__)
 
 READ_S = 10.0
-"""For NVML's answer, before a start goes on without it."""
+"""Time for NVML's answer, before a start goes on without it."""
 RELEASE_S = 10.0
-"""For the driver to give back what an instance had that has just ended."""
+"""Time for the driver to free the memory of an instance that has just ended."""
 LOOK_S = 0.2
 
 
@@ -60,10 +60,10 @@ class GpuStarts:
 
     def __init__(
         self,
-        division: Division,
+        division: GpuDivision,
         memory: EngineMemory = EngineMemory(),
         node: str = "",
-        read: Callable[[], Inventory] = read_devices,
+        read: Callable[[], DeviceInventory] = read_devices,
         turns: Path | None = None,
     ) -> None:
         """division: of the planned instances. turns: the folder of the devices' turns."""
@@ -74,11 +74,11 @@ class GpuStarts:
         self._turns = turns
         self._planned = frozenset(division.places)
         self._measured: dict[tuple[str, ...], int] = {}
-        """Bytes beside the KV cache that the first instance with these flags has measured."""
+        """Bytes without the KV cache that the first instance with these flags has measured."""
 
     @property
     def ids(self) -> list[str]:
-        """Of all GPUs."""
+        """The ids of all GPUs."""
         return list(self.division.devices)
 
     def check(self, needs: dict[str, GpuNeed]) -> None:
@@ -87,7 +87,7 @@ class GpuStarts:
             check(self.division, needs)
 
     def need(self, workers: int, words: Sequence[str] = (), tree: str = "") -> GpuNeed:
-        """Of each worker of an instance with these flags."""
+        """What each worker of an instance with these flags needs."""
         known = self._measured.get((tree, *words), 0)
         return GpuNeed(self._memory.weights // max(1, workers), known)
 
@@ -105,7 +105,7 @@ class GpuStarts:
         gpus: Sequence[str],
         alive: Collection[str],
     ) -> None:
-        """Raise NoRoom where instances have no room beside those that are there.
+        """Raise NoRoom where instances have no room next to those that are there.
 
         gpus: of each of `wanted`; none: any.
         """
@@ -134,7 +134,7 @@ class GpuStarts:
         return self.division.add(name, workers, gpus)
 
     def forget_all_but(self, names: Collection[str]) -> None:
-        """Free the parts of instances that nobody has planned, and that are gone."""
+        """Free the parts of instances that were not planned, and that are gone."""
         for name in set(self.division.places) - self._planned - set(names):
             self.division.remove(name)
 
@@ -179,7 +179,7 @@ class GpuStarts:
         return GpuStart(place, added, turn, keep)
 
     async def _room(self, name: str, place: GpuPlace, need: GpuNeed) -> GpuPlace:
-        """Its place as far as it is free now. Raises NoRoom."""
+        """Return the part of its place that is free now. Raises NoRoom."""
         deadline = asyncio.get_running_loop().time() + RELEASE_S
         while True:
             try:
@@ -212,12 +212,12 @@ class GpuStart:
 
     place: GpuPlace
     flags: list[str]
-    """Of the engine, behind the user's."""
+    """The engine's flags that are added to the user's."""
     _turn: DeviceTurn
     _keep: Callable[[int], None]
 
     def serves(self, kv_bytes: int) -> None:
-        """It is ready: what it has measured counts for others like it. kv_bytes: of a worker."""
+        """Keep what the instance, now ready, has measured. kv_bytes: of a worker."""
         self._keep(kv_bytes)
 
     def end(self) -> None:

@@ -34,7 +34,7 @@ class LlumletLaunch(SecretStruct, frozen=True, kw_only=True):
     """Model and address of its server, for its title."""
 
     where: str = ""
-    """Its GPUs and their host, for its title; empty: it runs on a CPU."""
+    """The GPUs and their host, for its title; empty: it runs on a CPU."""
 
     @property
     def title(self) -> str:
@@ -72,7 +72,7 @@ class LlumletLauncher(Protocol):
         ...
 
     def check_room(self, instances: Sequence[PlannedInstance], gpus: Sequence[str]) -> None:
-        """Refuse instances that have no room beside those that are there.
+        """Refuse instances that have no room next to those that are there.
 
         gpus: of each of them; none: any. Raises ConfigError for GPUs that they can't be given,
         StartupError where there is too little memory.

@@ -66,7 +66,7 @@ class LocalLlumlet(ChildProcess):
     """A llumlet whose staging memory goes with it, also when it is killed."""
 
     gpu_start: GpuStart | None = None
-    """Its start on GPUs, which ends when it is ready or gone."""
+    """The start on GPUs, which ends when the instance is ready or gone."""
 
     async def ready(self, timeout_s: float) -> str:
         """See `ProcessHandle`."""

@@ -183,7 +183,7 @@ class StartAnnouncement(msgspec.Struct, frozen=True):
     refused: bool = False
     """Whether it failed by what it was told to use, so that another try is in vain."""
     kv_bytes: int = 0
-    """Of an instance: what each worker of its engine has found to have for its KV cache."""
+    """Bytes that each worker of an instance's engine has found for its KV cache."""
 
 
 async def send_heartbeats(descriptor: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvmig.core.errors import StartupError
 
 LOOK_S = 0.1
-"""Between two tries to get a turn."""
+"""Pause between two attempts to get a turn."""
 
 
 class DeviceTurn:
@@ -28,7 +28,7 @@ class DeviceTurn:
         self._descriptors = descriptors
 
     def share(self) -> None:
-        """Others that don't measure may start beside this one from now on."""
+        """Let others start at the same time that don't measure either."""
         for one in self._descriptors:
             fcntl.flock(one, fcntl.LOCK_SH)
 
@@ -48,9 +48,9 @@ async def take_turn(
 ) -> DeviceTurn:
     """Wait for the turn on all these devices.
 
-    alone: whether nobody else may start there meanwhile; else only nobody who measures. It is asked
-    again at each try: another start may have measured for this one, too. on_wait: called once
-    where it isn't free at once. Raises StartupError after `timeout_s`.
+    alone: whether no other start may run there meanwhile; if not, only those that measure may not.
+    It is asked again at each attempt: another start may have measured for this one, too. on_wait:
+    called once where it isn't free at once. Raises StartupError after `timeout_s`.
     """
     turn = DeviceTurn(descriptors := [])
     waited = False
@@ -88,7 +88,7 @@ def _locked(descriptor: int, *, alone: bool) -> bool:
 
 
 def _own_folder() -> Path:
-    """Of this user alone: others could keep a lock for ever, or put a link in its place.
+    """A folder of this user alone: others could keep a lock, or put a link in its place.
 
     Raises OSError.
     """

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from kvmig.core.devices import Device, DeviceProcess, Inventory
+from kvmig.core.devices import DeviceInventory, DeviceProcess, DeviceRecord
 
 MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # noqa: S108 - MPS's own default
 """The variable, and where its daemon listens unless that says otherwise."""
@@ -20,31 +20,31 @@ MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # noqa: S108 - MPS's o
 Answer = TypeVar("Answer")
 
 
-def read_devices(environment: Mapping[str, str] = os.environ) -> Inventory:
+def read_devices(environment: Mapping[str, str] = os.environ) -> DeviceInventory:
     """The devices of this host that CUDA_VISIBLE_DEVICES leaves, as they are now.
 
-    A host without NVML, or with one that fails, has no devices: `Inventory.missing` says why. A
-    device that fails alone is left out.
+    A host without NVML, or with one that fails, has no devices: `DeviceInventory.missing` has the
+    reason. A device that fails alone is left out.
     """
     node = platform.node()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
-        return Inventory(node=node)
+        return DeviceInventory(node=node)
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError as error:
-        return Inventory(node=node, missing=f"nvidia-ml-py is not there: {error}")
+        return DeviceInventory(node=node, missing=f"nvidia-ml-py is not there: {error}")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return Inventory(node=node, missing=f"NVML: {error}")
+        return DeviceInventory(node=node, missing=f"NVML: {error}")
     try:
         devices, missing = _Reader(nvml, _mps_listens(environment)).read()
     except nvml.NVMLError as error:
-        return Inventory(node=node, missing=f"NVML: {error}")
+        return DeviceInventory(node=node, missing=f"NVML: {error}")
     finally:
         nvml.nvmlShutdown()
-    inventory = Inventory(node=node, devices=tuple(devices), missing="; ".join(missing))
+    inventory = DeviceInventory(node=node, devices=tuple(devices), missing="; ".join(missing))
     return inventory.visible(visible)
 
 
@@ -56,9 +56,9 @@ class _Reader:
         self._nvml: Any = nvml
         self._mps = mps
 
-    def read(self) -> tuple[list[Device], list[str]]:
+    def read(self) -> tuple[list[DeviceRecord], list[str]]:
         """The devices, and what is left out. Raises NVMLError."""
-        devices: list[Device] = []
+        devices: list[DeviceRecord] = []
         missing: list[str] = []
         handles = {}
         for index in range(self._nvml.nvmlDeviceGetCount()):
@@ -73,7 +73,7 @@ class _Reader:
                 handles[found[0].uuid] = handle
         return [self._with_peers(one, handles) for one in devices], missing
 
-    def _devices_of(self, index: int, handle: Any) -> list[Device]:
+    def _devices_of(self, index: int, handle: Any) -> list[DeviceRecord]:
         """The GPU, or its parts where it is split."""
         nvml = self._nvml
         uuid = _text(nvml.nvmlDeviceGetUUID(handle))
@@ -99,7 +99,7 @@ class _Reader:
         uuid: str,
         capability: tuple[int, int],
         parent: str = "",
-    ) -> Device:
+    ) -> DeviceRecord:
         nvml = self._nvml
         total, used = self._memory(handle)
         processes: dict[int, int | None] = {}
@@ -109,7 +109,7 @@ class _Reader:
         drawing = self._if_known(nvml.nvmlDeviceGetGraphicsRunningProcesses, nobody, handle)
         for one in (*computing, *drawing, *by_mps):
             processes[one.pid] = _larger(processes.get(one.pid), one.usedGpuMemory)
-        return Device(
+        return DeviceRecord(
             id=name,
             index=index,
             uuid=uuid,
@@ -134,7 +134,7 @@ class _Reader:
             return int(known.total), int(known.used)
         return int(known.total - known.reserved), int(known.used)
 
-    def _with_peers(self, device: Device, handles: Mapping[str, Any]) -> Device:
+    def _with_peers(self, device: DeviceRecord, handles: Mapping[str, Any]) -> DeviceRecord:
         """handles: of the GPUs that aren't split; the parts of one reach nothing."""
         if device.uuid not in handles:
             return device
@@ -170,13 +170,13 @@ class _Reader:
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
-    """Of two sizes; a process may both compute and draw."""
+    """The larger of two sizes; a process may both compute and draw."""
     known = [size for size in (one, other) if size is not None]
     return max(known) if known else None
 
 
 def _text(value: str | bytes) -> str:
-    """As older versions of nvidia-ml-py had bytes."""
+    """The text of a value, which older versions of nvidia-ml-py give as bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 

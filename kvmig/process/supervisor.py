@@ -104,7 +104,7 @@ class ChildProcess:
         self._shared: Files = {}
         self._over = False
         self.kv_bytes = 0
-        """Of each worker of its engine, once it is ready; 0: it has none, or nobody knows."""
+        """Bytes of the KV cache of each worker of its engine, once it is ready; 0: not known."""
 
     @property
     def pid(self) -> int:

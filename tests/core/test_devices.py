@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.core.devices import GIB, Device, DeviceProcess, Inventory
+from kvmig.core.devices import GIB, DeviceInventory, DeviceProcess, DeviceRecord
 
 
-def device(index: int, uuid: str = "", **more: object) -> Device:
+def device(index: int, uuid: str = "", **more: object) -> DeviceRecord:
     name = uuid or f"GPU-{index}{index}-x"
-    return Device(id=str(index), index=index, uuid=name, name="H100", total=80 * GIB, **more)  # type: ignore[arg-type]
+    return DeviceRecord(id=str(index), index=index, uuid=name, name="H100", total=80 * GIB, **more)  # type: ignore[arg-type]
 
 
-HOST = Inventory(devices=(device(0), device(1), device(2)))
-SPLIT = Inventory(
+HOST = DeviceInventory(devices=(device(0), device(1), device(2)))
+SPLIT = DeviceInventory(
     devices=(device(0), device(1, "MIG-a", parent="GPU-p"), device(1, "MIG-b", parent="GPU-p"))
 )
 
 
-def seen(words: str | None, host: Inventory = HOST) -> list[str]:
+def seen(words: str | None, host: DeviceInventory = HOST) -> list[str]:
     return [one.uuid for one in host.visible(words).devices]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.core.devices import Device, DeviceProcess, Inventory
+from kvmig.core.devices import DeviceInventory, DeviceProcess, DeviceRecord
 from kvmig.core.errors import ConfigError
 from kvmig.core.model_sizes import LayerSizes, ModelSizes
 from kvmig.fleet.device_budget import DeviceBudget
@@ -104,15 +104,17 @@ def test_sizes_are_read_as_vllm_reads_them(text: str, size: int) -> None:
 # -- the GPUs of a host
 
 
-def gpu(at: int, used: int = 0, *processes: DeviceProcess) -> Device:
-    return Device(
+def gpu(at: int, used: int = 0, *processes: DeviceProcess) -> DeviceRecord:
+    return DeviceRecord(
         id=str(at), index=at, uuid=f"GPU-{at}", name="H100", total=TOTAL, used=used,
         processes=processes, peers=("GPU-0", "GPU-1"),
     )  # fmt: skip
 
 
-def budget(*devices: Device) -> DeviceBudget:
-    watch = DeviceWatch(read=lambda: Inventory(devices=devices, missing="NVML: it isn't there"))
+def budget(*devices: DeviceRecord) -> DeviceBudget:
+    watch = DeviceWatch(
+        read=lambda: DeviceInventory(devices=devices, missing="NVML: it isn't there")
+    )
     watch.read_sample()
     return DeviceBudget(watch)
 

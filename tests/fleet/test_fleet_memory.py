@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmig.core.devices import Device, Inventory
+from kvmig.core.devices import DeviceInventory, DeviceRecord
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_watch import DeviceWatch
@@ -30,8 +30,8 @@ def spec(folder: Path, **more: Any) -> ModelSpec:
 
 def on_gpu() -> DeviceBudget:
     """Of a host with one GPU."""
-    gpu = Device(id="0", index=0, uuid="GPU-0", name="H100", total=80 << 30)
-    watch = DeviceWatch(read=lambda: Inventory(devices=(gpu,)))
+    gpu = DeviceRecord(id="0", index=0, uuid="GPU-0", name="H100", total=80 << 30)
+    watch = DeviceWatch(read=lambda: DeviceInventory(devices=(gpu,)))
     watch.read_sample()
     return DeviceBudget(watch)
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.core.devices import GIB, Device, DeviceProcess
+from kvmig.core.devices import GIB, DeviceProcess, DeviceRecord
 from kvmig.launcher.gpu_division import (
     KV_LEAST,
     NOBODYS,
     OUTSIDE,
     USUAL_SHARE,
-    Division,
+    GpuDivision,
     GpuNeed,
     GpuPlace,
     NoRoom,
@@ -27,16 +27,16 @@ from kvmig.launcher.gpu_division import (
 TOTAL = 80 * GIB
 
 
-def device(index: int, used: int = 0, **more: object) -> Device:
+def device(index: int, used: int = 0, **more: object) -> DeviceRecord:
     own = {"id": str(index), "index": index, "uuid": f"GPU-{index}", "name": "H100"}
-    return Device(**own, total=TOTAL, used=used, **more)  # type: ignore[arg-type]
+    return DeviceRecord(**own, total=TOTAL, used=used, **more)  # type: ignore[arg-type]
 
 
 def of(*workers: int) -> dict[str, int]:
     return {f"i{number}": count for number, count in enumerate(workers)}
 
 
-def gpus(division: Division) -> list[str]:
+def gpus(division: GpuDivision) -> list[str]:
     return [",".join(place.gpus) for place in division.places.values()]
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.config import ClusterConfig
-from kvmig.core.devices import GIB, Device, DeviceProcess, Inventory
+from kvmig.core.devices import GIB, DeviceInventory, DeviceProcess, DeviceRecord
 from kvmig.core.errors import StartupError
 from kvmig.launcher import gpu_starts
 from kvmig.launcher.gpu_division import NoRoom, divide
@@ -24,7 +24,7 @@ class Host:
     """One GPU, two planned instances, and what NVML says now."""
 
     def __init__(self, folder: Path, instances: int = 2, **memory: int) -> None:
-        self.device = Device(id="0", index=0, uuid="GPU-0", name="H100", total=TOTAL)
+        self.device = DeviceRecord(id="0", index=0, uuid="GPU-0", name="H100", total=TOTAL)
         self.fails = False
         self.read = 0
         planned = {f"i{number}": 1 for number in range(instances)}
@@ -32,9 +32,9 @@ class Host:
         division = divide([self.device], planned)
         self.starts = GpuStarts(division, known, "here", self._read, folder)
 
-    def _read(self) -> Inventory:
+    def _read(self) -> DeviceInventory:
         self.read += 1
-        return Inventory(devices=() if self.fails else (self.device,))
+        return DeviceInventory(devices=() if self.fails else (self.device,))
 
     def has(self, used: int, pid: int = 4711) -> None:
         """Others have so much of it from now on."""

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvmig.core.config import ClusterConfig
-from kvmig.core.devices import GIB, Device, Inventory
+from kvmig.core.devices import GIB, DeviceInventory, DeviceRecord
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher import local
 from kvmig.launcher.gpu_division import divide
@@ -52,10 +52,10 @@ def launch(name: str) -> LlumletLaunch:
     )
 
 
-def devices(*gpus: int) -> tuple[Device, ...]:
+def devices(*gpus: int) -> tuple[DeviceRecord, ...]:
     """GPUs of these numbers."""
     return tuple(
-        Device(id=str(one), index=one, uuid=f"GPU-{one}", name="H100", total=80 * GIB)
+        DeviceRecord(id=str(one), index=one, uuid=f"GPU-{one}", name="H100", total=80 * GIB)
         for one in gpus
     )
 
@@ -144,7 +144,9 @@ def test_instances_take_all_cores_where_nobody_set_their_threads(
     threads: str, gpus: int, all_cores: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "ForkServerPool", lambda *_: None)
-    monkeypatch.setattr(local, "read_devices", lambda _: Inventory(devices=devices(*range(gpus))))
+    monkeypatch.setattr(
+        local, "read_devices", lambda _: DeviceInventory(devices=devices(*range(gpus)))
+    )
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)

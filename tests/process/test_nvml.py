@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.core.devices import Inventory
+from kvmig.core.devices import DeviceInventory
 from kvmig.process import nvml
 from kvmig.process.nvml import read_devices
 from tests.support import fake_devices
@@ -28,7 +28,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
     return FakeMachine(tmp_path)
 
 
-def read(**environment: str) -> Inventory:
+def read(**environment: str) -> DeviceInventory:
     return read_devices(environment)
 
 
@@ -114,7 +114,7 @@ def test_the_users_choice_is_kept(machine: FakeMachine) -> None:
 
 
 def test_a_host_without_nvml_has_no_devices_and_says_why(machine: FakeMachine) -> None:
-    assert read() == Inventory(
+    assert read() == DeviceInventory(
         node=os.uname().nodename, missing="NVML: NVML Shared Library Not Found"
     )
 

@@ -27,7 +27,7 @@ from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.utils import request_memory
 
-from kvmig.core.devices import Device
+from kvmig.core.devices import DeviceRecord
 from kvmig.process.nvml import read_devices
 from tests.support.fake_devices import FOLDER, GIB, STEPS, FakeMachine
 
@@ -46,7 +46,7 @@ class WorkerMemory:
         self.take(CONTEXT)
         self.before = self.device().free
 
-    def device(self) -> Device:
+    def device(self) -> DeviceRecord:
         """As it is now."""
         return read_devices(os.environ).device(self._id)
 
