@@ -1,5 +1,6 @@
 """Runs the parts one after the other, each in a process of its own that may take only so long.
 
+`--set a`, b or c runs some of them, at most nine minutes, for machines that are lent for that long.
 A part that fails is noted, and the next goes on; so is one that is skipped because something
 isn't installed. Exit status: 1 if any failed.
 """
@@ -26,10 +27,15 @@ FILE = "gpu.json"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`python -m bench.gpu.NAME`, and the longest it may take."""
+    """`python -m bench.gpu.NAME`, and the longest it may take.
+
+    module: or another one's program, in an environment with `variables`.
+    """
 
     name: str
     seconds: float
+    module: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 PARTS = (
@@ -42,10 +48,20 @@ PARTS = (
     Part("ceilings", 60),
     Part("sanitizer", 65),
     Part("units", 30),
-    Part("serving", 240),
+    Part("serving", 270),
+    Part("serving-v1", 270, "serving", (("VLLM_USE_V2_MODEL_RUNNER", "0"),)),
+    Part("serving-invariant", 270, "serving", (("VLLM_BATCH_INVARIANT", "1"),)),
 )
 """In order of worth, should the GPU be gone before the end; 565 s at most, and those of `serving`
 where vLLM is installed."""
+SETS = {
+    "a": ("correctness", "serving"),
+    "b": ("serving-invariant", "serving-v1"),
+    "c": ("gather", "links", "interference", "downtime", "units", "ceilings", "sanitizer",
+          "migration"),
+}  # fmt: skip
+"""Parts that fit into SET_S together, the most worth first."""
+SET_S = 540.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +77,8 @@ class Outcome:
 def command(part: Part, out: Path, arguments: list[str]) -> list[str]:
     """Of its process."""
     file = out / f"gpu_{part.name}.json"
-    return [sys.executable, "-m", f"bench.gpu.{part.name}", "--out", str(file), *arguments]
+    module = f"bench.gpu.{part.module or part.name}"
+    return [sys.executable, "-m", module, "--out", str(file), *arguments]
 
 
 def run(part: Part, out: Path, arguments: list[str]) -> Outcome:
@@ -74,6 +91,7 @@ def run(part: Part, out: Path, arguments: list[str]) -> Outcome:
         text=True,
         errors="replace",
         start_new_session=True,
+        env={**os.environ, **dict(part.variables)},
     )
     try:
         printed, _ = process.communicate(timeout=part.seconds)
@@ -111,11 +129,13 @@ def main(arguments: list[str] | None = None, parts: tuple[Part, ...] = PARTS) ->
     parser.add_argument("--out", type=Path, default=Path("bench/results"), metavar="FOLDER")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it work at all?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--set", choices=SETS, help="a: correctness; b: its variants; c: speed")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], metavar="PART")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     passed_on = ["--device", options.device, *(["--quick"] if options.quick else [])]
-    chosen = [part for part in parts if not options.only or part.name in options.only]
+    names = options.only or (SETS[options.set] if options.set else [part.name for part in parts])
+    chosen = [part for part in parts if part.name in names]
 
     result = begin("gpu", {"parts": [part.name for part in chosen], "device": options.device})
     note_gpu(result)

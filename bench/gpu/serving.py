@@ -1,5 +1,6 @@
 """Streams that move while they decode, between two vLLM engines of one `kvmig.serve` on one GPU, or
-on two where there are two: a Qwen3-0.6B with random weights, blocks by CUDA IPC, as `auto` chooses.
+on two where there are two: a Qwen3-0.6B with random weights, blocks by CUDA IPC, as `auto` chooses;
+alone, then with 8 more streams on each engine.
 
 Each stream goes to the other instance and back, some times; then the same one stays. wrong: tokens
 or log-probabilities of the two differ. switch: how long the client waits for the first token of
@@ -28,9 +29,10 @@ from kvmig.core.errors import KvmigError, StartupError
 if TYPE_CHECKING:
     from kvmig_tools.nursery import Nursery
 
-TOKENS = (256, 4096, 16384)
+TOKENS = (512, 8192, 16384)
+LOADS = (0, 8)
 MOVES = 6
-MOST_S = 100.0
+MOST_S = 130.0
 """Without the start of the server."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 FLAGS = (
@@ -39,7 +41,7 @@ FLAGS = (
     "--no-enable-prefix-caching",  # else nothing of a prompt moves a second time
     "--shutdown-timeout=2",
 )
-ON_GPU = ("--max-model-len=20480", "--kv-cache-memory-bytes=4G")
+ON_GPU = ("--max-model-len=24576", "--kv-cache-memory-bytes=4G")
 TARGETS = {
     "wrong": {"max": 0.0},
     "by_cuda_ipc": {"min": 1.0},
@@ -76,9 +78,11 @@ def measure(
 
     async def take(served: Served) -> None:
         deadline = Deadline(MOST_S)
-        async for sample in compared(served, settings["lengths"], settings["moves"]):
+        async for sample in compared(
+            served, settings["lengths"], settings["moves"], settings["loads"]
+        ):
             result.samples.append(sample)
-            say(f"{sample['tokens']} tokens: {sample}")
+            say(f"{sample['tokens']} tokens, {sample['load']} more streams: {sample}")
             record(result, options)
             if deadline.over(result):
                 return
@@ -92,14 +96,15 @@ def measure(
 def record(result: Result, options: argparse.Namespace) -> None:
     """The summary of what is there, and the file."""
     found = [sample for sample in result.samples if "switch_ms" in sample]
+    alone = [sample for sample in found if not sample["load"]]
     by_cuda_ipc = [sample["transport"] == "cuda-ipc" for sample in found]
     result.summary = {
         "wrong": float(sum(sample["wrong"] for sample in found)),
         "by_cuda_ipc": fmean(by_cuda_ipc),
         "switch_over_inter_token_most": max(
-            sample["switch_ms"] / sample["inter_token_ms"] for sample in found
+            sample["switch_ms"] / sample["inter_token_ms"] for sample in alone
         ),
-        "switch_ms_longest": found[-1]["switch_ms"],
+        "switch_ms_longest": alone[-1]["switch_ms"],
         "inter_token_ms": found[0]["inter_token_ms"],
     }
     if options.out is not None:
@@ -122,6 +127,7 @@ def main(
         "runner": os.environ.get(RUNNER, ""),
         "lengths": [64, 256] if quick else list(TOKENS),
         "moves": 2 if options.quick else MOVES,
+        "loads": [0, 2] if quick else list(LOADS),
     }
     result = begin("gpu serving", settings)
     note_gpu(result)
@@ -137,10 +143,10 @@ def main(
         failed = True
         result.samples.append({"failed": f"{type(error).__name__}: {error}"})
         say(str(error))
-    names = ("tokens", "inter_token_ms", "wrong", "switch_ms", "total_ms", "transport")
+    names = ("tokens", "load", "inter_token_ms", "wrong", "switch_ms", "total_ms", "transport")
     found = [sample for sample in result.samples if "switch_ms" in sample]
     rows = [tuple(one[name] for name in names) for one in found]
-    columns = ("tokens", "a token", "wrong", "the switch", "whole migration", "by")
+    columns = ("tokens", "more", "a token", "wrong", "the switch", "whole migration", "by")
     shown = table("streams that move between two vLLM engines, ms", columns, rows)
     return finish(result, options, [shown]) or int(failed)
 

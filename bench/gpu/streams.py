@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from statistics import median
 from typing import Any
 
@@ -15,30 +16,44 @@ from kvmig_tools.served import Served
 
 EVERY = 32
 """Tokens between two moves."""
-LASTING = 2000
-"""Tokens that a stream has to outlast its moves."""
 
 
 async def compared(
-    served: Served, lengths: Sequence[int], moves: int
+    served: Served, lengths: Sequence[int], moves: int, loads: Sequence[int] = (0,)
 ) -> AsyncIterator[dict[str, Any]]:
-    """A sample of each length of prompts. Raises StreamFailed."""
+    """A sample of each length of prompts under each load. Raises StreamFailed.
+
+    loads: streams on each instance beside the one that moves.
+    """
     async with session() as http:
-        await _compare(http, served, lengths[0], 2)  # the first of everything: nobody's figure
-        for tokens in lengths:
-            yield await _compare(http, served, tokens, moves)
+        longest = await longest_call(http, served)
+        await _compare(http, served, lengths[0], 2, longest)  # the first of everything: a warm-up
+        for load in loads:
+            async with AsyncExitStack() as stack:
+                if load:
+                    await Site(served, http).background(stack, load, load)
+                for tokens in lengths:
+                    sample = await _compare(http, served, tokens, moves, longest)
+                    yield {"load": load, **sample}
+
+
+async def longest_call(http: aiohttp.ClientSession, served: Served) -> int:
+    """Tokens of a prompt and its answer at most."""
+    async with http.get(f"{served.url}/v1/models") as answer:
+        return int((await answer.json())["data"][0]["max_model_len"])
 
 
 async def _compare(
-    http: aiohttp.ClientSession, served: Served, tokens: int, moves: int
+    http: aiohttp.ClientSession, served: Served, tokens: int, moves: int, longest: int
 ) -> dict[str, Any]:
+    """longest: a stream is as long as the model lets it be, to outlast its moves; it ends early."""
     site, prompt = Site(served, http), prompt_of(tokens, "serving")
 
     def stream(most: int) -> Stream:
         return Stream(http, served.url, served.model, prompt, most, logprobs=True)
 
     reports: list[dict[str, Any]] = []
-    async with stream(LASTING) as moved:
+    async with stream(longest - tokens) as moved:
         await moved.reach(EVERY)
         for _ in range(moves):
             reports.append(await site.migrate(moved, await site.other_than(moved)))

@@ -263,7 +263,8 @@ def test_the_benchmark_for_a_gpu_moves_streams_by_cuda_ipc(
     flags = [*SMALL, OVERLAPPING]
     assert serving.main(["--quick", "--out", str(file)], flags, nursery) == 0
     result = json.loads(file.read_text())
-    assert [sample["tokens"] for sample in result["samples"]] == [64, 256]
+    found = [(sample["load"], sample["tokens"]) for sample in result["samples"]]
+    assert found == [(0, 64), (0, 256), (2, 64), (2, 256)]
     assert (result["summary"]["wrong"], result["summary"]["by_cuda_ipc"]) == (0, 1)
 
 
