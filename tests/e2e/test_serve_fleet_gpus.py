@@ -116,6 +116,7 @@ async def test_a_model_of_two_workers_has_both_gpus_and_models_spread_over_them(
     assert [one["bytes"] for one in fleet.get("models/two")["gpus"]] == [CLAIM, CLAIM]
 
 
+@pytest.mark.long
 async def test_what_others_use_is_no_room_and_they_are_named_to_admins_alone(
     fleet: GpuFleet,
 ) -> None:
@@ -156,6 +157,7 @@ def test_what_no_gpu_can_hold_is_refused_in_bytes_at_the_door(fleet: GpuFleet) -
         assert named in refused.json()["error"]["message"]
 
 
+@pytest.mark.long
 async def test_a_named_gpu_is_the_only_one(fleet: GpuFleet) -> None:
     add(fleet, "a", gpus=["1"])
     add(fleet, "b", gpus=[SECOND])

@@ -1,4 +1,4 @@
-"""What models take of GPUs: as their engines say it, and as it was measured."""
+"""What models take of GPUs: as their engines report it, and as it was measured."""
 
 from __future__ import annotations
 
