@@ -361,6 +361,9 @@ async def test_what_the_catalogue_holds_is_there_after_a_restart(tmp_path: Path)
         children = fleet.processes("kvmig")
         assert fleet.stop(signal.SIGINT) == 0
         assert all(map(ended, children))
+        logs = {one.name: one.read_text() for one in [fleet.log, *fleet.folder.rglob("*.log")]}
+        assert len(logs) > 1, logs
+        assert not [name for name, log in logs.items() if "Traceback" in log], logs
         fleet.log.write_bytes(b"")
         fleet.start()
         async with fleet.client(key) as client:
