@@ -98,7 +98,9 @@ def leaving_nothing(server: Served) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if SESSION.too_many and exitstatus == pytest.ExitCode.OK:
+    sliced = session.config.getoption("--long-slice", None) is not None
+    # A slice has too few calls to be judged by, and runs beside other lanes.
+    if SESSION.too_many and not sliced and exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
