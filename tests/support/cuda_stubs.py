@@ -66,6 +66,18 @@ int nvmlDeviceGetMemoryInfo(Device one, unsigned long long *bytes) {
     bytes[0] = bytes[1] = 80ULL << 30, bytes[2] = 0;
     return 0;
 }
+int nvmlDeviceGetComputeRunningProcesses_v3(Device one, unsigned *count, void *every) {
+    *count = 0;
+    return 0;
+}
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(Device one, unsigned *count, void *every) {
+    *count = 0;
+    return 0;
+}
+int nvmlDeviceGetGraphicsRunningProcesses_v3(Device one, unsigned *count, void *every) {
+    *count = 0;
+    return 0;
+}
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; return 0; }
 const char *nvmlErrorString(int error) { return "error"; }
 """
