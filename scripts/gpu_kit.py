@@ -24,8 +24,10 @@ from scripts.setup_env import CUDA_WHEELS, ROOT, Setup, SetupError
 PIECE_BYTES = 58_000_000
 ARCHITECTURE = 90
 UNPACK = Path(__file__).with_name("gpu_kit_unpack.sh")
-STRIPPED_BYTES = 1 << 20
+SMALL_BYTES = 1 << 20
 """Smaller libraries are packed as they are."""
+STRIPPED = frozenset(("libtriton.so", "libtorch_cpu.so", "libtorch_python.so"))
+"""Libraries that strip doesn't break: it does those that were patched for their wheel."""
 PACKAGES_LEFT = (
     "nvidia/*", "nvidia_*", "tokenspeed*", "tilelang*", "flashinfer*", "cuda", "cuda_*",
     "humming*",
@@ -69,13 +71,14 @@ def matches(packages: Path, patterns: Iterable[str]) -> set[Path]:
 def shrink_libraries(site: Path, architecture: int) -> None:
     """Take other GPUs' machine code and symbols out of large libraries. Raises KitError."""
     for path in sorted(site.rglob("*.so*")):
-        if path.is_symlink() or not path.is_file() or path.stat().st_size < STRIPPED_BYTES:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size < SMALL_BYTES:
             continue
         if MAGIC in path.read_bytes():
             summary = prune_file(path, architecture)
             print(f"  {path.name}: {summary.zeroed >> 20} MiB of other GPUs' code left out")
             continue  # strip may move what a registration reads by its offset
-        run(["strip", "--strip-unneeded", str(path)], f"symbols of {path.name}")
+        if path.name in STRIPPED:
+            run(["strip", "--strip-unneeded", str(path)], f"symbols of {path.name}")
 
 
 def stage_project(root: Path, project: Path) -> None:
