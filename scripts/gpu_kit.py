@@ -43,7 +43,7 @@ FILES_LEFT = (
     "torch/include", "torch/share", "torch/test", "torch/bin/protoc*", "vllm/vllm-rs",
     "vllm/vllm_flash_attn/_vllm_fa2_C*", "triton/backends/nvidia/bin/ptxas-blackwell",
     "triton/backends/nvidia/bin/nvdisasm", "triton/backends/nvidia/lib/cupti/*.a",
-    "triton/_C/libproton*", "triton/backends/amd", "nvidia/nccl/include",
+    "triton/_C/libproton*", "nvidia/nccl/include",
 )  # fmt: skip
 """Parts of packages that a server doesn't use: sources, compilers for other GPUs, tools."""
 
