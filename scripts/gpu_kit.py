@@ -34,8 +34,8 @@ PACKAGES_LEFT = (
     "quack*", "llvmlite*", "numba*", "opencv*", "cv2", "PyNvVideoCodec*",
     "pynvvideocodec*", "cudnn",
     "z3*", "instanttensor*", "torchaudio*", "torchcodec*", "fastsafetensors*", "nccl", "nccl4py*",
-    "pip*", "setuptools*", "grpcio*", "grpc", "sentry_sdk*", "supervisor*", "tvm_ffi",
-    "apache_tvm*", "ninja*", "bin", "libkineto*",
+    "pip*", "setuptools*", "grpcio*", "grpc", "sentry_sdk*", "supervisor*",
+    "ninja*", "bin", "libkineto*",
 )  # fmt: skip
 """Packages that vLLM starts without."""
 PACKAGES_KEPT = ("nvidia/nccl", "nvidia_nccl*", "nvidia_ml_py*")
