@@ -165,6 +165,7 @@ class _Reader:
             nvml.NVMLError_FunctionNotFound,
             nvml.NVMLError_NoPermission,
             nvml.NVMLError_InvalidArgument,
+            nvml.NVMLLibraryMismatchError,  # not an NVMLError: an older driver lists no processes
         ):
             return otherwise
 

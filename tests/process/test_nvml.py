@@ -32,6 +32,20 @@ def read(**environment: str) -> DeviceInventory:
     return read_devices(environment)
 
 
+def test_the_memory_is_read_where_the_driver_is_too_old_to_list_processes(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.install(devices(1))
+    fake = importlib.import_module("pynvml")
+
+    def too_old(handle: object) -> list[object]:
+        raise fake.NVMLLibraryMismatchError("Unversioned function called")
+
+    monkeypatch.setattr(fake, "nvmlDeviceGetComputeRunningProcesses", too_old)
+    (one,) = read().devices
+    assert (one.total, one.processes) == (80 * GIB, ())
+
+
 @pytest.mark.parametrize("number", [1, 2, 8])
 def test_each_gpu_has_its_memory_and_what_it_reaches(machine: FakeMachine, number: int) -> None:
     machine.install(devices(number))

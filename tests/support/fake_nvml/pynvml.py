@@ -19,6 +19,10 @@ class NVMLError(Exception):
     """What NVML refuses."""
 
 
+class NVMLLibraryMismatchError(Exception):
+    """The driver's library is older than a function."""
+
+
 class NVMLError_NotSupported(NVMLError):
     def __str__(self) -> str:
         return "Not Supported"
