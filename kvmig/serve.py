@@ -60,6 +60,7 @@ from kvmig.launcher.shapes import (
 )
 from kvmig.process.child import begin_loading, call_at_stdin_end, leave, quiet, say, send_heartbeats
 from kvmig.process.fork_server import HANDED, NO_FORKS, SharedForks
+from kvmig.process.nvml import missing_devices
 from kvmig.process.sockets import listening_at, raise_open_files, take_port
 from kvmig.sharing.member import fetch_unit
 
@@ -209,8 +210,8 @@ def divided(
     arena: int,
 ) -> GpuStarts:
     """The host's GPUs, divided among the planned instances; prints how. Raises NoRoom."""
-    if host.inventory.missing:
-        say(host.inventory.missing)
+    if missing := missing_devices(host.inventory):
+        say(missing)
     shapes = {instance_name(number): shape for number, shape in enumerate(planned)}
     division = divide(
         host.inventory.devices,

@@ -64,6 +64,7 @@ from kvmig.process.child import (
     until_stopped,
 )
 from kvmig.process.child_main import announce_failure, run_child
+from kvmig.process.nvml import missing_devices
 from kvmig.process.sockets import take_path
 from kvmig.proxy import messages
 from kvmig.proxy.control_link import ProxyLinks
@@ -247,8 +248,8 @@ class FleetServer:
         inventory = self._watch.inventory
         for one in inventory.devices:
             say(f"{one}: {one.total} bytes, {one.free} are free")
-        if inventory.missing and (inventory.devices or has_driver()):
-            say(inventory.missing)
+        if missing := missing_devices(inventory):
+            say(missing)
 
     async def _serve(self, sock: socket.socket) -> None:
         app = make_app(self._backend)
@@ -520,11 +521,6 @@ class FleetServer:
                 self._figures.pop(proxy, None)
                 self._models.forget_proxy(proxy)
                 self._heard.set()
-
-
-def has_driver() -> bool:
-    """Whether this host has NVIDIA's driver, so that it should have GPUs."""
-    return Path("/dev/nvidiactl").exists()
 
 
 def remove_empty(folder: Path) -> None:

@@ -16,6 +16,8 @@ from kvmig.core.devices import DeviceInventory, DeviceProcess, DeviceRecord
 
 MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # noqa: S108 - MPS's own default
 """The variable, and where its daemon listens unless that says otherwise."""
+DRIVER = Path("/dev/nvidiactl")
+"""There wherever NVIDIA's driver is, so that the host should have GPUs."""
 
 Answer = TypeVar("Answer")
 
@@ -46,6 +48,11 @@ def read_devices(environment: Mapping[str, str] = os.environ) -> DeviceInventory
         nvml.nvmlShutdown()
     inventory = DeviceInventory(node=node, devices=tuple(devices), missing="; ".join(missing))
     return inventory.visible(visible)
+
+
+def missing_devices(inventory: DeviceInventory) -> str:
+    """What to tell the user of devices that are left out; nothing where no driver is installed."""
+    return inventory.missing if inventory.devices or DRIVER.exists() else ""
 
 
 class _Reader:

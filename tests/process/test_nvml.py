@@ -160,3 +160,13 @@ def test_nvidia_ml_py_has_every_name_that_the_reader_and_the_stand_in_use(
             assert len(parameters) == len(there), name
         elif isinstance(ours, int):
             assert ours == theirs, name
+
+
+def test_a_host_without_a_driver_is_not_told_that_it_has_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = DeviceInventory(missing="NVML: not found")
+    monkeypatch.setattr(nvml, "DRIVER", tmp_path / "nvidiactl")
+    assert nvml.missing_devices(none) == ""
+    nvml.DRIVER.touch()
+    assert nvml.missing_devices(none) == "NVML: not found"
