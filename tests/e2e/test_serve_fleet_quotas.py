@@ -266,7 +266,9 @@ async def test_a_key_that_is_shown_is_known_at_the_door(fleet: ToyFleet) -> None
         await asyncio.sleep(0.3)
         assert not making.done(), "the proxy can't know it"
     finally:
-        os.kill(proxy, signal.SIGCONT)
+        # A proxy that hangs for as long as a slow start takes gives way to another.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(proxy, signal.SIGCONT)
     async with fleet.client(await making) as http:
         assert (await http.post(PATH, json=ask("a"))).status_code == 200
 

@@ -62,7 +62,8 @@ async def test_a_stream_of_a_real_models_shape_moves_there_and_back(served: Serv
 async def test_calls_at_once_are_spread_over_both_instances(served: Served) -> None:
     """With the round robin of the bench's flags: as many here as there."""
     streams = [Stream(served, PATH, body([7, number], 20)) for number in range(8)]
-    places = [(await row_of(served, stream))["instance"] for stream in streams]
+    rows = await asyncio.gather(*(row_of(served, stream) for stream in streams))
+    places = [row["instance"] for row in rows]
     answers = await asyncio.gather(*(stream.end() for stream in streams))
 
     assert [places.count(name) for name in ("i0", "i1")] == [4, 4]
