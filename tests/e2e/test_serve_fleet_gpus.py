@@ -6,11 +6,13 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvmig_tools.fleet import PATIENCE_S
+from kvmig_tools.served import SMALL
 from tests.support.fake_devices import GIB, FakeMachine, FakeProcess, devices
 from tests.support.fleets import PATH, ToyFleet, answer, ask, counted, instances_by_socket, kill
 
@@ -210,3 +212,27 @@ async def test_what_an_instance_uses_goes_before_what_it_was_thought_to(fleet: G
 
     await asyncio.to_thread(fleet.once, lambda: fleet.held()[FIRST] == {"a": 2 * GIB})
     assert json.dumps(fleet.get("models/a")["events"]).count("uses 2147483648 bytes of a GPU") == 1
+
+
+@pytest.mark.long
+async def test_a_vllm_model_claims_what_vllm_says_of_it_and_runs_on_its_gpu(
+    fleet: GpuFleet,
+) -> None:
+    folder = Path(__file__).parents[2] / "kvmig" / "models" / "count"
+    flags = [*SMALL, "--gpu-memory-utilization=0.1", "--kv-cache-memory-bytes=64M"]
+    spec = {"name": "count", "source": f"path:{folder}", "flags": flags}
+    found = fleet.ask("POST", "evaluate", spec)
+    assert found.status_code == 200, found.text
+    fits = found.json()
+    assert fits["fits"]
+    assert fits["basis"] == "flags"
+    assert fits["token_bytes"] == sum(one["token"] for one in fits["layers"]) > 0
+    each = fits["weights_bytes"] + (64 << 20) + 3 * GIB
+    assert fits["place"] == [FIRST]
+    assert fits["gpus"][0]["need_bytes"] == each
+    fleet.add(spec)
+    async with fleet.client() as client:
+        said = await client.post(PATH, json=ask("count", 5))
+        assert said.status_code == 200, said.text
+    assert fleet.held()[FIRST] == {"count": each}
+    assert fleet.gpus_of("count") == [["0"]]
