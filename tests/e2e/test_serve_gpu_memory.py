@@ -19,7 +19,7 @@ from kvmig.core.errors import StartupError
 from kvmig.process.nvml import read_devices
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
-from tests.e2e.test_serve_gpus import FLAGS, GPU_BYTES, OVERLAPPING, PATH, nursery_in
+from tests.e2e.test_serve_gpus import FLAGS, OVERLAPPING, PATH, nursery_in
 from tests.support import fake_devices, gpu_nursery
 from tests.support.fake_devices import FOLDER, GIB, STEPS, FakeMachine, FakeProcess, devices
 from tests.support.gpu_nursery import Orders
@@ -27,6 +27,7 @@ from tests.support.streams import count_from, run_unmoved
 
 pytestmark = pytest.mark.server
 
+GPU_BYTES = 10 * GIB
 OTHERS = GIB // 2
 """Of a process that is none of ours."""
 NOBODY = 2**22 + 7

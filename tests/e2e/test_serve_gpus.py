@@ -51,7 +51,8 @@ FLAGS = (
     "--no-enable-prefix-caching",  # every move copies all blocks
 )
 OVERLAPPING = "--async-scheduling"
-GPU_BYTES = 10 * GIB
+GPU_BYTES = 80 * GIB
+"""Of each GPU: what a server leaves is enough for another one beside it."""
 PATIENCE_S = 30.0
 TOKENS, MOVED_AT = 200, (10, 40)
 
