@@ -51,7 +51,7 @@ def read_devices(environment: Mapping[str, str] = os.environ) -> DeviceInventory
 
 
 def missing_devices(inventory: DeviceInventory) -> str:
-    """What to tell the user of devices that are left out; nothing where no driver is installed."""
+    """Return why devices are left out, for the user; empty where no driver is installed."""
     return inventory.missing if inventory.devices or DRIVER.exists() else ""
 
 
