@@ -17,7 +17,7 @@ from kvmig.core.devices import DeviceInventory, DeviceProcess, DeviceRecord
 MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"  # noqa: S108 - MPS's own default
 """The variable, and where its daemon listens unless that says otherwise."""
 DRIVER = Path("/dev/nvidiactl")
-"""There wherever NVIDIA's driver is, so that the host should have GPUs."""
+"""A file of NVIDIA's driver: a host that has it should have GPUs."""
 
 Answer = TypeVar("Answer")
 
