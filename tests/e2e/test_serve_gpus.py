@@ -54,7 +54,7 @@ OVERLAPPING = "--async-scheduling"
 GPU_BYTES = 80 * GIB
 """Of each GPU: what a server leaves is enough for another one beside it."""
 PATIENCE_S = 30.0
-TOKENS, MOVED_AT = 200, (10, 40)
+TOKENS, MOVED_AT = 400, (10, 40)
 
 
 def nursery_in(folder: Path, **variables: str) -> Nursery:
