@@ -149,20 +149,17 @@ def without_what_was_sent(request: EngineCoreRequest) -> None:
 def requeue_request(core: StepCore, request: Request, generator: bytes | None) -> None:
     """Put the request, with its output tokens, where preempted ones wait.
 
-    On the engine's thread between two steps. generator: its state, see `generator_after`.
+    On the engine's thread between two steps. generator: its state, see `generator_after`. Where it
+    raises, the caller ends the request: the scheduler has it then, and workers may.
     """
     scheduler, request_id = core.scheduler, request.request_id
     request.status = RequestStatus.PREEMPTED
     request.num_preemptions = 1  # else it is a new one, once blocks came from the host
     request.prefill_stats = None  # reported with the first token
     scheduler.requests[request_id] = request
-    if not runner.uses_v2(core):
-        try:
-            runner.register(core, request, ([],), generator)
-        except Exception:
-            del scheduler.requests[request_id]
-            raise
     scheduler.waiting.prepend_request(request)
+    if not runner.uses_v2(core):
+        runner.register(core, request, ([],), generator)
 
 
 def generator_after(core: StepCore, params: SamplingParams | None, tokens: int) -> bytes | None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from kvmig.core.errors import MigrationRefused
@@ -114,6 +115,8 @@ class IncomingRequests:
                 requeue_request(self._core, built, generator)
                 self._offload.entered(built)
             except Exception as error:  # noqa: BLE001 - reported there
+                aborted = RequestStatus.FINISHED_ABORTED
+                self._core.scheduler.finish_requests(built.request_id, aborted)
                 refuse(self._core, request, error)
 
         self._core.call(enter)

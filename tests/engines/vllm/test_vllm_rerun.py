@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvmig.engines.vllm import runner
+from kvmig.engines.vllm.offload import CacheOffload
 from tests.support.vllm_pair import PROMPT, SAMPLING, SEEDED, Pair
 from tests.support.vllm_side import Output
 
@@ -112,3 +114,30 @@ async def test_what_its_tokens_do_not_determine_is_refused(pair: Pair) -> None:
     assert str(pair.outputs["again"].finish_reason) == "error"
     assert str(pair.outputs["again"].stop_reason).endswith("go on with it: streaming input")
     assert pair.outputs["again"].tokens == []
+
+
+@pytest.mark.parametrize("what", ["register", "entered"])
+async def test_one_that_can_not_enter_ends_once_and_leaves_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Also in the workers that knew it already; it doesn't run on for nobody."""
+    owner = runner if what == "register" else CacheOffload
+    real = getattr(owner, what)
+
+    def fail(*arguments: Any) -> None:
+        real(*arguments)
+        raise RuntimeError(f"{what} fails")
+
+    monkeypatch.setattr(owner, what, fail)
+    whole = await pair.unmoved(PROMPT)
+    pair.submit(pair.a, "again", PROMPT, again=whole.tokens[:20])
+    await pair.a.entered()
+    ended = await pair.finish("again")
+    monkeypatch.undo()
+    await pair.unmoved(PROMPT)  # workers forget with the next step
+
+    assert (str(ended.finish_reason), ended.tokens) == ("error", [])
+    core = pair.a.core
+    assert "again" not in core.scheduler.requests
+    if not runner.uses_v2(core):
+        assert "again" not in core.model_executor.driver_worker.worker.model_runner.requests
