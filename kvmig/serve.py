@@ -58,6 +58,7 @@ from kvmig.launcher.shapes import (
     shapes_of,
     unit_tokens,
 )
+from kvmig.launcher.unit_memory import InstanceUnits, UnitArena
 from kvmig.process.child import begin_loading, call_at_stdin_end, leave, quiet, say, send_heartbeats
 from kvmig.process.fork_server import HANDED, NO_FORKS, SharedForks
 from kvmig.process.nvml import missing_devices
@@ -147,9 +148,9 @@ def serve(
     args = kind.parse(argv)
     planned = shapes_of(args, argv, own, planned_instances(config), kind.parse)
     config = in_units(config, unit_tokens(planned), kind)
-    arena = 0
+    shared: InstanceUnits | None = None
     if config.unit is not None:
-        config, arena = joining(config, config.unit, args)
+        config, shared = joining(config, config.unit, args)
         if host is not None and host.all_cores:
             say(
                 "OMP_NUM_THREADS is not set: instances here take all cores, as those of the unit's"
@@ -159,8 +160,8 @@ def serve(
         if host is not None:
             kind.check_gpus(args, host.gpus)
         if host is not None and kind.shares_memory and not host.gpus:
-            argv = [*argv, *parts_of_memory(argv, args, planned, host, arena)]
-        gpus = None if host is None else divided(host, config, kind, args, argv, planned, arena)
+            argv = [*argv, *parts_of_memory(argv, args, planned, host, shared)]
+        gpus = None if host is None else divided(host, config, kind, args, argv, planned, shared)
         first = planned[: config.instances]
         units = config.migration.unit_tokens
         shapes = InstanceShapes(argv, own, first, units, kind.parse, trees, kind.check_tree)
@@ -185,18 +186,21 @@ def parts_of_memory(
     args: Namespace,
     planned: Sequence[InstanceShape],
     host: LocalHost,
-    arena: int,
+    shared: InstanceUnits | None,
 ) -> list[str]:
-    """Flags that share the host's memory among the planned instances. Raises ConfigError."""
+    """Flags that share the host's memory among the planned instances. Raises ConfigError.
+
+    shared: the units whose KV cache they share; None: none.
+    """
     return memory_flags(
         argv,
         args.kv_cache_memory_bytes,
         [shape.workers for shape in planned],
         len(host.gpus),
-        available_memory(),
+        available_memory() - (0 if shared is None else shared.kept),
         os.environ,
         weights_of(args.model),
-        arena,
+        0 if shared is None else shared.largest,
     )
 
 
@@ -207,7 +211,7 @@ def divided(
     args: Namespace,
     argv: Sequence[str],
     planned: Sequence[InstanceShape],
-    arena: int,
+    shared: InstanceUnits | None,
 ) -> GpuStarts:
     """The host's GPUs, divided among the planned instances; prints how. Raises NoRoom."""
     if missing := missing_devices(host.inventory):
@@ -220,8 +224,9 @@ def divided(
         own_gpus(config.instance_gpus, config.instances),
     )
     weights = kind.weight_bytes(args) if host.gpus else 0
-    memory = EngineMemory(kind.shares_memory, weights, arena)
-    starts = GpuStarts(division, memory, host.inventory.node)
+    memory = EngineMemory(kind.shares_memory, weights, shared)
+    units = own_units(config.instance_unit, config.instances)
+    starts = GpuStarts(division, memory, host.inventory.node, at=units)
     total = min((one.total for one in host.inventory.devices), default=0)
     needs: dict[str, GpuNeed] = {}
     for name, shape in shapes.items() if host.gpus and kind.shares_memory else ():
@@ -292,23 +297,25 @@ def in_units(config: ClusterConfig, tokens: int, kind: EnginePlugin) -> ClusterC
     return msgspec.structs.replace(config, migration=migration)
 
 
-def joining(config: ClusterConfig, unit: UnitConfig, args: Namespace) -> tuple[ClusterConfig, int]:
-    """The config with the model's name in the unit, and the bytes of the largest unit. Raises
-    ConfigError."""
-    largest = 0
+def joining(
+    config: ClusterConfig, unit: UnitConfig, args: Namespace
+) -> tuple[ClusterConfig, InstanceUnits]:
+    """The config with the model's name in the unit, and the units. Raises ConfigError."""
+    arenas: dict[str, UnitArena] = {}
     for path in dict.fromkeys((unit.path, *unit.paths.values())):
         try:
-            arena = asyncio.run(fetch_unit(path)).arena
+            found = asyncio.run(fetch_unit(path))
         except TransportError as error:
             raise ConfigError(f"--unit is {path}, must be a unit's socket: {error}") from error
-        if unit.guarantee > arena:
+        leased = sum(one.lease for one in found.shares)
+        arenas[path] = UnitArena(path, found.arena, leased)
+        if unit.guarantee > found.arena:
             raise ConfigError(
                 f"--unit-guarantee is {unit.guarantee / 2**20:g} MiB, must be at most the unit's"
-                f" {arena / 2**20:g} MiB"
+                f" {found.arena / 2**20:g} MiB"
             )
-        largest = max(largest, arena)
     unit = msgspec.structs.replace(unit, model=(args.served_model_name or [args.model])[0])
-    return msgspec.structs.replace(config, unit=unit), largest
+    return msgspec.structs.replace(config, unit=unit), InstanceUnits(arenas, unit)
 
 
 class ClusterServer:

@@ -75,6 +75,7 @@ def model_view(one: dict[str, Any]) -> str:
         "aliases": ", ".join(spec["aliases"]),
         "adapters": ", ".join(spec["adapters"]),
         "zero after": f"{wanted['zero_after_s']:g} s",
+        "unit": spec["unit"],
         "GPUs": ", ".join(f"{gpu['gpu']}: {gpu['bytes']} bytes" for gpu in one["gpus"]),
         "no room": "; ".join(one["no_room"]),
         "revision": f"{one['revision']}{', takes effect at the next start' * one['stale']}",

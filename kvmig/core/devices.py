@@ -98,11 +98,8 @@ class DeviceInventory(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why there are no devices, or which are left out; empty: there is none."""
 
     def device(self, name: str) -> DeviceRecord:
-        """The one with that id or UUID. Raises KeyError."""
-        for one in self.devices:
-            if name in (one.id, one.uuid):
-                return one
-        raise KeyError(name)
+        """The one with that id, UUID or index. Raises KeyError."""
+        return find_device(self.devices, name)
 
     def visible(self, words: str | None) -> DeviceInventory:
         """What CUDA_VISIBLE_DEVICES leaves of a host's devices, in its order; None: all.
@@ -130,6 +127,20 @@ class DeviceInventory(msgspec.Struct, frozen=True, kw_only=True):
                 self, devices=(), missing=f"CUDA_VISIBLE_DEVICES is {words}: names a device twice"
             )
         return msgspec.structs.replace(self, devices=tuple(chosen), missing=missing)
+
+
+def find_device(devices: Collection[DeviceRecord], name: str) -> DeviceRecord:
+    """The one with that id, UUID, or index as nvidia-smi has it. Raises KeyError.
+
+    The parts of a GPU that is split have no index of their own.
+    """
+    for one in devices:
+        if name in (one.id, one.uuid):
+            return one
+    for one in devices:
+        if name == str(one.index) and not one.parent:
+            return one
+    raise KeyError(name)
 
 
 def in_gib(size: int) -> str:

@@ -41,6 +41,7 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
+from kvmig.fleet.units import ManagedUnit
 from kvmig.placement.executor import ReplaceFailed
 from kvmig.proxy.messages import QuotaLeft
 
@@ -94,20 +95,24 @@ class ApiBackend:
         """The model's row. Raises NotThere."""
         return await self.stored(self.store.model, name)
 
-    async def checked(self, specs: Sequence[ModelSpec]) -> None:
+    async def checked(self, specs: Sequence[ModelSpec], *, alone: bool = False) -> None:
         """Let engines read the flags of models that are new or start otherwise; all must fit here.
 
-        Raises ConfigError, StoreError.
+        alone: whether there will be no other models. Raises ConfigError, StoreError.
         """
         memory = self.models.memory
         on_gpus = memory.devices.there
         for one in () if on_gpus else specs:
             memory.check(one)
-        known = {row.name: started_as(row.spec) for row in await self.stored(self.store.models)}
+        before = {row.name: row.spec for row in await self.stored(self.store.models)}
+        known = {name: started_as(spec) for name, spec in before.items()}
         new = [one for one in specs if known.get(one.name) != started_as(one)]
         await asyncio.gather(*(self.check(one, on_gpus) for one in new))
         for one in specs if on_gpus else ():  # what it takes of them is known now
             memory.check(one)
+        then = ({} if alone else before) | {one.name: one for one in specs}
+        for unit in {one.unit for one in specs if one.unit}:
+            self.models.units.check(unit, [one for one in then.values() if one.unit == unit])
 
     def shown(self, row: ModelRow) -> Body:
         """A model as the API shows it."""
@@ -168,6 +173,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
                 }
                 for one in models.devices()
             ],
+            "units": [unit_json(one) for one in models.units.every()],
             "data": backend.settings.data,
         }
 
@@ -180,7 +186,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def apply(body: ApplyBody, actor: OrderActor = caller) -> Body:
         """Make the catalogue what a file says."""
         fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
-        await backend.checked(fleet.models)
+        await backend.checked(fleet.models, alone=body.prune)
         changes = await backend.stored(
             store.apply, fleet, actor, dry_run=body.dry_run, prune=body.prune
         )
@@ -470,7 +476,8 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
 
 def started_as(spec: ModelSpec) -> tuple[object, ...]:
     """What decides a deployment's command line."""
-    return spec.engine, spec.source, spec.flags, spec.adapters, spec.instances, spec.workers
+    own = spec.engine, spec.source, spec.flags, spec.adapters, spec.instances
+    return (*own, spec.workers, spec.unit)
 
 
 # -- what comes
@@ -616,6 +623,20 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
         ],
         "no_room": [] if model is None else models.reasons(model),
         **now,
+    }
+
+
+def unit_json(unit: ManagedUnit) -> Body:
+    """A unit as the API shows it. leased_bytes: None while its agent doesn't answer."""
+    return {
+        "name": unit.name,
+        "gpus": unit.gpus,
+        "models": sorted(unit.models),
+        "arena_bytes": unit.arena,
+        "leased_bytes": None
+        if unit.state is None
+        else {one.model: one.lease for one in unit.state.shares},
+        "why": unit.waits,
     }
 
 

@@ -10,7 +10,8 @@ later may start before only where it takes nothing that who came first will need
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvmig.fleet import device_room
@@ -32,6 +33,17 @@ class HostCapacity:
     """Bytes that all models together may take."""
     available: int
     """Bytes that are free on the host now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedHold:
+    """What the models of a unit hold together, until the last of them has ended."""
+
+    unit: str
+    models: frozenset[str]
+    """Models that run, and models that wait for their start."""
+    held: Mapping[str, int]
+    """Bytes of each GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,8 @@ class ResidentModel:
     """Whether it takes only what it can't give back; such end first, also if they are wanted."""
     held: Mapping[str, int] = field(default_factory=dict)
     """Bytes that it takes of each GPU."""
+    shared: SharedHold | None = None
+    """What it shares with others of its unit; None: it is in none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +149,9 @@ class _Room:
     def without(self, residents: Iterable[ResidentModel]) -> _Room:
         """What is free once these have ended."""
         every = list(residents)
-        more = {
-            gpu: size + sum(one.held.get(gpu, 0) for one in every)
-            for gpu, size in self.devices.items()
-        }
+        ends = {one.name for one in every}
+        held = _held(every, lambda shared: shared.models <= ends)
+        more = {gpu: size + held[gpu] for gpu, size in self.devices.items()}
         return replace(self, host=self.host + sum(one.claim for one in every), devices=more)
 
 
@@ -215,19 +228,29 @@ def _too_large(
         return wrong
     if one.need is None or whole.places(one) is not None:
         return ""
-    if wrong := device_room.too_large(one.name, one.need, devices):
+    if wrong := device_room.too_large(f"model {one.name}", one.need, devices):
         return wrong
     least = f"model {one.name} has {one.instances} instances, each of which needs"
     return f"{least} {device_room.wanted(one.need)}: the GPUs here don't hold them all"
 
 
+def _held(models: Sequence[ResidentModel], counts: Callable[[SharedHold], bool]) -> Counter[str]:
+    """Bytes that they hold of each GPU. counts: which units' shared bytes are among them."""
+    shared = {one.shared.unit: one.shared for one in models if one.shared is not None}
+    held: Counter[str] = Counter()
+    for sizes in (
+        *(one.held for one in models),
+        *(one.held for one in shared.values() if counts(one)),
+    ):
+        held.update(sizes)
+    return held
+
+
 def _beside(empty: _Room, staying: Iterable[ResidentModel]) -> _Room:
     """What is free while these stay."""
     every = list(staying)
-    left = {
-        gpu: size - sum(one.held.get(gpu, 0) for one in every)
-        for gpu, size in empty.devices.items()
-    }
+    held = _held(every, lambda shared: True)
+    left = {gpu: size - held[gpu] for gpu, size in empty.devices.items()}
     return replace(empty, host=empty.host - sum(one.claim for one in every), devices=left)
 
 

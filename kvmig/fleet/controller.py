@@ -15,7 +15,6 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Literal
 from urllib.parse import quote
 
@@ -23,8 +22,7 @@ import msgspec
 
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import instance_name
-from kvmig.core.errors import ConfigError, StartupError
-from kvmig.core.priorities import NORMAL, PriorityClass
+from kvmig.core.errors import StartupError
 from kvmig.fleet import device_room
 from kvmig.fleet.autoscale import (
     PANIC_S,
@@ -51,7 +49,7 @@ from kvmig.fleet.capacity import (
 )
 from kvmig.fleet.deployment_words import gpu_words, words
 from kvmig.fleet.deployments import DeploymentWatcher
-from kvmig.fleet.device_room import DeviceMemory, Places
+from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Places
 from kvmig.fleet.evaluate import FitVerdict, on_host, verdict, without
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.instance_places import InstancePlaces
@@ -64,12 +62,14 @@ from kvmig.fleet.lifecycle import (
     wants_to_start,
 )
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, ModelEvent
+from kvmig.fleet.model_routes import classes_of, route_state
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec
-from kvmig.launcher.flags import priority_classes
-from kvmig.proxy.messages import ModelRoute, ModelWanted, ProxyDemand, RouteState
+from kvmig.fleet.units import FleetUnits
+from kvmig.placement.file import PlacedUnit
+from kvmig.proxy.messages import ModelRoute, ModelWanted, ProxyDemand
 
 ROUND_S = 0.5
 """Pause between two rounds, if nothing happens before."""
@@ -127,9 +127,10 @@ class ModelController:
         self._plan = CapacityPlan()
         self._sample = memory.devices.watch.sample
         self._measured = measured
-        self._placed: Mapping[str, Sequence[str]] = {}
+        self._placed: Mapping[str, Sequence[PlacedUnit]] = {}
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
+        self.units = FleetUnits(settings, order, memory.devices, clock, self._changed.set)
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
         self._told = False
@@ -157,7 +158,7 @@ class ModelController:
             self._order(Load(engine))
         self._changed.set()
 
-    def place(self, placed: Mapping[str, Sequence[str]]) -> None:
+    def place(self, placed: Mapping[str, Sequence[PlacedUnit]]) -> None:
         """Let somebody else set the instances of these models, one in each of these units each;
         they start so, and stay."""
         self._placed = placed
@@ -170,7 +171,7 @@ class ModelController:
                 self._told = True
                 for one in deployments:
                     try:
-                        self._adopt(one)
+                        self.units.adopt(one) if one.program == "unit" else self._adopt(one)
                     except msgspec.DecodeError as error:  # of another kvmig; nobody knows whose
                         log.error("deployment %s ends, its note: %s", one.deployment, error)
                         self._order(Stop(one.deployment))
@@ -180,6 +181,8 @@ class ModelController:
             case DeploymentEnded(deployment):
                 if (model := self._whose.pop(deployment, None)) is not None:
                     model.ended, model.deployment = news, ""
+                else:
+                    self.units.take_end(news)
         self._changed.set()
 
     def take_want(self, want: ModelWanted) -> None:
@@ -286,6 +289,7 @@ class ModelController:
     async def close(self) -> None:
         """Follow no deployment any more; they run on."""
         await asyncio.gather(*self._closing)
+        await self.units.close()
         for model in self._models.values():
             if model.ordering is not None:
                 model.ordering.cancel()
@@ -304,6 +308,7 @@ class ModelController:
             if model.removed and model.life.state == "zero" and not model.deployment:
                 del self._models[name]
         self._tell_routes()
+        self.units.reconcile(self._in_units())
         for model in self._models.values():
             self._scale(model, now)
 
@@ -331,6 +336,8 @@ class ModelController:
         self._sample = devices.watch.sample
         for model in self._models.values():
             spec = model.wanted.spec
+            if model.unit:  # what it uses is the unit's KV cache, too
+                continue
             for name, used in model.places.measure(
                 model.instance_rows, self._sample.used_by
             ).items():
@@ -364,10 +371,12 @@ class ModelController:
     def _make_room(self, seen: Mapping[str, ObservedState], now: float) -> CapacityPlan:
         waiting, residents = [], []
         for name, model in self._models.items():
-            life, wish = model.life, self._wish(model)
-            asking = wants_to_start(life, wish, seen[name], now)
+            asking = wants_to_start(model.life, self._wish(model), seen[name], now)
             if model.asks_since is None or not asking:
                 model.asks_since = now if asking else None
+        units = self._in_units()
+        for name, model in self._models.items():
+            life, wish = model.life, self._wish(model)
             if model.deployment:
                 residents.append(
                     ResidentModel(
@@ -385,19 +394,53 @@ class ModelController:
                         leaving=life.state in ("emptying", "stopping"),
                         parked=life.state == "parked",
                         held=model.held,
+                        shared=self.units.shared(model.unit, units.get(model.unit, frozenset())),
                     )
                 )
-            if model.asks_since is not None:
+        starting = [
+            model.wanted.spec for model in self._models.values() if model.asks_since is not None
+        ]
+        opening = {spec.unit: spec.name for spec in reversed(starting)}
+        """The models with which their units are placed; the others of a unit wait for that."""
+        for spec in starting:
+            model = self._models[spec.name]
+            if not spec.unit or self.units.has_place(spec.unit) or opening[spec.unit] == spec.name:
+                assert model.asks_since is not None
                 waiting.append(self._waiting(model, model.asks_since))
         gpus = HostDevices(self.devices(), self.memory.devices.strategy)
-        return plan(self.memory.host(), waiting, residents, now, gpus)
+        made = plan(self.memory.host(), waiting, residents, now, gpus)
+        return self.units.admit(made, starting, self._wanted_specs())
+
+    def _in_units(self) -> dict[str, frozenset[str]]:
+        """The models that run in units, or wait for their start there."""
+        found: dict[str, frozenset[str]] = {}
+        for name, model in self._models.items():
+            if model.unit and (model.deployment or model.asks_since is not None):
+                found[model.unit] = found.get(model.unit, frozenset()) | {name}
+        return found
+
+    def _wanted_specs(self) -> list[ModelSpec]:
+        return [model.wanted.spec for model in self._models.values() if model.wanted.on]
+
+    def _need(self, spec: ModelSpec) -> DeviceNeed | None:
+        """What an instance wants of GPUs; None: nothing."""
+        if not spec.unit:
+            return self.memory.devices.need(spec)
+        return self.units.need(spec, [one for one in self._wanted_specs() if one.unit == spec.unit])
 
     def _waiting(self, model: ManagedModel, since: float) -> WaitingModel:
         name, more = model.wanted.name, model.claim * model.planned - model.claimed
         if model.deployment:  # it is parked, and wakes where it is
             return WaitingModel(name, more, since, more=model.places.more(model.instance_rows))
-        need = self.memory.devices.need(model.wanted.spec)
+        need = self._need(model.wanted.spec)
+        if need is not None and (at := self._places_in(self._placed.get(name, ()))):
+            need = replace(need, at=at)
         return WaitingModel(name, more, since, need, self._first(model))
+
+    def _places_in(self, units: Sequence[PlacedUnit]) -> Places:
+        """The GPUs of instances in these units of a placement; none if units have none."""
+        devices = self.memory.devices
+        return tuple(devices.named(tuple(map(str, one.gpus))) for one in units if one.gpus)
 
     def _first(self, model: ManagedModel) -> int:
         """Instances with which it would start."""
@@ -420,22 +463,22 @@ class ModelController:
             memory.kv(spec),
             known.sizes,
             devices.claim(spec),
-            devices.need(spec),
+            self._need(spec),
             without(spec.name, self.devices()),
             devices.strategy,
         )
 
     def reasons(self, model: ManagedModel) -> list[str]:
         """Why each GPU has no room for a model that waits. It names models: for admins only."""
-        need = self.memory.devices.need(model.wanted.spec)
+        need = self._need(model.wanted.spec)
         if model.life.state != "waiting" or need is None:
             return []
         return device_room.reasons(need, self.devices())
 
     def devices(self) -> tuple[DeviceMemory, ...]:
         """The GPUs, with what models claim of them."""
-        claims: dict[str, dict[str, int]] = {}
-        taken: Counter[str] = Counter()
+        claims = self.units.claims()
+        taken = Counter({gpu: sum(sizes.values()) for gpu, sizes in claims.items()})
         for name, model in self._models.items():
             for gpu, size in model.held.items():
                 claims.setdefault(gpu, {})[name] = size
@@ -487,7 +530,8 @@ class ModelController:
     def _start(self, model: ManagedModel) -> None:
         wanted, deployment = model.wanted, secrets.token_hex(4)
         socket = str(self._settings.deployment(deployment))
-        units, devices = self._placed.get(wanted.name, ()), self.memory.devices
+        units = [one.called for one in self._placed.get(wanted.name, ())]
+        devices = self.memory.devices
         claim, places = devices.claim(wanted.spec), self._plan.places.get(wanted.name, ())
         note = DeploymentRecord(
             wanted.model_id,
@@ -496,6 +540,8 @@ class ModelController:
             socket,
             {instance_name(at): gpus for at, gpus in enumerate(places)},
             0 if claim is None else claim.each,
+            wanted.spec.unit,
+            self.units.arena(wanted.spec.unit),
         )
         self._keep(model, deployment, note)
         model.scaling = ScalingDecision(self._first(model))
@@ -525,6 +571,8 @@ class ModelController:
             return
         self._keep(model, one.deployment, note)
         model.pid = one.pid
+        if note.unit:
+            self.units.recall(note.unit, next(iter(note.gpus.values()), ()), note.unit_bytes)
 
     def _keep(self, model: ManagedModel, deployment: str, note: DeploymentRecord) -> None:
         model.deployment, model.note = deployment, note
@@ -600,7 +648,7 @@ class ModelController:
     def _more(self, model: ManagedModel) -> int:
         """Instances that fit in addition."""
         by_host = self._plan.free // max(1, model.claim)
-        need = self.memory.devices.need(model.wanted.spec)
+        need = self._need(model.wanted.spec)
         if need is None:
             return by_host
         groups = device_room.groups_of(self.devices())
@@ -612,7 +660,7 @@ class ModelController:
         They are its own from now on, whether or not their start succeeds.
         """
         devices = self.memory.devices
-        need = devices.need(model.wanted.spec)
+        need = self._need(model.wanted.spec)
         if need is None:
             return None
         free_on, groups = self._plan.free_on, device_room.groups_of(self.devices())
@@ -704,35 +752,10 @@ class ModelController:
         log.info("%s: %s", model.wanted.name, what)
 
 
-@lru_cache(maxsize=1024)
-def classes_of(flags: tuple[str, ...]) -> tuple[PriorityClass, ...]:
-    """The priority classes that a deployment with these flags has."""
-    flag, given = "--priority-class", []
-    for at, one in enumerate(flags):
-        name, equals, value = one.partition("=")
-        if name.replace("_", "-") == flag:
-            given.append(value if equals else "".join(flags[at + 1 : at + 2]))
-    try:
-        return priority_classes(given)
-    except ConfigError:  # the deployment doesn't start, and says why
-        return (NORMAL,)
-
-
 def why_ended(ended: DeploymentEnded) -> str:
     """A process that was killed has said nothing of it."""
     by_itself = ended.how.startswith("exit code") or ended.how.startswith("it can't")
     return ended.said if by_itself and ended.said else ended.how
-
-
-def route_state(on: bool, life: ModelStatus, ready: bool, now: float) -> RouteState:
-    """What proxies are told of a model. A retry that is due is like a cold start."""
-    if not on:
-        return "off"
-    if life.state == "failed":
-        return "failed" if now < life.retry_at else "cold"
-    if life.state == "serving" and ready:
-        return "ready"
-    return "starting" if life.routed or life.state == "waking" else "cold"
 
 
 def scaling_rule(spec: ModelSpec) -> ScalingRule:

@@ -44,6 +44,8 @@ def words(
         least = max(1, spec.least)
         own += [f"--autoscale={instances.target:g},{6 * instances.target:g}"]
         own += [f"--min-instances={least}"]
+    if spec.unit:
+        own.append(f"--unit={settings.unit(spec.unit)}")
     if not spec.share_prefixes:
         own.append("--isolate-users")
     if spec.gpus_per_instance and not text_in(spec.flags, *WORKERS):

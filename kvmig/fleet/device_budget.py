@@ -98,11 +98,15 @@ class DeviceBudget:
         known = {one.id: one.uuid for one in self.watch.inventory.devices}
         return tuple(known[one] for one in ids if one in known)
 
+    def named(self, gpus: tuple[str, ...]) -> tuple[str, ...]:
+        """UUIDs of GPUs that people name; a GPU that isn't there stays as it is."""
+        return tuple(map(self._uuid, gpus))
+
     def check(self, spec: ModelSpec) -> None:
         """Raises ConfigError for a model that can never start on the GPUs here."""
         where, inventory = f"model {spec.name}", self.watch.inventory
         if not self.there:
-            for field in ("gpus", "gpus_per_instance", "gpu_memory"):
+            for field in ("gpus", "gpus_per_instance", "gpu_memory", "unit"):
                 if value := getattr(spec, field):
                     why = inventory.missing or "this host has none that the fleet may use"
                     raise ConfigError(
@@ -122,7 +126,7 @@ class DeviceBudget:
         if (need := self.need(spec)) is None:
             return
         devices = self.watch.memory({}, {})
-        if wrong := device_room.too_large(spec.name, need, devices):
+        if wrong := device_room.too_large(where, need, devices):
             raise ConfigError(wrong)
         groups, empty = device_room.groups_of(devices), {one.id: one.total for one in devices}
         least = max(1, spec.least)
@@ -137,7 +141,7 @@ class DeviceBudget:
         return max((one.total for one in self.watch.inventory.devices), default=0)
 
     def _uuid(self, name: str) -> str:
-        """The UUID of the GPU with this id or UUID; where there is none, the name as it is."""
+        """The UUID of the GPU with this name; where there is none, the name as it is."""
         try:
             return self.watch.inventory.device(name).uuid
         except KeyError:

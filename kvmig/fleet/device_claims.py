@@ -65,7 +65,7 @@ def claim_of(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceClaim | No
     if spec.engine == "transformers" and text_in(spec.flags, "--device") != "cuda":
         return None
     made = _before_it_runs(spec, known, total)
-    if not known.measured or spec.gpu_memory:
+    if not known.measured or spec.gpu_memory or spec.unit:  # what is measured has pages of the unit
         return made
     # An engine that keeps to a share may take all of that at its next start.
     each = max(known.measured, made.each if made.share else 0)
@@ -77,6 +77,9 @@ def claim_of(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceClaim | No
 def _before_it_runs(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceClaim:
     sizes = known.sizes
     weights = known.weights // spec.workers if sizes is None else sizes.weights
+    if spec.unit:  # its KV cache is the unit's
+        basis: Basis = "gpu_memory" if spec.gpu_memory else "estimated"
+        return DeviceClaim(spec.gpu_memory or weights + known.rest, basis, weights, rest=known.rest)
     kv = size_in(text_in(spec.flags, KV_FLAG))
     share = _share_in(text_in(spec.flags, SHARE_FLAG))
     of_flags = bool(kv or share)

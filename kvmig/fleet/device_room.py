@@ -6,6 +6,7 @@ reach each other's memory. `assign` finds places whenever there are some: what i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,6 +17,16 @@ Strategy = Literal["spread", "pack"]
 """Whether instances prefer the emptiest GPU, or the fullest one that has room."""
 Places = tuple[tuple[str, ...], ...]
 """The GPUs of each instance, in the order of its workers."""
+
+
+def unit_holder(name: str) -> str:
+    """What claims the KV cache of a unit; no model has such a name."""
+    return f"unit {name}"
+
+
+def is_unit(holder: str) -> bool:
+    """Whether a claim is of a unit, not of a model."""
+    return holder.startswith("unit ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +43,7 @@ class DeviceMemory:
     whose: str = ""
     """The holders of these bytes."""
     claims: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of each model of the fleet."""
+    """Bytes of each model of the fleet, and of each unit's KV cache (`unit_holder`)."""
     peers: frozenset[str] = frozenset()
     """GPUs that it reaches."""
 
@@ -52,6 +63,8 @@ class DeviceNeed:
     """How many GPUs it has."""
     only: frozenset[str] = frozenset()
     """The GPUs that it may have; empty: any."""
+    at: Places = ()
+    """The GPUs of each instance, where a placement says them; empty: any."""
 
 
 Free = Mapping[str, int]
@@ -93,6 +106,10 @@ def assign(
     strategy: Strategy = "spread",
 ) -> Places | None:
     """Places for these instances; None: there are none for all of them together."""
+    if need.at:
+        wanted_on = Counter(gpu for place in need.at for gpu in place)
+        fits = all(free.get(gpu, 0) >= count * need.each for gpu, count in wanted_on.items())
+        return need.at if fits else None
     if most_instances(free, need, groups, instances) < instances:
         return None
     left, places = dict(free), list[tuple[str, ...]]()
@@ -158,12 +175,12 @@ def _slots(free: int, need: DeviceNeed, most: int) -> int:
 # -- reasons
 
 
-def too_large(name: str, need: DeviceNeed, devices: Sequence[DeviceMemory]) -> str:
-    """Why one instance could not even start on unused GPUs; empty: it could."""
+def too_large(who: str, need: DeviceNeed, devices: Sequence[DeviceMemory]) -> str:
+    """Why it could not even start on unused GPUs; empty: it could. who: such as "model NAME"."""
     empty = {one.id: one.total for one in devices}
     if most_instances(empty, need, groups_of(devices), 1):
         return ""
-    return f"model {name} needs {wanted(need)}; {'; '.join(_sizes(need, devices))}"
+    return f"{who} needs {wanted(need)}; {'; '.join(_sizes(need, devices))}"
 
 
 def wanted(need: DeviceNeed) -> str:
@@ -193,7 +210,11 @@ def reasons(need: DeviceNeed, devices: Sequence[DeviceMemory]) -> list[str]:
         if need.only and one.id not in need.only:
             found.append(f"{one.title}: not one of its gpus")
             continue
-        holders = [f"model {name} has {in_gib(size)}" for name, size in one.claims.items() if size]
+        holders = [
+            f"{holder if is_unit(holder) else f'model {holder}'} has {in_gib(size)}"
+            for holder, size in one.claims.items()
+            if size
+        ]
         if one.others:
             holders.append(one.whose or f"other processes have {in_gib(one.others)}")
         taken = f" ({', '.join(holders)})" if holders else ""

@@ -109,7 +109,7 @@ def verdict(
     groups = device_room.groups_of(devices)
     free_on = {one.id: one.free for one in devices}
     places = device_room.assign(free_on, need, 1, groups, strategy)
-    if wrong := device_room.too_large(name, need, devices):
+    if wrong := device_room.too_large(f"model {name}", need, devices):
         return msgspec.structs.replace(found, fits=False, why=wrong, gpus=rows)
     if places is None:
         why = "; ".join(device_room.reasons(need, devices))

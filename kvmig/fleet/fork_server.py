@@ -13,13 +13,14 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from kvmig.fleet.supervisor import PROXY, SERVER
+from kvmig.fleet.supervisor import PROXY, SERVER, UNIT
 from kvmig.process.child import leave, say
 from kvmig.process.fork_server import ForkServerLoaded, send_news, serve
 from kvmig.process.forkable import make_forkable
 
 USED = (
-    SERVER, PROXY, "sqlalchemy.dialects.sqlite.pysqlite", "uvicorn.protocols.http.httptools_impl",
+    SERVER, PROXY, UNIT, "sqlalchemy.dialects.sqlite.pysqlite",
+    "uvicorn.protocols.http.httptools_impl",
 )  # fmt: skip
 
 

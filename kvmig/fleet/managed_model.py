@@ -46,6 +46,10 @@ class DeploymentRecord(msgspec.Struct, frozen=True):
     """UUIDs of the GPUs of its first instances, by name."""
     gpu_bytes: int = 0
     """Bytes that each of them may take of each of its GPUs."""
+    unit: str = ""
+    """The unit that it is in; empty: none."""
+    unit_bytes: int = 0
+    """Bytes of the unit's KV cache."""
 
 
 class ModelEvent(msgspec.Struct, frozen=True):
@@ -110,6 +114,11 @@ class ManagedModel:
     def former(self) -> bool:
         """Whether what runs is of a removed model that had this name; it ends first."""
         return self.note is not None and self.note.model_id != self.wanted.model_id
+
+    @property
+    def unit(self) -> str:
+        """The unit that it is in, or would start in; empty: none."""
+        return self.wanted.spec.unit if self.note is None else self.note.unit
 
     @property
     def planned(self) -> int:

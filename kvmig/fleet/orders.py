@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 MESSAGE_BYTES = 1 << 20
+Program = Literal["serve", "unit"]
+"""What a deployment runs: a `kvmig.serve`, or the agent of a unit (`kvmig.sharing`)."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """To init: start a `kvmig.serve` with these words."""
+    """To init: start a program with these words."""
 
     deployment: str
     """Unique among those of all times."""
     engine: str
+    """Empty: it has none."""
     words: tuple[str, ...]
     note: str
     """For the server, who may be another one by then: comes back in `Deployed`."""
     log: str
     """Path of its log."""
+    program: Program = "serve"
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -55,6 +61,7 @@ class Deployed(msgspec.Struct, frozen=True):
     note: str
     pid: int
     """0: it is just being started."""
+    program: Program = "serve"
 
 
 class Running(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.controller import ModelController
@@ -26,7 +27,7 @@ from kvmig.placement.executor import (
     PlacementExecutor,
     ReplaceFailed,
 )
-from kvmig.placement.file import Placement, placement_from
+from kvmig.placement.file import PlacedUnit, Placement, placement_from
 from kvmig.placement.moves import PlanWave
 from kvmig.placement.observed import adopted, check
 from kvmig.placement.told import way_to_text
@@ -116,10 +117,10 @@ class PlacementController:
         await self.close()
         self._wanted, self._why = wanted, ""
         self._lines.clear()
-        units: dict[str, list[str]] = {}
+        units: dict[str, list[PlacedUnit]] = {}
         for unit in () if wanted is None else wanted.placement.units:
             for one in unit.models:
-                units.setdefault(one.name, []).append(unit.called)
+                units.setdefault(one.name, []).append(unit)
         self._models.place(units)
         self._state = "none" if wanted is None else "running"
         if wanted is not None:
@@ -133,6 +134,8 @@ class PlacementController:
 
     def _check(self, wanted: Placement) -> None:
         """Raises ConfigError."""
+        for unit in wanted.units:
+            self._check_gpus(unit)
         for name in wanted.models():
             model = self._models.shown(name)
             if model is None or model.removed:
@@ -143,6 +146,11 @@ class PlacementController:
                 raise ConfigError(
                     f"placement: model {name} is {model.life.state}, must serve (kvmig model wake "
                     f"{name})"
+                )
+            if model.unit:
+                raise ConfigError(
+                    f"placement: model {name} is in unit {model.unit} by its specification, must"
+                    " have no unit there: the fleet places that itself"
                 )
             if model.wanted.spec.instances.target_kind == "freeness":
                 raise ConfigError(
@@ -155,17 +163,48 @@ class PlacementController:
                 raise ConfigError(f"placement: model {name} runs, and has no place in it")
         check(wanted, running, "placement")
 
+    def _check_gpus(self, unit: PlacedUnit) -> None:
+        """Raises ConfigError for GPUs that aren't there, or aren't one for each worker."""
+        where, inventory = (
+            f"placement: unit {unit.called}",
+            self._models.memory.devices.watch.inventory,
+        )
+        if unit.gpus and unit.node:
+            raise ConfigError(f"{where}: node is {unit.node}, must be 0: a fleet has one host")
+        for gpu in unit.gpus:
+            try:
+                inventory.device(str(gpu))
+            except KeyError:
+                there = ", ".join(str(one.index) for one in inventory.devices) or "none"
+                raise ConfigError(f"{where}: gpus has {gpu}, allowed are {there}") from None
+        for one in unit.models if unit.gpus else ():
+            model = self._models.shown(one.name)
+            workers = len(unit.gpus) if model is None else model.wanted.spec.workers
+            if workers != len(unit.gpus):
+                raise ConfigError(
+                    f"{where}: gpus has {len(unit.gpus)}, must have {workers}, one for each worker"
+                    f" of model {one.name}"
+                )
+
     async def _adopting(self, placement: Placement) -> DesiredPlacement:
         """The desired placement, with units for all running instances."""
         before = {} if self._wanted is None else self._wanted.units
         async with _Site(self._models, DesiredPlacement(placement, before)) as deployments:
-            rows = {name: await one.rows() for name, one in deployments.items()}
+            rows = {
+                name: [self._by_index(row) for row in await one.rows()]
+                for name, one in deployments.items()
+            }
         units: dict[str, dict[str, str]] = {}
         for name, fresh in adopted(placement, rows).items():
             model = self._models.shown(name)
             assert model is not None
             units[model.deployment] = before.get(model.deployment, {}) | fresh
         return DesiredPlacement(placement, units)
+
+    def _by_index(self, row: InstanceRow) -> InstanceRow:
+        """The same with the indices of its GPUs, by which a placement names them."""
+        device = self._models.memory.devices.watch.inventory.device
+        return msgspec.structs.replace(row, gpus=tuple(str(device(one).index) for one in row.gpus))
 
     async def _keep(self, wanted: DesiredPlacement) -> None:
         """Keep the placement until cancelled, or until it fails."""

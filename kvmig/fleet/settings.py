@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -65,6 +66,10 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     def deployment(self, deployment: str) -> Path:
         """The socket of one."""
         return self.path("run", f"d-{deployment}.sock")
+
+    def unit(self, name: str) -> Path:
+        """The socket of a unit's agent: the same for all its agents."""
+        return self.path("run", f"u-{blake2b(name.encode(), digest_size=4).hexdigest()}.sock")
 
     @property
     def quotas(self) -> Path:

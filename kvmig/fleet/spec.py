@@ -69,6 +69,10 @@ WORKERS = ("--tensor-parallel-size", "-tp")
 """Names of the flag with the number of workers."""
 GPU = re.compile(r"\d{1,4}|(GPU|MIG)-[0-9A-Za-z./_-]{1,100}")
 """A GPU's index, or its UUID."""
+UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Name of a unit."""
+LEAST_UNIT = 1 << 20
+"""Least bytes of a unit's KV cache."""
 FLAG_BYTES = 1 << 16
 """Most bytes of all flags of a model."""
 
@@ -118,7 +122,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     gpus_per_instance: int = 0
     """GPUs of an instance, with a worker on each; 0: as the flags say, or 1."""
     gpu_memory: int = 0
-    """Bytes of each of its GPUs that an instance takes; 0: estimated, until it is measured."""
+    """Bytes of each of its GPUs that an instance takes; 0: estimated, until it is measured. Without
+    the KV cache, if it is in a unit."""
+    unit: str = ""
+    """The unit whose models share KV cache on one GPU; empty: it has a KV cache of its own."""
+    unit_memory: int = 0
+    """Bytes of KV cache of the whole unit; if its models differ, the largest counts."""
     priority: int = 0
     """Who waits for a start is served by it: smaller ones first; and larger ones end first where
     room is wanted."""
@@ -222,6 +231,7 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         raise ConfigError(f"{where}: warm is 'parked', must be none or always with transformers")
     _check_range(f"{where}: memory", spec.memory, 0, MOST_BYTES)
     _check_gpus(where, spec)
+    _check_unit(where, spec)
     _check_range(f"{where}: priority", spec.priority, -1000, 1000)
     _check_range(f"{where}: max_held", spec.max_held, 0, 1_000_000)
     _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)
@@ -251,6 +261,34 @@ def _check_gpus(where: str, spec: ModelSpec) -> None:
             f"{where}: gpus has {len(spec.gpus)}, must have {workers} or more: an instance has a"
             " worker on each"
         )
+
+
+def _check_unit(where: str, spec: ModelSpec) -> None:
+    if not spec.unit:
+        if spec.unit_memory:
+            raise ConfigError(
+                f"{where}: unit_memory is {spec.unit_memory}, must be left out without unit"
+            )
+        return
+    if UNIT.fullmatch(spec.unit) is None:
+        raise ConfigError(
+            f"{where}: unit is {spec.unit!r:.100}, must be letters, digits and . _ -, at most 64,"
+            " the first a letter or a digit"
+        )
+    if not LEAST_UNIT <= spec.unit_memory <= MOST_BYTES:
+        raise ConfigError(
+            f"{where}: unit_memory is {spec.unit_memory}, must be {LEAST_UNIT} to {MOST_BYTES}:"
+            f" bytes of KV cache that the models of unit {spec.unit} share"
+        )
+    for field, value, allowed in (
+        ("engine", spec.engine, "vllm"),
+        ("gpus_per_instance", spec.workers, 1),
+        ("instances.max", spec.instances.max, 1),
+    ):
+        if value != allowed:
+            raise ConfigError(f"{where}: {field} is {value}, must be {allowed} in a unit")
+    if any(word.partition("=")[0] == "--unit" for word in spec.flags):
+        raise ConfigError(f"{where}: flags has --unit: that is unit")
 
 
 def number_in(flags: Sequence[str], usual: int, *names: str) -> int:

@@ -63,12 +63,14 @@ from kvmig.process.supervisor import (
     hangs,
     how_it_ended,
 )
+from kvmig.process.watchdog import SOCKET as NOTIFY
 from kvmig.process.watchdog import notify_manager
 from kvmig.proxy.messages import ProxyLaunch
 from kvmig.rpc.unix_packets import QueuedPackets
 
 FORKS = "kvmig.fleet.fork_server"
 SERVE, QUICK_CHECK = "kvmig.serve", "kvmig.launcher.quick_check"
+UNIT = "kvmig.sharing.__main__"
 BEATS = "--heartbeat-descriptor"
 """Flag of a deployment: the descriptor's number follows as the last word."""
 SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
@@ -165,6 +167,7 @@ def running(deployments: Iterable[RunningDeployment]) -> Running:
                 one.start.engine,
                 one.start.note,
                 0 if one.process is None else one.process.pid,
+                one.start.program,
             )
             for one in deployments
         )
@@ -474,22 +477,20 @@ class FleetSupervisor:
         )
 
     async def _spawn(self, deployment: RunningDeployment) -> ProcessPort:
-        """A fork of its engine's nursery; a process of its own where there is none.
+        """A fork; a process of its own where none can be had.
 
         Raises OSError.
         """
         start = deployment.start
-        address = self._nurseries.address(start.engine)
-        environment = {**environment_of(self._settings), HANDED: address}
         stdin, deployment.lifeline = os.pipe()
         heartbeats = deployment.heartbeats = HeartbeatPipe()
         deployment.log_from = size_of(Path(start.log))
         out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            deployment.process = await self._started(
-                start.engine, (*start.words, BEATS), environment, (stdin, out, out),
-                heartbeats.descriptor,
-            )  # fmt: skip
+            begin = self._begin_unit if start.program == "unit" else self._started
+            deployment.process = await begin(
+                start.engine, (*start.words, BEATS), (stdin, out, out), heartbeats.descriptor
+            )
         finally:
             os.close(stdin)
             os.close(out)
@@ -501,12 +502,14 @@ class FleetSupervisor:
         self,
         engine: str,
         words: Sequence[str],
-        environment: Mapping[str, str],
         standard: tuple[int, int, int],
         *more: int,
     ) -> ProcessPort:
         """A `kvmig.serve`, forked where that can be had. more: descriptors, whose numbers follow
         the words. Raises OSError."""
+        environment: Mapping[str, str] = {
+            **environment_of(self._settings), HANDED: self._nurseries.address(engine)
+        }  # fmt: skip
         try:
             return await self._forked(engine, words, environment, standard, *more)
         except CannotFork:
@@ -514,6 +517,19 @@ class FleetSupervisor:
         except StartupError as error:
             log.warning("%s; a deployment starts by itself, which takes longer", error)
         return await by_itself(SERVE, words, environment, standard, *more)
+
+    async def _begin_unit(
+        self, _: str, words: Sequence[str], standard: tuple[int, int, int], *more: int
+    ) -> ProcessPort:
+        """A unit's agent, as `_started`. Raises OSError."""
+        environment = dict(os.environ)
+        environment.pop(NOTIFY, None)  # the supervisor says itself that it lives
+        try:
+            order = ForkOrder(UNIT, words, environment)
+            return await self._own_forks().carry_out(order, (*standard, *more))
+        except StartupError as error:
+            log.warning("%s; a unit's agent starts by itself, which takes longer", error)
+        return await by_itself(UNIT, words, environment, standard, *more)
 
     async def _forked(
         self,

@@ -134,7 +134,10 @@ class InstanceManager:
         try:
             shapes = [self._shapes.shape_of(name, order.flags, order.tree) for name in free]
             self._launcher.check_room(
-                [self._planned(name, shape) for name, shape in zip(free, shapes, strict=True)],
+                [
+                    self._planned(name, shape, order.unit)
+                    for name, shape in zip(free, shapes, strict=True)
+                ],
                 order.gpus,
             )
         except ConfigError as error:
@@ -294,8 +297,8 @@ class InstanceManager:
         if not first_start.cancelled() and (how := first_start.result()):
             say(f"{how}; it is given up")
 
-    def _planned(self, name: str, shape: InstanceShape) -> PlannedInstance:
-        return PlannedInstance(name, shape.workers, [*self._shapes.argv, *shape.own])
+    def _planned(self, name: str, shape: InstanceShape, unit: str = "") -> PlannedInstance:
+        return PlannedInstance(name, shape.workers, [*self._shapes.argv, *shape.own], unit)
 
     def _begin(
         self, name: str, shape: InstanceShape, gpus: tuple[str, ...] = (), unit: str = ""

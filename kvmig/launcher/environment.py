@@ -139,8 +139,8 @@ def instance_environment(
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
     if gpu_ids:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
-        # As nvidia-smi counts; CUDA's own order is by speed.
-        environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        # The ids count as nvidia-smi does, whatever order the user has set; CUDA's is by speed.
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         return environment
     # Workers share the cores; vLLM's own binding would put all of them on the same ones.
     environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -222,8 +222,8 @@ def _check_fixed(workers: Sequence[int], weights: int, available: int) -> None:
     if sum(fixed) > available:
         raise ConfigError(
             f"not enough memory for {len(workers)} instances: each needs"
-            f" {max(fixed) / GIB:.1f} GiB beside its KV cache and {available / GIB:.1f} GiB are"
-            " available, lower --instances"
+            f" {max(fixed) / GIB:.1f} GiB besides KV cache and {max(0, available) / GIB:.1f} GiB"
+            " are available without what the unit may lease, lower --instances"
         )
 
 

@@ -68,12 +68,12 @@ class GpuNeed(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         if self.asked:
             return (
-                f"{_bytes(self.least)}: {in_gib(self.asked)} by its flags, {in_gib(OUTSIDE)} for"
+                f"{in_bytes(self.least)}: {in_gib(self.asked)} by its flags, {in_gib(OUTSIDE)} for"
                 " CUDA"
             )
         content = "weights and working memory" if self.measured else "weights"
         return (
-            f"{_bytes(self.least)}: {in_gib(self.measured or self.weights)} of {content},"
+            f"{in_bytes(self.least)}: {in_gib(self.measured or self.weights)} of {content},"
             f" {in_gib(OUTSIDE)} for CUDA, at least {in_gib(KV_LEAST)} of KV cache"
         )
 
@@ -115,6 +115,10 @@ class GpuDivision:
         size = min((_at_most(self.devices[gpu], self.left(gpu)) for gpu in chosen), default=0)
         self.places[name] = place = GpuPlace(chosen, max(0, size))
         return place
+
+    def resize(self, name: str, size: int) -> None:
+        """Set the bytes of each of its GPUs that an instance has."""
+        self.places[name] = msgspec.structs.replace(self.places[name], size=size)
 
     def remove(self, name: str) -> None:
         """Free the part of an instance."""
@@ -201,7 +205,7 @@ def refusal(division: GpuDivision, name: str, gpu: str, need: GpuNeed, free: int
     rest = f"; {', '.join(has)}" if has else ""
     return (
         f"instance {name} doesn't fit on {device}: it needs {need}; of {in_gib(device.total)}"
-        f" {_bytes(max(0, free))} are free for it{rest}"
+        f" {in_bytes(max(0, free))} are free for it{rest}"
     )
 
 
@@ -289,5 +293,6 @@ def _choose(
     return tuple(one.id for one in chosen)
 
 
-def _bytes(size: int) -> str:
+def in_bytes(size: int) -> str:
+    """A size to the byte, and as nvidia-smi has it."""
     return f"{size} bytes ({in_gib(size)})"

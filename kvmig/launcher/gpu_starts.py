@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvmig.core.devices import DeviceInventory
+from kvmig.core.devices import DeviceInventory, find_device
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.gpu_division import (
     GpuDivision,
@@ -30,6 +30,7 @@ from kvmig.launcher.gpu_division import (
     sized,
 )
 from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
+from kvmig.launcher.unit_memory import InstanceUnits, UnitArena, fit_in_units, without_cache
 from kvmig.process.child import say
 from kvmig.process.device_turns import DeviceTurn, take_turn
 from kvmig.process.nvml import read_devices
@@ -51,8 +52,13 @@ class EngineMemory:
     """Whether it keeps to the flags that divide a GPU's memory."""
     weights: int = 0
     """Bytes of all its workers' weights together; 0: not known."""
-    arena: int = 0
-    """KV cache that it shares with others of a unit; 0: its own."""
+    units: InstanceUnits | None = None
+    """The units whose KV cache instances share with others; None: each has its own."""
+
+    @property
+    def arena(self) -> int:
+        """Bytes of addresses of a KV cache that is a unit's; 0: of none."""
+        return 0 if self.units is None else self.units.largest
 
 
 class GpuStarts:
@@ -65,8 +71,11 @@ class GpuStarts:
         node: str = "",
         read: Callable[[], DeviceInventory] = read_devices,
         turns: Path | None = None,
+        at: Mapping[str, str] | None = None,
     ) -> None:
-        """division: of the planned instances. turns: the folder of the devices' turns."""
+        """division: of the planned instances. turns: the folder of the devices' turns. at: units
+        of instances in a placement."""
+        self._at = dict(at or {})
         self.division = division
         self.node = node
         self._memory = memory
@@ -82,9 +91,17 @@ class GpuStarts:
         return list(self.division.devices)
 
     def check(self, needs: dict[str, GpuNeed]) -> None:
-        """Raise NoRoom where a planned instance can't serve on what it would get."""
-        if self._memory.divides and not self._memory.arena:
+        """Raise NoRoom where an instance can't serve on what it would get."""
+        if not self._memory.divides:
+            return
+        if self._memory.units is None:
             check(self.division, needs)
+        else:
+            fit_in_units(self.division, needs, self._unit_of)
+
+    def _unit_of(self, name: str) -> UnitArena:
+        assert self._memory.units is not None
+        return self._memory.units.unit_of(name, self._at.get(name, ""))
 
     def need(self, workers: int, words: Sequence[str] = (), tree: str = "") -> GpuNeed:
         """What each worker of an instance with these flags needs."""
@@ -93,9 +110,7 @@ class GpuStarts:
 
     def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
         """Raise ConfigError for GPUs that an instance can't be given."""
-        known = ", ".join(self.ids) or "none: there is no GPU"
-        if not_here := [one for one in gpus if one not in self.division.devices]:
-            raise ConfigError(f"gpus has {not_here[0]}, allowed are {known}")
+        self._named(gpus)
         if gpus and len(gpus) != workers:
             raise ConfigError(f"gpus has {len(gpus)}, must be one for each of {workers} workers")
 
@@ -112,9 +127,10 @@ class GpuStarts:
         self.forget_all_but([*alive, *(one.name for one in wanted)])
         before = dict(self.division.places)
         try:
-            for name, workers, words in wanted:
+            for name, workers, words, unit in wanted:
+                self._at[name] = unit
                 self.place(name, workers, gpus)
-                if not sized(words):
+                if self._memory.units is not None or not sized(words):
                     self.check({name: self.need(workers, words)})
         finally:
             self.division.places = before
@@ -122,16 +138,28 @@ class GpuStarts:
     def place(self, name: str, workers: int, gpus: Sequence[str]) -> GpuPlace:
         """An instance's part of the host's GPUs: as planned, else of what is left. Raises NoRoom.
 
-        gpus: those that it is to have; none: any.
+        gpus: those that it is to have; none: any. Raises ConfigError for those that aren't there.
         """
         if not self.division.devices:
             return GpuPlace()
+        gpus = self._named(gpus)
         place = self.division.places.get(name)
         suits = place is not None and len(place.gpus) == workers
         if place is not None and suits and (not gpus or place.gpus == tuple(gpus)):
             return place
         self.division.remove(name)
         return self.division.add(name, workers, gpus)
+
+    def _named(self, gpus: Sequence[str]) -> tuple[str, ...]:
+        """The ids of GPUs that may be named by UUID or index, too. Raises ConfigError."""
+        found: list[str] = []
+        for one in gpus:
+            try:
+                found.append(find_device(self.division.devices.values(), one).id)
+            except KeyError:
+                known = ", ".join(self.ids) or "none: there is no GPU"
+                raise ConfigError(f"gpus has {one}, allowed are {known}") from None
+        return tuple(found)
 
     def forget_all_but(self, names: Collection[str]) -> None:
         """Free the parts of instances that were not planned, and that are gone."""
@@ -165,7 +193,9 @@ class GpuStarts:
                 turn.share()
             need = self.need(workers, words, launch.engine_tree)
             total = min((one.total for one in devices), default=0)
-            if divides and not self._memory.arena and not sized(words):
+            if divides and self._memory.units is not None:
+                self.division.resize(launch.instance, without_cache(need))
+            elif divides and not sized(words):
                 place = await self._room(launch.instance, place, need)
             added = flags(place, total, words, need, self._memory.arena) if divides else []
         except BaseException:

@@ -50,6 +50,8 @@ class PlannedInstance(NamedTuple):
     workers: int
     words: Sequence[str]
     """MODEL and the engine's flags."""
+    unit: str = ""
+    """The instance's unit in a placement."""
 
 
 class LlumletLauncher(Protocol):

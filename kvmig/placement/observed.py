@@ -59,36 +59,45 @@ def adopted(placement: Placement, rows: Rows) -> dict[str, dict[str, str]]:
     """Units for instances that report none, by deployment and instance: where
     the placement has the model, as far as there is room for all.
 
-    Only a host's CPUs can be meant by several units. Raises ConfigError where no unit is left.
+    The GPUs of an instance, by index, are those of its unit; only a host's CPUs can be meant by
+    several units. Raises ConfigError where no unit is left.
     """
     there = [(name, row) for name, listed in rows.items() for row in listed
              if row.state != "failed"]  # fmt: skip
-    homeless = [(name, row.id) for name, row in there if not row.unit]
+    homeless = [(name, row) for name, row in there if not row.unit]
     size = {name: one.held_bytes + one.kv_bytes for name, one in placement.models().items()}
     room = Counter({one.called: one.memory_bytes for one in placement.units})
     for name, row in there:
         room[row.unit] -= size[name]
-    search = _UnitSearch(placement, [name for name, _ in homeless], size)
+    search = _UnitSearch(placement, [(name, row.gpus) for name, row in homeless], size)
     units = search.units_from(0, frozenset((name, row.unit) for name, row in there), room)
     if units is None:
-        listed = ", ".join(f"{name} {one}" for name, one in homeless)
+        listed = ", ".join(f"{name} {row.id}{_on(row.gpus)}" for name, row in homeless)
         raise ConfigError(
-            f"nobody said in which units {listed} are, and those without GPUs have no room for all"
+            f"nobody said in which units {listed} are, and those without GPUs or on theirs have no"
+            " room for all"
         )
     found: dict[str, dict[str, str]] = {name: {} for name in rows}
-    for (name, one), unit in zip(homeless, units, strict=True):
-        found[name][one] = unit
+    for (name, row), unit in zip(homeless, units, strict=True):
+        found[name][row.id] = unit
     return found
+
+
+def _on(gpus: Sequence[str]) -> str:
+    return f" (GPU {','.join(gpus)})" if gpus else ""
 
 
 class _UnitSearch:
     """Finds a unit for each of some instances, by backtracking."""
 
     def __init__(
-        self, placement: Placement, homeless: Sequence[str], size: Mapping[str, int]
+        self,
+        placement: Placement,
+        homeless: Sequence[tuple[str, Sequence[str]]],
+        size: Mapping[str, int],
     ) -> None:
-        """homeless: the models of the instances. size: bytes of an instance, by model."""
-        self._hosts = [one for one in placement.units if not one.gpus]
+        """homeless: the instances' models and GPUs. size: bytes of an instance, by model."""
+        self._units = placement.units
         self._homeless = homeless
         self._size = size
         self._looks = 0
@@ -102,8 +111,8 @@ class _UnitSearch:
         """
         if at == len(self._homeless):
             return []
-        name = self._homeless[at]
-        for unit in self._candidates(name):
+        name, gpus = self._homeless[at]
+        for unit in self._candidates(name, gpus):
             if (name, unit) in taken or room[unit] < self._size[name] or self._tired():
                 continue
             left = {**room, unit: room[unit] - self._size[name]}
@@ -112,12 +121,13 @@ class _UnitSearch:
                 return [unit, *rest]
         return None
 
-    def _candidates(self, name: str) -> list[str]:
+    def _candidates(self, name: str, gpus: Sequence[str]) -> list[str]:
         """Units by name, first those for which the placement has the model."""
-        wanted_first = sorted(
-            self._hosts, key=lambda unit: all(one.name != name for one in unit.models)
-        )
-        return [one.called for one in wanted_first]
+        fitting = [
+            one for one in self._units if not one.gpus or set(map(str, one.gpus)) == set(gpus)
+        ]
+        fitting.sort(key=lambda unit: all(one.name != name for one in unit.models))
+        return [one.called for one in fitting]
 
     def _tired(self) -> bool:
         """Whether it has looked often enough."""

@@ -20,7 +20,7 @@ import uvloop
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.flag_parser import FlagParser
 from kvmig.core.quantities import quantity
-from kvmig.process.child import call_at_stdin_end, leave, quiet, say
+from kvmig.process.child import call_at_stdin_end, leave, quiet, say, send_heartbeats
 from kvmig.process.sockets import listening_at
 from kvmig.process.watchdog import notify_manager
 from kvmig.sharing.agent import UnitAgent
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         ledger = LeaseLedger(int(flags.memory), flags.quotas)
         turns = StepScheduler(flags.policy)
         with listening_at(flags.path, f"PATH {flags.path}", socket.SOCK_SEQPACKET) as sock:
-            uvloop.run(serve(sock, ledger, turns, flags.path, flags.end_with_stdin))
+            uvloop.run(serve(sock, ledger, turns, flags))
     except KvmigError as error:
         say(str(error))
         return 2
@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--end-with-stdin", action="store_true", help="stop at the end of stdin as at a signal"
     )
+    made.add_argument("--heartbeat-descriptor", type=int, default=-1, help=argparse.SUPPRESS)
     return made
 
 
@@ -100,23 +101,24 @@ def shown(unit: UnitState) -> list[str]:
 
 
 async def serve(
-    sock: socket.socket, ledger: LeaseLedger, turns: StepScheduler, path: str, end_with_stdin: bool
+    sock: socket.socket, ledger: LeaseLedger, turns: StepScheduler, flags: argparse.Namespace
 ) -> None:
     """Serve until a signal."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop.set)
-    if end_with_stdin:
+    if flags.end_with_stdin:
         call_at_stdin_end(stop.set)
     running = asyncio.create_task(UnitAgent(sock, ledger, turns=turns).run())
-    signs = asyncio.create_task(notify_manager())
-    say(f"unit of {ledger.arena / 2**20:.0f} MiB at {path} (Ctrl-C stops)")
+    signs = [asyncio.create_task(notify_manager())]
+    if flags.heartbeat_descriptor >= 0:
+        signs.append(asyncio.create_task(send_heartbeats(flags.heartbeat_descriptor)))
+    say(f"unit of {ledger.arena / 2**20:.0f} MiB at {flags.path} (Ctrl-C stops)")
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
-    running.cancel()
-    stopped.cancel()
-    signs.cancel()
-    await asyncio.gather(running, stopped, signs, return_exceptions=not running.done())
+    for one in (running, stopped, *signs):
+        one.cancel()
+    await asyncio.gather(running, stopped, *signs, return_exceptions=not running.done())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,18 @@ import pytest
 
 from kvmig_tools.fleet import PATIENCE_S
 from kvmig_tools.served import SMALL
+from tests.placement.test_replace import placement_text
 from tests.support.fake_devices import GIB, FakeMachine, FakeProcess, devices
-from tests.support.fleets import PATH, ToyFleet, answer, ask, counted, instances_by_socket, kill
+from tests.support.fleets import (
+    PATH,
+    ToyFleet,
+    answer,
+    ask,
+    counted,
+    ended,
+    instances_by_socket,
+    kill,
+)
 
 pytestmark = pytest.mark.server
 
@@ -157,6 +168,36 @@ def test_what_no_gpu_can_hold_is_refused_in_bytes_at_the_door(fleet: GpuFleet) -
         refused = fleet.ask("POST", "models", {**spec, **wrong})
         assert refused.status_code == 400
         assert named in refused.json()["error"]["message"]
+
+
+async def test_a_model_of_a_placement_starts_on_its_units_gpu(fleet: GpuFleet) -> None:
+    for name, gpu in (("a", "0"), ("b", "1"), ("c", "1")):
+        add(fleet, name, gpus=[gpu], instances={"min": 1})
+    for name in "abc":
+        await asyncio.to_thread(fleet.until, f"models/{name}", state="serving")
+    text = placement_text(left="a", right="b c")
+    for at in (0, 1):
+        text = text.replace(f"memory_bytes = {2000 + at}", f"memory_bytes = 2000\ngpus = [{at}]")
+    text = text.replace("held_bytes", "decode_share = 0.5\nheld_bytes")
+    for wrong, sentence in (
+        ("gpus = [2]", "placement: unit right: gpus has 2, allowed are 0, 1"),
+        ("gpus = [1, 2]", "placement: unit right: gpus has 2, allowed are 0, 1"),
+        ("node = 1\ngpus = [1]", "placement: unit right: node is 1, must be 0"),
+    ):
+        body = {"placement": tomllib.loads(text.replace("gpus = [1]", wrong))}
+        assert sentence in fleet.ask("PUT", "placement", body).text
+    body = {"placement": tomllib.loads(text)}
+    assert fleet.ask("PUT", "placement", body).json() == {"plan": ["nothing moves"]}
+    for name in "abc":  # the GPUs of the specification were others' reason
+        spec = fleet.get(f"models/{name}")["spec"] | {"gpus": []}
+        assert fleet.ask("POST", "apply", {"fleet": {"models": [spec]}}).status_code == 200
+    (deployment,) = fleet.processes("kvmig.serve /toy --engine=toy --served-model-name=b ")
+    kill(deployment)  # of both GPUs the first one is emptier then
+    await asyncio.to_thread(fleet.once, lambda: ended(deployment) and not fleet.gpus_of("b"))
+    await asyncio.to_thread(fleet.once, lambda: bool(fleet.gpus_of("b")))
+    assert fleet.gpus_of("b") == [["1"]]
+    assert fleet.held() == {FIRST: {"a": CLAIM}, SECOND: {"b": CLAIM, "c": CLAIM}}
+    assert fleet.ask("DELETE", "placement").status_code == 200
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from kvmig.process.nvml import read_devices
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.e2e.test_serve_gpus import FLAGS, OVERLAPPING, PATH, nursery_in
+from tests.e2e.test_serve_units import Agent
 from tests.support import fake_devices, gpu_nursery
 from tests.support.fake_devices import FOLDER, GIB, STEPS, FakeMachine, FakeProcess, devices
 from tests.support.gpu_nursery import Orders
@@ -148,3 +149,15 @@ def test_an_instance_of_two_workers_has_both_gpus_and_a_second_one_shares_them(
         assert len(sizes) == 2  # a worker of each instance
         assert abs(sizes[0] - sizes[1]) < GPU_BYTES // 1_000
         asyncio.run(answers(served))
+
+
+def test_an_instance_whose_unit_leaves_it_no_room_is_refused_before_anything_loads(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    path = tmp_path / "unit"
+    gpu = OneGpu(nursery, folder_of(nursery), f"--unit={path}", "--instances=1")
+    with Agent(path, 9 * GIB), pytest.raises(StartupError, match=r"instance i0 ") as refused:
+        gpu.served.start()
+    assert "doesn't fit on GPU 0 " in str(refused.value)
+    assert f"9.00 GiB are kept for KV cache of unit {path}, process {NOBODY}" in str(refused.value)
+    assert "starts" not in gpu.served.output()

@@ -14,6 +14,7 @@ from kvmig.fleet.capacity import (
     HostCapacity,
     HostDevices,
     ResidentModel,
+    SharedHold,
     WaitingModel,
     plan,
 )
@@ -72,6 +73,21 @@ def test_a_model_of_two_workers_gets_two_gpus_or_waits_for_both() -> None:
     busy = resident("b", {"g1": 1}, kept=True)
     waits = planned([waiting("a", 6, devices=2)], [busy], g0=10, g1=6)
     assert "each of 2 GPUs, 1 GPUs that reach each other have that" in waits.refused["a"]
+
+
+def test_what_models_share_is_free_once_the_last_of_them_has_ended() -> None:
+    shared = SharedHold("u", frozenset({"a", "b"}), {"g0": 5})
+    residents = [resident(name, {"g0": 2}, shared=shared) for name in "ab"]
+    devices = HostDevices((DeviceMemory("g0", "GPU 0", 10, claims={"a": 2, "b": 2, "unit u": 5}),))
+
+    def yielding(each: int, *others: ResidentModel) -> frozenset[str]:
+        return plan(HOST, [waiting("c", each)], [*residents, *others], NOW, devices).yielding
+
+    assert len(yielding(3)) == 1
+    assert yielding(6) == {"a", "b"}, "the cache ends with both"
+    asks = replace(shared, models=shared.models | {"asks"})
+    residents = [replace(one, shared=asks) for one in residents]
+    assert not yielding(6), "the unit stays for a model that waits for its start"
 
 
 def test_only_idle_models_on_the_right_gpu_end_for_another() -> None:

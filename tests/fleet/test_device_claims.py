@@ -62,6 +62,17 @@ def test_a_claim_is_what_the_specification_says_or_weights_cache_and_rest(
     assert each(**more) == bytes_
 
 
+def test_a_model_in_a_unit_claims_no_cache_and_what_was_measured_with_one_counts_not() -> None:
+    measured = replace(KNOWN, measured=70 * GIB)
+    in_unit: dict[str, Any] = {"unit": "u", "unit_memory": 20 * GIB}
+    for known in (KNOWN, measured):
+        assert each(known, **in_unit) == 16 * GIB + REST
+        assert each(known, **in_unit, gpu_memory=17 * GIB) == 17 * GIB
+    claim = claim_of(spec(**in_unit), KNOWN, TOTAL)
+    assert claim is not None
+    assert not claim.share, "the launcher gives it the unit's flags"
+
+
 def test_one_request_of_the_whole_length_fits_however_small_the_gpu() -> None:
     large = replace(KNOWN, sizes=SIZES)
     claim = claim_of(spec(), large, GIB)

@@ -144,11 +144,11 @@ def test_each_gpu_says_what_is_free_there_and_who_has_the_rest() -> None:
 
 def test_a_model_that_no_gpu_can_hold_is_refused_by_the_missing_bytes_of_each() -> None:
     both = [device("0", 10, "1"), device("1", 8, "0")]
-    assert too_large("a", DeviceNeed(10), both) == ""
-    said = too_large("a", DeviceNeed(12), both)
+    assert too_large("model a", DeviceNeed(10), both) == ""
+    said = too_large("model a", DeviceNeed(12), both)
     assert said.startswith("model a needs 12 bytes (0.00 GiB) of a GPU; GPU 0 has 10 bytes, 2 too")
     assert "GPU 1 has 8 bytes, 4 too few" in said
-    assert "of each of 2 GPUs that reach each other" in too_large("a", DeviceNeed(9, 2), both)
+    assert "of each of 2 GPUs that reach each other" in too_large("model a", DeviceNeed(9, 2), both)
     assert "GPU 0 is not one of its gpus" in too_large(
         "a", DeviceNeed(9, only=frozenset("1")), both
     )

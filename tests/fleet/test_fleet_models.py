@@ -14,15 +14,12 @@ import pytest
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.priorities import NORMAL
 from kvmig.fleet.capacity import HostCapacity
-from kvmig.fleet.controller import (
-    WANT_S,
-    ModelController,
-    classes_of,
-)
+from kvmig.fleet.controller import WANT_S, ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
+from kvmig.fleet.model_routes import classes_of
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.schedule import ScheduledFloor
 from kvmig.fleet.settings import FleetSettings

@@ -31,6 +31,10 @@ def scheduled(**floor: Any) -> dict[str, Any]:
     return {"instances": {"schedule": [{"during": "* * * * *", "min": 1, **floor}]}}
 
 
+def in_unit(**more: Any) -> dict[str, Any]:
+    return {"unit": "u", "unit_memory": 1 << 30, **more}
+
+
 def test_little_is_needed() -> None:
     spec = spec_of(given())
     assert spec == ModelSpec(name="qwen", source=f"path:{Path.cwd()}")
@@ -100,6 +104,13 @@ def test_it_is_the_same_after_json() -> None:
         ),
         ({"gpu_memory": -1}, "gpu_memory is -1, must be 0 to"),
         ({"flags": "--instance-gpus=0"}, "flags has --instance-gpus: that is gpus"),
+        ({"unit": "a b", "unit_memory": 1 << 30}, "unit is 'a b', must be letters, digits"),
+        ({"unit": "u"}, "unit_memory is 0, must be 1048576 to"),
+        ({"unit_memory": 1 << 30}, "unit_memory is 1073741824, must be left out without unit"),
+        (in_unit(engine="toy"), "engine is toy, must be vllm in a unit"),
+        (in_unit(instances={"max": 2}), "instances.max is 2, must be 1 in a unit"),
+        (in_unit(gpus_per_instance=2), "gpus_per_instance is 2, must be 1 in a unit"),
+        (in_unit(flags=["--unit=/run/u"]), "flags has --unit: that is unit"),
         ({"cpu_offload": 4}, "cpu_offload is 4: weights in the host's memory comes later"),
         ({"share_prefixes": "yes"}, "share_prefixes is 'yes', must be bool"),
         ({"flags": ["--isolate-users"]}, "flags has --isolate-users: that is share_prefixes"),

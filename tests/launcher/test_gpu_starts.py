@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvmig.core.config import ClusterConfig
+from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.devices import GIB, DeviceInventory, DeviceProcess, DeviceRecord
-from kvmig.core.errors import StartupError
+from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher import gpu_starts
 from kvmig.launcher.gpu_division import NoRoom, divide
 from kvmig.launcher.gpu_starts import EngineMemory, GpuStart, GpuStarts
 from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
+from kvmig.launcher.unit_memory import InstanceUnits, UnitArena
 
 TOTAL = 80 * GIB
 SHARE, SIZE = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
@@ -23,12 +24,14 @@ SHARE, SIZE = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
 class Host:
     """One GPU, two planned instances, and what NVML says now."""
 
-    def __init__(self, folder: Path, instances: int = 2, **memory: int) -> None:
+    def __init__(self, folder: Path, instances: int = 2, arena: int = 0) -> None:
         self.device = DeviceRecord(id="0", index=0, uuid="GPU-0", name="H100", total=TOTAL)
         self.fails = False
         self.read = 0
         planned = {f"i{number}": 1 for number in range(instances)}
-        known = EngineMemory(divides=True, weights=16 * GIB, **memory)
+        config = UnitConfig(path="/u", model="a")
+        units = InstanceUnits({"/u": UnitArena("/u", arena)}, config) if arena else None
+        known = EngineMemory(divides=True, weights=16 * GIB, units=units)
         division = divide([self.device], planned)
         self.starts = GpuStarts(division, known, "here", self._read, folder)
 
@@ -168,3 +171,30 @@ def test_a_third_instance_is_refused_before_it_starts_and_leaves_the_plan_as_it_
     with pytest.raises(StartupError, match=r"instance i2 doesn't fit on GPU 0 .*i0 has 39\.20 GiB"):
         host.starts.check_room(wanted, (), ["i0", "i1"])
     assert host.starts.division.places == before
+
+
+def test_gpus_are_named_by_index_and_uuid_also_where_the_server_sees_them_by_uuid(
+    tmp_path: Path,
+) -> None:
+    gpus = [
+        DeviceRecord(id=f"GPU-{at}", index=at, uuid=f"GPU-{at}", name="H100", total=TOTAL)
+        for at in (1, 0)
+    ]
+    starts = GpuStarts(divide(gpus, {"i0": 1}), EngineMemory(divides=True), turns=tmp_path)
+    for named in ("0", "GPU-0"):
+        starts.check_gpus([named], 1)
+        assert starts.place("i1", 1, [named]).gpus == ("GPU-0",)
+    with pytest.raises(ConfigError, match="gpus has 2, allowed are GPU-1, GPU-0"):
+        starts.place("i1", 1, ["2"])
+
+
+async def test_a_third_instance_of_a_unit_is_refused_where_the_cache_leaves_it_no_room(
+    tmp_path: Path,
+) -> None:
+    host = Host(tmp_path, arena=30 * GIB)
+    host.starts.check({name: host.starts.need(1) for name in ("i0", "i1")})
+    third = [PlannedInstance("i2", 1, ["M"])]
+    with pytest.raises(StartupError, match=r"instance i2 doesn't fit .*i0 has 17\.00 GiB, i1 has"):
+        host.starts.check_room(third, (), ["i0", "i1"])
+    (await host.begin("i1")).end()
+    assert host.starts.division.place("i1").size == 17 * GIB

@@ -150,6 +150,22 @@ def test_they_are_elsewhere_if_else_not_all_had_room() -> None:
     assert found == {"a": {"i0": "left"}, "b": {"i0": "right", "i1": "left"}, "c": {"i0": "right"}}
 
 
+def test_an_instance_on_gpus_is_in_the_unit_that_has_them() -> None:
+    text = placement_text(left="a b", right="a b")
+    for at in (0, 1):
+        text = text.replace(f"memory_bytes = {2000 + at}", f"memory_bytes = 2000\ngpus = [{at}]")
+    text = text.replace("held_bytes", "decode_share = 0.5\nheld_bytes")
+    rows = {
+        name: [replace(row(f"i{at}", ""), gpus=(gpu,)) for at, gpu in enumerate(gpus)]
+        for name, gpus in (("a", "10"), ("b", "1"))
+    }
+    wanted = read(text, "p.toml")
+    assert adopted(wanted, rows) == {"a": {"i0": "right", "i1": "left"}, "b": {"i0": "right"}}
+    rows["b"] = [replace(row("i0", ""), gpus=("2",))]
+    with pytest.raises(ConfigError, match=r"nobody said in which units .*b i0 \(GPU 2\) are"):
+        adopted(wanted, rows)
+
+
 def test_an_instance_without_a_unit_needs_room_in_one() -> None:
     rows = {"a": [row(f"i{at}", "") for at in range(3)]}
     with pytest.raises(ConfigError, match="nobody said in which units a i0, a i1, a i2 are"):

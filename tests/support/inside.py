@@ -3,6 +3,7 @@ names (`tests/house/test_private_names.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,13 @@ from kvmig.controlplane.llumlet import Llumlet
 from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.reporter import LoadReporter
 from kvmig.engines.base import ServingEngine
+from kvmig.fleet.orders import News, Order, Running, encode
+from kvmig.fleet.supervisor import FleetSupervisor, running
 from kvmig.frontend.requests import RequestTable
 from kvmig.frontend.router import Router
 from kvmig.frontend.streams import RequestStreams
+from kvmig.launcher.local import LocalLlumlet
+from kvmig.launcher.ray_launcher import LlumletActor
 from kvmig.process.fork_server import ForkServerClient, ForkServerPool
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 
@@ -73,3 +78,28 @@ def parts_of(llumlet: Llumlet) -> LlumletParts:
         llumlet._engine, llumlet._server, llumlet._fronts, llumlet._tracking, llumlet._host,
         llumlet._reporter,
     )  # fmt: skip
+
+
+class OwnSupervisor(FleetSupervisor):
+    """A fleet's supervisor without its server, in whose place a test gives orders."""
+
+    def tell_news(self, news: Callable[[News], None]) -> None:
+        """Let the test take what the server would."""
+        self._tell = news  # type: ignore[method-assign]
+
+    def carry_out(self, order: Order) -> None:
+        """Take it as from the server."""
+        self._hear(encode(order))
+
+    def deployed(self) -> Running:
+        """Return what the next server would be told first."""
+        return running(self._deployments.values())
+
+    async def end(self) -> None:
+        """End all that it has started."""
+        await self._end([])
+
+
+def child_of(actor: LlumletActor) -> LocalLlumlet:
+    """Return what the actor has started."""
+    return actor._started()

@@ -1,0 +1,36 @@
+"""The routes of models, as proxies get them. Pure."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from kvmig.core.errors import ConfigError
+from kvmig.core.priorities import NORMAL, PriorityClass
+from kvmig.fleet.lifecycle import ModelStatus
+from kvmig.launcher.flags import priority_classes
+from kvmig.proxy.messages import RouteState
+
+
+@lru_cache(maxsize=1024)
+def classes_of(flags: tuple[str, ...]) -> tuple[PriorityClass, ...]:
+    """The priority classes that a deployment with these flags has."""
+    flag, given = "--priority-class", []
+    for at, one in enumerate(flags):
+        name, equals, value = one.partition("=")
+        if name.replace("_", "-") == flag:
+            given.append(value if equals else "".join(flags[at + 1 : at + 2]))
+    try:
+        return priority_classes(given)
+    except ConfigError:  # the deployment doesn't start, and says why
+        return (NORMAL,)
+
+
+def route_state(on: bool, life: ModelStatus, ready: bool, now: float) -> RouteState:
+    """What proxies are told of a model. A retry that is due is like a cold start."""
+    if not on:
+        return "off"
+    if life.state == "failed":
+        return "failed" if now < life.retry_at else "cold"
+    if life.state == "serving" and ready:
+        return "ready"
+    return "starting" if life.routed or life.state == "waking" else "cold"

@@ -1,0 +1,270 @@
+"""The units of a fleet, whose models share KV cache on one GPU: where each is, and its agent.
+
+An agent is a deployment of the supervisor's as a model is: it outlives the server, and the next
+server learns of it, or of the models that are in the unit. An agent that dies is started again, and
+the instances come back to it by themselves (`kvmig.sharing.member`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from urllib.parse import quote
+
+import msgspec
+
+from kvmig.core.background import cancel_tasks
+from kvmig.core.clock import Clock
+from kvmig.core.errors import ConfigError, TransportError
+from kvmig.fleet.capacity import CapacityPlan, SharedHold
+from kvmig.fleet.device_budget import DeviceBudget
+from kvmig.fleet.device_room import DeviceNeed, unit_holder
+from kvmig.fleet.orders import Deployed, DeploymentEnded, Order, Start, Stop
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.unit_plan import (
+    AgentLife,
+    arena_of,
+    check_unit,
+    ended,
+    need_in_unit,
+    next_step,
+    started,
+    whole_need,
+)
+from kvmig.sharing.member import fetch_unit
+from kvmig.sharing.messages import UnitState
+
+LOOK_S = 0.1
+"""Pause between two attempts to reach an agent that starts."""
+AGAIN_S = 2.0
+"""Pause between two looks at one that answers."""
+
+
+class UnitRecord(msgspec.Struct, frozen=True):
+    """The note of an agent that the supervisor keeps for the next server."""
+
+    unit: str
+    gpus: tuple[str, ...]
+    arena: int
+
+
+class AgentWatcher:
+    """Make it inside a running event loop; it looks at an agent until `close`."""
+
+    def __init__(self, path: str, changed: Callable[[], None]) -> None:
+        """path: its socket. changed: called when it answers, and when it does so no more."""
+        self.state: UnitState | None = None
+        """The last report; None: the agent does not answer."""
+        self._path = path
+        self._changed = changed
+        self._task = asyncio.create_task(self._follow(), name=f"unit at {path}")
+
+    async def _follow(self) -> None:
+        while True:
+            before, self.state = self.state, None
+            with contextlib.suppress(TransportError, ConfigError):  # it isn't there yet, or ends
+                self.state = await fetch_unit(self._path)
+            if (before is None) != (self.state is None):
+                self._changed()
+            await asyncio.sleep(LOOK_S if self.state is None else AGAIN_S)
+
+    async def close(self) -> None:
+        """Look no more."""
+        await cancel_tasks(self._task)
+
+
+@dataclass(eq=False)
+class ManagedUnit:
+    """A unit that has its GPU."""
+
+    name: str
+    gpus: tuple[str, ...]
+    """UUIDs."""
+    arena: int
+    """Bytes of KV cache."""
+    life: AgentLife = field(default_factory=AgentLife)
+    watched: AgentWatcher | None = None
+    models: frozenset[str] = frozenset()
+    """Models that run in it, or wait for their start, as of the last round."""
+
+    @property
+    def state(self) -> UnitState | None:
+        """The unit as its agent reports it; None: no agent answers."""
+        return None if self.watched is None else self.watched.state
+
+    @property
+    def waits(self) -> str:
+        """Why none of its models can start now; empty: they can."""
+        if self.state is not None and not self.life.ends:
+            return ""
+        why = f", the last one ended: {self.life.why}" if self.life.why else ""
+        return f"the agent of unit {self.name} starts{why}"
+
+
+class FleetUnits:
+    """Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        order: Callable[[Order], None],
+        devices: DeviceBudget,
+        clock: Clock,
+        changed: Callable[[], None],
+    ) -> None:
+        """order: to init. changed: called when an agent answers, or does so no more."""
+        self._settings = settings
+        self._order = order
+        self._devices = devices
+        self._clock = clock
+        self._changed = changed
+        self._units: dict[str, ManagedUnit] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # -- what is heard
+
+    def adopt(self, one: Deployed) -> None:
+        """Take over an agent that a server before this one has started."""
+        note = msgspec.json.decode(one.note, type=UnitRecord)
+        unit = self.recall(note.unit, note.gpus, note.arena)
+        if unit.life.agent:
+            self._order(Stop(one.deployment))
+        else:
+            self._follow(unit, one.deployment)
+
+    def recall(self, name: str, gpus: tuple[str, ...], arena: int) -> ManagedUnit:
+        """Take over a unit of which something runs."""
+        return self._units.setdefault(name, ManagedUnit(name, gpus, arena))
+
+    def take_end(self, news: DeploymentEnded) -> bool:
+        """Take the end of a deployment; whether it was an agent."""
+        for unit in self._units.values():
+            if unit.life.agent == news.deployment:
+                unit.life = ended(unit.life, news.said or news.how, self._clock())
+                if unit.watched is not None:
+                    closing = asyncio.create_task(unit.watched.close(), name="let go")
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+                    unit.watched = None
+                return True
+        return False
+
+    # -- what is decided
+
+    def check(self, unit: str, models: Sequence[ModelSpec]) -> None:
+        """Raises ConfigError for a unit that can't have these models on any GPU here."""
+        devices = self._devices.watch.memory({}, {})
+        check_unit(unit, self._needs(models), arena_of(models), devices)
+
+    def need(self, spec: ModelSpec, models: Sequence[ModelSpec]) -> DeviceNeed | None:
+        """What a model wants of GPUs: with all of its unit, until that has its place.
+
+        models: of the unit.
+        """
+        own = self._devices.need(spec)
+        if own is None:
+            return None
+        if (unit := self._units.get(spec.unit)) is not None:
+            return need_in_unit(own, unit.gpus)
+        every = [*(one for one in models if one.name != spec.name), spec]
+        return whole_need(self._needs(every), arena_of(every))
+
+    def has_place(self, unit: str) -> bool:
+        """Whether it is on a GPU already."""
+        return unit in self._units
+
+    def admit(
+        self, plan: CapacityPlan, asking: Sequence[ModelSpec], models: Sequence[ModelSpec]
+    ) -> CapacityPlan:
+        """Put units of models that have room on their GPU; such a model waits for its agent.
+
+        asking: models that would start. models: all of the catalogue.
+        """
+        for spec in asking:
+            if spec.unit and not self.has_place(spec.unit) and (at := plan.places.get(spec.name)):
+                arena = arena_of([spec, *(one for one in models if one.unit == spec.unit)])
+                self.recall(spec.unit, at[0], arena)
+        refused = dict(plan.refused)
+        for spec in asking:
+            if spec.unit and spec.name not in refused and spec.name not in plan.never:
+                unit = self._units.get(spec.unit)
+                waits = f"unit {spec.unit} has no GPU yet" if unit is None else unit.waits
+                if waits:
+                    refused[spec.name] = waits
+        return replace(plan, refused=refused)
+
+    def reconcile(self, wanted: Mapping[str, frozenset[str]]) -> None:
+        """Start and end agents. wanted: models that run or wait for their start, by unit."""
+        now = self._clock()
+        for name, unit in list(self._units.items()):
+            unit.models = wanted.get(name, frozenset())
+            match next_step(unit.life, bool(unit.models), now):
+                case "start":
+                    self._start(unit)
+                case "stop":
+                    self._order(Stop(unit.life.agent))
+                    unit.life = msgspec.structs.replace(unit.life, ends=True)
+            if not unit.models and not unit.life.agent:
+                del self._units[name]
+
+    # -- what is told
+
+    def every(self) -> list[ManagedUnit]:
+        """The units that have their GPUs."""
+        return list(self._units.values())
+
+    def shared(self, name: str, models: frozenset[str]) -> SharedHold | None:
+        """What models of a unit hold together. models: those that run or wait for their start."""
+        unit = self._units.get(name)
+        if unit is None:
+            return None
+        return SharedHold(name, models, dict.fromkeys(unit.gpus, unit.arena))
+
+    def arena(self, name: str) -> int:
+        """Bytes of KV cache of a unit; 0: it has no place."""
+        unit = self._units.get(name)
+        return 0 if unit is None else unit.arena
+
+    def claims(self) -> dict[str, dict[str, int]]:
+        """Bytes of each GPU that units claim for their KV cache, by `unit_holder`."""
+        found: dict[str, dict[str, int]] = {}
+        for unit in self._units.values():
+            for gpu in unit.gpus:
+                found.setdefault(gpu, {})[unit_holder(unit.name)] = unit.arena
+        return found
+
+    async def close(self) -> None:
+        """Look at no agent any more; they run on."""
+        await asyncio.gather(*self._closing)
+        for unit in self._units.values():
+            if unit.watched is not None:
+                await unit.watched.close()
+
+    # -- helpers
+
+    def _needs(self, models: Sequence[ModelSpec]) -> dict[str, DeviceNeed]:
+        needs = {one.name: self._devices.need(one) for one in models}
+        return {name: need for name, need in needs.items() if need is not None}
+
+    def _start(self, unit: ManagedUnit) -> None:
+        agent, path = secrets.token_hex(4), str(self._settings.unit(unit.name))
+        note = UnitRecord(unit.name, unit.gpus, unit.arena)
+        self._order(
+            Start(
+                agent,
+                "",
+                (path, f"--memory={unit.arena}B", "--end-with-stdin"),
+                msgspec.json.encode(note).decode(),
+                str(self._settings.log(quote(unit_holder(unit.name), safe=""))),
+                "unit",
+            )
+        )
+        self._follow(unit, agent)
+
+    def _follow(self, unit: ManagedUnit, agent: str) -> None:
+        unit.life = started(unit.life, agent, self._clock())
+        unit.watched = AgentWatcher(str(self._settings.unit(unit.name)), self._changed)
