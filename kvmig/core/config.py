@@ -294,6 +294,8 @@ def check(config: ClusterConfig) -> ClusterConfig:
     _check_http(config.http)
     if config.unit is not None:
         _check_unit(config.unit, config)
+    if config.ray is not None:
+        _check_ray(config)
     return config
 
 
@@ -378,6 +380,13 @@ def _check_unit(unit: UnitConfig, config: ClusterConfig) -> None:
     _require(config.ray is None, "--unit", unit.path, alone)
     others = f"left out with --engine {config.engine}: only vLLM's engines share KV cache"
     _require(config.engine == "vllm", "--unit", unit.path, others)
+
+
+def _check_ray(config: ClusterConfig) -> None:
+    chosen = "left out with --ray: Ray chooses the GPUs (--ray-resources)"
+    _require(not config.instance_gpus, "--instance-gpus", ", ".join(config.instance_gpus), chosen)
+    limit = config.lifecycle.gpu_memory
+    _require(not limit, "--gpu-memory", limit, "left out with --ray: a part of a GPU is its limit")
 
 
 def _check_http(http: HttpConfig) -> None:

@@ -15,18 +15,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import platform
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from kvmig.core.config import ClusterConfig, RayConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
-from kvmig.engines.registry import with_tree
+from kvmig.engines.registry import kind_of, with_tree
 from kvmig.kvtransfer.transports.shm import sweep
 from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import llumlet_environment, memory_flags, part_of_memory, weights_of
+from kvmig.launcher.gpu_division import divide, sized
+from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
 from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
+from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.ray_cluster import (
     RayNode,
     Resources,
@@ -37,7 +42,8 @@ from kvmig.launcher.ray_cluster import (
     needs_of,
     share_of,
 )
-from kvmig.process.supervisor import STOP_S, ChildProcess, ProcessHandle, running
+from kvmig.process.nvml import read_devices
+from kvmig.process.supervisor import STOP_S, ProcessHandle, running
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -116,7 +122,8 @@ class RayLauncher:
                 kv_bytes=self._kv_bytes,
                 environment=forwarded(os.environ),
             )
-            await handle.await_answer(actor.start.remote(order, node.address), ASK_S)
+            turn_s = launch.config.start_timeout_s  # others on its GPU may start first
+            await handle.await_answer(actor.start.remote(order, node.address), turn_s + ASK_S)
         except BaseException:
             await handle.kill()
             raise
@@ -290,7 +297,7 @@ class LlumletActor:
     """The actor's class: one llumlet from start to end. Methods run in the actor's event loop."""
 
     def __init__(self) -> None:
-        self._child: ChildProcess | None = None
+        self._child: LocalLlumlet | None = None
 
     async def node(self) -> str:
         """Id of the node that it was placed on."""
@@ -304,13 +311,26 @@ class LlumletActor:
         sweep()  # of instances that were killed on this host
         environment = node_environment(order, os.environ)
         launch = msgspec.structs.replace(
-            order.launch,
-            config=bound_to(order.launch.config, address),
-            engine_argv=[*_memory_flags(order, environment), *order.launch.engine_argv],
+            order.launch, config=bound_to(order.launch.config, address)
         )
-        name = f"instance {launch.instance}"
-        spawn = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
-        self._child = await ChildProcess.start(name, spawn, launch)
+        starts = gpus_of_node(order, environment)
+        start = await starts.begin(launch, order.workers) if starts.ids else None
+        try:
+            if start is None:
+                added, where = _memory_flags(order, environment), ""
+            else:
+                added, where = start.flags, f"GPU {','.join(start.place.gpus)} of {starts.node}"
+            launch = msgspec.structs.replace(
+                launch, engine_argv=[*added, *launch.engine_argv], where=where
+            )
+            name = f"instance {launch.instance}"
+            spawn = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
+            self._child = await LocalLlumlet.start(name, spawn, launch)
+        except BaseException:
+            if start is not None:
+                start.end()
+            raise
+        self._child.gpu_start = start
 
     async def ready(self, timeout_s: float) -> str:
         """See `ProcessHandle`."""
@@ -324,9 +344,8 @@ class LlumletActor:
         """See `ProcessHandle`."""
         if self._child is not None:
             await self._child.stop(timeout_s)
-            sweep()
 
-    def _started(self) -> ChildProcess:
+    def _started(self) -> LocalLlumlet:
         if self._child is None:
             raise RuntimeError("nothing was started")
         return self._child
@@ -354,6 +373,25 @@ def node_environment(order: RayOrder, own: Mapping[str, str]) -> dict[str, str]:
     engine = order.launch.config.engine
     base = with_tree(engine, base, order.launch.engine_tree)
     return llumlet_environment(engine, _gpus(base), order.threads, base)
+
+
+def gpus_of_node(order: RayOrder, environment: Mapping[str, str]) -> GpuStarts:
+    """The GPUs that Ray has given the instance, as NVML has them on this node; none on a CPU, and
+    where NVML isn't there. Raises NoRoom.
+
+    Of a GPU that it shares with others it may have its part. How much of it they need is measured
+    here, one after the other.
+    """
+    devices = read_devices(environment).devices if _gpus(environment) else ()
+    least = min((one.total for one in devices), default=0)
+    most = int(least * order.gpu) if order.gpu < 1 else 0
+    division = divide(devices, {order.launch.instance: order.workers} if devices else {}, most)
+    divides = kind_of(order.launch.config.engine).shares_memory
+    memory = EngineMemory(divides, weights_of(order.model))
+    starts = GpuStarts(division, memory, platform.node(), partial(read_devices, environment))
+    if devices and not sized(order.launch.engine_argv):
+        starts.check({order.launch.instance: starts.need(order.workers)})
+    return starts
 
 
 def bound_to(config: ClusterConfig, address: str) -> ClusterConfig:

@@ -60,6 +60,14 @@ REFUSED = [
         [MODEL, "--unit", "/u", "--ray"],
         "--unit is /u, must be left out with --ray: a unit is on one",
     ),
+    (
+        [MODEL, "--ray", "--instance-gpus", "i0: 1"],
+        "--instance-gpus is i0: 1, must be left out with --ray: Ray chooses the GPUs",
+    ),
+    (
+        [MODEL, "--ray", "--gpu-memory", "4GiB"],
+        "--gpu-memory is 4294967296, must be left out with --ray",
+    ),
     ([*TOY, "--unit", "/u"], "--unit is /u, must be left out with --engine toy: only vLLM's"),
     (
         [MODEL, "--unit", "/u", "--unit", "i7: /v"],

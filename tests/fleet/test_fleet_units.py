@@ -24,7 +24,6 @@ from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.orders import (
     Deployed,
     DeploymentEnded,
-    News,
     Order,
     Running,
     Start,
@@ -266,8 +265,8 @@ async def test_the_agent_is_a_process_that_answers_and_another_one_after_kill_9(
     fleet: Fleet,
 ) -> None:
     with socket.socket() as sock:
-        init, news = OwnSupervisor(fleet.settings, sock), list[News]()
-        init.tell_news(news.append)
+        init = OwnSupervisor(fleet.settings, sock)
+        news = init.news
 
         async def next_news(kind: type[Any]) -> Any:
             await until(lambda: [one for one in news if isinstance(one, kind)])

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,6 +16,7 @@ import pytest
 from kvmig.core.config import ClusterConfig, MigrationConfig
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.environment import GIB, part_of_memory
+from kvmig.launcher.gpu_division import NoRoom
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.ray_launcher import (
     LlumletActor,
@@ -19,6 +26,9 @@ from kvmig.launcher.ray_launcher import (
     node_environment,
 )
 from kvmig.process.supervisor import ChildProcess, Spawn
+from tests.support import fake_devices
+from tests.support.fake_devices import FakeMachine, FakeProcess, devices
+from tests.support.inside import child_of
 
 
 def order(**fields: Any) -> RayOrder:
@@ -37,11 +47,25 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[LlumletLaunch]:
     """What children were told."""
     told: list[LlumletLaunch] = []
 
-    async def start(name: str, spawn: Spawn, launch: LlumletLaunch) -> None:
+    async def start(name: str, spawn: Spawn, launch: LlumletLaunch) -> SimpleNamespace:
         told.append(launch)
+        return SimpleNamespace()
 
     monkeypatch.setattr(ChildProcess, "start", start)
     return told
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    """Of two GPUs, of which Ray gives the second one."""
+    made = FakeMachine(tmp_path)
+    made.install(devices(2, 80 * GIB))
+    monkeypatch.syspath_prepend(fake_devices.MODULES)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setenv(fake_devices.FOLDER, str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return made
 
 
 def test_sockets_bind_to_the_nodes_own_address() -> None:
@@ -102,6 +126,34 @@ async def test_instances_on_one_gpu_share_its_memory(
 
     assert started[0].engine_argv == ["--gpu-memory-utilization", "0.450", "m", "-x"]
     assert started[1].engine_argv == ["m", "-x"]
+
+
+async def test_a_node_measures_the_gpu_that_ray_gave_one_instance_after_the_other(
+    started: list[LlumletLaunch], machine: FakeMachine
+) -> None:
+    first, second = LlumletActor(), LlumletActor()
+    await first.start(order(gpu=0.5), "127.0.0.1")
+    starting = asyncio.create_task(second.start(order(gpu=0.5), "127.0.0.1"))
+    await asyncio.sleep(0.3)
+    assert not starting.done(), "it would count the memory that the first one takes"
+    start = child_of(first).gpu_start
+    assert start is not None
+    start.end()
+    await starting
+    for one in started:
+        assert one.engine_argv == ["--gpu-memory-utilization", "0.4875", "m", "-x"]
+        assert one.where == f"GPU 1 of {platform.node()}"
+
+
+async def test_what_has_no_room_on_its_nodes_gpu_is_refused_there_in_bytes(
+    started: list[LlumletLaunch], machine: FakeMachine
+) -> None:
+    gpus = devices(2, 80 * GIB)
+    gpus[1].processes = [FakeProcess(1, 79 * GIB)]
+    machine.install(gpus)
+    with pytest.raises(NoRoom, match=r"instance i0 doesn't fit on GPU 1 .* process 1 .* 79.00 GiB"):
+        await LlumletActor().start(order(gpu=1.0), "127.0.0.1")
+    assert not started
 
 
 async def test_too_small_a_share_is_refused(started: list[LlumletLaunch]) -> None:

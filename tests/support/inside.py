@@ -3,7 +3,7 @@ names (`tests/house/test_private_names.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.reporter import LoadReporter
 from kvmig.engines.base import ServingEngine
 from kvmig.fleet.orders import News, Order, Running, encode
+from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.supervisor import FleetSupervisor, running
 from kvmig.frontend.requests import RequestTable
 from kvmig.frontend.router import Router
@@ -83,16 +84,20 @@ def parts_of(llumlet: Llumlet) -> LlumletParts:
 class OwnSupervisor(FleetSupervisor):
     """A fleet's supervisor without its server, in whose place a test gives orders."""
 
-    def tell_news(self, news: Callable[[News], None]) -> None:
-        """Let the test take what the server would."""
-        self._tell = news  # type: ignore[method-assign]
+    def __init__(self, settings: FleetSettings, sock: socket.socket) -> None:
+        super().__init__(settings, sock)
+        self.news: list[News] = []
+        """What the server would get."""
+
+    def _tell(self, news: News) -> None:
+        self.news.append(news)
 
     def carry_out(self, order: Order) -> None:
         """Take it as from the server."""
         self._hear(encode(order))
 
     def deployed(self) -> Running:
-        """Return what the next server would be told first."""
+        """Return what the next server would get first."""
         return running(self._deployments.values())
 
     async def end(self) -> None:
