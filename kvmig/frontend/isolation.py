@@ -51,15 +51,20 @@ class OwnEntries(MutableMapping[str, Value]):
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Value] = {}
+        """By user and key."""
+
+    def name_of(self, key: str) -> tuple[str, str]:
+        """The name by which the present call's user has an entry."""
+        return current_tenant(), key
 
     def __getitem__(self, key: str) -> Value:
-        return self._entries[current_tenant(), key]
+        return self._entries[self.name_of(key)]
 
     def __setitem__(self, key: str, value: Value) -> None:
-        self._entries[current_tenant(), key] = value
+        self._entries[self.name_of(key)] = value
 
     def __delitem__(self, key: str) -> None:
-        del self._entries[current_tenant(), key]
+        del self._entries[self.name_of(key)]
 
     def __iter__(self) -> Iterator[str]:
         tenant = current_tenant()

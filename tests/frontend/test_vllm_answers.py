@@ -190,6 +190,27 @@ async def both_ways(
     return answers
 
 
+async def test_an_answer_of_many_choices_is_made_on_another_thread_and_says_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[str] = []
+    spell = spelling.spell_choices
+
+    def noted(answer: Any) -> Any:
+        threads.append(threading.current_thread().name.split("_")[0])
+        return spell(answer)
+
+    monkeypatch.setattr(answers, "spell_choices", noted)
+    body = {"model": MODEL, "prompt": ["a", "b", "c"], "max_tokens": TOKENS}
+    texts = []
+    async with application(put=put) as (app, _), client_of(app) as client:
+        for most in (answers.MANY_CHOICES, 2):
+            monkeypatch.setattr(answers, "MANY_CHOICES", most)
+            texts.append(sorted_json((await client.post("/v1/completions", json=body)).text))
+    assert threads == ["answers"]
+    assert texts[0] == texts[1]
+
+
 async def test_a_stream_with_large_chunks_ends_with_the_error_that_ends_its_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

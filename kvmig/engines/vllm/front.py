@@ -366,9 +366,9 @@ class RoutedLLM(AsyncLLM):
                 **options,
             )
         bound_texts(self.renderer, self.model_config.max_model_len)
-        self._slices = WorkSlices()
+        self.slices = WorkSlices()
+        """Parts of the event loop's turns in which calls' requests begin."""
         self._prompt_logprobs = PromptLogprobsThread()
-        self._measure_beginnings()
         self._salts = salts
         # `generate` checks grammars: let vLLM's processor, on the event loop, not do so once more.
         config, self.input_processor.structured_outputs_config = (
@@ -378,17 +378,6 @@ class RoutedLLM(AsyncLLM):
         self._grammars = GrammarChecks(
             backend_check(self.model_config, config, tokenizer), requests.sequences_of_call
         )
-
-    def _measure_beginnings(self) -> None:
-        """vLLM makes a request of a prompt and parameters on the event loop."""
-        begin = self.input_processor.process_inputs
-
-        def measured(*args: Any, **options: Any) -> EngineCoreRequest:
-            with self._slices.measured():
-                request: EngineCoreRequest = begin(*args, **options)
-            return request
-
-        self.input_processor.process_inputs = measured
 
     def shutdown(self, timeout: float | None = None) -> None:
         if (grammars := getattr(self, "_grammars", None)) is not None:  # vLLM's __del__ calls this
@@ -424,14 +413,13 @@ class RoutedLLM(AsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, *args: Any, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        await self._slices.wait()
-        with self._slices.measured():
-            check_bytes(self._encoder, sampling_params)
-            check_words(getattr(sampling_params, "bad_words", None))
-            check_stops(getattr(sampling_params, "stop", None))
+        await self.slices.wait()
+        check_bytes(self._encoder, sampling_params)
+        check_words(getattr(sampling_params, "bad_words", None))
+        check_stops(getattr(sampling_params, "stop", None))
         salt = "" if self._salts is None else self._salts.salt_of(None)
         await self._grammars.check(sampling_params, salt)
-        await self._slices.wait()
+        await self.slices.wait()
         generated = super().generate(prompt, sampling_params, *args, **options)
         async with contextlib.aclosing(generated) as outputs:
             async for output in outputs:

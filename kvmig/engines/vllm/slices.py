@@ -8,38 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 SLICE_S = 0.005
-"""Length of a turn. One beginning is never interrupted."""
+"""Time of a turn, from the first beginning in it on, within which others begin. One beginning is
+never interrupted."""
 
 
 class WorkSlices:
-    """`wait` before each beginning, and do it within `measured`."""
+    """`wait` before each beginning. All that runs on the loop from the first one on counts."""
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
-        self._spent_s = 0.0
-        self._resets = False
+        self._since: float | None = None
+        """When the first one of this turn began; None: there was none."""
 
     async def wait(self) -> None:
         """Wait until there is something left of a turn."""
-        while self._spent_s >= SLICE_S:  # noqa: ASYNC110 - the next turn is what it waits for
+        while self._is_spent():  # noqa: ASYNC110 - the next turn is what it waits for
             await asyncio.sleep(0)
 
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """What is done within takes a part of this turn."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._spent_s += self._clock() - began
-            if not self._resets:
-                self._resets = True
-                asyncio.get_running_loop().call_soon(self._reset)
+    def _is_spent(self) -> bool:
+        if self._since is None:
+            self._since = self._clock()
+            asyncio.get_running_loop().call_soon(self._reset)
+            return False
+        return self._clock() - self._since >= SLICE_S
 
     def _reset(self) -> None:
         """The next turn has begun."""
-        self._spent_s, self._resets = 0.0, False
+        self._since = None

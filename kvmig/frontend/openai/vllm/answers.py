@@ -1,4 +1,4 @@
-"""Answers with many log-probabilities are made, and turned into JSON, outside of the event loop.
+"""Answers with many log-probabilities or choices are made, and turned into JSON, beside the loop.
 
 vLLM makes an answer of what its sequences have given, and JSON of that, in one go on the event
 loop: thousands of log-probabilities hold up all streams. A thread makes such answers here, of all
@@ -29,6 +29,7 @@ from vllm.utils.async_utils import merge_async_iterators
 
 from kvmig.frontend.openai.body_threads import finish
 from kvmig.frontend.openai.vllm.answer_chunks import chunks_beside, events_beside
+from kvmig.frontend.openai.vllm.cohere_answers import cohere_beside
 from kvmig.frontend.openai.vllm.logprob_counts import MANY, logprobs_in
 from kvmig.frontend.openai.vllm.spelling import (
     SpeltResponse,
@@ -36,6 +37,9 @@ from kvmig.frontend.openai.vllm.spelling import (
     spell_choices,
     spell_response,
 )
+
+MANY_CHOICES = 64
+"""Answers of one completion that are made on the event loop."""
 
 Making = Callable[..., Coroutine[Any, Any, Any]]
 
@@ -85,6 +89,7 @@ def make_beside_loop() -> None:
     responses._create_response_logprobs = _known(responses._create_response_logprobs)
     chunks_beside()
     events_beside()
+    cohere_beside()
     for routes in (chat_routes, completion_routes, response_routes, token_routes):
         routes.JSONResponse = SpeltResponse
 
@@ -157,7 +162,9 @@ def _later(make: Callable[..., Any]) -> Any:
     @functools.wraps(make)
     def made(self: Any, outputs: Sequence[RequestOutput], *args: Any, **options: Any) -> Any:
         late = _Late(functools.partial(make, self, outputs, *args, **options))
-        return late if logprobs_in(outputs) > MANY else late.make()
+        choices = sum(len(one.outputs) for one in outputs)
+        many = choices > MANY_CHOICES or logprobs_in(outputs) > MANY
+        return late if many else late.make()
 
     return made
 

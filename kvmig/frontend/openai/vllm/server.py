@@ -6,7 +6,7 @@ import asyncio
 import copy
 import socket
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from fastapi import FastAPI
@@ -34,7 +34,7 @@ from kvmig.engines.vllm.front import (
     cut_output,
     decode_outputs,
 )
-from kvmig.frontend.isolation import OwnEntries, PromptSalts
+from kvmig.frontend.isolation import PromptSalts
 from kvmig.frontend.media_rules import MediaRules
 from kvmig.frontend.middleware import HttpMiddleware
 from kvmig.frontend.openai.body_threads import check_beside_loop
@@ -44,8 +44,13 @@ from kvmig.frontend.openai.vllm.beams import count_beams_as_one
 from kvmig.frontend.openai.vllm.errors import note_failures
 from kvmig.frontend.openai.vllm.first_error import stop_at_first_error
 from kvmig.frontend.openai.vllm.media import load_media_by
+from kvmig.frontend.openai.vllm.prompt_turns import take_turns
 from kvmig.frontend.ports import OutputBatch
 from kvmig.frontend.router import Router
+from kvmig.frontend.stored_entries import StoredEntries
+
+EVENT_BYTES = 2_048
+"""Of an event of a response's stream, which vLLM keeps while it is stored; roughly."""
 
 
 class VllmServer(HttpTask):
@@ -104,6 +109,7 @@ class VllmServer(HttpTask):
         args = self._args
         count_beams_as_one()
         make_beside_loop()
+        take_turns()
         self._llm = llm = RoutedLLM(
             self._config,
             router,
@@ -162,15 +168,21 @@ class VllmServer(HttpTask):
 
 
 def keep_responses_apart(responses: OpenAIServingResponses | None) -> None:
-    """Let users read, go on from and cancel responses of their own only, where vLLM stores them.
+    """Let users read, go on from and cancel responses of their own only, where vLLM stores them,
+    and keep no more of them than there is room for.
 
     None: the model generates nothing.
     """
     if responses is not None:
-        responses.response_store = OwnEntries()
-        responses.msg_store = OwnEntries()
-        responses.event_store = OwnEntries()
+        responses.response_store = StoredEntries()
+        responses.msg_store = StoredEntries()
+        responses.event_store = StoredEntries(events_size, grows=True)
         end_background_responses(responses)
+
+
+def events_size(kept: tuple[Sized, object]) -> int:
+    """Bytes of the events of a stored response so far."""
+    return EVENT_BYTES * (1 + len(kept[0]))
 
 
 def let_pages_read_errors(app: FastAPI) -> None:

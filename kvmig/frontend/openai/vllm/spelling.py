@@ -71,6 +71,13 @@ def spell_response(answer: Any) -> Any:
     return _with_text(answer.model_copy(), spell_event(answer))
 
 
+def spell_cohere(answer: Any) -> Any:
+    """A chat of Cohere's, which has its own JSON ready: without what is None, as vLLM has it."""
+    mark = secrets.token_hex(16)
+    whole = {**answer.model_dump(exclude={"logprobs"}, exclude_none=True), "logprobs": mark}
+    return _with_text(answer, _joined(to_json(whole), [f'"{mark}"'.encode()], [answer.logprobs]))
+
+
 def spell_event(event: BaseModel) -> bytes:
     """JSON of a response, or of an event of its stream."""
     mark, held = secrets.token_hex(16), list[list[Any]]()
