@@ -12,17 +12,21 @@ import functools
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from vllm.entrypoints.generate.beam_search import online
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams
 
+from kvmig.frontend.openai.vllm.shared_beams import SharedBeam
 from kvmig.frontend.requests import BeamSearch, current_search
 
 Search = Callable[..., AsyncGenerator[RequestOutput, None]]
 
 
 def count_beams_as_one() -> None:
-    """Let requests of a beam search know their search. May be called again."""
+    """Let requests of a beam search know their search, and beams share what they have in common.
+    May be called again."""
+    online.BeamSearchSequence = SharedBeam
     found = BeamSearchOnlineMixin.beam_search
     if not hasattr(found, "__wrapped__"):
         BeamSearchOnlineMixin.beam_search = as_one(found)
@@ -50,6 +54,9 @@ def as_one(search: Search) -> Search:
         finally:
             current_search.reset(token)
         for one in outputs:
+            for answer in one.outputs:
+                if answer.logprobs is not None:
+                    answer.logprobs = list(answer.logprobs)
             tokens = sum(len(answer.token_ids) for answer in one.outputs)
             found.finish(len(one.prompt_token_ids or ()), tokens)
             yield one
