@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 from typing import Any
 
@@ -149,3 +150,37 @@ def test_a_grammar_of_llguidance_is_compiled_once_and_used_by_each_request_itsel
     assert [key[1] for key in own._grammars].count(SCHEMA) == 1
     other_salts: Any = grammars.backend_of("guidance", "bea")
     assert not other_salts._grammars
+
+
+class Heap(ctypes.Structure):
+    """What glibc's mallinfo2 says."""
+
+    _fields_ = [(one, ctypes.c_size_t) for one in (
+        "arena", "ordblks", "smblks", "hblks", "mapped", "usmblks", "fsmblks", "used", "free",
+        "keepcost",
+    )]  # fmt: skip
+
+
+def bytes_in_use() -> int:
+    """Of the C library's heap, of this process."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = Heap
+    said = library.mallinfo2()
+    return int(said.used + said.mapped)
+
+
+def test_what_compilers_keep_beyond_their_count_is_bounded_too(
+    grammars: SaltedGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schemas of a user who always sends another one."""
+    monkeypatch.setenv("VLLM_XGRAMMAR_CACHE_MB", str(2 * SALTS))
+    taken = list[int]()
+    for number in range(40):
+        fields = {
+            f"p{one}": {"type": "number", "minimum": -1234567.123, "maximum": 987654321.321}
+            for one in range(50)
+        }
+        fields[f"own{number}"] = {"type": "string", "maxLength": 5 + number}  # type: ignore[dict-item]
+        compile_for(grammars, "inventive", json.dumps({"type": "object", "properties": fields}))
+        taken.append(bytes_in_use())
+    assert max(taken[20:]) - max(taken[:20]) < 2 << 20
