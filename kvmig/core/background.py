@@ -12,6 +12,9 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
+UNFORESEEN_S = 1.0
+"""Pause before work begins again that has failed as nobody foresaw."""
+
 
 class BackgroundTasks:
     """Tasks of one owner. A task that fails is logged, and ends no other one."""
@@ -35,6 +38,23 @@ class BackgroundTasks:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s: %s failed", self._owner, task.get_coro(), exc_info=error)
+
+
+async def keep_running(
+    work: Callable[[], Coroutine[Any, Any, object]], name: str, pause_s: float = UNFORESEEN_S
+) -> None:
+    """Do work that has no end by itself, and begin it again whenever it fails, which is logged.
+
+    name: of the work, in the log.
+    """
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("%s failed, and begins again", name)
+        else:
+            return
+        await asyncio.sleep(pause_s)
 
 
 async def cancel_tasks(*tasks: asyncio.Future[Any] | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ import msgspec
 
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow, ModelBody
-from kvmig.core.background import cancel_tasks
+from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.errors import StartupError
 from kvmig.proxy.messages import ModelCard
 
@@ -152,13 +151,19 @@ class DeploymentWatcher:
 
     async def _follow(self) -> None:
         while True:
-            with contextlib.suppress(httpx.HTTPError, OSError):  # it starts, or it has ended
+            pause_s = RETRY_S
+            try:
                 async with self._http.stream("GET", f"{ADMIN}/events") as answer:
                     if answer.is_success:
                         await self._hear(answer)
+            except (httpx.HTTPError, OSError):
+                pass  # it starts, or it has ended
+            except Exception:  # another connection begins with all that it has to say
+                log.exception("what a deployment said of its instances could not be taken")
+                pause_s = UNFORESEEN_S
             self._take(DeploymentEvent())
             self.looked.set()
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
 
     async def _hear(self, answer: httpx.Response) -> None:
         event = ""

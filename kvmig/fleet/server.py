@@ -30,7 +30,7 @@ from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, limited_by
 from kvmig.accounts.limits import SpendBucket
 from kvmig.accounts.usage import HandOver, SpoolDamaged, SpooledRecord, UsageSpool
-from kvmig.core.background import BackgroundTasks
+from kvmig.core.background import BackgroundTasks, keep_running
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
@@ -220,7 +220,7 @@ class FleetServer:
         await self._models.wait_first_round(LOOK_S)  # until then proxies go on with what they know
         await self._links.open()
         self._turning = asyncio.create_task(self._models.run(), name="models")
-        self._watching = asyncio.create_task(self._watch.run(), name="GPUs")
+        self._watching = asyncio.create_task(keep_running(self._watch.run, "GPUs"), name="GPUs")
         self._counting = asyncio.create_task(self._count(), name="usage")
         if days := self._settings.keep_usage_days:
             keeping = self._backend.retention.run(days)
@@ -545,7 +545,7 @@ async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -
         gc.collect()
         announce(announced, StartAnnouncement(endpoint="server"))
         beating = asyncio.create_task(send_heartbeats(heartbeat), name="heartbeats")
-        trimming = asyncio.create_task(keep_small(), name="heap")
+        trimming = asyncio.create_task(keep_running(keep_small, "heap"), name="heap")
         ended = asyncio.create_task(server.ended())
         await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
         beating.cancel()

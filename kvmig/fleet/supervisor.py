@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from kvmig.core.background import keep_running
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.model_sizes import sizes_in
 from kvmig.fleet.orders import (
@@ -317,14 +318,14 @@ class FleetSupervisor:
             KeptChild(f"proxy {number}", partial(self._begin_proxy, number), READY_S)
             for number in range(self._settings.proxies)
         ]
-        self._task(self._turn_logs(), "logs")
-        self._task(self._nurseries.watch(), "nurseries")
+        self._task(keep_running(self._turn_logs, "logs"), "logs")
+        self._task(keep_running(self._nurseries.watch, "nurseries"), "nurseries")
         try:
             await server.start()
             await asyncio.gather(*(proxy.start() for proxy in proxies))
             host, port = self._sock.getsockname()[:2]
             say(f"serving on http://{host}:{port}, files are in {self._settings.data}")
-            self._task(notify_manager(), "signs of life")
+            self._task(keep_running(notify_manager, "signs of life"), "signs of life")
             await self._stop.wait()
             return 0
         except StartupError as error:
@@ -462,6 +463,9 @@ class FleetSupervisor:
             how = await lives(process, deployment.heartbeats)
         except (OSError, StartupError) as error:
             how = f"it can't be started: {error}"
+        except Exception as error:  # the server would wait for its end
+            log.exception("deployment %s", start.deployment)
+            how = f"it can't be started: {error!r}"
         finally:
             deployment.end()
             deployment.kill()
@@ -574,6 +578,9 @@ class FleetSupervisor:
                     code = await process.wait()
             except (OSError, StartupError) as error:  # a TimeoutError too
                 wrong = f"the flags can't be checked: {str(error) or 'it takes too long'}"
+            except Exception as error:  # the server would wait for what was found
+                log.exception("the flags of a model can't be checked")
+                wrong = f"the flags can't be checked: {error!r}"
             else:
                 said.seek(0)
                 lines = said.read().decode(errors="replace").splitlines()

@@ -279,6 +279,10 @@ class RequestOwnership:
             if request.begun.weights:
                 other = f"instance with {_its_weights(request)}"
             self.give_up([request], f"{reason}, and no {other} was there for {waited:.0f} s")
+        except Exception:
+            # Else it would be tried, and fail, again and again, before all that wait behind it.
+            log.exception("request %s can't be run again", request.run_id)
+            self.give_up([request], f"{reason}, and it could not be run again", "final")
         return True
 
     def _run(self, request: LiveRequest) -> None:

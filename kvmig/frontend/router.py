@@ -575,20 +575,28 @@ class Router:
         """Look again and again for silent instances, and for tokens that never come."""
         while True:
             await asyncio.sleep(self.fleet.tick_s)
-            try:
-                self._look()
-            except Exception:  # without it no silent instance would ever be found
-                log.exception("a look at the instances failed")
+            self._look()
 
     def _look(self) -> None:
-        self.fleet.tick()
+        """All that is looked at. Each part is logged where it fails, and keeps no other one back:
+        else one request, of which a part can make nothing, would be in the way of all others."""
+        for part in (
+            self.fleet.tick,
+            self._run_overdue_again,
+            self._give_up_unread,
+            self._end_too_large,
+            self._ownership.tick,
+            self._turns.grant_turns,
+        ):
+            try:
+                part()
+            except Exception:
+                log.exception("a look at the instances failed")
+
+    def _run_overdue_again(self) -> None:
         long_ago = self._clock() - HOLD_S
         overdue = [one for one in self._table if one.splicer.waits_since(long_ago)]
         self._ownership.run_again(overdue, "tokens of its last owner were lost")
-        self._give_up_unread()
-        self._end_too_large()
-        self._ownership.tick()
-        self._turns.grant_turns()
 
     def _is_fresh(self, request_id: str) -> bool:
         request = self._table.live.get(request_id)

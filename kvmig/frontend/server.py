@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmig.asgi.access import access
-from kvmig.core.background import cancel_tasks
+from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.heap import keep_small
 from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.process.child import end_loading, say
@@ -134,7 +134,8 @@ class FrontEnd:
         # What instances report in, see `engines.vllm.load`.
         self._router.fleet.block_tokens = config.migration.unit_tokens or block_tokens
         if self._usage is not None:
-            self._writing = asyncio.create_task(self._usage.run(), name="usage")
+            writing = keep_running(self._usage.run, "writing of usage")
+            self._writing = asyncio.create_task(writing, name="usage")
         self._started = True
         app = await self._server.make_app(self._router)
         self._http.learn(self._server.reach())
@@ -143,8 +144,8 @@ class FrontEnd:
         self._http.loop_use.watch(asyncio.get_running_loop())
         await self._server.serve(app, self._own_signals)
         self._watching = [
-            asyncio.create_task(self._watch.run(), name="loop watch"),
-            asyncio.create_task(keep_small(), name="heap"),
+            asyncio.create_task(keep_running(work, name), name=name)
+            for name, work in (("loop watch", self._watch.run), ("heap", keep_small))
         ]
 
     async def ended(self) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 import uvloop
 
 from kvmig.controlplane.llumlet import Llumlet
+from kvmig.core.background import keep_running
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
 from kvmig.engines.registry import kind_of
@@ -62,7 +63,7 @@ async def run(launch: LlumletLaunch, descriptor: int) -> None:
             descriptor,
             StartAnnouncement(endpoint=llumlet.endpoint, kv_bytes=kind.kv_bytes(engine)),
         )
-        trimming = asyncio.create_task(keep_small(), name="heap")
+        trimming = asyncio.create_task(keep_running(keep_small, "heap"), name="heap")
         failed = asyncio.ensure_future(llumlet.failed())
         await asyncio.wait((stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if failed.done():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvmig.core.background import cancel_tasks
+from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.process.unix_server import UnixServer
 from kvmig.proxy.messages import Down, ProxyHello, ProxyNews
 from kvmig.rpc.unix_stream import receive_message, send_message
@@ -111,6 +111,7 @@ class ServerLink:
             except OSError:
                 await asyncio.sleep(RETRY_S)
                 continue
+            pause_s = RETRY_S
             try:
                 send_message(writer, ProxyHello(self._name))
                 while True:
@@ -120,7 +121,10 @@ class ServerLink:
                 pass  # another server will be there
             except (ValueError, msgspec.DecodeError) as error:
                 log.warning("the server: %s", error)
+            except Exception:  # a new connection begins with all that the server knows
+                log.exception("what the server sent could not be taken")
+                pause_s = UNFORESEEN_S
             finally:
                 self._writer = None
                 writer.close()
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)

@@ -16,6 +16,7 @@ import uvicorn
 
 from kvmig.accounts.limits import OwnTallies
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
+from kvmig.core.background import keep_running
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
@@ -86,10 +87,11 @@ class ProxyServer(HttpTask):
             async with asyncio.timeout(FIRST_S):
                 await self._told.wait()
         self._tasks = [
-            asyncio.create_task(self._tell(), name="demands"),
-            asyncio.create_task(self._keep(), name="snapshot"),
-            asyncio.create_task(keep_small(), name="heap"),
-        ]
+            asyncio.create_task(keep_running(work, name), name=name)
+            for name, work in (
+                ("demands", self._tell), ("snapshot", self._keep), ("heap", keep_small),
+            )
+        ]  # fmt: skip
         connection = DoorConnection.limited(
             self._launch.http.send_timeout_s, self.door.count_refused
         )

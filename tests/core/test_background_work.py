@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvmig.core.background import BackgroundTasks, answer_call
+from kvmig.core.background import BackgroundTasks, answer_call, keep_running
 
 
 async def fail() -> None:
@@ -52,6 +52,26 @@ async def test_tasks_that_run_are_cancelled_with_their_owner(
     await tasks.close()
     assert cancelled.is_set()
     assert caplog.records == []
+
+
+async def test_work_that_fails_begins_again_until_it_is_done_or_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    turns: list[int] = []
+
+    async def work() -> None:
+        turns.append(len(turns))
+        if len(turns) < 3:
+            raise ValueError("no")
+
+    await keep_running(work, "the work", 0.0)
+    assert turns == [0, 1, 2]
+    assert [one.getMessage() for one in caplog.records] == ["the work failed, and begins again"] * 2
+    waits = asyncio.create_task(keep_running(asyncio.Event().wait, "a wait"))
+    await asyncio.sleep(0)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
 
 
 def test_a_call_gives_its_future_its_value_or_its_error() -> None:

@@ -26,6 +26,8 @@ class Deployment:
     def __init__(self) -> None:
         self.rows = [InstanceRow(id="i0", state="serving"), InstanceRow(id="i1", state="serving")]
         self.silent = False
+        self.nonsense = 0
+        """Events that can't be read, before the others."""
         self.handlers: list[asyncio.Task[None]] = []
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -78,7 +80,10 @@ class Deployment:
 
     async def _events(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while not reader.at_eof():
-            if not self.silent:
+            if self.nonsense:
+                self.nonsense -= 1
+                writer.write(b'event: instances\ndata: {"data": 7}\n\n')
+            elif not self.silent:
                 told = msgspec.json.encode(DeploymentEvent(data=tuple(self.rows)))
                 writer.write(b"event: instances\ndata: " + told + b"\n\n")
             await asyncio.sleep(EVENTS_S)
@@ -119,6 +124,17 @@ async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_i
     monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 0.3)
     with pytest.raises(StartupError, match=r"does not tell of i2 within 0\.3 s"):
         await watched.add(1)
+
+
+async def test_a_deployment_whose_event_can_not_be_read_is_followed_on(
+    deployment: tuple[Deployment, DeploymentWatcher], caplog: pytest.LogCaptureFixture
+) -> None:
+    made, watched = deployment
+    made.nonsense = 1
+    await until(lambda: not watched.told.data)
+    made.rows = made.rows[:1]
+    await until(lambda: [one.id for one in watched.told.data] == ["i0"])
+    assert "could not be taken" in caplog.text
 
 
 async def test_a_deployment_that_serves_is_asked_what_its_model_is_like(

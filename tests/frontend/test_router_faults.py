@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ from kvmig.core.errors import NoInstance
 from kvmig.engines.base import RequestState
 from kvmig.frontend import ownership, requests, router
 from kvmig.frontend.ports import RouterObserver
+from kvmig.frontend.splice import StreamSplicer
 from tests.support.fake_llumlet import (
     LOAD,
     Cluster,
@@ -599,6 +601,46 @@ async def test_requests_wait_for_an_instance_in_the_order_of_dispatch() -> None:
         assert it.router.fleet.engine_indexes() == {0: a.instance}
         again.step(("r+1", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
+
+
+async def test_a_request_that_can_not_be_sent_again_ends_and_those_behind_it_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(instances=1) as it:
+        a, *_ = await running(it, 10)
+        await it.router.submit("behind", "b", 20, 0, [b"payload"])
+        await it.router.remove_instance(a.instance, crashed=True)
+        dispatch = it.router.fleet.dispatch
+
+        def broken(tokens: int, priority: int, submit: Submit, *more: Any, **options: Any) -> str:
+            if submit.request_id == "r+1":
+                raise ValueError("a mistake of ours")
+            return dispatch(tokens, priority, submit, *more, **options)
+
+        monkeypatch.setattr(it.router.fleet, "dispatch", broken)
+        again = FakeLlumlet(a.instance)
+        it.llumlets.append(again)
+        await it.router.add_instance(again.instance, again.endpoint)
+        assert await again.hear() == Submit("behind+1")
+        assert it.front.failed["r"].endswith("and it could not be run again")
+        assert it.front.final == ["r"]
+        assert "a mistake of ours" in caplog.text
+
+
+async def test_a_look_that_fails_in_one_part_does_all_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ClusterConfig(faults=FaultConfig(failover_timeout_s=0.3))
+    async with cluster(config, instances=1) as it:
+        a, *_ = await running(it, 10)
+
+        def broken(_: StreamSplicer, __: float) -> bool:
+            raise ValueError("a mistake of ours")
+
+        monkeypatch.setattr(StreamSplicer, "waits_since", broken)
+        await it.router.remove_instance(a.instance, crashed=True)
+        await it.front.until(lambda: "r" in it.front.failed)
+        assert "a mistake of ours" in caplog.text
 
 
 async def test_who_waits_too_long_is_failed_and_may_try_again() -> None:

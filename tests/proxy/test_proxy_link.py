@@ -88,6 +88,30 @@ async def test_a_proxy_connects_again_to_another_server(tmp_path: Path) -> None:
         link.send(ModelWanted("a"))  # lost, and no error
 
 
+async def test_a_message_that_a_proxy_can_not_take_costs_the_connection_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else it would go on for ever with the keys that it knew, and let revoked ones in."""
+    heard: list[Down] = []
+
+    def take(message: Down) -> None:
+        heard.append(message)
+        if len(heard) == 2:
+            raise KeyError("a mistake of ours")
+
+    async with serving(tmp_path / "s", []) as links:
+        link = ServerLink(str(tmp_path / "s"), "p0", take)
+        try:
+            await until(lambda: len(heard) == 1)
+            links.send_to_all(RouteChanges(version=2))
+            await until(lambda: len(heard) == 3)
+            assert heard[2] == heard[0]
+            await until(lambda: link.connected)
+        finally:
+            await link.close()
+    assert "a mistake of ours" in caplog.text
+
+
 async def test_who_says_nonsense_is_disconnected_and_the_others_are_not(tmp_path: Path) -> None:
     heard: list[Down] = []
     async with serving(tmp_path / "s", []) as links, proxy(tmp_path / "s", heard):
