@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 UNFORESEEN_S = 1.0
-"""Pause before work begins again that has failed as nobody foresaw."""
+"""Pause before work begins again after an unforeseen failure."""
 
 
 class BackgroundTasks:

@@ -51,7 +51,7 @@ class OwnEntries(MutableMapping[str, Value]):
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Value] = {}
-        """By user and key."""
+        """The entries by user and key."""
 
     def name_of(self, key: str) -> tuple[str, str]:
         """The name by which the present call's user has an entry."""

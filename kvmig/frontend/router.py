@@ -578,8 +578,8 @@ class Router:
             self._look()
 
     def _look(self) -> None:
-        """All that is looked at. Each part is logged where it fails, and keeps no other one back:
-        else one request, of which a part can make nothing, would be in the way of all others."""
+        """Look at everything. A part that fails is logged and keeps no other part back: else one
+        request that a part can't deal with would be in the way of all others."""
         for part in (
             self.fleet.tick,
             self._run_overdue_again,

@@ -1,4 +1,4 @@
-"""What an engine's application keeps for users between two calls, within a bound. Pure.
+"""Bounds the memory of entries that an engine's application keeps for users between calls. Pure.
 
 vLLM keeps stored responses, their messages and their events until its process ends. Here the oldest
 ones give way: those of the user first whose entries take most.
@@ -16,11 +16,11 @@ from kvmig.frontend.isolation import OwnEntries
 Value = TypeVar("Value")
 
 MOST_BYTES = 32 << 20
-"""Of one kind of entries."""
+"""Bytes of all entries of one kind."""
 COUNTED = 64
 """Items of a list that are looked at, if it has more."""
 OBJECT_BYTES = 64
-"""Of any object, with what refers to it."""
+"""Bytes of any object, with what refers to it."""
 
 
 class StoredEntries(OwnEntries[Value]):

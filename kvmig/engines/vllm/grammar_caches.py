@@ -57,7 +57,7 @@ SaltKey = tuple[str, str]
 
 @dataclass
 class CompiledGrammars:
-    """What one compiler has compiled."""
+    """The grammars that one compiler has compiled."""
 
     seen: set[bytes] = field(default_factory=set)
     """Digests of the grammars, which it compiles once."""
@@ -83,7 +83,7 @@ class SaltedGrammars(StructuredOutputManager):
         self._backends: OrderedDict[SaltKey, StructuredOutputBackend] = OrderedDict()
         """Compilers by kind and salt, the one that was used last at the end."""
         self._compiled: dict[SaltKey, CompiledGrammars] = {}
-        """What each has compiled."""
+        """The grammars that each has compiled."""
 
     def grammar_init(self, request: Request) -> None:
         if request.structured_output_request is None:

@@ -1,4 +1,4 @@
-"""Answers with many log-probabilities or choices are made, and turned into JSON, beside the loop.
+"""Threads make answers with many log-probabilities or choices, and turn them into JSON.
 
 vLLM makes an answer of what its sequences have given, and JSON of that, in one go on the event
 loop: thousands of log-probabilities hold up all streams. A thread makes such answers here, of all

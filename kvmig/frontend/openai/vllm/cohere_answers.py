@@ -1,4 +1,4 @@
-"""Cohere's chats with many log-probabilities are made, and turned into JSON, beside the event loop.
+"""Another thread makes Cohere's chats with many log-probabilities, and turns them into JSON.
 
 vLLM makes them of a chat's answer, where the package `cohere` is installed. It does so in one go on
 the loop, once the chat's answer is there.

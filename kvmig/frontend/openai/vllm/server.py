@@ -50,7 +50,7 @@ from kvmig.frontend.router import Router
 from kvmig.frontend.stored_entries import StoredEntries
 
 EVENT_BYTES = 2_048
-"""Of an event of a response's stream, which vLLM keeps while it is stored; roughly."""
+"""Rough size of an event of a stored response, in bytes."""
 
 
 class VllmServer(HttpTask):
