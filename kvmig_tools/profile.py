@@ -3,6 +3,8 @@
 Starts a server of --instances engines and loads all of them alike, so that what they share
 (cores, links) is in the figures; measures prompts of growing length, decode steps of growing
 batches and migrations; writes the model as TOML and prints how far off it is.
+
+--timeline FILE.svg draws the largest copy stage of these migrations, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvmig.core.errors import ConfigError, KvmigError
+from kvmig.kvtransfer.report import StageReport
 from kvmig.models import BUNDLED
 from kvmig_tools.demo.client import Api, Chunk, DemoFailed
 from kvmig_tools.served import Served
@@ -36,6 +39,7 @@ from kvmig_tools.sim.fit import (
     fit_decode,
     fit_prefill,
 )
+from kvmig_tools.stage_picture import picture_of
 
 PROMPTS = (16, 64, 128, 256, 512, 1024)
 BATCHES = (1, 2, 4, 8)
@@ -57,6 +61,16 @@ class Measured:
     stages: list[StageTime] = field(default_factory=list)
     bytes_per_token: int = 0
     blocks: int = 0
+    transport: str = ""
+    largest: StageReport | None = None
+    """The copy stage of most bytes, by `transport`."""
+
+    def add_report(self, report: dict[str, Any]) -> None:
+        """A migration's, as the admin API has it."""
+        for stage in msgspec.convert(report["stages"], list[StageReport]):
+            self.stages.append(StageTime(stage.bytes, stage.ms))
+            if self.largest is None or stage.bytes > self.largest.bytes:
+                self.largest, self.transport = stage, report["transport"]
 
 
 class Bench:
@@ -153,7 +167,7 @@ async def measure(url: str, instances: int, repeats: int, progress: Progress) ->
                     progress.advance(bar)
             for prompt in MOVED if instances > 1 else ():
                 for report in await bench.migration(prompt):
-                    found.stages += [StageTime(s["bytes"], s["ms"]) for s in report["stages"]]
+                    found.add_report(report)
                 progress.advance(bar)
     return found
 
@@ -201,6 +215,7 @@ def parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int, default=600)
     add("--repeats", type=int, default=3)
     add("--out", type=Path, required=True, help="the cost model, FILE.toml")
+    add("--timeline", type=Path, metavar="FILE.svg", help="a picture of the largest copy stage")
     return flags
 
 
@@ -217,10 +232,12 @@ def engine_flags(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
 
 
 def profile(args: argparse.Namespace, more: Sequence[str]) -> tuple[CostModel, dict[str, Error]]:
-    """Start, measure, fit. Raises KvmigError."""
+    """Start, measure, draw, fit. Raises KvmigError."""
     for field_, value in (("--instances", args.instances), ("--repeats", args.repeats)):
         if value < 1:
             raise ConfigError(f"{field_} is {value}, must be 1 or more")
+    if args.timeline is not None and args.instances < 2:
+        raise ConfigError(f"--instances is {args.instances}, must be 2 or more with --timeline")
     flags = [*engine_flags(args, more), "--policy=round-robin", "--shutdown-timeout=2"]
     with (
         Progress(console=Console(stderr=True), transient=True) as progress,
@@ -232,6 +249,9 @@ def profile(args: argparse.Namespace, more: Sequence[str]) -> tuple[CostModel, d
     found.blocks = min(row["blocks_total"] for row in rows)
     sizes = [s["bytes"] // s["blocks"] for one in moves for s in one["stages"] if s["blocks"]]
     found.bytes_per_token = (max(sizes) if sizes else args.block_size) // args.block_size
+    if args.timeline is not None and found.largest is not None:
+        title = f"{args.model}: a copy stage by {found.transport}"
+        args.timeline.write_text(picture_of(found.largest, title), encoding="utf-8")
     capacity = Capacity(
         blocks=found.blocks,
         block_tokens=args.block_size,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from traceback import clear_frames
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -23,13 +23,15 @@ from kvmig.core.errors import MigrationRefused, TransportError
 from kvmig.kvtransfer.context import SourceContext
 from kvmig.kvtransfer.mailbox import EventMailbox
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Bundle, Chunk
-from kvmig.kvtransfer.report import StageParts
+from kvmig.kvtransfer.report import ChunkTimes, StageParts
 from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
 from kvmig.kvtransfer.transports.base import StagingPool, TransportChannel
 from kvmig.rpc.codec import Frames
 from kvmig.rpc.messages import RpcMessage
 
 Send = Callable[[RpcMessage, Frames], None]
+MOST_CHUNKS = 64
+"""Chunks of a stage whose times are kept: its first ones."""
 
 
 class SharedSlot:
@@ -45,6 +47,24 @@ class SharedSlot:
         self._chunks -= 1
         if self._chunks == 0:
             self._staging.release(self._slot)
+
+
+class TransferTimes(NamedTuple):
+    """When a transfer's gather began, its push began, and its push was over: by the clock."""
+
+    gather: float
+    push: float
+    sent: float
+
+
+@dataclass(slots=True)
+class SentChunk:
+    """A chunk that the destination has not read. began: of its stage, by the clock."""
+
+    slot: SharedSlot
+    parts: StageParts
+    times: ChunkTimes | None = None
+    began: float = 0.0
 
 
 class BlockSender:
@@ -75,9 +95,11 @@ class BlockSender:
         self._timeline = timeline
         self._slot: int | None = None
         """The slot for the next chunk that goes alone."""
-        self._in_flight: deque[tuple[SharedSlot, StageParts]] = deque()
-        """Chunks that the destination has not read, in the order of their messages."""
+        self._in_flight: deque[SentChunk] = deque()
+        """In the order of their messages."""
         self._parts = StageParts()
+        self._chunks: list[ChunkTimes] = []
+        """Of the present stage."""
         self._closed = False
 
     # -- while the request decodes: with the chunks of other migrations
@@ -90,47 +112,58 @@ class BlockSender:
         started = clock()
         for offset, ids in self._context.sizer.cut(block_ids):
             where = places[offset : offset + len(ids)]
-            while not await self._send_batched(stage, first + offset, ids, where):
+            while not await self._send_batched(stage, started, first + offset, ids, where):
                 self._mailbox.read()
         parts, self._parts = self._parts, StageParts()
-        self._timeline.stage(size, size * self._block_bytes, started, parts)
+        chunks, self._chunks = self._chunks, []
+        self._timeline.stage(size, size * self._block_bytes, started, parts, chunks)
 
     async def _send_batched(
-        self, stage: int, first: int, block_ids: Sequence[int], places: Sequence[int]
+        self,
+        stage: int,
+        began: float,
+        first: int,
+        block_ids: Sequence[int],
+        places: Sequence[int],
     ) -> bool:
-        """Send one chunk; False if there is news before it is on its way."""
+        """Send one chunk; False if there is news before it is on its way. began: the stage."""
         clock, parts, news = self._context.clock, self._parts, self._mailbox.news
         started = clock()
+        nbytes = len(block_ids) * self._block_bytes
+        times = ChunkTimes(nbytes, (started - began) * 1e3)
         await _either(self._reserve(), news)
         if news.is_set():
             return False
         chunk = QueuedChunk(
             self._mid, stage, first, block_ids, self._staging, self._channel,
-            lambda slot: self._board(slot, parts), places,
+            lambda slot: self._board(SentChunk(slot, parts, times, began)), places,
         )  # fmt: skip
         self._batcher.add(chunk)
         try:
             await _either(_outcome(chunk), news)
             if not chunk.sent.done() and self._batcher.withdraw(chunk):
                 return False
-            gather_ms, push_ms = await _outcome(chunk)
+            went = await _outcome(chunk)
         except BaseException:
             self._batcher.withdraw(chunk)
             raise
-        nbytes = len(block_ids) * self._block_bytes
         self._line.commit(nbytes)
         self._timeline.bytes += nbytes
         self._timeline.fused_chunks += chunk.fused
+        gather_ms, push_ms = (went.push - went.gather) * 1e3, (went.sent - went.push) * 1e3
         parts.gather += gather_ms
         parts.push += push_ms
         parts.wait += max(0.0, (clock() - started) * 1e3 - gather_ms - push_ms)
+        times.gather, times.push, times.sent = ((at - began) * 1e3 for at in went)
+        if len(self._chunks) < MOST_CHUNKS:
+            self._chunks.append(times)
         return True
 
-    def _board(self, slot: SharedSlot, parts: StageParts) -> None:
+    def _board(self, sent: SentChunk) -> None:
         if self._closed:
-            slot.drop()
+            sent.slot.drop()
         else:
-            self._in_flight.append((slot, parts))
+            self._in_flight.append(sent)
 
     # -- in the pause: each chunk alone
 
@@ -182,7 +215,7 @@ class BlockSender:
         nbytes = len(checksums) * self._block_bytes
         self._line.commit(nbytes)
         self._slot = None
-        self._in_flight.append((SharedSlot(self._staging, slot, 1), parts))
+        self._in_flight.append(SentChunk(SharedSlot(self._staging, slot, 1), parts))
         chunk = Chunk(
             self._mid, stage, first, slot, nbytes, checksums, urgent=True, places=list(places)
         )
@@ -199,10 +232,14 @@ class BlockSender:
 
     def done(self, scatter_ms: float = 0.0) -> None:
         """The destination has read a chunk. They come in order, so it is the oldest."""
-        if self._in_flight:
-            slot, parts = self._in_flight.popleft()
-            parts.scatter += scatter_ms
-            slot.drop()
+        if not self._in_flight:
+            return
+        chunk = self._in_flight.popleft()
+        chunk.parts.scatter += scatter_ms
+        if chunk.times is not None:
+            chunk.times.answered = (self._context.clock() - chunk.began) * 1e3
+            chunk.times.scatter = scatter_ms
+        chunk.slot.drop()
 
     def close(self) -> None:
         """Release all slots. A chunk still read over there will differ from its checksums."""
@@ -211,7 +248,7 @@ class BlockSender:
             self._staging.release(self._slot)
             self._slot = None
         while self._in_flight:
-            self.done()
+            self._in_flight.popleft().slot.drop()
         self._line.release()
 
     # -- helpers
@@ -238,10 +275,10 @@ class QueuedChunk:
     board: Callable[[SharedSlot], None]
     """Called just before the chunk is announced."""
     places: Sequence[int] = ()
-    sent: asyncio.Future[tuple[float, float]] = field(
+    sent: asyncio.Future[TransferTimes] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Milliseconds of the gather and of the push; or what went wrong."""
+    """Its times; or what went wrong."""
     fused: bool = False
     """Whether others are in the same transfer."""
 
@@ -325,8 +362,8 @@ class ChunkBatcher:
 
     async def _transfer(
         self, batch: Sequence[QueuedChunk], staging: StagingPool, slot: int
-    ) -> tuple[float, float]:
-        """Gather all blocks of the batch in one copy and push them; milliseconds of both."""
+    ) -> TransferTimes:
+        """Gather all blocks of the batch in one copy and push them."""
         clock, shared, boarded = self.context.clock, SharedSlot(staging, slot, len(batch)), 0
         block_bytes = self.context.engine.layout.block_bytes
         ids = [block for queued in batch for block in queued.block_ids]
@@ -345,15 +382,14 @@ class ChunkBatcher:
         try:
             async with asyncio.timeout(self.context.timeout_s):
                 buffer = await batch[0].channel.buffer(slot)
-                started = clock()
+                began = clock()
                 checksums = await self.context.engine.gather(ids, buffer[:nbytes])
-            gather_ms = (clock() - started) * 1e3
-            self.context.sizer.observe(nbytes, gather_ms)
+            gathered = clock()
+            self.context.sizer.observe(nbytes, (gathered - began) * 1e3)
             parts = _chunks(batch, slot, checksums, block_bytes)
-            started = clock()
             async with asyncio.timeout(self.context.timeout_s):
                 await batch[0].channel.push(replace(parts[0], nbytes=nbytes), announce)
-            return gather_ms, (clock() - started) * 1e3
+            return TransferTimes(began, gathered, clock())
         except BaseException:
             for _ in range(len(batch) - boarded):
                 shared.drop()
@@ -393,7 +429,7 @@ def _fail(batch: Sequence[QueuedChunk], error: BaseException) -> None:
             queued.sent.cancel()
 
 
-async def _outcome(chunk: QueuedChunk) -> tuple[float, float]:
+async def _outcome(chunk: QueuedChunk) -> TransferTimes:
     # Shielded: other migrations' chunks may be in the same transfer.
     return await asyncio.shield(chunk.sent)
 

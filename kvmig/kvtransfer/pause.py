@@ -258,6 +258,7 @@ class MigrationPause:
 
     def record_committed(self, answer: Committed) -> None:
         """Learn how long the request was on its way."""
+        self._timeline.commit_engine_ms = answer.commit_ms
         if self._timeline.downtime() is not None:
             answered_ms = (self._context.clock() - self._suspended_at) * 1e3
             self._context.lead.observe(answered_ms, answer.commit_ms)

@@ -42,6 +42,21 @@ class StageParts(msgspec.Struct):
     scatter: Annotated[float, Meta(description="Into the destination's cache.")] = 0.0
 
 
+class ChunkTimes(msgspec.Struct):
+    """One chunk of a stage: milliseconds since the stage began, by the source's clock."""
+
+    bytes: int
+    turn: Annotated[float, Meta(description="The chunk before it was on its way.")]
+    gather: Annotated[float, Meta(description="It had its slot: the gather began.")] = 0.0
+    push: Annotated[float, Meta(description="It was gathered.")] = 0.0
+    sent: Annotated[float, Meta(description="The source's side of the push was over.")] = 0.0
+    answered: Annotated[
+        float | None,
+        Meta(description="The destination had scattered it; null: it has not said so yet."),
+    ] = None
+    scatter: Annotated[float, Meta(description="How long the scatter took there.")] = 0.0
+
+
 class StageReport(msgspec.Struct, frozen=True):
     """One live copy stage."""
 
@@ -49,6 +64,9 @@ class StageReport(msgspec.Struct, frozen=True):
     bytes: int
     ms: float
     parts: StageParts = msgspec.field(default_factory=StageParts)
+    chunks: Annotated[
+        list[ChunkTimes], Meta(description="The first 64 chunks, in the order in which they went.")
+    ] = msgspec.field(default_factory=list)
 
 
 class Downtime(msgspec.Struct, frozen=True):
@@ -112,5 +130,12 @@ class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float = 0.0
     downtime_ms: Annotated[
         Downtime | None, Meta(description="null when the request was never suspended.")
+    ] = None
+    commit_engine_ms: Annotated[
+        float | None,
+        Meta(
+            description="Of the pause's commit: in the destination's engine; null when the "
+            "destination answered none."
+        ),
     ] = None
     ended_at: Annotated[float, Meta(description="Unix time.")] = 0.0

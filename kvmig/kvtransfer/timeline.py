@@ -9,7 +9,13 @@ from typing import Literal
 import msgspec
 
 from kvmig.core.clock import Clock
-from kvmig.kvtransfer.report import Downtime, MigrationReport, StageParts, StageReport
+from kvmig.kvtransfer.report import (
+    ChunkTimes,
+    Downtime,
+    MigrationReport,
+    StageParts,
+    StageReport,
+)
 
 Part = Literal["drain", "tail copy", "commit", "end"]
 """The parts of the pause, in order: the running step ends, the tail is copied, the destination
@@ -48,10 +54,14 @@ class MigrationTimeline:
         self.output_tokens: int | None = None
         self.bytes = 0
         self.fused_chunks = 0
+        self.commit_engine_ms: float | None = None
 
-    def stage(self, blocks: int, nbytes: int, since: float, parts: StageParts) -> None:
-        """A live stage of `blocks` ended; `parts` may still grow until the report."""
-        self._stages.append(StageReport(blocks, nbytes, (self._clock() - since) * 1e3, parts))
+    def stage(
+        self, blocks: int, nbytes: int, since: float, parts: StageParts, chunks: list[ChunkTimes]
+    ) -> None:
+        """A live stage of `blocks` ended; `parts` and `chunks` may still grow until the report."""
+        ms = (self._clock() - since) * 1e3
+        self._stages.append(StageReport(blocks, nbytes, ms, parts, chunks))
 
     def mark(self, part: Part) -> None:
         """A part of the pause begins."""
@@ -104,5 +114,6 @@ class MigrationTimeline:
             bytes=self.bytes,
             total_ms=(self._clock() - self._began) * 1e3,
             downtime_ms=self.downtime(first_token),
+            commit_engine_ms=self.commit_engine_ms,
             ended_at=time.time(),
         )

@@ -45,6 +45,28 @@ async def test_a_request_moves_with_every_byte_of_its_cache(transport: Transport
         assert them.a.left == [("r", them.b.server.endpoint)]
 
 
+async def test_the_report_says_when_each_chunk_of_a_stage_was_where() -> None:
+    async with cluster() as them:
+        (stage,) = (await them.move()).stages
+        chunks = stage.chunks
+        assert sum(chunk.bytes for chunk in chunks) == stage.bytes
+        assert len(chunks) > 1
+        for chunk in chunks:
+            assert 0.0 <= chunk.turn <= chunk.gather <= chunk.push <= chunk.sent <= stage.ms
+            assert chunk.answered is not None
+            assert chunk.answered >= chunk.scatter >= 0.0
+        assert [chunk.turn for chunk in chunks] == sorted(chunk.turn for chunk in chunks)
+
+
+async def test_the_times_of_a_stages_first_chunks_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvmig.kvtransfer.copying.MOST_CHUNKS", 2)
+    async with cluster() as them:
+        (stage,) = (await them.move()).stages
+        assert len(stage.chunks) == 2
+
+
 async def test_what_the_destination_has_cached_does_not_travel() -> None:
     async with cluster(destination=FakeEngine(hits=8)) as them:
         report = await them.move()

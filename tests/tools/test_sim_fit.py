@@ -65,6 +65,20 @@ def test_nothing_starts_for_a_bad_number(capsys: pytest.CaptureFixture[str]) -> 
     assert "--instances is 0, must be 1 or more" in capsys.readouterr().err
 
 
+def test_a_timeline_needs_two_instances_to_move_between(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--instances=1", "--out=x.toml", "--timeline=x.svg"]) == 2
+    assert "--instances is 1, must be 2 or more with --timeline" in capsys.readouterr().err
+
+
+def test_the_largest_stage_of_all_migrations_is_the_one_to_draw() -> None:
+    found = Measured()
+    for nbytes in (10, 30, 20):
+        stage = {"blocks": 1, "bytes": nbytes, "ms": 1.0}
+        found.add_report({"stages": [stage], "transport": "shm"})
+    assert found.largest is not None
+    assert (found.largest.bytes, len(found.stages)) == (30, 3)
+
+
 def test_a_trace_repeats_and_stays_within_its_bounds() -> None:
     rows = trace(200, 2.0, 3)
     assert rows == trace(200, 2.0, 3)
