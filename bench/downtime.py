@@ -39,9 +39,10 @@ import uvloop
 from rich.table import Table
 
 from bench import report
-from bench.arrivals import intervals_ms, longest_ms, wait_for_ms
+from bench.arrivals import intervals_ms
 from bench.client import Stream, StreamFailed, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
+from bench.moves import watched_move
 from bench.plots import draw_downtime
 from bench.site import SERVED_FLAGS, SETTLE, Site, all_up
 from kvmig_tools.served import Served
@@ -100,23 +101,14 @@ async def measured(stream: Stream) -> list[float]:
 
 async def moved(site: Site, stream: Stream, cell: dict[str, Any]) -> Sample:
     """Migrate the stream; the gap at that."""
-    destination = await site.other_than(stream)
     intervals = await measured(stream)
-    begin = time.monotonic()
-    migration = await site.migrate(stream, destination)
-    switch = int(migration["output_tokens"])
-    await stream.reach(max(switch, len(stream.tokens)) + AFTER)
-    end = time.monotonic()
-    await stream.reach(len(stream.tokens) + SETTLE)
-    later = time.monotonic()
-    while time.monotonic() < later + end - begin:
-        await stream.reach(len(stream.tokens) + 1)
+    window, migration = await watched_move(site, stream, AFTER)
     return Sample(
         **cell,
         inter_token_ms=median(intervals),
-        gap_ms=wait_for_ms(stream.arrivals, switch),
-        longest_ms=longest_ms(stream.arrivals, begin, end),
-        quiet_ms=longest_ms(stream.arrivals, later, later + end - begin),
+        gap_ms=window.switch_ms,
+        longest_ms=window.longest_ms,
+        quiet_ms=window.quiet_ms,
         intervals_ms=_rounded(intervals),
         migration=migration,
     )

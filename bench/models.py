@@ -8,8 +8,8 @@ Its text means nothing; the bundled tokenizer makes it. `qwen3-0.6b` has random 
 that model's shape: 28 layers, 8 KV heads of 128, a vocabulary of 151,936. `llama-1b-kv` has the KV
 cache of Llama 3.2 1B, 32 KiB a token, and hardly anything else, so that a CPU fills it in seconds.
 `long` is tiny, with a context of 131,072 tokens and Llama 3's vocabulary of 128,256.
-`device10ms` (or another number) is the bundled one on a worker that waits as for a GPU: see
-bench/paced.py.
+`device10ms` (or another number) is the bundled one on a worker that waits as for a GPU,
+`device10ms-async` the same with asynchronous scheduling: see bench/paced.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     import torch
 
 SEED = 1
-PACED = re.compile(r"device(\d+)ms")
-NAMES = ("count", "step10ms", "qwen3-0.6b", "llama-1b-kv", "long", "device10ms")
+PACED = re.compile(r"device(\d+)ms(-async)?")
+NAMES = (
+    "count", "step10ms", "qwen3-0.6b", "llama-1b-kv", "long", "device10ms", "device10ms-async",
+)  # fmt: skip
 HEAVY: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -94,10 +96,11 @@ def model_flags(name: str) -> tuple[str, ...]:
     Those of NAMES compute in 32 bits: a CPU without bfloat16 takes many times as long for it.
     """
     if paced := PACED.fullmatch(name):
+        overlap = ', "overlap": true' if paced[2] else ""
         return (
             "--dtype=float32",
             "--worker-cls=bench.paced.PacedWorker",
-            f'--additional-config={{"step_ms": {paced[1]}}}',
+            f'--additional-config={{"step_ms": {paced[1]}{overlap}}}',
         )
     return ("--dtype=float32",) if name in NAMES else ()
 
