@@ -42,6 +42,8 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.mover import MigrationDriver
+from kvmig.controlplane.own_memory import LOOK_S, OwnMemory
+from kvmig.controlplane.parking import EngineParking
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import CHANGE_PERIOD_S, LoadReporter
 from kvmig.core.background import BackgroundTasks
@@ -89,6 +91,8 @@ class Llumlet:
             secret, "llumlet", instance, ClusterMessage | PeerMessage, host=config.control_host
         )
         self._fronts = FrontendRegistry()
+        self._parking = EngineParking(engine)
+        self._memory = OwnMemory(engine.layout)
         self._came = asyncio.Event()
         """Something has come since the engine was last looked at."""
         self._overrun: set[bytes] = set()
@@ -146,7 +150,8 @@ class Llumlet:
         await self._warm_up()
         await self._migrations.get_ready()
         self._headroom = await measured_headroom(self._engine, self._config.priorities)
-        for loop in (self._receive, self._report, self._mover.run):
+        await self._look_at_memory()
+        for loop in (self._receive, self._report, self._mover.run, self._watch_memory):
             self._tasks.start(self._for_ever(loop))
 
     async def _join_unit(self) -> None:
@@ -382,7 +387,7 @@ class Llumlet:
 
     def _call(self, sender: bytes, call: EngineCall, payload: list[memoryview]) -> None:
         if call.method in ("park", "unpark"):
-            self._tasks.start(self._park(sender, call.call_id, call.method))
+            self._tasks.start(self._park(sender, call.call_id, call.method == "park"))
             return
         client = self._fronts.number(sender)
         try:
@@ -391,12 +396,13 @@ class Llumlet:
             log.exception("%s failed", call.method)
             self._on_call_done(client, call.call_id, repr(error), [])
 
-    async def _park(self, sender: bytes, call_id: int, method: str) -> None:
-        engine, error = self._engine, None
+    async def _park(self, sender: bytes, call_id: int, parks: bool) -> None:
+        error = None
         try:
-            await (engine.park() if method == "park" else engine.unpark())
+            await self._parking.set_parked(parks)
         except Exception as refused:  # noqa: BLE001 - told to whoever asked
             error = str(refused) or repr(refused)
+        self._report_if_due()  # who asked sees it with the answer
         self._send(sender, CallDone(call_id, error), [])
 
     def _on_exit(self, error: BaseException | None) -> None:
@@ -433,7 +439,8 @@ class Llumlet:
         moving = (self._migrations.incoming, self._migrations.outgoing)
         shared = None if self._member is None else self._member.state
         promised = shared and (shared.guarantee, shared.asked)
-        if not self._reporter.is_due(now, state, load, *moving, weights, promised, self._untold):
+        news = (*moving, weights, promised, self._untold, self._parking.parked)
+        if not self._reporter.is_due(now, state, load, *news):
             return
         self._told_weights = weights
         report = LoadReport(
@@ -451,9 +458,22 @@ class Llumlet:
             numerics=self._engine.numerics,
             shared=shared,
             untold=self._untold,
+            parked=self._parking.parked,
+            beside_kv=self._memory.beside_kv,
         )
         for sender in self._fronts.listeners():
             self._send(sender, report)
+
+    async def _watch_memory(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look_at_memory()
+
+    async def _look_at_memory(self) -> None:
+        try:
+            await asyncio.to_thread(self._memory.measure)
+        except OSError as error:  # then a fleet goes on with what it assumes
+            log.warning("%s takes memory that nobody knows: %s", self.instance, error)
 
     # -- helpers
 

@@ -68,6 +68,11 @@ class LoadReport(RpcMessage, frozen=True, tag=True):
     untold: int = 0
     """Migrations whose outcome was not reported to front ends yet. A request may have gone by one,
     and only this llumlet knows where it is."""
+    parked: bool = False
+    """Whether the memory of its KV cache is given back."""
+    beside_kv: int = 0
+    """Most bytes of the host's memory that its processes have taken beside the KV cache; 0: it has
+    not been looked at."""
 
 
 class Overrun(RpcMessage, frozen=True, tag=True):

@@ -179,6 +179,8 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     """Numerics class of the instance."""
     shared: InUnit | None = None
     """The instance's share of a unit; None: it shares no KV cache."""
+    beside_kv: int = 0
+    """Bytes of the host's memory that it has taken beside its KV cache; 0: not known."""
 
     @property
     def requests(self) -> int:
@@ -355,6 +357,7 @@ class ViewBuilder:
                 weights=report.weights,
                 numerics=report.numerics,
                 shared=report.shared,
+                beside_kv=report.beside_kv,
             ),
         )
 

@@ -85,6 +85,13 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     host: Annotated[str, Meta(description="Name of the host that it runs on.")] = ""
     gpus: Annotated[tuple[str, ...], Meta(description="Ids of the GPUs that it may use.")] = ()
+    beside_kv: Annotated[
+        int,
+        Meta(
+            description="Most bytes of the host's memory that it has taken beside its KV cache; 0: "
+            "not known."
+        ),
+    ] = 0
     shared: Annotated[
         UnitMemory | None,
         Meta(description="What it has of its unit (--unit); null: its KV cache is its own alone."),

@@ -120,14 +120,18 @@ class DeploymentWatcher:
         return next((one.state for one in self.told.data if one.id == instance), None)
 
     async def park(self) -> None:
-        """Let it give the memory of its KV caches back. Raises StartupError."""
+        """Let it give the memory of its KV caches back; `told` says so soon.
+
+        Raises StartupError.
+        """
         await self._order("POST", f"{ADMIN}/park")
-        self._take(msgspec.structs.replace(self.told, parked=True))
 
     async def unpark(self) -> None:
-        """Let it show that it computes as before, and serve. Raises StartupError."""
+        """Let it show that it computes as before, and serve; `told` says so soon.
+
+        Raises StartupError.
+        """
         await self._order("POST", f"{ADMIN}/unpark")
-        self._take(msgspec.structs.replace(self.told, parked=False))
 
     async def _until(self, names: Set[str], done: Callable[[], bool]) -> None:
         """Its answer comes before its event: who looked at `told` now would order again."""

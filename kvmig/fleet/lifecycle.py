@@ -10,6 +10,10 @@ failed with a sentence that says so, and starts again when it is wanted.
 A parked deployment has given the memory of its KV cache back. One that is wanted wakes, given room;
 one whose room is wanted ends; one that won't be parked ends, and one that won't wake is killed.
 
+An order of a server that was killed since may still be carried out, or refused. So what is seen
+goes before what was ordered: nothing that serves is told to wake, nothing that is parked is told to
+be parked, and a refusal ends nothing that is where it should be.
+
 The server calls `reconcile` again and again for each model with what it sees then, so that a server
 which has just been started goes on where another one was.
 """
@@ -131,7 +135,7 @@ def reconcile(
 
 def _listened(life: ModelStatus, seen: ObservedState, now: float) -> ModelStatus:
     """With what is known of it since when it should serve, or be parked, and does not."""
-    if seen.parked or seen.ready:  # a front end that came again knows not that it is parked
+    if seen.parked or seen.ready:
         return replace(life, lost_at=None)
     return life if life.lost_at is not None else replace(life, lost_at=now)
 
@@ -240,8 +244,11 @@ def _emptying(
         return _to(life, _up(seen), now), None
     if not seen.unrouted or seen.running:
         return life, None
-    if wish.parks and wish.on and seen.ready and not seen.yields:
-        return _to(life, "parking", now), "park"
+    if wish.parks and wish.on and not seen.yields:
+        if seen.parked:  # by a server before this one
+            return _to(life, "parked", now), None
+        if seen.ready:
+            return _to(life, "parking", now), "park"
     return _to(life, "stopping", now), "stop"
 
 
@@ -251,18 +258,20 @@ def _resting(
     """It parks, is parked, or wakes."""
     if seen.ended or not seen.deployment:
         return ModelStatus(since=now), None
+    if life.state == "parking" and seen.parked:
+        return _to(life, "parked", now), None
+    if life.state in ("parked", "waking") and seen.ready:  # parked: a server before woke it
+        return _to(replace(life, why=""), "serving", now), None
     if life.state == "parked":
         if seen.yields or not wish.on or not wish.parks:
             return _to(replace(life, why=""), "emptying", now), None
-        if wants_to_start(life, wish, seen, now) and not seen.no_room:
+        if wants_to_start(life, wish, seen, now) and not seen.no_room and seen.parked:
             return _to(replace(life, why=""), "waking", now), "unpark"
         return replace(life, why=seen.no_room), None
     if seen.refused or now - life.since > REST_S:
         how: Action = "stop" if life.state == "parking" else "kill"
         return _to(life, "stopping", now), how
-    if life.state == "parking":
-        return (_to(life, "parked", now) if seen.parked else life), None
-    return (_to(life, "serving", now) if seen.ready else life), None
+    return life, None
 
 
 def _stopping(

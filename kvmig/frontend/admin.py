@@ -98,7 +98,7 @@ def admin_api(
 
     @api.post("/park", responses=errors | shows(INSTANCES))
     async def park() -> Response:
-        """Give the memory of all KV caches back; without requests only.
+        """Give the memory of all KV caches back that isn't yet; without requests only.
 
         A request that comes nevertheless is served.
         """
@@ -107,7 +107,10 @@ def admin_api(
 
     @api.post("/unpark", responses=errors | shows(INSTANCES))
     async def unpark() -> Response:
-        """Let each instance answer its canary, as it did at its start, before clients' requests."""
+        """Let each parked instance answer its canary, as at its start, before clients' requests.
+
+        One that isn't parked does nothing.
+        """
         await router.unpark()
         return answer(Listing(data=rows()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -40,7 +41,7 @@ def events_api(
         told: tuple[bool, list[InstanceRow]] = False, []
         said, reports = -HEARTBEAT_S, router.reported
         while not closed():
-            now = router.parked, rows()
+            now = router.fleet.parked, rows()
             fresh, reports = router.reported - reports, router.reported
             newest = list(itertools.islice(reversed(router.reports), fresh))
             for report in reversed(newest):
@@ -53,7 +54,9 @@ def events_api(
                 }
                 yield event("instances", shown)
                 told, said = now, monotonic()
-            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await router.fleet.parking.wait()
         yield event("closed", {})
 
     @api.get("/events", response_class=StreamingResponse)

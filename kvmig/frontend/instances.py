@@ -203,6 +203,8 @@ class InstanceHealth:
         """State in the last load report; empty before."""
         self.arithmetic: EngineArithmetic | None = None
         """Arithmetic in the last load report; None before."""
+        self.parked = False
+        """Whether its KV cache's memory is given back, by the last load report."""
         self._listening = listening
         self.record_message()
 
@@ -261,6 +263,8 @@ class InstancePool:
         self.block_tokens = 16
         """Tokens per KV block, as load reports count; set by the front end once an engine reports
         it."""
+        self.parking = asyncio.Event()
+        """Wakes who waits for an instance to be parked, or to wake."""
         self.preferred = ""
         """Weights under which new requests had better begin; empty: no matter which."""
         self._name = name
@@ -315,6 +319,13 @@ class InstancePool:
     def alive(self) -> list[str]:
         """Connected instances."""
         return [name for name, one in self._instances.items() if one.alive]
+
+    @property
+    def parked(self) -> bool:
+        """Whether some instance's KV cache is given back: until it isn't, requests had better
+        wait."""
+        known = (one.health for one in self._instances.values() if one.alive)
+        return any(one is not None and one.parked for one in known)
 
     def vacant(self) -> bool:
         """Whether no instance is connected and has reported: new requests can't be taken."""
@@ -475,6 +486,10 @@ class InstancePool:
         health = instance.health or self._join(instance)
         health.arithmetic = EngineArithmetic(report.weights, report.numerics)
         health.state = report.state
+        if health.parked != report.parked:
+            health.parked = report.parked
+            self.parking.set()
+            self.parking.clear()
         self._view.report(report, self._clock())
 
     def _join(self, instance: InstanceConnection) -> InstanceHealth:

@@ -122,8 +122,6 @@ class Router:
         """Reports of the last migrations, by hand or by policy, oldest first."""
         self.reported = 0
         """How many there have been."""
-        self.parked = False
-        """Whether all instances' KV caches are given back."""
         self._name = name
         self._config = config
         self._observer = observer = observer or RouterObserver()
@@ -210,17 +208,15 @@ class Router:
         return dict(zip(names, await asyncio.gather(*answers), strict=True))
 
     async def park(self) -> None:
-        """Let all instances give their KV caches' memory back.
+        """Let all instances give their KV caches' memory back; those that have do nothing.
 
         Raises CallFailed, CallTimeout, InstanceLost; some may be parked then.
         """
         await self.call("park")
-        self.parked = True
 
     async def unpark(self) -> None:
-        """Let all compute as before, and show that they do. Raises as `park`."""
+        """Let all that are parked compute as before, and show that they do. Raises as `park`."""
         await self.call("unpark")
-        self.parked = False
 
     async def set_guarantee(self, instance: str, size: int) -> None:
         """What an instance gets back of its unit's KV cache whenever it wants it, bytes; 0: a fair

@@ -19,6 +19,8 @@ from kvmig.fleet.lifecycle import DesiredState, ModelStatus, ObservedState, reco
 from kvmig_tools.check.explore import all_kept
 
 FAILURES = 4
+ORDERS = 2
+"""Orders on their way to a deployment at once."""
 LATE_S = 1e6
 WISHES = {
     (on, parks): DesiredState(on=on, parks=parks) for on in (True, False) for parks in (True, False)
@@ -37,8 +39,9 @@ class World(Struct, frozen=True):
     process: bool = False
     ready: bool = False
     parked: bool = False
-    order: str = ""
-    """park or unpark, on its way to the deployment."""
+    orders: tuple[str, ...] = ()
+    """park and unpark, on their way to the deployment; all but the newest are of servers that were
+    killed."""
     refused: bool = False
     """Whether that was refused; the server has heard it."""
     stopping: bool = False
@@ -133,14 +136,19 @@ def gets_ready(now: World) -> World | None:
 
 def obeys(now: World) -> World | None:
     """The deployment is parked, or wakes."""
-    if not now.order or not now.process or now.hung or (now.order == "park" and now.running):
+    if not now.orders or not now.process or now.hung:
         return None
-    return replace(now, parked=now.order == "park", order="")
+    order, *rest = now.orders
+    if order == "park" and now.running:
+        return None
+    return replace(now, parked=order == "park", orders=tuple(rest))
 
 
 def refuses(now: World) -> World | None:
     """It isn't; or an order is late."""
-    return replace(now, order="", refused=True) if now.order and now.process else None
+    if not now.orders or not now.process:
+        return None
+    return replace(now, orders=now.orders[1:], refused=True)
 
 
 def ends(now: World) -> World | None:
@@ -164,7 +172,7 @@ def hangs(now: World) -> World | None:
 def gone(now: World, how: str) -> World:
     """Without its process; its streams have ended with an error."""
     return replace(
-        now, process=False, ready=False, parked=False, order="", refused=False, stopping=False,
+        now, process=False, ready=False, parked=False, orders=(), refused=False, stopping=False,
         hung=False, ended=how, running=0,
     )  # fmt: skip
 
@@ -236,11 +244,12 @@ def decides(now: World) -> World | None:
         require(not now.routed and True not in now.news, "one that is told to end has its route")
         after = replace(after, stopping=True, ready=False)
     elif action in ("park", "unpark"):
-        # One that a server before this one has woken is told to wake again, and only says so.
-        parks = action == "park" and not now.parked
+        parks = action == "park"
+        require(parks != seen.parked, "one is parked again, or woken again")
         require(not parks or not now.running, "a deployment is parked while it answers")
-        after = replace(after, order=action)
+        after = replace(after, orders=(*now.orders, action)[-ORDERS:])
     elif action == "kill":
+        require(not seen.ready, "a deployment that serves is killed")
         after = gone(after, "killed")
     told = life.state == "serving" and seen.ready and after.ready and after.on
     if told != now.told:

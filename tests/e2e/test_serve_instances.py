@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,30 @@ async def test_any_front_end_answers_for_the_streams_of_all(several: Toys) -> No
     assert [report["state"] for report in moved] == ["committed"] * 6
     await all_right(started)
     await asyncio.to_thread(assert_server_is_empty, several)
+
+
+async def say_parked(served: Served, parked: bool) -> None:
+    """Wait until several new connections in a row, to whichever front end, hear that."""
+    alike, deadline = 0, time.monotonic() + PATIENCE_S
+    while alike < 8:
+        async with (
+            httpx.AsyncClient(base_url=served.url, timeout=PATIENCE_S) as client,
+            client.stream("GET", "/kvmig/v1/events") as answer,
+        ):
+            lines = answer.aiter_lines()
+            told = next(
+                json.loads(line[6:])
+                for line in [await anext(lines), await anext(lines)]
+                if line.startswith("data: ")
+            )
+        alike = alike + 1 if told["parked"] == parked else 0
+        assert time.monotonic() < deadline
+
+
+async def test_any_front_end_parks_and_wakes_the_instances_and_all_know_it(several: Toys) -> None:
+    for order, parked in (("park", True), ("park", True), ("unpark", False), ("unpark", False)):
+        (await call(several, "POST", order)).raise_for_status()
+        await say_parked(several, parked)
 
 
 async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(

@@ -130,6 +130,25 @@ def test_one_that_another_server_has_parked_is_taken_over_so() -> None:
     assert reconcile(ModelStatus("serving"), PARKS, PARKED, 5)[1] == "unpark"
 
 
+def test_a_refusal_ends_nothing_that_serves_or_is_parked_as_it_was_to_be() -> None:
+    """The order before, of a server that was killed, was carried out."""
+    refused = replace(READY, refused="it computes otherwise")
+    for now in (5, REST_S + 1):
+        life, action = reconcile(ModelStatus("waking"), PARKS, refused, now)
+        assert (life.state, action) == ("serving", None)
+    refused = replace(PARKED, refused="it doesn't answer")
+    life, action = reconcile(ModelStatus("parking"), PARKS, refused, 5)
+    assert (life.state, action) == ("parked", None)
+
+
+def test_one_that_another_server_has_woken_or_parked_gets_no_second_order() -> None:
+    """Its order was on its way when the server was killed."""
+    life, action = reconcile(ModelStatus("parked"), PARKS, replace(READY, wanted=True), 5)
+    assert (life.state, action) == ("serving", None)
+    life, action = reconcile(ModelStatus("emptying"), PARKS, replace(PARKED, unrouted=True), 5)
+    assert (life.state, action) == ("parked", None)
+
+
 def test_one_that_is_off_does_not_start() -> None:
     assert (
         reconcile(ModelStatus(), replace(WISH, on=False, least=1), ObservedState(wanted=True), 0)[1]

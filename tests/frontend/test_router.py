@@ -82,6 +82,21 @@ async def test_instances_tell_their_load() -> None:
         assert row.freeness == -inf
 
 
+async def test_instances_tell_any_front_end_that_they_are_parked_and_who_waits_hears_it() -> None:
+    async with cluster() as it:
+        assert not it.router.fleet.parked
+        it.llumlets[1].parked = True
+        async with asyncio.timeout(5):
+            await it.router.fleet.parking.wait()
+        assert it.router.fleet.parked
+        later = Router("later", SECRET, ClusterConfig(), Front(), decode)
+        try:
+            await later.add_instance("1", it.llumlets[1].endpoint)
+            await until(lambda: later.fleet.parked)
+        finally:
+            await later.close()
+
+
 async def test_a_call_goes_to_all_instances_and_brings_all_answers() -> None:
     async with cluster() as it:
         for llumlet in it.llumlets:

@@ -87,6 +87,7 @@ class FakeLlumlet:
         self.weights = weights
         self.numerics = "n"
         self.shared: InUnit | None = None
+        self.parked = False
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._report())]
 
     async def _run(self) -> None:
@@ -135,6 +136,8 @@ class FakeLlumlet:
             weights=self.weights,
             numerics=self.numerics,
             shared=self.shared,
+            parked=self.parked,
+            beside_kv=5,
         )
         self.send(told)
 

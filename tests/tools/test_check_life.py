@@ -53,6 +53,38 @@ def patient(
     return reconcile(replace(now, lost_at=None), wish, seen, at)
 
 
+def strict(
+    now: ModelStatus, wish: DesiredState, seen: ObservedState, at: float
+) -> tuple[ModelStatus, Action | None]:
+    """It ends what it has told to wake and what then refuses, though a server before woke it."""
+    if now.state == "waking" and seen.refused and seen.deployment:
+        return replace(now, state="stopping", since=at), "kill"
+    return reconcile(now, wish, seen, at)
+
+
+def repeating(
+    now: ModelStatus, wish: DesiredState, seen: ObservedState, at: float
+) -> tuple[ModelStatus, Action | None]:
+    """It wakes what a server before has woken."""
+    if now.state == "parked" and seen.ready and seen.wanted:
+        return replace(now, state="waking", since=at), "unpark"
+    return reconcile(now, wish, replace(seen, ready=seen.ready and now.state != "parked"), at)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "violation"),
+    [
+        (strict, "a deployment that serves is killed"),
+        (repeating, "one is parked again, or woken again"),
+    ],
+)
+def test_what_is_wrong_with_orders_that_outlive_their_server_is_found(
+    wrong: object, violation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "reconcile", wrong)
+    assert life.explore(1, parks=True).violation == violation
+
+
 @pytest.mark.parametrize(
     ("wrong", "violation"),
     [

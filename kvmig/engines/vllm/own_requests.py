@@ -133,8 +133,12 @@ class OwnRequests:
         for request in requests:
             self._warming[request.request_id] = loop.create_future()
             self._submit(request)
-        await asyncio.wait_for(asyncio.gather(*self._warming.values()), _WARM_UP_TIMEOUT_S)
-        self._warming.clear()
+        try:
+            await asyncio.wait_for(asyncio.gather(*self._warming.values()), _WARM_UP_TIMEOUT_S)
+        finally:
+            # A cancelled future would break the delivery of a late output.
+            self._incoming.abort([key for key, one in self._warming.items() if one.cancelled()])
+            self._warming.clear()
 
     def _submit(self, request: EngineCoreRequest) -> None:
         self._incoming.submit(OWN_CLIENT, request.request_id, encode_request(request))

@@ -1,0 +1,46 @@
+"""How much of the host's memory an instance takes beside its KV cache: what a fleet learns from its
+first start for the next ones, and for models alike."""
+
+from __future__ import annotations
+
+import os
+
+from kvmig.core.layout import KVLayout
+from kvmig.process.descendants import descendants, parents
+from kvmig.process.host_use import resident_bytes, taken_bytes
+
+LOOK_S = 60.0
+"""Pause between two looks: a step that is larger than all before may take more."""
+
+
+class OwnMemory:
+    """Of this process and those that it has started."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self.beside_kv = 0
+        """Most bytes that any look has found; 0 before the first."""
+        self._layout = layout
+
+    def measure(self) -> None:
+        """Takes some milliseconds. Raises OSError."""
+        taken = taken_bytes(descendants([os.getpid()], parents()))
+        in_cache = sum(resident_bytes(*span) for span in cache_spans(self._layout))
+        self.beside_kv = max(self.beside_kv, taken - in_cache)
+
+
+def cache_spans(layout: KVLayout) -> list[tuple[int, int]]:
+    """Where a KV cache lies in this process's memory: address and bytes, none twice.
+
+    Empty for one on a GPU. Regions may lie between each other.
+    """
+    if layout.gpu is not None or not layout.num_blocks:
+        return []
+    found: list[tuple[int, int]] = []
+    for one in sorted(layout.regions, key=lambda region: region.base):
+        end = one.base + (layout.num_blocks - 1) * one.block_stride + one.run
+        if found and one.base <= sum(found[-1]):
+            begin, length = found.pop()
+            found.append((begin, max(begin + length, end) - begin))
+        else:
+            found.append((one.base, end - one.base))
+    return found
