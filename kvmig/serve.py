@@ -199,9 +199,21 @@ def parts_of_memory(
         len(host.gpus),
         available_memory() - (0 if shared is None else shared.kept),
         os.environ,
-        weights_of(args.model),
+        counted_weights(args),
         0 if shared is None else shared.largest,
     )
+
+
+def counted_weights(args: Namespace) -> int:
+    """Bytes of the weights, as far as files on this host say it; prints where they don't."""
+    found = weights_of(args.model, str(args.dtype), args.revision)
+    if not found and not Path(args.model).is_dir():
+        say(
+            f"how much memory the weights of {args.model} take is not known: this host's Hugging"
+            " Face cache has none of their files. None is counted for them, and a start may find"
+            f" too little; `hf download {args.model}` fetches them first"
+        )
+    return found
 
 
 def divided(
@@ -224,6 +236,8 @@ def divided(
         own_gpus(config.instance_gpus, config.instances),
     )
     weights = kind.weight_bytes(args) if host.gpus else 0
+    if host.gpus and kind.shares_memory:
+        counted_weights(args)
     memory = EngineMemory(kind.shares_memory, weights, shared)
     units = own_units(config.instance_unit, config.instances)
     starts = GpuStarts(division, memory, host.inventory.node, at=units)

@@ -1,7 +1,12 @@
-"""The size of a model's weights where they are loaded, by the headers of its files."""
+"""The size of a model's weights where they are loaded, by the headers of its files.
+
+A model is a folder, or a name on the Hugging Face Hub whose files may be in this host's cache.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 from kvmig.engines.identity import tensors_of
@@ -12,17 +17,22 @@ KEPT = ("float32", "float")
 """Values of --dtype under which they do."""
 USUAL = 2
 """Bytes of a number in the types that they become."""
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+INDEX = "model.safetensors.index.json"
+"""Names the files of a checkpoint that has several."""
 
 
-def weight_bytes(model: str, dtype: str = "auto") -> int:
-    """Bytes of all weights of a folder as an engine holds them; 0: it isn't a folder.
+def weight_bytes(model: str, dtype: str = "auto", revision: str | None = None) -> int:
+    """Bytes of all weights as an engine holds them; 0: nothing on this host says it.
 
-    dtype: the engine's flag. What other flags change, such as weights that are quantised while
-    they are loaded, isn't counted: then it is more than it takes.
+    dtype, revision: the engine's flags. What other flags change, such as weights that are quantised
+    while they are loaded, isn't counted: then it is more than it takes.
     """
-    folder = Path(model)
-    if not folder.is_dir():
+    folder = local_folder(model, revision)
+    if folder is None:
         return 0
+    if missing := _bytes_of_index(folder):
+        return missing
     total = 0
     for tensor in tensors_of(folder):
         words = tensor.name.split()
@@ -30,3 +40,29 @@ def weight_bytes(model: str, dtype: str = "auto") -> int:
         wide = size is not None and dtype not in KEPT
         total += tensor.size * USUAL // size if wide and size else tensor.size
     return total
+
+
+def local_folder(model: str, revision: str | None = None) -> Path | None:
+    """Where a model's files are on this host; None: nowhere. Nothing is downloaded."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    if not HUB_NAME.fullmatch(model):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:  # of an engine that knows no such names
+        return None
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _bytes_of_index(folder: Path) -> int:
+    """What the index says of a checkpoint whose files aren't all there; 0: they are."""
+    try:
+        index = json.loads((folder / INDEX).read_bytes())
+        files = set(index["weight_map"].values())
+        size = int(index["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0  # there is none that could be read; whoever loads it says what is wrong
+    return 0 if all((folder / name).is_file() for name in files) else size

@@ -7,12 +7,14 @@ import os
 import resource
 import secrets
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from kvmig.core.config import SPARE_FILES
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SECRET
 from kvmig.engines.registry import kind_of
+from kvmig.engines.weight_bytes import local_folder, weight_bytes
 from kvmig.process import cgroups
 from kvmig.process.nvml import read_devices
 from kvmig.rpc.zmq_sockets import LEAST_BYTES
@@ -92,13 +94,24 @@ def _memory(field: str) -> int:
     raise ConfigError(f"/proc/meminfo names no {field}; set --kv-cache-memory-bytes")
 
 
-def weights_of(model: str) -> int:
-    """Bytes of a model's weights on disk; 0 if it isn't a folder."""
-    return sum(
-        file.stat().st_size
-        for pattern in ("*.safetensors", "*.bin", "*.pt")
-        for file in Path(model).glob(pattern)
-    )
+def weights_of(model: str, dtype: str = "auto", revision: str | None = None) -> int:
+    """Bytes of a model's weights as an engine holds them; 0: nothing on this host says it.
+
+    dtype, revision: the engine's flags.
+    """
+    folder = local_folder(model, revision)
+    if folder is None:
+        return 0
+    patterns = "*.safetensors", "*.bin", "*.pt", "*.index.json"
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    found = tuple((file.name, (said := file.stat()).st_size, said.st_mtime_ns) for file in files)
+    return _weights_by_headers(str(folder), dtype, found)
+
+
+@lru_cache(maxsize=1024)
+def _weights_by_headers(folder: str, dtype: str, _files: tuple[tuple[str, int, int], ...]) -> int:
+    """Read again only when a file has changed."""
+    return weight_bytes(folder, dtype)
 
 
 def cores() -> int:
@@ -241,11 +254,11 @@ def _check_memory(
         )
 
 
-def fixed_memory(workers: int, weights: int) -> int:
-    """Bytes of an instance on a CPU beside its KV cache."""
-    return _processes(workers) * INSTANCE_OVERHEAD + weights
+def fixed_memory(workers: int, weights: int, rest: int = INSTANCE_OVERHEAD) -> int:
+    """Bytes of an instance on a CPU beside its KV cache. rest: of each of its processes."""
+    return processes_of(workers) * rest + weights
 
 
-def _processes(workers: int) -> int:
+def processes_of(workers: int) -> int:
     """Processes of one instance: a single worker is the instance's own process."""
     return workers if workers == 1 else workers + 1

@@ -134,7 +134,7 @@ class VllmKind:
         changed = args.quantization, args.cpu_offload_gb, args.hf_overrides
         if any(changed) or args.load_format not in READ_AS_THEY_ARE:
             return 0
-        return weight_bytes(args.model, str(args.dtype))
+        return weight_bytes(args.model, str(args.dtype), args.revision)
 
     def kv_bytes(self, engine: ServingEngine) -> int:
         from kvmig.engines.vllm.serving import ServingVllm
