@@ -36,10 +36,13 @@ from kvmig.launcher.control import ControlServer
 from kvmig.launcher.environment import (
     available_memory,
     cluster_secret,
+    cores,
+    gpus,
     memory_flags,
     too_few_files,
     weights_of,
 )
+from kvmig.launcher.front_end_count import usual_front_ends
 from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
 from kvmig.launcher.gpu_division import GpuNeed, asked, divide
 from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
@@ -83,14 +86,15 @@ def main(argv: Sequence[str]) -> int:
         if config.allow_untested_vllm:
             os.environ[ALLOW_UNTESTED] = "1"  # all processes of the cluster inherit it
         kind.prepare()
-        allowed = raise_open_files()
-        if few := too_few_files(allowed, config.http.max_waiting, config.lifecycle.front_ends):
-            say(few)
         own = own_flags(config.instance_flags, config.instances)
         trees = own_trees(config.instance_vllm, config.instances, kind.check_tree)
         own_units(config.instance_unit, config.instances)  # refused at the door
         own_gpus(config.instance_gpus, config.instances)
         every = [word for words in (rest, *own.values()) for word in words]
+        config = with_front_ends(config, kind.needs_one_front_end(every))
+        allowed = raise_open_files()
+        if few := too_few_files(allowed, config.http.max_waiting, config.lifecycle.front_ends):
+            say(few)
         front = FrontLaunch(
             name=f"front-{secrets.token_hex(4)}",
             launcher="",
@@ -123,6 +127,19 @@ def show_help(what: str, kind: EnginePlugin) -> int:
         kind.prepare()
         kind.print_help()
     return 0
+
+
+def with_front_ends(config: ClusterConfig, kept: str) -> ClusterConfig:
+    """With the number of front ends, where nobody has said it. kept: what the engine would keep in
+    one of them alone."""
+    if config.lifecycle.front_ends:
+        return config
+    count = 1 if config.ray is not None else usual_front_ends(cores(), len(gpus()))
+    if kept and count > 1:
+        say(f"one front end instead of {count}: {kept}")
+        count = 1
+    lifecycle = msgspec.structs.replace(config.lifecycle, front_ends=count)
+    return msgspec.structs.replace(config, lifecycle=lifecycle)
 
 
 def planned_instances(config: ClusterConfig) -> int:

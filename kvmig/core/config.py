@@ -164,8 +164,9 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum consecutive restarts of an instance that dies soon after its start."""
     drain_deadline_s: float = 300.0
     """Time for a drain; requests that have not moved by then are recomputed on other instances."""
-    front_ends: int = 1
-    """Number of HTTP processes that share the port."""
+    front_ends: int = 0
+    """Number of HTTP processes that share the port; 0: as many as there are cores for beside those
+    of the GPUs, and one on a host without GPUs or where the engine keeps something in one."""
     front_apart: bool = False
     """Whether a single front end has a process of its own, too, so that instances survive its
     death."""
@@ -358,7 +359,7 @@ def _check_lifecycle(lifecycle: LifecycleConfig, instances: int) -> None:
     _least("--gpu-memory", lifecycle.gpu_memory, 0)
     _least("--max-restarts", lifecycle.max_restarts, 0)
     _least("--drain-deadline", lifecycle.drain_deadline_s, 0)
-    _least("--front-ends", lifecycle.front_ends, 1)
+    _least("--front-ends", lifecycle.front_ends, 0)
 
 
 def _check_faults(faults: FaultConfig, heartbeat_interval_ms: float) -> None:

@@ -95,6 +95,11 @@ class EnginePlugin(Protocol):
         """
         ...
 
+    def needs_one_front_end(self, words: Sequence[str]) -> str:
+        """What its application would keep in one front end alone; empty: nothing. words: as in
+        `flags_for`."""
+        ...
+
     def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Variables that an instance on a CPU needs. environment: what it has, which stays."""
         ...

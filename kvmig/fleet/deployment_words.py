@@ -34,6 +34,7 @@ def words(
         "--media-urls=named",
         "--end-with-stdin",
         "--front-apart",
+        "--front-ends=1",
         f"--instances={len(units) or max(1, spec.least)}",
         *(f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(units)),
         f"--max-instances={_most(spec)}",

@@ -459,7 +459,12 @@ def _add_lifecycle(root: FlagParser) -> None:
         "time for a drain; requests that have not moved by then are recomputed on other instances",
         metavar="SECONDS",
     )
-    group.add("--front-ends", "front_ends", "number of HTTP processes that share the port")
+    group.add(
+        "--front-ends",
+        "front_ends",
+        "number of HTTP processes that share the port; 0: as many as there are cores for where"
+        " there are GPUs, else 1",
+    )
     group.add(
         "--front-apart",
         "front_apart",

@@ -120,7 +120,7 @@ REFUSED = [
     ([MODEL, "--autoscale=1,2", "--scale-cooldown=-1"], "--scale-cooldown is -1.0, must be 0 or"),
     ([MODEL, "--drain-deadline", "-1"], "--drain-deadline is -1.0, must be 0 or more"),
     ([MODEL, "--max-restarts", "-1"], "--max-restarts is -1, must be 0 or more"),
-    ([MODEL, "--front-ends", "0"], "--front-ends is 0, must be 1 or more"),
+    ([MODEL, "--front-ends", "-1"], "--front-ends is -1, must be 0 or more"),
     ([MODEL, "--policy", "best"], "--policy is best, must be kvmig or"),
     ([MODEL, "--transport", "ftp"], "--transport is ftp, must be auto or shm or tcp"),
     ([MODEL, "--transport", "nixl"], "or be given with --trust-network"),

@@ -88,6 +88,9 @@ class ToyKind:
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
         return []
 
+    def needs_one_front_end(self, words: Sequence[str]) -> str:
+        return ""
+
     def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
         return {}
 

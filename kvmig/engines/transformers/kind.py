@@ -71,6 +71,9 @@ class TransformersKind:
         # It has no salts: where users are kept apart, no two requests share a prefix.
         return ["--no-share-prefixes"] if config.http.isolate_users else []
 
+    def needs_one_front_end(self, words: Sequence[str]) -> str:
+        return ""
+
     def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
         return {}
 

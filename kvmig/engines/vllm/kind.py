@@ -24,7 +24,7 @@ from kvmig.core.priorities import PriorityClass
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
-from kvmig.engines.vllm.remembered import refuse_remembered
+from kvmig.engines.vllm.remembered import refuse_remembered, remembered
 from kvmig.engines.weight_bytes import weight_bytes
 
 CANT_BE_MADE = (
@@ -120,6 +120,9 @@ class VllmKind:
         if config.http.isolate_users and any("spec" in word for word in words):
             refuse_shared_drafts(flags.parse(list(words)).speculative_config)
         return scheduling_flags(words, config.priorities)
+
+    def needs_one_front_end(self, words: Sequence[str]) -> str:
+        return ", ".join(what for what, _ in remembered(os.environ, words))
 
     def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
         kept = {name: environment.get(name, str(PRODUCTS_KEPT)) for name in KEPT}

@@ -1,7 +1,8 @@
 """What vLLM's application remembers between two calls, in its own process.
 
 With several front ends the next call may go to another one, which has never seen the adapter, the
-response or the request. So what makes vLLM remember is refused there, by name. Pure.
+response or the request. So what makes vLLM remember keeps a server to one front end, and is refused
+by name where somebody wants several. Pure.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ def refuse_remembered(
     front_ends: int, environment: Mapping[str, str], words: Sequence[str]
 ) -> None:
     """Raise ConfigError if several front ends would answer differently. words: vLLM's flags."""
-    if front_ends == 1:
-        return
+    if front_ends > 1:
+        for what, why in remembered(environment, words):
+            raise ConfigError(
+                f"{what}, must be left out with --front-ends {front_ends}: {why} use --front-ends 1"
+            )
+
+
+def remembered(environment: Mapping[str, str], words: Sequence[str]) -> list[tuple[str, str]]:
+    """What is given that makes vLLM remember, and why another front end would need that."""
     given = {word.partition("=")[0].replace("_", "-") for word in words}
     found = [
         (f"{name} is {environment[name]!r:.20}", why)
         for name, why in _VARIABLES.items()
         if environment.get(name, "").strip().lower() not in _OFF
     ]
-    found += [(f"{flag} is given", why) for flag, why in _FLAGS.items() if flag in given]
-    for what, why in found:
-        raise ConfigError(
-            f"{what}, must be left out with --front-ends {front_ends}: {why} use --front-ends 1"
-        )
+    return found + [(f"{flag} is given", why) for flag, why in _FLAGS.items() if flag in given]
