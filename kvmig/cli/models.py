@@ -94,9 +94,9 @@ def model_view(one: dict[str, Any]) -> str:
 BASES = {
     "measured": "as an instance used it on this host",
     "gpu_memory": "gpu_memory of the specification",
-    "flags": "by its flags; all but weights and KV cache is assumed, and measured after a start",
-    "estimated": "all but weights and KV cache is assumed, and measured after a start",
-    "host": "it runs on the CPU; all but weights and KV cache is assumed",
+    "flags": "its flags",
+    "estimated": "its files",
+    "host": "its files and flags; it runs on the CPU",
 }
 """Words for where the sizes come from."""
 
@@ -109,7 +109,7 @@ def fit_view(one: dict[str, Any]) -> str:
         "fits": "yes" if one["fits"] else f"no: {one['why']}",
         "weights": f"{one['weights_bytes']} bytes{each} ({one['files_bytes']} in the files)",
         "KV cache": f"{one['kv_bytes']} bytes{each}" if one["kv_bytes"] else "what is left",
-        "rest": f"{one['rest_bytes']} bytes{each}",
+        "rest": f"{one['rest_bytes']} bytes{each}, {one['rest_basis']}",
         "from": BASES[one["basis"]],
         "a token": f"{one['token_bytes']} bytes{each}" if one["token_bytes"] else "",
         "a request": f"{one['request_bytes']} bytes{each}, of {one['max_tokens']} tokens"

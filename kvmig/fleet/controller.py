@@ -145,11 +145,10 @@ class ModelController:
             model = self._models.get(name)
             if model is None:
                 model = self._models[name] = ManagedModel(one)
-            if model.wanted.spec != one.spec or not model.claim:
-                model.claim = self.memory.claim(one.spec)
-                model.parked_claim = self.memory.parked(one.spec)
+            changed, model.wanted = model.wanted.spec != one.spec or not model.claim, one
+            if changed:
+                self._take_claim(model)
                 model.card = msgspec.structs.replace(model.card, reach=None)  # it may have another
-            model.wanted = one
         for name, model in self._models.items():
             model.removed = name not in named
             if model.removed:
@@ -323,13 +322,15 @@ class ModelController:
                 self._start(model)
             case "park" | "unpark":
                 assert model.watched is not None
-                work = self._rest(model, model.watched, parks=action == "park")
+                work = self._rest(model, model.life, model.watched, parks=action == "park")
                 model.ordering = asyncio.create_task(work, name=f"{action} {model.wanted.name}")
             case "stop" | "kill":
                 self._order(Stop(model.deployment, kill=action == "kill"))
 
     def _measure(self) -> None:
-        """Take what instances use of their GPUs, as of the last look at these."""
+        """Take what instances use of their GPUs, as of the last look at these, and of the host."""
+        for model in list(self._models.values()):
+            self._measure_host(model)
         devices = self.memory.devices
         if devices.watch.sample is self._sample:
             return
@@ -341,10 +342,25 @@ class ModelController:
             for name, used in model.places.measure(
                 model.instance_rows, self._sample.used_by
             ).items():
-                own = model.note is not None and model.note.revision == model.wanted.revision
-                if own and devices.measure(spec, used):
+                if model.is_newest and devices.measure(spec, used, self._wall()):
                     self._note(model, f"instance {name} uses {used} bytes of a GPU")
                     self._measured(spec)
+
+    def _measure_host(self, model: ManagedModel) -> None:
+        most = max((one.beside_kv for one in model.instance_rows), default=0)
+        if most <= model.beside_kv or not model.is_newest:
+            return
+        model.beside_kv, spec = most, model.wanted.spec
+        if self.memory.measure(spec, most, self._wall()):
+            self._note(model, f"an instance takes {most} bytes of the host beside its KV cache")
+            self._measured(spec)
+            for one in self._models.values():
+                self._take_claim(one)
+
+    def _take_claim(self, model: ManagedModel) -> None:
+        """Take what an instance of it is known to need of the host's memory."""
+        model.claim = self.memory.claim(model.wanted.spec)
+        model.parked_claim = self.memory.parked(model.wanted.spec)
 
     def _seen(self, model: ManagedModel, now: float) -> ObservedState:
         name = model.wanted.name
@@ -459,9 +475,9 @@ class ModelController:
             spec.name,
             spec.workers,
             on_host(memory.claim(spec), host, free(host, others)),
-            known.weights,
+            known,
             memory.kv(spec),
-            known.sizes,
+            memory.rest_of_worker(spec),
             devices.claim(spec),
             self._need(spec),
             without(spec.name, self.devices()),
@@ -523,7 +539,7 @@ class ModelController:
             closing = asyncio.create_task(model.watched.close(), name="let go")
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-            model.watched, model.note, model.pid = None, None, 0
+            model.watched, model.note, model.pid, model.beside_kv = None, None, 0, 0
         why = f": {life.why or cause}" if life.why or cause else ""
         self._note(model, f"{before.state} -> {life.state}{why}")
 
@@ -590,13 +606,17 @@ class ModelController:
         claim = self.memory.devices.claim(spec)
         return 0 if claim is None else claim.parked
 
-    async def _rest(self, model: ManagedModel, watched: DeploymentWatcher, *, parks: bool) -> None:
+    async def _rest(
+        self, model: ManagedModel, life: ModelStatus, watched: DeploymentWatcher, *, parks: bool
+    ) -> None:
+        """Carry an order out. life: the model's, which the order belongs to."""
         try:
             await (watched.park() if parks else watched.unpark())
         except StartupError as error:
-            model.refused = str(error)
             self._note(model, f"{'parking' if parks else 'waking'} failed: {error}")
-            self._changed.set()
+            if (model.life.state, model.life.since) == (life.state, life.since):
+                model.refused = str(error)
+                self._changed.set()
 
     # -- instances
 

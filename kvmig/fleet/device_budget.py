@@ -14,8 +14,9 @@ from kvmig.fleet.device_claims import REST, DeviceClaim, KnownSizes, claim_of, n
 from kvmig.fleet.device_room import DeviceNeed, Strategy
 from kvmig.fleet.device_sizes import RememberedSizes, sizes_key
 from kvmig.fleet.device_watch import DeviceWatch
+from kvmig.fleet.memory_figures import ASSUMED, MeasuredRest, MemoryFigures, MemoryShape
+from kvmig.fleet.model_shapes import shape_of, weight_files
 from kvmig.fleet.spec import ModelSpec
-from kvmig.launcher.environment import weights_of
 
 
 class DeviceBudget:
@@ -27,8 +28,8 @@ class DeviceBudget:
         self.strategy = strategy
         self._sizes: dict[str, ModelSizes] = {}
         self._measured: dict[str, int] = {}
-        self._rest: dict[str, int] = {}
-        """Most bytes that were measured of everything except weights and KV cache, by engine."""
+        self.figures = MemoryFigures()
+        """What instances were measured to take beside weights and KV cache."""
 
     @property
     def there(self) -> bool:
@@ -53,8 +54,9 @@ class DeviceBudget:
         """What its engine has said; None: it wasn't asked."""
         return self._sizes.get(sizes_key(spec))
 
-    def measure(self, spec: ModelSpec, used: int) -> bool:
-        """Take what an instance uses of a GPU; whether that is more than was known."""
+    def measure(self, spec: ModelSpec, used: int, at: float) -> bool:
+        """Take what an instance uses of a GPU; whether that is more than was known. at: Unix
+        time."""
         key = sizes_key(spec)
         if used <= self._measured.get(key, 0):
             return False
@@ -62,7 +64,8 @@ class DeviceBudget:
         claim = claim_of(spec, KnownSizes(sizes=self._sizes.get(key)), self._largest)
         if claim is not None and claim.basis == "flags" and claim.kv and claim.weights:
             rest = max(0, used - claim.weights - claim.kv)
-            self._rest[spec.engine] = max(rest, self._rest.get(spec.engine, 0))
+            shape = self._shape(spec, claim.weights)
+            self.figures.learn(MeasuredRest(shape=shape, rest=rest, model=spec.name, at=at))
         return True
 
     def measured(self, spec: ModelSpec) -> int:
@@ -71,11 +74,15 @@ class DeviceBudget:
 
     def known(self, spec: ModelSpec) -> KnownSizes:
         """Collect what is known of a model beyond its specification."""
+        files, sizes = weight_files(spec), self.sizes(spec)
+        weights = files // spec.workers if sizes is None else sizes.weights
+        found = self.figures.nearest(self._shape(spec, weights)) if self.there else None
         return KnownSizes(
-            0 if spec.engine == "toy" else weights_of(spec.folder),
-            self.sizes(spec),
-            self._rest.get(spec.engine, REST),
+            files,
+            sizes,
+            REST if found is None else found.rest,
             self.measured(spec),
+            ASSUMED if found is None else found.basis,
         )
 
     def claim(self, spec: ModelSpec) -> DeviceClaim | None:
@@ -135,6 +142,14 @@ class DeviceBudget:
                 f"{where}: instances.min is {least}, must be at most {most}: an instance needs"
                 f" {device_room.wanted(need)}"
             )
+
+    @property
+    def device(self) -> str:
+        """The kind of GPU that instances run on; cpu where there is none."""
+        return next((one.name for one in self.watch.inventory.devices), "cpu")
+
+    def _shape(self, spec: ModelSpec, weights: int) -> MemoryShape:
+        return shape_of(spec, self.device, "gpu", weights)
 
     @property
     def _largest(self) -> int:

@@ -56,6 +56,8 @@ class KnownSizes:
     """Bytes of all but weights and KV cache."""
     measured: int = 0
     """Bytes that an instance used at most; 0: none has run."""
+    rest_basis: str = "assumed"
+    """Where `rest` comes from, for people."""
 
 
 def claim_of(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceClaim | None:

@@ -10,7 +10,7 @@ import msgspec
 from kvmig.core.model_sizes import LayerSizes, ModelSizes
 from kvmig.fleet import device_room
 from kvmig.fleet.capacity import HostCapacity
-from kvmig.fleet.device_claims import DeviceClaim
+from kvmig.fleet.device_claims import DeviceClaim, KnownSizes
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Strategy
 
 
@@ -59,6 +59,8 @@ class FitVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the KV cache of each worker; 0: what is left."""
     rest_bytes: int
     """Bytes of everything else of each worker."""
+    rest_basis: str = "assumed"
+    """Origin of these: measured on a day with a model, or assumed."""
     token_bytes: int = 0
     """Bytes that each token adds to the KV cache of a worker; 0: not known."""
     request_bytes: int = 0
@@ -75,32 +77,35 @@ def verdict(
     name: str,
     workers: int,
     host: HostVerdict,
-    files: int,
+    known: KnownSizes,
     host_kv: int,
-    sizes: ModelSizes | None,
+    host_rest: tuple[int, str],
     claim: DeviceClaim | None,
     need: DeviceNeed | None,
     devices: Sequence[DeviceMemory],
     strategy: Strategy = "spread",
 ) -> FitVerdict:
-    """files: bytes of its weights' files. host_kv: KV cache of each worker that is in the host's
-    memory. devices: with claims of other models alone."""
-    known = ModelSizes(weights=0, files=files, tokens=0) if sizes is None else sizes
-    beside = max(0, host.need_bytes - files) // workers - host_kv
+    """host_kv, host_rest: of each worker in the host's memory, the rest with its basis.
+
+    devices: with claims of other models alone.
+    """
+    sizes = known.sizes or ModelSizes(weights=0, files=known.weights, tokens=0)
+    rest, basis = host_rest if claim is None else (claim.rest, known.rest_basis)
     found = FitVerdict(
         name=name,
         fits=host.fits,
         why="" if host.fits else _host_reason(host),
         basis="host" if claim is None else claim.basis,
         workers=workers,
-        weights_bytes=known.weights or known.files // workers,
-        files_bytes=known.files,
+        weights_bytes=sizes.weights or known.weights // workers,
+        files_bytes=sizes.files,
         kv_bytes=host_kv if claim is None else claim.kv,
-        rest_bytes=max(0, beside) if claim is None else claim.rest,
-        token_bytes=known.token,
-        request_bytes=known.request,
-        max_tokens=known.tokens,
-        layers=known.layers,
+        rest_bytes=rest,
+        rest_basis=basis,
+        token_bytes=sizes.token,
+        request_bytes=sizes.request,
+        max_tokens=sizes.tokens,
+        layers=sizes.layers,
         host=host,
     )
     if need is None:

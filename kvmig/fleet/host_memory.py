@@ -8,14 +8,17 @@ from __future__ import annotations
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity, too_large
 from kvmig.fleet.device_budget import DeviceBudget
-from kvmig.fleet.device_claims import KV_FLAG
-from kvmig.fleet.spec import ModelSpec, number_in
+from kvmig.fleet.device_claims import KV_FLAG, size_in
+from kvmig.fleet.memory_figures import ASSUMED, MeasuredRest, MemoryShape
+from kvmig.fleet.model_shapes import shape_of, weight_files
+from kvmig.fleet.spec import ModelSpec, text_in
 from kvmig.launcher.environment import (
     CPU_KV_MOST,
+    INSTANCE_OVERHEAD,
     available_memory,
     fixed_memory,
+    processes_of,
     total_memory,
-    weights_of,
 )
 
 TOY = 128 << 20
@@ -27,6 +30,7 @@ class MemoryBudget:
     def __init__(self, most: int = 0, devices: DeviceBudget | None = None) -> None:
         """most: that models may take together; 0: all. devices: the host's GPUs; None: none."""
         self.devices = devices or DeviceBudget()
+        self.figures = self.devices.figures
         self._most = most
 
     def host(self) -> HostCapacity:
@@ -40,22 +44,58 @@ class MemoryBudget:
             return spec.memory
         if spec.engine == "toy":
             return TOY
-        if self.devices.claim(spec) is not None:
-            return fixed_memory(spec.workers, 0)
-        return fixed_memory(spec.workers, weights_of(spec.folder)) + spec.workers * self.kv(spec)
+        weights, rest = self.weights(spec), self.rest(spec)[0]
+        return fixed_memory(spec.workers, weights, rest) + spec.workers * self.kv(spec)
+
+    def weights(self, spec: ModelSpec) -> int:
+        """Bytes of all workers' weights in the host's memory."""
+        if spec.engine == "toy" or self.devices.claim(spec) is not None:
+            return 0
+        sizes = self.devices.sizes(spec)
+        return weight_files(spec) if sizes is None else sizes.weights * spec.workers
+
+    def rest(self, spec: ModelSpec) -> tuple[int, str]:
+        """Bytes of each process beside weights and KV cache, and where the figure comes from."""
+        found = self.figures.nearest(self._shape(spec))
+        return (INSTANCE_OVERHEAD, ASSUMED) if found is None else (found.rest, found.basis)
+
+    def rest_of_worker(self, spec: ModelSpec) -> tuple[int, str]:
+        """The same for each worker, with its part of the processes that all of them have."""
+        if spec.engine == "toy":
+            return TOY, ASSUMED
+        if spec.memory:
+            rest = spec.memory - self.weights(spec) - spec.workers * self.kv(spec)
+            return max(0, rest) // spec.workers, "as memory of the specification says"
+        rest, basis = self.rest(spec)
+        return processes_of(spec.workers) * rest // spec.workers, basis
+
+    def measure(self, spec: ModelSpec, beside_kv: int, at: float) -> bool:
+        """Take what an instance took of the host's memory beside its KV cache; whether that is
+        more than was known. at: Unix time."""
+        if spec.engine == "toy":
+            return False
+        rest = max(0, beside_kv - self.weights(spec)) // processes_of(spec.workers)
+        shape = self._shape(spec)
+        return self.figures.learn(MeasuredRest(shape=shape, rest=rest, model=spec.name, at=at))
+
+    def _shape(self, spec: ModelSpec) -> MemoryShape:
+        sizes = self.devices.sizes(spec)
+        weights = weight_files(spec) // spec.workers if sizes is None else sizes.weights
+        on_gpu = self.devices.claim(spec) is not None
+        return shape_of(spec, self.devices.device if on_gpu else "cpu", "host", weights)
 
     def kv(self, spec: ModelSpec) -> int:
         """Bytes of the KV cache of each worker in the host's memory."""
         if spec.engine == "toy" or self.devices.claim(spec) is not None:
             return 0
         usual = CPU_KV_MOST if spec.engine == "vllm" else 0
-        return number_in(spec.flags, usual, KV_FLAG)
+        return size_in(text_in(spec.flags, KV_FLAG)) or usual
 
     def parked(self, spec: ModelSpec) -> int:
         """Bytes of one that is parked."""
         if spec.engine != "vllm":
             return TOY // 2
-        kv = number_in(spec.flags, 0 if spec.memory else CPU_KV_MOST, KV_FLAG)
+        kv = size_in(text_in(spec.flags, KV_FLAG)) or (0 if spec.memory else CPU_KV_MOST)
         return max(0, self.claim(spec) - spec.workers * kv)
 
     def check(self, spec: ModelSpec) -> None:

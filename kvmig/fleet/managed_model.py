@@ -70,6 +70,9 @@ class ManagedModel:
     """Bytes of an instance."""
     parked_claim: int = 0
     """The same, parked."""
+    beside_kv: int = 0
+    """Most bytes of the host's memory that an instance of the deployment took beside its KV cache;
+    0: not known."""
     places: InstancePlaces = field(default_factory=InstancePlaces)
     """GPUs of its instances."""
     life: ModelStatus = field(default_factory=ModelStatus)
@@ -119,6 +122,11 @@ class ManagedModel:
     def unit(self) -> str:
         """The unit that it is in, or would start in; empty: none."""
         return self.wanted.spec.unit if self.note is None else self.note.unit
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether what runs is the newest revision."""
+        return self.note is not None and self.note.revision == self.wanted.revision
 
     @property
     def planned(self) -> int:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import uvicorn
@@ -42,16 +43,18 @@ from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_sizes import forget_others, remember, remembered
 from kvmig.fleet.device_watch import LOOK_TIMEOUT_S, DeviceWatch
 from kvmig.fleet.disk import disks_of
+from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.ledger import AT_ONCE, MergedRecords, merge, sums, take
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.metrics import FleetMetrics
+from kvmig.fleet.model_shapes import engine_of
 from kvmig.fleet.orders import MESSAGE_BYTES, Checked, CheckFlags, News, Order, encode, news_of
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
 from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.settings import FleetSettings, ServerLaunch
-from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.spec import Engine, ModelSpec
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
 from kvmig.process.child import (
@@ -230,11 +233,13 @@ class FleetServer:
     async def _recall_sizes(self) -> None:
         """Take what earlier servers knew of models' sizes. Raises StoreError."""
         stored, database = self._backend.stored, self._store.database
-        if self._models.memory.devices.there:
-            specs = [row.spec for row in await stored(self._store.models)]
-            await stored(forget_others, database, specs)
-            for one in await stored(remembered, database):
-                self._models.memory.devices.recall(one)
+        memory = self._models.memory
+        specs = [row.spec for row in await stored(self._store.models)]
+        await stored(forget_others, database, specs)
+        for one in await stored(remembered, database):
+            memory.devices.recall(one)
+        await stored(forget_engines, database, [engine_of(one) for one in get_args(Engine)])
+        memory.figures.recall(await stored(stored_figures, database))
 
     async def _look_at_gpus(self) -> None:
         """Raises StartupError where the driver hangs."""
@@ -497,14 +502,15 @@ class FleetServer:
             raise ConfigError(f"model {spec.name}: {found.wrong}")
         if (known := decode_sizes(found.sizes)) is not None:
             self._models.memory.devices.learn(spec, known)
-            if self._models.memory.devices.there:
-                await self._remember(spec)
+            await self._remember(spec)
 
     async def _remember(self, spec: ModelSpec) -> None:
         """Keep what is known of a model's sizes for the next server."""
-        known = self._models.memory.devices.to_remember(spec)
+        memory, database = self._models.memory, self._store.database
         try:
-            await self._backend.stored(remember, self._store.database, known)
+            await self._backend.stored(remember, database, memory.devices.to_remember(spec))
+            for one in memory.figures.take_new():
+                await self._backend.stored(store_figure, database, one)
         except StoreError as error:
             log.warning("the sizes of model %s are not stored: %s", spec.name, error)
 

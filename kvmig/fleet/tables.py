@@ -42,7 +42,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 9
+SCHEMA = 10
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
@@ -220,6 +220,20 @@ device_sizes = Table(
     Column("started_as", Text, primary_key=True),
     Column("sizes", JSON(none_as_null=True)),
     Column("measured", BigInteger, nullable=False, server_default="0"),
+)
+
+measured_rests = Table(
+    "measured_rests",
+    metadata,
+    Column("engine", Text, primary_key=True),
+    Column("device", Text, primary_key=True),
+    Column("part", Text, primary_key=True),
+    Column("family", Text, primary_key=True),
+    Column("eager", Boolean, primary_key=True),
+    Column("weights", BigInteger, primary_key=True, autoincrement=False),
+    Column("rest", BigInteger, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("at", Double, nullable=False),
 )
 
 

@@ -20,8 +20,8 @@ MODEL = ModelSpec(name="a", source="path:/a", flags=("--max-model-len=4096",))
 def test_the_next_server_knows_what_was_learned_and_measured(place: Place) -> None:
     before, after = DeviceBudget(), DeviceBudget()
     before.learn(MODEL, SIZES)
-    assert before.measure(MODEL, 7)
-    assert not before.measure(MODEL, 6), "the most counts"
+    assert before.measure(MODEL, 7, 0)
+    assert not before.measure(MODEL, 6, 0), "the most counts"
     store = place.store()
     store.open()
     try:

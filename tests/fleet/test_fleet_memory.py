@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvmig.core.devices import DeviceInventory, DeviceRecord
@@ -42,7 +44,7 @@ def on_gpu() -> DeviceBudget:
         ((), CPU_KV_MOST),
         (("--kv-cache-memory-bytes=77",), 77),
         (("--kv-cache-memory-bytes", "77"), 77),
-        (("--kv-cache-memory-bytes=4G",), CPU_KV_MOST),
+        (("--kv-cache-memory-bytes=64M",), 64 << 20),
         (("--kv-cache-memory-bytes",), CPU_KV_MOST),
     ],
 )
@@ -52,6 +54,29 @@ def test_on_a_cpu_it_is_processes_weights_and_kv_cache(
     model = spec(folder, flags=flags)
     assert MemoryBudget().claim(model) == INSTANCE_OVERHEAD + WEIGHTS + kv
     assert MemoryBudget().parked(model) == INSTANCE_OVERHEAD + WEIGHTS
+
+
+def test_what_the_first_start_took_counts_for_it_and_for_models_alike(folder: Path) -> None:
+    flags = ("--enforce-eager", "--kv-cache-memory-bytes=77")
+    model, budget = spec(folder, flags=flags), MemoryBudget()
+    assert budget.rest(model) == (INSTANCE_OVERHEAD, "assumed")
+    assert budget.measure(model, WEIGHTS + 500, at=0)
+    assert not budget.measure(model, WEIGHTS + 400, at=9), "the most counts"
+    assert budget.claim(model) == WEIGHTS + 500 + 77
+    alike = msgspec.structs.replace(model, name="b", flags=("--kv-cache-memory-bytes=9",))
+    assert budget.claim(alike) == WEIGHTS + 500 + 9
+    assert budget.rest(alike)[1] == "measured on 1970-01-01 with a"
+    three = spec(folder, flags=(*flags, "--tensor-parallel-size=2"))
+    assert budget.claim(three) == WEIGHTS + 3 * 500 + 2 * 77
+
+
+def test_weights_count_as_the_engine_holds_them(folder: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [250], "data_offsets": [0, WEIGHTS]}})
+    data = len(header).to_bytes(8, "little") + header.encode() + bytes(WEIGHTS)
+    (folder / "model.safetensors").write_bytes(data)
+    kept = spec(folder, flags=("--dtype=float32",))
+    assert MemoryBudget().weights(spec(folder)) == WEIGHTS // 2
+    assert MemoryBudget().weights(kept) == WEIGHTS
 
 
 def test_each_worker_has_its_own_process_and_cache(folder: Path) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
+from kvmig.core.errors import StartupError
 from kvmig.core.priorities import NORMAL
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import WANT_S, ModelController
@@ -40,6 +42,7 @@ class Bench:
         self.ordered: list[Order] = []
         self.told: list[tuple[Sequence[ModelRoute], Sequence[str]]] = []
         self.folder = folder
+        self.learned: list[ModelSpec] = []
         self.models = ModelController(
             FleetSettings(data=str(folder)),
             self.ordered.append,
@@ -47,6 +50,7 @@ class Bench:
             MemoryBudget(),
             lambda: self.now,
             lambda: self.now,
+            self.learned.append,
         )
 
     def _tell(self, routes: Sequence[ModelRoute], gone: Sequence[str]) -> int:
@@ -245,6 +249,65 @@ async def test_one_that_has_woken_is_idle_only_after_its_time(
         bench.turn(seconds)
         states.append(bench.route.state)
     assert states == ["ready", "ready", "cold"]
+
+
+async def test_a_refused_order_of_before_ends_nothing_that_was_ordered_since(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = asyncio.Event()
+
+    async def refused(_: DeploymentWatcher) -> None:
+        raise StartupError("it doesn't answer")
+
+    async def refused_late(_: DeploymentWatcher) -> None:
+        await late.wait()
+        raise StartupError("it has requests")
+
+    monkeypatch.setattr(DeploymentWatcher, "park", refused_late)
+    monkeypatch.setattr(DeploymentWatcher, "unpark", refused)
+    await serving(bench, warm="parked", instances=InstanceCounts(zero_after_s=60))
+    bench.turn(60)
+    bench.demand()
+    bench.turn()
+    model = bench.models.shown("a")
+    assert model is not None
+    assert (model.life.state, model.ordering is not None) == ("parking", True)
+    ordering = model.ordering
+    bench.watched.told = DeploymentEvent(parked=True)
+    bench.turn(1)
+    bench.models.take_want(ModelWanted("a"))
+    bench.turn(1)
+    assert model.life.state == "waking"
+    await bench.ordered_all()
+    late.set()
+    assert ordering is not None
+    await ordering
+    assert model.refused == "it doesn't answer"
+    bench.serve()
+    bench.turn()
+    assert (bench.route.state, bench.stopped) == ("ready", [])
+
+
+async def test_what_an_instance_took_of_the_host_counts_for_its_model_and_for_others(
+    bench: Bench,
+) -> None:
+    one, other = (
+        ModelSpec(name=name, source=f"path:{bench.folder}", flags=("--enforce-eager",))
+        for name in "ab"
+    )
+    bench.catalogue(one, other)
+    bench.models.take_want(ModelWanted("a"))
+    bench.turn()
+    before = bench.models.evaluate(other)
+    bench.watched.told = DeploymentEvent(data=(replace(served("i0"), beside_kv=700 << 20),))
+    bench.turn(1)
+    bench.turn(1)
+    found = bench.models.evaluate(other)
+    assert (before.rest_bytes, before.rest_basis) == (1 << 30, "assumed")
+    assert found.rest_bytes == 700 << 20
+    assert found.rest_basis == "measured on 1970-01-01 with a"
+    assert found.host.need_bytes == before.host.need_bytes - (324 << 20)
+    assert bench.learned == [one]
 
 
 async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Bench) -> None:

