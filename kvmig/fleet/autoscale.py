@@ -190,6 +190,12 @@ def one_less_holds(instances: Sequence[InstanceLoad]) -> bool:
     return left >= GROWTH * sum(one.running + one.waiting for one in instances)
 
 
+def taken_over(instances: Sequence[InstanceLoad], now: float) -> ScalingDecision:
+    """What a server before this one has decided: what there is. This one takes nothing away before
+    it has seen as much of the demand as it decides by."""
+    return ScalingDecision(counted(instances), changed_at=now + STABLE_S - COOLDOWN_S)
+
+
 class ScalingOrder(NamedTuple):
     """What the deployment is asked to do next."""
 

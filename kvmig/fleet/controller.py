@@ -36,6 +36,7 @@ from kvmig.fleet.autoscale import (
     decide,
     next_order,
     one_less_holds,
+    taken_over,
 )
 from kvmig.fleet.capacity import (
     STAY,
@@ -586,7 +587,7 @@ class ModelController:
             self._order(Stop(one.deployment))
             return
         self._keep(model, one.deployment, note)
-        model.pid = one.pid
+        model.pid, model.scaling = one.pid, None
         if note.unit:
             self.units.recall(note.unit, next(iter(note.gpus.values()), ()), note.unit_bytes)
 
@@ -624,7 +625,7 @@ class ModelController:
         watched = model.watched
         if watched is None or not self._scales(model, watched):
             return
-        before = model.scaling
+        before = model.scaling or taken_over(watched.told.data, now)
         rule, demand = scaling_rule(model.wanted.spec), self._demand(model, watched, now)
         model.scaling = decided = decide(before, rule, demand, now)
         if decided.wanted != before.wanted:
@@ -655,7 +656,7 @@ class ModelController:
     ) -> ObservedDemand:
         spec, rows = model.wanted.spec, watched.told.data
         kind = scaling_rule(spec).kind
-        most = max(counted(rows), model.scaling.wanted)
+        most = max(counted(rows), model.desired)
         return ObservedDemand(
             ready=watched.serving,
             stable=model.window.load(kind, now, STABLE_S),

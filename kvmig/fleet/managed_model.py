@@ -76,7 +76,8 @@ class ManagedModel:
     places: InstancePlaces = field(default_factory=InstancePlaces)
     """GPUs of its instances."""
     life: ModelStatus = field(default_factory=ModelStatus)
-    scaling: ScalingDecision = field(default_factory=ScalingDecision)
+    scaling: ScalingDecision | None = field(default_factory=ScalingDecision)
+    """What was decided last; None: by a server before this one."""
     window: DemandWindow = field(default_factory=DemandWindow)
     deployment: str = ""
     """Empty: none runs, nor is one ordered."""
@@ -133,7 +134,14 @@ class ManagedModel:
         """Instances that it has and that were ordered, or with which it would start."""
         if not self.deployment:
             return max(1, self.wanted.spec.least)
-        return max(1, self.scaling.wanted, len(self.instance_rows))
+        return max(1, self.desired, len(self.instance_rows))
+
+    @property
+    def desired(self) -> int:
+        """Instances that it is to have."""
+        if not self.deployment:
+            return 0
+        return len(self.instance_rows) if self.scaling is None else self.scaling.wanted
 
     @property
     def claimed(self) -> int:

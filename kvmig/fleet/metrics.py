@@ -139,7 +139,7 @@ def of_models(models: Iterable[ManagedModel]) -> list[Metric]:
         name = one.wanted.name
         for each in get_args(State):
             state.add_metric([name, each], one.life.state == each)
-        desired.add_metric([name], one.scaling.wanted if one.deployment else 0)
+        desired.add_metric([name], one.desired)
         ready.add_metric([name], one.serving)
         claim.add_metric([name], one.claimed)
         evicted.add_metric([name], one.evicted)

@@ -541,6 +541,31 @@ async def test_more_instances_come_when_more_requests_run(
     assert bench.models.events[-1].what == "up to 3: 6.0 at 2 an instance"
 
 
+async def test_the_next_server_takes_no_instance_away_before_it_has_seen_the_demand(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
+    bench.catalogue(spec(instances=InstanceCounts(max=3, target=2)))
+    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.turn()
+    drained: list[str] = []
+
+    async def drain(instance: str) -> None:
+        drained.append(instance)
+
+    async def rounds(running: int) -> list[str]:
+        for _ in range(300):
+            bench.serve(3)
+            bench.demand(running=running)
+            bench.turn(0.5)
+            await asyncio.sleep(0)
+        return drained
+
+    monkeypatch.setattr(bench.watched, "drain", drain)
+    assert await rounds(6) == []
+    assert await rounds(1), "for want of requests one goes"
+
+
 async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
