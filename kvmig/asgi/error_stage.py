@@ -7,6 +7,7 @@ the stream is what the client reads, and the call knows why it failed (`HttpCall
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable
 from http import HTTPStatus
 
 from starlette.datastructures import MutableHeaders
@@ -64,19 +65,15 @@ class ErrorStage:
             await self._send({"type": "http.response.body", "body": data})
             self._ended = True
 
-    async def send(self, message: Message) -> None:
-        """ASGI."""
-        if message["type"] == "http.response.start":
-            await self._begin(message)
-        elif message["type"] == "http.response.body":
+    def send(self, message: Message) -> Awaitable[None]:
+        """ASGI. No coroutine of its own: each costs every token of a stream a step."""
+        if message["type"] == "http.response.body":
             if self._start is not None:
-                await self._collect(message)
-            elif self._streams:
-                await self._pass_event(message)
-            else:
-                await self._send(message)
-        else:
-            await self._send(message)
+                return self._collect(message)
+            return self._send(self._checked_event(message) if self._streams else message)
+        if message["type"] == "http.response.start":
+            return self._begin(message)
+        return self._send(message)
 
     async def _begin(self, message: Message) -> None:
         headers = MutableHeaders(scope=message)
@@ -110,7 +107,8 @@ class ErrorStage:
         await self._send(start)
         await self._send({**message, "body": self._body})
 
-    async def _pass_event(self, message: Message) -> None:
+    def _checked_event(self, message: Message) -> Message:
+        """A part of a stream, or what leaves in its place."""
         body = message.get("body", b"")
         data = bytes(body)
         if is_error_event(self._api, data):
@@ -121,7 +119,7 @@ class ErrorStage:
         failure = self._call.failure
         if failure is not None and not self._told and self._closes(data):
             data = self._event(failure) + (data or stream_end(self._api))
-        await self._send(message if data is body else {**message, "body": data})
+        return message if data is body else {**message, "body": data}
 
     def _closes(self, data: bytes) -> bool:
         """Whether the stream ends with it, so that nothing can be said any more."""

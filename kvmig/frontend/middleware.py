@@ -163,10 +163,12 @@ class HttpMiddleware:
             if message["type"] == "http.response.body":
                 if reader is not None:
                     reader.add_part(message.get("body", b""))
+                if message.get("more_body"):
+                    await send(message)
+                    return
                 await answer.send(message)
-                if not message.get("more_body"):
-                    call.end_answer()
-                    call.told = None if reader is None else reader.read_usage()
+                call.end_answer()
+                call.told = None if reader is None else reader.read_usage()
                 return
             if message["type"] == "http.response.start":
                 own = MutableHeaders(scope=message)

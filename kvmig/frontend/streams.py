@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Outputs, Span
 from kvmig.core.clock import Clock
@@ -101,7 +102,11 @@ class RequestStreams:
         items = batch.items
         for span, item in zip(outputs.spans, items, strict=True):
             request = runs.get(span.request_id)
-            if not self._pays(request, instance, span, item):
+            if (
+                request is not None
+                and (allowance := request.allowance) is not None
+                and not self._pays(allowance, instance, span, item)
+            ):
                 held.add(id(item))
                 continue
             if request is None or not request.splicer.advance(
@@ -122,11 +127,13 @@ class RequestStreams:
         return others
 
     def _pays(
-        self, request: LiveRequest | None, instance: str, span: Span, item: OutputItem
+        self,
+        allowance: TokenAllowance[tuple[str, Span, OutputItem]],
+        instance: str,
+        span: Span,
+        item: OutputItem,
     ) -> bool:
-        """Whether the output is paid for, or costs nothing; else it waits for the next grant."""
-        if request is None or (allowance := request.allowance) is None:
-            return True
+        """Whether the output is paid for; else it waits for the next grant."""
         assert self.quotas is not None
         tokens = len(item.new_token_ids)
         paid = allowance.admits(tokens)

@@ -88,10 +88,13 @@ class BoundedDecodeStream:
             return self._wait(token_id)
         text: str | None = self._stream.step(self._tokenizer, token_id)
         if text is not None:
-            if self._before:
+            if self._prompt and self._before:
                 self._prompt = []
-            self._before = [*self._waiting, token_id] if self._waiting else [token_id]
-            self._waiting, self._without = [], 0
+            if self._waiting:
+                self._before, self._waiting = [*self._waiting, token_id], []
+            else:
+                self._before = [token_id]
+            self._without = 0
             return text
         if self._token(token_id) is None:
             self._without += 1
