@@ -102,7 +102,7 @@ class SaltedGrammars(StructuredOutputManager):
         salted.backend = self.backend_of(kind_of(request), request.cache_salt)
         grammar: StructuredOutputGrammar = super(SaltedGrammars, salted)._create_grammar(request)
         if isinstance(grammar, XgrammarGrammar):
-            self._count_compiled(request, salted.backend, grammar.ctx.memory_size_bytes)
+            self._count_compiled(request, salted.backend, compiled_bytes(grammar))
         return grammar
 
     def clear_backend(self) -> None:
@@ -230,6 +230,11 @@ def empty_compiler(compiler: GrammarCompiler) -> GrammarCompiler:
         cache_enabled=True,
         cache_limit_bytes=cache_bytes() // SALTS,
     )
+
+
+def compiled_bytes(grammar: XgrammarGrammar) -> int:
+    """Bytes of what was compiled, as xgrammar counts them."""
+    return int(grammar.ctx.memory_size_bytes)
 
 
 def cache_bytes() -> int:

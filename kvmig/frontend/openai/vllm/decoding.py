@@ -29,6 +29,7 @@ from vllm.multimodal.media.video import VideoMediaIO
 
 from kvmig.frontend.image_costs import IMAGE_FORMATS, ImageLook, image_cost, scale_of
 from kvmig.frontend.media_budget import MAX_MEDIA, MediaBudget, MediaCost
+from kvmig.frontend.openai.vllm.resampling import bound_resampling
 
 TEXT_BYTES = 1 << 20
 """Most bytes of a PNG's texts and comments together: 64 times that with Pillow's own bound."""
@@ -102,6 +103,7 @@ def bound_decoding() -> None:
             module.check_frame_pixel_limit = _check_frame  # type: ignore[attr-defined]
     vllm_audio.load_audio_torchcodec = _load_torchcodec
     vllm_audio._AUDIO_LOADERS["torchcodec"] = _load_torchcodec
+    bound_resampling()
 
 
 def _take_file(budget: MediaBudget, what: str, size: int) -> None:
