@@ -6,7 +6,8 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec
 
 from kvmig.core.config import MigrationConfig
 from kvmig.engines.base import Emitted, Frame
@@ -24,7 +25,7 @@ QUICKER = ("finished", "unknown_request", "started")
 """Why a migration was aborted whose request was quicker."""
 ATTEMPTS = 5
 
-Scenario = Callable[["Suite"], Awaitable[None]]
+P = ParamSpec("P")
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Suite:
 
     # -- a test
 
-    def run(self, scenario: Scenario) -> None:
+    def run(self, test: Callable[[], Awaitable[None]]) -> None:
         """Run a test, then check that it left nothing."""
 
         async def run() -> None:
@@ -98,7 +99,7 @@ class Suite:
             try:
                 async with asyncio.timeout(TIMEOUT_S) as self._silence:
                     self._end = asyncio.get_running_loop().time() + LIMIT_S
-                    await scenario(self)
+                    await test()
                     await self._settle()
             except asyncio.CancelledError:
                 if not self.exits:
@@ -182,18 +183,6 @@ class Suite:
             engine.abort([request_id])
         self._migrator.cancel(request_id)
 
-    async def until_moved(self, attempt: Callable[[], Awaitable[MigrationReport]]) -> None:
-        """Try again with a new request while they end before they can move.
-
-        Which requests do on a busy machine: a test can't know how far one gets meanwhile.
-        """
-        for _ in range(ATTEMPTS):
-            report = await attempt()
-            if report.state == "committed":
-                return
-            assert report.reason in QUICKER, (report.reason, report.detail)
-        raise AssertionError(f"{ATTEMPTS} requests ended before they could move")
-
     # -- what the engines say
 
     def _go_on(self) -> None:
@@ -248,3 +237,35 @@ class Suite:
             if load.running or load.waiting:
                 left.append(f"{name}: {load}")
         return left
+
+
+def scenario(
+    test: Callable[Concatenate[Suite, P], Awaitable[None]],
+) -> Callable[Concatenate[Suite, P], None]:
+    """Make a coroutine a test that runs on the suite's event loop, by `Suite.run`."""
+
+    @wraps(test)
+    def run(suite: Suite, *args: P.args, **kwargs: P.kwargs) -> None:
+        suite.run(lambda: test(suite, *args, **kwargs))
+
+    return run
+
+
+def until_moved(
+    test: Callable[Concatenate[Suite, P], Awaitable[MigrationReport]],
+) -> Callable[Concatenate[Suite, P], Awaitable[None]]:
+    """Make a scenario try again with a new request while they end before they can move.
+
+    Which requests do on a busy machine: a test can't know how far one gets meanwhile.
+    """
+
+    @wraps(test)
+    async def attempt(suite: Suite, *args: P.args, **kwargs: P.kwargs) -> None:
+        for _ in range(ATTEMPTS):
+            report = await test(suite, *args, **kwargs)
+            if report.state == "committed":
+                return
+            assert report.reason in QUICKER, (report.reason, report.detail)
+        raise AssertionError(f"{ATTEMPTS} requests ended before they could move")
+
+    return attempt

@@ -5,104 +5,92 @@ from __future__ import annotations
 import pytest
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.testing.suite import Suite
+from kvmig.testing.suite import Suite, scenario
 
 
-def test_unknown_requests_are_ignored_where_the_port_says_so(suite: Suite) -> None:
-    async def scenario(suite: Suite) -> None:
-        engine = suite.engines["a"]
-        await engine.resume("nobody")
-        await engine.release("nobody")
-        await engine.cancel("nobody")
-        engine.abort(["nobody"])
-
-    suite.run(scenario)
+@scenario
+async def test_unknown_requests_are_ignored_where_the_port_says_so(suite: Suite) -> None:
+    engine = suite.engines["a"]
+    await engine.resume("nobody")
+    await engine.release("nobody")
+    await engine.cancel("nobody")
+    engine.abort(["nobody"])
 
 
-def test_a_suspended_request_keeps_still_and_goes_on_when_resumed(suite: Suite) -> None:
-    async def scenario(suite: Suite) -> None:
-        engine, prompt = suite.engines["a"], suite.prompt(suite.blocks(2.5))
-        expected = await suite.undisturbed(prompt, suite.blocks(8))
-        kept = suite.submit("a", prompt, suite.blocks(8))
-        await suite.reach(kept, 3)
-        await engine.export(kept)
-        tail = await engine.suspend(kept, 0)
-        states = {one.request_id: one for one in await engine.requests()}
-        assert states[kept].state == "suspended"
-        assert states[kept].tokens == tail.num_tokens == len(prompt) + tail.num_output_tokens
-        other = suite.submit("a", suite.prompt(suite.blocks(1.5)), 5)
-        await suite.finish(other)
-        assert len(suite.came_from(kept)) == tail.num_output_tokens
-        await engine.resume(kept)
-        assert await suite.finish(kept) == expected
-
-    suite.run(scenario)
+@scenario
+async def test_a_suspended_request_keeps_still_and_goes_on_when_resumed(suite: Suite) -> None:
+    engine, prompt = suite.engines["a"], suite.prompt(suite.blocks(2.5))
+    expected = await suite.undisturbed(prompt, suite.blocks(8))
+    kept = suite.submit("a", prompt, suite.blocks(8))
+    await suite.reach(kept, 3)
+    await engine.export(kept)
+    tail = await engine.suspend(kept, 0)
+    states = {one.request_id: one for one in await engine.requests()}
+    assert states[kept].state == "suspended"
+    assert states[kept].tokens == tail.num_tokens == len(prompt) + tail.num_output_tokens
+    other = suite.submit("a", suite.prompt(suite.blocks(1.5)), 5)
+    await suite.finish(other)
+    assert len(suite.came_from(kept)) == tail.num_output_tokens
+    await engine.resume(kept)
+    assert await suite.finish(kept) == expected
 
 
-def test_a_request_is_reserved_once_and_holds_what_it_grew_to(suite: Suite) -> None:
-    async def scenario(suite: Suite) -> None:
-        a, b = suite.engines["a"], suite.engines["b"]
-        prompt = suite.prompt(suite.blocks(4.5))
-        moved = suite.submit("a", prompt, suite.blocks(20))
-        await suite.reach(moved, 2)
-        export = await a.export(moved)
-        before = b.load().used_blocks
-        assert await b.reserve(export) == 0
-        with pytest.raises(MigrationRefused):
-            await b.reserve(export)
-        first = await b.grow(moved, len(prompt))
-        more = await b.grow(moved, len(prompt) + suite.blocks(3))
-        assert more[: len(first)] == first
-        assert len(more) > len(first)
-        await suite.until(lambda: b.load().used_blocks >= before + len(more))
-        await b.cancel(moved)
-        await a.resume(moved)
-        suite.abort(moved)
-
-    suite.run(scenario)
-
-
-def test_blocks_come_out_as_they_went_in(suite: Suite) -> None:
-    async def scenario(suite: Suite) -> None:
-        a, b = suite.engines["a"], suite.engines["b"]
-        moved = suite.submit("a", suite.prompt(suite.blocks(4.5)), suite.blocks(20))
-        await suite.reach(moved, 2)
-        export, stage = await a.export(moved), await a.stage(moved, 0)
-        size = len(stage.block_ids) * a.layout.block_bytes
-        sent, back = memoryview(bytearray(size)), memoryview(bytearray(size))
-        checksums = await a.gather(stage.block_ids, sent)
+@scenario
+async def test_a_request_is_reserved_once_and_holds_what_it_grew_to(suite: Suite) -> None:
+    a, b = suite.engines["a"], suite.engines["b"]
+    prompt = suite.prompt(suite.blocks(4.5))
+    moved = suite.submit("a", prompt, suite.blocks(20))
+    await suite.reach(moved, 2)
+    export = await a.export(moved)
+    before = b.load().used_blocks
+    assert await b.reserve(export) == 0
+    with pytest.raises(MigrationRefused):
         await b.reserve(export)
-        block_ids = (await b.grow(moved, stage.num_tokens))[: len(stage.block_ids)]
-        assert await b.scatter(block_ids, sent) == checksums
-        assert await b.gather(block_ids, back) == checksums
-        assert back == sent
-        await b.cancel(moved)
-        await a.resume(moved)
-        suite.abort(moved)
-
-    suite.run(scenario)
-
-
-def test_an_export_of_another_kind_is_refused(suite: Suite) -> None:
-    async def scenario(suite: Suite) -> None:
-        export = suite.engines["a"].export
-        moved = suite.submit("a", suite.prompt(suite.blocks(1.5)), suite.blocks(20))
-        await suite.reach(moved, 1)
-        foreign = await export(moved)
-        foreign.payload[:] = [b"\xc1 nothing that anybody has encoded"]
-        with pytest.raises(MigrationRefused):
-            await suite.engines["b"].reserve(foreign)
-        await suite.engines["a"].resume(moved)
-        suite.abort(moved)
-
-    suite.run(scenario)
+    first = await b.grow(moved, len(prompt))
+    more = await b.grow(moved, len(prompt) + suite.blocks(3))
+    assert more[: len(first)] == first
+    assert len(more) > len(first)
+    await suite.until(lambda: b.load().used_blocks >= before + len(more))
+    await b.cancel(moved)
+    await a.resume(moved)
+    suite.abort(moved)
 
 
-def test_a_request_goes_on_after_tokens_that_it_has_from_elsewhere(suite: Suite) -> None:
-    async def scenario(suite: Suite) -> None:
-        prompt = suite.prompt(suite.blocks(1.5))
-        expected = await suite.undisturbed(prompt, suite.blocks(2))
-        again = suite.submit("b", prompt, suite.blocks(2), known=expected[:5])
-        assert await suite.finish(again) == expected[5:]
+@scenario
+async def test_blocks_come_out_as_they_went_in(suite: Suite) -> None:
+    a, b = suite.engines["a"], suite.engines["b"]
+    moved = suite.submit("a", suite.prompt(suite.blocks(4.5)), suite.blocks(20))
+    await suite.reach(moved, 2)
+    export, stage = await a.export(moved), await a.stage(moved, 0)
+    size = len(stage.block_ids) * a.layout.block_bytes
+    sent, back = memoryview(bytearray(size)), memoryview(bytearray(size))
+    checksums = await a.gather(stage.block_ids, sent)
+    await b.reserve(export)
+    block_ids = (await b.grow(moved, stage.num_tokens))[: len(stage.block_ids)]
+    assert await b.scatter(block_ids, sent) == checksums
+    assert await b.gather(block_ids, back) == checksums
+    assert back == sent
+    await b.cancel(moved)
+    await a.resume(moved)
+    suite.abort(moved)
 
-    suite.run(scenario)
+
+@scenario
+async def test_an_export_of_another_kind_is_refused(suite: Suite) -> None:
+    export = suite.engines["a"].export
+    moved = suite.submit("a", suite.prompt(suite.blocks(1.5)), suite.blocks(20))
+    await suite.reach(moved, 1)
+    foreign = await export(moved)
+    foreign.payload[:] = [b"\xc1 nothing that anybody has encoded"]
+    with pytest.raises(MigrationRefused):
+        await suite.engines["b"].reserve(foreign)
+    await suite.engines["a"].resume(moved)
+    suite.abort(moved)
+
+
+@scenario
+async def test_a_request_goes_on_after_tokens_that_it_has_from_elsewhere(suite: Suite) -> None:
+    prompt = suite.prompt(suite.blocks(1.5))
+    expected = await suite.undisturbed(prompt, suite.blocks(2))
+    again = suite.submit("b", prompt, suite.blocks(2), known=expected[:5])
+    assert await suite.finish(again) == expected[5:]
