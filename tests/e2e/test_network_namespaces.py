@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +29,7 @@ from tests.support.streams import (
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from tests.support.ray_nodes import RayHosts
+from tests.support.waiting import until_yes
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -110,7 +110,7 @@ async def test_a_cut_between_two_hosts_leaves_the_request_where_it_is(
     row = await row_of(server, stream, output_tokens=1)
     source, destination = row["instance"], other(row["instance"])
     moving = asyncio.create_task(move_one(server, row))
-    await until(lambda: rows(server)[destination]["blocks_used"] > 0)
+    await until_yes(lambda: rows(server)[destination]["blocks_used"] > 0)
     assert not moving.done()
 
     network.cut(*(host_of(network, one) for one in rows(server).values()))
@@ -118,7 +118,7 @@ async def test_a_cut_between_two_hosts_leaves_the_request_where_it_is(
 
     assert (report["state"], report["reason"]) == ("aborted", "timeout"), report
     assert (await row_of(server, stream))["instance"] == source
-    await until(lambda: rows(server)[destination]["blocks_used"] == 0)
+    await until_yes(lambda: rows(server)[destination]["blocks_used"] == 0)
     assert not stream.task.done(), "the source went on meanwhile"
     network.heal()
     await until_one_moves(server)
@@ -142,7 +142,7 @@ async def test_an_unreachable_instances_stream_goes_on_elsewhere_and_it_comes_ba
         answer = await stream.end()
         assert answer.tokens == 2000
         counted(answer, 1000 * number)
-    await until(lambda: {row["state"] for row in rows(server).values()} == {"serving"})
+    await until_yes(lambda: {row["state"] for row in rows(server).values()} == {"serving"})
     await until_one_moves(server)
 
 
@@ -154,11 +154,3 @@ async def until_one_moves(served: Served) -> None:
             stream = Stream(served, PATH, count_from(40, 1500))
             state = (await move_one(served, await row_of(served, stream)))["state"]
             counted(await stream.end(), 40)
-
-
-async def until(holds: Any) -> None:
-    """Wait until a question to the server is answered with yes."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not await asyncio.to_thread(holds):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,23 @@ from kvmig.launcher import ray_cluster, ray_launcher
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.support.leaks import assert_server_is_empty
-from tests.support.streams import Answer, Stream, count_from, counted, move, place, run_unmoved
+from tests.support.streams import (
+    Answer,
+    Stream,
+    count_from,
+    counted,
+    move,
+    place,
+    run_unmoved,
+    start_stream,
+)
 from tests.support.toys import Toys
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
 
 from tests.support.ray_nodes import RAYS_OWN
+from tests.support.waiting import until_yes
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -89,14 +98,6 @@ def free_gpus(cluster: Cluster) -> float:
         ray_cluster.disconnect()
 
 
-async def until(holds: Callable[[], Any]) -> None:
-    """Wait until a blocking question is answered with yes."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not await asyncio.to_thread(holds):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
-
-
 def states(served: Served) -> dict[str, str]:
     """Of the instances."""
     return {row["id"]: row["state"] for row in served.get("instances")}
@@ -143,8 +144,7 @@ async def test_a_stream_moves_between_two_nodes_and_its_client_sees_no_differenc
 async def moved_while_held(spread: Toys, body: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """The call, moved in the middle, and the report."""
     with spread.held(HELD):
-        stream = Stream(spread, PATH, body)
-        await stream.reach(HELD)
+        stream = await start_stream(spread, body, HELD)
         (report,) = await move(spread, stream)
     return await stream.end(), report
 
@@ -159,7 +159,7 @@ async def test_a_killed_nodes_streams_go_on_and_a_new_node_takes_its_instance(
 
         cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
-        await until(lambda: "starting" in states(spread).values())
+        await until_yes(lambda: "starting" in states(spread).values())
     for number, stream in enumerate(streams):
         answer = await stream.end()
         assert answer.tokens == TOKENS
@@ -168,7 +168,7 @@ async def test_a_killed_nodes_streams_go_on_and_a_new_node_takes_its_instance(
     assert (await run_unmoved(spread, PATH, count_from(20, 20))).tokens == 20
 
     cluster.add_node(num_gpus=1, object_store_memory=STORE_BYTES)
-    await until(lambda: set(states(spread).values()) == {"serving"})
+    await until_yes(lambda: set(states(spread).values()) == {"serving"})
     moved, report = await moved_while_held(spread, count_from(40, TOKENS))
     assert report["state"] == "committed", report
     counted(moved, 40)
@@ -187,4 +187,4 @@ async def test_a_killed_server_leaves_nothing_on_the_nodes(cluster: Cluster, spr
 
     assert not alive
     assert not [path for path in shared if path.exists()], "they were not killed, but ended"
-    await until(lambda: free_gpus(cluster) == 2)
+    await until_yes(lambda: free_gpus(cluster) == 2)

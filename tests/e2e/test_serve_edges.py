@@ -24,6 +24,8 @@ from tests.support.streams import (
     row_of,
     run_unmoved,
     sequences,
+    start_stream,
+    start_streams,
 )
 from tests.support.toys import Toys
 
@@ -55,9 +57,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 async def test_several_move_at_once_in_both_directions(toys: Toys) -> None:
     with toys.held(HELD):
-        streams = [Stream(toys, PATH, count_from(100 * n, TOKENS)) for n in range(8)]
-        for stream in streams:
-            await stream.reach(HELD)
+        streams = await start_streams(toys, [count_from(100 * n, TOKENS) for n in range(8)], HELD)
         rows = [
             row for stream in streams for row in await sequences(toys, stream.answer.request_id)
         ]
@@ -196,8 +196,7 @@ async def test_a_client_may_leave_while_its_request_moves(toys: Toys, seed: int)
 
 async def test_a_client_that_leaves_after_a_move_frees_the_destination(toys: Toys) -> None:
     with toys.held(HELD):
-        stream = Stream(toys, PATH, count_from(40, TOKENS))
-        await stream.reach(HELD)
+        stream = await start_stream(toys, count_from(40, TOKENS), HELD)
         (report,) = await move(toys, stream)
         assert report["state"] == "committed"
         await stream.leave()
@@ -242,8 +241,7 @@ async def test_a_finished_request_cannot_be_moved(toys: Toys) -> None:
 
 async def test_a_call_of_two_sequences_must_be_named_by_sequence(toys: Toys) -> None:
     with toys.held(HELD):
-        stream = Stream(toys, PATH, count_from(70, TOKENS, n=2, temperature=1))
-        await stream.reach(2 * HELD)
+        stream = await start_stream(toys, count_from(70, TOKENS, n=2, temperature=1), 2 * HELD)
 
         refused = await ask(toys, stream.answer.request_id, "i1")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any
@@ -22,8 +22,17 @@ from kvmig.engines.toy.script import ToyScript
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.support.leaks import Footprint, assert_server_is_empty
-from tests.support.streams import Stream, StreamFailed, ask, count_from, counted
+from tests.support.streams import (
+    Stream,
+    StreamFailed,
+    ask,
+    count_from,
+    counted,
+    start_streams,
+    until_said,
+)
 from tests.support.toys import Toys
+from tests.support.waiting import until, until_yes
 
 # A second without an answer is a death here.
 pytestmark = [pytest.mark.server, pytest.mark.alone]
@@ -76,35 +85,18 @@ def stopped(*processes: psutil.Process) -> Iterator[None]:
                 process.resume()
 
 
-async def state(served: Served, instance: str) -> str:
-    listed = await asyncio.to_thread(served.get, "instances")
-    return next((row["state"] for row in listed if row["id"] == instance), "")
-
-
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for what nobody tells."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not await holds():  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.05)
+def state(served: Served, instance: str) -> str:
+    return next((row["state"] for row in served.get("instances") if row["id"] == instance), "")
 
 
 async def said(served: Served, instance: str, wanted: str) -> None:
     """Wait until the instance is in that state."""
-
-    async def holds() -> bool:
-        return await state(served, instance) == wanted
-
-    await until(holds)
+    await until_yes(lambda: state(served, instance) == wanted)
 
 
 async def left(served: Served, instance: str) -> None:
     """Wait until no request is known to be there."""
-
-    async def holds() -> bool:
-        rows = await asyncio.to_thread(served.get, "requests")
-        return all(row["instance"] != instance for row in rows)
-
-    await until(holds)
+    await until_yes(lambda: all(row["instance"] != instance for row in served.get("requests")))
 
 
 def scraped(served: Served) -> str:
@@ -121,9 +113,7 @@ async def test_calls_whose_instance_falls_silent_equal_those_left_alone(
 ) -> None:
     undisturbed = [await Stream(server, PATH, body).end() for body in CALLS]
     with server.held(HELD):
-        streams = [Stream(server, PATH, body) for body in CALLS]
-        for stream in streams:
-            await stream.reach(HELD)
+        streams = await start_streams(server, CALLS, HELD)
         for names in (("i0", "i1"), ("i2",)):
             with stopped(*(llumlets[name] for name in names)):
                 for name in names:
@@ -139,9 +129,7 @@ async def test_calls_whose_instance_falls_silent_equal_those_left_alone(
 
 async def several(served: Served) -> tuple[list[Stream], list[dict[str, Any]]]:
     """Six streams, and their rows once they are held."""
-    streams = [Stream(served, PATH, count_from(1000 * n, TOKENS)) for n in range(6)]
-    for stream in streams:
-        await stream.reach(HELD)
+    streams = await start_streams(served, [count_from(1000 * n, TOKENS) for n in range(6)], HELD)
     return streams, await asyncio.to_thread(served.get, "requests")
 
 
@@ -237,10 +225,7 @@ async def test_an_engine_that_hangs_for_good_is_started_again(
     assert answer.tokens == 100
     counted(answer, 10)
 
-    async def ended() -> bool:
-        return "is gone (exit code 1), again in" in server.output()
-
-    await until(ended)
+    await until_said(server, "is gone (exit code 1), again in")
     assert "a step has been running for" in server.output()
 
 
@@ -251,10 +236,7 @@ async def test_a_request_that_hangs_two_instances_fails_with_one_clear_error_and
     stream = Stream(server, PATH, count_from(10, 100))
     ending = asyncio.create_task(stream.end())
 
-    async def hangs() -> bool:
-        return stream.answer.tokens == 50
-
-    await until(hangs)
+    await until(lambda: stream.answer.tokens == 50)
     await asyncio.sleep(0.2)
     server.play(ToyScript(hang_at=50, hang_s=1.7))
     with pytest.raises(StreamFailed, match="hung while they ran this request") as failure:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import httpx
@@ -13,8 +12,17 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.fleet.supervisor import HANG_S
-from tests.support.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, ended, kill
-from tests.support.waiting import until
+from tests.support.fleets import (
+    PATH,
+    ToyFleet,
+    answer,
+    ask,
+    counted,
+    ended,
+    hold_streams,
+    kill,
+)
+from tests.support.waiting import until, until_yes
 
 pytestmark = pytest.mark.server
 
@@ -43,26 +51,22 @@ async def test_an_idle_model_goes_to_zero_and_comes_back(fleet: ToyFleet) -> Non
     assert first == again == counted(10)
 
 
+@pytest.mark.parametrize(("warm", "idle"), [("none", "zero"), ("parked", "parked")])
 async def test_a_stream_keeps_its_model_and_a_request_that_comes_keeps_it_longer(
-    fleet: ToyFleet,
+    fleet: ToyFleet, warm: str, idle: str
 ) -> None:
-    fleet.add_toy("a", instances={"zero_after_s": 0.5})
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 40))
-    await stream.reach(8)
+    fleet.add_toy("a", warm=warm, instances={"zero_after_s": 0.5})
+    (stream,) = await hold_streams(fleet, ask("a", 40))
     await asyncio.sleep(2)
     assert fleet.get("models/a")["state"] == "serving"
     fleet.hold(None)
     assert await stream.task == counted(40)
-    fleet.until("models/a", state="zero")
+    fleet.until("models/a", state=idle)
 
 
 async def test_a_model_that_is_removed_under_forty_streams_ends_after_them(fleet: ToyFleet) -> None:
     fleet.add_toy("a")
-    fleet.hold(8)
-    streams = [Streamed(fleet, ask("a", 60, start)) for start in range(40)]
-    for stream in streams:
-        await stream.reach(8)
+    streams = await hold_streams(fleet, *(ask("a", 60, start) for start in range(40)))
     assert fleet.ask("DELETE", "models/a").status_code == 200
     async with fleet.client() as client:
         gone = await client.post(PATH, json=ask("a"))
@@ -72,14 +76,12 @@ async def test_a_model_that_is_removed_under_forty_streams_ends_after_them(fleet
     assert gone.status_code == 404
     assert gone.json()["error"]["code"] in (404, "model_not_found")
     assert texts == [counted(60, start) for start in range(40)]
-    await asyncio.to_thread(until_no, fleet, "kvmig.serve")
+    await until_yes(lambda: not fleet.processes("kvmig.serve"))
 
 
 async def test_a_model_that_has_a_removed_ones_name_is_another_one(fleet: ToyFleet) -> None:
     fleet.add_toy("a")
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 40))
-    await stream.reach(8)
+    (stream,) = await hold_streams(fleet, ask("a", 40))
     starts = fleet.get("status")["starts"]
     assert fleet.ask("DELETE", "models/a").status_code == 200
     fleet.add_toy("a", flags=["--max-model-len=64"])
@@ -90,13 +92,6 @@ async def test_a_model_that_has_a_removed_ones_name_is_another_one(fleet: ToyFle
         assert await stream.task == counted(40)
         assert (await later).status_code == 400, "it allows 64 tokens, as the removed one did not"
     assert fleet.get("status")["starts"] == starts + 1
-
-
-def until_no(fleet: ToyFleet, words: str) -> None:
-    deadline = time.monotonic() + 60
-    while fleet.processes(words):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 async def test_a_start_that_fails_is_answered_with_its_own_sentence(
@@ -127,9 +122,7 @@ async def test_streams_and_warm_models_go_on_without_the_server_and_the_next_one
 ) -> None:
     fleet.add_toy("a", instances={"min": 1})
     await asyncio.to_thread(fleet.until, "models/a", state="serving")
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 60))
-    await stream.reach(8)
+    (stream,) = await hold_streams(fleet, ask("a", 60))
     (server,) = fleet.processes("kvmig.fleet.server")
     deployments = fleet.processes("kvmig.serve")
     kill(server)
@@ -137,7 +130,7 @@ async def test_streams_and_warm_models_go_on_without_the_server_and_the_next_one
     assert await stream.task == counted(60)
     async with fleet.client() as client:
         assert await answer(client, ask("a", 10, 5)) == counted(10, 5)
-    await asyncio.to_thread(until_other, fleet, server)
+    await until_yes(lambda: fleet.listens_after(server))
     fleet.until("models/a", state="serving")
 
     assert fleet.processes("kvmig.serve") == deployments
@@ -153,27 +146,16 @@ async def test_a_server_that_is_stopped_is_as_one_that_is_dead(fleet: ToyFleet) 
         (server,) = fleet.processes("kvmig.fleet.server")
         os.kill(server, signal.SIGSTOP)
         assert await answer(client, ask("a", 10, 5)) == counted(10, 5)
-        await asyncio.to_thread(until_other, fleet, server)
+        await until_yes(lambda: fleet.listens_after(server))
         assert await answer(client, ask("a", 10, 6)) == counted(10, 6)
     assert fleet.get("status")["starts"] == 0
-
-
-def until_other(fleet: ToyFleet, server: int) -> None:
-    """Wait for the next server's API."""
-    deadline = time.monotonic() + 60
-    # One that ends has no name any more, and still listens for a moment.
-    while fleet.processes("kvmig.fleet.server") in ([], [server]) or not fleet.listens():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_model_comes_back(
     fleet: ToyFleet,
 ) -> None:
     fleet.add_toy("a")
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 60))
-    await stream.reach(8)
+    (stream,) = await hold_streams(fleet, ask("a", 60))
     for one in fleet.processes("kvmig.serve"):
         kill(one)
     await asyncio.wait([stream.task])
@@ -190,9 +172,7 @@ async def test_a_deployment_that_hangs_is_ended_with_its_streams_and_starts_agai
     fleet: ToyFleet,
 ) -> None:
     fleet.add_toy("a")
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 60))
-    await stream.reach(8)
+    (stream,) = await hold_streams(fleet, ask("a", 60))
     (launcher,) = fleet.processes("kvmig.serve")
     os.kill(launcher, signal.SIGSTOP)
     async with asyncio.timeout(HANG_S + 15):
@@ -212,9 +192,7 @@ async def test_a_front_end_that_dies_or_hangs_leaves_the_instances(
     fleet: ToyFleet, how: signal.Signals
 ) -> None:
     fleet.add_toy("a")
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 60))
-    await stream.reach(8)
+    (stream,) = await hold_streams(fleet, ask("a", 60))
     starts = fleet.get("status")["starts"]
     (front,) = fleet.processes("kvmig.frontend.process_main")
     os.kill(front, how)
@@ -305,10 +283,7 @@ async def test_a_model_that_nobody_needs_any_more_frees_its_instances_live(fleet
     """From three instances to one under forty streams: all are whole."""
     fleet.add_toy("a", instances={"min": 3, "max": 3, "target": 1})
     fleet.until("models/a", state="serving", serving=3)
-    fleet.hold(8)
-    streams = [Streamed(fleet, ask("a", 60, start)) for start in range(40)]
-    for stream in streams:
-        await stream.reach(8)
+    streams = await hold_streams(fleet, *(ask("a", 60, start) for start in range(40)))
     assert fleet.ask("POST", "models/a/scale", {"min": 1, "max": 1}).status_code == 200
     fleet.until("models/a", serving=1)
     fleet.hold(None)
@@ -344,9 +319,7 @@ async def test_nothing_outlives_init(tmp_path: Path) -> None:
         assert fleet.process is not None
         fleet.process.kill()
         fleet.process.wait()
-        async with asyncio.timeout(60):
-            while not all(map(ended, children)):  # noqa: ASYNC110 - processes end by themselves
-                await asyncio.sleep(0.05)
+        await until_yes(lambda: all(map(ended, children)))
 
 
 async def test_what_the_catalogue_holds_is_there_after_a_restart(tmp_path: Path) -> None:

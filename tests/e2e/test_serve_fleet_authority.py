@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.test_serve_fleet_quotas import new_key
-from tests.support.fleets import PATH, Streamed, ToyFleet, answer, ask, counted
+from tests.support.fleets import PATH, ToyFleet, answer, ask, counted, hold_streams
 
 pytestmark = pytest.mark.server
 
@@ -42,9 +42,7 @@ async def test_a_body_that_is_on_its_way_and_a_stream_end_with_their_key(
     key, user = begin(fleet, kind).split()
     async with fleet.client(key) as client:
         assert await answer(client, ask("Org/Toy-1B")) == counted(10)
-    fleet.hold(5)
-    stream = Streamed(fleet, ask("Org/Toy-1B", 100), key)
-    await stream.reach(5)
+    (stream,) = await hold_streams(fleet, ask("Org/Toy-1B", 100), key=key, tokens=5)
     url = httpx.URL(fleet.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     body = json.dumps(ask("Org/Toy-1B")).encode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvmig_tools.fleet import PATIENCE_S
 from kvmig_tools.served import SMALL
 from tests.placement.test_replace import placement_text
 from tests.support.fake_devices import GIB, FakeMachine, FakeProcess, devices
@@ -26,6 +24,7 @@ from tests.support.fleets import (
     instances_by_socket,
     kill,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -45,10 +44,7 @@ class GpuFleet(ToyFleet):
 
     def once(self, holds: Callable[[], bool]) -> None:
         """Wait for it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(holds)
 
     def gpus_of(self, model: str) -> list[list[str]]:
         """As the processes of its instances see them."""

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig.fleet.metrics import CACHE_S
-from tests.support.fleets import Streamed, ToyFleet, answer, ask, kill
+from tests.support.fleets import ToyFleet, answer, ask, hold_streams, kill
 
 pytestmark = pytest.mark.server
 
@@ -101,9 +101,7 @@ async def test_of_a_process_that_is_killed_no_gauge_counts_a_call(
     fleet: ToyFleet, gone: str
 ) -> None:
     fleet.add_toy("a")
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 40))
-    await stream.reach(8)
+    (stream,) = await hold_streams(fleet, ask("a", 40))
     await until_counted(fleet, "kvmig_proxy_running", 1)
     await until_counted(fleet, "kvmig_instance_running", 1)
     for pid in fleet.processes(gone):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvmig.engines.toy.script import ToyScript
-from tests.support.fleets import Streamed, ToyFleet, answer, ask, counted, kill
+from tests.support.fleets import ToyFleet, answer, ask, counted, hold_streams, kill
 
 pytestmark = pytest.mark.server
 
@@ -48,24 +48,12 @@ async def test_many_clients_of_a_parked_model_wake_it_once_and_all_are_answered(
 ) -> None:
     add(fleet)
     await parked(fleet)
-    fleet.hold(8)  # it isn't idle until the last one has come
-    streams = [Streamed(fleet, ask("a", 20, start)) for start in range(50)]
-    await asyncio.gather(*(stream.reach(8) for stream in streams))
+    # Held, so that it isn't idle until the last one has come.
+    streams = await hold_streams(fleet, *(ask("a", 20, start) for start in range(50)))
     fleet.hold(None)
     answers = await asyncio.gather(*(stream.task for stream in streams))
     assert answers == [counted(20, start) for start in range(50)]
     assert happened(fleet).count("parked -> waking") == 1
-
-
-async def test_a_stream_keeps_its_model_from_being_parked(fleet: ToyFleet) -> None:
-    add(fleet)
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 40))
-    await stream.reach(8)
-    await asyncio.sleep(2)
-    assert fleet.get("models/a")["state"] == "serving"
-    fleet.hold(None)
-    assert await stream.task == counted(40)
 
 
 async def test_one_that_computes_otherwise_than_before_is_ended_and_started_anew(

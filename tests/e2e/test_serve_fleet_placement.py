@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from bench.models import model_folder
 from tests.placement.test_replace import placement_text
 from tests.support.fleets import Streamed, ToyFleet, ask, counted, instances_by_socket, kill
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -69,11 +69,7 @@ def test_a_server_that_dies_on_the_way_goes_on_from_what_is_there(three: ToyFlee
     assert three.ask("PUT", "placement", body(AFTER)).status_code == 200
     (server,) = three.processes("kvmig.fleet.server")
     kill(server)
-    deadline = time.monotonic() + 30
-    while three.processes("kvmig.fleet.server") in ([], [server]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    three.until_it_listens()
+    wait_until(lambda: three.listens_after(server))
     three.until("placement", state="reached")
     assert places(three)["c"] == ["left"]
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.e2e.test_serve_fleet_usage import used
-from tests.support.fleets import PATH, Streamed, ToyFleet, ask, counted, kill
+from tests.support.fleets import PATH, Streamed, ToyFleet, ask, counted, hold_streams, kill
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.server
@@ -103,10 +103,7 @@ async def test_a_server_that_is_killed_neither_ends_a_stream_nor_gives_out_too_m
 ) -> None:
     fleet.add_toy("a", flags=["--max-model-len=4096", "--num-blocks=8000"])
     key = new_key(fleet, quota=3000, period="total")
-    fleet.hold(8)
-    streams = [Streamed(fleet, ask("a", 1200, start), key) for start in range(4)]
-    for stream in streams:
-        await stream.reach(8)
+    streams = await hold_streams(fleet, *(ask("a", 1200, start) for start in range(4)), key=key)
     (server,) = fleet.processes("kvmig.fleet.server")
     kill(server)
     fleet.hold(None)
@@ -129,9 +126,7 @@ def grants_of(fleet: ToyFleet) -> int:
 async def test_what_a_killed_front_end_was_granted_is_given_back(fleet: ToyFleet) -> None:
     fleet.add_toy("a", flags=["--max-model-len=4096"])
     key = new_key(fleet, quota=400, period="total")
-    fleet.hold(5)
-    stream = Streamed(fleet, ask("a", 300), key)
-    await stream.reach(5)
+    (stream,) = await hold_streams(fleet, ask("a", 300), key=key, tokens=5)
     fronts = fleet.processes("kvmig.frontend.process_main")
     fleet.hold(None)
     for front in fronts:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fleets import PATH, Streamed, ToyFleet, answer, ask, counted
+from tests.support.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, hold_streams
 
 pytestmark = pytest.mark.server
 
@@ -28,10 +28,7 @@ def small(small_fleet: ToyFleet) -> Iterator[ToyFleet]:
     small_fleet.hold(None)
     for one in small_fleet.get("models")["data"]:
         small_fleet.ask("DELETE", f"models/{one['name']}")
-    deadline = time.monotonic() + 60
-    while small_fleet.get("status")["claimed_bytes"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    small_fleet.until("status", claimed_bytes=0)
 
 
 def add(fleet: ToyFleet, *names: str, **more: Any) -> None:
@@ -41,11 +38,7 @@ def add(fleet: ToyFleet, *names: str, **more: Any) -> None:
 
 async def in_use(fleet: ToyFleet, *names: str) -> list[Streamed]:
     """A stream of each, which goes on until the hold ends."""
-    fleet.hold(8)
-    streams = [Streamed(fleet, ask(name, 40)) for name in names]
-    for stream in streams:
-        await stream.reach(8)
-    return streams
+    return await hold_streams(fleet, *(ask(name, 40) for name in names))
 
 
 async def test_a_third_model_waits_for_one_that_answers_and_hears_why(small: ToyFleet) -> None:

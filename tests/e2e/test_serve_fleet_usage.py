@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from bench.unwritable import full
-from tests.support.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, kill
+from tests.support.fleets import PATH, ToyFleet, answer, ask, counted, hold_streams, kill
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.server
@@ -73,10 +73,7 @@ async def test_the_ledger_has_what_clients_were_told(fleet: ToyFleet, key: str) 
 async def test_a_stream_that_moves_is_counted_once(fleet: ToyFleet, key: str) -> None:
     fleet.add_toy("a", instances={"min": 2, "max": 2, "target": 1})
     fleet.until("models/a", state="serving", serving=2)
-    fleet.hold(8)
-    streams = [Streamed(fleet, ask("a", 60, start), key) for start in range(8)]
-    for stream in streams:
-        await stream.reach(8)
+    streams = await hold_streams(fleet, *(ask("a", 60, start) for start in range(8)), key=key)
     assert fleet.ask("POST", "models/a/scale", {"min": 1, "max": 1}).status_code == 200
     # Else streams end where they are: an instance that drains isn't serving either.
     await until(lambda: len(fleet.processes("kvmig.launcher.llumlet_main")) == 1)
@@ -112,9 +109,7 @@ async def test_a_server_that_is_killed_again_and_again_counts_everything_once(
 
 async def test_a_client_that_leaves_has_used_what_it_got(fleet: ToyFleet, key: str) -> None:
     fleet.add_toy("a")
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 4000), key)
-    await stream.reach(8)
+    (stream,) = await hold_streams(fleet, ask("a", 4000), key=key)
     stream.task.cancel()
     await asyncio.wait([stream.task])
     fleet.hold(None)
@@ -126,9 +121,7 @@ async def test_a_front_end_that_is_killed_has_lost_a_second_at_most(
     fleet: ToyFleet, key: str
 ) -> None:
     fleet.add_toy("a")
-    fleet.hold(8)
-    stream = Streamed(fleet, ask("a", 60), key)
-    await stream.reach(8)
+    (stream,) = await hold_streams(fleet, ask("a", 60), key=key)
     await asyncio.sleep(2.5)
     spools = list((fleet.folder / "spools").iterdir())
     for one in fleet.processes("kvmig.serve"):
@@ -136,10 +129,7 @@ async def test_a_front_end_that_is_killed_has_lost_a_second_at_most(
     await asyncio.wait([stream.task])
     fleet.hold(None)
     assert used(fleet, key, 8)["output"] == len(stream.text)
-    deadline = time.monotonic() + PATIENCE_S
-    while any(spool.exists() for spool in spools):  # nothing is left behind
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
+    await until(lambda: not any(spool.exists() for spool in spools))
 
 
 async def test_a_deployment_that_ends_has_written_all(fleet: ToyFleet, key: str) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint
-from tests.support.streams import Stream, count_from
+from tests.support.streams import Stream, count_from, start_streams
 from tests.support.toys import Toys
 
 pytestmark = pytest.mark.server
@@ -66,9 +66,7 @@ async def until(
 
 async def streams(served: Toys, count: int) -> list[Stream]:
     """So many, all running up to where they are held."""
-    started = [Stream(served, PATH, count_from(100 * n, TOKENS)) for n in range(count)]
-    await asyncio.gather(*(stream.reach(HELD) for stream in started))
-    return started
+    return await start_streams(served, [count_from(100 * n, TOKENS) for n in range(count)], HELD)
 
 
 async def knock(process: psutil.Process) -> None:

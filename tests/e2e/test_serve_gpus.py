@@ -29,13 +29,13 @@ from tests.support.leaks import Footprint, assert_server_is_empty
 from tests.support.retries import SESSION, EndedEarly, until_moved
 from tests.support.streams import (
     Answer,
-    Stream,
     ask,
     count_from,
     other,
     row_of,
     run_moved,
     run_unmoved,
+    start_stream,
 )
 from tests.support.waiting import until
 
@@ -211,8 +211,7 @@ async def test_an_instance_that_is_killed_in_a_state_leaves_nothing_and_no_clien
         instances = await asyncio.to_thread(server.processes)
         blows = {state: Blow(SIGKILL, delay_s), **BEFORE.get(state, {})}
         with server.orders.blows(blows) as to_come:
-            stream = Stream(server.served, PATH, body(200))
-            await stream.reach(MOVED_AT[0])
+            stream = await start_stream(server.served, body(200), MOVED_AT[0])
             row = await row_of(server.served, stream)
             asked = asyncio.create_task(ask(server.served, row["id"], other(row["instance"])))
             await until(lambda: stream.task.done() or not to_come())

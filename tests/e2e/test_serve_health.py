@@ -13,7 +13,7 @@ from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.e2e.test_serve_gauges import gauges
 from tests.support.leaks import Footprint, assert_server_is_empty
-from tests.support.streams import Stream, count_from, counted
+from tests.support.streams import count_from, counted, start_stream
 from tests.support.toys import Toys
 
 pytestmark = pytest.mark.server
@@ -59,8 +59,7 @@ async def look(client: httpx.AsyncClient, model: str) -> Seen:
 
 
 async def test_health_is_ready_exactly_while_calls_are_answered(served: Served) -> None:
-    stream = Stream(served, PATH, count_from(100, 600))
-    await stream.reach(1)
+    stream = await start_stream(served, count_from(100, 600), 1)
     (llumlet,) = Footprint.of(served).named("kvmig.launcher.llumlet_main")
     llumlet.kill()
     seen: list[Seen] = []

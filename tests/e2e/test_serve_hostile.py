@@ -21,8 +21,8 @@ import pytest
 from bench.hostile_bodies import hostile_calls
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
-from tests.support.leaks import Footprint, assert_server_is_empty
-from tests.support.streams import Stream, count_from, counted
+from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
+from tests.support.streams import count_from, counted, start_stream
 from tests.support.toys import Toys
 
 pytestmark = pytest.mark.server
@@ -43,10 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
         "--max-model-len=600", "--max-body=30MB",
     ]  # fmt: skip
     folder = tmp_path_factory.mktemp("hostile")
-    with Toys(flags, folder, environment={"KVMIG_SECRET": SECRET}) as served:
+    with leaving_nothing(Toys(flags, folder, environment={"KVMIG_SECRET": SECRET})) as served:
         yield served
-        footprint = Footprint.of(served)
-    footprint.assert_gone()
 
 
 @pytest.fixture
@@ -167,8 +165,7 @@ async def test_what_is_sent_to_hurt_is_a_short_4xx_and_others_lose_nothing(
         base_url=served.url, headers=headers, timeout=PATIENCE_S, verify=False
     ) as http:
         with served.held(20):
-            stream = Stream(served, COMPLETIONS, count_from(17, 60))
-            await stream.reach(20)
+            stream = await start_stream(served, count_from(17, 60), 20)
             for name, (path, body) in BODIES.items():
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 answer = await http.post(path, content=content)
@@ -224,8 +221,7 @@ async def test_vllms_front_end_refuses_what_is_too_much_and_its_streams_go_on(
 ) -> None:
     headers = {"content-type": "application/json"}
     answers: dict[tuple[str, str], int] = {}
-    stream = Stream(two_instances, COMPLETIONS, count_from(17, 1500))
-    await stream.reach(20)
+    stream = await start_stream(two_instances, count_from(17, 1500), 20)
     async with httpx.AsyncClient(
         base_url=two_instances.url, headers=headers, timeout=PATIENCE_S, verify=False
     ) as http:

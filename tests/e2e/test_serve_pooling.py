@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.support.leaks import Footprint, assert_server_is_empty
+from tests.support.waiting import until_yes
 
 pytestmark = pytest.mark.server
 
@@ -40,12 +40,6 @@ def vector(answer: httpx.Response) -> list[float]:
     return found
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not await holds():  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.1)
-
-
 def test_its_instances_say_that_nothing_of_them_moves(server: Served) -> None:
     assert {row["unmovable"] for row in server.get("instances")} == {"pooling model"}
     for name in ("i0", "i1"):
@@ -55,14 +49,6 @@ def test_its_instances_say_that_nothing_of_them_moves(server: Served) -> None:
 async def test_embeddings_whose_instances_all_die_fail_and_the_server_serves_on(
     server: Served,
 ) -> None:
-    async def all_sent() -> bool:
-        rows: list[Any] = await asyncio.to_thread(server.get, "requests")
-        return len(rows) == len(calls)
-
-    async def all_serve() -> bool:
-        rows: list[Any] = await asyncio.to_thread(server.get, "instances")
-        return {row["state"] for row in rows} == {"serving"}
-
     async with httpx.AsyncClient(timeout=PATIENCE_S, verify=False) as client:
         before = vector(await embed(client, server))
         llumlets = Footprint.of(server).named("kvmig.launcher.llumlet_main")
@@ -70,13 +56,15 @@ async def test_embeddings_whose_instances_all_die_fail_and_the_server_serves_on(
         for one in llumlets:
             one.suspend()
         calls = [asyncio.create_task(embed(client, server)) for _ in range(4)]
-        await until(all_sent)
+        await until_yes(lambda: len(server.get("requests")) == len(calls))
         for one in llumlets:
             one.kill()
         for answer in await asyncio.gather(*calls):
             # Which one depends on whether the front end heard of both ends before it asked again.
             said = {503: "no other one was there", 500: "crashed while they ran this request"}
             assert said[answer.status_code] in answer.json()["error"]["message"]
-        await until(all_serve)
+        await until_yes(
+            lambda: {row["state"] for row in server.get("instances")} == {"serving"}, PATIENCE_S
+        )
         assert vector(await embed(client, server)) == pytest.approx(before)
     assert_server_is_empty(server)

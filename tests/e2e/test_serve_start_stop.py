@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +21,12 @@ from tests.support.streams import (
     counted,
     row_of,
     run_unmoved,
+    start_stream,
+    start_streams,
+    until_said,
 )
 from tests.support.toys import Toys
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -45,13 +48,6 @@ def send(served: Served, name: signal.Signals) -> None:
     served.process.send_signal(name)
 
 
-async def said(served: Served, words: str) -> None:
-    """Wait until the server has printed it."""
-    async with asyncio.timeout(PATIENCE_S):
-        while words not in served.output():  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.02)
-
-
 # -- shutdown
 
 
@@ -59,10 +55,9 @@ async def test_sigterm_lets_streams_finish_and_takes_no_new_ones(tmp_path: Path)
     with Toys(["--instances=1", "--shutdown-timeout=60"], tmp_path) as served:
         footprint = Footprint.of(served)
         with served.held(HELD):
-            stream = Stream(served, PATH, count_from(10, TOKENS))
-            await stream.reach(HELD)
+            stream = await start_stream(served, count_from(10, TOKENS), HELD)
             send(served, signal.SIGTERM)
-            await said(served, "stopping: 1 requests run")
+            await until_said(served, "stopping: 1 requests run")
             async with httpx.AsyncClient(base_url=served.url, verify=False) as client:
                 body = {"model": served.model, **count_from(20, 10)}
                 refused = await client.post(PATH, json=body)
@@ -78,27 +73,19 @@ async def test_sigterm_lets_streams_finish_and_takes_no_new_ones(tmp_path: Path)
     assert "Traceback" not in served.output()
 
 
-async def test_what_does_not_finish_in_time_is_ended(tmp_path: Path) -> None:
-    with Toys(["--instances=1", "--shutdown-timeout=0.5"], tmp_path) as served, served.held(HELD):
+@pytest.mark.parametrize(
+    ("timeout_s", "first"), [("0.5", None), ("600", signal.SIGINT)], ids=["late", "twice"]
+)
+async def test_what_does_not_finish_in_time_or_before_a_second_signal_is_ended(
+    tmp_path: Path, timeout_s: str, first: signal.Signals | None
+) -> None:
+    flags = ["--instances=1", f"--shutdown-timeout={timeout_s}"]
+    with Toys(flags, tmp_path) as served, served.held(HELD):
         footprint = Footprint.of(served)
-        stream = Stream(served, PATH, count_from(10, TOKENS))
-        await stream.reach(HELD)
-        send(served, signal.SIGTERM)
-
-        assert await ended(served) == 0
-        with pytest.raises((StreamFailed, httpx.HTTPError)):
-            await stream.end()
-    footprint.assert_gone()
-    assert "Traceback" not in served.output()
-
-
-async def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
-    with Toys(["--instances=1", "--shutdown-timeout=600"], tmp_path) as served, served.held(HELD):
-        footprint = Footprint.of(served)
-        stream = Stream(served, PATH, count_from(10, TOKENS))
-        await stream.reach(HELD)
-        send(served, signal.SIGINT)
-        await said(served, "stopping: 1 requests run")
+        stream = await start_stream(served, count_from(10, TOKENS), HELD)
+        if first is not None:
+            send(served, first)
+            await until_said(served, "stopping: 1 requests run")
         send(served, signal.SIGTERM)
 
         assert await ended(served) == 0
@@ -112,8 +99,7 @@ async def test_children_of_a_killed_launcher_go_by_themselves(tmp_path: Path) ->
     before = orphans()
     with Toys(["--instances=2", NEVER_BY_ITSELF], tmp_path) as served, served.held(HELD):
         footprint = Footprint.of(served)
-        stream = Stream(served, PATH, count_from(10, TOKENS))
-        await stream.reach(HELD)
+        stream = await start_stream(served, count_from(10, TOKENS), HELD)
         send(served, signal.SIGKILL)
 
         await ended(served)
@@ -137,10 +123,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Toys, Footp
     ]
     flags.append("--max-restarts=0")
     with Toys(flags, tmp_path_factory.mktemp("even")) as served:
-        deadline = time.monotonic() + PATIENCE_S
-        while not Footprint.of(served).named("kvmig.launcher.scheduler"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: Footprint.of(served).named("kvmig.launcher.scheduler"))
         yield served, Footprint.of(served)
 
 
@@ -149,9 +132,9 @@ async def one_sided(served: Toys) -> None:
     known = {report["id"] for report in await asyncio.to_thread(served.get, "migrations")}
     numbers = [1000 * n for n in range(6)]
     with served.held(HELD):
-        streams = [Stream(served, PATH, count_from(number, TOKENS)) for number in numbers]
-        for stream in streams:
-            await stream.reach(HELD)
+        streams = await start_streams(
+            served, [count_from(number, TOKENS) for number in numbers], HELD
+        )
         async with asyncio.TaskGroup() as tasks:
             for stream in streams:
                 tasks.create_task(place_once(served, stream, "i0"))
@@ -186,10 +169,9 @@ async def test_a_killed_scheduler_comes_back_and_serving_goes_on(
     served, footprint = even
     (scheduler,) = footprint.named("kvmig.launcher.scheduler")
     with served.held(HELD):
-        stream = Stream(served, PATH, count_from(10, TOKENS))
-        await stream.reach(HELD)
+        stream = await start_stream(served, count_from(10, TOKENS), HELD)
         scheduler.kill()
-        await said(served, "serving goes on without migrations")
+        await until_said(served, "serving goes on without migrations")
     assert (await stream.end()).tokens == TOKENS
 
     async with asyncio.timeout(PATIENCE_S):
@@ -208,13 +190,13 @@ async def test_a_killed_instances_streams_go_on_at_the_other_one(
 ) -> None:
     served, footprint = even
     with served.held(HELD):
-        streams = [Stream(served, PATH, count_from(1000 * n, TOKENS)) for n in range(2)]
-        for stream in streams:
-            await stream.reach(HELD)
+        streams = await start_streams(
+            served, [count_from(1000 * n, TOKENS) for n in range(2)], HELD
+        )
         rows = [await row_of(served, stream) for stream in streams]
         assert {row["instance"] for row in rows} == {"i0", "i1"}
         footprint.llumlets()["i0"].kill()
-        await said(served, "instance i0 is given up (killed by SIGKILL)")
+        await until_said(served, "instance i0 is given up (killed by SIGKILL)")
 
     for n, stream in enumerate(streams):
         answer = await stream.end()

@@ -23,6 +23,7 @@ from kvmig.sharing.member import fetch_unit
 from kvmig.sharing.messages import MemberShare, UnitState
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.server
 
@@ -105,10 +106,7 @@ def counted(served: Served, model: str, start: int, tokens: int) -> None:
 
 def until_shown(served: Served, line: str) -> None:
     """Wait until its metrics say so."""
-    deadline = time.monotonic() + PATIENCE_S
-    while line not in httpx.get(f"{served.url}/metrics", timeout=30).text:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: line in httpx.get(f"{served.url}/metrics", timeout=30).text)
 
 
 def guarantee_changes(agent: Agent, a: Served) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvmig_tools.served import Served
 from tests.conftest import PATIENT
-from tests.support.leaks import Footprint, assert_server_is_empty
+from tests.support.leaks import assert_server_is_empty, leaving_nothing
 from tests.support.streams import (
     Stream,
     StreamFailed,
@@ -21,6 +21,9 @@ from tests.support.streams import (
     counted,
     row_of,
     run_unmoved,
+    start_stream,
+    start_streams,
+    until_said,
 )
 from tests.support.toys import Toys
 
@@ -42,21 +45,18 @@ FLAGS = (
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Three instances."""
     flags = [*PATIENT, *FLAGS, "--instances=3", "--max-instances=6"]
-    with Toys(flags, tmp_path_factory.mktemp("three")) as served:
+    with leaving_nothing(
+        Toys(flags, tmp_path_factory.mktemp("three")), no_traceback=True
+    ) as served:
         yield served
-        footprint = Footprint.of(served)
-    footprint.assert_gone()
-    assert "Traceback" not in served.output()
 
 
 @pytest.fixture(scope="module")
 def two_classes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Two instances, which round differently."""
     flags = [*PATIENT, *FLAGS, "--instances=2", "--instance-flags=i1: --numerics=other"]
-    with Toys(flags, tmp_path_factory.mktemp("two_classes")) as served:
+    with leaving_nothing(Toys(flags, tmp_path_factory.mktemp("two_classes"))) as served:
         yield served
-        footprint = Footprint.of(served)
-    footprint.assert_gone()
 
 
 async def call(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
@@ -79,19 +79,9 @@ async def until_weights(served: Toys, **wanted: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def until_done(served: Toys, restarts: int) -> None:
-    """Wait until so many rolling restarts have ended."""
-    deadline = time.monotonic() + PATIENCE_S
-    while served.output().count("rolling restart: done") < restarts:
-        assert time.monotonic() < deadline, served.output()[-2000:]
-        await asyncio.sleep(0.05)
-
-
 async def started(served: Toys, count: int) -> list[Stream]:
     """So many streams, all running up to where they are held."""
-    streams = [Stream(served, PATH, count_from(100 * n, TOKENS)) for n in range(count)]
-    await asyncio.gather(*(stream.reach(HELD) for stream in streams))
-    return streams
+    return await start_streams(served, [count_from(100 * n, TOKENS) for n in range(count)], HELD)
 
 
 async def test_in_a_rolling_restart_onto_other_weights_each_stream_ends_under_its_own(
@@ -106,8 +96,7 @@ async def test_in_a_rolling_restart_onto_other_weights_each_stream_ends_under_it
             # The last of the old ones holds all nine, and waits for their ends.
             await until_weights(three, i0="counts-by-2", i1="counts-by-2")
             rows = [await row_of(three, stream) for stream in old]
-            new = Stream(three, PATH, count_from(4000, TOKENS))
-            await new.reach(HELD)
+            new = await start_stream(three, count_from(4000, TOKENS), HELD)
             row = await row_of(three, new)
     ends = [await stream.end() for stream in old]
 
@@ -118,7 +107,7 @@ async def test_in_a_rolling_restart_onto_other_weights_each_stream_ends_under_it
         counted(end, 100 * n)
     assert (await new.end()).tokens == TOKENS
     counted(new.answer, 4000, by=2)
-    await until_done(three, 1)
+    await until_said(three, "rolling restart: done")
     assert len(set((await weights(three)).values())) == 1
     await asyncio.to_thread(assert_server_is_empty, three)
 
@@ -133,7 +122,7 @@ async def test_at_the_deadline_a_stream_that_could_go_on_nowhere_ends_and_says_w
             body = {"deadline_s": 2}
             assert (await call(three, "POST", "instances/restart", json=body)).status_code == 202
             failed = await asyncio.gather(*(one.end() for one in old), return_exceptions=True)
-            await until_done(three, 2)
+            await until_said(three, "rolling restart: done", 2)
 
     for n, (stream, error) in enumerate(zip(old, failed, strict=True)):
         assert isinstance(error, StreamFailed)

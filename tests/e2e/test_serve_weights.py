@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +16,15 @@ from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support import count_down
-from tests.support.leaks import Footprint, assert_server_is_empty
-from tests.support.streams import Stream, StreamFailed, count_from, counted
+from tests.support.leaks import assert_server_is_empty, leaving_nothing
+from tests.support.streams import (
+    Stream,
+    StreamFailed,
+    count_from,
+    counted,
+    start_streams,
+    until_said,
+)
 
 pytestmark = pytest.mark.server
 
@@ -38,19 +44,10 @@ def replaced(
     shutil.copytree(BUNDLED, model)
     flags = [*SMALL, *PATIENT, NEVER_BY_ITSELF, "--instances=2", "--heartbeat-timeout=20"]
     flags += model_flags("device20ms")
-    with Served(flags, model=model, nursery=nursery, log=folder / "log") as served:
+    with leaving_nothing(
+        Served(flags, model=model, nursery=nursery, log=folder / "log"), no_traceback=True
+    ) as served:
         yield served, model
-        footprint = Footprint.of(served)
-    footprint.assert_gone()
-    assert "Traceback" not in served.output()
-
-
-async def until(served: Served, words: str) -> None:
-    """Wait until the server has said so."""
-    deadline = time.monotonic() + PATIENCE_S
-    while words not in served.output():
-        assert time.monotonic() < deadline, served.output()[-2000:]
-        await asyncio.sleep(0.1)
 
 
 async def test_a_rolling_restart_onto_other_weights_continues_no_stream_by_them(
@@ -59,16 +56,14 @@ async def test_a_rolling_restart_onto_other_weights_continues_no_stream_by_them(
     served, model = replaced
     rows = await asyncio.to_thread(served.get, "instances")
     (before,) = {row["weights"] for row in rows}
-    streams = [Stream(served, PATH, count_from(1000 * n, LONG)) for n in range(2)]
-    for stream in streams:
-        await stream.reach(20)
+    streams = await start_streams(served, [count_from(1000 * n, LONG) for n in range(2)], 20)
     count_down.replace_weights(model)
 
     async with httpx.AsyncClient(base_url=served.url, verify=False) as client:
         answer = await client.post("/kvmig/v1/instances/restart", json={"deadline_s": 1})
         assert answer.status_code == 202, answer.text
     ends = await asyncio.gather(*(one.end() for one in streams), return_exceptions=True)
-    await until(served, "rolling restart: done")
+    await until_said(served, "rolling restart: done")
     new = Stream(served, PATH, {**count_from(0, 100), "prompt": "Count: 5001 5000"})
     end = await new.end()
 

@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from kvmig.process.supervisor import UNSEEN
 from kvmig_tools.nursery import Nursery, forked_for
 from tests.support.leaks import Footprint
 from tests.support.toys import Toys
+from tests.support.waiting import wait_until
 
 ROOT = str(Path(__file__).parents[2])
 PATIENCE_S = 30.0
@@ -90,13 +90,6 @@ def asked(toy_nursery: Nursery) -> Iterator[Asked]:
     made.close()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # -- what a fork is like
 
 
@@ -139,7 +132,7 @@ def test_a_fork_whose_client_has_gone_goes_on_and_is_reaped(
     assert psutil.pid_exists(asked.pid)
     asked.end()
 
-    until(lambda: not psutil.pid_exists(asked.pid))
+    wait_until(lambda: not psutil.pid_exists(asked.pid))
 
 
 # -- who may have one
@@ -265,8 +258,8 @@ def test_a_server_goes_on_without_its_nursery_and_its_instances_come_back(tmp_pa
         footprint = Footprint.of(served)
         llumlet, *_ = footprint.named("kvmig.launcher.llumlet_main")
         llumlet.kill()
-        until(lambda: "is gone (nobody saw how)" in served.output())
-        until(lambda: states() == ["serving"] * 2)
+        wait_until(lambda: "is gone (nobody saw how)" in served.output())
+        wait_until(lambda: states() == ["serving"] * 2)
         assert served.stop() == UNSEEN
     footprint.assert_gone(PATIENCE_S)
 
@@ -280,7 +273,7 @@ def test_a_nursery_that_shall_end_takes_nobody_new_and_waits_for_its_servers(
         assert nursery.process.stdin is not None
         with Toys([], tmp_path, nursery=nursery) as served:
             nursery.process.stdin.close()
-            until(lambda: not nursery.listens())
+            wait_until(lambda: not nursery.listens())
             assert [row["state"] for row in served.get("instances")] == ["serving"] * 2
             assert nursery.process.poll() is None
         assert nursery.process.wait(PATIENCE_S) == 0

@@ -7,14 +7,14 @@ import json
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from kvmig.engines.toy.script import ScriptFile, ToyScript
-from kvmig_tools.fleet import PATIENCE_S, FleetUp
+from kvmig_tools.fleet import FleetUp
+from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
 
@@ -34,10 +34,12 @@ class ToyFleet(FleetUp):
 
     def until_it_listens(self) -> None:
         """Wait for a server, also for the next one."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.listens():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(self.listens)
+
+    def listens_after(self, server: int) -> bool:
+        """Whether the next server's API does. One that ends has no name any more, and still listens
+        for a moment."""
+        return self.processes("kvmig.fleet.server") not in ([], [server]) and self.listens()
 
     def hold(self, tokens: int | None) -> None:
         """Let no request get more output tokens; None: go on."""
@@ -115,3 +117,14 @@ class Streamed:
             while len(self.text) < tokens:
                 assert not self.task.done(), await self.task
                 await asyncio.sleep(0.01)
+
+
+async def hold_streams(
+    fleet: ToyFleet, *bodies: dict[str, Any], key: str | None = None, tokens: int = 8
+) -> list[Streamed]:
+    """Streams that stand at so many tokens, until `fleet.hold(None)`."""
+    fleet.hold(tokens)
+    streams = [Streamed(fleet, body, key) for body in bodies]
+    for stream in streams:
+        await stream.reach(tokens)
+    return streams

@@ -7,14 +7,17 @@ import fcntl
 import re
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from kvmig_tools.nursery import forked_for
 from kvmig_tools.served import Served
 
+S = TypeVar("S", bound=Served)
 PATIENCE_S = 10.0
 """Freed blocks show up with the next load report, aborts a moment after the client left."""
 SHM = Path("/dev/shm")
@@ -39,6 +42,19 @@ def assert_server_is_empty(served: Served) -> None:
             return
         assert time.monotonic() < deadline, f"left over: {left} {requests}"
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def leaving_nothing(served: S, *, no_traceback: bool = False) -> Iterator[S]:
+    """A server inside the block, of which nothing is left after it.
+
+    no_traceback: it may not have printed one either.
+    """
+    with served:
+        yield served
+        footprint = Footprint.of(served)
+    footprint.assert_gone()
+    assert not (no_traceback and "Traceback" in served.output())
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import httpx
 
 from kvmig_tools.served import Served
 from tests.support.retries import SESSION, EndedEarly, until_moved
+from tests.support.waiting import until
 
 TIMEOUT_S = 120.0
 
@@ -173,6 +174,29 @@ class Stream:
         """The whole answer."""
         async with asyncio.timeout(TIMEOUT_S):
             return await self.task
+
+
+async def until_said(served: Served, words: str, times: int = 1, within_s: float = 240.0) -> None:
+    """Wait until a server has printed the words so many times."""
+    try:
+        await until(lambda: served.output().count(words) >= times, within_s, 0.05)
+    except TimeoutError:
+        raise AssertionError(served.output()[-2000:]) from None
+
+
+async def start_stream(served: Served | Door, body: dict[str, Any], tokens: int) -> Stream:
+    """A completion that has so many tokens."""
+    (stream,) = await start_streams(served, [body], tokens)
+    return stream
+
+
+async def start_streams(
+    served: Served | Door, bodies: Iterable[dict[str, Any]], tokens: int
+) -> list[Stream]:
+    """Completions, all started at once, that have so many tokens each."""
+    streams = [Stream(served, "/v1/completions", body) for body in bodies]
+    await asyncio.gather(*(stream.reach(tokens) for stream in streams))
+    return streams
 
 
 def count_from(number: int, tokens: int, **fields: Any) -> dict[str, Any]:
