@@ -24,15 +24,20 @@ class BackgroundTasks:
         self._owner = owner
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def start(self, work: Coroutine[Any, Any, object], name: str | None = None) -> None:
+    def start(
+        self, work: Coroutine[Any, Any, Value], name: str | None = None
+    ) -> asyncio.Task[Value]:
         """Start the work as a background task."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     async def close(self) -> None:
         """Cancel all that still run, and wait for their ends."""
-        await cancel_tasks(*self._tasks)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # `_ended` logs what failed
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -58,11 +63,19 @@ async def keep_running(
 
 
 async def cancel_tasks(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel the tasks, and wait for their ends. None stands for a task that was never made."""
+    """Cancel the tasks, and wait for their ends. None stands for a task that was never made.
+
+    A task that fails because it is cancelled is logged; what one that had ended before has raised
+    is its owner's to look at.
+    """
     made = [task for task in tasks if task is not None]
-    for task in made:
+    running = [task for task in made if not task.done()]
+    for task in running:
         task.cancel()
     await asyncio.gather(*made, return_exceptions=True)
+    for task in running:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%r failed when it was cancelled", task, exc_info=error)
 
 
 def answer_call(

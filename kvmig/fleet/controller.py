@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import instance_name
 from kvmig.core.errors import StartupError
@@ -104,7 +105,7 @@ class ModelController:
         memory: MemoryBudget,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
-        measured: Callable[[ModelSpec], None] = lambda spec: None,
+        measured: Callable[[ModelSpec], object] = lambda spec: None,
     ) -> None:
         """order: to init. tell: proxies of changed routes and of names that are gone; the version.
 
@@ -120,6 +121,7 @@ class ModelController:
         self._tell = tell
         self._clock = clock
         self._wall = wall
+        self._orders = BackgroundTasks("models")
         self._models: dict[str, ManagedModel] = {}
         self._whose: dict[str, ManagedModel] = {}
         """Models by deployment."""
@@ -290,10 +292,8 @@ class ModelController:
         """Follow no deployment any more; they run on."""
         await asyncio.gather(*self._closing)
         await self.units.close()
+        await self._orders.close()
         for model in self._models.values():
-            if model.ordering is not None:
-                model.ordering.cancel()
-                await asyncio.gather(model.ordering, return_exceptions=True)
             if model.watched is not None:
                 await model.watched.close()
 
@@ -324,7 +324,7 @@ class ModelController:
             case "park" | "unpark":
                 assert model.watched is not None
                 work = self._rest(model, model.life, model.watched, parks=action == "park")
-                model.ordering = asyncio.create_task(work, name=f"{action} {model.wanted.name}")
+                model.ordering = self._orders.start(work, f"{action} {model.wanted.name}")
             case "stop" | "kill":
                 self._order(Stop(model.deployment, kill=action == "kill"))
 
@@ -639,7 +639,7 @@ class ModelController:
         if places == ():
             return  # no GPU has room for one more now
         work = self._set_instances(model, watched, order, places)
-        model.ordering = asyncio.create_task(work, name=f"scale {model.wanted.name}")
+        model.ordering = self._orders.start(work, f"scale {model.wanted.name}")
 
     def _scales(self, model: ManagedModel, watched: DeploymentWatcher) -> bool:
         """Whether the number of its instances is decided here, and can be decided now."""

@@ -16,7 +16,7 @@ from kvmig.controlplane.messages import (
     MessagesRefused,
     OrderDone,
 )
-from kvmig.core.background import cancel_tasks
+from kvmig.core.background import BackgroundTasks, cancel_tasks
 from kvmig.core.config import instance_number
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.core.patience import wait_for_answer
@@ -127,6 +127,7 @@ class InstanceMembership:
     def __init__(self, router: Router) -> None:
         self.members: Sequence[ClusterMember] = ()
         self._router = router
+        self._followers = BackgroundTasks("instances")
         self._following: dict[str, tuple[str, asyncio.Task[None]]] = {}
         """Endpoint by instance, and the task that keeps it in the router."""
         self._ended: set[asyncio.Task[None]] = set()
@@ -153,7 +154,7 @@ class InstanceMembership:
         tasks = [task for _, task in self._following.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *self._ended, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._ended, return_exceptions=True)  # failures are logged
 
     def apply_news(self, news: News) -> None:
         """Take a message of the launcher."""
@@ -186,7 +187,7 @@ class InstanceMembership:
         for name, endpoint in wanted.items():
             if name not in self._following:
                 work = self._follow(name, endpoint, before.get(name))
-                task = asyncio.create_task(work, name=f"follow {name}")
+                task = self._followers.start(work, f"follow {name}")
                 self._following[name] = (endpoint, task)
         self._changed.set()
 

@@ -47,7 +47,7 @@ from kvmig.controlplane.messages import (
     Submit,
 )
 from kvmig.core.api_records import RequestRow
-from kvmig.core.background import BackgroundTasks
+from kvmig.core.background import BackgroundTasks, cancel_tasks
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import AnswerTooLarge, PeerError
@@ -154,10 +154,7 @@ class Router:
 
     async def close(self) -> None:
         """Disconnect from all; nothing is delivered any more."""
-        fences = list(self._fences.values())
-        for fence in fences:
-            fence.cancel()
-        await asyncio.gather(self._tasks.close(), *fences, return_exceptions=True)
+        await asyncio.gather(self._tasks.close(), cancel_tasks(*self._fences.values()))
         self._streams.close()
         await self.fleet.close()
 

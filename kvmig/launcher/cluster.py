@@ -19,6 +19,7 @@ from kvmig.controlplane.messages import (
     Scale,
     StopDrain,
 )
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher.instance import DrainDeadline, ManagedInstance
@@ -103,9 +104,7 @@ class InstanceManager:
     async def stop(self) -> None:
         """End every instance and free what they held. May be called twice."""
         self._stopped = True
-        if self._rolling is not None:  # the one that is being drained stays as it is
-            self._rolling.cancel()
-            await asyncio.gather(self._rolling, return_exceptions=True)
+        await cancel_tasks(self._rolling)  # the one that is being drained stays as it is
         closing = [instance.close() for instance in self._instances.values()]
         await asyncio.gather(*closing, *self._leaving.values())
         self._instances.clear()

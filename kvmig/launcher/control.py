@@ -20,7 +20,7 @@ from kvmig.controlplane.messages import (
     RestartInstances,
     StopDrain,
 )
-from kvmig.core.background import cancel_tasks
+from kvmig.core.background import BackgroundTasks
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.launcher.cluster import InstanceManager
 from kvmig.rpc.messages import Hello, RpcMessage
@@ -56,10 +56,9 @@ class ControlServer:
             )
         except (zmq.ZMQError, ValueError) as error:
             raise StartupError(f"launcher on {host}: {error}") from error
-        self._tasks = [
-            asyncio.create_task(self._receive(), name="launcher's socket"),
-            asyncio.create_task(self._tell_refusals(), name="what was refused"),
-        ]
+        self._tasks = BackgroundTasks("launcher")
+        self._tasks.start(self._receive(), "launcher's socket")
+        self._tasks.start(self._tell_refusals(), "what was refused")
         cluster.on_change.append(self._members)
         cluster.on_evacuate.append(self._tell)
 
@@ -75,7 +74,7 @@ class ControlServer:
 
     async def close(self) -> None:
         """Unbind."""
-        await cancel_tasks(*self._tasks)
+        await self._tasks.close()
         self._server.close()
 
     async def _receive(self) -> None:

@@ -241,7 +241,7 @@ class Suite:
 
 def scenario(
     test: Callable[Concatenate[Suite, P], Awaitable[None]],
-) -> Callable[Concatenate[Suite, P], None]:
+) -> Callable[..., None]:
     """Make a coroutine a test that runs on the suite's event loop, by `Suite.run`."""
 
     @wraps(test)
@@ -260,7 +260,7 @@ def until_moved(
     """
 
     @wraps(test)
-    async def attempt(suite: Suite, *args: P.args, **kwargs: P.kwargs) -> None:
+    async def attempt(suite: Suite, /, *args: P.args, **kwargs: P.kwargs) -> None:
         for _ in range(ATTEMPTS):
             report = await test(suite, *args, **kwargs)
             if report.state == "committed":

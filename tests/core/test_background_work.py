@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvmig.core.background import BackgroundTasks, answer_call, keep_running
+from kvmig.core.background import BackgroundTasks, answer_call, cancel_tasks, keep_running
 
 
 async def fail() -> None:
@@ -72,6 +72,23 @@ async def test_work_that_fails_begins_again_until_it_is_done_or_cancelled(
     waits.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waits
+
+
+async def test_a_task_that_fails_when_it_is_cancelled_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def breaks() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            await fail()
+
+    breaking, ends = asyncio.create_task(breaks()), asyncio.create_task(asyncio.sleep(60.0))
+    await asyncio.sleep(0)
+    await cancel_tasks(breaking, ends)
+    (record,) = caplog.records
+    assert record.getMessage().endswith("failed when it was cancelled")
+    assert ends.cancelled()
 
 
 def test_a_call_gives_its_future_its_value_or_its_error() -> None:

@@ -566,6 +566,22 @@ async def test_the_next_server_takes_no_instance_away_before_it_has_seen_the_dem
     assert await rounds(1), "for want of requests one goes"
 
 
+async def test_an_order_that_fails_as_nobody_expected_is_logged(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def add(count: int) -> None:
+        raise ValueError("no")
+
+    await serving(bench, instances=InstanceCounts(min=2, max=2))
+    monkeypatch.setattr(bench.watched, "add", add)
+    with pytest.raises(ValueError, match="no"):
+        await bench.ordered_all()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "models: <coroutine object ModelController._set_instances"
+    )
+
+
 async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
