@@ -29,10 +29,8 @@ def drain(ledger: RoundPlan) -> None:
     if not sources:
         return
     takers = DestinationHeap(ledger, ledger.serving, ledger.slacks(), ledger.slack)
-    for source in sources:
-        roomiest = takers.pop_best(source)
+    for source, roomiest in takers.offer(sources):
         _empty(ledger, source, roomiest)
-        takers.put_back(roomiest)
 
 
 def _empty(ledger: RoundPlan, source: int, roomiest: list[int]) -> None:
@@ -75,10 +73,8 @@ def relieve(ledger: RoundPlan) -> None:
     if not sources:
         return
     takers = _takers(ledger)
-    for source in sources:
-        roomiest = takers.pop_best(source)
+    for source, roomiest in takers.offer(sources):
         _share_out(ledger, source, float(owed[source]), roomiest, "relieve")
-        takers.put_back(roomiest)
 
 
 def protect(ledger: RoundPlan) -> None:
@@ -93,11 +89,9 @@ def protect(ledger: RoundPlan) -> None:
     slacks = ledger.slacks()
     roomy = ledger.serving & (columns.kept == 0) & (slacks > ledger.rounds.destination_above)
     takers = DestinationHeap(ledger, roomy, slacks, ledger.slack)
-    for source in sources:
-        roomiest = takers.pop_best(source)
+    for source, roomiest in takers.offer(sources):
         need = min(float(over[source]), float(columns.lower[source]))
         _clear(ledger, source, need, roomiest)
-        takers.put_back(roomiest)
 
 
 def _clear(ledger: RoundPlan, source: int, need: float, roomiest: list[int]) -> None:
@@ -218,10 +212,8 @@ def make_room(ledger: RoundPlan) -> None:
     if not stuck:
         return
     takers = _takers(ledger)
-    for source in stuck:
-        roomiest = takers.pop_best(source)
+    for source, roomiest in takers.offer(stuck):
         _let_in(ledger, source, float(missing[source]), roomiest)
-        takers.put_back(roomiest)
 
 
 def _let_in(ledger: RoundPlan, source: int, need: float, roomiest: list[int]) -> None:
@@ -322,10 +314,8 @@ def balance(ledger: RoundPlan) -> None:
     if not sources:
         return
     takers = DestinationHeap(ledger, high, slacks, ledger.slack)
-    for source in sources:
-        highest = takers.pop_best(source)
+    for source, highest in takers.offer(sources):
         _relieve(ledger, source, highest)
-        takers.put_back(highest)
 
 
 def _slow(ledger: RoundPlan, row: int) -> bool:

@@ -9,7 +9,7 @@ gives or takes in a round, never both, and the reverse of a pair of the last rou
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -183,6 +183,13 @@ class DestinationHeap:
             best = ledger.best(rows if alike else rows & (ledger.kinds == kind), by)
             self._heaps[kind] = heap = [(-value(row), row) for row in best]
             heapq.heapify(heap)
+
+    def offer(self, sources: Iterable[int]) -> Iterator[tuple[int, list[int]]]:
+        """Each source with the best for it, which are put back after its turn."""
+        for source in sources:
+            best = self.pop_best(source)
+            yield source, best
+            self.put_back(best)
 
     def pop_best(self, source: int) -> list[int]:
         """The best that may be paired with it, at most MAX_DESTINATIONS; to be put back."""

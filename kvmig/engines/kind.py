@@ -129,6 +129,36 @@ class EnginePlugin(Protocol):
         ...
 
 
+class UnsizedEngineKind:
+    """What `EnginePlugin` asks of an engine that comes in one build, and of which nobody knows the
+    sizes before it has loaded."""
+
+    takes_units = False
+    shares_memory = False
+    name: str
+
+    def check_tree(self, tree: str) -> str:
+        raise ConfigError(f"{tree!r} is given as a vLLM, but --engine is {self.name}, must be vllm")
+
+    def apart(self, tree: str, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def sizes(self, args: Namespace) -> None:
+        """They are not known."""
+
+    def needs_one_front_end(self, words: Sequence[str]) -> str:
+        return ""
+
+    def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def weight_bytes(self, args: Namespace) -> int:
+        return 0
+
+    def kv_bytes(self, engine: ServingEngine) -> int:
+        return 0
+
+
 def flag_parser(engine: str) -> FlagParser:
     """The parser of an engine that runs on one device and has no flag for its cache's bytes."""
     root = FlagParser(

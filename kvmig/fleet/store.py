@@ -659,12 +659,19 @@ def _model_row(row: RowMapping) -> ModelRow:
     )
 
 
-def _model(connection: Connection, name: str) -> ModelRow:
-    wanted = _newest().where(models.c.name == name)
+def _named_row(
+    connection: Connection, wanted: Select[Any], name: str, what: str, shown: int = 150
+) -> RowMapping:
+    """The one row. Raises NotThere, with so many characters of its name."""
     row = connection.execute(wanted).mappings().first() if NAME.fullmatch(name) else None
     if row is None:
-        raise NotThere(f"no model {name[:150]!r}")
-    return _model_row(row)
+        raise NotThere(f"no {what} {name[:shown]!r}")
+    return row
+
+
+def _model(connection: Connection, name: str) -> ModelRow:
+    wanted = _newest().where(models.c.name == name)
+    return _model_row(_named_row(connection, wanted, name, "model"))
 
 
 def _fleet(connection: Connection) -> FleetFile:
@@ -721,10 +728,7 @@ def _changeable(user: UserRow) -> dict[str, Any]:
 
 def _user(connection: Connection, name: str) -> UserRow:
     wanted = select(users).where(users.c.name == name)
-    row = connection.execute(wanted).mappings().first() if NAME.fullmatch(name) else None
-    if row is None:
-        raise NotThere(f"no user {name[:150]!r}")
-    return _user_row(row)
+    return _user_row(_named_row(connection, wanted, name, "user"))
 
 
 def _checked_role(role: str) -> Role:
@@ -753,10 +757,7 @@ def _key_row(row: RowMapping) -> KeyRow:
 
 def _key(connection: Connection, prefix: str) -> KeyRow:
     wanted = _keys_of_users().where(api_keys.c.prefix == prefix)
-    row = connection.execute(wanted).mappings().first() if NAME.fullmatch(prefix) else None
-    if row is None:
-        raise NotThere(f"no key {prefix[:50]!r}")
-    return _key_row(row)
+    return _key_row(_named_row(connection, wanted, prefix, "key", 50))
 
 
 def _grant(row: RowMapping) -> KeyGrant:

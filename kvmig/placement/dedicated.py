@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.greedy import UnplacedMember
 from kvmig.placement.meshes import packs
@@ -10,35 +12,32 @@ from kvmig.placement.problem import GpuUnit, PlacedInstance, Plan, floor_bytes, 
 
 def spatial(estimator: Estimator) -> Plan | UnplacedMember:
     """One unit a model; who gains most a GPU gets twice as many GPUs, while some are left."""
-    units = _smallest(estimator)
-    while not isinstance(units, UnplacedMember):
-        larger = _best(
-            estimator,
-            units,
-            [
-                [*units[:at], GpuUnit(2 * one.gpus, one.members), *units[at + 1 :]]
-                for at, one in enumerate(units)
-            ],
-        )
-        if larger is None:
-            return ordered(units)
-        units = larger
-    return units
+    return _grown(
+        estimator,
+        lambda units: [
+            [*units[:at], GpuUnit(2 * one.gpus, one.members), *units[at + 1 :]]
+            for at, one in enumerate(units)
+        ],
+    )
 
 
 def replicas(estimator: Estimator) -> Plan | UnplacedMember:
     """Put each model on as few GPUs as it runs on; the one that gains most gets one more
     instance."""
+    models = range(len(estimator.models))
+    return _grown(estimator, lambda units: [_one_more(estimator, units, llm) for llm in models])
+
+
+def _grown(
+    estimator: Estimator, options: Callable[[list[GpuUnit]], list[list[GpuUnit]]]
+) -> Plan | UnplacedMember:
+    """The smallest units, replaced by the best of their options as long as one gains."""
     units = _smallest(estimator)
     while not isinstance(units, UnplacedMember):
-        more = _best(
-            estimator,
-            units,
-            [_one_more(estimator, units, llm) for llm in range(len(estimator.models))],
-        )
-        if more is None:
+        better = _best(estimator, units, options(units))
+        if better is None:
             return ordered(units)
-        units = more
+        units = better
     return units
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.kind import api_keys, flag_parser
+from kvmig.engines.kind import UnsizedEngineKind, api_keys, flag_parser
 from kvmig.engines.toy.core import VOCABULARY
 from kvmig.engines.toy.engine import STEP_MS, ToyEngine
 from kvmig.engines.toy.script import ScriptFile
@@ -44,20 +44,13 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-class ToyKind:
+class ToyKind(UnsizedEngineKind):
     """The toy for the launcher; its start imports nothing of a real engine."""
 
-    takes_units = False
-    shares_memory = False
+    name = "toy"
 
     def prepare(self) -> None:
         """Do nothing: a toy has no version to check."""
-
-    def check_tree(self, tree: str) -> str:
-        raise ConfigError(f"{tree!r} is given as a vLLM, but --engine is toy, must be vllm")
-
-    def apart(self, tree: str, environment: Mapping[str, str]) -> dict[str, str]:
-        return {}
 
     def load(self) -> None:
         """Do nothing: a toy imports no library."""
@@ -76,9 +69,6 @@ class ToyKind:
     def check_config(self, args: Namespace) -> None:
         """Do nothing: a toy has no files."""
 
-    def sizes(self, args: Namespace) -> None:
-        """A toy has no sizes."""
-
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         """Do nothing: a toy needs no GPU."""
 
@@ -88,20 +78,8 @@ class ToyKind:
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
         return []
 
-    def needs_one_front_end(self, words: Sequence[str]) -> str:
-        return ""
-
-    def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
-        return {}
-
     def weights(self, args: Namespace) -> str:
         return ScriptFile(args.script).read().weights
-
-    def weight_bytes(self, args: Namespace) -> int:
-        return 0
-
-    def kv_bytes(self, engine: ServingEngine) -> int:
-        return 0
 
     def make(
         self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None

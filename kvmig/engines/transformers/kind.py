@@ -5,37 +5,28 @@ from __future__ import annotations
 import argparse
 import importlib
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.kind import api_keys, check_model, flag_parser, set_offline
+from kvmig.engines.kind import UnsizedEngineKind, api_keys, check_model, flag_parser, set_offline
 from kvmig.engines.transformers import factory
 from kvmig.engines.transformers.config import EngineConfig
 from kvmig.engines.transformers.config import parse as parse_config
 from kvmig.engines.transformers.versions import check_version
 
 
-class TransformersKind:
+class TransformersKind(UnsizedEngineKind):
     """`argv` is what `parser` has: names as of vLLM where they mean the same."""
 
-    takes_units = False
-    shares_memory = False
+    name = "transformers"
 
     def prepare(self) -> None:
         set_offline()
         check_version()
-
-    def check_tree(self, tree: str) -> str:
-        raise ConfigError(
-            f"{tree!r} is given as a vLLM, but --engine is transformers, must be vllm"
-        )
-
-    def apart(self, tree: str, environment: Mapping[str, str]) -> dict[str, str]:
-        return {}
 
     def load(self) -> None:
         importlib.import_module("kvmig.engines.transformers.serving")
@@ -49,9 +40,6 @@ class TransformersKind:
     def check_config(self, args: Namespace) -> None:
         check_model(args.model)
         parse_config(engine_fields(args))
-
-    def sizes(self, args: Namespace) -> None:
-        """Not known before it has loaded."""
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
         if args.device == "cuda" and not gpu_ids:
@@ -71,22 +59,10 @@ class TransformersKind:
         # It has no salts: where users are kept apart, no two requests share a prefix.
         return ["--no-share-prefixes"] if config.http.isolate_users else []
 
-    def needs_one_front_end(self, words: Sequence[str]) -> str:
-        return ""
-
-    def on_cpu(self, environment: Mapping[str, str]) -> dict[str, str]:
-        return {}
-
     def weights(self, args: Namespace) -> str:
         from kvmig.engines.transformers.config import identify, parse
 
         return identify(parse(engine_fields(args)))
-
-    def weight_bytes(self, args: Namespace) -> int:
-        return 0
-
-    def kv_bytes(self, engine: ServingEngine) -> int:
-        return 0
 
     def make(
         self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None

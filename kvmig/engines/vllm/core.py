@@ -289,13 +289,8 @@ class StepCore(EngineCoreProc):
         awaited = self.hold.awaited(began, step_s)
         while self.hold.coming(awaited):
             left = began + limit_s(step_s) - time.monotonic()
-            if left <= 0:
+            if left <= 0 or not self._handle_next_request(left):
                 return
-            try:
-                request = self.input_queue.get(timeout=left)
-            except queue.Empty:
-                return
-            self._handle_client_request(*request)
 
     def _await_memory(self) -> None:
         """Rest where nothing can run for lack of memory. Another step would be in vain: vLLM would
@@ -303,14 +298,17 @@ class StepCore(EngineCoreProc):
         in_flight = (output for _, output, _ in self.batch_queue or ())
         if any(one.total_num_scheduled_tokens for one in in_flight):
             return
-        rest_s = self.rest_s()
-        if not rest_s:
-            return
+        if rest_s := self.rest_s():
+            self._handle_next_request(rest_s)
+
+    def _handle_next_request(self, within_s: float) -> bool:
+        """Handle the next request of the queue; False where none comes in time."""
         try:
-            request = self.input_queue.get(timeout=rest_s)
+            request = self.input_queue.get(timeout=within_s)
         except queue.Empty:
-            return
+            return False
         self._handle_client_request(*request)
+        return True
 
     def _should_throttle_prefills(self) -> bool:
         return self.phase is not None and self.phase.throttles
