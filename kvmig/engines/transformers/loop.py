@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from kvmig.core.background import answer_call
 from kvmig.engines.base import OnExit
+from kvmig.engines.engine_thread import EngineThread
 from kvmig.engines.steps import CadenceMeter
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class StepLoop:
         """When the present step began (time.monotonic); None between steps."""
         self.cadence_meter = CadenceMeter()
         self.failed: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread | None = None
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the loop's thread between two steps; from any thread."""
@@ -58,28 +58,24 @@ class StepLoop:
         """Begin to step; `on_exit` is called at the end, on the loop's thread."""
 
         def run() -> None:
-            error: BaseException | None = None
-            try:
-                # transformers queues a step's inputs on the thread's stream, and the step itself
-                # on its own: on one stream the one comes after the other.
-                with torch.no_grad(), stream_context(self.stream):
-                    self._run()
-            except Exception as failure:  # noqa: BLE001 - handed to on_exit
-                error = failure
+            # transformers queues a step's inputs on the thread's stream, and the step itself on
+            # its own: on one stream the one comes after the other.
+            with torch.no_grad(), stream_context(self.stream):
+                self._run()
+
+        def ended(error: Exception | None) -> None:
             self.failed = error or RuntimeError("the engine has stopped")
             self._fail_calls()
             on_exit(error)
 
-        self._thread = threading.Thread(target=run, name="kvmig-engine", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread(run, ended)
 
     def stop(self, timeout_s: float) -> bool:
         """End after the present step; whether it did in time."""
         if self._thread is None:
             return True
         self._calls.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_s)
 
     def _run(self) -> None:
         worked = False

@@ -7,6 +7,7 @@ The queues of EngineCoreProc are its seam: what vLLM's input thread would put in
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import queue
@@ -34,6 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvmig.core.background import answer_call
 from kvmig.core.shm_cleanup import remove, shared_by
 from kvmig.engines.base import OnExit
+from kvmig.engines.engine_thread import EngineThread
 from kvmig.engines.steps import CadenceMeter, StepHold, limit_s
 from kvmig.engines.vllm import runner
 from kvmig.engines.vllm.grammar_caches import SaltedGrammars
@@ -117,7 +119,7 @@ class StepCore(EngineCoreProc):
         if vllm_config.max_concurrent_batches > 1:
             self.scheduler.defer_block_free = True
         runner.prepare_workers(self)
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread | None = None
         # Of several workers; a single one is this process.
         workers = getattr(self.model_executor, "workers", ())
         if workers:
@@ -195,28 +197,22 @@ class StepCore(EngineCoreProc):
             if stream is not None:
                 torch.cuda.set_device(stream.device)
                 torch.cuda.set_stream(stream)
-            error: BaseException | None = None
-            try:
+            # The busy loop's way to say that shutdown is complete.
+            with contextlib.suppress(SystemExit):
                 self.run_busy_loop()
-            except SystemExit:
-                pass  # the busy loop's way to say that shutdown is complete
-            except Exception as failure:  # noqa: BLE001 - handed to on_exit
-                error = failure
+
+        def ended(error: Exception | None) -> None:
             self.failed = error or RuntimeError("the engine has stopped")
             self._fail_pending_calls()
             on_exit(error)
 
-        self._thread = threading.Thread(target=run, name="kvmig-engine", daemon=True)
-        self._thread.start()
+        self._thread = EngineThread(run, ended)
 
     def stop(self, timeout_s: float) -> bool:
         """Stop the busy loop after the current step; False if it didn't within `timeout_s`."""
         self.shutdown_state = EngineShutdownState.REQUESTED
         self.wake()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            return not self._thread.is_alive()
-        return True
+        return self._thread is None or self._thread.join(timeout_s)
 
     def shutdown(self) -> None:
         """End the workers, and remove what one that was killed has left."""
@@ -354,4 +350,5 @@ class StepCore(EngineCoreProc):
                 return
             if request_type is _CALL:
                 future, _ = request.pop()
-                future.set_exception(RuntimeError("the engine has stopped"))
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(RuntimeError("the engine has stopped"))

@@ -59,6 +59,19 @@ def test_what_a_failed_call_held_goes_with_its_future(core: StepCore) -> None:
         gc.enable()
 
 
+def test_an_engine_that_fails_says_so_though_nobody_waits_for_a_call_any_more(
+    core: StepCore,
+) -> None:
+    given_up, waits = core.call(lambda: 1), core.call(lambda: 2)
+    given_up.cancel()
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    with mock.patch.object(StepCore, "run_busy_loop", side_effect=OSError("torn")):
+        core.start(ended.put)
+        error = ended.get(timeout=10.0)
+    assert str(error) == "torn"
+    assert isinstance(waits.exception(0), RuntimeError)
+
+
 def test_a_call_between_two_steps_is_timed(core: StepCore) -> None:
     seen: list[float | None] = []
     before = time.monotonic()
