@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
 from kvmig.engines.steps import HOLD, MOST_S, CadenceMeter, StepHold, limit_s
+from tests.support.inside import await_arrivals
 
 MS = 1e-3
 
@@ -161,7 +162,7 @@ def test_what_comes_while_a_step_waits_is_done_and_the_commit_ends_the_wait(
     handled.put("other")
     handled.put("commit", lambda: handled.core.hold.over("a"))
     handled.put("next")
-    handled.core._await_arrivals()
+    await_arrivals(handled.core)
     assert handled.calls == ["other", "commit"]
 
 
@@ -169,17 +170,17 @@ def test_what_comes_while_a_step_waits_is_done_and_the_commit_ends_the_wait(
 def test_a_step_begins_when_its_time_is_over_though_nothing_came(handled: Handled) -> None:
     handled.core.hold.expect("a", 0.001)
     handled.put("other", lambda: handled.passes(limit_s(STEP_S)))
-    handled.core._await_arrivals()
+    await_arrivals(handled.core)
     assert handled.calls == ["other"]
     handled.put("next")
-    handled.core._await_arrivals()
+    await_arrivals(handled.core)
     assert handled.calls == ["other"]
 
 
 @pytest.mark.engine
 def test_a_step_without_anybody_to_wait_for_begins_at_once(handled: Handled) -> None:
     handled.put("other")
-    handled.core._await_arrivals()
+    await_arrivals(handled.core)
     handled.core.hold.expect("far", 5.0)
-    handled.core._await_arrivals()
+    await_arrivals(handled.core)
     assert handled.calls == []

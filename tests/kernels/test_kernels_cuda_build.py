@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvmig.core.errors import KernelUnavailable
-from kvmig.kernels import abi, build, cuda, driver, ipc, nvrtc
+from kvmig.kernels import abi, build, cuda, nvrtc
+from tests.support.driver_header import PRINTS, our_numbers
 
 KERNELS = sorted([*nvrtc.GEOMETRY, "kvmig_copy_tma_kernel"])
 VECTOR_KERNELS = ["kvmig_copy_kernel", "kvmig_copy_sum_kernel"]
@@ -178,50 +179,14 @@ def test_calls_without_a_gpu_say_so(bare: cuda.CudaLibrary) -> None:
 # -- the driver's declarations, which kvmig has written down once more
 
 
-LAYOUT = """
-#include <cstddef>
-#include <cstdio>
-#include <cuda.h>
-#define SAY(what) std::printf("%zu ", static_cast<size_t>(what))
-int main() {
-    SAY(sizeof(CUmemAllocationProp)); SAY(offsetof(CUmemAllocationProp, requestedHandleTypes));
-    SAY(offsetof(CUmemAllocationProp, location)); SAY(offsetof(CUmemAllocationProp, location.id));
-    SAY(offsetof(CUmemAllocationProp, win32HandleMetaData));
-    SAY(offsetof(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable));
-    SAY(sizeof(CUmemAccessDesc)); SAY(offsetof(CUmemAccessDesc, flags));
-    SAY(sizeof(CUmemcpyAttributes)); SAY(offsetof(CUmemcpyAttributes, flags));
-    SAY(CU_MEM_ALLOCATION_TYPE_PINNED); SAY(CU_MEM_LOCATION_TYPE_DEVICE);
-    SAY(CU_MEM_ACCESS_FLAGS_PROT_READWRITE); SAY(CU_MEM_ALLOC_GRANULARITY_MINIMUM);
-    SAY(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    SAY(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
-    SAY(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
-    SAY(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM); SAY(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE);
-    SAY(CU_STREAM_CAPTURE_MODE_RELAXED); SAY(CU_STREAM_NON_BLOCKING); SAY(CU_EVENT_DISABLE_TIMING);
-    SAY(CU_MEMHOSTREGISTER_PORTABLE); SAY(CU_MEMHOSTREGISTER_READ_ONLY);
-    SAY(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT); SAY(CUDA_ERROR_NOT_READY);
-}
-"""
-
-
 def test_structures_and_numbers_are_those_of_the_drivers_header(tmp_path: Path) -> None:
     header = Path("/usr/local/cuda/include/cuda.h")
     if not header.exists() or not shutil.which("g++"):
         pytest.skip("CUDA's headers or g++ are not installed")
-    (tmp_path / "layout.cpp").write_text(LAYOUT)
+    (tmp_path / "layout.cpp").write_text(PRINTS)
     command = ["g++", f"-I{header.parent}", str(tmp_path / "layout.cpp"), "-o", str(tmp_path / "a")]
     output(*command)
-    wanted, access, how = ipc._Properties, ipc._Access, driver.CopyAttributes
-    ours = [
-        *(ctypes.sizeof(wanted), wanted.handle_types.offset, wanted.location.offset),
-        *(wanted.location.offset + ipc._Location.id.offset, wanted.windows.offset),
-        *(wanted.rdma.offset, ctypes.sizeof(access), access.flags.offset),
-        *(ctypes.sizeof(how), how.flags.offset),
-        *(ipc._PINNED, ipc._ON_DEVICE, ipc._READ_AND_WRITE, ipc._MINIMUM, ipc._DESCRIPTOR),
-        *(ipc._CAN_EXPORT, ipc.CAN_RDMA, driver._IN_STREAM_ORDER, driver._BESIDE_KERNELS),
-        *(driver._RELAXED, driver._STREAM_NON_BLOCKING, driver._EVENT_WITHOUT_TIMING),
-        *(driver._PORTABLE, driver._READ_ONLY, driver._MULTIPROCESSORS, driver.NOT_READY),
-    ]
-    assert list(map(int, output(str(tmp_path / "a")).split())) == ours
+    assert list(map(int, output(str(tmp_path / "a")).split())) == our_numbers()
 
 
 # -- when it is built

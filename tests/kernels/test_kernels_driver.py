@@ -23,6 +23,7 @@ from kvmig.kernels.driver import CopyAttributes, CudaDriver
 from kvmig.kernels.gpu import GpuKernels
 from tests.support import fake_gpu
 from tests.support.fake_gpu import DeviceCache, FakeGpu, FakeKernels
+from tests.support.inside import forget_driver
 from tests.support.kernel_backends import ORACLE
 from tests.support.poisoned import make_cache
 
@@ -288,7 +289,7 @@ def test_a_device_that_is_not_there_cannot_be_used() -> None:
 
 
 def test_a_driver_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver._initialised.cache_clear()
+    forget_driver()
     with monkeypatch.context() as patch:
         patch.setenv("KVMIG_FAKE_NO_GPU", "1")
         with pytest.raises(KernelUnavailable, match=r"no NVIDIA GPU can be used: no CUDA-capable"):
@@ -296,7 +297,7 @@ def test_a_driver_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver._initialised.cache_clear()
+    forget_driver()
     with monkeypatch.context() as patch:
         patch.setattr(driver, "LIBRARY", "libcuda-that-is-nowhere.so.1")
         with pytest.raises(KernelUnavailable, match="no NVIDIA driver: libcuda-that-is-nowhere"):

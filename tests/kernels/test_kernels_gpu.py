@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from kvmig.core.errors import KernelUnavailable, KvmigError
 from kvmig.core.layout import Region
-from kvmig.kernels import cuda, driver, nvrtc
+from kvmig.kernels import cuda, nvrtc
 from kvmig.kernels.api import BlockCopy, PendingWork
 from kvmig.kernels.call_memory import SMALLEST
 from kvmig.kernels.gpu import GpuKernels
 from tests.support import fake_gpu
 from tests.support.fake_gpu import FakeGpu
+from tests.support.inside import forget_driver
 
 pytestmark = pytest.mark.usefixtures("gpus")
 """Which see that all comes back."""
@@ -169,12 +170,12 @@ def test_the_tma_refuses_what_is_not_on_its_boundaries(world: World, region: Reg
 @pytest.mark.parametrize("module", [cuda, nvrtc])
 def test_without_a_gpu_the_kernels_say_so(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
     load = module.load  # type: ignore[attr-defined]
-    driver._initialised.cache_clear()
+    forget_driver()
     with monkeypatch.context() as patch:
         patch.setenv("KVMIG_FAKE_NO_GPU", "1")
         with pytest.raises(KernelUnavailable, match="no NVIDIA"):
             load("cuda")
-    driver._initialised.cache_clear()
+    forget_driver()
 
 
 @pytest.mark.parametrize("module", [cuda, nvrtc])

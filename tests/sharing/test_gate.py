@@ -26,6 +26,7 @@ from kvmig.engines.gate import (
 from kvmig.sharing.policies import POLICIES
 from kvmig.sharing.step_gate import UnitGate
 from kvmig.sharing.step_scheduler import StepScheduler
+from tests.support.inside import running_steps
 from tests.support.local_unit import LocalUnit
 
 PROMPTS = StepRequest(prompt_tokens=100, decodes=0, oldest_prompt=1.0)
@@ -441,7 +442,7 @@ def test_engines_of_several_threads_never_book_too_much_and_always_get_their_tur
     assert not any(thread.is_alive() for thread in threads)
     assert max(booked) == PARTS
     assert sum(one.unanswered for one in entrances) == 0
-    assert unit.turns._running == {}
+    assert running_steps(unit.turns) == []
 
 
 steps = st.lists(
@@ -477,4 +478,4 @@ def test_whatever_happens_what_is_granted_ends_and_everybody_gets_a_turn(
             if gate.answer() is not None:
                 gate.finish_step()
                 gate.request_step(NOTHING)
-        assert unit.turns._running == {}
+        assert running_steps(unit.turns) == []

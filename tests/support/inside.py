@@ -22,8 +22,10 @@ from kvmig.frontend.router import Router
 from kvmig.frontend.streams import RequestStreams
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.ray_launcher import LlumletActor
+from kvmig.kernels import driver
 from kvmig.process.fork_server import ForkServerClient, ForkServerPool
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
+from kvmig.sharing.step_scheduler import StepScheduler
 
 
 def socket_of(end: RpcClient | RpcServer) -> zmq.asyncio.Socket:
@@ -53,6 +55,28 @@ def look_at_readers(router: Router) -> None:
 def fork_servers_of(pool: ForkServerPool) -> list[ForkServerClient]:
     """The pool's fork servers, the newest last."""
     return pool._servers
+
+
+def forget_driver() -> None:
+    """Let the next use of CUDA's driver look for it again."""
+    driver._initialised.cache_clear()
+
+
+def await_arrivals(core: Any) -> None:
+    """Wait before a step as the engine does."""
+    core._await_arrivals()
+
+
+def undecided_strangers(server: RpcServer) -> tuple[int, int]:
+    """Connections whose handshakes are not over: those that are young, and those that are counted
+    later."""
+    handshakes = server._handshakes._handshakes
+    return len(handshakes._young), handshakes._undecided
+
+
+def running_steps(turns: StepScheduler) -> list[Any]:
+    """The grants of steps that run now."""
+    return list(turns._running.values())
 
 
 def media_loading() -> Any:

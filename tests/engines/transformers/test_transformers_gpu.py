@@ -4,11 +4,7 @@ on GPUs of the tests' own (`fake_gpu`), blocks go through memory of these."""
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import replace
 from threading import Event
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +12,9 @@ import torch
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError
 from kvmig.engines import device_copies
-from kvmig.engines.base import Emitted, Frame
-from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.transformers import factory
-from kvmig.engines.transformers.payload import StepOutput, decode
-from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.migrator import Migrator
-from tests.support.fake_gpu import FakeGpu, FakeKernels
+from tests.support.transformers_on_gpu import OnGpu
 
 pytestmark = pytest.mark.engine
 
@@ -36,55 +28,6 @@ PACE_S = 0.02
 def test_without_a_gpu_the_device_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="device is 'cuda', but torch sees no GPU"):
         factory(device="cuda")
-
-
-class OnGpu:
-    """An engine whose copies run on a GPU, which its steps leave their events on."""
-
-    def __init__(self, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gpu = FakeGpu(device)
-        self.kernels = FakeKernels(self.gpu)
-        self.stepped = False
-        self.stream = self.gpu.new_stream()
-
-        def load(plan: Any, gpu: int, steps_overlap: bool) -> device_copies.DeviceCopies:
-            assert not steps_overlap
-            return device_copies.DeviceCopies(plan, self.gpu, self.kernels, steps_overlap)
-
-        self.engine: ServingTransformers = factory(num_blocks=40)
-        monkeypatch.setattr(device_copies, "load", load)
-        engine = self.engine
-        engine._copies.close()
-        engine._device_copies = engine._on_gpu()
-        engine.layout = replace(engine.layout, gpu=device)
-        engine._copies = BlockCopies(engine.layout, engine._device_copies)
-        engine.gather, engine.scatter = engine._copies.gather, engine._copies.scatter
-        self.got: list[int] = []
-        self.pace_s = 0.0
-
-    def connect(self) -> None:
-        def take(client: int, emitted: list[Emitted], frames: list[Frame]) -> None:
-            for output in decode(bytes(frames[0]), list[StepOutput]):
-                self.got += output.token_ids
-
-        self.engine.connect(take, lambda *done: None, lambda error: None)
-
-    def put_steps_on_the_gpu(self) -> None:
-        """Once the engine steps: torch has no such stream."""
-        leave_event = self.engine._loop.after_step
-
-        def after_step() -> None:
-            leave_event()
-            self.stepped = True
-            time.sleep(self.pace_s)
-
-        self.engine._loop.after_step = after_step
-        self.engine._loop.stream = SimpleNamespace(cuda_stream=self.stream)
-
-    async def close(self) -> None:
-        await self.engine.close(10)
-        self.kernels.close()
-        self.gpu.destroy_stream(self.stream)
 
 
 @pytest.mark.parametrize("other", [0, 1])
@@ -163,10 +106,7 @@ async def test_a_copy_that_ends_after_its_migration_was_given_up_changes_no_requ
         async with Migrator(engines, config) as migrator:
             a.pace_s = PACE_S
             await run(a, "moves", 3, tokens=9)
-            copies = a.engine._device_copies
-            assert copies is not None
-            for stream in copies._streams:
-                a.gpu.queue(stream.handle, lambda: gate.wait(30))
+            a.hold_copies(lambda: gate.wait(30))
             migration = asyncio.create_task(migrator.migrate("moves", "a", "b"))
             async with asyncio.timeout(60):
                 while not b.engine.load().used_blocks:  # noqa: ASYNC110

@@ -12,6 +12,7 @@ import pytest
 
 from kvmig.engines.gate import EVERYTHING, ComputeShares, StepGrant, StepRequest
 from kvmig.engines.vllm.phase import StepPhase
+from tests.support.inside import running_steps
 from tests.support.local_unit import LocalUnit
 from tests.support.vllm_pair import LONG, PROMPT, SAMPLING, SEEDED, Pair, assert_same
 from tests.support.vllm_side import Side
@@ -87,7 +88,7 @@ async def test_gated_engines_and_migrations_between_them_change_nothing(
     assert_same(await pair.there_and_back(PROMPT, **params), unmoved)
     assert {name for name, _ in unit.told} == {"a", "b"}
     assert {grant.prompts for _, grant in unit.told} == {True, False}
-    assert all(one.stands for one in unit.turns._running.values())
+    assert all(one.stands for one in running_steps(unit.turns))
 
 
 async def test_a_request_moved_in_its_prefill_between_gated_engines_is_the_same(
