@@ -15,7 +15,7 @@ import pytest
 
 from kvmig.accounts.keys import KeyGrant, Limits
 from kvmig.proxy.messages import AliasTable, KeyUpdates, ModelRoute, QuotaLeft, SpentLimits
-from tests.support.proxy_site import Got, Site, key, site
+from tests.support.proxy_site import Got, Site, key, site, streams
 from tests.support.waiting import until
 
 SOON_S = 1.0
@@ -52,13 +52,6 @@ async def stays_silent(got: Got) -> None:
     await asyncio.sleep(30)
 
 
-async def streams(got: Got) -> None:
-    got.events()
-    while True:
-        got.chunk()
-        await asyncio.sleep(0.05)
-
-
 async def read_rest(reader: asyncio.StreamReader) -> bytes:
     """All that comes until the connection ends, or the answer does."""
     said = b""
@@ -79,8 +72,7 @@ async def test_a_body_that_trickles_ends_with_the_right_of_its_key(
     change, status, sentence = CHANGES[kind]
     async with site(tmp_path, grant) as door, door.deployment() as there:
         door.key = given
-        reader, writer = await door.connect()
-        writer.write(door.call({"model": "count", "prompt": "x" * 99})[:-50])
+        reader, writer = await door.connect(door.call({"model": "count", "prompt": "x" * 99})[:-50])
         await until(lambda: door.door.admission.calls)
         change(door, grant)
         said = await read_rest(reader)
@@ -114,8 +106,7 @@ async def test_a_relayed_call_ends_with_the_right_of_its_key(
     change, _, sentence = CHANGES[kind]
     async with site(tmp_path, grant) as door, door.deployment(behaviour) as there:
         door.key = given
-        reader, writer = await door.connect()
-        writer.write(door.call({"model": "count", "stream": True}))
+        reader, writer = await door.connect(door.call({"model": "count", "stream": True}))
         await until(lambda: there.got)
         change(door, grant)
         said = await read_rest(reader)
@@ -128,8 +119,9 @@ async def test_a_listing_and_an_order_on_its_way_end_with_their_key(tmp_path: Pa
     given, grant = key(scopes=("admin",))
     async with site(tmp_path, grant) as door, door.deployment(name="api") as server:
         door.key = given
-        reader, writer = await door.connect()
-        writer.write(door.call({"name": "x" * 99}, path="/kvmig/v2/keys")[:-50])
+        reader, writer = await door.connect(
+            door.call({"name": "x" * 99}, path="/kvmig/v2/keys")[:-50]
+        )
         await until(lambda: door.door.admission.calls)
         revoke(door, grant)
         said = await read_rest(reader)
@@ -142,8 +134,7 @@ async def test_an_answer_of_the_server_that_goes_on_ends_with_its_key(tmp_path: 
     given, grant = key(scopes=("admin",))
     async with site(tmp_path, grant) as door, door.deployment(streams, name="api") as server:
         door.key = given
-        reader, writer = await door.connect()
-        writer.write(door.call({}, path="/kvmig/v2/logs"))
+        reader, writer = await door.connect(door.call({}, path="/kvmig/v2/logs"))
         await until(lambda: server.got)
         revoke(door, grant)
         await read_rest(reader)
@@ -257,8 +248,7 @@ async def test_a_key_that_is_given_an_earlier_end_ends_its_calls_then(tmp_path: 
     given, grant = key()
     async with site(tmp_path, grant) as door, door.deployment(streams) as there:
         door.key = given
-        reader, writer = await door.connect()
-        writer.write(door.call({"model": "count", "stream": True}))
+        reader, writer = await door.connect(door.call({"model": "count", "stream": True}))
         await until(lambda: there.got)
         changed(door, grant, expires=time.time() + 0.3)
         began = time.monotonic()
@@ -279,8 +269,7 @@ async def test_a_call_that_was_cut_leaves_the_next_one_on_its_connection_alone(
         door.deployment(streams) as there,
     ):
         door.key = given
-        reader, writer = await door.connect()
-        writer.write(door.call({}, path="/kvmig/v2/keys"))
+        reader, writer = await door.connect(door.call({}, path="/kvmig/v2/keys"))
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(len(json.dumps({"ok": True})))
         assert b" 200 " in head

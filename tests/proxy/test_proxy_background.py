@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvmig.proxy.messages import KeyUpdates
-from tests.support.proxy_site import Got, Site, key, site
+from tests.support.proxy_site import Got, Site, key, site, streams
 from tests.support.waiting import until
 
 SOON_S = 1.0
@@ -22,13 +22,6 @@ async def goes_on(got: Got) -> None:
     """Answers, and works until its client leaves."""
     got.json(QUEUED)
     await asyncio.sleep(30)
-
-
-async def streams(got: Got) -> None:
-    got.events()
-    while True:
-        got.chunk()
-        await asyncio.sleep(0.02)
 
 
 def revoke(door: Site, prefix: str) -> None:
@@ -75,8 +68,7 @@ async def test_a_stream_in_the_background_goes_on_without_its_client_and_ends_wi
     given, grant = key()
     async with site(tmp_path, grant) as door, door.deployment(streams) as there:
         door.key = given
-        reader, writer = await door.connect()
-        writer.write(door.call({**ASKED, "stream": True}, path=PATH))
+        reader, writer = await door.connect(door.call({**ASKED, "stream": True}, path=PATH))
         await reader.readuntil(b"data:")
         writer.close()
         await asyncio.sleep(0.3)
@@ -96,8 +88,7 @@ async def test_a_connection_goes_on_with_other_calls_while_its_first_one_works(
 
     async with site(tmp_path, grant) as door, door.deployment(does) as there:
         door.key = given
-        reader, writer = await door.connect()
-        writer.write(door.call(ASKED, path=PATH))
+        reader, writer = await door.connect(door.call(ASKED, path=PATH))
         await reader.readuntil(b'"queued"}')
         writer.write(door.call({"model": "count", "stream": True}))
         head = await reader.readuntil(b"data:")
@@ -118,8 +109,9 @@ async def test_without_background_a_client_that_leaves_ends_its_call(
         await asyncio.sleep(30)
 
     async with site(tmp_path) as door, door.deployment(silent) as there:
-        _, writer = await door.connect()
-        writer.write(door.call({"model": "count", "input": "go", **more}, path=PATH))
+        _, writer = await door.connect(
+            door.call({"model": "count", "input": "go", **more}, path=PATH)
+        )
         await until(lambda: there.got)
         writer.close()
         await until(lambda: there.left == 1)

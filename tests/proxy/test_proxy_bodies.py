@@ -67,8 +67,7 @@ async def test_one_user_whose_bodies_are_in_leaves_room_for_others(tmp_path: Pat
     async with site(tmp_path, grant, max_body=10_000) as door, door.deployment():
         writers = []
         for _ in range(4):
-            _, writer = await door.connect()
-            writer.write(door.call(body(9000))[:-1])
+            _, writer = await door.connect(door.call(body(9000))[:-1])
             writers.append(writer)
         await until(lambda: door.door.budget.used > 4 * 9000)
         refused = await door.ask(body(9000))

@@ -123,8 +123,7 @@ async def test_more_than_may_wait_hear_when_to_try_again(tmp_path: Path) -> None
 async def test_a_waiting_client_that_leaves_is_forgotten(tmp_path: Path) -> None:
     async with site(tmp_path) as door:
         door.tell(cold())
-        _, writer = await door.connect()
-        writer.write(door.call({"model": "count"}))
+        _, writer = await door.connect(door.call({"model": "count"}))
         await until(lambda: held(door) == 1)
         writer.close()
         await until(lambda: held(door) == 0)

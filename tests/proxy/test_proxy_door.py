@@ -346,8 +346,7 @@ async def test_a_path_may_name_the_model(tmp_path: Path) -> None:
 )  # fmt: skip
 async def test_a_deployments_own_paths_are_not_for_clients(tmp_path: Path, path: str) -> None:
     async with site(tmp_path) as door, door.deployment() as there:
-        reader, writer = await door.connect()
-        writer.write(door.call({"model": "count"}, path=path))
+        reader, writer = await door.connect(door.call({"model": "count"}, path=path))
         status = await reader.readline()
         writer.close()
     assert b" 404 " in status

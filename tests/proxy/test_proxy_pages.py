@@ -82,8 +82,9 @@ async def test_every_answer_to_a_page_can_be_read_by_it_errors_too(tmp_path: Pat
 async def test_a_held_streams_sign_of_life_can_be_read_by_its_page(tmp_path: Path) -> None:
     async with site(tmp_path, pages=("*",)) as door:
         door.tell(ModelRoute(name="count", state="cold", heartbeat_after_s=0.05))
-        reader, writer = await door.connect()
-        writer.write(door.call({"model": "count", "stream": True}, f"origin: {PAGE}"))
+        reader, writer = await door.connect(
+            door.call({"model": "count", "stream": True}, f"origin: {PAGE}")
+        )
         head = await reader.readuntil(b"\r\n\r\n")
         writer.close()
     assert b"access-control-allow-origin: *\r\n" in head
@@ -99,8 +100,9 @@ def test_an_origin_that_no_browser_sends_is_refused_by_name(origin: str) -> None
 
 
 async def ask_1_0(door: Any, fields: Any, *headers: str) -> tuple[bytes, bytes]:
-    reader, writer = await door.connect()
-    writer.write(door.call(fields, *headers).replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", 1))
+    reader, writer = await door.connect(
+        door.call(fields, *headers).replace(b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", 1)
+    )
     async with asyncio.timeout(5):
         said = await reader.read()
     writer.close()

@@ -13,7 +13,7 @@ import pytest
 from kvmig.accounts.keys import KeyGrant
 from kvmig.asgi.route_table import CLIENT_ROUTES, ClientRoute
 from kvmig.proxy.messages import KeyUpdates, ModelRoute
-from tests.support.proxy_site import Deployment, Got, Site, key, site
+from tests.support.proxy_site import Deployment, Got, Site, key, site, streams
 from tests.support.waiting import until
 
 CLOSED = [
@@ -325,16 +325,13 @@ async def test_an_answer_of_a_model_that_is_cold_is_not_there_and_starts_nothing
 async def test_an_answers_stream_ends_with_the_right_of_its_key(tmp_path: Path) -> None:
     given, grant = of_user("u1")
 
-    async def streams(got: Got) -> None:
+    async def answers(got: Got) -> None:
         if got.body:
             await answers_with_its_id(got)
-            return
-        got.events()
-        while True:
-            got.chunk()
-            await asyncio.sleep(0.05)
+        else:
+            await streams(got)
 
-    async with site(tmp_path, grant) as door, door.deployment(streams) as there:
+    async with site(tmp_path, grant) as door, door.deployment(answers) as there:
         made = (await respond(door, given)).json()["id"]
         path = f"/v1/responses/{made}?stream=true"
         running = asyncio.create_task(send(door, "GET", path, given=given))

@@ -112,8 +112,7 @@ async def test_a_client_that_leaves_takes_its_request_with_it(
     tmp_path: Path, answer: Answer
 ) -> None:
     async with site(tmp_path) as door, door.deployment(answer) as there:
-        _, writer = await door.connect()
-        writer.write(door.call(STREAM))
+        _, writer = await door.connect(door.call(STREAM))
         await until(lambda: there.got)
         writer.close()
         await until(lambda: there.left)
@@ -134,8 +133,7 @@ async def test_a_client_that_does_not_read_stops_its_deployment(tmp_path: Path) 
         got.last()
 
     async with site(tmp_path) as door, door.deployment(floods):
-        reader, writer = await door.connect()
-        writer.write(door.call(STREAM))
+        reader, writer = await door.connect(door.call(STREAM))
         await reader.readuntil(b"\r\n\r\n")
         before = -1
         while before != sent:  # until nothing moves any more

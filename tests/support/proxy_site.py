@@ -84,6 +84,14 @@ async def says_ok(got: Got) -> None:
     got.json({"ok": True})
 
 
+async def streams(got: Got) -> None:
+    """A stream that goes on until its client leaves."""
+    got.events()
+    while True:
+        got.chunk()
+        await asyncio.sleep(0.02)
+
+
 @dataclass
 class Deployment:
     """Answers each request by `answer`, then closes."""
@@ -177,8 +185,11 @@ class Site:
         async with self.client(given) as client:
             return await client.post(path, content=content, headers=headers, **more)
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
+    async def connect(self, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which this was sent."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(sent)
+        return reader, writer
 
     def call(self, fields: Any, *headers: str, path: str = "/v1/chat/completions") -> bytes:
         """One call's bytes."""
