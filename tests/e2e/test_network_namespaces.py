@@ -28,6 +28,8 @@ from tests.support.streams import (
 )
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+from contextlib import closing
+
 from tests.support.ray_nodes import RayHosts
 from tests.support.waiting import until_yes
 
@@ -49,7 +51,7 @@ def network() -> Iterator[Network]:
         made = Network(3)
     except NoNetwork as error:
         pytest.skip(f"no network namespaces here: {error}")
-    with made:
+    with closing(made):
         yield made
 
 
@@ -57,7 +59,7 @@ def network() -> Iterator[Network]:
 def far_apart(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One server for this file; its instances are on the network's last two hosts."""
     logs, front = tmp_path_factory.mktemp("far_apart"), network.hosts[0]
-    with RayHosts(network, logs) as ray:
+    with closing(RayHosts(network, logs)) as ray:
         flags = [*SMALL, *SLOWLY, *IMPATIENT, NEVER_BY_ITSELF, "--instances=2",
                  f"--ray={ray.address}", '--ray-resources={"CPU": 1}']  # fmt: skip
         with Served(

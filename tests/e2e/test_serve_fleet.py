@@ -14,6 +14,7 @@ from kvmig.core.errors import StartupError
 from kvmig.fleet.supervisor import HANG_S
 from tests.support.fleets import (
     PATH,
+    Streamed,
     ToyFleet,
     answer,
     ask,
@@ -151,6 +152,15 @@ async def test_a_server_that_is_stopped_is_as_one_that_is_dead(fleet: ToyFleet) 
     assert fleet.get("status")["starts"] == 0
 
 
+async def cut_and_served_again(fleet: ToyFleet, stream: Streamed) -> None:
+    """The stream ends with an error, and the model answers the next call."""
+    await asyncio.wait([stream.task])
+    fleet.hold(None)
+    assert stream.error is not None
+    async with fleet.client() as client:
+        assert await answer(client, ask("a")) == counted(10)
+
+
 async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_model_comes_back(
     fleet: ToyFleet,
 ) -> None:
@@ -158,12 +168,7 @@ async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_mod
     (stream,) = await hold_streams(fleet, ask("a", 60))
     for one in fleet.processes("kvmig.serve"):
         kill(one)
-    await asyncio.wait([stream.task])
-    fleet.hold(None)
-
-    assert stream.error is not None
-    async with fleet.client() as client:
-        assert await answer(client, ask("a")) == counted(10)
+    await cut_and_served_again(fleet, stream)
     sockets = len(list((fleet.folder / "run").glob("d-*.sock")))
     assert sockets == len(fleet.processes("kvmig.serve"))
 
@@ -177,11 +182,7 @@ async def test_a_deployment_that_hangs_is_ended_with_its_streams_and_starts_agai
     os.kill(launcher, signal.SIGSTOP)
     async with asyncio.timeout(HANG_S + 15):
         await asyncio.wait([stream.task])
-    fleet.hold(None)
-
-    assert stream.error is not None
-    async with fleet.client() as client:
-        assert await answer(client, ask("a")) == counted(10)
+    await cut_and_served_again(fleet, stream)
     said = [one["what"] for one in fleet.get("models/a")["events"]]
     assert f"serving -> zero: no heartbeat for {HANG_S:g} s" in said
     assert ended(launcher)
@@ -196,12 +197,7 @@ async def test_a_front_end_that_dies_or_hangs_leaves_the_instances(
     starts = fleet.get("status")["starts"]
     (front,) = fleet.processes("kvmig.frontend.process_main")
     os.kill(front, how)
-    await asyncio.wait([stream.task])
-    fleet.hold(None)
-
-    assert stream.error is not None
-    async with fleet.client() as client:
-        assert await answer(client, ask("a")) == counted(10)
+    await cut_and_served_again(fleet, stream)
     assert fleet.get("status")["starts"] == starts, "the model was loaded again"
     assert fleet.processes("kvmig.frontend.process_main") not in ([], [front])
 

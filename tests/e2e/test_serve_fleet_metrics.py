@@ -34,12 +34,17 @@ def value(found: list[tuple[dict[str, str], float]], **labels: str) -> float:
     return next(is_ for has, is_ in found if labels.items() <= has.items())
 
 
-async def test_all_models_are_in_one_text_by_their_names(fleet: ToyFleet) -> None:
+async def call_both(fleet: ToyFleet, models: str) -> None:
+    """Models a and b, and a call for each letter."""
     fleet.add_toy("a")
     fleet.add_toy("b")
     async with fleet.client() as client:
-        for model in "aab":
+        for model in models:
             await answer(client, ask(model, 10))
+
+
+async def test_all_models_are_in_one_text_by_their_names(fleet: ToyFleet) -> None:
+    await call_both(fleet, "aab")
     await asyncio.sleep(3)  # proxies tell theirs now and then, usage is merged
     found = await shown(fleet)
     for model, calls in (("a", 2), ("b", 1)):
@@ -52,11 +57,7 @@ async def test_all_models_are_in_one_text_by_their_names(fleet: ToyFleet) -> Non
 
 
 async def test_a_deployment_that_is_stopped_costs_its_own_part_only(fleet: ToyFleet) -> None:
-    fleet.add_toy("a")
-    fleet.add_toy("b")
-    async with fleet.client() as client:
-        for model in "ab":
-            await answer(client, ask(model, 10))
+    await call_both(fleet, "ab")
     (stopped,) = fleet.processes("kvmig.frontend.process_main of b ")
     os.kill(stopped, signal.SIGSTOP)
     await asyncio.sleep(CACHE_S)

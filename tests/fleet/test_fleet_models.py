@@ -87,6 +87,14 @@ class Bench:
         assert model.watched is not None
         return model.watched
 
+    def states_after(self, *seconds: float) -> list[str]:
+        """Of its route, after each time that passes."""
+        states = []
+        for each in seconds:
+            self.turn(each)
+            states.append(self.route.state)
+        return states
+
     async def ordered_all(self) -> None:
         """Until its deployment was asked for what was decided."""
         model = self.models.shown("a")
@@ -195,11 +203,7 @@ async def test_a_schedule_starts_it_and_lets_it_go(bench: Bench) -> None:
     bench.turn(1)
     assert len(bench.started) == 1
     bench.serve()
-    states = []
-    for seconds in (3599, 61):
-        bench.turn(seconds)
-        states.append(bench.route.state)
-    assert states == ["ready", "cold"]
+    assert bench.states_after(3599, 61) == ["ready", "cold"]
 
 
 async def serving(bench: Bench, **more: Any) -> None:
@@ -316,11 +320,7 @@ async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Be
     bench.models.take_demand(
         "p0", ProxyDemand(len(bench.told), 0.5, (ModelDemand("a", 0, 0, 1, 0.1),))
     )
-    states = []
-    for seconds in (59, 1):
-        bench.turn(seconds)
-        states.append(bench.route.state)
-    assert states == ["ready", "cold"]
+    assert bench.states_after(59, 1) == ["ready", "cold"]
 
 
 async def test_without_its_proxy_it_does_not_stop(bench: Bench) -> None:

@@ -150,17 +150,22 @@ def ended_with(front: Front, status: int) -> UsageRecord:
     return front.record()
 
 
-def test_a_call_that_is_answered_with_an_error_has_used_nothing() -> None:
+def begun() -> Front:
+    """A call whose first token has come."""
     front = Front()
     front.begin(front.add("1"), 16)
+    return front
+
+
+def test_a_call_that_is_answered_with_an_error_has_used_nothing() -> None:
+    front = begun()
     front.table.remove("1")
     record = ended_with(front, 429)
     assert (record.prompt, record.cached, record.output, record.status) == (0, 0, 0, "cut")
 
 
 def test_a_call_has_used_what_its_answer_says() -> None:
-    front = Front()
-    front.begin(front.add("1"), 16)
+    front = begun()
     front.table.remove("1")
     front.call.told = CallUsage(70, 3)
     record = ended_with(front, 200)
@@ -168,8 +173,7 @@ def test_a_call_has_used_what_its_answer_says() -> None:
 
 
 def test_a_call_whose_client_leaves_has_used_what_was_computed_and_is_cut() -> None:
-    front = Front()
-    front.begin(front.add("1"), 16)
+    front = begun()
     front.add("2", "y")
     front.call.lose_client()
     for request_id in ("1", "2"):
@@ -179,8 +183,7 @@ def test_a_call_whose_client_leaves_has_used_what_was_computed_and_is_cut() -> N
 
 
 def test_a_stream_that_fails_has_used_the_prompts_whose_answers_had_begun() -> None:
-    front = Front()
-    front.begin(front.add("1"), 16)
+    front = begun()
     front.add("2", "y")
     for request_id in ("1", "2"):
         front.table.remove(request_id, failed=True)

@@ -105,12 +105,17 @@ async def test_a_stream_that_begins_after_an_update_begins_with_the_new_weights(
 # -- drains
 
 
+async def begin_and_drain(it: Cluster, llumlet: FakeLlumlet) -> None:
+    """A request with one token, on an instance that drains since."""
+    await begin(it, llumlet, 10)
+    llumlet.report(LOAD, "draining")
+    await until(lambda: it.state(llumlet) == "draining")
+
+
 async def test_a_late_drain_displaces_only_what_can_go_on_elsewhere() -> None:
     async with cluster(weights=["old", "new"]) as it:
         a, b = it.llumlets
-        await begin(it, a, 10)
-        a.report(LOAD, "draining")
-        await until(lambda: it.state(a) == "draining")
+        await begin_and_drain(it, a)
         it.router.evacuate("0")
         a.step(("r", 0, 1, [11]))
         await it.front.until(lambda: it.front.tokens["r"] == [10, 11])
@@ -121,9 +126,7 @@ async def test_a_late_drain_displaces_only_what_can_go_on_elsewhere() -> None:
 async def test_at_a_drains_deadline_it_ends_with_an_error_that_says_so() -> None:
     async with cluster(weights=["old", "new"]) as it:
         a, b = it.llumlets
-        await begin(it, a, 10)
-        a.report(LOAD, "draining")
-        await until(lambda: it.state(a) == "draining")
+        await begin_and_drain(it, a)
         it.router.evacuate("0", ends=True)
         assert it.front.failed["r"] == (
             "instance 0 had to be empty by now (deadline_s), and no other one has the weights that"
@@ -136,9 +139,7 @@ async def test_at_a_drains_deadline_it_ends_with_an_error_that_says_so() -> None
 async def test_at_a_drains_deadline_it_goes_on_where_its_weights_are() -> None:
     async with cluster(weights=["old", "new", "old"]) as it:
         a, _, c = it.llumlets
-        await begin(it, a, 10)
-        a.report(LOAD, "draining")
-        await until(lambda: it.state(a) == "draining")
+        await begin_and_drain(it, a)
         it.router.evacuate("0", ends=True)
         assert await c.hear() == Submit("r+1", (10,))
         assert it.front.failed == {}
@@ -152,9 +153,7 @@ async def test_a_late_drain_crosses_classes_only_by_somebodys_word(
     async with cluster(config, weights=["w", "w"]) as it:
         a, b = it.llumlets
         b.numerics = "other"
-        await begin(it, a, 10)
-        a.report(LOAD, "draining")
-        await until(lambda: it.state(a) == "draining")
+        await begin_and_drain(it, a)
         it.router.evacuate("0", ends=ends)
         if inexact or ends:
             assert await b.hear() == Submit("r+1", (10,))

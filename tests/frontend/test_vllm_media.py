@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from fastapi import FastAPI
@@ -89,11 +90,16 @@ async def test_an_image_of_this_machines_own_network_is_not_fetched(
 ) -> None:
     with listening() as (port, asked):
         for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]"):
-            async with client_of(app) as client:
-                answer = await client.post(path, json=bodies(f"http://{host}:{port}/image")[path])
-            assert answer.status_code == 400, answer.text
+            answer = await post(app, path, bodies(f"http://{host}:{port}/image")[path], 400)
             assert answer.json()["error"]["message"] == NOT_FETCHED
         assert asked == []
+
+
+async def post(app: FastAPI, path: str, body: Any, status: int) -> httpx.Response:
+    async with client_of(app) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer
 
 
 @pytest.mark.parametrize("path", bodies(""))
@@ -111,9 +117,7 @@ async def test_an_image_of_this_machines_own_network_is_not_fetched(
 async def test_an_url_that_is_of_no_use_is_the_clients_mistake(
     app: FastAPI, path: str, url: str, sentence: str
 ) -> None:
-    async with client_of(app) as client:
-        answer = await client.post(path, json=bodies(url)[path])
-    assert answer.status_code == 400, answer.text
+    answer = await post(app, path, bodies(url)[path], 400)
     assert sentence in answer.json()["error"]["message"]
 
 
@@ -127,9 +131,7 @@ async def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(
         said = os.environ[PIXELS]
     monkeypatch.setenv(PIXELS, said)
     url = f"data:image/png;base64,{png(8000).decode()}"
-    async with client_of(app) as client:
-        answer = await client.post(path, json=bodies(url)[path])
-    assert answer.status_code == 400, answer.text
+    answer = await post(app, path, bodies(url)[path], 400)
     assert "64000000 pixels" in answer.json()["error"]["message"]
     assert str(flags.IMAGE_PIXELS) in answer.json()["error"]["message"]
 
@@ -146,9 +148,7 @@ async def test_an_image_that_takes_too_much_is_refused_by_its_header(
     app: FastAPI, path: str
 ) -> None:
     url = data_url(IMAGES["PNG with alpha"]((3000, 3000)))
-    async with client_of(app) as client:
-        answer = await client.post(path, json=bodies(url)[path])
-    assert answer.status_code == 400, answer.text
+    answer = await post(app, path, bodies(url)[path], 400)
     said = answer.json()["error"]["message"]
     assert "PNG of 3000 x 3000 pixels" in said
     assert "allowed are 100.0 MB a call (--max-media)" in said
@@ -184,9 +184,7 @@ async def test_images_of_one_prompt_count_together() -> None:
 @pytest.mark.parametrize("kind", IMAGES)
 async def test_an_image_of_each_kind_is_read(app: FastAPI, kind: str) -> None:
     body = bodies(data_url(IMAGES[kind]((96, 64))))["/tokenize"]
-    async with client_of(app) as client:
-        answer = await client.post("/tokenize", json=body)
-    assert answer.status_code == 200, answer.text
+    await post(app, "/tokenize", body, 200)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -194,9 +192,7 @@ async def test_an_image_of_another_format_is_refused_before_its_decoder_sees_it(
     app: FastAPI, kind: str
 ) -> None:
     body = bodies(data_url(OTHERS[kind]))["/v1/chat/completions"]
-    async with client_of(app) as client:
-        answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 400, answer.text
+    answer = await post(app, "/v1/chat/completions", body, 400)
     error = answer.json()["error"]
     assert "must be PNG, JPEG, WEBP or GIF" in error["message"]
     assert error["param"] == "image_url"
@@ -204,9 +200,7 @@ async def test_an_image_of_another_format_is_refused_before_its_decoder_sees_it(
 
 async def test_a_photo_of_a_telephone_is_read(app: FastAPI) -> None:
     body = bodies(data_url(IMAGES["turned JPEG"]((4032, 3024))))["/tokenize"]
-    async with client_of(app) as client:
-        answer = await client.post("/tokenize", json=body)
-    assert answer.status_code == 200, answer.text
+    await post(app, "/tokenize", body, 200)
 
 
 async def test_texts_within_a_png_are_bounded(app: FastAPI) -> None:
@@ -215,9 +209,7 @@ async def test_texts_within_a_png_are_bounded(app: FastAPI) -> None:
         info.add_text(f"t{number}", "a" * 900_000, zip=True)
     file = BytesIO()
     Image.new("RGB", (8, 8)).save(file, "PNG", pnginfo=info)
-    async with client_of(app) as client:
-        answer = await client.post("/tokenize", json=bodies(data_url(file.getvalue()))["/tokenize"])
-    assert answer.status_code == 400, answer.text
+    await post(app, "/tokenize", bodies(data_url(file.getvalue()))["/tokenize"], 400)
 
 
 @pytest.mark.parametrize("path", bodies(""))
@@ -230,9 +222,7 @@ async def test_a_client_may_not_say_how_media_are_loaded(
     if path == "/v1/messages":
         pytest.skip("it has no such fields, and ignores what it doesn't know")
     (name,) = field
-    async with client_of(app) as client:
-        answer = await client.post(path, json=bodies(data_url(SMALL))[path] | field)
-    assert answer.status_code == 400, answer.text
+    answer = await post(app, path, bodies(data_url(SMALL))[path] | field, 400)
     assert name in answer.json()["error"]["message"]
 
 
@@ -249,9 +239,7 @@ async def test_images_are_decoded_while_no_more_calls_do_than_there_are_places(
 ) -> None:
     room = MediaRoom(places=0, wait_s=0.05)
     monkeypatch.setattr(media_loading(), "room", room)
-    async with client_of(app) as client:
-        answer = await client.post("/tokenize", json=bodies(data_url(SMALL))["/tokenize"])
-    assert answer.status_code == 503, answer.text
+    answer = await post(app, "/tokenize", bodies(data_url(SMALL))["/tokenize"], 503)
     assert "try again" in answer.json()["error"]["message"]
 
 
@@ -275,9 +263,7 @@ async def test_images_of_embeddings_are_bounded_as_those_of_chats(
 ) -> None:
     chat = bodies(data_url(IMAGES["PNG with alpha"]((3000, 3000))))["/v1/chat/completions"]
     body = {"model": MODEL, "messages": chat["messages"]}
-    async with client_of(embeds) as client:
-        answer = await client.post(path, json=body)
-    assert answer.status_code == 400, answer.text
+    answer = await post(embeds, path, body, 400)
     assert "(--max-media)" in answer.json()["error"]["message"]
     assert media_loading().room.free == PLACES
 
@@ -288,7 +274,5 @@ async def test_an_image_of_an_embedding_is_decoded_in_its_calls_place(
     chat = bodies(data_url(SMALL))["/v1/chat/completions"]
     body = {"model": MODEL, "messages": chat["messages"]}
     monkeypatch.setattr(media_loading(), "room", MediaRoom(places=0, wait_s=0.05))
-    async with client_of(embeds) as client:
-        answer = await client.post("/v1/embeddings", json=body)
-    assert answer.status_code == 503, answer.text
+    answer = await post(embeds, "/v1/embeddings", body, 503)
     assert "media of other calls" in answer.text

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 RELAY = Path(__file__).with_name("network_relay.py")
 SUBNET = "198.18.77"
@@ -125,17 +124,6 @@ class Network:
         for process in self._held:
             process.communicate(timeout=TIMEOUT_S)
         self.scratch.rmdir()
-
-    def __enter__(self) -> Network:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _address(number: int) -> str:
