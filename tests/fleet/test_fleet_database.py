@@ -82,24 +82,30 @@ def test_the_newest_migration_has_the_schemas_number() -> None:
     assert ScriptDirectory(folder).get_current_head() == f"{SCHEMA:04}"
 
 
-def test_a_newer_schema_is_refused(place: Place) -> None:
+def set_schema(place: Place, number: str) -> None:
     with opened(place) as store, store.database.transaction() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
-    with pytest.raises(StoreError, match="has schema 99, this kvmig knows schemas up to"):
+        connection.execute(text(f"UPDATE alembic_version SET version_num = '{number}'"))
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "sentence"),
+    [
+        ("0099", StoreError, "has schema 99, this kvmig knows schemas up to"),
+        ("0007", DatabaseUnusable, r"has schema 7, of a kvmig before 0\.1\.0"),
+    ],
+    ids=["newer", "before the first release"],
+)
+def test_a_schema_that_is_not_known_is_refused(
+    place: Place, number: str, error: type[Exception], sentence: str
+) -> None:
+    set_schema(place, number)
+    with pytest.raises(error, match=sentence):
         place.store().open()
 
 
 def test_a_newer_schemas_file_stays_as_it_is(sqlite_place: Place) -> None:
-    with opened(sqlite_place) as store, store.database.transaction() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
+    set_schema(sqlite_place, "0099")
     refused(sqlite_place, "start a newer kvmig, or restore a backup")
-
-
-def test_a_schema_of_before_the_first_release_is_refused(place: Place) -> None:
-    with opened(place) as store, store.database.transaction() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '0007'"))
-    with pytest.raises(DatabaseUnusable, match=r"has schema 7, of a kvmig before 0\.1\.0"):
-        place.store().open()
 
 
 def test_a_database_that_the_seven_revisions_of_before_0_1_0_made_is_opened(

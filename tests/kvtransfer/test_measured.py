@@ -50,30 +50,22 @@ def test_the_first_chunk_is_one_block_since_nothing_was_measured() -> None:
     assert ChunkSizer(100, 1000, 2.0).blocks() == 1
 
 
-def test_a_fast_copy_fills_the_slot() -> None:
-    sizer = ChunkSizer(100, 1050, 2.0)
-    sizer.observe(100, 0.001)
-    assert sizer.blocks() == 10
-
-
-def test_a_slow_copy_shrinks_the_chunk_to_what_fits_the_time() -> None:
-    sizer = ChunkSizer(100, 1000, 2.0)
-    sizer.observe(1000, 10.0)
-    assert sizer.blocks() == 2
-
-
-def test_one_slow_copy_among_fast_ones_counts_by_its_weight() -> None:
-    sizer = ChunkSizer(100, 100_000, 1.0)
-    sizer.observe(1000, 1.0)
-    sizer.observe(200, 1.0)
-    assert sizer.blocks() == 8
-
-
-def test_a_copy_without_time_or_bytes_tells_nothing() -> None:
-    sizer = ChunkSizer(100, 1000, 2.0)
-    sizer.observe(100, 0.0)
-    sizer.observe(0, 1.0)
-    assert sizer.blocks() == 1
+@pytest.mark.parametrize(
+    ("slot", "target_ms", "copies", "blocks"),
+    [
+        pytest.param(1050, 2.0, [(100, 0.001)], 10, id="a fast copy fills the slot"),
+        pytest.param(1000, 2.0, [(1000, 10.0)], 2, id="a slow one shrinks it to what fits"),
+        pytest.param(100_000, 1.0, [(1000, 1.0), (200, 1.0)], 8, id="each counts by its weight"),
+        pytest.param(1000, 2.0, [(100, 0.0), (0, 1.0)], 1, id="no time or no bytes: nothing"),
+    ],
+)
+def test_a_chunk_has_as_many_blocks_as_the_copies_before_it_allow(
+    slot: int, target_ms: float, copies: list[tuple[int, float]], blocks: int
+) -> None:
+    sizer = ChunkSizer(100, slot, target_ms)
+    for copy in copies:
+        sizer.observe(*copy)
+    assert sizer.blocks() == blocks
 
 
 @given(COPIES, st.integers(1, 1 << 20), st.integers(1, 64), MS)

@@ -15,7 +15,7 @@ import pytest
 
 from kvmig.accounts.keys import KeyGrant, Limits
 from kvmig.proxy.messages import AliasTable, KeyUpdates, ModelRoute, QuotaLeft, SpentLimits
-from tests.support.proxy_site import Got, Site, key, site, streams
+from tests.support.proxy_site import Got, Site, key, says_ok_after, site, streams
 from tests.support.waiting import until
 
 SOON_S = 1.0
@@ -214,11 +214,7 @@ async def test_a_quota_that_came_while_the_call_was_held_counts_its_tokens(tmp_p
 async def test_a_call_whose_tokens_are_granted_is_left_to_its_grants(tmp_path: Path) -> None:
     given, grant = key(quota=1000)
 
-    async def slow(got: Got) -> None:
-        await asyncio.sleep(0.3)
-        got.json({"ok": True})
-
-    async with site(tmp_path, grant) as door, door.deployment(slow) as there:
+    async with site(tmp_path, grant) as door, door.deployment(says_ok_after(0.3)) as there:
         running = asyncio.create_task(door.ask(given=given))
         await until(lambda: there.got)
         door.door.apply(SpentLimits(left={grant.origin: QuotaLeft(0, None)}))
@@ -231,11 +227,7 @@ async def test_an_alias_that_is_given_another_model_leaves_running_calls_alone(
 ) -> None:
     given, grant = key(models=("gpt",))
 
-    async def slow(got: Got) -> None:
-        await asyncio.sleep(0.2)
-        got.json({"ok": True})
-
-    async with site(tmp_path, grant) as door, door.deployment(slow) as there:
+    async with site(tmp_path, grant) as door, door.deployment(says_ok_after(0.2)) as there:
         door.door.apply(AliasTable(version=9, aliases={"gpt": {"count": 1}}))
         running = asyncio.create_task(door.ask({"model": "gpt"}, given=given))
         await until(lambda: there.got)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvmig.proxy.messages import KeyUpdates, ModelRoute
 from kvmig.proxy.relay import ChunkedFraming, UpstreamProtocolError, parse_head
-from tests.support.proxy_site import EVENT, Answer, Got, Site, key, site
+from tests.support.proxy_site import EVENT, Answer, Got, Site, key, says_ok_after, site
 from tests.support.waiting import until
 
 STREAM = {"model": "count", "stream": True}
@@ -239,11 +239,7 @@ async def test_a_slow_answer_of_a_deployment_that_is_replaced_is_waited_for(
 ) -> None:
     monkeypatch.setattr("kvmig.proxy.app.LOOK_S", 0.02)
 
-    async def slow(got: Got) -> None:
-        await asyncio.sleep(0.5)
-        got.json({"ok": True})
-
-    async with site(tmp_path) as door, door.deployment(slow) as there:
+    async with site(tmp_path) as door, door.deployment(says_ok_after(0.5)) as there:
         asking = asyncio.create_task(door.ask())
         await until(lambda: there.got)
         door.tell(ModelRoute(name="count", state="cold", start_timeout_s=0.1))

@@ -84,6 +84,14 @@ async def says_ok(got: Got) -> None:
     got.json({"ok": True})
 
 
+def says_ok_after(seconds: float) -> Answer:
+    async def answer(got: Got) -> None:
+        await asyncio.sleep(seconds)
+        await says_ok(got)
+
+    return answer
+
+
 async def streams(got: Got) -> None:
     """A stream that goes on until its client leaves."""
     got.events()
