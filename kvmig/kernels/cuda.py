@@ -9,8 +9,8 @@ from pathlib import Path
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import abi, api, build
-from kvmig.kernels.driver import CudaDriver, current_device, version
-from kvmig.kernels.gpu import GpuKernels
+from kvmig.kernels.driver import CudaDriver, version
+from kvmig.kernels.gpu import GpuKernels, gpu_for
 
 PACKAGED = Path(__file__).parent / "_lib" / "libkvmig_cuda.so"
 """The path at which setup.py puts the library."""
@@ -54,9 +54,7 @@ class CudaLibrary:
 
 def load(device: api.Device) -> GpuKernels:
     """The kernels on the calling thread's GPU (else the first). Raises KernelUnavailable."""
-    if device != "cuda":
-        raise KernelUnavailable(f"the CUDA library is not for memory of the {device}")
-    return kernels_on(current_device())
+    return kernels_on(gpu_for(device, "the CUDA library is"))
 
 
 @functools.cache

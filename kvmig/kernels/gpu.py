@@ -16,7 +16,7 @@ from kvmig.core.layout import Region
 from kvmig.kernels import abi, api
 from kvmig.kernels.api import BlockCopy, FinishedWork, Ids, PendingWork
 from kvmig.kernels.call_memory import CallMemoryPool
-from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.driver import CudaDriver, current_device
 
 _SUM_BYTES = 8
 
@@ -32,6 +32,16 @@ class KernelLauncher(Protocol):
     def copy(self, *arguments: int) -> None: ...
     def copy_tma(self, *arguments: int) -> None: ...
     def checksum(self, *arguments: int) -> None: ...
+
+
+def gpu_for(device: api.Device, whose: str) -> int:
+    """The number of the calling thread's GPU, else of the first. Raises KernelUnavailable.
+
+    device: of the memory; whose: the kernels that reach a GPU's only.
+    """
+    if device != "cuda":
+        raise KernelUnavailable(f"{whose} not for memory of the {device}")
+    return current_device()
 
 
 class GpuKernels:

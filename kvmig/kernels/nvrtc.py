@@ -14,8 +14,8 @@ import numpy as np
 
 from kvmig.core.errors import KernelUnavailable
 from kvmig.kernels import api, build
-from kvmig.kernels.driver import CudaDriver, current_device, version
-from kvmig.kernels.gpu import GpuKernels
+from kvmig.kernels.driver import CudaDriver, version
+from kvmig.kernels.gpu import GpuKernels, gpu_for
 
 HEADERS = ("copy.cuh",)
 GEOMETRY = {
@@ -99,9 +99,7 @@ def _wide(*values: int) -> tuple[np.int64, ...]:
 
 def load(device: api.Device) -> GpuKernels:
     """The kernels on the calling thread's GPU (else the first). Raises KernelUnavailable."""
-    if device != "cuda":
-        raise KernelUnavailable(f"kernels of NVRTC are not for memory of the {device}")
-    return kernels_on(current_device())
+    return kernels_on(gpu_for(device, "kernels of NVRTC are"))
 
 
 @functools.cache
