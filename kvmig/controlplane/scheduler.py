@@ -185,7 +185,7 @@ class DestinationHeap:
             heapq.heapify(heap)
 
     def offer(self, sources: Iterable[int]) -> Iterator[tuple[int, list[int]]]:
-        """Each source with the best for it, which are put back after its turn."""
+        """Yield each source with the best for it, which are put back after its turn."""
         for source in sources:
             best = self.pop_best(source)
             yield source, best

@@ -130,8 +130,8 @@ class EnginePlugin(Protocol):
 
 
 class UnsizedEngineKind:
-    """What `EnginePlugin` asks of an engine that comes in one build, and of which nobody knows the
-    sizes before it has loaded."""
+    """The answers to `EnginePlugin` of an engine that comes in one build, and has sizes only once
+    it has loaded."""
 
     takes_units = False
     shares_memory = False
@@ -144,7 +144,7 @@ class UnsizedEngineKind:
         return {}
 
     def sizes(self, args: Namespace) -> None:
-        """They are not known."""
+        """Return nothing: the sizes are not known."""
 
     def needs_one_front_end(self, words: Sequence[str]) -> str:
         return ""

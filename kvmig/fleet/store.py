@@ -662,7 +662,7 @@ def _model_row(row: RowMapping) -> ModelRow:
 def _named_row(
     connection: Connection, wanted: Select[Any], name: str, what: str, shown: int = 150
 ) -> RowMapping:
-    """The one row. Raises NotThere, with so many characters of its name."""
+    """The row of that name. Raises NotThere, with `shown` characters of the name."""
     row = connection.execute(wanted).mappings().first() if NAME.fullmatch(name) else None
     if row is None:
         raise NotThere(f"no {what} {name[:shown]!r}")
