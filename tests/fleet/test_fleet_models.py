@@ -89,7 +89,7 @@ class Bench:
 
     def states_after(self, *seconds: float) -> list[str]:
         """Of its route, after each time that passes."""
-        states = []
+        states: list[str] = []
         for each in seconds:
             self.turn(each)
             states.append(self.route.state)

@@ -20,9 +20,9 @@ from kvmig.fleet.supervisor import FleetSupervisor, running
 from kvmig.frontend.requests import RequestTable
 from kvmig.frontend.router import Router
 from kvmig.frontend.streams import RequestStreams
+from kvmig.kernels import driver
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.ray_launcher import LlumletActor
-from kvmig.kernels import driver
 from kvmig.process.fork_server import ForkServerClient, ForkServerPool
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 from kvmig.sharing.step_scheduler import StepScheduler
