@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 from kvmig.kvtransfer.messages import Chunk, ChunkDone, PeerMessage, Refused, Reserve, Reserved
 from kvmig.kvtransfer.transports.base import TransportInbox
-from kvmig.kvtransfer.transports.select import open_offer
+from kvmig.kvtransfer.transports.select import TransportSite, open_offer
 from kvmig.rpc.zmq_sockets import RpcServer
 
 
@@ -39,7 +39,9 @@ async def _take(server: RpcServer, memory: bytearray) -> None:
             match message:
                 case Reserve(mid=mid, offers=offers):
                     try:
-                        inbox = inboxes[mid] = await asyncio.to_thread(open_offer, offers)
+                        site = TransportSite(host="127.0.0.1")
+                        inbox = await asyncio.to_thread(open_offer, offers, "auto", site)
+                        inboxes[mid] = inbox
                     except Exception as error:
                         server.send(sender, Refused(mid, "incompatible", str(error)))
                         raise

@@ -106,7 +106,12 @@ class Llumlet:
                 instance,
                 config.migration.staging_buffers,
                 slot_bytes(config.migration.chunk_bytes, engine.layout),
-                site_of(config.migration, engine.layout.gpu, self._server.refusals),
+                site_of(
+                    config.migration,
+                    engine.layout.gpu,
+                    self._server.refusals,
+                    self._server.host,
+                ),
             )
         self._host = MigrationHost(
             instance,

@@ -16,6 +16,7 @@ from kvmig.engines.base import ServingEngine
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.migrations import MigrationSessions
 from kvmig.kvtransfer.transports.base import StagingPool
+from kvmig.kvtransfer.transports.select import site_of
 from kvmig.rpc.codec import Frames
 from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
@@ -52,9 +53,8 @@ class MigrationHost:
         """Connections to peers, by endpoint, and the tasks that receive their answers."""
         self._questions: dict[str, asyncio.Future[bool]] = {}
         """Questions to front ends that are open, by migration."""
-        self.migrations = MigrationSessions(
-            instance, engine, config, stagings, self, server.refusals
-        )
+        site = site_of(config, engine.layout.gpu, server.refusals, server.host)
+        self.migrations = MigrationSessions(instance, engine, config, stagings, self, site)
 
     # -- peers
 

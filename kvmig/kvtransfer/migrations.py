@@ -54,7 +54,7 @@ from kvmig.kvtransfer.source import SourceSession
 from kvmig.kvtransfer.source_machine import EpochCounter
 from kvmig.kvtransfer.timeline import MigrationSpec, MigrationTimeline
 from kvmig.kvtransfer.transports.base import StagingPool
-from kvmig.kvtransfer.transports.select import InboxCache, site_of
+from kvmig.kvtransfer.transports.select import InboxCache, TransportSite, site_of
 from kvmig.rpc.codec import RefusalCounter
 from kvmig.rpc.messages import RpcMessage
 
@@ -100,11 +100,11 @@ class MigrationSessions:
         config: MigrationConfig,
         stagings: Mapping[str, StagingPool],
         host: LlumletPort,
-        refusals: RefusalCounter | None = None,
+        site: TransportSite | None = None,
     ) -> None:
         """stagings: by transport's name, the best first; their opener closes them.
 
-        refusals: counts strangers at the transports' own sockets.
+        site: where the transports of this side are; None: with engines of this process only.
         """
         self._instance = instance
         self._engine = engine
@@ -120,7 +120,7 @@ class MigrationSessions:
         self._batchers: dict[str, ChunkBatcher] = {}
         self._epochs = EpochCounter()
         # Into this instance.
-        site = site_of(config, engine.layout.gpu, refusals or RefusalCounter())
+        site = site or site_of(config, engine.layout.gpu, RefusalCounter())
         self._on_gpu = engine.layout.gpu is not None
         ready = partial(engine.scatter, []) if self._on_gpu else None
         inboxes = InboxCache(config.transport, site, ready)

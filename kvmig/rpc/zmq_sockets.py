@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from types import UnionType
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
@@ -209,6 +210,7 @@ class RpcServer:
             self.close()
             raise
         self.endpoint: str = bytes(self._socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self.host = urlsplit(self.endpoint).hostname or host
 
     async def recv(self) -> tuple[bytes, RpcMessage, list[memoryview]]:
         """The next message: who sent it (for `send`), what, and its payload frames.

@@ -31,7 +31,7 @@ def staging_of(transport: str, slots: int, slot_bytes: int) -> StagingPool:
     stagings = open_staging(
         transport,  # type: ignore[arg-type]
         *("test", "a", slots, slot_bytes),
-        TransportSite(gpu=0),
+        TransportSite(gpu=0, host="127.0.0.1"),
     )
     return stagings[transport]
 
@@ -110,7 +110,8 @@ def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool) -> None:
 
 
 async def _receive(pipe: Connection, offer: Offer, gpu: int) -> None:
-    inbox = await asyncio.to_thread(open_offer, [offer], "auto", TransportSite(gpu=gpu))
+    site = TransportSite(gpu=gpu, host="127.0.0.1")
+    inbox = await asyncio.to_thread(open_offer, [offer], "auto", site)
     pipe.send(inbox.token)
     while (told := await asyncio.to_thread(pipe.recv)) is not None:
         chunk, frames = told

@@ -37,6 +37,9 @@ class TransportSite:
     """Counts strangers at sockets of a transport's own."""
     gpu: int | None = None
     """The GPU of this process that the KV cache is on."""
+    host: str | None = None
+    """The address at which peers reach this process; None: its messages leave the process never,
+    or no port but their own may be opened."""
 
     def takes(self, name: str, allowed: Transport) -> bool:
         """Whether a transport may be used."""
@@ -48,14 +51,19 @@ class TransportSite:
 HERE = TransportSite()
 
 
-def site_of(config: MigrationConfig, gpu: int | None, refusals: RefusalCounter) -> TransportSite:
+def site_of(
+    config: MigrationConfig,
+    gpu: int | None,
+    refusals: RefusalCounter,
+    host: str | None = None,
+) -> TransportSite:
     """The site of an instance."""
-    return TransportSite(trusted=config.trust_network, refusals=refusals, gpu=gpu)
+    return TransportSite(trusted=config.trust_network, refusals=refusals, gpu=gpu, host=host)
 
 
 _INBOXES: Mapping[str, Callable[[Offer, TransportSite], TransportInbox]] = {
     shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder),
-    tcp.NAME: lambda offer, site: tcp.TcpInbox(),
+    tcp.NAME: lambda offer, site: tcp.open_inbox(offer, site.host, site.refusals),
     nixl.NAME: lambda offer, site: nixl.NixlInbox(offer, site.gpu),
     cuda_ipc.NAME: lambda offer, site: cuda_ipc.CudaIpcInbox(offer, site.gpu, site.refusals),
 }
@@ -85,7 +93,7 @@ def open_staging(
                 return nixl.NixlStaging(slots, slot_bytes, site.gpu)
             case cuda_ipc.NAME:
                 return cuda_ipc.CudaIpcStaging(site.gpu, slots, slot_bytes, site.refusals)
-        return tcp.TcpStaging(slots, slot_bytes)
+        return tcp.TcpStaging(slots, slot_bytes, lanes=site.host is not None)
 
     if allowed != "auto":
         return {allowed: open_one(allowed)}
