@@ -12,7 +12,7 @@ namespace kvmig {
 constexpr int kStageBytes = 16 * 1024;
 constexpr int kStages = 3;
 constexpr int kDraining = 1;  // stages whose stores may still be reading; the others load
-constexpr int kSummingWarps = 4;
+constexpr int kSummingWarps = 8;  // two a scheduler: one alone waits for its own results
 constexpr int kTmaThreads = kWarp * (1 + kSummingWarps);
 
 struct Stage {

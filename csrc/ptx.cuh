@@ -4,7 +4,9 @@
 
 #include "kvmig.h"
 
-#ifdef __CUDACC__  // tests/native runs the kernels on a CPU with functions of its own
+#ifdef KVMIG_RACECHECK
+#include "ptx_racecheck.cuh"
+#elif defined(__CUDACC__)  // tests/native runs the kernels on a CPU with functions of its own
 
 namespace kvmig {
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 from pathlib import Path
 
 from kvmig.core.errors import KernelUnavailable
@@ -67,8 +68,10 @@ def kernels_on(ordinal: int) -> GpuKernels:
 def library() -> ctypes.CDLL:
     """The one that was installed; if there is none that fits, one built for this user by nvcc.
 
-    Raises KernelUnavailable.
+    $KVMIG_CUDA_LIBRARY is another file to load. Raises KernelUnavailable.
     """
+    if chosen := os.environ.get("KVMIG_CUDA_LIBRARY"):
+        return abi.load(Path(chosen), "cuda")
     if PACKAGED.exists():
         try:
             return abi.load(PACKAGED, "cuda")

@@ -17,10 +17,15 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __launch_bounds__(...)
 
+#ifndef FAKEGPU_LOCAL
+#define FAKEGPU_LOCAL  // thread_local where a CTA's threads are the CPU's own (ring_threads.cpp)
+#endif
+
 struct Index {
     unsigned x;
 };
-extern Index threadIdx, blockIdx, blockDim, gridDim;
+extern FAKEGPU_LOCAL Index threadIdx;
+extern Index blockIdx, blockDim, gridDim;
 
 struct alignas(16) ulonglong2 {
     unsigned long long x, y;
@@ -80,9 +85,7 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline void __syncwarp() { emulated::meet_warp(); }
 inline void __syncthreads() { emulated::meet_cta(); }
 inline unsigned long long atomicAdd(unsigned long long *sum, unsigned long long term) {
-    const unsigned long long before = *sum;
-    *sum += term;
-    return before;
+    return __atomic_fetch_add(sum, term, __ATOMIC_RELAXED);
 }
 template <class T>
 T __ldcs(const T *from) {

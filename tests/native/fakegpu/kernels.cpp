@@ -15,7 +15,8 @@
 
 #include "kvmig.h"
 
-Index threadIdx, blockIdx, blockDim, gridDim;
+FAKEGPU_LOCAL Index threadIdx;
+Index blockIdx, blockDim, gridDim;
 
 namespace kvmig {
 constexpr size_t kSharedBytes = 227 * 1024;  // what a CTA of a Hopper can have
