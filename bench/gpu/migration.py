@@ -108,7 +108,9 @@ def record(result: Result, options: argparse.Namespace) -> None:
     found = [sample for sample in result.samples if "step_ms" in sample]
     steps = [sample["live_ms"] / sample["step_ms"] for sample in found]
     result.summary = {
-        "wrong": sum(sample["wrong"] for sample in found),
+        **{
+            name: sum(one[name] for one in found) for name in ("wrong", "differ", "controls_differ")
+        },
         "live_ms_median": median(sample["live_ms"] for sample in found),
         "live_steps_most": max(steps),
         "live_steps_growth": steps[-1] - steps[0],
@@ -144,9 +146,13 @@ def main(arguments: list[str] | None = None) -> int:
         failed = True
         result.samples.append({"failed": f"{type(error).__name__}: {error}"})
         say(str(error))
-    names = ("tokens", "step_ms", "wrong", "live_ms", "blocking_ms", "recompute_ms", "live_gb_s")
+    judged = ("wrong", "differ", "controls_differ")
+    names = ("tokens", "step_ms", *judged, "live_ms", "blocking_ms", "recompute_ms", "live_gb_s")
     rows = [tuple(one[name] for name in names) for one in result.samples if "step_ms" in one]
-    columns = ("tokens", "step", "wrong", "live", "blocking", "recompute", "copied, GB/s")
+    columns = (
+        *("tokens", "step", "wrong", "differ", "controls differ"),
+        *("live", "blocking", "recompute", "copied, GB/s"),
+    )
     tables = [table("the client's pause at a move beyond a step, ms", columns, rows)]
     others = [tuple(sample.values()) for sample in result.samples if "slowdown" in sample]
     of_others = ("move", "at", "copying, ms", "gaps", "slowdown")

@@ -1,10 +1,15 @@
-"""What `migration` measures: requests that stay, move, stand still or begin anew, and others."""
+"""What `migration` measures: requests that stay, move, stand still or begin again, and others.
+
+Whether a move changes a stream shows only where streams that stay are the same each time. So each
+prompt has three controls, two at one engine and one at the other: a moved stream must be equal to
+them as far as they are equal to each other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import count, pairwise, takewhile
 from statistics import fmean, median
 from typing import Any
 
@@ -35,10 +40,11 @@ class Story:
     switches_ms: list[float]
     """Between the last token of one engine and the first of the other."""
 
-    def begins(self, other: Story) -> bool:
-        """Whether the other went on the same from there."""
-        n = len(self.tokens)
-        return (self.tokens, self.logprobs) == (other.tokens[:n], other.logprobs[:n])
+    def common(self, other: Story) -> int:
+        """Tokens up to the first that differs, itself or in its log-probability."""
+        mine, theirs = (zip(one.tokens, one.logprobs, strict=True) for one in (self, other))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
+        return sum(1 for _ in same)
 
 
 class Moves:
@@ -53,9 +59,10 @@ class Moves:
         """One sample, of prompts with so many tokens. Raises RuntimeError or TransportError."""
         prompt = self._prompt(tokens)
         moved = {mode: self._run(prompt, mode, moves) for mode, moves in MOVES.items()}
-        stays = self._stay(prompt, max(len(story.tokens) for story, _ in moved.values()))
+        total = max(len(story.tokens) for story, _ in moved.values())
+        stays, *controls = (self._stay(prompt, total, at) for at in (self._a, self._a, self._b))
         sample: dict[str, Any] = {"tokens": tokens, "step_ms": stays.usual_ms}
-        sample["wrong"] = sum(not story.begins(stays) for story, _ in moved.values())
+        sample |= judged([story for story, _ in moved.values()], stays, controls)
         for mode, (story, _) in moved.items():
             sample[f"{mode}_ms"] = median(story.switches_ms) - stays.usual_ms
         sample |= _copied(moved[LIVE][1])
@@ -80,10 +87,10 @@ class Moves:
             raise RuntimeError(f"{name} has switched {len(story.switches_ms)} times, not {moves}")
         return story, reports
 
-    def _stay(self, prompt: list[int], total: int) -> Story:
+    def _stay(self, prompt: list[int], total: int, at: Remote) -> Story:
         name = self._name("stays")
-        self._a.call("submit", name, prompt, total)
-        story = told({"a": self._a.wait(name, total)})
+        at.call("submit", name, prompt, total)
+        story = told({at.name: at.wait(name, total)})
         self._clear()
         return story
 
@@ -143,6 +150,21 @@ class Moves:
     def _prompt(self, tokens: int) -> list[int]:
         drawn = np.random.default_rng(next(self._numbers)).integers(0, self._vocabulary, tokens)
         return [int(token) for token in drawn]
+
+
+def judged(moved: Sequence[Story], stays: Story, controls: Sequence[Story]) -> dict[str, int]:
+    """`wrong`: moved streams that differ from the one that stays where its controls don't.
+
+    `differ`: those that differ from it anywhere; `controls_differ`: the same of streams that stay;
+    `certain`: tokens that all that stay have in common.
+    """
+    certain = min(stays.common(one) for one in controls)
+    return {
+        "wrong": sum(one.common(stays) < min(certain, len(one.tokens)) for one in moved),
+        "differ": sum(one.common(stays) < len(one.tokens) for one in moved),
+        "controls_differ": sum(one.common(stays) < len(stays.tokens) for one in controls),
+        "certain": certain,
+    }
 
 
 def told(came: dict[str, Came]) -> Story:
