@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything a GPU adds, in one run of under nine and a half minutes, with one JSON file a part in $OUT
+# Everything a GPU adds, in one run of under eleven minutes, with one JSON file a part in $OUT
 # (default: bench/results); where vLLM is installed more minutes, of whole servers (`--only serving`).
 # `--set a`, then b and c: parts of at most nine minutes together, the most worth first (docs/gpu.md).
 # Needs Python with torch; CuPy, Triton and nvcc are used where they are; neither the network, nor an

@@ -46,16 +46,17 @@ PARTS = (
     Part("interference", 50),
     Part("links", 35),
     Part("ceilings", 60),
-    Part("sanitizer", 65),
+    Part("transports", 60),
+    Part("sanitizer", 95),
     Part("units", 30),
     Part("serving", 270),
     Part("serving-v1", 270, "serving", (("VLLM_USE_V2_MODEL_RUNNER", "0"),)),
     Part("serving-invariant", 270, "serving", (("VLLM_BATCH_INVARIANT", "1"),)),
 )
-"""In order of worth, should the GPU be gone before the end; 565 s at most, and those of `serving`
+"""In order of worth, should the GPU be gone before the end; 655 s at most, and those of `serving`
 where vLLM is installed."""
 SETS = {
-    "a": ("correctness", "serving"),
+    "a": ("correctness", "serving", "transports"),
     "b": ("serving-invariant", "serving-v1"),
     "c": ("gather", "links", "interference", "downtime", "units", "ceilings", "sanitizer",
           "migration"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 
@@ -18,20 +19,41 @@ from kvmig.engines.device_copies import load
 from kvmig.kernels.api import Device
 from kvmig.kernels.driver import current_device
 from kvmig.kernels.ipc import view
+from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 
 REPEATS = 3
 BUFFERS: dict[Device, tuple[str, ...]] = {
-    "cpu": ("mapping", "bytes"),
-    "cuda": ("device", "mapping", "bytes"),
+    "cpu": ("mapping", "shm", "bytes"),
+    "cuda": ("device", "mapping", "shm", "bytes"),
 }
 
 
-def buffer_of(site: Site, kind: str, nbytes: int) -> memoryview:
-    """Of the device, a mapping (pinned at its first copy), or other memory of the host."""
+@contextmanager
+def buffers_of(site: Site, kind: str, nbytes: int) -> Iterator[tuple[memoryview, memoryview]]:
+    """Where blocks are gathered to, and the same bytes where they are scattered from: of the
+    device, a mapping (pinned at its first copy), a file in /dev/shm as `shm` maps it at the two
+    ends, or other memory of the host."""
+    if kind == "shm":
+        gpu = current_device() if site.device == "cuda" else None
+        ends = TransportSite(gpu=gpu)
+        (staging,) = open_staging("shm", "bench", "adapter", 1, nbytes, ends).values()
+        inbox = open_offer([staging.offer()], "shm", ends)
+        try:
+            here, there = staging.memory, inbox.memory
+            if here is None or there is None:
+                raise KvmigError("shared memory without a mapping")
+            slot = slice(mmap.PAGESIZE, mmap.PAGESIZE + nbytes)
+            yield here[slot], there[slot]
+        finally:
+            inbox.close()
+            staging.close()
+        return
     if kind == "device":
         memory = site.memory(nbytes, 0)
-        return view(memory.data_ptr(), nbytes, memory)
-    return memoryview(mmap.mmap(-1, nbytes) if kind == "mapping" else bytearray(nbytes))
+        buffer = view(memory.data_ptr(), nbytes, memory)
+    else:
+        buffer = memoryview(mmap.mmap(-1, nbytes) if kind == "mapping" else bytearray(nbytes))
+    yield buffer, buffer
 
 
 def adapter(site: Site, shape: Shape, nbytes: int, result: Result) -> None:
@@ -47,17 +69,20 @@ def adapter(site: Site, shape: Shape, nbytes: int, result: Result) -> None:
     here, there = (_copies(site, shape.layout(one.data_ptr(), blocks)) for one in (source, target))
     try:
         for kind in BUFFERS[site.device]:
-            buffer = buffer_of(site, kind, len(chosen) * shape.block_bytes)
-            sums, gather_s = _timed(partial(here[0].gather, chosen, buffer))
-            found, scatter_s = _timed(partial(there[0].scatter, chosen, buffer))
+            moved = len(chosen) * shape.block_bytes
+            with buffers_of(site, kind, moved) as (out, data):
+                sums, gather_s = _timed(partial(here[0].gather, chosen, out))
+                found, scatter_s = _timed(partial(there[0].scatter, chosen, data))
             left, right = (
                 one.view(shape.regions, blocks, shape.run)[:, chosen] for one in (source, target)
             )
             if sums != found or not bool((left == right).all()):
                 raise KvmigError(f"the adapter's copies through {kind} are wrong")
             sample = {"way": "adapter", "shape": shape.name, "buffer": kind}
-            moved = buffer.nbytes / 1e9
-            rates = {"gather_gb_s": moved / gather_s, "scatter_gb_s": moved / scatter_s}
+            rates = {
+                "gather_gb_s": moved / gather_s / 1e9,
+                "scatter_gb_s": moved / scatter_s / 1e9,
+            }
             result.samples.append(sample | rates)
             target.fill_(POISON)
             site.settle()

@@ -18,7 +18,7 @@ import torch
 
 from bench.report import Result, parser, say
 from kvmig.core.errors import KvmigError
-from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
+from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA
 from kvmig.kernels import select
 from kvmig.kernels.api import BlockCopy, Device, Kernels, PendingWork
 from kvmig.kernels.gpu import GpuKernels
@@ -70,7 +70,7 @@ def between_gpus(by: Kernels) -> Callable[..., PendingWork]:
         return by.copy
     if isinstance(by, GpuKernels) and by.has_tma:
         return partial(by.copy_tma, workers=CTAS_OF_TMA)
-    return partial(by.copy, workers=CTAS_ON_DEVICE)
+    return partial(by.copy, workers=CTAS_WITHOUT_TMA)
 
 
 class Site:

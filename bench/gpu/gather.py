@@ -19,7 +19,7 @@ from bench.gpu.shapes import SHAPES, Shape, ids
 from bench.report import Result, begin, finish, say, table
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import Region
-from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE
+from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA
 from kvmig.kernels.api import BlockCopy
 
 WORKERS = (0, 1, 2, 4, 8, 16, 32, 64, 132)
@@ -46,7 +46,7 @@ def taken(ways: Sequence[Way], most: int) -> tuple[str, int]:
     multiprocessors."""
     if TMA in (way.name for way in ways):
         return TMA, min(CTAS_OF_TMA, most)
-    return ways[0].name, min(CTAS_ON_DEVICE, most)
+    return ways[0].name, min(CTAS_WITHOUT_TMA, most)
 
 
 def cases(ways: list[Way], most: int) -> Iterator[Case]:

@@ -19,6 +19,10 @@ from kvmig.kernels.api import BlockCopy
 
 WORKERS = (1, 2, 4, 8, 16, 32)
 MIB = 1 << 20
+MAPPED = ("mapping", "shm")
+"""The adapter's buffers of the host that the GPU reaches by itself."""
+HOST_GB_S = 45.0
+"""What they should reach on PCIe 5 x16."""
 MOST_S = 25.0
 
 
@@ -81,6 +85,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("gather_gb_s", "scatter_gb_s"):
         slowest = min((float(sample[name]) for sample in ours), default=0.0)
         result.summary[f"adapter_{name}_least"] = slowest
+        mapped = [float(sample[name]) for sample in ours if sample["buffer"] in MAPPED]
+        result.summary[f"adapter_host_{name}"] = min(mapped, default=0.0)
+        if site.device == "cuda":
+            result.targets[f"adapter_host_{name}"] = {"min": HOST_GB_S}
     for name in ("to_host_gb_s", "from_host_gb_s"):
         best = [float(sample[name]) for sample in result.samples if name in sample]
         result.summary[f"gather_{name}"] = max(best, default=0.0)

@@ -1,10 +1,10 @@
 """Copies between a KV cache in a GPU's memory and buffers of fused blocks, there or on the host.
 
-A buffer in a GPU's memory (cuda-ipc), which may be another one's, is what the kernels write and
-read: through the TMA where there is one, else as they copy anything. To one on the host (shm,
-tcp) blocks of long runs go straight from the cache by the copy engines, which take no SM. The copy
-engines are slow with short runs, so the kernels fuse those in scratch memory of the GPU first.
-Where the buffer's pages can't be pinned, pinned scratch and the CPU come between.
+The kernels themselves write and read the buffer: one in a GPU's memory (cuda-ipc), which may be
+another one's, or a mapping of the host's whose pages are pinned (shm, tcp, nixl), across PCIe. They
+go through the TMA where there is one, and sum the blocks on their way. Where a buffer's pages can't
+be pinned, pinned scratch and the CPU come between: one half is the CPU's while the other is the
+GPU's.
 """
 
 from __future__ import annotations
@@ -27,17 +27,12 @@ from kvmig.kernels.select import kernels
 from kvmig.kernels.side_stream import SideStream
 
 SCRATCH_BYTES = 16 << 20
-"""Scratch of the GPU's memory, and as much pinned memory where that is needed."""
-CTAS_FOR_HOST = 8
-"""Thread blocks of a copy to or from the host: as many as keep PCIe busy."""
-CTAS_FOR_SUMS = 2
-"""Thread blocks that sum what the copy engines copy: as many as keep up with PCIe."""
-LONG_RUN = 28 << 10
-"""Bytes from which on the copy engines reach an H100's PCIe with many runs (vLLM #42212)."""
+"""Pinned scratch memory, in two halves, for buffers that can't be pinned."""
 CTAS_OF_TMA = 4
-"""Thread blocks of a copy between GPUs, or on one, through the TMA: as few as leave the SMs to the
-engine's steps, and keep a link busy."""
-CTAS_ON_DEVICE = 8
+"""Thread blocks of a copy through the TMA: as few as leave the SMs to the engine's steps, and keep
+a link busy. An H100's PCIe takes as much from 4 as from 32 (50 GB/s; 2 bring 31 GB/s from the
+host), and its own memory 70 GB/s."""
+CTAS_WITHOUT_TMA = 8
 """The same without the TMA, and for blocks of runs that are too short for it."""
 TMA_RUN = 8 << 10
 """Bytes from which on a run goes through the TMA: one thread orders all of a CTA's."""
@@ -60,20 +55,19 @@ class DeviceCopies:
         steps_overlap: bool,
         scratch_bytes: int = SCRATCH_BYTES,
     ) -> None:
-        """steps_overlap: of the engine, see `StepMarks`; scratch_bytes: room for one block
+        """steps_overlap: of the engine, see `StepMarks`; scratch_bytes: room for two blocks
         is there in any case. Raises UnsupportedLayout if a plan needs several copies."""
         _check(plan)
         self.gpu = device.ordinal
         self._plan = plan
         self._device = device
         self._by = by
-        self._fit = max(1, scratch_bytes // plan.unit_bytes)
-        self._nbytes = self._fit * plan.unit_bytes
+        self._fit = max(1, scratch_bytes // 2 // plan.unit_bytes)
+        """Blocks that half of the scratch memory holds."""
         self._tma = by if isinstance(by, GpuKernels) and by.has_tma and _fits_tma(plan) else None
         self._unsettled: list[memoryview] = []
         """Buffers whose copy hasn't ended in time: never freed, for the device may be at it."""
-        self._straight = device.copies_blocks and _least_run(plan) >= LONG_RUN
-        self._pinned = self._scratch = 0
+        self._scratch = 0
         with ExitStack() as held:
             self._marks = StepMarks(device, steps_overlap)
             held.callback(self._marks.close)
@@ -82,9 +76,6 @@ class DeviceCopies:
                 self._streams.append(SideStream(device, priority))
                 held.callback(self._streams[-1].close)
             self._stream = self._streams[0]
-            if not self._straight:
-                self._scratch = device.allocate(self._nbytes)
-                held.callback(device.free, self._scratch)
             self._pins = PinnedMemory(device)
             held.callback(self._pins.close)
             self._held = held.pop_all()
@@ -95,55 +86,45 @@ class DeviceCopies:
 
     def gather(self, ids: Sequence[int], out: memoryview, urgent: bool = False) -> list[int]:
         """Blocks [n] to `out` [n * unit_bytes]; their n checksums."""
-        memory, gather = self._checked(ids, out), self._plan.gather
-        with self._settled(urgent, out) as pendings:
-            if memory.device == "cuda":
-                pendings.append(self._on_gpus(gather(ids, memory.address), memory.address))
-            else:
-                pinned = self._pins.has(out)
-                for part, address in self._parts(ids, memory.address):
-                    to = address if pinned else self._pinned_scratch()
-                    pendings.append(self._to_host(part, to))
-                    if not pinned:
-                        self._stream.settle()
-                        ctypes.memmove(address, to, len(part) * self._plan.unit_bytes)
-        return _sums(pendings)
+        memory = self._checked(ids, out)
+        with self._settled(urgent, out):
+            if self._reaches(memory, out):
+                return self._start(self._plan.gather(ids, memory.address), memory.address).wait()
+            return self._gather_by_scratch(ids, memory.address)
 
     def scatter(self, ids: Sequence[int], data: memoryview, urgent: bool = False) -> list[int]:
         """`data` [n * unit_bytes] to blocks [n]; n checksums of what came there."""
-        memory, scatter = self._checked(ids, data), self._plan.scatter
-        with self._settled(urgent, data) as pendings:
-            if memory.device == "cuda":
-                pendings.append(self._on_gpus(scatter(ids, memory.address), memory.address))
-            else:
-                pinned = self._pins.has(data)
-                for part, address in self._parts(ids, memory.address):
-                    source = address if pinned else self._pinned_scratch()
-                    if not pinned:
-                        self._stream.settle()  # the last part may still be read from there
-                        ctypes.memmove(source, address, len(part) * self._plan.unit_bytes)
-                    pendings.append(self._from_host(part, source))
-        return _sums(pendings)
+        memory = self._checked(ids, data)
+        with self._settled(urgent, data):
+            if self._reaches(memory, data):
+                return self._start(self._plan.scatter(ids, memory.address), memory.address).wait()
+            return self._scatter_by_scratch(ids, memory.address)
 
     def try_out(self) -> None:
         """Bring one block out and back the same, in every way: what is made at the first use is
         made before requests move. Raises KvmigError, also where its checksums differ."""
         self._device.settle()  # the cache may still be filled with zeros
-        mapping, found = mmap.mmap(-1, self._plan.unit_bytes), list[list[int]]()
+        mapping, found = mmap.mmap(-1, self._plan.unit_bytes), [self._sum_block(0)]
         for buffer in (memoryview(mapping), memoryview(bytearray(self._plan.unit_bytes))):
             for urgent in (False, True):
                 found += [self.gather([0], buffer, urgent), self.scatter([0], buffer, urgent)]
         self._pins.close()
         address = self._device.allocate(self._plan.unit_bytes)
         try:
-            with self._settled(False, memoryview(b"")) as pendings:
-                pendings.append(self._on_gpus(self._plan.gather([0], address), address))
-                pendings.append(self._on_gpus(self._plan.scatter([0], address), address))
-            found += [one.wait() for one in pendings]
+            with self._settled(False, memoryview(b"")):
+                for passes in (self._plan.gather([0], address), self._plan.scatter([0], address)):
+                    found.append(self._start(passes, address).wait())
         finally:
             self._device.free(address)
         if any(sums != found[0] for sums in found):
             raise KvmigError(f"a copy on GPU {self.gpu} and back isn't the same block")
+
+    def _sum_block(self, number: int) -> list[int]:
+        """A block's checksum by the kernel that copies nothing."""
+        (one,) = self._plan.gather([number], _TMA_GRAIN)
+        blocks = checked(*one)
+        with self._settled(False, memoryview(b"")):
+            return self._by.checksum(blocks.src, blocks.src_ids, stream=self._stream.handle).wait()
 
     def close(self) -> None:
         """Free everything; no copy and no step may follow."""
@@ -159,14 +140,18 @@ class DeviceCopies:
             )
         return memory
 
+    def _reaches(self, memory: ArrayMemory, buffer: memoryview) -> bool:
+        """Whether the kernels can write and read the buffer: they can once it is pinned."""
+        return memory.device == "cuda" or self._pins.has(buffer)
+
     @contextmanager
-    def _settled(self, urgent: bool, buffer: memoryview) -> Iterator[list[PendingWork]]:
+    def _settled(self, urgent: bool, buffer: memoryview) -> Iterator[None]:
         """Copies inside come after the engine's steps, and are over when it is left."""
         self._device.enter()
         self._stream = self._streams[urgent]
         self._marks.precede(self._stream.handle)
         try:
-            yield []
+            yield
         finally:  # after a failure too: the caller frees the memory next
             try:
                 self._stream.settle()
@@ -174,56 +159,46 @@ class DeviceCopies:
                 self._unsettled.append(buffer)
                 raise
 
-    def _parts(self, ids: Sequence[int], address: int) -> Iterator[tuple[Sequence[int], int]]:
-        """Parts of as many ids as the scratch holds, and where their bytes are in the buffer."""
-        for first in range(0, len(ids), self._fit):
-            yield ids[first : first + self._fit], address + first * self._plan.unit_bytes
-
-    def _start(self, passes: Iterable[CopyPass], workers: int) -> PendingWork:
-        (one,) = passes
-        return start_copy(self._by, *one, stream=self._stream.handle, workers=workers)
-
-    def _on_gpus(self, passes: Iterable[CopyPass], buffer: int) -> PendingWork:
-        """A copy to or from a buffer in a GPU's memory."""
-        if self._tma is None or buffer % _TMA_GRAIN:
-            return self._start(passes, CTAS_ON_DEVICE)
+    def _start(self, passes: Iterable[CopyPass], buffer: int) -> PendingWork:
+        """Queue a copy to or from a buffer that the kernels reach."""
         (one,) = passes
         stream = self._stream.handle
+        if self._tma is None or buffer % _TMA_GRAIN:
+            return start_copy(self._by, *one, stream=stream, workers=CTAS_WITHOUT_TMA)
         return self._tma.copy_tma(checked(*one), checksums=True, stream=stream, workers=CTAS_OF_TMA)
 
-    def _to_host(self, ids: Sequence[int], pinned: int) -> PendingWork:
-        """Blocks [n] to pinned memory, fused."""
-        if self._straight:
-            (one,) = self._plan.gather(ids, pinned)
-            return self._by_engines(one, summed_at_source=True)
-        pending = self._start(self._plan.gather(ids, self._scratch), CTAS_FOR_HOST)
-        nbytes = len(ids) * self._plan.unit_bytes
-        self._device.download(pinned, self._scratch, nbytes, self._stream.handle)
-        return pending
+    # -- through scratch memory
 
-    def _from_host(self, ids: Sequence[int], pinned: int) -> PendingWork:
-        """Fused blocks [n] of pinned memory to the cache."""
-        if self._straight:
-            (one,) = self._plan.scatter(ids, pinned)
-            return self._by_engines(one, summed_at_source=False)
-        nbytes = len(ids) * self._plan.unit_bytes
-        self._device.upload(self._scratch, pinned, nbytes, self._stream.handle)
-        return self._start(self._plan.scatter(ids, self._scratch), CTAS_FOR_HOST)
+    def _gather_by_scratch(self, ids: Sequence[int], address: int) -> list[int]:
+        sums: list[int] = []
+        filling: tuple[PendingWork, int, int, int] | None = None
+        for part, to, half in self._parts(ids, address):
+            pending = self._start(self._plan.gather(part, half), half)
+            if filling is not None:
+                sums += _empty(*filling)
+            filling = pending, to, half, len(part) * self._plan.unit_bytes
+        return sums if filling is None else sums + _empty(*filling)
 
-    def _by_engines(self, one: CopyPass, summed_at_source: bool) -> PendingWork:
-        """The copy engines copy, few CTAs sum the blocks in the cache."""
-        stream = self._stream.handle
-        blocks = checked(*one)
-        self._device.copy_blocks(*blocks, stream)
-        source, target = (blocks.src, blocks.src_ids), (blocks.dst, blocks.dst_ids)
-        summed = source if summed_at_source else target
-        return self._by.checksum(*summed, stream=stream, workers=CTAS_FOR_SUMS)
+    def _scatter_by_scratch(self, ids: Sequence[int], address: int) -> list[int]:
+        sums: list[int] = []
+        emptying: deque[PendingWork] = deque()
+        for part, source, half in self._parts(ids, address):
+            if len(emptying) == 2:  # the older one is of this half
+                sums += emptying.popleft().wait()
+            ctypes.memmove(half, source, len(part) * self._plan.unit_bytes)
+            emptying.append(self._start(self._plan.scatter(part, half), half))
+        return sums + _sums(emptying)
 
-    def _pinned_scratch(self) -> int:
-        if not self._pinned:
-            self._pinned = self._device.allocate_pinned(self._nbytes)
-            self._held.callback(self._device.free_pinned, self._pinned)
-        return self._pinned
+    def _parts(self, ids: Sequence[int], address: int) -> Iterator[tuple[Sequence[int], int, int]]:
+        """Parts of as many ids as half of the scratch memory holds, where their bytes are in the
+        buffer, and which half is theirs: the two take turns."""
+        nbytes = self._fit * self._plan.unit_bytes
+        if ids and not self._scratch:
+            self._scratch = self._device.allocate_pinned(2 * nbytes)
+            self._held.callback(self._device.free_pinned, self._scratch)
+        for turn, first in enumerate(range(0, len(ids), self._fit)):
+            start = address + first * self._plan.unit_bytes
+            yield ids[first : first + self._fit], start, self._scratch + turn % 2 * nbytes
 
 
 class StepMarks:
@@ -298,5 +273,12 @@ def _check(plan: CopyPlan) -> None:
             raise UnsupportedLayout(f"on a GPU a block is one copy of the kernels, not {n}")
 
 
-def _sums(pendings: Sequence[PendingWork]) -> list[int]:
+def _empty(filling: PendingWork, to: int, half: int, nbytes: int) -> list[int]:
+    """Copy what came into a half of the scratch memory to the buffer; its checksums."""
+    sums = filling.wait()
+    ctypes.memmove(to, half, nbytes)
+    return sums
+
+
+def _sums(pendings: Iterable[PendingWork]) -> list[int]:
     return [checksum for pending in pendings for checksum in pending.wait()]

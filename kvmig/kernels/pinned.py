@@ -1,14 +1,16 @@
-"""Mappings of the host that a GPU copies from and to by itself: their pages are pinned once.
+"""Mappings of the host that a GPU's kernels reach: their pages are pinned once in a process.
 
-A mapping stays mapped as long as it is pinned, even when its owner has closed it.
+A mapping stays mapped as long as it is pinned, even when its owner has closed it. Engines of one
+process that use the same mapping share its pin, which holds for all GPUs.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from threading import Lock
 
 from kvmig.core.errors import KvmigError
 from kvmig.kernels.arrays import address_of
@@ -17,7 +19,47 @@ from kvmig.kernels.driver import CudaDriver
 MOST = 40
 """Mappings that are kept, those used last: of as many sources as have inboxes, and one's own."""
 
+_USES_HOST_ADDRESSES = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+_PINS_READ_ONLY = 113
+"""CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED."""
+
 log = logging.getLogger(__name__)
+
+
+def pins_read_only(device: CudaDriver) -> bool:
+    """Whether the device can have pages pinned that this process has mapped for reading only."""
+    return bool(device.attribute(_PINS_READ_ONLY))
+
+
+class _SharedPins:
+    """How many users each pinned address has in this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._users: Counter[int] = Counter()
+
+    def pin(self, device: CudaDriver, view: memoryview) -> None:
+        """Raises KvmigError."""
+        address = address_of(view)
+        with self._lock:
+            if not self._users[address]:
+                if not device.attribute(_USES_HOST_ADDRESSES):
+                    raise KvmigError(f"GPU {device.ordinal} doesn't use the host's addresses")
+                device.pin(address, view.nbytes, view.readonly)
+            self._users[address] += 1
+
+    def unpin(self, device: CudaDriver, view: memoryview) -> None:
+        """Raises KvmigError."""
+        address = address_of(view)
+        with self._lock:
+            self._users[address] -= 1
+            if not self._users[address]:
+                del self._users[address]
+                device.unpin(address)
+
+
+_shared = _SharedPins()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +100,17 @@ class PinnedMemory:
     def _pin(self, mapping: mmap.mmap) -> _Mapping:
         view = memoryview(mapping)
         try:
-            self._device.pin(address_of(view), view.nbytes, view.readonly)
+            _shared.pin(self._device, view)
         except KvmigError as error:
-            log.info("copies of these %d bytes go by pinned memory: %s", view.nbytes, error)
+            log.warning(
+                "copies to and from %d bytes of the host take a detour, which is slower: %s",
+                view.nbytes,
+                str(error),  # whose frames would keep the mapping
+            )
             return _Mapping(view, pinned=False)
         return _Mapping(view, pinned=True)
 
     def _drop(self, known: _Mapping) -> None:
         with known.view as view:
             if known.pinned:
-                self._device.unpin(address_of(view))
+                _shared.unpin(self._device, view)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,13 +19,13 @@ from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import Chunk, Offer
-from kvmig.kvtransfer.transports import nixl
+from kvmig.kvtransfer.transports import nixl, ucx
 from kvmig.kvtransfer.transports.base import BufferShape, StagingPool, TransportInbox
 from kvmig.kvtransfer.transports.nixl import NixlInbox, NixlStaging, RdmaPlace
 from kvmig.rpc.codec import Frame
-from tests.kvtransfer.test_peer_copies import IDS, INTO, End
 from tests.kvtransfer.test_transports_processes import needs_nixl
 from tests.support import fake_gpu
+from tests.support.gpu_end import IDS, INTO, GpuEnd
 
 pytestmark = [needs_nixl, pytest.mark.usefixtures("gpus")]
 
@@ -83,16 +85,16 @@ async def brought(
 
 
 @pytest.fixture
-def source() -> Iterator[End]:
-    made = End(0, 1)
+def source() -> Iterator[GpuEnd]:
+    made = GpuEnd(0, 1)
     yield made
     made.close()
 
 
 async def test_blocks_go_from_one_gpus_memory_to_anothers_and_through_none_of_the_hosts(
-    mistaken: Mistaken, source: End
+    mistaken: Mistaken, source: GpuEnd
 ) -> None:
-    target, nbytes = End(1, 2), len(IDS) * source.size
+    target, nbytes = GpuEnd(1, 2), len(IDS) * source.size
     staging = NixlStaging(SLOTS, nbytes, gpu=0)
     inbox = NixlInbox(staging.offer(), gpu=1)
     assert (staging.memory, inbox.memory, mistaken.gpus) == (None, None, [0, 1])
@@ -157,3 +159,41 @@ def test_memory_of_another_kind_is_no_place(mistaken: Mistaken) -> None:
     with pytest.raises(PeerError, match="not a token of NIXL"):
         staging.channel(token.decode())
     staging.close()
+
+
+def test_ucxs_transports_of_gpus_are_asked_for_by_name(
+    mistaken: Mistaken, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "")
+    monkeypatch.delenv("UCX_TLS")
+    staging = NixlStaging(SLOTS, SIZE, gpu=1)
+    assert {"cuda_ipc", "gdr_copy"} < {*os.environ["UCX_TLS"].split(",")}
+    assert "NIXL, GPU 1: gdr_copy isn't there (no /dev/gdrdrv)" in caplog.text
+    staging.close()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dma_buf", "files", "said"),
+    [
+        (ucx.NAMED, True, ["dev/gdrdrv"], []),
+        (ucx.NAMED, False, ["dev/gdrdrv", "sys/module/nvidia_peermem"], []),
+        (ucx.NAMED, False, ["dev/gdrdrv"], ["nvidia_peermem isn't loaded"]),
+        (ucx.NAMED, True, [], ["gdr_copy isn't there"]),
+        ("rc,cuda_copy", True, [], ["UCX_TLS is rc,cuda_copy, without cuda_ipc"]),
+        ("rc,cuda", True, [], []),
+    ],
+)
+def test_what_ucx_lacks_for_a_gpus_memory_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    chosen: str,
+    dma_buf: bool,
+    files: Sequence[str],
+    said: Sequence[str],
+) -> None:
+    monkeypatch.setenv("UCX_TLS", chosen)
+    for file in files:
+        (tmp_path / file).mkdir(parents=True)
+    found = list(ucx.find_fall_backs(dma_buf, tmp_path))
+    assert len(found) == len(said)
+    assert all(part in one for part, one in zip(said, found, strict=True))

@@ -12,7 +12,7 @@ import pytest
 
 from kvmig.core.errors import KvmigError, TransportError
 from kvmig.engines.block_copies import BlockPlan, HostCopies
-from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_ON_DEVICE, TMA_RUN, DeviceCopies, load
+from kvmig.engines.device_copies import CTAS_OF_TMA, CTAS_WITHOUT_TMA, TMA_RUN, load
 from kvmig.kernels.api import FinishedWork
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.gpu import GpuKernels
@@ -22,46 +22,22 @@ from kvmig.kvtransfer.transports.base import StagingPool, TransportChannel
 from kvmig.kvtransfer.transports.cuda_ipc import IpcMemory
 from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.rpc.codec import Frame, RefusalCounter
-from tests.support.fake_gpu import DeviceCache, FakeGpu, FakeKernels
+from tests.support.fake_gpu import FakeGpu
+from tests.support.gpu_end import IDS, INTO, RUNS, GpuEnd
 from tests.support.inbox_process import Destination, digest
-from tests.support.poisoned import make_cache
 
 pytestmark = pytest.mark.usefixtures("gpus")
 """Which see that all comes back."""
 
-RUNS = (TMA_RUN, 3 * TMA_RUN + 16, 5 * TMA_RUN)
-IDS, INTO = [6, 0, 3, 7], [1, 2, 5, 4]
-
-
-class End:
-    """A KV cache of eight blocks on one GPU, and copies of it."""
-
-    def __init__(self, device: int, seed: int, runs: Sequence[int] = RUNS) -> None:
-        self.gpu = FakeGpu(device)
-        self.kernels = FakeKernels(self.gpu)
-        self.launches = self.kernels.launches
-        self.host = make_cache(seed, [*runs], [16] * len(runs), 8)
-        self.cache = DeviceCache(self.gpu, self.host)
-        self.size = self.cache.layout.block_bytes
-        self.copies = DeviceCopies(BlockPlan(self.cache.layout), self.gpu, self.kernels, False)
-
-    def blocks(self, ids: list[int]) -> bytes:
-        return b"".join(self.host.block(number) for number in ids)
-
-    def close(self) -> None:
-        self.copies.close()
-        self.kernels.close()
-        self.cache.free()
-
 
 @pytest.fixture
-def source() -> Iterator[End]:
-    made = End(0, 1)
+def source() -> Iterator[GpuEnd]:
+    made = GpuEnd(0, 1)
     yield made
     made.close()
 
 
-def staging_of(end: End) -> StagingPool:
+def staging_of(end: GpuEnd) -> StagingPool:
     slots = open_staging("cuda-ipc", "test", "a", 2, len(IDS) * end.size, TransportSite(gpu=0))
     return slots["cuda-ipc"]
 
@@ -70,7 +46,7 @@ def announced(payload: Sequence[Frame] = (), number: int = 0) -> None:
     assert not payload
 
 
-async def gathered(end: End, channel: TransportChannel, slot: int) -> list[int]:
+async def gathered(end: GpuEnd, channel: TransportChannel, slot: int) -> list[int]:
     """As a chunk's sender does."""
     out = (await channel.buffer(slot))[: len(IDS) * end.size]
     return await asyncio.to_thread(end.copies.gather, IDS, out)
@@ -78,9 +54,9 @@ async def gathered(end: End, channel: TransportChannel, slot: int) -> list[int]:
 
 @pytest.mark.parametrize("there", [0, 1])
 async def test_blocks_cross_to_another_gpu_by_one_copy_and_to_their_places_by_another(
-    source: End, there: int
+    source: GpuEnd, there: int
 ) -> None:
-    target, staging = End(there, 2), staging_of(source)
+    target, staging = GpuEnd(there, 2), staging_of(source)
     inbox = open_offer([staging.offer()], "cuda-ipc", TransportSite(gpu=there))
     slot, channel = await staging.acquire(1), staging.channel(inbox.token)
     sums = await gathered(source, channel, slot)
@@ -98,7 +74,7 @@ async def test_blocks_cross_to_another_gpu_by_one_copy_and_to_their_places_by_an
     target.close()
 
 
-def buffer_for(end: End, shift: int = 0) -> memoryview:
+def buffer_for(end: GpuEnd, shift: int = 0) -> memoryview:
     """In the GPU's memory, for all IDS."""
     memory = IpcMemory(0, len(IDS) * end.size + shift, RefusalCounter())
     memory.close()
@@ -113,11 +89,11 @@ def buffer_for(end: End, shift: int = 0) -> memoryview:
 def test_what_the_tma_does_not_copy_or_copies_slowly_the_others_do(
     gpus: None, runs: tuple[int, ...], shift: int
 ) -> None:
-    end = End(0, 1, runs)
+    end = GpuEnd(0, 1, runs)
     out = buffer_for(end, shift)
     end.copies.gather(IDS, out)
     assert end.gpu.read(memory_of(out).address, len(IDS) * end.size) == end.blocks(IDS)
-    assert (end.launches.workers, end.launches.by_tma) == ([CTAS_ON_DEVICE], 0)
+    assert (end.launches.workers, end.launches.by_tma) == ([CTAS_WITHOUT_TMA], 0)
     del out
     end.close()
 
@@ -127,17 +103,17 @@ def test_a_library_without_code_for_the_tma_copies_by_few_blocks_of_threads(
 ) -> None:
     """On a GPU of sm_90 that runs what was compiled for sm_80, the kernel would do nothing."""
     monkeypatch.setenv("KVMIG_FAKE_PTX", "80")
-    end = End(0, 1)
+    end = GpuEnd(0, 1)
     out = buffer_for(end)
     sums = end.copies.gather(IDS, out)
     on_cpu = memoryview(bytearray(len(IDS) * end.size))
     assert sums == HostCopies(BlockPlan(end.host.layout)).gather(IDS, on_cpu)
-    assert (end.launches.workers, end.launches.by_tma) == ([CTAS_ON_DEVICE], 0)
+    assert (end.launches.workers, end.launches.by_tma) == ([CTAS_WITHOUT_TMA], 0)
     del out
     end.close()
 
 
-def test_the_tma_is_tried_out_at_the_start(source: End, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tma_is_tried_out_at_the_start(source: GpuEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     copy_tma = GpuKernels.copy_tma
 
@@ -147,11 +123,11 @@ def test_the_tma_is_tried_out_at_the_start(source: End, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(GpuKernels, "copy_tma", noted)
     load(BlockPlan(source.cache.layout), 0, steps_overlap=True).close()
-    assert calls.count(CTAS_OF_TMA) == 2
+    assert calls.count(CTAS_OF_TMA) == 10, "to a mapping, to scratch, to a GPU, and back"
 
 
 def test_a_tma_that_does_nothing_is_noticed_at_the_start(
-    source: End, monkeypatch: pytest.MonkeyPatch
+    source: GpuEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives the same checksums there and back: none."""
     lazy = FinishedWork([0])
@@ -163,7 +139,7 @@ def test_a_tma_that_does_nothing_is_noticed_at_the_start(
 # -- copies that end late, or never
 
 
-def started(end: End, out: memoryview) -> Future[list[int]]:
+def started(end: GpuEnd, out: memoryview) -> Future[list[int]]:
     """A gather on a thread, of which nothing has happened so far."""
     done: Future[list[int]] = Future()
 
@@ -177,14 +153,16 @@ def started(end: End, out: memoryview) -> Future[list[int]]:
     return done
 
 
-async def queued(end: End) -> None:
+async def queued(end: GpuEnd) -> None:
     """Until the gather is on its stream."""
     async with asyncio.timeout(10):
         while not end.launches.workers:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
 
 
-async def test_a_late_copy_meets_no_memory_of_a_destination_that_has_given_up(source: End) -> None:
+async def test_a_late_copy_meets_no_memory_of_a_destination_that_has_given_up(
+    source: GpuEnd,
+) -> None:
     """A4: a migration is given up, its inbox too, and the engine takes new memory; then the source,
     which was slow, writes."""
     staging, other = staging_of(source), FakeGpu(1)
@@ -210,7 +188,7 @@ async def test_a_late_copy_meets_no_memory_of_a_destination_that_has_given_up(so
 
 
 async def test_a_destination_that_is_killed_under_a_copy_costs_the_source_nothing(
-    source: End,
+    source: GpuEnd,
 ) -> None:
     staging = staging_of(source)
     with Destination(staging.offer(), gpu=1) as there:
@@ -231,7 +209,7 @@ async def test_a_destination_that_is_killed_under_a_copy_costs_the_source_nothin
     staging.close()
 
 
-async def test_another_process_has_what_was_gathered(source: End) -> None:
+async def test_another_process_has_what_was_gathered(source: GpuEnd) -> None:
     staging = staging_of(source)
     with Destination(staging.offer(), gpu=1) as there:
         slot, channel = await staging.acquire(1), staging.channel(there.token)
@@ -244,7 +222,7 @@ async def test_another_process_has_what_was_gathered(source: End) -> None:
 
 
 def test_memory_is_never_unmapped_under_a_copy_that_does_not_end(
-    source: End, monkeypatch: pytest.MonkeyPatch
+    source: GpuEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle = SideStream.settle
     monkeypatch.setattr(SideStream, "settle", lambda stream: settle(stream, 0.05))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Self
@@ -105,7 +105,9 @@ class Destination:
 
 
 def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool) -> None:
-    with fake_gpu.installed() if fake and offer.transport == "cuda-ipc" else nullcontext():
+    with ExitStack() as installed:
+        if fake and offer.transport in ("cuda-ipc", "nccl", "shm"):
+            installed.enter_context(fake_gpu.installed())
         asyncio.run(_receive(pipe, offer, gpu))
 
 

@@ -31,6 +31,7 @@ from kvmig.kernels import ipc
 from kvmig.kernels.copy import address_of
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kvtransfer.messages import Chunk, Offer
+from kvmig.kvtransfer.transports import ucx
 from kvmig.kvtransfer.transports.base import (
     AnnounceChunk,
     BufferShape,
@@ -137,6 +138,7 @@ class RdmaMemory:
         os.close(descriptor)
         weakref.finalize(self, ipc.close, driver, mapping)
         self.base, self.device = mapping.address, gpu
+        self.dma_buf = bool(driver.attribute(ipc.HAS_DMA_BUF))
 
     def view(self, start: int, nbytes: int) -> memoryview:
         """A part of it, see `ipc.view`."""
@@ -154,6 +156,8 @@ class RdmaAgent:
     def __init__(self, nbytes: int, gpu: int | None) -> None:
         """gpu: whose memory it is, if that can be; None: the host's. Raises TransportError if NIXL
         can't be had."""
+        if gpu is not None:
+            ucx.name_gpu_transports()
         api = load()
         self.name = f"kvmig-{secrets.token_hex(8)}"
         self.arrived: OrderedDict[int, None] = OrderedDict()
@@ -197,10 +201,13 @@ class RdmaAgent:
 
     def _on_gpu(self, api: Any, gpu: int, nbytes: int) -> bool:
         try:
-            self._have(api, RdmaMemory(gpu, nbytes), nbytes)
+            memory = RdmaMemory(gpu, nbytes)
+            self._have(api, memory, nbytes)
         except Exception as error:  # noqa: BLE001 - of NIXL's own kinds, and said
             log.warning("NIXL brings blocks through the host's memory: %s", repr(error))
             return False
+        for missing in ucx.find_fall_backs(memory.dma_buf):
+            log.warning("NIXL, GPU %d: %s", gpu, missing)
         return True
 
     def _have(self, api: Any, memory: HostMemory | RdmaMemory, nbytes: int) -> None:

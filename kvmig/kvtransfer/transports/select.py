@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmig.core.config import IN_THE_CLEAR, MigrationConfig, Transport
-from kvmig.core.errors import TransportError
+from kvmig.core.errors import KernelUnavailable, TransportError
+from kvmig.kernels.driver import CudaDriver
+from kvmig.kernels.pinned import pins_read_only
 from kvmig.kvtransfer.messages import Offer
 from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, StagingPool, TransportInbox
@@ -41,6 +43,15 @@ class TransportSite:
     """The address at which peers reach this process; None: its messages leave the process never,
     or no port but their own may be opened."""
 
+    @property
+    def pins_only_writable(self) -> bool:
+        """Whether the GPU reaches a mapping of the host's only if it is mapped for writing; not
+        where its driver can't be asked, for then nothing is pinned."""
+        try:
+            return self.gpu is not None and not pins_read_only(CudaDriver(self.gpu))
+        except KernelUnavailable:
+            return False
+
     def takes(self, name: str, allowed: Transport) -> bool:
         """Whether a transport may be used."""
         if allowed != "auto":
@@ -62,7 +73,7 @@ def site_of(
 
 
 _INBOXES: Mapping[str, Callable[[Offer, TransportSite], TransportInbox]] = {
-    shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder),
+    shm.NAME: lambda offer, site: shm.ShmInbox(offer, site.folder, site.pins_only_writable),
     tcp.NAME: lambda offer, site: tcp.open_inbox(offer, site.host, site.refusals),
     nixl.NAME: lambda offer, site: nixl.NixlInbox(offer, site.gpu),
     cuda_ipc.NAME: lambda offer, site: cuda_ipc.CudaIpcInbox(offer, site.gpu, site.refusals),

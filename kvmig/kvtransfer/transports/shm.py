@@ -105,17 +105,18 @@ class ShmChannel(HostChannel):
 
 
 class ShmInbox(TransportInbox):
-    """The source's slots, mapped read-only."""
+    """The source's slots, mapped read-only unless this side's GPU can't pin such pages."""
 
     transport = NAME
 
-    def __init__(self, offer: Offer, folder: Path = FOLDER) -> None:
-        """Raises TransportError if this process can't see the source's memory."""
+    def __init__(self, offer: Offer, folder: Path = FOLDER, writable: bool = False) -> None:
+        """writable: how to map it, though nothing here writes. Raises TransportError if this
+        process can't see the source's memory."""
         try:
             self._token = msgspec.json.decode(offer.token, type=ShmToken)
         except msgspec.DecodeError as error:
             raise TransportError(f"not a token of shared memory: {error}") from error
-        self._memory, self._file = _open(self._token, folder)
+        self._memory, self._file = _open(self._token, folder, writable)
         self._closed = False
 
     @property
@@ -134,7 +135,7 @@ class ShmInbox(TransportInbox):
             raise TransportError("the source's shared memory was given up")
         check_slot(chunk, payload, self._token.slots, self._token.slot_bytes)
         start = mmap.PAGESIZE + chunk.slot * self._token.slot_bytes + chunk.offset
-        return memoryview(self._memory)[start : start + chunk.nbytes]
+        return memoryview(self._memory)[start : start + chunk.nbytes].toreadonly()
 
     def close(self) -> None:
         """Unmap."""
@@ -176,20 +177,22 @@ def _create(folder: Path, cluster: str, instance: str) -> tuple[Path, int]:
         os.close(file)  # a sweep came between the two lines
 
 
-def _open(token: ShmToken, folder: Path) -> tuple[mmap.mmap, int]:
+def _open(token: ShmToken, folder: Path, writable: bool) -> tuple[mmap.mmap, int]:
     """The source's memory and its file, if it is what the token says."""
     if not re.fullmatch(rf"{PREFIX}-[A-Za-z0-9_.-]+", token.file):
         raise TransportError(f"{token.file!r} is no name of a staging file")
     size = mmap.PAGESIZE + token.slots * token.slot_bytes
     try:
-        file = os.open(folder / token.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        file = os.open(folder / token.file, mode | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise TransportError(f"can't see {token.file}: {error.strerror}") from error
     try:
         same = os.pread(file, NONCE_BYTES, 0).hex() == token.nonce
         if not same or os.fstat(file).st_size != size:
             raise TransportError(f"{token.file} is not the source's memory")
-        return mmap.mmap(file, size, flags=FLAGS, prot=mmap.PROT_READ), file
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return mmap.mmap(file, size, flags=FLAGS, prot=prot), file
     except OSError as error:
         os.close(file)
         raise TransportError(f"can't map {token.file}: {error.strerror}") from error

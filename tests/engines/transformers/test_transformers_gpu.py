@@ -36,7 +36,7 @@ async def test_a_request_moves_between_engines_on_gpus_token_for_token(
 ) -> None:
     """A6: both engines are in one process, on one GPU or two."""
     # Threads of a CTA take their turns here: by the seconds, with as many as a GPU has.
-    monkeypatch.setattr(device_copies, "CTAS_ON_DEVICE", 1)
+    monkeypatch.setattr(device_copies, "CTAS_WITHOUT_TMA", 1)
     ends = {"a": OnGpu(0, monkeypatch), "b": OnGpu(other, monkeypatch)}
     a, b = ends["a"].engine, ends["b"].engine
     for end in ends.values():

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import byref, c_size_t, c_ubyte, c_uint64, c_void_p
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.core.layout import KVLayout, Region
+from kvmig.engines import device_copies
 from kvmig.engines.block_copies import BlockPlan, HostCopies
-from kvmig.engines.device_copies import CTAS_FOR_HOST, CTAS_ON_DEVICE, LONG_RUN, DeviceCopies, load
+from kvmig.engines.device_copies import (
+    CTAS_OF_TMA,
+    CTAS_WITHOUT_TMA,
+    TMA_RUN,
+    DeviceCopies,
+    load,
+)
 from kvmig.engines.vllm.subblocks import LayerCache, RankCache, SubBlocks, UnitMap
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
@@ -30,15 +39,15 @@ pytestmark = pytest.mark.usefixtures("gpus")
 """Which see that all comes back."""
 
 HANDLE_BYTES = 20 << 20
-FIT = 3
-"""Blocks that the scratch memory holds."""
+FIT = 2
+"""Blocks that half of the scratch memory holds."""
 IDS = [6, 0, 3, 7, 1, 4, 2]
-"""More than twice as many."""
+"""More than three times as many."""
 
 
 SHORT = (48, 4096, 56)
-LONG = (LONG_RUN, LONG_RUN + 16, 2 * LONG_RUN)
-"""Bytes of a block's runs, which the kernels or the copy engines copy."""
+LONG = (TMA_RUN, TMA_RUN + 16, 2 * TMA_RUN)
+"""Bytes of a block's runs, which warps or the TMA copy."""
 
 
 class World:
@@ -49,13 +58,13 @@ class World:
         self.kernels = FakeKernels(self.gpu)
         self.launches = self.kernels.launches
         self.runs = [*runs]
-        self.host = make_cache(1, self.runs, [0, 16, 8], 8)
+        self.host = make_cache(1, self.runs, [0, 16, 32 if runs == LONG else 8], 8)
         self.cache = DeviceCache(self.gpu, self.host)
         self.size = self.cache.layout.block_bytes
         self.engine = self.gpu.new_stream()
         plan = BlockPlan(self.cache.layout)
         self.copies = DeviceCopies(
-            plan, self.gpu, self.kernels, steps_overlap, FIT * self.size + self.size - 1
+            plan, self.gpu, self.kernels, steps_overlap, 2 * FIT * self.size + self.size - 1
         )
 
     def blocks(self, ids: list[int]) -> bytes:
@@ -211,61 +220,68 @@ def test_a_corrupt_byte_shows_in_its_blocks_checksum(any_world: World) -> None:
     assert [a == b for a, b in zip(sums, found, strict=True)] == [True, True, False, True]
 
 
-def test_a_gpus_buffer_is_written_by_the_kernels_themselves(world: World) -> None:
-    out = world.buffer("device", len(IDS) * world.size)
+@pytest.mark.parametrize("kind", ["device", "mapping"])
+def test_the_kernels_themselves_write_and_read_what_they_reach(world: World, kind: str) -> None:
+    """And nothing else copies: a GPU's memory, and pinned pages of the host's."""
+    out = world.buffer(kind, len(IDS) * world.size)
     world.copies.gather(IDS, out)
     world.copies.scatter(IDS, out)
-    assert world.launches.workers == [CTAS_ON_DEVICE] * 2
+    assert world.launches.workers == [CTAS_WITHOUT_TMA] * 2
     assert not [move for move in world.gpu.moved if move[2] >= world.size]
 
 
-@pytest.mark.parametrize("direction", ["download", "upload"])
-def test_a_pinned_buffer_is_copied_without_the_cpu(world: World, direction: str) -> None:
-    buffer = world.buffer("mapping", len(IDS) * world.size)
-    copy = world.copies.gather if direction == "download" else world.copies.scatter
-    copy(IDS, buffer)
-    start = memory_of(buffer).address
-    assert [move for move in world.gpu.moved if move[2] >= world.size] == [
-        (direction, start + first * world.size, min(FIT, len(IDS) - first) * world.size)
-        for first in range(0, len(IDS), FIT)
-    ]
-    assert world.launches.workers == [CTAS_FOR_HOST] * 3
-
-
-@pytest.mark.parametrize("copy", ["gather", "scatter"])
-@pytest.mark.parametrize("kind", ["mapping", "bytes"])
-def test_long_runs_go_to_the_host_by_the_copy_engines_without_scratch(
-    gpus: None, copy: str, kind: str
-) -> None:
+@pytest.mark.parametrize("kind", ["device", "mapping"])
+def test_long_runs_go_through_the_tma_to_whatever_it_reaches(gpus: None, kind: str) -> None:
     world = World(runs=LONG)
-    buffer = world.buffer(kind, len(IDS) * world.size)
-    getattr(world.copies, copy)(IDS, buffer)
-    assert world.launches.workers == [], "no kernel copies"
-    assert FIT * world.size not in fake_gpu.sizes()
-    world.close()
-
-
-@pytest.mark.parametrize("copy", ["gather", "scatter"])
-def test_copy_engines_that_fail_leave_nothing_behind(gpus: None, copy: str) -> None:
-    world = World(runs=LONG)
-    buffer = world.buffer("mapping", len(IDS) * world.size)
-    fake_gpu.fail("cuMemcpyBatchAsync")
-    with pytest.raises(KvmigError, match="cuMemcpyBatchAsync: invalid argument"):
-        getattr(world.copies, copy)(IDS, buffer)
-    world.close()
-
-
-def test_with_an_older_driver_the_kernels_copy_long_runs_too(
-    gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeGpu, "copies_blocks", False)
-    world = World(runs=LONG)
-    out = world.buffer("mapping", len(IDS) * world.size)
-    world.copies.gather(IDS, out)
-    assert bytes(out) == world.blocks(IDS)
-    assert world.launches.workers == [CTAS_FOR_HOST] * 3
+    out = world.buffer(kind, len(IDS) * world.size)
+    sums = world.copies.gather(IDS, out)
+    assert world.read(out) == world.blocks(IDS)
+    assert world.copies.scatter(IDS, out) == sums
+    assert world.launches.workers == [CTAS_OF_TMA] * 2
     del out
     world.close()
+
+
+@pytest.mark.parametrize(("copy", "queued"), [("gather", [2, 3, 4, 4]), ("scatter", [0, 1, 2, 3])])
+def test_the_gpu_has_one_half_of_the_scratch_while_the_cpu_has_the_other(
+    world: World, monkeypatch: pytest.MonkeyPatch, copy: str, queued: list[int]
+) -> None:
+    before: list[int] = []
+    """Kernels that were queued before each of the CPU's copies."""
+
+    def memmove(to: int, source: int, nbytes: int) -> None:
+        if nbytes >= world.size:
+            before.append(len(world.launches.workers))
+        ctypes.memmove(to, source, nbytes)
+
+    monkeypatch.setattr(device_copies, "ctypes", SimpleNamespace(memmove=memmove))
+    getattr(world.copies, copy)(IDS, world.buffer("bytes", len(IDS) * world.size))
+    assert before == queued
+
+
+def test_engines_of_one_process_share_the_pin_of_a_mapping(world: World) -> None:
+    """The driver pins no page twice."""
+    plan = BlockPlan(world.cache.layout)
+    other = DeviceCopies(plan, world.gpu, world.kernels, False)
+    out = world.buffer("mapping", world.size)
+    sums = other.gather([3], out)
+    assert world.copies.scatter([3], out) == sums
+    assert world.gpu.pins == 1
+    assert world.launches.workers == [CTAS_WITHOUT_TMA] * 2
+    other.close()
+    world.copies.gather([2], out)
+    assert bytes(out) == world.blocks([2])
+
+
+def test_pages_that_the_gpu_sees_elsewhere_are_not_pinned(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FakeGpu, "attribute", lambda *_: 0)
+    out = world.buffer("mapping", world.size)
+    world.copies.gather([3], out)
+    assert bytes(out) == world.blocks([3])
+    assert world.gpu.pins == 0
+    assert "take a detour, which is slower: GPU 0 doesn't use the host's addresses" in caplog.text
 
 
 def test_scratch_memory_is_bounded_and_used_again(world: World) -> None:
@@ -278,7 +294,7 @@ def test_scratch_memory_is_bounded_and_used_again(world: World) -> None:
             del out
         held.append(fake_gpu.sizes())
     assert held[0] == held[1] == held[2]
-    assert max(held[0]) < (FIT + 1) * world.size + max(world.cache.nbytes, 512)
+    assert max(held[0]) < (2 * FIT + 1) * world.size + max(world.cache.nbytes, 512)
 
 
 def test_a_block_that_is_larger_than_the_scratch_gets_room(world: World) -> None:
@@ -373,6 +389,7 @@ def test_an_urgent_copy_has_the_stream_of_the_highest_priority(
 
 STEPS = ["cuCtxSetCurrent", "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery"]
 COPIES = ["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"]
+"""Of a call's tables and sums."""
 
 
 @pytest.mark.parametrize("name", [*STEPS, *COPIES, "cuMemHostRegister_v2", "cuMemHostAlloc"])
@@ -393,13 +410,13 @@ def test_a_copy_that_fails_leaves_nothing_behind(world: World, name: str, copy: 
 @pytest.mark.parametrize("copy", ["gather", "scatter"])
 def test_what_was_queued_before_a_failure_is_over_when_it_is_told(world: World, copy: str) -> None:
     world.launches.fails_after = 2
-    buffer = world.buffer("mapping", len(IDS) * world.size)
+    buffer = world.buffer("bytes", len(IDS) * world.size)
     with pytest.raises(KvmigError, match="launch: out of luck"):
         getattr(world.copies, copy)(IDS, buffer)
     assert {world.gpu.pending(stream) for stream in world.launches.on} == {0}
 
 
-@pytest.mark.parametrize("name", ["cuEventCreate", "cuStreamCreateWithPriority", "cuMemAlloc_v2"])
+@pytest.mark.parametrize("name", ["cuEventCreate", "cuStreamCreateWithPriority"])
 def test_a_start_that_fails_gives_back_what_it_had(name: str) -> None:
     gpu, layout = FakeGpu(), make_cache(1, [64], [0], 2).layout
     fake_gpu.fail(name)

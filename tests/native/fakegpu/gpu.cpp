@@ -63,10 +63,16 @@ CALL(kNothing, cuDeviceGetAttribute, int *value, int attribute, int device)
     const std::map<int, int> known = {
         {16, sms()}, {75, 9}, {76, 0},  // sm_90
         {133, std::getenv("KVMIG_FAKE_MPS") != nullptr},
-        {102, 1}, {103, 1}, {110, 1}};  // virtual memory, by descriptors, with GPUDirect RDMA
+        {91, 1}, {113, std::getenv("KVMIG_FAKE_PINS_WRITABLE") == nullptr},  // of registered memory
+        {102, 1}, {103, 1}, {110, 1}, {124, 1}};  // virtual memory, by descriptors, with GPUDirect RDMA
     const auto one = known.find(attribute);
     if (one == known.end() || !visible(device)) return kInvalidValue;
     *value = one->second;
+    return kSuccess;
+}
+CALL(kNothing, cuDeviceGetUuid_v2, unsigned char *uuid, int device)
+    if (!visible(device)) return kInvalidDevice;
+    std::memset(uuid, machine.seen[device] + 1, 16);
     return kSuccess;
 }
 
