@@ -19,12 +19,14 @@ PolicyName = Literal[
     "round-robin",
 ]
 EngineName = Literal["vllm", "transformers", "toy"]
-Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl"]
+Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "nccl"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
-IN_THE_CLEAR = ("nixl",)
+IN_THE_CLEAR = ("nixl", "nccl")
 """Transports with sockets of their own, which neither encrypt nor authenticate."""
+BY_NAME = ("nccl",)
+"""Transports that `auto` never takes."""
 
 
 USUAL_MOST = 16

@@ -89,6 +89,12 @@ class CudaDriver:
         self._call("cuDeviceGetAttribute", byref(value), c_int(number), self._device)
         return value.value
 
+    def uuid(self) -> str:
+        """The device's name among all there are, in hex."""
+        found = (ctypes.c_ubyte * 16)()
+        self._call("cuDeviceGetUuid_v2", byref(found), self._device)
+        return bytes(found).hex()
+
     def reaches(self, other: int) -> bool:
         """Whether the device can have access to another one's memory."""
         peer, can = c_int(), c_int()

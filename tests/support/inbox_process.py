@@ -19,7 +19,7 @@ from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports.base import AnnounceChunk, StagingPool
 from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.rpc.codec import Frame
-from tests.support import fake_gpu
+from tests.support import fake_gpu, fake_nccl
 
 TIMEOUT_S = 20.0
 RECEIVE_S = 3.0
@@ -108,12 +108,15 @@ def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool) -> None:
     with ExitStack() as installed:
         if fake and offer.transport in ("cuda-ipc", "nccl", "shm"):
             installed.enter_context(fake_gpu.installed())
+        if offer.transport == "nccl":
+            installed.enter_context(fake_nccl.installed())
         asyncio.run(_receive(pipe, offer, gpu))
 
 
 async def _receive(pipe: Connection, offer: Offer, gpu: int) -> None:
     site = TransportSite(gpu=gpu, host="127.0.0.1")
-    inbox = await asyncio.to_thread(open_offer, [offer], "auto", site)
+    named = "nccl" if offer.transport == "nccl" else "auto"
+    inbox = await asyncio.to_thread(open_offer, [offer], named, site)  # type: ignore[arg-type]
     pipe.send(inbox.token)
     while (told := await asyncio.to_thread(pipe.recv)) is not None:
         chunk, frames = told

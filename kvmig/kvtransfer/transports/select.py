@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvmig.core.config import IN_THE_CLEAR, MigrationConfig, Transport
+from kvmig.core.config import BY_NAME, IN_THE_CLEAR, MigrationConfig, Transport
 from kvmig.core.errors import KernelUnavailable, TransportError
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.pinned import pins_read_only
 from kvmig.kvtransfer.messages import Offer
-from kvmig.kvtransfer.transports import cuda_ipc, nixl, shm, tcp
+from kvmig.kvtransfer.transports import cuda_ipc, nccl, nixl, shm, tcp
 from kvmig.kvtransfer.transports.base import KEPT, StagingPool, TransportInbox
 from kvmig.rpc.codec import RefusalCounter
 
@@ -56,7 +56,15 @@ class TransportSite:
         """Whether a transport may be used."""
         if allowed != "auto":
             return name == allowed
-        return self.trusted or name not in IN_THE_CLEAR
+        return name not in BY_NAME and (self.trusted or name not in IN_THE_CLEAR)
+
+    def refusal(self, name: str, allowed: Transport) -> str:
+        """The reason why a transport may not be used."""
+        if allowed != "auto":
+            return f"this side takes {allowed} only"
+        if name in BY_NAME:
+            return f"this side takes it by name only (--transport {name})"
+        return "this side takes encrypted ones only"
 
 
 HERE = TransportSite()
@@ -77,6 +85,7 @@ _INBOXES: Mapping[str, Callable[[Offer, TransportSite], TransportInbox]] = {
     tcp.NAME: lambda offer, site: tcp.open_inbox(offer, site.host, site.refusals),
     nixl.NAME: lambda offer, site: nixl.NixlInbox(offer, site.gpu),
     cuda_ipc.NAME: lambda offer, site: cuda_ipc.CudaIpcInbox(offer, site.gpu, site.refusals),
+    nccl.NAME: lambda offer, site: nccl.NcclInbox(offer, site.gpu),
 }
 
 
@@ -104,6 +113,8 @@ def open_staging(
                 return nixl.NixlStaging(slots, slot_bytes, site.gpu)
             case cuda_ipc.NAME:
                 return cuda_ipc.CudaIpcStaging(site.gpu, slots, slot_bytes, site.refusals)
+            case nccl.NAME:
+                return nccl.NcclStaging(site.gpu, slots, slot_bytes)
         return tcp.TcpStaging(slots, slot_bytes, lanes=site.host is not None)
 
     if allowed != "auto":
@@ -130,8 +141,7 @@ def open_offer(
     reasons: list[str] = []
     for offer in offers:
         if not site.takes(offer.transport, allowed):
-            only = "encrypted ones" if allowed == "auto" else allowed
-            reasons.append(f"{offer.transport}: this side takes {only} only")
+            reasons.append(f"{offer.transport}: {site.refusal(offer.transport, allowed)}")
         elif offer.transport not in _INBOXES:
             reasons.append(f"{offer.transport}: unknown")
         else:
