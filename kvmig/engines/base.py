@@ -150,6 +150,10 @@ class Cadence(msgspec.Struct, frozen=True):
     """Time since the end of the last step."""
     step_ms: float
     """Recent time from the end of one step to the end of the next; 0: the engine is idle."""
+    launch_ms: float = 0.0
+    """How long before it begins a step is launched, where the engine launches one while another one
+    runs (asynchronous scheduling). What comes after that, or leaves, does so a step later.
+    0: a step is made when the one before has ended."""
 
 
 HOLE = -1

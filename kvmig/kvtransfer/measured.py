@@ -14,6 +14,8 @@ RATE_WEIGHT = 0.3
 """Weight of a new measurement in the average rate of whole migrations."""
 FIRST_LEAD_MS = 2.0
 FIRST_PAUSE_MS = 2.0
+DEVIATIONS = 2.0
+"""How many average deviations a pause is expected to be longer than the average."""
 
 
 CHUNK_BYTES, CHUNK_BYTES_ON_GPU = 1 << 20, 32 << 20
@@ -93,23 +95,32 @@ class MeasuredPause(NamedTuple):
 
 
 class PauseTime:
-    """How much longer than a step clients wait for the token after a pause, on average.
+    """How much longer than a step clients wait for the token after a pause: the average, and twice
+    what pauses differ from it on average. A pause that turns out shorter costs its client nothing;
+    one that turns out longer is a gap.
 
     busy: whether the destination makes steps of its own, which a request that comes waits for.
     """
 
     def __init__(self) -> None:
-        self._ms: dict[bool, float] = {}
+        self._known: dict[bool, tuple[float, float]] = {}
+        """Average and average deviation, milliseconds."""
 
     def expected_ms(self, busy: bool) -> float:
         """The next pause's, by those before it."""
-        return self._ms.get(busy, FIRST_PAUSE_MS)
+        ms, off_ms = self._known.get(busy, (FIRST_PAUSE_MS, 0.0))
+        return ms + DEVIATIONS * off_ms
 
     def observe(self, busy: bool, pause: MeasuredPause, step_ms: float) -> None:
         """step_ms: from one token to the next at the source."""
         way_ms = max(0.0, pause.answered_ms - pause.tail_copy_ms - pause.commit_ms) / 2
         until_first_ms = pause.tail_copy_ms + way_ms + pause.commit_ms + pause.first_token_ms
-        self._ms[busy] = _average(self._ms.get(busy), max(0.0, until_first_ms - step_ms))
+        over_ms = max(0.0, until_first_ms - step_ms)
+        if (known := self._known.get(busy)) is None:
+            self._known[busy] = over_ms, 0.0
+            return
+        ms, off_ms = known
+        self._known[busy] = _average(ms, over_ms), _average(off_ms, abs(over_ms - ms))
 
 
 class BlockRate:

@@ -27,6 +27,9 @@ from kvmig.rpc.messages import RpcMessage
 
 MOST_STEPS = 16
 """Steps over which a pause is spread; what is left of a longer one stays one gap."""
+EARLY = 0.3
+"""Part of a step before its end at which a suspension is asked for where steps overlap: it ends
+with the step that is launched then, and what is foreseen of both ends is new."""
 NEAR = 0.3
 """Part of a step that is a short enough wait at the destination."""
 NEAR_IF_HELD = 0.1
@@ -61,11 +64,20 @@ def spread(pause_ms: float, step_ms: float, share: float) -> PauseSpread | None:
     return PauseSpread(min(pause_ms, steps * stretch_ms), stretch_ms, steps)
 
 
+def rest_ms(cadence: Cadence) -> float:
+    """How long the step that runs now still takes."""
+    return cadence.step_ms - cadence.since_ms % cadence.step_ms
+
+
+def drain_ms(here: Cadence) -> float:
+    """How long a request whose suspension is asked for now is in a step: the one that runs, and the
+    next one, where that is launched already."""
+    return rest_ms(here) + (here.step_ms if here.launch_ms else 0.0)
+
+
 def due_ms(here: Cadence, lead_ms: float) -> float:
     """When a request whose suspension is asked for now reaches the destination's engine."""
-    if not here.step_ms:
-        return lead_ms
-    return here.step_ms - here.since_ms % here.step_ms + lead_ms
+    return lead_ms + (drain_ms(here) if here.step_ms else 0.0)
 
 
 def put_off_ms(here: Cadence, there: Cadence, lead_ms: float, can_hold: bool = False) -> float:
@@ -79,16 +91,25 @@ def put_off_ms(here: Cadence, there: Cadence, lead_ms: float, can_hold: bool = F
     In 11 ms, when the next step runs here, it is time to ask again. Had the one there ended
     6 ms ago, the request would wait 2 ms: now. Had it ended just now, the request would come 2 ms
     after the end of the step: now, if the next one waits for it.
+
+    Where steps there overlap, a request must be there `launch_ms` before the step ends.
     """
     if not here.step_ms or not there.step_ms:
         return 0.0
-    ends_ms = here.step_ms - here.since_ms % here.step_ms
-    waits_ms = -(there.since_ms + ends_ms + lead_ms) % there.step_ms
+    comes_ms = due_ms(here, lead_ms) + there.launch_ms
+    waits_ms = -(there.since_ms + comes_ms) % there.step_ms
     near_ms = (NEAR_IF_HELD if can_hold else NEAR) * there.step_ms
     late_ms = SURE * limit_s(there.step_ms / 1e3) * 1e3 if can_hold else 0.0
     if waits_ms <= near_ms or waits_ms >= there.step_ms - late_ms:
         return 0.0
-    return ends_ms + LATER * here.step_ms
+    return rest_ms(here) + LATER * here.step_ms
+
+
+def spare_ms(here: Cadence) -> float:
+    """How long a suspension that is to happen when the present step ends needn't be asked for."""
+    if not here.step_ms or not here.launch_ms:
+        return 0.0
+    return max(0.0, rest_ms(here) - EARLY * here.step_ms)
 
 
 class MigrationPause:
@@ -178,6 +199,7 @@ class MigrationPause:
             wait_ms = put_off_ms(here, there, self._context.lead.ms, self._can_hold)
             due = wait_ms == 0.0 or now >= until
             if now >= at_last or (due and not self._unanswered):
+                await self._wait_until(now + spare_ms(here) / 1e3)
                 return
             if due:
                 await self._mailbox.wait(at_last - now)

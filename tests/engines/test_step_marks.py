@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -60,12 +62,30 @@ def test_a_step_leaves_its_event_before_anybody_is_told_of_its_blocks(
     monkeypatch.setattr(EngineCoreProc, "_process_engine_step", step)
     core = StepCore.__new__(StepCore)
     core.cadence_meter, core.hold = CadenceMeter(), StepHold()
-    core.stepping, core.phase = nullcontext(), None
+    core.stepping, core.phase, core.batch_queue = nullcontext(), None, None
     core.scheduler = SimpleNamespace(lora_config=None)
     core.after_step = lambda: calls.append("event")
     core.between_steps = lambda: calls.append("blocks")
     assert core._process_engine_step()
     assert calls == ["step", "event", "blocks"]
+
+
+def test_a_call_that_only_launches_a_step_is_none_by_the_meter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EngineCoreProc, "_process_engine_step", lambda core: True)
+    steps: list[float] = []
+    core: Any = StepCore.__new__(StepCore)
+    core.cadence_meter, core.hold = CadenceMeter(overlap=True), StepHold()
+    monkeypatch.setattr(core.cadence_meter, "step", lambda began, ended: steps.append(ended))
+    core.stepping, core.phase, core.batch_queue = nullcontext(), None, deque()
+    core.scheduler = SimpleNamespace(lora_config=None)
+    core.after_step = core.between_steps = lambda: None
+    assert core._process_engine_step()
+    assert steps == []
+    core.batch_queue.append("launched before")
+    assert core._process_engine_step()
+    assert len(steps) == 1
 
 
 class Copies:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.engines.base import Cadence
-from kvmig.engines.steps import HOLD, MOST_S, CadenceMeter, StepHold, limit_s
+from kvmig.engines.steps import HOLD, LAUNCH_S, MOST_S, CadenceMeter, StepHold, limit_s
 from tests.support.inside import await_arrivals
 
 MS = 1e-3
@@ -68,6 +68,33 @@ def test_no_step_makes_a_cadence_that_can_not_be(steps: list[float]) -> None:
     assert cadence.step_ms >= 0.0
 
 
+def test_an_engine_whose_steps_overlap_says_when_it_launches_them() -> None:
+    times = CadenceMeter(overlap=True)
+    end = decoding(times, 20, ms=10.0)
+    assert times.cadence(end).launch_ms == pytest.approx(LAUNCH_S * 1e3)
+
+
+def test_a_short_step_is_launched_half_a_step_ahead() -> None:
+    times = CadenceMeter(overlap=True)
+    end = decoding(times, 20, ms=4.0)
+    assert times.cadence(end).launch_ms == pytest.approx(2.0)
+    assert times.free_s(end) == pytest.approx(0.002)
+
+
+def test_a_step_may_wait_at_no_cost_until_it_is_to_be_launched() -> None:
+    times = CadenceMeter(overlap=True)
+    end = decoding(times, 20, ms=10.0)
+    assert times.free_s(end) == pytest.approx(0.007)
+    assert times.free_s(end + 0.005) == pytest.approx(0.002)
+    assert times.free_s(end + 0.008) == 0.0
+
+
+def test_no_wait_is_free_where_nothing_runs_meanwhile() -> None:
+    times = CadenceMeter()
+    assert times.free_s(decoding(times, 20, ms=10.0)) == 0.0
+    assert CadenceMeter(overlap=True).free_s(1.0) == 0.0
+
+
 STEP_S = 0.01
 
 
@@ -87,6 +114,11 @@ def test_no_step_waits_longer_than_is_stated(step_s: float) -> None:
 def test_a_step_waits_for_those_that_are_due_about_now() -> None:
     expected = hold(soon=1.002, late=0.998, later=1.004, gone=0.99)
     assert set(expected.awaited(1.0, STEP_S)) == {"soon", "late"}
+
+
+def test_a_step_that_waits_at_no_cost_waits_for_those_that_come_later() -> None:
+    expected = hold(soon=1.009, late=0.998, later=1.011, gone=0.99)
+    assert set(expected.awaited(1.0, STEP_S, free_s=0.007)) == {"soon", "late"}
 
 
 def test_only_one_step_waits_for_a_request_whatever_its_source_says() -> None:
@@ -131,6 +163,7 @@ class Handled:
         self.core.input_queue = queue.Queue()
         self.core.hold = StepHold()
         self.core.cadence_meter = CadenceMeter()
+        self.core.batch_queue = None
         self.now = 0.0
         monkeypatch.setattr(core, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(
@@ -184,3 +217,40 @@ def test_a_step_without_anybody_to_wait_for_begins_at_once(handled: Handled) -> 
     handled.core.hold.expect("far", 5.0)
     await_arrivals(handled.core)
     assert handled.calls == []
+
+
+@pytest.fixture
+def overlapping(handled: Handled) -> Handled:
+    """Its device computes a step that was launched before."""
+    handled.core.cadence_meter = CadenceMeter(overlap=True)
+    handled.core.cadence_meter.step(-STEP_S, 0.0)
+    handled.core.batch_queue = ["a step"]
+    return handled
+
+
+@pytest.mark.engine
+def test_a_step_that_needn_t_be_launched_yet_waits_for_a_commit(overlapping: Handled) -> None:
+    overlapping.core.hold.expect("a", 0.006)
+    overlapping.put("other", lambda: overlapping.passes(0.006))
+    overlapping.put("commit", lambda: overlapping.core.hold.over("a"))
+    overlapping.put("next")
+    await_arrivals(overlapping.core)
+    assert overlapping.calls == ["other", "commit"]
+
+
+@pytest.mark.engine
+def test_a_step_is_launched_in_time_though_nothing_came(overlapping: Handled) -> None:
+    overlapping.core.hold.expect("a", 0.006)
+    overlapping.put("other", lambda: overlapping.passes(0.007 + limit_s(STEP_S)))
+    overlapping.put("next")
+    await_arrivals(overlapping.core)
+    assert overlapping.calls == ["other"]
+
+
+@pytest.mark.engine
+def test_a_step_that_nothing_runs_before_waits_no_longer_than_any(overlapping: Handled) -> None:
+    overlapping.core.batch_queue = []
+    overlapping.core.hold.expect("a", 0.006)
+    overlapping.put("other")
+    await_arrivals(overlapping.core)
+    assert overlapping.calls == []

@@ -12,6 +12,7 @@ from statistics import fmean
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvmig.engines.base import Cadence
 from kvmig.engines.steps import limit_s
@@ -19,12 +20,15 @@ from kvmig.frontend.streams import MOST_S, DelayRamp
 from kvmig.kvtransfer.measured import LeadTime, MeasuredPause, PauseTime
 from kvmig.kvtransfer.messages import Reserve
 from kvmig.kvtransfer.pause import (
+    EARLY,
     MOST_STEPS,
     NEAR,
     PUT_OFF_STEPS,
     PauseSpread,
+    drain_ms,
     due_ms,
     put_off_ms,
+    spare_ms,
     spread,
 )
 from kvmig.rpc.messages import RpcMessage
@@ -50,6 +54,27 @@ def test_a_request_comes_when_its_step_has_ended_and_it_has_gone_its_way() -> No
     assert due_ms(Cadence(4.0, 10.0), 2.0) == pytest.approx(8.0)
     assert due_ms(Cadence(24.0, 10.0), 2.0) == pytest.approx(8.0)  # two steps without a word
     assert due_ms(Cadence(0.0, 0.0), 2.0) == 2.0
+
+
+def test_where_steps_overlap_a_request_is_in_the_next_one_too() -> None:
+    assert drain_ms(Cadence(4.0, 10.0)) == pytest.approx(6.0)
+    assert drain_ms(Cadence(4.0, 10.0, 3.0)) == pytest.approx(16.0)
+    assert due_ms(Cadence(4.0, 10.0, 3.0), 2.0) == pytest.approx(18.0)
+    assert due_ms(Cadence(0.0, 0.0, 3.0), 2.0) == 2.0
+
+
+def test_where_steps_overlap_a_suspension_is_asked_for_just_before_a_step_ends() -> None:
+    assert spare_ms(Cadence(2.0, 10.0, 3.0)) == pytest.approx(8.0 - EARLY * 10.0)
+    assert spare_ms(Cadence(8.0, 10.0, 3.0)) == 0.0
+    assert spare_ms(Cadence(2.0, 10.0)) == 0.0
+    assert spare_ms(Cadence(2.0, 0.0, 3.0)) == 0.0
+
+
+def test_a_step_that_is_launched_early_wants_the_request_as_much_earlier() -> None:
+    here = Cadence(0.0, 10.0)
+    assert put_off_ms(here, Cadence(6.0, 10.0), 2.0) == 0.0
+    assert put_off_ms(here, Cadence(6.0, 10.0, 3.0), 2.0) > 0.0
+    assert put_off_ms(here, Cadence(3.0, 10.0, 3.0), 2.0) == 0.0
 
 
 @given(STEP_MS, STEP_MS, st.floats(0, 1), st.floats(0, 1), st.floats(0.0, 20.0))
@@ -210,6 +235,53 @@ def test_a_step_that_waits_a_little_spares_the_request_most_of_its_wait(
     assert max(held for _, held in both) <= 0.3
 
 
+def first_token_where_steps_overlap(seed: int, jitter: float, known: bool) -> float:
+    """From the last token at the source to the first one at the destination, in steps of the
+    destination, which makes steps of its own and launches each while the one before runs.
+
+    known: whether both ends know that steps overlap.
+    """
+    launch_ms = 3.0 if known else 0.0
+    here, there = Steps(seed, 10.5, jitter), Steps(seed + 1000, 10.0, jitter)
+
+    def at(steps: Steps, now: float) -> Cadence:
+        return replace(steps.cadence(now), launch_ms=launch_ms)
+
+    now = begin = 100.0 + random.Random(seed).uniform(0.0, 10.0)
+    heard_at, heard = now, at(there, now)
+    while now < begin + PUT_OFF_STEPS * 10.5:
+        told = replace(heard, since_ms=heard.since_ms + now - heard_at)
+        wait = put_off_ms(at(here, now), told, 3.0, can_hold=True)
+        if wait == 0.0:
+            break
+        answer, now = there.next(now), now + wait
+        if answer < now:
+            heard_at, heard = answer, at(there, answer)
+    now += spare_ms(at(here, now))
+    left = here.next(here.next(now))
+    comes, due = left + 3.0, now + due_ms(at(here, now), 3.0)
+    limit = limit_s(0.01) * 1e3
+    free = 10.0 - launch_ms if known else 0.0
+    ends = there.next(now)
+    while ends < comes:  # what `StepHold` does when a step has ended there
+        until = ends + free + limit
+        if -limit <= due - ends <= free + limit and comes <= until:
+            break
+        ends = there.next(ends)
+    begins = max(there.next(ends), comes + 3.0)
+    return (begins + 10.0 - left) / 10.0
+
+
+@pytest.mark.parametrize(("jitter", "at_most"), [(0.01, 1.75), (0.05, 1.8), (0.1, 1.9)])
+def test_where_steps_overlap_the_first_token_comes_a_step_sooner_if_both_ends_know(
+    jitter: float, at_most: float
+) -> None:
+    known = [first_token_where_steps_overlap(seed, jitter, known=True) for seed in range(300)]
+    not_known = [first_token_where_steps_overlap(seed, jitter, known=False) for seed in range(300)]
+    assert fmean(not_known) > 2.5
+    assert fmean(known) < at_most
+
+
 PAUSES = st.floats(0.01, 1e4)
 
 
@@ -257,6 +329,14 @@ def test_a_pause_is_foretold_by_those_before_it() -> None:
         pause.observe(False, MeasuredPause(0.0, 4.0, 2.0, first_token_ms=10.0), step_ms=10.0)
     assert pause.expected_ms(True) == pytest.approx(1.0 + 2.0 + 5.0 + 1.0, rel=0.01)
     assert pause.expected_ms(False) == pytest.approx(1.0 + 2.0, rel=0.01)
+
+
+def test_pauses_that_differ_are_foretold_longer_than_the_average() -> None:
+    pause = PauseTime()
+    for number in range(200):
+        first = 14.0 if number % 2 else 10.0
+        pause.observe(False, MeasuredPause(0.0, 2.0, 2.0, first_token_ms=first), step_ms=10.0)
+    assert pause.expected_ms(False) > 6.0  # the longer ones
 
 
 def test_a_first_step_that_is_quicker_than_a_usual_one_foretells_no_pause() -> None:

@@ -118,6 +118,7 @@ class StepCore(EngineCoreProc):
         # a migration would fill them under that step (vLLM does the same for connectors).
         if vllm_config.max_concurrent_batches > 1:
             self.scheduler.defer_block_free = True
+            self.cadence_meter = CadenceMeter(overlap=True)
         runner.prepare_workers(self)
         self._thread: EngineThread | None = None
         # Of several workers; a single one is this process.
@@ -282,9 +283,10 @@ class StepCore(EngineCoreProc):
         """Requests that come in a moment go into this step, not into the next: see `steps`."""
         began = time.monotonic()
         step_s = self.cadence_meter.cadence(began).step_ms / 1e3
-        awaited = self.hold.awaited(began, step_s)
+        free_s = self.cadence_meter.free_s(began) if self.batch_queue else 0.0
+        awaited = self.hold.awaited(began, step_s, free_s)
         while self.hold.coming(awaited):
-            left = began + limit_s(step_s) - time.monotonic()
+            left = began + free_s + limit_s(step_s) - time.monotonic()
             if left <= 0 or not self._handle_next_request(left):
                 return
 
@@ -325,10 +327,11 @@ class StepCore(EngineCoreProc):
     def step_once(self) -> bool:
         """vLLM's step, with what kvmig does around it; whether it computed anything."""
         began = self.step_began = time.monotonic()
+        only_launches = self.batch_queue is not None and not self.batch_queue
         try:
             with self.stepping:
                 executed = super()._process_engine_step()
-            if executed:
+            if executed and not only_launches:
                 self.cadence_meter.step(began, time.monotonic())
             self.after_step()
             self.end_replaced()
