@@ -58,20 +58,38 @@ class BlockCopies:
 
         urgent: ahead of other copies.
         """
+        return await self._on_thread(self._gathering(block_ids, out, urgent), urgent)
+
+    async def scatter(
+        self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
+    ) -> list[int]:
+        """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
+        return await self._on_thread(self._scattering(block_ids, data, urgent), urgent)
+
+    def start_gather(self, block_ids: Sequence[int], out: memoryview) -> Future[list[int]]:
+        """`gather`, ahead of other copies; from any thread. Such a copy can't be cancelled."""
+        return self._thread.submit(self._gathering(block_ids, out, urgent=True), urgent=True)
+
+    def start_scatter(self, block_ids: Sequence[int], data: memoryview) -> Future[list[int]]:
+        """`scatter`, ahead of other copies; from any thread. Such a copy can't be cancelled."""
+        return self._thread.submit(self._scattering(block_ids, data, urgent=True), urgent=True)
+
+    def _gathering(
+        self, block_ids: Sequence[int], out: memoryview, urgent: bool
+    ) -> Callable[[], list[int]]:
         ids, out = list(block_ids), out[: len(block_ids) * self._block_bytes]
 
         def copy() -> list[int]:
             self._check(ids)
             return self._by.gather(ids, out, urgent)
 
-        return await self._on_thread(copy, urgent)
+        return copy
 
-    async def scatter(
-        self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
-    ) -> list[int]:
-        """`data` [n * block_bytes] into blocks [n]; returns n checksums of `data`."""
+    def _scattering(
+        self, block_ids: Sequence[int], data: memoryview, urgent: bool
+    ) -> Callable[[], list[int]]:
         ids, data = list(block_ids), data[: len(block_ids) * self._block_bytes]
-        return await self._on_thread(lambda: self._by.scatter(ids, data, urgent), urgent)
+        return lambda: self._by.scatter(ids, data, urgent)
 
     def submit(self, work: Callable[[], list[int]]) -> Future[list[int]]:
         """Run it on the copy thread, after the copies of now; from any thread."""

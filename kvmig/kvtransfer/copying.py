@@ -96,10 +96,10 @@ class BlockSender:
         self._slot: int | None = None
         """The slot for the next chunk that goes alone."""
         self._in_flight: deque[SentChunk] = deque()
-        """In the order of their messages."""
+        """Chunks that the destination has not read, in the order of their messages."""
         self._parts = StageParts()
         self._chunks: list[ChunkTimes] = []
-        """Of the present stage."""
+        """Times of the present stage's chunks."""
         self._closed = False
 
     # -- while the request decodes: with the chunks of other migrations
@@ -278,7 +278,7 @@ class QueuedChunk:
     sent: asyncio.Future[TransferTimes] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Its times; or what went wrong."""
+    """The transfer's times, or what went wrong."""
     fused: bool = False
     """Whether others are in the same transfer."""
 

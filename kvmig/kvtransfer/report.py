@@ -52,7 +52,7 @@ class ChunkTimes(msgspec.Struct):
     sent: Annotated[float, Meta(description="The source's side of the push was over.")] = 0.0
     answered: Annotated[
         float | None,
-        Meta(description="The destination had scattered it; null: it has not said so yet."),
+        Meta(description="The destination had scattered it; null: no answer has come."),
     ] = None
     scatter: Annotated[float, Meta(description="How long the scatter took there.")] = 0.0
 

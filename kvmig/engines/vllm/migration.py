@@ -476,8 +476,18 @@ class VllmDestination:
         block_ids = self._scheduler.kv_cache_manager.get_block_ids(request_id)
         return self._tables.by_place(block_ids, arriving.hit_tokens)
 
-    def commit(self, request_id: str, tail: VllmProgress, generator: bytes | None) -> None:
-        """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens."""
+    def commit(
+        self,
+        request_id: str,
+        tail: VllmProgress,
+        generator: bytes | None,
+        land: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run the request from here on; the blocks hold `tail.num_computed_tokens` tokens.
+
+        land: has the last of them in the cache when it returns. The model runners know the request
+        before: a copy needn't be over by then.
+        """
         check_awake(self._core)
         arriving = self._known(request_id)
         scheduler, request = self._scheduler, arriving.request
@@ -489,12 +499,19 @@ class VllmDestination:
             scheduler.kv_cache_manager.free(request)  # it will be admitted like any other
         elif computed:
             self._tidy(request, computed)
+        request.num_computed_tokens = computed
+        try:
+            self._register(request, generator)
+            land()
+        except Exception:
+            scheduler.finished_req_ids.add(request_id)  # the next step's word to the model runners
+            raise
         del self._arriving[request_id]
-        self._enter(request, computed)
+        self._enter(request)
         try:
             if computed:
                 scheduler.kv_cache_manager.cache_blocks(request, computed)
-            self._start(request, generator)
+            self._start(request)
         except Exception:
             scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
             raise
@@ -554,17 +571,24 @@ class VllmDestination:
             if computed > held and not isinstance(manager, MambaManager):
                 raise MigrationRefused("no_blocks", f"{computed} tokens were never reserved")
 
-    def _enter(self, request: Request, computed: int) -> None:
+    def _register(self, request: Request, generator: bytes | None) -> None:
+        """Let the model runners know the request, if it doesn't come to them as a new one."""
+        waits = request.num_computed_tokens == 0
+        if waits and (request.num_output_tokens == 0 or runner.uses_v2(self._core)):
+            return  # V2 hears of those that waited, later
+        block_ids = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        runner.register(self._core, request, block_ids, generator)
+
+    def _enter(self, request: Request) -> None:
         """The scheduler knows the request from here on."""
         scheduler, request_id = self._scheduler, request.request_id
         # A pending notice of an earlier stay would delete the state that starts now.
         scheduler.finished_req_ids.discard(request_id)
         scheduler.prev_step_scheduled_req_ids.discard(request_id)
-        request.num_computed_tokens = computed
         scheduler.requests[request_id] = request
         self._offload.entered(request)
 
-    def _start(self, request: Request, generator: bytes | None) -> None:
+    def _start(self, request: Request) -> None:
         scheduler = self._scheduler
         if request.num_computed_tokens == 0 and request.num_output_tokens == 0:
             request.status = (
@@ -575,11 +599,7 @@ class VllmDestination:
             scheduler._enqueue_waiting_request(request)
             return
         request.status = RequestStatus.PREEMPTED
-        waits = request.num_computed_tokens == 0
-        if not (waits and runner.uses_v2(self._core)):  # V2 hears of those that waited, later
-            block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            runner.register(self._core, request, block_ids, generator)
-        if waits:
+        if request.num_computed_tokens == 0:
             request.num_preemptions = 1  # else it is a new one, once blocks came from the host
             scheduler._enqueue_waiting_request(request)
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -66,6 +65,7 @@ from kvmig.engines.vllm.migration import (
 )
 from kvmig.engines.vllm.offload import BeingOffloaded, CacheOffload
 from kvmig.engines.vllm.own_requests import OWN_CLIENT, OwnRequests
+from kvmig.engines.vllm.tail_copies import LastBlocks, TailGather
 from kvmig.engines.vllm.warmup import WarmStep
 
 T = TypeVar("T")
@@ -279,21 +279,20 @@ class ServingVllm:
         return await self._on_engine(lambda: self._source.stage(request_id, sent))
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
-        copying, wanted = threading.Lock(), not self._memory.on_gpu
-
-        def gather(block_ids: list[int]) -> list[int]:
-            size = len(block_ids) * self.layout.block_bytes
-            with copying:
-                if not (wanted and out) or size > out.nbytes:
-                    return []
-                return self._memory.copies.gather_now(block_ids, out[:size])
-
+        memory = self._memory
+        gathering = TailGather(memory.copies, self.layout.block_bytes, memory.on_gpu, out)
         try:
-            tail = await self._on_engine(lambda: self._source.suspend(request_id, sent, gather))
-            return await asyncio.wrap_future(tail)
+            suspended = await self._on_engine(
+                lambda: self._source.suspend(request_id, sent, gathering.begin)
+            )
+            tail = await asyncio.wrap_future(suspended)
+            try:
+                return await gathering.finish(tail)
+            except Exception:
+                await self.resume(request_id)
+                raise
         except BaseException:
-            with copying:  # `out` is somebody else's next: no copy may be running or begin
-                wanted = False
+            await gathering.give_up()
             raise
 
     async def gather(
@@ -356,27 +355,35 @@ class ServingVllm:
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
         progress = decode_progress(tail.state)
-        if last is not None and self._memory.on_gpu:
+        blocks: LastBlocks | None = None
+        if last is not None:
             try:
-                last.check(await self.scatter(last.block_ids, last.fused, urgent=True))
+                blocks = LastBlocks(last, self._memory.copies, self._memory.on_gpu)
             except BaseException:
                 await self.cancel(request_id)
                 raise
-            last = None
 
         def run() -> None:
             try:
-                if last is not None:
-                    last.check(self._memory.copies.scatter_now(last.block_ids, last.fused))
-                self._destination.commit(request_id, progress, progress.generator)
+                land = (lambda: None) if blocks is None else blocks.land
+                self._destination.commit(request_id, progress, progress.generator, land)
             except Exception:
+                if blocks is not None:
+                    blocks.settle()
                 self._destination.cancel(request_id)
                 self._incoming.forget(request_id)
                 raise
             finally:
                 self._core.hold.over(request_id)
 
-        await self._on_engine(run)
+        try:
+            if blocks is not None and self.step_s():
+                await blocks.copied()  # others' steps don't wait for the copy
+            await self._on_engine(run)
+        except asyncio.CancelledError:
+            if blocks is not None:
+                await blocks.copied()  # its buffer is somebody else's next
+            raise
 
     async def cancel(self, request_id: str) -> None:
         def free() -> bool:
