@@ -27,6 +27,7 @@ from kvmig.process.fork_server import ForkNews, ForkOrder
 from kvmig.proxy.messages import Down, Up
 from kvmig.rpc.messages import VERSION, RpcMessage
 from kvmig.sharing.messages import ToAgent, ToMember
+from kvmig.sources.messages import FetchLaunch, FetchReport
 
 CORPUS = Path(__file__).resolve().parent.parent / "tests" / "corpus"
 TYPES: tuple[type[RpcMessage], ...] = tuple(
@@ -91,6 +92,7 @@ PROTOCOLS: Mapping[str, LocalProtocol] = {
     "fleet-orders": LocalProtocol(PACKETS, (Order, News)),
     "quotas": LocalProtocol(LINES, (TokenRequest, TokenGrant, HandOver)),
     "fork-server": LocalProtocol(PACKETS, (ForkOrder, ForkNews)),
+    "fetcher": LocalProtocol(LINES, (FetchLaunch, FetchReport)),
 }
 """By folder."""
 

@@ -40,6 +40,8 @@ MODEL_LENGTH = 260
 CLASS_LENGTH = 64
 MOST = 10**12
 """Most requests and tokens per minute."""
+NO_MODEL = "model_not_found"
+"""OpenAI's code."""
 QUOTA_CODE = "insufficient_quota"
 """OpenAI's word, as the code of an error and as its type."""
 RESERVED_CODE = "rate_limit_exceeded"
@@ -277,7 +279,7 @@ def _anew(anew: float | None) -> str:
 
 def no_model(model: str) -> KeyDenied:
     """The answer to a request to a model that isn't there, or isn't for the key."""
-    return KeyDenied(HTTPStatus.NOT_FOUND, f"no model {model[:150]!r}", "model_not_found")
+    return KeyDenied(HTTPStatus.NOT_FOUND, f"no model {model[:150]!r}", NO_MODEL)
 
 
 @lru_cache(maxsize=4096)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -14,22 +11,30 @@ import typer
 
 from kvmig import __version__
 from kvmig.cli.accounts import key_app, user_app
-from kvmig.cli.client import KEY, CallFailure, FleetClient
+from kvmig.cli.chat import chat, run_model
+from kvmig.cli.client import KEY
 from kvmig.cli.common import (
     FleetAddress,
     Json,
     patience,
     said,
     show,
-    size_of,
     table_of,
     time_of,
     where,
 )
-from kvmig.cli.models import CHECKING, alias_app, model_app, placement_app
+from kvmig.cli.files import pull_files
+from kvmig.cli.models import (
+    CHECKING,
+    alias_app,
+    list_running,
+    model_app,
+    placement_app,
+    remove_model,
+)
 from kvmig.cli.usage import usage_app
 from kvmig.core.errors import ConfigError
-from kvmig.core.quantities import quantity
+from kvmig.core.quantities import quantity, size_text
 from kvmig.fleet.device_room import Strategy
 from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
@@ -53,8 +58,6 @@ app.add_typer(usage_app, name="usage")
 
 DATABASE = "KVMIG_DATABASE"
 """Environment variable: the URL of `kvmig up --database`."""
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 
 def print_version(wanted: bool) -> None:
@@ -113,6 +116,20 @@ def up(
         str,
         typer.Option(help="Memory for all models, in bytes or as 24GB (default: all of the host)."),
     ] = "",
+    model_files: Annotated[
+        str,
+        typer.Option(
+            help="Disk space for downloaded models, in bytes or as 500GB (default: no limit). Files"
+            " that no model uses and that are not pinned go first, by their last use."
+        ),
+    ] = "",
+    catalogue: Annotated[
+        str,
+        typer.Option(
+            help="File or https:// URL of the models that `kvmig model search` lists (default: the"
+            " list that comes with kvmig)."
+        ),
+    ] = "",
     gpu_placement: Annotated[
         str,
         typer.Option(
@@ -154,6 +171,10 @@ def up(
         database=database,
         threads=threads or max(1, cores() // 2),
         memory=bytes_of("--memory", memory),
+        files_bytes=bytes_of("--model-files", model_files),
+        catalogue=catalogue
+        if "://" in catalogue or not catalogue
+        else str(Path(catalogue).absolute()),
         gpu_placement=placement_of(gpu_placement),
         shutdown_timeout_s=shutdown_timeout,
         keep_usage_days=keep_usage_days,
@@ -186,7 +207,7 @@ def status(as_json: Json = False) -> None:
 
     def row(name: str, value: Any) -> tuple[str, object]:
         if name.endswith("_bytes"):
-            return name.removesuffix("_bytes"), size_of(value)
+            return name.removesuffix("_bytes"), size_text(value)
         return name, value
 
     show(
@@ -261,69 +282,11 @@ def backup(
     show(answer, as_json, lambda _: holds)
 
 
-@app.command()
-@said
-def chat(
-    model: str,
-    prompt: Annotated[str, typer.Argument(help="One prompt (default: read from stdin).")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in an answer.")] = 1000,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each answer as a JSON object.")
-    ] = False,
-) -> None:
-    """Chat with a model, which starts if it is not running. Ctrl-C stops an answer."""
-    client = where.client()
-    address = where.url or client.get("status")["address"]
-    door = FleetClient("", address, where.admin_key())
-    messages: list[dict[str, str]] = []
-    while True:
-        try:
-            text = prompt or ask()
-        except KeyboardInterrupt as interrupted:
-            raise typer.Exit(INTERRUPTED) from interrupted
-        if not text:
-            return
-        messages.append({"role": "user", "content": text})
-        answer, stopped = "", False
-        try:
-            for part in said_by(door, model, messages, max_tokens):
-                answer += part
-                if not as_json:
-                    print(part, end="", flush=True)
-        except KeyboardInterrupt:
-            stopped = True
-        messages.append({"role": "assistant", "content": answer})
-        print(json.dumps({**messages[-1], "stopped": stopped}) if as_json else "")
-        if prompt:
-            if stopped:
-                raise typer.Exit(INTERRUPTED)
-            return
-
-
-def ask() -> str:
-    """A line of the keyboard, or of a pipe; empty at its end."""
-    try:
-        return input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return ""
-
-
-def said_by(
-    door: FleetClient, model: str, messages: list[dict[str, str]], max_tokens: int
-) -> Iterator[str]:
-    """What comes, as it comes. Raises Failed."""
-    body = {"model": model, "messages": messages, "stream": True, "max_tokens": max_tokens}
-    for line in door.stream("/v1/chat/completions", body):
-        if line.startswith(": "):  # a sign of life: how far a cold model's start is
-            print(line.removeprefix(": "), file=sys.stderr)
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        found = json.loads(line.removeprefix("data: "))
-        if "error" in found:
-            raise CallFailure(str(found["error"].get("message", found["error"])))
-        for choice in found.get("choices", []):
-            if text := choice["delta"].get("content"):
-                yield text
+app.command()(chat)
+app.command("run")(run_model)
+app.command("ps")(list_running)
+app.command("pull")(pull_files)
+app.command("rm")(remove_model)
 
 
 def main() -> None:

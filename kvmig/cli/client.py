@@ -65,9 +65,9 @@ class FleetClient:
         """The same. Raises Failed."""
         return self._ask("PATCH", path, json=body)
 
-    def delete(self, path: str) -> Any:
+    def delete(self, path: str, **query: Any) -> Any:
         """The same. Raises Failed."""
-        return self._ask("DELETE", path)
+        return self._ask("DELETE", path, params=query)
 
     def stream(self, path: str, body: Any) -> Iterator[str]:
         """Lines of an answer that streams. path: whole. Raises Failed."""

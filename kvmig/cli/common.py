@@ -112,14 +112,6 @@ def time_of(at: float | None) -> str | None:
     return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(" ", "seconds")
 
 
-def size_of(count: float) -> str:
-    """Bytes, for people."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
 def day_of(flag: str, text: str, today: date) -> str:
     """A day (UTC) from `today`, `yesterday`, `7d` (seven days ago) or as it is written.
 

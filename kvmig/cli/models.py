@@ -13,8 +13,10 @@ import msgspec
 import typer
 
 from kvmig.cli.common import Json, done, patience, said, show, table_of, time_of, where
+from kvmig.cli.files import files_app, pull_files
+from kvmig.cli.names import typed_source
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.spec import PATH
+from kvmig.core.quantities import size_text
 from kvmig.placement.file import Placement
 
 model_app = typer.Typer(help="Manage the models of the catalogue.", no_args_is_help=True)
@@ -24,6 +26,9 @@ alias_app = typer.Typer(
 placement_app = typer.Typer(
     help="Manage the placement: which models share which unit.", no_args_is_help=True
 )
+
+model_app.add_typer(files_app, name="files")
+model_app.command("pull")(pull_files)
 
 CHECKING = (
     "the engine checks the flags and the model's configuration; the first check loads the engine's"
@@ -55,8 +60,16 @@ def show_rows(answer: Any, as_json: bool) -> None:
     show(answer, as_json, lambda _: table_of(MODEL_COLUMNS, map(model_row, rows)))
     if not as_json:
         for one in rows:
-            if one["why"]:
-                print(f"{one['name']}: {one['why']}")
+            why = one["why"] or (one["files"] or {}).get("why", "")
+            if why:
+                print(f"{one['name']}: {why}")
+
+
+def files_line(one: dict[str, Any]) -> str:
+    """The files of a model, in a line."""
+    if one["why"]:
+        return str(one["why"])
+    return f"{size_text(one['size'])} of revision {one['revision'][:12]}, in {one['folder']}"
 
 
 def model_view(one: dict[str, Any]) -> str:
@@ -70,6 +83,7 @@ def model_view(one: dict[str, Any]) -> str:
         "instances": f"{one['serving']} serve, {wanted['min']} to {wanted['max']} wanted",
         "requests": f"{one['running']} run, {one['held']} wait for a start",
         "source": spec["source"],
+        "files": files_line(one["files"]) if one["files"] else "",
         "engine": spec["engine"],
         "flags": shlex.join(spec["flags"]),
         "aliases": ", ".join(spec["aliases"]),
@@ -134,11 +148,47 @@ def list_models(as_json: Json = False) -> None:
     show_rows(where.client().get("models"), as_json)
 
 
+@said
+def list_running(as_json: Json = False) -> None:
+    """List the models that run, start, or wait to start."""
+    answer = where.client().get("models")
+    rows = [one for one in answer["data"] if one["state"] != "zero"]
+    show_rows({"data": rows}, as_json)
+
+
+@model_app.command("search")
+@said
+def search_models(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="Words that names, sources, licences or notes have (default: all)."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List models that people run, by names that `kvmig run` and `kvmig pull` take."""
+    answer = where.client().get("catalogue", words=" ".join(words or []))
+    rows = [
+        (
+            one["name"], f"{one['parameters']:g} B", f"{one['gb']:g} GB", one["kind"],
+            one["licence"] + (", gated" if one["gated"] else ""), one["source"], one["note"],
+        )
+        for one in answer["data"]
+    ]  # fmt: skip
+    columns = ("model", "parameters", "weights", "for", "licence", "source", "")
+    show(answer, as_json, lambda _: table_of(columns, rows))
+
+
 @model_app.command("add")
 @said
 def add_model(
     name: str,
-    source: Annotated[str, typer.Argument(help="Folder with the weights, as path:FOLDER.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder with the weights, as path:FOLDER, or a source such as"
+            " hf:ORG/NAME[@REVISION], whose files are then downloaded."
+        ),
+    ],
     engine: Annotated[
         str, typer.Option(help="Engine: vllm, transformers, or toy (computes nothing, for tests).")
     ] = "vllm",
@@ -167,10 +217,9 @@ def add_model(
     as_json: Json = False,
 ) -> None:
     """Add a model to the catalogue. It starts at its first request, or now if --min is not 0."""
-    folder = source.removeprefix(PATH)
     spec = {
         "name": name,
-        "source": PATH + str(Path(folder).absolute()) if ":" not in folder else source,
+        "source": typed_source(source),
         "engine": engine,
         "flags": shlex.split(flags),
         "aliases": alias or [],
@@ -207,7 +256,7 @@ def evaluate_model(
     client = where.client()
     spec = {"name": name, "source": source, "engine": engine, "flags": shlex.split(flags)}
     if source:
-        spec["source"] = PATH + str(Path(source.removeprefix(PATH)).absolute())
+        spec["source"] = typed_source(source)
     else:
         spec = client.get(f"models/{quote(name)}")["spec"]
     with patience(CHECKING):
@@ -223,7 +272,7 @@ def set_model(
         str | None, typer.Option(help="Flags of the engine, as one quoted string.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option(help="Folder with the weights, as path:FOLDER.")
+        str | None, typer.Option(help="Folder with the weights as path:FOLDER, or hf:ORG/NAME.")
     ] = None,
     zero_after: Annotated[
         float | None, typer.Option(help="Seconds without a request before it stops.")
@@ -236,7 +285,7 @@ def set_model(
     if flags is not None:
         spec["flags"] = shlex.split(flags)
     if source is not None:
-        spec["source"] = PATH + str(Path(source.removeprefix(PATH)).absolute())
+        spec["source"] = typed_source(source)
     if zero_after is not None:
         spec["instances"]["zero_after_s"] = zero_after
     with patience(CHECKING):

@@ -35,3 +35,11 @@ def quantity(unit: str) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def size_text(count: float) -> str:
+    """Bytes, for people."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"

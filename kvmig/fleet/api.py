@@ -31,19 +31,24 @@ from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.callers import who_calls, who_reads
+from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.files_api import catalogue_api, files_api
 from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.quotas import left
 from kvmig.fleet.retention import UsageRetention, day_before, prune
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import ModelSpec, fleet_of, spec_of
+from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
 from kvmig.placement.executor import ReplaceFailed
 from kvmig.proxy.messages import QuotaLeft
+from kvmig.sources.origins import check_installed
+from kvmig.sources.source import is_remote, parse_source
 
 PREFIX = "/kvmig/v2"
 LOG_LINES = 1000
@@ -74,6 +79,8 @@ class ApiBackend:
     """Keys that let calls in now."""
     metrics: Callable[[], Awaitable[bytes]]
     """The whole fleet's, as Prometheus reads them."""
+    files: ModelFiles
+    catalogue: CatalogueReader
     replacer: PlacementController = field(init=False)
     retention: UsageRetention = field(init=False)
 
@@ -100,12 +107,17 @@ class ApiBackend:
 
         alone: whether there will be no other models. Raises ConfigError, StoreError.
         """
+        for one in specs:
+            check_installed(parse_source(one.source))
         memory = self.models.memory
         on_gpus = memory.devices.there
+        rows = await self.stored(self.store.models)
+        before = {row.name: self.files.resolved(row.spec) for row in rows}
+        known = {name: started_as(spec) for name, spec in before.items()}
+        # What is not here yet is checked by its first start.
+        specs = [one for one in map(self.files.resolved, specs) if not is_remote(one.source)]
         for one in () if on_gpus else specs:
             memory.check(one)
-        before = {row.name: row.spec for row in await self.stored(self.store.models)}
-        known = {name: started_as(spec) for name, spec in before.items()}
         new = [one for one in specs if known.get(one.name) != started_as(one)]
         await asyncio.gather(*(self.check(one, on_gpus) for one in new))
         for one in specs if on_gpus else ():  # what it takes of them is known now
@@ -116,7 +128,9 @@ class ApiBackend:
 
     def shown(self, row: ModelRow) -> Body:
         """A model as the API shows it."""
-        return model_json(row, self.models.shown(row.name), self.models)
+        files = self.files.of_model(row.spec.source)
+        shown = model_json(row, self.models.shown(row.name), self.models)
+        return shown | {"files": msgspec.to_builtins(files)}
 
 
 def make_app(backend: ApiBackend) -> FastAPI:
@@ -142,6 +156,8 @@ def make_app(backend: ApiBackend) -> FastAPI:
         usage_api(backend, caller, Depends(reader)),
         accounts_api(backend, caller, Depends(reader)),
         models_api(backend, caller),
+        files_api(backend.files, caller),
+        catalogue_api(backend.catalogue, caller),
         placement_api(backend, caller),
     ):
         app.include_router(api, prefix=PREFIX)
@@ -198,12 +214,10 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def evaluate(body: Body, _: OrderActor = caller) -> Body:
         """Compute in bytes whether one instance of a model fits now, and where; start nothing.
 
-        The specification as a fleet's file has it, whether or not the catalogue has the model.
+        The specification as a fleet's file has it, whether or not the catalogue has the model. Of
+        files that are not here only headers are fetched.
         """
-        spec = spec_of(body)
-        if models.memory.devices.sizes(spec) is None:
-            await backend.check(spec, True)
-        return cast("Body", msgspec.to_builtins(models.evaluate(spec)))
+        return await evaluate_model(backend, spec_of(body))
 
     @api.get("/aliases")
     async def list_aliases(_: OrderActor = caller) -> Body:
@@ -241,6 +255,17 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         return {"path": body.path}
 
     return api
+
+
+async def evaluate_model(backend: ApiBackend, spec: ModelSpec) -> Body:
+    """What one instance would take, and where it fits. Raises ConfigError, StoreError."""
+    spec = backend.files.resolved(spec)
+    if is_remote(spec.source):  # the headers of its files say what the whole files would
+        heads = await backend.files.heads(spec.source)
+        spec = msgspec.structs.replace(spec, source=f"{PATH}{heads}")
+    if backend.models.memory.devices.sizes(spec) is None:
+        await backend.check(spec, True)
+    return cast("Body", msgspec.to_builtins(backend.models.evaluate(spec)))
 
 
 def usage_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:

@@ -15,7 +15,6 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 from urllib.parse import quote
 
 import msgspec
@@ -32,7 +31,6 @@ from kvmig.fleet.autoscale import (
     ObservedDemand,
     ScalingDecision,
     ScalingOrder,
-    ScalingRule,
     counted,
     decide,
     next_order,
@@ -63,7 +61,13 @@ from kvmig.fleet.lifecycle import (
     reconcile,
     wants_to_start,
 )
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, ModelEvent
+from kvmig.fleet.managed_model import (
+    CatalogEntry,
+    DeploymentRecord,
+    ManagedModel,
+    MissingFiles,
+    ModelEvent,
+)
 from kvmig.fleet.model_routes import classes_of, route_state
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.schedule import floor_at
@@ -106,11 +110,12 @@ class ModelController:
         clock: Clock = monotonic,
         wall: Clock = monotonic,
         measured: Callable[[ModelSpec], object] = lambda spec: None,
+        missing: Callable[[str], MissingFiles | None] = lambda source: None,
     ) -> None:
         """order: to init. tell: proxies of changed routes and of names that are gone; the version.
 
         memory: of the host. clock: steady. wall: Unix time. measured: called when more is known of
-        what a model takes of GPUs.
+        what a model takes of GPUs. missing: why a model with this source can't start yet.
         """
         self.memory = memory
         self.events: deque[ModelEvent] = deque(maxlen=RECENT)
@@ -130,6 +135,7 @@ class ModelController:
         self._plan = CapacityPlan()
         self._sample = memory.devices.watch.sample
         self._measured = measured
+        self._missing = missing
         self._placed: Mapping[str, Sequence[PlacedUnit]] = {}
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
@@ -148,8 +154,10 @@ class ModelController:
             model = self._models.get(name)
             if model is None:
                 model = self._models[name] = ManagedModel(one)
-            changed, model.wanted = model.wanted.spec != one.spec or not model.claim, one
-            if changed:
+            before, model.wanted = model.wanted.spec, one
+            if before.source != one.spec.source and model.life.state == "failed":
+                model.life = ModelStatus(since=self._clock())  # what failed was something else
+            if before != one.spec or not model.claim:
                 self._take_claim(model)
                 model.card = msgspec.structs.replace(model.card, reach=None)  # it may have another
         for name, model in self._models.items():
@@ -212,6 +220,10 @@ class ModelController:
         one that isn't yet, to a server that has just started, serves by what it knew."""
         connected = self._proxies.values()
         return len(connected) >= proxies and all(one.version >= version for one in connected)
+
+    def folders(self) -> set[str]:
+        """Folders that deployments were started from."""
+        return {one.note.folder for one in self._models.values() if one.note is not None}
 
     def forget_proxy(self, proxy: str) -> None:
         """Forget a proxy that is gone, or whose link is."""
@@ -376,7 +388,7 @@ class ModelController:
             tells=model.watched is not None and bool(model.watched.told.data),
             parked=model.watched is not None and model.watched.told.parked,
             refused=model.refused,
-            ended="" if ended is None else why_ended(ended),
+            ended="" if ended is None else ended.reason,
             clean=ended is not None and ended.how == "exit code 0",
             wanted=bool(held) or now < model.asked_until,
             running=running,
@@ -389,6 +401,7 @@ class ModelController:
         waiting, residents = [], []
         for name, model in self._models.items():
             asking = wants_to_start(model.life, self._wish(model), seen[name], now)
+            asking = asking and self._lacks(model) is None
             if model.asks_since is None or not asking:
                 model.asks_since = now if asking else None
         units = self._in_units()
@@ -503,7 +516,14 @@ class ModelController:
                     taken[gpu] += size
         return self.memory.devices.watch.memory(claims, taken)
 
+    def _lacks(self, model: ManagedModel) -> MissingFiles | None:
+        """Why it can't start even with room enough."""
+        return None if model.deployment else self._missing(model.wanted.spec.source)
+
     def _with_room(self, name: str, seen: ObservedState) -> ObservedState:
+        if (lacks := self._lacks(self._models[name])) is not None:
+            reason = {"never" if lacks.failed else "no_room": lacks.why}
+            return msgspec.structs.replace(seen, **reason)
         made = self._plan
         return msgspec.structs.replace(
             seen,
@@ -559,6 +579,7 @@ class ModelController:
             0 if claim is None else claim.each,
             wanted.spec.unit,
             self.units.arena(wanted.spec.unit),
+            wanted.spec.folder,
         )
         self._keep(model, deployment, note)
         model.scaling = ScalingDecision(self._first(model))
@@ -626,7 +647,7 @@ class ModelController:
         if watched is None or not self._scales(model, watched):
             return
         before = model.scaling or taken_over(watched.told.data, now)
-        rule, demand = scaling_rule(model.wanted.spec), self._demand(model, watched, now)
+        rule, demand = model.rule, self._demand(model, watched, now)
         model.scaling = decided = decide(before, rule, demand, now)
         if decided.wanted != before.wanted:
             way = "up" if decided.wanted > before.wanted else "down"
@@ -655,7 +676,7 @@ class ModelController:
         self, model: ManagedModel, watched: DeploymentWatcher, now: float
     ) -> ObservedDemand:
         spec, rows = model.wanted.spec, watched.told.data
-        kind = scaling_rule(spec).kind
+        kind = model.rule.kind
         most = max(counted(rows), model.desired)
         return ObservedDemand(
             ready=watched.serving,
@@ -771,16 +792,3 @@ class ModelController:
     def _note(self, model: ManagedModel, what: str) -> None:
         self.events.append(ModelEvent(self._wall(), model.wanted.name, what))
         log.info("%s: %s", model.wanted.name, what)
-
-
-def why_ended(ended: DeploymentEnded) -> str:
-    """A process that was killed has said nothing of it."""
-    by_itself = ended.how.startswith("exit code") or ended.how.startswith("it can't")
-    return ended.said if by_itself and ended.said else ended.how
-
-
-def scaling_rule(spec: ModelSpec) -> ScalingRule:
-    """The rule of a spec whose target isn't freeness."""
-    instances = spec.instances
-    kind: Literal["concurrency", "rps"] = "rps" if instances.target_kind == "rps" else "concurrency"
-    return ScalingRule(spec.least, instances.max, instances.target, kind)

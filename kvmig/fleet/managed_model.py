@@ -8,11 +8,12 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from kvmig.core.api_records import InstanceRow
-from kvmig.fleet.autoscale import DemandWindow, ScalingDecision
+from kvmig.fleet.autoscale import DemandWindow, ScalingDecision, ScalingRule
 from kvmig.fleet.deployments import DeploymentWatcher
 from kvmig.fleet.instance_places import InstancePlaces
 from kvmig.fleet.lifecycle import ModelStatus, State
@@ -50,6 +51,16 @@ class DeploymentRecord(msgspec.Struct, frozen=True):
     """The unit that it is in; empty: none."""
     unit_bytes: int = 0
     """Bytes of the unit's KV cache."""
+    folder: str = ""
+    """The folder with its weights."""
+
+
+class MissingFiles(msgspec.Struct, frozen=True):
+    """Why a model can't start yet."""
+
+    why: str
+    failed: bool
+    """Whether the last try to fetch them has failed."""
 
 
 class ModelEvent(msgspec.Struct, frozen=True):
@@ -108,6 +119,16 @@ class ManagedModel:
     """Times that it ended to make room."""
     scaled: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Decisions about its instances, by way and reason."""
+
+    @property
+    def rule(self) -> ScalingRule:
+        """Rule of its instances, where the target isn't freeness."""
+        spec = self.wanted.spec
+        counts = spec.instances
+        kind: Literal["concurrency", "rps"] = (
+            "rps" if counts.target_kind == "rps" else "concurrency"
+        )
+        return ScalingRule(spec.least, counts.max, counts.target, kind)
 
     @property
     def serving(self) -> int:

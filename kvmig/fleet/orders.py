@@ -86,6 +86,12 @@ class DeploymentEnded(msgspec.Struct, frozen=True, tag="Ended"):
     said: str = ""
     """The deployment's own last error message."""
 
+    @property
+    def reason(self) -> str:
+        """How it ended: in its own words, unless it was killed and has none of it."""
+        by_itself = self.how.startswith("exit code") or self.how.startswith("it can't")
+        return self.said if by_itself and self.said else self.how
+
 
 class Checked(msgspec.Struct, frozen=True, tag=True):
     """From init: what is wrong with words that were to be checked; empty: nothing."""

@@ -37,6 +37,7 @@ from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.core.model_sizes import decode_sizes
 from kvmig.fleet.api import ApiBackend, make_app
+from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployment_words import words
 from kvmig.fleet.device_budget import DeviceBudget
@@ -48,6 +49,7 @@ from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.ledger import AT_ONCE, MergedRecords, merge, sums, take
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.metrics import FleetMetrics
+from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.model_shapes import engine_of
 from kvmig.fleet.orders import MESSAGE_BYTES, Checked, CheckFlags, News, Order, encode, news_of
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
@@ -150,6 +152,7 @@ class FleetServer:
         self._heard = asyncio.Event()
         """Set when a proxy has told what it knows, or has gone."""
         self._aliases: Mapping[str, Mapping[str, int]] = {}
+        self._reloading = asyncio.Lock()
         self._watch = DeviceWatch(settings.path("run", "init.pid"))
         devices = DeviceBudget(self._watch, settings.gpu_placement)
         memory = MemoryBudget(settings.memory, devices)
@@ -160,6 +163,16 @@ class FleetServer:
             memory,
             wall=time.time,
             measured=lambda spec: self._learned.start(self._remember(spec)),
+            missing=lambda source: self._files.missing(source),  # noqa: PLW0108  it is made below
+        )
+        self._files = ModelFiles(
+            settings,
+            self._store.database,
+            lambda *args: self._backend.stored(*args),  # noqa: PLW0108  it is made below
+            self.reload,
+            self._models.folders,
+            monotonic,
+            time.time,
         )
         self._learned = BackgroundTasks("sizes of models")
         self._init = InitLink(to_init, self._hear_init)
@@ -187,6 +200,8 @@ class FleetServer:
             self.check,
             lambda: self._keys,
             self._metrics.text,
+            self._files,
+            CatalogueReader(settings.catalogue, monotonic),
         )
         self._checks: dict[str, asyncio.Future[Checked]] = {}
         """Flags that are being checked."""
@@ -194,6 +209,7 @@ class FleetServer:
         self._watching: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
+        self._fetching: asyncio.Task[None] | None = None
         self._spoolless: set[str] = set()
         """Front ends that had grants and no spool at the last look."""
         self._keeping: asyncio.Task[None] | None = None
@@ -210,6 +226,7 @@ class FleetServer:
             keep_key(self._settings.path("admin-key"), key)
             say(f"the first admin's key is in {self._settings.path('admin-key')}")
         self._keys = KeyIndex(self._store.pepper)
+        await self._files.start()
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:
             try:
@@ -225,6 +242,7 @@ class FleetServer:
         self._turning = asyncio.create_task(self._models.run(), name="models")
         self._watching = asyncio.create_task(keep_running(self._watch.run, "GPUs"), name="GPUs")
         self._counting = asyncio.create_task(self._count(), name="usage")
+        self._fetching = asyncio.create_task(self._files.run(), name="model files")
         if days := self._settings.keep_usage_days:
             keeping = self._backend.retention.run(days)
             self._keeping = asyncio.create_task(keeping, name="retention")
@@ -234,7 +252,7 @@ class FleetServer:
         """Take what earlier servers knew of models' sizes. Raises StoreError."""
         stored, database = self._backend.stored, self._store.database
         memory = self._models.memory
-        specs = [row.spec for row in await stored(self._store.models)]
+        specs = [self._files.resolved(row.spec) for row in await stored(self._store.models)]
         await stored(forget_others, database, specs)
         for one in await stored(remembered, database):
             memory.devices.recall(one)
@@ -378,7 +396,8 @@ class FleetServer:
         assert self._turning is not None
         assert self._serving is not None
         assert self._counting is not None
-        tasks = [self._turning, self._serving, self._counting]
+        assert self._fetching is not None
+        tasks = [self._turning, self._serving, self._counting, self._fetching]
         if self._keeping is not None:
             tasks.append(self._keeping)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -387,10 +406,11 @@ class FleetServer:
     async def close(self) -> None:
         """End all but the deployments, which run on."""
         self._backend.retention.close()
-        for task in (self._turning, self._counting, self._keeping, self._watching):
+        for task in (self._turning, self._counting, self._keeping, self._watching, self._fetching):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+        await self._files.close()
         if self._http is not None:
             self._http.should_exit = True
         if self._serving is not None:
@@ -407,13 +427,21 @@ class FleetServer:
     async def reload(self) -> None:
         """Take the catalogue and the keys as the database has them now. Raises StoreError."""
         await self._reload_keys()  # first: a revoked key lets nobody in while the rest is read
+        async with self._reloading:  # or what was read first might be taken last
+            await self._reload_catalogue()
+
+    async def _reload_catalogue(self) -> None:
         rows, aliases = await self._backend.stored(self._store.catalogue)
         named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
         if (every := {**named, **aliases}) != self._aliases:
             self._aliases = every
             self._links.send_to_all(AliasTable(version=self._next(), aliases=every))
+        await self._files.take_models({row.name: row.spec.source for row in rows})
         self._models.take_catalogue(
-            CatalogEntry(row.model_id, row.name, row.revision, row.on, row.spec) for row in rows
+            CatalogEntry(
+                row.model_id, row.name, row.revision, row.on, self._files.resolved(row.spec)
+            )
+            for row in rows
         )
 
     async def _changed(self) -> None:

@@ -35,6 +35,11 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     """OpenMP threads of an instance on a CPU."""
     memory: int = 0
     """Bytes of the host's that all models may take together; 0: all that there is."""
+    files_bytes: int = 0
+    """Bytes of the disk that fetched files of models may take; files that are neither used nor
+    pinned go for others. 0: no limit."""
+    catalogue: str = ""
+    """File, with its whole path, or URL of known models; empty: the list that comes with kvmig."""
     gpu_placement: Strategy = "spread"
     """Whether instances prefer the emptiest GPU, or the fullest one that has room."""
     shutdown_timeout_s: float = 30.0
@@ -81,6 +86,11 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
         """The folder of files in which front ends keep what calls use."""
         return self.path("spools")
 
+    @property
+    def files(self) -> Path:
+        """The folder of models' files that were fetched."""
+        return self.path("files")
+
     def log(self, name: str) -> Path:
         """The log of a process."""
         return self.path("logs", f"{name}.log")
@@ -99,11 +109,15 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
         ("--proxies", settings.proxies, 1, 64),
         ("--threads", settings.threads, 1, 4096),
         ("--memory", settings.memory, 0, 1 << 50),
+        ("--model-files", settings.files_bytes, 0, 1 << 60),
         ("--shutdown-timeout", settings.shutdown_timeout_s, 0, 86400),
         ("--keep-usage-days", settings.keep_usage_days, 0, 36500),
     ):
         if not least <= value <= most:
             raise ConfigError(f"{flag} is {value:g}, must be {least} to {most}")
+    known = settings.catalogue
+    if known and not known.startswith("https://") and not Path(known).is_file():
+        raise ConfigError(f"--catalogue is {known!r:.200}, must be a file, or a URL with https://")
     for origin in settings.allowed_origins:
         if ORIGIN.fullmatch(origin) is None:
             raise ConfigError(

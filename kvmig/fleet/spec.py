@@ -17,6 +17,7 @@ import yaml
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.schedule import ScheduledFloor, parse_cron, zone_of
+from kvmig.sources.source import parse_source
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 NAMES = (
@@ -101,7 +102,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: str
     source: str
-    """path: and a folder."""
+    """path: and a folder, or where its files are fetched from (see `kvmig.sources.source`)."""
     engine: Engine = "vllm"
     flags: tuple[str, ...] = ()
     """The engine's, and kvmig.serve's."""
@@ -148,7 +149,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def folder(self) -> str:
-        """The folder of its source."""
+        """The folder of its source; no folder's name where its files are yet to be fetched."""
         return self.source.removeprefix(PATH)
 
 
@@ -158,7 +159,7 @@ ALLOWED = {
     "warm": get_args(Warm),
 }
 """Allowed values of each field that takes certain words."""
-GET_ONE = "`hf download NAME --local-dir FOLDER` fetches a model from the Hugging Face Hub"
+GET_ONE = "the source hf:ORG/NAME is a model of the Hugging Face Hub"
 FIELDS = {"": ModelSpec.__struct_fields__, "instances": InstanceCounts.__struct_fields__}
 """Of each struct; all others are floors."""
 
@@ -213,10 +214,11 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     for name in (spec.name, *spec.aliases, *spec.adapters):
         _check_name(name)
     where = f"model {spec.name}"
-    if not spec.source.startswith(PATH):
-        said = f"{where}: source is {spec.source!r:.100}, must be path:FOLDER"
-        raise ConfigError(f"{said}; {GET_ONE}")
-    if spec.engine != "toy":
+    try:
+        source = parse_source(spec.source)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if spec.engine != "toy" and not source.is_remote:
         if not Path(spec.folder).is_dir() and Path(spec.folder).is_absolute():
             raise ConfigError(
                 f"{where}: source is {spec.folder!r:.200}, which is no folder here; {GET_ONE}"

@@ -42,7 +42,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 10
+SCHEMA = 11
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
@@ -234,6 +234,20 @@ measured_rests = Table(
     Column("rest", BigInteger, nullable=False),
     Column("model", Text, nullable=False),
     Column("at", Double, nullable=False),
+)
+
+model_files = Table(
+    "model_files",
+    metadata,
+    Column("source", Text, primary_key=True),
+    Column("folder", Text, nullable=False, server_default=""),
+    Column("revision", Text, nullable=False, server_default=""),
+    Column("size", BigInteger, nullable=False, server_default="0"),
+    Column("digest", Text, nullable=False, server_default=""),
+    Column("pulled", Boolean, nullable=False),
+    Column("pinned", Boolean, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("last_used", Double, nullable=False),
 )
 
 

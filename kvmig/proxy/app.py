@@ -19,7 +19,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.datastructures import MutableHeaders
 from starlette.types import Receive, Scope, Send
 
-from kvmig.accounts.keys import QUOTA_CODE, KeyDenied, KeyGrant, no_model, quota_code
+from kvmig.accounts.keys import (
+    NO_MODEL,
+    QUOTA_CODE,
+    KeyDenied,
+    KeyGrant,
+    no_model,
+    quota_code,
+)
 from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import AccountTallies, LimitExceeded, RequestLimiter, headers
 from kvmig.asgi import request_body as gateway
@@ -51,6 +58,7 @@ from kvmig.proxy.directory import FoundModel, ModelDirectory
 from kvmig.proxy.exposition import merged, parsed
 from kvmig.proxy.messages import Down, ModelDemand, ModelRoute, RouteChanges, SpentLimits
 from kvmig.proxy.metrics import DoorMetrics
+from kvmig.proxy.near_names import near_names
 from kvmig.proxy.priority_choice import ChosenPriority, choose_class
 from kvmig.proxy.refusals import ProxyRefusal, bad, refused
 from kvmig.proxy.relay import (
@@ -430,8 +438,19 @@ class ProxyApp:
         model = None if found is None else found.model
         grant = self.admission.name_model(visit, name, model, charged)
         if isinstance(grant, KeyDenied) or found is None:
-            raise refused(grant if isinstance(grant, KeyDenied) else no_model(name))
+            raise self._denied(
+                visit, name, grant if isinstance(grant, KeyDenied) else no_model(name)
+            )
         return grant, found
+
+    def _denied(self, visit: AdmittedCall, name: str, denied: KeyDenied) -> ProxyRefusal:
+        """The refusal; of an unknown name, with near ones that the key may use."""
+        grant = self.directory.current(visit.prefix)
+        if grant is None or denied.code != NO_MODEL:
+            return refused(denied)
+        near = near_names(name, (known for known, _ in self.directory.names(grant)))
+        more = f"; near it: {', '.join(near)}" if near else ""
+        return ProxyRefusal(denied.status, denied.message + more, denied.code)
 
     def _find_answer(self, visit: AdmittedCall, where: CallTarget) -> tuple[KeyGrant, FoundModel]:
         """The model that has it, if it is there: answers end with their deployment."""

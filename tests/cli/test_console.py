@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime, timedelta
@@ -23,12 +24,13 @@ from kvmig.cli.client import KEY, FleetClient
 from kvmig.cli.common import day_of
 from kvmig.fleet import supervisor
 from kvmig.fleet.api import ApiBackend, make_app
+from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore
-from tests.support.fleet_stores import Place
+from tests.support.fleet_stores import Place, idle_files
 
 
 class Kvmig:
@@ -76,7 +78,11 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
 
         models = ModelController(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
         keys = KeyIndex(b"")
-        backend = ApiBackend(settings, store, thread, models, changed, fine, lambda: keys, metrics)
+        files = idle_files(settings, store, lambda *args: backend.stored(*args))
+        known = CatalogueReader("", time.monotonic)
+        backend = ApiBackend(
+            settings, store, thread, models, changed, fine, lambda: keys, metrics, files, known
+        )
         client = FleetClient("unused")
         with TestClient(make_app(backend)) as http:
             monkeypatch.setattr(client, "_http", http)

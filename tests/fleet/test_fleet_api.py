@@ -17,6 +17,7 @@ from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.callers import FORWARDED
+from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.ledger import merge
@@ -24,7 +25,7 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
-from tests.support.fleet_stores import Place
+from tests.support.fleet_stores import Place, idle_files
 
 
 class Api:
@@ -46,6 +47,8 @@ class Api:
             self._check,
             lambda: self.keys,
             self._metrics,
+            idle_files(settings, self.store, lambda *args: self.backend.stored(*args)),
+            CatalogueReader("", time.monotonic),
         )
         app = make_app(self.backend)
         self._http = httpx.AsyncClient(

@@ -20,7 +20,7 @@ from kvmig.fleet.controller import WANT_S, ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, MissingFiles
 from kvmig.fleet.model_routes import classes_of
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.schedule import ScheduledFloor
@@ -43,6 +43,8 @@ class Bench:
         self.told: list[tuple[Sequence[ModelRoute], Sequence[str]]] = []
         self.folder = folder
         self.learned: list[ModelSpec] = []
+        self.missing: dict[str, MissingFiles] = {}
+        """By source."""
         self.models = ModelController(
             FleetSettings(data=str(folder)),
             self.ordered.append,
@@ -51,6 +53,7 @@ class Bench:
             lambda: self.now,
             lambda: self.now,
             self.learned.append,
+            missing=self.missing.get,
         )
 
     def _tell(self, routes: Sequence[ModelRoute], gone: Sequence[str]) -> int:
@@ -123,8 +126,8 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     await made.models.close()
 
 
-def spec(**more: Any) -> ModelSpec:
-    return ModelSpec(name="a", source="path:/models/a", engine="toy", **more)
+def spec(source: str = "path:/models/a", **more: Any) -> ModelSpec:
+    return ModelSpec(name="a", source=source, engine="toy", **more)
 
 
 async def test_a_model_that_nobody_wants_is_cold_and_its_engine_is_loaded(bench: Bench) -> None:
@@ -615,3 +618,56 @@ def test_the_classes_that_calls_may_name_are_those_of_the_deployments_flags() ->
     flags = ("--priority-class", "high=-1,headroom=100", "--priority_class=low=9", "--seed=0")
     assert [one.name for one in classes_of(flags)] == ["high", "normal", "low"]
     assert classes_of(()) == classes_of(("--priority-class",)) == (NORMAL,)
+
+
+# -- files that are not here yet
+
+
+def downloading(bench: Bench, why: str = "its files are downloaded", failed: bool = False) -> None:
+    bench.missing["hf:a/b"] = MissingFiles(why, failed)
+
+
+async def test_a_wanted_model_waits_for_its_files_says_so_and_then_starts(bench: Bench) -> None:
+    downloading(bench)
+    bench.catalogue(spec("hf:a/b"))
+    bench.demand(held=1)
+    bench.turn()
+    assert bench.started == []
+    assert (bench.route.state, bench.route.why) == ("cold", "its files are downloaded")
+
+    del bench.missing["hf:a/b"]
+    bench.catalogue(spec(f"path:{bench.folder}"))
+    (start,) = bench.started
+    assert start.words[0] == str(bench.folder)
+    assert bench.models.folders() == {str(bench.folder)}
+
+
+async def test_files_that_can_not_be_fetched_fail_the_start_and_whole_ones_start_at_once(
+    bench: Bench,
+) -> None:
+    downloading(bench, "its files can't be downloaded: no such model", failed=True)
+    bench.catalogue(spec("hf:a/b"))
+    bench.demand(held=1)
+    bench.turn()
+    assert (bench.route.state, bench.route.why) == (
+        "failed",
+        "its files can't be downloaded: no such model",
+    )
+    bench.demand(held=1)
+    bench.catalogue(spec(f"path:{bench.folder}"))
+    assert len(bench.started) == 1
+
+
+async def test_a_model_that_serves_goes_on_while_files_of_another_source_come(
+    bench: Bench,
+) -> None:
+    bench.catalogue(spec())
+    bench.demand(held=1)
+    bench.turn()
+    bench.serve()
+    bench.turn()
+    downloading(bench)
+    bench.catalogue(spec("hf:a/b"))
+    bench.demand(running=1)
+    bench.turn(1)
+    assert bench.route.state == "ready"

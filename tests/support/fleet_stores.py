@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from kvmig.core.clock import monotonic
+from kvmig.fleet.model_files import ModelFiles
+from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec, spec_of
 from kvmig.fleet.store import FleetStore, OrderActor
 
@@ -26,3 +31,14 @@ class Place:
     def spec(self, name: str = "qwen", **more: Any) -> ModelSpec:
         """A model whose folder is there."""
         return spec_of({"name": name, "source": f"path:{self.folder}", **more})
+
+
+def idle_files(
+    settings: FleetSettings, store: FleetStore, stored: Callable[..., Awaitable[Any]]
+) -> ModelFiles:
+    """What keeps models' files, and fetches none as long as nobody runs it."""
+
+    async def changed() -> None:
+        return
+
+    return ModelFiles(settings, store.database, stored, changed, set, monotonic, time.time)

@@ -1,0 +1,65 @@
+"""The fleet's catalogue of known models: the one that comes with kvmig, a file, or a URL."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import resources
+from pathlib import Path
+
+import httpx
+
+from kvmig.core.clock import Clock
+from kvmig.core.errors import ConfigError
+from kvmig.fleet.tables import StoreError
+from kvmig.sources.catalogue import ModelCatalogue, read_catalogue
+
+TIMEOUT_S = 10.0
+KEPT_S = 300.0
+"""Time for which a catalogue that was read is used."""
+MOST_BYTES = 4 << 20
+
+
+class CatalogueReader:
+    """Reads it where it is asked for."""
+
+    def __init__(self, where: str, clock: Clock) -> None:
+        """where: a file's whole path, or a URL; empty: the one that comes with kvmig."""
+        self._where = where
+        self._clock = clock
+        self._found: ModelCatalogue | None = None
+        self._read_at = 0.0
+
+    async def read(self) -> ModelCatalogue:
+        """Raises ConfigError, StoreError."""
+        now = self._clock()
+        if self._found is None or now - self._read_at > KEPT_S:
+            self._found, self._read_at = await self._read(), now
+        return self._found
+
+    async def _read(self) -> ModelCatalogue:
+        if not self._where:
+            own = resources.files("kvmig.sources") / "catalogue.toml"
+            return read_catalogue(await asyncio.to_thread(own.read_text), "of kvmig")
+        if self._where.startswith("https://"):
+            return read_catalogue(await self._fetch(), self._where)
+        try:
+            text = await asyncio.to_thread(Path(self._where).read_text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the catalogue {self._where} can't be read: {error}") from error
+        return read_catalogue(text, self._where)
+
+    async def _fetch(self) -> str:
+        try:
+            async with (
+                httpx.AsyncClient(timeout=TIMEOUT_S) as client,
+                client.stream("GET", self._where) as answer,
+            ):
+                answer.raise_for_status()
+                text = bytearray()
+                async for piece in answer.aiter_bytes():
+                    text += piece
+                    if len(text) > MOST_BYTES:
+                        raise ConfigError(f"the catalogue {self._where} is too long")
+        except httpx.HTTPError as error:
+            raise StoreError(f"the catalogue {self._where} can't be read now: {error}") from error
+        return text.decode(errors="replace")

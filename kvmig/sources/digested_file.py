@@ -1,0 +1,104 @@
+"""A file that is written from the network, and hashed as it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kvmig.sources.file_list import RemoteFile
+
+READ_BYTES = 4 << 20
+
+
+class DigestedFile(io.RawIOBase):
+    """Goes on where a file ends, if there is one. What is there is hashed first.
+
+    It has the methods of a binary file that `huggingface_hub`'s download uses.
+    """
+
+    def __init__(self, file: BinaryIO, wanted: RemoteFile, count: Callable[[int], None]) -> None:
+        """file: to be read and written, closed with this. count: called with the bytes that are
+        added to what was there, or less than 0. Raises OSError."""
+        self._file = file
+        super().__init__()
+        self._wanted = wanted
+        self._count = count
+        self.size = 0
+        self._begin_digests()
+        try:
+            while piece := self._file.read(READ_BYTES):
+                self._hash(piece)
+            if self.size > wanted.size:
+                self.seek(0)
+                self.truncate()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+    def _begin_digests(self) -> None:
+        self._sha256 = hashlib.sha256()
+        self._git = hashlib.sha1(b"blob %d\0" % self._wanted.size, usedforsecurity=False)
+
+    def _hash(self, data: bytes) -> None:
+        self._sha256.update(data)
+        if self._wanted.digest.startswith("git:"):
+            self._git.update(data)
+        self.size += len(data)
+
+    def write(self, data: Any) -> int:
+        """Add to its end. Raises OSError."""
+        written = self._file.write(data)
+        self._hash(data)
+        self._count(len(data))
+        return written
+
+    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
+        """Ask for its size, or go to the beginning, which is followed by `truncate`."""
+        if (at, whence) == (0, os.SEEK_CUR):
+            return self.size
+        if (at, whence) != (0, os.SEEK_SET):
+            raise ValueError(f"a file that is hashed can be written from 0 on again, not from {at}")
+        return self._file.seek(0)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Begin again, with nothing. Raises OSError."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._count(-min(self.size, self._wanted.size))
+        self.size = 0
+        self._begin_digests()
+        return 0
+
+    def sync(self) -> None:
+        """Have it on the disk. Raises OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    @property
+    def sha256(self) -> str:
+        """Hex digits of the digest of the whole file."""
+        return self._sha256.hexdigest()
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it is what its place has listed, as far as the place gives a digest."""
+        if self.size != self._wanted.size:
+            return False
+        kind, _, digest = self._wanted.digest.partition(":")
+        found = {"sha256": self.sha256, "git": self._git.hexdigest(), "": ""}
+        return found[kind] == digest
+
+
+def open_digested(path: Path, wanted: RemoteFile, count: Callable[[int], None]) -> DigestedFile:
+    """The file of this path, which is made if it isn't there. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return DigestedFile(os.fdopen(descriptor, "r+b"), wanted, count)

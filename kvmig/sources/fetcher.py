@@ -1,0 +1,141 @@
+"""`python -m kvmig.sources.fetcher`: fetches one source's files, for a fleet's server.
+
+Its launch is the first line of its stdin, its reports are lines on its stdout. It may die at any
+moment: the next one goes on. It ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import httpx
+import httpx2
+import msgspec
+
+from kvmig.core.errors import ConfigError, StartupError
+from kvmig.process.child import leave, quiet, read_launch, say
+from kvmig.sources.fetch import SourceFetch
+from kvmig.sources.file_list import SourceFailure
+from kvmig.sources.files_folder import FilesFolder
+from kvmig.sources.heads import HeadsFetch
+from kvmig.sources.messages import (
+    FetchFailed,
+    FetchHeads,
+    FetchLaunch,
+    FetchListed,
+    FetchProgress,
+    FetchReport,
+    FetchWhole,
+)
+from kvmig.sources.origins import FilesOrigin, origin_of
+from kvmig.sources.source import parse_source
+
+LastReport = FetchWhole | FetchHeads | FetchFailed
+PROGRESS_S = 0.5
+HIDDEN = "***"
+SECRETS = (
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    "MODELSCOPE_API_TOKEN",
+)  # fmt: skip
+"""Environment variables whose values no report has."""
+
+
+class FetcherProcess:
+    """The fetcher's process: its server's orders, and its reports."""
+
+    def __init__(self, stdin: BinaryIO, reports: BinaryIO) -> None:
+        self._stdin = stdin
+        self._reports = reports
+        self._writing = threading.Lock()
+        self._room = threading.Event()
+
+    def run(self, launch: FetchLaunch) -> LastReport:
+        """Return the last report, which is not sent yet."""
+        threading.Thread(target=self._follow_stdin, daemon=True, name="stdin").start()
+        try:
+            source = parse_source(launch.source)
+            origin = origin_of(source, launch.endpoint)
+        except ConfigError as error:
+            return FetchFailed(str(error), lasting=True)
+        folder = FilesFolder(Path(launch.root))
+        fetch = SourceFetch(source, origin, folder)
+        threading.Thread(target=self._beat, args=(fetch,), daemon=True, name="progress").start()
+        if launch.heads:
+            last = reported(launch.source, HeadsFetch(source, origin, folder).run)
+        else:
+            last = reported(launch.source, lambda: fetch.run(self._wait_for_room))
+        if isinstance(last, FetchFailed):
+            return msgspec.structs.replace(last, why=hide(last.why, secrets_of(origin)))
+        return last
+
+    def report(self, report: FetchReport) -> None:
+        """Send it; with a server that has gone this process ends."""
+        with self._writing:
+            try:
+                self._reports.write(msgspec.json.encode(report) + b"\n")
+                self._reports.flush()
+            except OSError:
+                os._exit(1)
+
+    def _follow_stdin(self) -> None:
+        while self._stdin.readline():
+            self._room.set()
+        os._exit(1)  # the server has gone, or wants no more of it
+
+    def _wait_for_room(self, listed: FetchListed) -> None:
+        self.report(listed)
+        self._room.wait()  # or this process ends with its stdin
+
+    def _beat(self, fetch: SourceFetch) -> None:
+        pause = threading.Event()
+        while not pause.wait(PROGRESS_S):
+            self.report(FetchProgress(fetch.count.done))
+
+
+def reported(source: str, run: Callable[[], FetchWhole | FetchHeads]) -> LastReport:
+    """What a run returns, or why that doesn't work."""
+    try:
+        return run()
+    except SourceFailure as error:
+        return FetchFailed(str(error), error.lasting)
+    except (httpx.HTTPError, httpx2.HTTPError, OSError, ValueError) as error:
+        said = " ".join(str(error).split()) or "no reason given"
+        return FetchFailed(f"{source}: {said[:500]} ({type(error).__name__})")
+
+
+def secrets_of(origin: FilesOrigin, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What no report may have."""
+    return [one for one in (origin.secret, *map(environment.get, SECRETS)) if one]
+
+
+def hide(text: str, secrets: Iterable[str]) -> str:
+    """The same text without secrets."""
+    for one in secrets:
+        text = text.replace(one, HIDDEN)
+    return text
+
+
+def main() -> int:
+    """Fetch; the exit code."""
+    reports = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no report
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    quiet("files")
+    try:
+        launch = read_launch(FetchLaunch)
+    except StartupError as error:
+        say(str(error))
+        return 2
+    process = FetcherProcess(sys.stdin.buffer, reports)
+    last = process.run(launch)
+    process.report(last)
+    return int(isinstance(last, FetchFailed))
+
+
+if __name__ == "__main__":
+    leave(main())

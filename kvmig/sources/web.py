@@ -1,0 +1,147 @@
+"""Files of a web server: one, or those that a folder's page links to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from typing import BinaryIO, cast
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
+
+import httpx
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.file_download import http_get
+
+from kvmig.sources.digested_file import DigestedFile
+from kvmig.sources.file_list import (
+    MOST_FILES,
+    FileList,
+    RemoteFile,
+    SourceFailure,
+    check_name,
+    state_of,
+)
+from kvmig.sources.some_bytes import read_range
+from kvmig.sources.source import ModelSource
+
+TIMEOUT_S = 30.0
+PAGE_BYTES = 4 << 20
+DEEPEST = 3
+"""Folders below the first one."""
+PLAIN = {"accept-encoding": "identity"}
+LASTING = (400, 401, 403, 404, 410, 451)
+
+
+class FolderPage(HTMLParser):
+    """The links of a page, as web servers make one for a folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Take the target of a link."""
+        if tag == "a":
+            self.links += [value for name, value in attrs if name == "href" and value]
+
+
+def links_below(page: str, text: str) -> list[str]:
+    """URLs one step below a page, each once."""
+    parser = FolderPage()
+    parser.feed(text)
+    found = (urldefrag(urljoin(page, link))[0] for link in parser.links)
+    return [
+        one
+        for one in dict.fromkeys(found)
+        if one.startswith(page)
+        and one != page
+        and not urlsplit(one).query
+        and "/" not in one.removeprefix(page).rstrip("/")
+    ]
+
+
+class WebOrigin:
+    """A folder, or one file."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        url = source.place
+        self._base = url if url.endswith("/") else url.rpartition("/")[0] + "/"
+        self._urls: dict[str, str] = {}
+        """URLs by the files' names."""
+
+    secret = ""
+
+    def list_files(self) -> FileList:
+        """See `FilesOrigin`."""
+        with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S, headers=PLAIN) as client:
+            url = self._source.place
+            urls = self._below(client, url, 0) if url.endswith("/") else [url]
+            files = tuple(self._file(client, one) for one in urls)
+        return FileList(state_of(files), files)
+
+    def _below(self, client: httpx.Client, page: str, depth: int) -> list[str]:
+        found: list[str] = []
+        with _answer(client, "GET", page) as answer:
+            text = bytearray()
+            for piece in answer.iter_bytes():
+                text += piece
+                if len(text) > PAGE_BYTES:
+                    raise SourceFailure(f"{page} is no folder's page: it is too long", lasting=True)
+        for link in links_below(page, text.decode(errors="replace")):
+            if not link.endswith("/"):
+                found.append(link)
+            elif depth < DEEPEST:
+                found += self._below(client, link, depth + 1)
+            if len(found) > MOST_FILES:
+                raise SourceFailure(f"{self._source} has too many files", lasting=True)
+        return found
+
+    def _file(self, client: httpx.Client, url: str) -> RemoteFile:
+        name = unquote(url.removeprefix(self._base))
+        check_name(str(self._source), name)
+        with _answer(client, "HEAD", url) as answer:
+            size = answer.headers.get("content-length", "")
+            tag = answer.headers.get("etag") or answer.headers.get("last-modified", "")
+        if not size.isdecimal():
+            raise SourceFailure(f"{url} says no size", lasting=True)
+        self._urls[name] = url
+        return RemoteFile(name, int(size), tag=tag)
+
+    def fetch(self, file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
+        """See `FilesOrigin`."""
+        url, headers = self._urls[file.name], dict(PLAIN)
+        if into.size and file.tag and not file.tag.startswith("W/"):
+            headers["if-range"] = file.tag
+        try:
+            http_get(
+                url, cast("BinaryIO", into), resume_size=into.size, headers=headers,
+                expected_size=file.size, displayed_filename=file.name,
+            )  # fmt: skip
+        except HfHubHTTPError as error:
+            raise _failure(url, error.response.status_code) from error
+        with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S, headers=PLAIN) as client:
+            if self._file(client, url) != file:
+                into.truncate()
+                raise SourceFailure(f"{url} has changed while it was downloaded")
+
+    def read(self, file: RemoteFile, begin: int, count: int, listed: FileList) -> bytes:
+        """See `FilesOrigin`."""
+        url = self._urls[file.name]
+        try:
+            return read_range(url, begin, count, PLAIN)
+        except HfHubHTTPError as error:
+            raise _failure(url, error.response.status_code) from error
+
+
+@contextmanager
+def _answer(client: httpx.Client, method: str, url: str) -> Iterator[httpx.Response]:
+    """An answer without an error, closed at the end of the block. Raises SourceFailure."""
+    with client.stream(method, url) as answer:
+        if answer.is_error:
+            raise _failure(url, answer.status_code)
+        yield answer
+
+
+def _failure(url: str, status: int) -> SourceFailure:
+    return SourceFailure(f"{url} answered {status}", lasting=status in LASTING)

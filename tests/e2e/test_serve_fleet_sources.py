@@ -1,0 +1,126 @@
+"""A fleet whose models come from a hub: from nothing to an answer, whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.support.fleets import PATH, ToyFleet, ask, counted, ended, kill
+from tests.support.model_hub import ModelHub, small_model
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.server
+
+NAME = "Org/Small-1B"
+SOURCE = f"hf:{NAME}"
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[ModelHub]:
+    with ModelHub() as made:
+        made.add(NAME, small_model(4_000_000))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def fleet(hub: ModelHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyFleet]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_ENDPOINT", hub.url)
+        patched.setenv("HF_HUB_OFFLINE", "0")
+        with ToyFleet(tmp_path_factory.mktemp("fleet")) as made:
+            yield made
+
+
+def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvmig", f"--data={fleet.folder}", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+@pytest.mark.long
+async def test_a_call_waits_for_files_hears_how_far_they_are_and_outlives_the_server(
+    fleet: ToyFleet, hub: ModelHub
+) -> None:
+    hub.faults.hold_after = 3_500_000
+    fleet.add_toy("a", source=SOURCE, heartbeat_after_s=0)
+    said: list[str] = []
+    texts: list[str] = []
+
+    def follow() -> None:
+        headers = {"authorization": f"Bearer {fleet.key}"}
+        with (
+            httpx.Client(base_url=fleet.url, headers=headers, timeout=60) as client,
+            client.stream("POST", PATH, json=ask("a", 20, stream=True)) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line.startswith(": "):
+                    said.append(line)
+                if line.startswith("data: {"):
+                    texts.extend(one["text"] for one in json.loads(line[6:])["choices"])
+
+    client = threading.Thread(target=follow)
+    client.start()
+    await until(lambda: fleet.get("models/a")["files"]["done"] > 2_000_000)
+    await until(lambda: any("its files are downloaded" in one for one in said))
+    shown = fleet.get("models/a")
+    assert shown["state"] == "waiting"
+    assert "its files are downloaded: " in shown["why"]
+    (server,) = fleet.processes("kvmig.fleet.server")
+    (fetcher,) = fleet.processes("kvmig.sources.fetcher")
+    kill(server)
+    await until(lambda: ended(fetcher))
+    hub.faults.hold_after = None
+    hub.faults.held.set()
+    await asyncio.to_thread(client.join, 60)
+
+    assert "".join(texts) == counted(20)
+    assert fleet.get("models/a")["files"]["state"] == "whole"
+    assert int(hub.downloads("model.safetensors")[-1].removeprefix("bytes=").rstrip("-")) > 0
+    assert fleet.ask("DELETE", "models/a").status_code == 200
+    assert fleet.ask("DELETE", f"files?source={SOURCE}").status_code in (200, 409)
+
+
+def test_run_goes_from_nothing_to_an_answer_in_one_command(fleet: ToyFleet, hub: ModelHub) -> None:
+    hub.add("Org/Other-2B", small_model(400_000))
+    done = kvmig(fleet, "run", "Org/Other-2B", "Count: 0017 0018", "--engine", "toy",
+                 "--max-tokens", "5")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "kvmig: other-2b is hf:Org/Other-2B" in done.stderr
+    again = kvmig(fleet, "run", "Org/Other-2B", "Count: 0017 0018", "--max-tokens", "5")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.strip()
+    listed = kvmig(fleet, "ps")
+    assert "other-2b" in listed.stdout
+    files = kvmig(fleet, "model", "files", "ls")
+    assert "hf:Org/Other-2B" in files.stdout
+    assert hub.downloads("model.safetensors").count("") <= 2
+    assert kvmig(fleet, "rm", "other-2b").returncode == 0
+
+
+@pytest.mark.long
+def test_a_model_that_its_hub_does_not_have_fails_with_the_hubs_reason(fleet: ToyFleet) -> None:
+    done = kvmig(fleet, "run", "Org/None", "Hello", "--engine", "toy")
+    assert done.returncode == 1
+    assert "has no model Org/None, or it is private and needs a token" in done.stderr
+    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+        headers = {"authorization": f"Bearer {fleet.key}"}
+        answer = client.post(PATH, json=ask("none"), headers=headers)
+        near = client.post(PATH, json=ask("nonne"), headers=headers)
+    assert answer.status_code == 503
+    assert "has no model Org/None" in answer.json()["error"]["message"]
+    assert near.json()["error"]["message"] == "no model 'nonne'; near it: none"
+    assert kvmig(fleet, "rm", "none").returncode == 0

@@ -1,0 +1,267 @@
+"""Models' files as a server keeps them: fetched by real fetchers, from a hub of the tests' own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmig.core.clock import monotonic
+from kvmig.core.errors import ConfigError
+from kvmig.fleet import model_files
+from kvmig.fleet.files_table import read_files
+from kvmig.fleet.model_files import FilesView, ModelFiles
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.store import FleetStore, NameTaken, NotThere
+from tests.support.fleet_stores import ANNA, Place
+from tests.support.model_hub import TOKEN, ModelHub, small_model
+from tests.support.waiting import until
+
+NAME = "org/small"
+SOURCE = f"hf:{NAME}"
+LARGE = 4_000_000
+"""More than three pieces of the client's."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
+    with ModelHub() as made:
+        made.add(NAME, small_model(LARGE))
+        monkeypatch.setenv("HF_ENDPOINT", made.url)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield made
+
+
+class FilesBench:
+    """A server's part that keeps files, and what is around it."""
+
+    def __init__(self, store: FleetStore, folder: Path, **more: Any) -> None:
+        self.settings = FleetSettings(data=str(folder), **more)
+        self.settings.path("logs").mkdir(parents=True, exist_ok=True)
+        self.store = store
+        self.used: set[str] = set()
+        self.changes = 0
+        self.files = ModelFiles(
+            self.settings, store.database, self._stored, self._changed, lambda: self.used,
+            monotonic, time.time,
+        )  # fmt: skip
+        self._running: asyncio.Task[None] | None = None
+
+    async def _stored(self, call: Callable[..., Any], *args: Any) -> Any:
+        return call(*args)
+
+    async def _changed(self) -> None:
+        self.changes += 1
+
+    async def start(self) -> FilesBench:
+        await self.files.start()
+        self._running = asyncio.create_task(self.files.run())
+        return self
+
+    async def close(self) -> None:
+        assert self._running is not None
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self.files.close()
+
+    async def until(self, state: str, source: str = SOURCE) -> FilesView:
+        def reached() -> bool:
+            found = self.files.view(source)
+            assert state == "failed" or found.state != "failed", found.why
+            return found.state == state
+
+        await until(reached)
+        return self.files.view(source)
+
+
+@pytest.fixture
+async def bench(sqlite_place: Place, hub: ModelHub) -> AsyncIterator[FilesBench]:
+    store = sqlite_place.store()
+    store.open()
+    made = await FilesBench(store, sqlite_place.folder / "data").start()
+    yield made
+    await made.close()
+    store.close()
+
+
+def is_there(found: FilesView) -> bool:
+    return Path(found.folder).is_dir()
+
+
+def weights_in(found: FilesView) -> bytes:
+    return Path(found.folder, "model.safetensors").read_bytes()
+
+
+def spec(source: str = SOURCE) -> ModelSpec:
+    return ModelSpec(name="a", source=source)
+
+
+async def test_a_model_of_the_catalogue_gets_its_files_once_whoever_asks(
+    bench: FilesBench, hub: ModelHub
+) -> None:
+    await bench.files.take_models({"a": SOURCE, "b": f"hf:{NAME}", "c": "path:/elsewhere"})
+    await asyncio.gather(*(bench.files.pull(SOURCE, ANNA) for _ in range(10)))
+    missing = bench.files.missing(SOURCE)
+    assert missing is not None
+    assert not missing.failed
+    found = await bench.until("whole")
+
+    assert found.models == ["a", "b"]
+    assert found.revision == hub.models[NAME].newest
+    assert hub.downloads("model.safetensors") == [""]
+    assert bench.files.missing(SOURCE) is None
+    assert bench.files.resolved(spec()).folder == found.folder
+    assert weights_in(found) == small_model(LARGE)["model.safetensors"]
+    assert bench.changes == 1
+    (row,) = read_files(bench.store.database)
+    assert (row.size, row.digest, row.pulled) == (found.size, found.digest, True)
+
+
+@pytest.mark.long
+async def test_a_token_is_in_no_log_row_and_answer(bench: FilesBench, hub: ModelHub) -> None:
+    hub.models[NAME].gated = True
+    hub.add("org/other", small_model(), gated=True)
+    await bench.files.pull(SOURCE, ANNA)
+    found = await bench.until("whole")
+    kept = [str(found), str(bench.store.audit()), str(read_files(bench.store.database))]
+    logs = [one.read_text() for one in bench.settings.path("logs").iterdir()]
+    assert not any(TOKEN in one for one in [*kept, *logs])
+
+
+@pytest.mark.long
+async def test_a_fetcher_that_is_killed_is_started_again_and_goes_on(
+    bench: FilesBench, hub: ModelHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.sources.download_state.FIRST_RETRY_S", 0.1)
+    hub.faults.hold_after = 3_500_000
+    await bench.files.pull(SOURCE, ANNA)
+    await until(lambda: bench.files.view(SOURCE).done > 2_000_000)
+    os.kill(bench.files.fetchers()[SOURCE], signal.SIGKILL)
+    failed = await bench.until("failed")
+    assert "its fetcher ended (killed by SIGKILL)" in failed.why
+    hub.faults.hold_after = None
+    hub.faults.held.set()
+    await bench.files.pull(SOURCE, ANNA)
+    await bench.until("whole")
+    assert int(hub.downloads("model.safetensors")[-1].removeprefix("bytes=").rstrip("-")) > 0
+
+
+async def test_the_next_server_goes_on_with_a_download(
+    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+) -> None:
+    hub.faults.hold_after = 3_500_000
+    await bench.files.take_models({"a": SOURCE})
+    await until(lambda: bench.files.view(SOURCE).done > 2_000_000)
+    await bench.close()
+    hub.faults.hold_after = None
+    hub.faults.held.set()
+
+    after = await FilesBench(bench.store, sqlite_place.folder / "data").start()
+    await after.files.take_models({"a": SOURCE})
+    await after.until("whole")
+    assert int(hub.downloads("model.safetensors")[-1].removeprefix("bytes=").rstrip("-")) > 0
+    await after.close()
+
+    offline = await FilesBench(bench.store, sqlite_place.folder / "data").start()
+    hub.faults.statuses = [500] * 100
+    assert offline.files.missing(SOURCE) is None  # what is there serves without the hub
+    await offline.close()
+
+
+@pytest.mark.long
+async def test_files_that_nobody_uses_go_for_others_and_pinned_ones_stay(
+    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+) -> None:
+    await bench.close()
+    for name in ("org/b", "org/c", "org/d"):
+        hub.add(name, small_model(LARGE + len(hub.models)))
+    limited = await FilesBench(
+        bench.store, sqlite_place.folder / "data", files_bytes=9_000_000
+    ).start()
+    for name in ("org/small", "org/b"):
+        await limited.files.pull(f"hf:{name}", ANNA)
+        await limited.until("whole", f"hf:{name}")
+    await limited.files.pin(SOURCE, True, ANNA)
+    before = limited.files.view("hf:org/b")
+    await limited.files.pull("hf:org/c", ANNA)
+    await limited.until("whole", "hf:org/c")
+    with pytest.raises(NotThere, match="there are no files of hf:org/b"):
+        limited.files.view("hf:org/b")
+    assert not is_there(before)
+
+    await limited.files.take_models({"c": "hf:org/c"})
+    await limited.files.pull("hf:org/d", ANNA)
+    failed = await limited.until("failed", "hf:org/d")
+    assert "more than --model-files allows (9000000)" in failed.why
+    assert {one.source for one in limited.files.views() if one.folder} == {SOURCE, "hf:org/c"}
+    with pytest.raises(NameTaken, match="hf:org/c is used by c"):
+        await limited.files.remove("hf:org/c", ANNA)
+    await limited.files.take_models({})
+    limited.used.add(limited.files.view("hf:org/c").folder)
+    with pytest.raises(NameTaken, match="is used by a deployment"):
+        await limited.files.remove("hf:org/c", ANNA)
+    limited.used.clear()
+    await limited.files.remove("hf:org/c", ANNA)
+    assert not any(one.source == "hf:org/c" for one in limited.files.views())
+    await limited.close()
+
+
+@pytest.mark.long
+async def test_a_full_disk_refuses_before_a_byte_comes_and_names_the_bytes(
+    bench: FilesBench, hub: ModelHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files, "free_bytes", lambda _: 1000)
+    await bench.files.take_models({"a": SOURCE})
+    failed = await bench.until("failed")
+    assert "the disk is too full: 4001" in failed.why
+    assert "bytes are needed, 0 are free, without" in failed.why
+    assert hub.downloads("model.safetensors") == []
+    missing = bench.files.missing(SOURCE)
+    assert missing is not None
+    assert missing.failed
+
+
+async def test_a_model_that_is_removed_while_its_files_come_ends_their_download(
+    bench: FilesBench, hub: ModelHub
+) -> None:
+    hub.faults.hold_after = 100_000
+    await bench.files.take_models({"a": SOURCE})
+    await bench.until("downloading")
+    await bench.files.take_models({})
+    assert bench.files.views() == []
+    assert read_files(bench.store.database) == []
+    assert not any((bench.files.folder.root / "part").iterdir())
+
+
+@pytest.mark.long
+async def test_a_new_commit_takes_effect_and_the_old_folder_stays_while_it_serves(
+    bench: FilesBench, hub: ModelHub
+) -> None:
+    await bench.files.take_models({"a": SOURCE})
+    first = await bench.until("whole")
+    bench.used.add(first.folder)
+    hub.models[NAME].commit({**small_model(LARGE), "config.json": b"{}"})
+    await bench.files.pull(SOURCE, ANNA)
+    assert bench.files.missing(SOURCE) is None  # it starts from the old ones meanwhile
+    await until(lambda: bench.files.view(SOURCE).revision != first.revision)
+    await until(lambda: not bench.files.fetchers())
+    assert is_there(first)
+    bench.used.clear()
+    await bench.files.tidy()
+    assert not is_there(first)
+    assert is_there(bench.files.view(SOURCE))
+
+
+async def test_what_is_no_remote_source_is_refused(bench: FilesBench) -> None:
+    with pytest.raises(ConfigError, match="is on this disk already"):
+        await bench.files.pull("path:/models/a", ANNA)
+    with pytest.raises(NotThere, match="there are no files of hf:org/none"):
+        await bench.files.pin("hf:org/none", True, ANNA)

@@ -1,0 +1,515 @@
+"""Files from a hub, by the unmodified client of the hub: all that can go wrong on the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from huggingface_hub import constants
+
+from kvmig.sources import file_list, hub
+from kvmig.sources.digested_file import DigestedFile
+from kvmig.sources.fetch import SourceFetch
+from kvmig.sources.fetcher import hide, reported, secrets_of
+from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, checked_list, chosen
+from kvmig.sources.files_folder import COMING, FilesFolder
+from kvmig.sources.heads import HeadsFetch
+from kvmig.sources.messages import (
+    FetchFailed,
+    FetchHeads,
+    FetchLaunch,
+    FetchListed,
+    FetchProgress,
+    FetchReport,
+    FetchWhole,
+    report_of,
+)
+from kvmig.sources.origins import check_installed, origin_of
+from kvmig.sources.source import parse_source
+from tests.support.model_hub import TOKEN, ModelHub, small_model
+
+NAME = "org/small"
+SOURCE = f"hf:{NAME}"
+WEIGHTS = "model.safetensors"
+LARGE = 4_000_000
+"""More than three pieces of the client's."""
+KEPT = ["README.md", "config.json", WEIGHTS, "tokenizer.json"]
+
+
+@pytest.fixture
+def model_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
+    # An engine's tests may have forbidden downloads in this process.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 16 << 10)
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    with ModelHub() as made:
+        made.add(NAME, small_model())
+        yield made
+
+
+class Fetching:
+    """Downloads into one folder."""
+
+    def __init__(self, hub: ModelHub, root: Path) -> None:
+        self.hub = hub
+        self.folder = FilesFolder(root)
+        self.listed: list[FetchListed] = []
+
+    def __call__(self, text: str = SOURCE) -> FetchWhole | FetchFailed:
+        source = parse_source(text)
+        fetch = SourceFetch(source, origin_of(source, self.hub.url), self.folder)
+        found = reported(text, lambda: fetch.run(self.listed.append))
+        assert not isinstance(found, FetchHeads)
+        return found
+
+    def whole(self, text: str = SOURCE) -> FetchWhole:
+        found = self(text)
+        assert isinstance(found, FetchWhole), found
+        return found
+
+    def failed(self, text: str = SOURCE) -> FetchFailed:
+        found = self(text)
+        assert isinstance(found, FetchFailed), found
+        assert (
+            not any((self.folder.root / "whole").iterdir()) if self.folder.root.exists() else True
+        )
+        return found
+
+    def names(self, found: FetchWhole) -> list[str]:
+        folder = self.folder.whole(found.folder)
+        return sorted(
+            str(one.relative_to(folder))
+            for one in folder.rglob("*")
+            if one.is_file() and ".kvmig" not in one.parts
+        )
+
+
+@pytest.fixture
+def fetching(model_hub: ModelHub, tmp_path: Path) -> Fetching:
+    return Fetching(model_hub, tmp_path / "files")
+
+
+# -- what is fetched
+
+
+def test_a_model_comes_whole_with_its_commit_and_without_files_for_other_programs(
+    fetching: Fetching,
+) -> None:
+    found = fetching.whole()
+    folder = fetching.folder.whole(found.folder)
+    files = small_model()
+    assert fetching.names(found) == KEPT
+    assert all((folder / one).read_bytes() == files[one] for one in KEPT)
+    assert found.revision == fetching.hub.models[NAME].newest
+    assert found.size == sum(len(files[one]) for one in KEPT)
+    manifest = json.loads((folder / ".kvmig" / "manifest.json").read_text())
+    assert {one["name"]: one["sha256"] for one in manifest["files"]} == {
+        one: hashlib.sha256(files[one]).hexdigest() for one in KEPT
+    }
+
+
+def test_a_model_that_is_there_is_looked_up_and_not_downloaded_again(fetching: Fetching) -> None:
+    first, sent = fetching.whole(), fetching.hub.sent
+    assert fetching.whole() == first
+    assert fetching.hub.sent == sent
+
+
+def test_a_new_commit_has_a_folder_of_its_own_and_the_old_one_stays(fetching: Fetching) -> None:
+    first = fetching.whole()
+    fetching.hub.models[NAME].commit({**small_model(), "config.json": b"{}"})
+    second = fetching.whole()
+    assert second.folder != first.folder
+    assert fetching.whole(f"{SOURCE}@{first.revision}").folder == first.folder
+
+
+def test_a_mirror_whose_lists_have_no_sizes_is_asked_for_each_file(fetching: Fetching) -> None:
+    fetching.hub.faults.no_sizes = True
+    assert fetching.names(fetching.whole()) == KEPT
+    assert ("HEAD", f"/{NAME}/resolve/{fetching.hub.models[NAME].newest}/{WEIGHTS}", "") in (
+        fetching.hub.asked
+    )
+
+
+def test_a_web_servers_folder_is_followed_by_its_links(fetching: Fetching) -> None:
+    fetching.hub.add("plain", {**small_model(), "pooling/config.json": b"{}"})
+    found = fetching.whole(f"{fetching.hub.url}/web/plain/")
+    assert fetching.names(found) == [*KEPT[:2], WEIGHTS, "pooling/config.json", "tokenizer.json"]
+
+
+def test_one_file_of_a_web_server_is_a_model(fetching: Fetching) -> None:
+    fetching.hub.add("plain", {"tiny.gguf": b"GGUF" * 100})
+    assert fetching.names(fetching.whole(f"{fetching.hub.url}/web/plain/tiny.gguf")) == [
+        "tiny.gguf"
+    ]
+
+
+def test_a_buckets_folder_comes_by_fsspec(tmp_path: Path) -> None:
+    import fsspec
+
+    from kvmig.sources.bucket import BucketOrigin
+
+    memory = fsspec.filesystem("memory")
+    for name, data in small_model().items():
+        memory.pipe_file(f"/bucket/small/{name}", data)
+    source = parse_source("s3://bucket/small/")
+    fetch = SourceFetch(source, BucketOrigin(source, memory), FilesFolder(tmp_path))
+    found = reported("s3", lambda: fetch.run(lambda _: None))
+    assert isinstance(found, FetchWhole), found
+    assert (FilesFolder(tmp_path).whole(found.folder) / WEIGHTS).read_bytes() == (
+        small_model()[WEIGHTS]
+    )
+
+
+def test_a_model_of_modelscope_comes_by_its_packages_list(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is not installed here: this one has of it what is used."""
+    files = small_model()
+
+    class Listed(NamedTuple):
+        path: str
+        size: int
+        sha256: str
+        type: str = "blob"
+
+    class Api:
+        def list_repo_files(self, *_: Any, revision: str, recursive: bool) -> list[Listed]:
+            assert (revision, recursive) == ("master", True)
+            folder = Listed("original", 0, "", "tree")
+            every = [
+                Listed(one, len(data), hashlib.sha256(data).hexdigest())
+                for one, data in files.items()
+            ]
+            return [folder, *every]
+
+    package, errors = ModuleType("modelscope_hub"), ModuleType("modelscope_hub.errors")
+    config = SimpleNamespace(endpoint=f"{fetching.hub.url}/modelscope")
+    package.__dict__.update(HubApi=Api, get_default_config=lambda: config)
+    errors.__dict__.update(HubError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "modelscope_hub", package)
+    monkeypatch.setitem(sys.modules, "modelscope_hub.errors", errors)
+    monkeypatch.setattr("kvmig.sources.origins.find_spec", lambda _: True)
+    assert fetching.names(fetching.whole(f"modelscope:{NAME}")) == KEPT
+
+
+@pytest.mark.parametrize(
+    ("text", "package"), [("s3://bucket/a/", "s3fs"), ("modelscope:a/b", "modelscope_hub")]
+)
+def test_a_source_whose_package_is_missing_is_refused_by_name(
+    text: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.sources.origins.find_spec", lambda _: None)
+    with pytest.raises(Exception, match=f"needs the package {package}: install kvmig"):
+        check_installed(parse_source(text))
+
+
+# -- what goes wrong
+
+
+def test_a_download_that_breaks_off_goes_on_at_its_byte(fetching: Fetching) -> None:
+    fetching.hub.faults.cut_after = {WEIGHTS: [100_000, 50_000]}
+    fetching.whole()
+    assert fetching.hub.downloads(WEIGHTS) == ["", "bytes=98304-", "bytes=147456-"]
+
+
+def test_a_hub_that_is_gone_for_long_leaves_what_came_and_the_next_try_goes_on(
+    fetching: Fetching,
+) -> None:
+    fetching.hub.faults.cut_after = {WEIGHTS: [100_000] + [0] * 20}
+    failed = fetching.failed()
+    assert not failed.lasting
+    fetching.hub.faults.cut_after = {}
+    fetching.hub.asked.clear()
+    fetching.whole()
+    (ranged,) = fetching.hub.downloads(WEIGHTS)
+    assert int(ranged.removeprefix("bytes=").rstrip("-")) > 0
+    assert fetching.listed[-1].done > 0
+    assert fetching.hub.downloads("config.json") == []
+
+
+def test_wrong_bytes_are_dropped_with_a_reason_and_never_become_a_model(
+    fetching: Fetching,
+) -> None:
+    right = small_model()[WEIGHTS]
+    fetching.hub.faults.other_bytes = {WEIGHTS: b"x" * len(right)}
+    failed = fetching.failed()
+    assert f"{SOURCE}: {WEIGHTS} is not what its source lists" in failed.why
+    assert failed.lasting
+    fetching.hub.faults.other_bytes = {}
+    fetching.whole()
+    assert fetching.hub.downloads(WEIGHTS)[-1] == ""
+
+
+def test_what_was_begun_and_changed_on_the_disk_is_found_by_its_digest(
+    fetching: Fetching,
+) -> None:
+    fetching.hub.faults.cut_after = {WEIGHTS: [100_000] + [0] * 20}
+    fetching.failed()
+    (name,) = (one.name for one in (fetching.folder.root / "part").iterdir())
+    begun = (fetching.folder.part(name) / COMING).iterdir()
+    coming = max(begun, key=lambda one: one.stat().st_size)
+    with coming.open("r+b") as file:
+        file.write(b"changed")
+    fetching.hub.faults.cut_after = {}
+    assert "is not what its source lists" in fetching.failed().why
+    fetching.whole()
+
+
+def test_a_gated_model_says_what_to_do_and_comes_with_a_token(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetching.hub.models[NAME].gated = True
+    failed = fetching.failed()
+    assert "hf:org/small is gated, and there is no token: accept its terms at" in failed.why
+    assert "HF_TOKEN" in failed.why
+    assert failed.lasting
+    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
+    fetching.whole()
+    assert fetching.hub.leaked == 0, "the token went to another origin"
+
+
+def test_a_token_stands_in_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "get_token", lambda: TOKEN)
+    origin = origin_of(parse_source(SOURCE))
+    assert hide(f"the header was Bearer {TOKEN}", secrets_of(origin)) == "the header was Bearer ***"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("hf:org/none", "has no model org/none, or it is private and needs a token"),
+        (f"{SOURCE}@none", "has no revision 'none' of org/small"),
+    ],
+)
+def test_a_model_or_revision_that_is_not_there_is_named(
+    fetching: Fetching, source: str, said: str
+) -> None:
+    failed = fetching.failed(source)
+    assert said in failed.why
+    assert failed.lasting
+
+
+def test_a_hub_that_is_too_busy_is_tried_again_later(fetching: Fetching) -> None:
+    fetching.hub.faults.statuses = [429]
+    failed = fetching.failed()
+    assert "answered 429 Too Many Requests" in failed.why
+    assert not failed.lasting
+    fetching.whole()
+
+
+def test_a_busy_hub_in_the_middle_is_asked_again_at_once(fetching: Fetching) -> None:
+    fetching.hub.faults.statuses = [200, 200, 429]
+    fetching.whole()
+
+
+def test_redirects_that_lead_nowhere_end(fetching: Fetching) -> None:
+    fetching.hub.faults.loops = True
+    assert "TooManyRedirects" in fetching.failed().why
+
+
+def test_nobody_at_the_hubs_address_is_a_reason(fetching: Fetching) -> None:
+    fetching.hub.url = "http://127.0.0.1:9"
+    failed = fetching.failed()
+    assert "ConnectError" in failed.why
+    assert not failed.lasting
+
+
+def test_without_the_network_by_choice_the_reason_says_so(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in fetching.failed().why
+
+
+def test_a_disk_that_fills_up_in_the_middle_keeps_what_came(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = DigestedFile.write
+
+    def until_full(self: DigestedFile, data: bytes) -> int:
+        if self.size + len(data) > 100_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DigestedFile, "write", until_full)
+        failed = fetching.failed()
+    assert "is full (No space left on device): " in failed.why
+    assert f"bytes more are needed for {WEIGHTS} alone" in failed.why
+    fetching.whole()
+
+
+def test_a_file_that_changes_at_a_web_server_meanwhile_is_not_mixed(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = fetching.hub.add("plain", small_model())
+    source = f"{fetching.hub.url}/web/plain/"
+    fetching.hub.faults.cut_after = {WEIGHTS: [100_000] + [0] * 20}
+    fetching.failed(source)
+    other = bytes(reversed(small_model()[WEIGHTS]))
+    plain.commit({**small_model(), WEIGHTS: other})
+    fetching.hub.faults.cut_after = {}
+    found = fetching.whole(source)
+    assert (fetching.folder.whole(found.folder) / WEIGHTS).read_bytes() == other
+
+
+# -- heads
+
+
+def with_header(weights: int) -> dict[str, bytes]:
+    """A model whose weights are a safetensors file."""
+    tensor = {"dtype": "BF16", "shape": [weights // 2], "data_offsets": [0, weights]}
+    header = json.dumps({"a": tensor}).encode()
+    whole = len(header).to_bytes(8, "little") + header + bytes(weights)
+    return {**small_model(), WEIGHTS: whole}
+
+
+def test_heads_have_headers_and_sizes_and_take_no_room(fetching: Fetching) -> None:
+    files = with_header(30_000_000)
+    fetching.hub.add(NAME, files)
+    source = parse_source(SOURCE)
+    heads = HeadsFetch(source, origin_of(source, fetching.hub.url), fetching.folder)
+    found = heads.run()
+    path = Path(found.folder, WEIGHTS)
+    assert path.stat().st_size == len(files[WEIGHTS])
+    assert path.stat().st_blocks * 512 < 100_000
+    begin = 8 + int.from_bytes(files[WEIGHTS][:8], "little")
+    assert path.read_bytes()[:begin] == files[WEIGHTS][:begin]
+    assert Path(found.folder, "config.json").read_bytes() == files["config.json"]
+    assert fetching.hub.sent < 100_000
+    assert heads.run() == found
+
+
+def test_heads_of_what_is_no_safetensors_file_are_refused(fetching: Fetching) -> None:
+    source = parse_source(SOURCE)
+    heads = HeadsFetch(source, origin_of(source, fetching.hub.url), fetching.folder)
+    with pytest.raises(SourceFailure, match=f"{WEIGHTS} is no safetensors file: its header is"):
+        heads.run()
+    assert not any((fetching.folder.root / "gone").iterdir())
+
+
+# -- lists
+
+
+def listed(*names: str) -> FileList:
+    return FileList("abc", tuple(RemoteFile(one, 1) for one in names))
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.bin", "/etc/x.bin", "a/../../x.bin", ".kvmig/x.bin", "a\nb"]
+)
+def test_a_name_that_would_leave_the_folder_is_refused(name: str) -> None:
+    with pytest.raises(SourceFailure, match="which is refused"):
+        checked_list(SOURCE, listed("model.safetensors", name))
+
+
+def test_a_repository_without_weights_is_refused() -> None:
+    with pytest.raises(SourceFailure, match="has no file with weights"):
+        checked_list(SOURCE, listed("README.md", "config.json"))
+
+
+def test_of_several_gguf_files_one_must_be_chosen() -> None:
+    with pytest.raises(SourceFailure, match="has 2 GGUF files, one of which must be chosen"):
+        checked_list(SOURCE, listed("a-q4.gguf", "a-q8.gguf", "README.md"))
+
+
+def test_weights_that_are_there_twice_come_once() -> None:
+    names = [
+        "model-00001-of-00002.safetensors", "consolidated.safetensors", "pytorch_model.bin",
+        "tf_model.h5", "onnx/model.onnx", "sparse_linear.pt", "tokenizer.model",
+    ]  # fmt: skip
+    kept = [one.name for one in chosen(listed(*names).files)]
+    assert kept == ["model-00001-of-00002.safetensors", "sparse_linear.pt", "tokenizer.model"]
+    assert file_list.state_of(listed("a").files) != file_list.state_of(listed("b").files)
+
+
+# -- the process
+
+
+def started(hub: ModelHub, root: Path) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvmig.sources.fetcher"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN},
+    )
+    assert child.stdin is not None
+    launch = {"source": SOURCE, "root": str(root)}
+    child.stdin.write(json.dumps(launch).encode() + b"\n")
+    child.stdin.flush()
+    return child
+
+
+def followed(
+    child: subprocess.Popen[bytes], enough: Callable[[FetchReport], bool]
+) -> list[FetchReport]:
+    """Reports up to the first one that is enough; it gets room."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    found: list[FetchReport] = []
+    for line in child.stdout:
+        found.append(report_of(line))
+        if isinstance(found[-1], FetchListed):
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+        if enough(found[-1]):
+            break
+    return found
+
+
+def ended(child: subprocess.Popen[bytes], *, by_itself: bool = False) -> int:
+    if by_itself:
+        child.wait(20)
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        pipe.close()
+    return child.wait(20)
+
+
+def test_a_fetcher_that_is_killed_in_the_middle_is_gone_on_with(
+    model_hub: ModelHub, tmp_path: Path
+) -> None:
+    model_hub.add(NAME, small_model(LARGE))
+    model_hub.faults.hold_after = 3_500_000
+    first = started(model_hub, tmp_path)
+    followed(first, lambda one: isinstance(one, FetchProgress) and one.done > 2_000_000)
+    first.send_signal(signal.SIGKILL)
+    assert ended(first) == -signal.SIGKILL
+    assert not any((tmp_path / "whole").iterdir())
+
+    model_hub.faults.hold_after = None
+    model_hub.faults.held.set()
+    model_hub.asked.clear()
+    second = started(model_hub, tmp_path)
+    reports = followed(second, lambda one: isinstance(one, FetchWhole | FetchFailed))
+    assert ended(second, by_itself=True) == 0
+
+    assert isinstance(reports[-1], FetchWhole), reports[-1]
+    (listing,) = (one for one in reports if isinstance(one, FetchListed))
+    assert listing.done > 2_000_000
+    (ranged,) = model_hub.downloads(WEIGHTS)
+    assert int(ranged.removeprefix("bytes=").rstrip("-")) > 2_000_000
+
+
+@pytest.mark.long
+def test_a_fetcher_ends_with_its_server(model_hub: ModelHub, tmp_path: Path) -> None:
+    model_hub.faults.hold_after = 100_000
+    child = started(model_hub, tmp_path)
+    followed(child, lambda one: isinstance(one, FetchListed))
+    assert ended(child) != 0
+
+
+def test_a_launch_shows_no_more_than_its_type() -> None:
+    assert repr(FetchLaunch(source=SOURCE, root="/secret")) == "<FetchLaunch>"
