@@ -292,3 +292,7 @@ app.command("rm")(remove_model)
 def main() -> None:
     """The command."""
     app()
+
+
+if __name__ == "__main__":
+    main()

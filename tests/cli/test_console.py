@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -520,3 +522,10 @@ def test_models_processes_get_no_password_of_the_database(
     done = CliRunner().invoke(console.app, [f"--data={tmp_path}", "up"], env=environment)
     assert done.exit_code == 0, done.output
     assert seen == [("postgresql+psycopg://a:b@c/d", None, None)]
+
+
+@pytest.mark.parametrize("module", ["kvmig", "kvmig.cli.app"])
+def test_a_module_with_the_command_does_what_the_command_does(module: str) -> None:
+    words = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert __version__ in done.stdout
