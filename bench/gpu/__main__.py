@@ -1,6 +1,6 @@
 """Runs the parts one after the other, each in a process of its own that may take only so long.
 
-`--set a`, b or c runs some of them, at most nine minutes, for machines that are lent for that long.
+`--set a`, b, c or d runs some of them, at most nine minutes, for machines that are lent so long.
 A part that fails is noted, and the next goes on; so is one that is skipped because something
 isn't installed. Exit status: 1 if any failed.
 """
@@ -50,16 +50,20 @@ PARTS = (
     Part("sanitizer", 95),
     Part("units", 30),
     Part("serving", 270),
+    Part("kill", 150),
     Part("serving-v1", 270, "serving", (("VLLM_USE_V2_MODEL_RUNNER", "0"),)),
     Part("serving-invariant", 270, "serving", (("VLLM_BATCH_INVARIANT", "1"),)),
+    Part("sharing", 270),
+    Part("sharing-mps", 270, "sharing", (("KVMIG_BENCH_MPS", "1"),)),
 )
-"""In order of worth, should the GPU be gone before the end; 655 s at most, and those of `serving`
-where vLLM is installed."""
+"""In order of worth, should the GPU be gone before the end; 655 s at most, and those of whole
+servers where vLLM is installed."""
 SETS = {
-    "a": ("correctness", "serving", "transports"),
+    "a": ("correctness", "serving", "kill", "transports"),
     "b": ("serving-invariant", "serving-v1"),
     "c": ("gather", "links", "interference", "downtime", "units", "ceilings", "sanitizer",
           "migration"),
+    "d": ("sharing", "sharing-mps"),
 }  # fmt: skip
 """Parts that fit into SET_S together, the most worth first."""
 SET_S = 540.0
@@ -130,7 +134,9 @@ def main(arguments: list[str] | None = None, parts: tuple[Part, ...] = PARTS) ->
     parser.add_argument("--out", type=Path, default=Path("bench/results"), metavar="FOLDER")
     parser.add_argument("--quick", action="store_true", help="small sizes: does it work at all?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--set", choices=SETS, help="a: correctness; b: its variants; c: speed")
+    parser.add_argument(
+        "--set", choices=SETS, help="a: correctness; b: its variants; c: speed; d: units"
+    )
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], metavar="PART")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

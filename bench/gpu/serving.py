@@ -107,9 +107,21 @@ def record(result: Result, options: argparse.Namespace) -> None:
         "switch_ms_longest": alone[-1]["switch_ms"],
         "inter_token_ms": found[0]["inter_token_ms"],
     }
+    write(result, options)
+
+
+def write(result: Result, options: argparse.Namespace) -> None:
+    """The file, of what is there so far."""
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(dumps(result))
+
+
+def skipped(result: Result, options: argparse.Namespace, reason: str) -> int:
+    """Exit status of a part for which something isn't installed, which its file says."""
+    say(f"skipped: {reason}")
+    result.samples.append({"skipped": reason})
+    return finish(result, options) or SKIPPED
 
 
 def main(
@@ -132,9 +144,7 @@ def main(
     result = begin("gpu serving", settings)
     note_gpu(result)
     if reason := missing():
-        say(f"skipped: {reason}")
-        result.samples.append({"skipped": reason})
-        return finish(result, options) or SKIPPED
+        return skipped(result, options, reason)
     result.targets = dict(TARGETS) if on_gpu else {"wrong": TARGETS["wrong"]}
     failed = False
     try:

@@ -22,9 +22,11 @@ from bench.gpu import (
     downtime,
     gather,
     interference,
+    kill,
     links,
     sanitizer,
     serving,
+    sharing,
     transports,
     units,
 )
@@ -289,9 +291,36 @@ def test_without_a_vllm_that_is_supported_no_server_is_measured(
         monkeypatch.setattr(serving, "find_spec", lambda name: None)
         reason = "vLLM is not installed"
     file = tmp_path / "result.json"
-    assert serving.main([*CPU, "--out", str(file)]) == SKIPPED
+    for part in (serving, kill, sharing):
+        assert part.main([*CPU, "--out", str(file)]) == SKIPPED
+        (sample,) = document(file)["samples"]
+        assert sample["skipped"].startswith(reason)
+
+
+def test_without_mps_a_unit_is_not_measured_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(sharing.MPS, "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    file = tmp_path / "result.json"
+    assert sharing.main([*CPU, "--out", str(file)]) == SKIPPED
     (sample,) = document(file)["samples"]
-    assert sample["skipped"].startswith(reason)
+    assert sample == {"skipped": "nvidia-cuda-mps-control is not installed"}
+
+
+def test_a_daemon_of_mps_is_ended_with_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon, log = tmp_path / sharing.MPS_CONTROL, tmp_path / "log"
+    daemon.write_text(f'#!/bin/sh\necho "$1 $CUDA_MPS_PIPE_DIRECTORY" >> {log}\n')
+    daemon.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with sharing.mps(True) as own:
+        pipes = own["CUDA_MPS_PIPE_DIRECTORY"]
+        assert log.read_text() == f"-d {pipes}\n"
+    assert log.read_text() == f"-d {pipes}\n {pipes}\n"
+    with sharing.mps(False) as own:
+        assert own == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -410,7 +439,8 @@ def test_the_script_is_correct_bash() -> None:
 
 
 def test_all_parts_that_want_no_vllm_take_less_than_eleven_minutes_together() -> None:
-    wanting = [one for one in run_all.PARTS if "serving" in (one.module, one.name)]
+    servers = {"serving", "kill", "sharing"}
+    wanting = [one for one in run_all.PARTS if servers & {one.module, one.name}]
     assert run_all.PARTS[-len(wanting) :] == tuple(wanting)
     assert sum(one.seconds for one in run_all.PARTS if one not in wanting) < 660
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from bench.chaos.answers import LAST_DIGITS
-from bench.gpu import serving
+from bench.gpu import kill, serving, sharing
 from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
@@ -266,6 +266,37 @@ def test_the_benchmark_for_a_gpu_moves_streams_by_cuda_ipc(
     found = [(sample["load"], sample["tokens"]) for sample in result["samples"]]
     assert found == [(0, 64), (0, 256), (2, 64), (2, 256)]
     assert (result["summary"]["wrong"], result["summary"]["by_cuda_ipc"]) == (0, 1)
+
+
+@pytest.mark.long
+def test_the_benchmark_of_drains_and_kills_loses_no_stream(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kill, "MOST_S", 600.0)  # tests share their machine
+    Orders(Path(nursery.environment[gpu_nursery.ORDERS])).environment({})
+    file = tmp_path / "result.json"
+    assert kill.main(["--quick", "--out", str(file)], [*SMALL, OVERLAPPING], nursery) == 0
+    result = json.loads(file.read_text())
+    assert [sample["what"] for sample in result["samples"]] == ["drain", "kill -9"]
+    assert result["summary"]["unfinished"] == 0
+    assert min(result["summary"][f"{what}_longest_ms"] for what in ("drain", "kill")) > 0
+
+
+@pytest.mark.long
+def test_the_benchmark_of_two_models_in_a_unit_keeps_within_the_arena(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "MOST_S", 600.0)  # tests share their machine
+    Orders(Path(nursery.environment[gpu_nursery.ORDERS])).environment({})
+    file = tmp_path / "result.json"
+    flags = ["--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=2048",
+             "--dtype=float32", "--instance-gpus=i0: 0"]  # fmt: skip
+    assert sharing.main(["--quick", "--out", str(file)], flags, nursery) == 0
+    result = json.loads(file.read_text())
+    found = [(sample["model"], sample["at_once"]) for sample in result["samples"]]
+    assert found == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert (result["summary"]["unfinished"], result["summary"]["over_arena_bytes"]) == (0, 0)
+    assert result["summary"]["ratio"] > 0
 
 
 # -- other ways to run an engine
