@@ -1,7 +1,8 @@
 """A model from zero: how long its first client waits, beside plain vLLM started for it.
 
 `kvmig up` with one model of real vLLM. Again and again the model goes to zero and a client asks:
-the time to its first token, in phases (the order, the start until it serves, the rest). Then many
+the time to its first token, in phases (the order, the start until it serves, the rest), and the
+parts of the instance's start as it says them (imports, weights, compiling and so on). Then many
 clients ask a cold model at once: how often it was started, how many answers are wrong, and how long
 after it was ready the last one had its first token; with one proxy and with two. Plain vLLM's own
 server is started and asked in the same run.
@@ -19,6 +20,7 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +32,7 @@ from bench import report
 from bench.models import model_flags, model_folder
 from bench.overhead import PLAIN_VLLM, plain_environment
 from bench.site import ENGINE_FLAGS
+from kvmig.core.start_times import StartTimes
 from kvmig_tools.fleet import FleetUp
 from kvmig_tools.served import Served
 
@@ -94,7 +97,21 @@ async def once(fleet: FleetUp, model: str) -> dict[str, Any]:
         "ordered_s": entered.get("starting"),
         "serving_s": entered.get("serving"),
         "right": text == counted(17),
+        **start_parts(fleet, model),
     }
+
+
+def start_parts(fleet: FleetUp, model: str) -> dict[str, Any]:
+    """The parts of the start of its first instance, as `kvmig.core.start_times` names them."""
+    rows = fleet.instances(model)
+    return dict((rows[0]["times"] if rows else None) or {})
+
+
+def part_medians(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each part that took a measurable time."""
+    names = [name for name in StartTimes.__struct_fields__ if name.endswith("_s")]
+    found = {name: [one[name] for one in samples if name in one] for name in names}
+    return {f"start {name}": median(some) for name, some in found.items() if some and max(some) > 0}
 
 
 async def at_once(fleet: FleetUp, model: str, clients: int, proxies: int) -> dict[str, Any]:
@@ -230,6 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         "cold serving_s median": serving,
         "plain vLLM ttft_s": alone,
         "cold / plain vLLM": median(cold) / alone,
+        **part_medians([one for one in result.samples if one["what"] == "cold"]),
     }
     result.targets = {"cold ttft_s median": {"max": 5.0}}
     for one in result.samples:

@@ -115,6 +115,19 @@ class FleetUp:
         """Of its deployments; some may have ended."""
         return list((self.folder / "run").glob("d-*.sock"))
 
+    def instances(self, model: str) -> list[dict[str, Any]]:
+        """Rows of a model's instances, as its deployment has them; empty: it has none now."""
+        for path in map(str, self.sockets()):
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(path):
+                    continue  # of a deployment that ends; httpx leaves a refused socket open
+            transport = httpx.HTTPTransport(uds=path)
+            with httpx.Client(transport=transport, base_url="http://x") as deployment:
+                rows: list[dict[str, Any]] = deployment.get("/kvmig/v1/instances").json()["data"]
+            if rows and rows[0]["model"] == model:
+                return rows
+        return []
+
     def until(self, path: str, **wanted: Any) -> Any:
         """What the API says there once it has these values."""
         deadline = time.monotonic() + PATIENCE_S

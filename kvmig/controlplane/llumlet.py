@@ -55,6 +55,7 @@ from kvmig.core.errors import (
     StartupError,
     TransportError,
 )
+from kvmig.core.start_times import StartTimes
 from kvmig.engines.base import Emitted, Frame, Frames, ServingEngine
 from kvmig.engines.gate import ComputeShares
 from kvmig.kvtransfer.measured import slot_bytes
@@ -93,6 +94,8 @@ class Llumlet:
         self._fronts = FrontendRegistry()
         self._parking = EngineParking(engine)
         self._memory = OwnMemory(engine.layout)
+        self.times = StartTimes()
+        """How long its process took to start."""
         self._came = asyncio.Event()
         """Something has come since the engine was last looked at."""
         self._overrun: set[bytes] = set()
@@ -275,6 +278,7 @@ class Llumlet:
             os.getpid(),
             socket.gethostname(),
             tuple(filter(None, gpus.split(","))),
+            self.times,
         )
 
     def _obey(self, order: Pairs | SetState) -> None:

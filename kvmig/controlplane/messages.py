@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.core.errors import KvmigError
+from kvmig.core.start_times import StartTimes
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import Hello, ProtocolVersion, RpcMessage
@@ -29,6 +30,8 @@ class Welcome(RpcMessage, frozen=True, tag=True):
     host: str = ""
     gpus: tuple[str, ...] = ()
     """Ids of the GPUs that it may use."""
+    times: StartTimes | None = None
+    """How long its start took; None: it doesn't say."""
 
     @property
     def version(self) -> ProtocolVersion:

@@ -12,6 +12,8 @@ from typing import Annotated, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvmig.core.start_times import StartTimes
+
 Row = TypeVar("Row")
 
 
@@ -92,6 +94,10 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
             "not known."
         ),
     ] = 0
+    times: Annotated[
+        StartTimes | None,
+        Meta(description="How long the parts of its start took; null while it isn't connected."),
+    ] = None
     shared: Annotated[
         UnitMemory | None,
         Meta(description="What it has of its unit (--unit); null: its KV cache is its own alone."),

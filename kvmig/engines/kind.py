@@ -12,6 +12,7 @@ from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError
 from kvmig.core.flag_parser import FlagParser
 from kvmig.core.model_sizes import ModelSizes
+from kvmig.core.start_times import EngineTimes
 from kvmig.engines.base import ServingEngine
 
 ALLOW_UNTESTED = "KVMIG_ALLOW_UNTESTED_VLLM"
@@ -117,6 +118,10 @@ class EnginePlugin(Protocol):
         it looks for none."""
         ...
 
+    def times(self, engine: ServingEngine) -> EngineTimes:
+        """How long the parts of making it took; zeros where only the whole is known."""
+        ...
+
     def make(
         self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
@@ -157,6 +162,9 @@ class UnsizedEngineKind:
 
     def kv_bytes(self, engine: ServingEngine) -> int:
         return 0
+
+    def times(self, engine: ServingEngine) -> EngineTimes:
+        return EngineTimes()
 
 
 def flag_parser(engine: str) -> FlagParser:

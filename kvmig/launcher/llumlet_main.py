@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 import uvloop
 
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.background import keep_running
 from kvmig.core.errors import StartupError
 from kvmig.core.heap import keep_small
+from kvmig.core.start_times import EngineTimes, StartTimes
 from kvmig.engines.registry import kind_of
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.process.child import (
@@ -36,20 +39,32 @@ SWITCH_INTERVAL_S = 0.0005
 5 ms, several decode steps of a small model)."""
 
 
-async def run(launch: LlumletLaunch, descriptor: int) -> None:
-    """Serve until SIGTERM or the launcher's end."""
+async def run(launch: LlumletLaunch, descriptor: int, began: float) -> None:
+    """Serve until SIGTERM or the launcher's end. began: the process, by the steady clock."""
     kind = kind_of(launch.config.engine)
     if launch.engine_tree:  # on this very machine, or the installed one would run
         kind.check_tree(launch.engine_tree)
     kind.prepare()
     kind.load()
     end_loading()
+    loaded = time.monotonic()
     unit_tokens, unit = launch.config.migration.unit_tokens, launch.config.unit
     engine = kind.make(launch.engine_argv, unit_tokens, unit)
+    made, parts = time.monotonic(), kind.times(engine)
+    if parts == EngineTimes():
+        parts = EngineTimes(weights_s=made - loaded)
     llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
     stopped = asyncio.ensure_future(until_stopped())
     try:
         await llumlet.start()
+        now = time.monotonic()
+        llumlet.times = StartTimes(
+            **msgspec.structs.asdict(parts),
+            imports_s=loaded - began,
+            warm_up_s=now - made,
+            total_s=now - began,
+        )
+        say(f"its start took {llumlet.times.words()}", f"kvmig {launch.instance}")
         gc.collect()
         gc.freeze()  # a collection that walks all of vLLM would stop it for tens of ms
         if engine.unmovable:
@@ -85,12 +100,13 @@ def main(words: Sequence[str]) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     begin_loading()
     report = partial(announce_failure, said_if_unread=False)
-    return run_child(words, form, LlumletLaunch, _run, report=report)
+    run = partial(_run, time.monotonic())
+    return run_child(words, form, LlumletLaunch, run, report=report)
 
 
-def _run(launch: LlumletLaunch, announced: int) -> None:
+def _run(began: float, launch: LlumletLaunch, announced: int) -> None:
     quiet(launch.instance)
-    uvloop.run(run(launch, announced))
+    uvloop.run(run(launch, announced, began))
 
 
 if __name__ == "__main__":

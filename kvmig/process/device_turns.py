@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import stat
-import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from kvmig.core.errors import StartupError
+from kvmig.core.own_folder import own_folder
 
 LOOK_S = 0.1
 """Pause between two attempts to get a turn."""
@@ -55,7 +54,7 @@ async def take_turn(
     turn = DeviceTurn(descriptors := [])
     waited = False
     try:
-        where = folder or _own_folder()
+        where = folder or own_folder()
         async with asyncio.timeout(timeout_s):
             for uuid in sorted(uuids):  # in one order for all, or two could wait for each other
                 path = where / f"gpu-{uuid}"
@@ -85,16 +84,3 @@ def _locked(descriptor: int, *, alone: bool) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _own_folder() -> Path:
-    """A folder of this user alone: others could keep a lock, or put a link in its place.
-
-    Raises OSError.
-    """
-    folder = Path(tempfile.gettempdir()) / f"kvmig-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} must be a folder that only this user may open")
-    return folder

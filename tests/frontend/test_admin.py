@@ -75,6 +75,7 @@ async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
             "staging_used": 0, "detail": "", "unmovable": "", "weights": "", "numerics": "n",
             "vllm": "", "unit": "", "shared": None, "pid": 7, "host": "here", "gpus": ["1"],
             "beside_kv": 5,
+            "times": None,
         }  # fmt: skip
         assert second["freeness"] is None
 

@@ -28,6 +28,7 @@ def set_environment() -> None:
     set_offline()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # The engine runs in the llumlet's own process: vLLM must not start another for it.
+    choose_caches(os.environ)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -21,6 +21,7 @@ from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.core.model_sizes import ModelSizes
 from kvmig.core.priorities import PriorityClass
+from kvmig.core.start_times import EngineTimes
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
@@ -150,6 +151,11 @@ class VllmKind:
         from kvmig.engines.vllm.config import (
             compile_nothing,
             engine_config,
+    def times(self, engine: ServingEngine) -> EngineTimes:
+        from kvmig.engines.vllm.serving import ServingVllm
+
+        return engine.times if isinstance(engine, ServingVllm) else EngineTimes()
+
             identity_of_args,
             why_not,
         )

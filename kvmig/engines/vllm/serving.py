@@ -101,7 +101,9 @@ class ServingVllm:
         """The identity of the weights, on the engine's thread."""
         self._device = DeviceSharing(config, unit)
         with one_device() if alone else contextlib.nullcontext(), self._device.making():
-            self._core = StepCore(config, Executor.get_class(config), log_stats, self._deliver)
+            executor = timed(Executor.get_class(config), clock := StartClock())
+            self._core = StepCore(config, executor, log_stats, self._deliver)
+        self.times = clock.times(config, self._core.model_executor)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_outputs: OnOutputs = lambda client, emitted, frames: None
         self._on_call_done: OnCallDone = lambda client, call_id, error, frames: None
