@@ -479,6 +479,8 @@ class Llumlet:
             await self._look_at_memory()
 
     async def _look_at_memory(self) -> None:
+        if self._parking.parked:
+            return  # on a GPU, its weights are in the host's memory meanwhile
         try:
             await asyncio.to_thread(self._memory.measure)
         except OSError as error:  # then a fleet goes on with what it assumes

@@ -173,6 +173,19 @@ def too_large(name: str, claim: int, total: int) -> str:
     )
 
 
+def why_not_parked(more: int, free_bytes: int) -> str:
+    """Why a model ends where it would be parked; empty: it is parked.
+
+    more: bytes that it then takes of the host beyond what it takes already. free_bytes: those that
+    nobody has or waits for.
+    """
+    if more <= max(0, free_bytes):
+        return ""
+    return (
+        f"parked it would need {more / GIB:.1f} GiB of the host, {free_bytes / GIB:.1f} GiB is free"
+    )
+
+
 def plan(
     host: HostCapacity,
     waiting: Iterable[WaitingModel],

@@ -46,6 +46,7 @@ from kvmig.fleet.capacity import (
     WaitingModel,
     free,
     plan,
+    why_not_parked,
 )
 from kvmig.fleet.deployment_words import gpu_words, words
 from kvmig.fleet.deployments import DeploymentWatcher
@@ -330,6 +331,9 @@ class ModelController:
         if model.life.state != before.state:
             yields = seen.yields and model.life.state == "emptying"
             self._entered(model, before, "to make room" if yields else "", now)
+            ends = (before.state, model.life.state) == ("emptying", "stopping")
+            if ends and seen.no_park and self._wish(model).parks:
+                self._note(model, f"it ends and is not parked: {seen.no_park}")
         match action:
             case "start":
                 self._start(model)
@@ -459,7 +463,7 @@ class ModelController:
         return self.units.need(spec, [one for one in self._wanted_specs() if one.unit == spec.unit])
 
     def _waiting(self, model: ManagedModel, since: float) -> WaitingModel:
-        name, more = model.wanted.name, model.claim * model.planned - model.claimed
+        name, more = model.wanted.name, max(0, model.claim * model.planned - model.claimed)
         if model.deployment:  # it is parked, and wakes where it is
             return WaitingModel(name, more, since, more=model.places.more(model.instance_rows))
         need = self._need(model.wanted.spec)
@@ -529,6 +533,7 @@ class ModelController:
             seen,
             no_room=made.refused.get(name, ""),
             never=made.never.get(name, ""),
+            no_park=why_not_parked(self._models[name].more_parked, made.free),
             yields=name in made.yielding,
         )
 

@@ -61,7 +61,11 @@ def gpu_words(
     spec: ModelSpec, claim: DeviceClaim | None, places: Sequence[Sequence[str]]
 ) -> list[str]:
     """Flags of a deployment whose instances have these GPUs. claim: None: they use none."""
+    if claim is None:
+        return []
     own = [f"--instance-gpus=i{at}: {','.join(gpus)}" for at, gpus in enumerate(places)]
-    if claim is not None and claim.share and spec.engine == "vllm":
+    if claim.share and spec.engine == "vllm":
         own.append(f"{SHARE_FLAG}={claim.share:.4f}")
+    if spec.warm == "parked" and spec.engine == "vllm":
+        own.append("--enable-sleep-mode")
     return own

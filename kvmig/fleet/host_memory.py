@@ -92,20 +92,37 @@ class MemoryBudget:
         return size_in(text_in(spec.flags, KV_FLAG)) or usual
 
     def parked(self, spec: ModelSpec) -> int:
-        """Bytes of one that is parked."""
+        """Bytes of one that is parked: on a GPU its weights come to the host's memory."""
         if spec.engine != "vllm":
             return TOY // 2
+        if self.devices.claim(spec) is not None:
+            sizes = self.devices.sizes(spec)
+            return self.claim(spec) + (weight_files(spec) if sizes is None else sizes.weights)
         kv = size_in(text_in(spec.flags, KV_FLAG)) or (0 if spec.memory else CPU_KV_MOST)
         return max(0, self.claim(spec) - spec.workers * kv)
 
     def check(self, spec: ModelSpec) -> None:
         """Raises ConfigError for a model that can never start, or be parked."""
         self.devices.check(spec)
-        if spec.warm == "parked" and spec.engine != "toy" and self.devices.there:
-            raise ConfigError(
-                f"model {spec.name}: warm is 'parked', must be none or always on a GPU, where"
-                " parking has not been measured"
-            )
+        if spec.warm == "parked":
+            self._check_parks(spec)
         claim = self.claim(spec) * max(1, spec.least)
         if wrong := too_large(spec.name, claim, self.host().total):
             raise ConfigError(wrong)
+
+    def _check_parks(self, spec: ModelSpec) -> None:
+        """Raises ConfigError for a model that can never be parked."""
+        where = f"model {spec.name}: warm is 'parked', must be none or always"
+        if spec.engine != "vllm" or self.devices.claim(spec) is None:
+            return
+        if spec.workers > 1:
+            raise ConfigError(
+                f"{where} with {spec.workers} GPUs for an instance: only an instance with one GPU"
+                " can be parked"
+            )
+        needed, total = self.parked(spec) * max(1, spec.least), self.host().total
+        if needed > total:
+            raise ConfigError(
+                f"{where} here: a parked model keeps its weights in the host's memory, which makes"
+                f" {needed} bytes, {needed - total} more than the {total} that all models may take"
+            )

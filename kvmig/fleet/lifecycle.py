@@ -87,6 +87,8 @@ class ObservedState(Struct, frozen=True):
     """Why it can't start at all."""
     yields: bool = False
     """Whether it is to end, if it is idle, for one that waits for room."""
+    no_park: str = ""
+    """Why it can't be parked now; empty: it can."""
 
 
 class ModelStatus(Struct, frozen=True):
@@ -247,7 +249,7 @@ def _emptying(
     if wish.parks and wish.on and not seen.yields:
         if seen.parked:  # by a server before this one
             return _to(life, "parked", now), None
-        if seen.ready:
+        if seen.ready and not seen.no_park:
             return _to(life, "parking", now), "park"
     return _to(life, "stopping", now), "stop"
 

@@ -169,8 +169,19 @@ class ManagedModel:
         """Bytes that its deployment takes, and what was ordered of it."""
         if not self.deployment:
             return 0
-        claim = self.parked_claim if self.life.state == "parked" else self.claim
+        match self.life.state:
+            case "parked":
+                claim = self.parked_claim
+            case "parking" | "waking":
+                claim = max(self.claim, self.parked_claim)
+            case _:
+                claim = self.claim
         return claim * self.planned
+
+    @property
+    def more_parked(self) -> int:
+        """Bytes that it takes of the host more once it is parked; 0 or less: none."""
+        return (self.parked_claim - self.claim) * self.planned
 
     @property
     def instance_rows(self) -> Sequence[InstanceRow]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import Any, TypeVar
 
+import httpx
 import psutil
 import pytest
 
@@ -22,7 +23,7 @@ from kvmig.kvtransfer import destination_machine, source_machine
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
-from tests.support import fake_gpu, gpu_nursery
+from tests.support import fake_devices, fake_gpu, gpu_nursery
 from tests.support.fake_devices import GIB, FakeMachine, devices
 from tests.support.gpu_nursery import Blow, Orders, State
 from tests.support.leaks import Footprint, assert_server_is_empty
@@ -249,6 +250,33 @@ async def test_auto_goes_through_the_hosts_memory_where_gpus_do_not_reach_each_o
         await moves_exactly(at, "shm")
         said = at.served.output()
     assert f"GPU 0 doesn't reach a source on this host by cuda-ipc: {fails}" in said
+
+
+# -- a server that is parked
+
+
+@pytest.mark.long
+async def test_a_parked_server_gives_its_gpus_memory_back_and_then_answers_and_moves_as_before(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    with machine(nursery, tmp_path, OVERLAPPING, "--enable-sleep-mode") as at:
+        before = await run_unmoved(at.served, PATH, body(100))
+        gpus = FakeMachine(Path(nursery.environment[fake_devices.FOLDER]))
+        awake = [gpus.taken(one.pid) for one in at.processes()]
+
+        def order(what: str) -> httpx.Response:
+            return httpx.post(f"{at.served.url}/kvmig/v1/{what}", timeout=PATIENCE_S)
+
+        assert (await asyncio.to_thread(order, "park")).status_code == 200
+        asleep = [gpus.taken(one.pid) for one in at.processes()]
+        assert asleep == [GIB // 2] * 2, "a context each"
+        assert all(taken > 3 * GIB for taken in awake), "weights, graphs and KV cache, too"
+
+        woken = await asyncio.to_thread(order, "unpark")
+        assert woken.status_code == 200, woken.text
+        assert [gpus.taken(one.pid) for one in at.processes()] == awake
+        before.same_as(await run_unmoved(at.served, PATH, body(100)))
+        await moves_exactly(at, "cuda-ipc")
 
 
 # -- what a lent GPU is to show

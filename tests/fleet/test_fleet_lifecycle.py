@@ -93,6 +93,14 @@ def test_an_idle_one_is_parked_once_nothing_is_sent_to_it() -> None:
     assert reconcile(life, PARKS, PARKED, 903)[0].state == "parked"
 
 
+def test_one_that_has_no_room_to_be_parked_in_ends() -> None:
+    full = replace(READY, unrouted=True, no_park="parked it would need 3.0 GiB of the host")
+    life, action = reconcile(ModelStatus("emptying"), PARKS, full, 901)
+    assert (life.state, action) == ("stopping", "stop")
+    asleep = reconcile(ModelStatus("parked"), PARKS, replace(PARKED, no_park="full"), 902)
+    assert asleep == (ModelStatus("parked"), None), "one that is parked has that room"
+
+
 def test_a_parked_one_wakes_when_it_is_wanted_and_serves_when_it_says_so() -> None:
     life, action = reconcile(ModelStatus("parked"), PARKS, replace(PARKED, wanted=True), 5)
     assert (life.state, action, life.routed) == ("waking", "unpark", False)

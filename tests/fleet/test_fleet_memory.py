@@ -30,10 +30,21 @@ def spec(folder: Path, **more: Any) -> ModelSpec:
     return ModelSpec(name="a", source=f"path:{folder}", **more)
 
 
-def on_gpu() -> DeviceBudget:
-    """Of a host with one GPU."""
-    gpu = DeviceRecord(id="0", index=0, uuid="GPU-0", name="H100", total=80 << 30)
-    watch = DeviceWatch(read=lambda: DeviceInventory(devices=(gpu,)))
+def on_gpu(number: int = 1) -> DeviceBudget:
+    """Of a host with so many GPUs, which reach each other."""
+    names = [f"GPU-{at}" for at in range(number)]
+    gpus = tuple(
+        DeviceRecord(
+            id=str(at),
+            index=at,
+            uuid=name,
+            name="H100",
+            total=80 << 30,
+            peers=tuple(other for other in names if other != name),
+        )
+        for at, name in enumerate(names)
+    )
+    watch = DeviceWatch(read=lambda: DeviceInventory(devices=gpus))
     watch.read_sample()
     return DeviceBudget(watch)
 
@@ -110,6 +121,21 @@ def test_one_whose_least_number_can_never_fit_is_refused_by_its_missing_bytes(
         MemoryBudget(10).check(spec(folder, memory=6, instances=InstanceCounts(min=2, max=2)))
 
 
-def test_on_a_gpu_nothing_is_parked(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="warm is 'parked', must be none or always on a GPU"):
-        MemoryBudget(devices=on_gpu()).check(spec(folder, warm="parked"))
+def test_parked_on_a_gpu_its_weights_are_in_the_hosts_memory(folder: Path) -> None:
+    budget, model = MemoryBudget(devices=on_gpu()), spec(folder, warm="parked")
+    budget.check(model)
+    assert budget.parked(model) == INSTANCE_OVERHEAD + WEIGHTS
+    assert budget.parked(spec(folder, memory=5)) == 5 + WEIGHTS
+
+
+def test_what_can_not_be_parked_on_a_gpu_is_refused_at_the_door(folder: Path) -> None:
+    several = spec(folder, warm="parked", flags=("--tensor-parallel-size=2",), gpu_memory=1)
+    budget = MemoryBudget(devices=on_gpu(2))
+    with pytest.raises(ConfigError, match="none or always with 2 GPUs for an instance"):
+        budget.check(several)
+    little = MemoryBudget(INSTANCE_OVERHEAD + WEIGHTS - 1, on_gpu())
+    little.check(spec(folder))
+    with pytest.raises(
+        ConfigError, match=r"keeps its weights in the host's memory, .* 1 more than"
+    ):
+        little.check(spec(folder, warm="parked"))

@@ -317,6 +317,20 @@ async def test_what_an_instance_took_of_the_host_counts_for_its_model_and_for_ot
     assert bench.learned == [one]
 
 
+async def test_one_that_finds_no_room_to_be_parked_in_ends_and_says_why(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = bench.models.memory.host().total
+    monkeypatch.setattr(bench.models.memory, "parked", lambda spec: 2 * whole)
+    await serving(bench, warm="parked", instances=InstanceCounts(zero_after_s=60))
+    bench.turn(60)
+    bench.demand()
+    bench.turn()
+    assert isinstance(bench.ordered[-1], Stop)
+    (why,) = [one.what for one in bench.models.events if "is not parked" in one.what]
+    assert "of the host" in why
+
+
 async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Bench) -> None:
     await serving(bench, instances=InstanceCounts(zero_after_s=60))
     bench.turn(59)

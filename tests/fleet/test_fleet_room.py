@@ -7,7 +7,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.fleet.capacity import CapacityPlan, HostCapacity, ResidentModel, WaitingModel, free, plan
+from kvmig.fleet.capacity import (
+    GIB,
+    CapacityPlan,
+    HostCapacity,
+    ResidentModel,
+    WaitingModel,
+    free,
+    plan,
+    why_not_parked,
+)
 
 HOST = HostCapacity(total=20, available=1000)
 NOW = 100.0
@@ -75,6 +84,12 @@ def test_parked_ones_end_before_idle_ones_those_first_that_rest_longest() -> Non
     waiting = [WaitingModel("a", 5, 90)]
     residents = [parked("b", 4, 20), parked("c", 4, 30), idle("d", 12, 90)]
     assert plan(HOST, waiting, residents, NOW).yielding == {"b", "c"}
+
+
+@given(st.integers(-8, 8), st.integers(0, 8))
+def test_one_is_parked_only_if_what_that_takes_is_free(more: int, free_gib: int) -> None:
+    why = why_not_parked(more * GIB, free_gib * GIB)
+    assert bool(why) == (more > free_gib)
 
 
 def test_a_parked_one_that_wakes_is_not_ended_for_itself_but_for_who_came_first() -> None:

@@ -116,13 +116,15 @@ async def test_flags_are_checked_within_a_second_where_vllm_is_loaded_nowhere(in
         "vllm", *VLLM, "--max-model-len=256", "--no-enable-log-requests"
     )
     unknown, _ = await init.check("vllm", *VLLM, "--no-such-flag=1")
-    refused, _ = await init.check("vllm", *VLLM, "--enable-sleep-mode")
+    refused, _ = await init.check("vllm", *VLLM, "--headless")
+    absent, _ = await init.check("vllm", *VLLM, "--load-format=tensorizer")
     missing, _ = await init.check("vllm", "--instances=1", "/no/model")
     ours, _ = await init.check("vllm", str(BUNDLED), "--instances=no")
 
     assert (good, quick_s < CHECKED_S) == ("", True)
     assert unknown == "--no-such-flag=1 can't be used: vLLM has no such flag"
-    assert "--enable-sleep-mode can't be used" in refused
+    assert "--headless can't be used" in refused
+    assert absent.startswith("--load-format is tensorizer, must be auto")
     assert missing.startswith("MODEL is /no/model, must be a folder")
     assert "--instances" in ours
 

@@ -97,6 +97,10 @@ class FakeMachine:
         """A process (None: this one) has so many bytes of it from now on; 0: none."""
         _write(self.folder / f"{os.getpid() if pid is None else pid} {uuid}", str(nbytes))
 
+    def taken(self, pid: int) -> int:
+        """Bytes that a process has of all of them."""
+        return sum(int(file.read_text()) for file in self.folder.glob(f"{pid} *"))
+
 
 def _write(file: Path, text: str) -> None:
     """At once, as others read it at any time."""

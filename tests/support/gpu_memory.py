@@ -4,7 +4,8 @@
 - it starts only where that part of the GPU is free that it is to take;
 - it measures by what is free before and after, so that others who take or give back memory
   meanwhile are counted as itself;
-- weights, working memory, graphs and KV cache are missing for the next one, until it ends;
+- weights, working memory, graphs and KV cache are missing for the next one, until it ends, or
+  sleeps, which no GPU has shown so far;
 - steps of engines on one GPU take turns, if each has one worker.
 
 Nothing of that memory is there in truth: the sizes are numbers, made up but for the cache's, which
@@ -30,6 +31,7 @@ from vllm.v1.worker.utils import request_memory
 from kvmig.core.devices import DeviceRecord
 from kvmig.process.nvml import read_devices
 from tests.support.fake_devices import FOLDER, GIB, STEPS, FakeMachine
+from tests.support.sleeping_worker import SleepingWorker
 
 CONTEXT, WEIGHTS, WORKING, GRAPHS = GIB // 2, 2 * GIB, GIB, GIB // 4
 LOADS_S, WORKS_S = 0.1, 0.4
@@ -94,6 +96,8 @@ class CountingWorker(CPUWorker):
     own_memory: WorkerMemory
     found = 0
     """Bytes for its KV cache."""
+    sleeper: SleepingWorker
+    """Of its last sleep."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         whole = SimpleNamespace(total_memory=1 << 50, available_memory=1 << 50)
@@ -124,6 +128,21 @@ class CountingWorker(CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         self.own_memory.take(max(0, self.found) + GRAPHS)
         return super().compile_or_warm_up_model()
+
+    def sleep(self, level: int = 1) -> None:
+        """All but the context comes free."""
+        self.sleeper = SleepingWorker(self)
+        self.sleeper.sleep(level)
+        self.own_memory.take(-self._asleep)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """The memory is taken again."""
+        self.own_memory.take(self._asleep)
+        self.sleeper.wake_up(tags)
+
+    @property
+    def _asleep(self) -> int:
+        return WEIGHTS + GRAPHS + max(0, self.found)
 
     def execute_model(self, *arguments: Any, **options: Any) -> Any:
         if self.parallel_config.world_size > 1:

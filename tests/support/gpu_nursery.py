@@ -102,6 +102,9 @@ def main(words: Sequence[str]) -> int:
 
             runner_v2.pytest_collection_finish()
         load(kind)
+        from vllm.platforms.cpu import CpuPlatform
+
+        CpuPlatform.is_sleep_mode_available = lambda platform: True
 
     def make_on_gpu(
         kind: VllmKind, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None

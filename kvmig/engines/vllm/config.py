@@ -20,7 +20,8 @@ from vllm.v1.engine.core import EngineCore
 
 from kvmig.core.errors import ConfigError, KernelUnavailable
 from kvmig.engines.identity import identity_of, numerics_class, updated
-from kvmig.engines.vllm.flags import REFUSED, SLEEP
+from kvmig.engines.vllm.flags import REFUSED
+from kvmig.engines.vllm.loaders import check_device, weights_word
 from kvmig.engines.vllm.runner import WORKER_TIMEOUT_S, uses_v2
 from kvmig.kernels.peers import unreached
 
@@ -42,11 +43,12 @@ def engine_config(args: Namespace) -> VllmConfig:
         raise ConfigError(first_sentence(error)) from error
     refuse_settings(config)
     refuse_experts(config)
-    refuse_workers(
-        config.device_config.device_type,
-        args.tensor_parallel_size,
-        config.model_config.enable_cumem_allocator,
-    )
+    refuse_sleep(config)
+    check_device(config.load_config.load_format, config.device_config.device_type)
+    model, own_allocator = config.model_config, ""
+    if model.enable_sleep_mode or model.enable_cumem_allocator:
+        own_allocator = SLEEP_FLAG if model.enable_sleep_mode else "--enable-cumem-allocator"
+    refuse_workers(config.device_config.device_type, args.tensor_parallel_size, own_allocator)
     return config
 
 
@@ -76,7 +78,6 @@ def refuse_settings(config: VllmConfig) -> None:
         ("kv_events_config", config.kv_events_config, "all instances would publish on one port"),
         ("hisparse_config", config.attention_config.hisparse_config, "it keeps KV on the host"),
         ("scheduler_cls", config.scheduler_config.scheduler_cls, "kvmig drives vLLM's own"),
-        ("enable_sleep_mode", config.model_config.enable_sleep_mode or None, SLEEP),
     )
     for name, value, why in none_of:
         if value is not None:
@@ -112,14 +113,31 @@ def refuse_experts(config: VllmConfig) -> None:
         )
 
 
+SLEEP_FLAG = "--enable-sleep-mode"
+
+
+def sleeps(config: VllmConfig) -> bool:
+    """Whether the engine's memory on a GPU is made so that it can be taken away."""
+    return bool(config.model_config.enable_sleep_mode)
+
+
+def refuse_sleep(config: VllmConfig) -> None:
+    """Refuse what has not been tried with an engine that sleeps. Raises ConfigError."""
+    if sleeps(config) and config.kv_transfer_config is not None:
+        raise ConfigError(
+            f"{SLEEP_FLAG} can't be used with --kv-offloading-size: what the host keeps of"
+            " the KV cache would not follow"
+        )
+
+
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables with settings of torch's allocator."""
 
 
-def refuse_workers(device: str, workers: int, own_allocator: bool = False) -> None:
+def refuse_workers(device: str, workers: int, own_allocator: str = "") -> None:
     """Refuse, before anything is loaded, several workers whose KV caches one process can't open.
 
-    own_allocator: whether vLLM's own is in the place of torch's. Raises ConfigError.
+    own_allocator: the flag that puts vLLM's own in the place of torch's. Raises ConfigError.
     """
     if workers == 1 or device == "cpu":
         return
@@ -128,7 +146,7 @@ def refuse_workers(device: str, workers: int, own_allocator: bool = False) -> No
         raise ConfigError(f"{flag}, must be 1 on {device}: KV caches there can't be shared")
     pieces = [name for name in ALLOCATOR if "expandable_segments:True" in os.environ.get(name, "")]
     if own_allocator:
-        pieces.append("--enable-cumem-allocator")
+        pieces.append(own_allocator)
     if pieces:
         raise ConfigError(
             f"{flag}, must be 1 with {pieces[0]}, which makes memory in pieces: a llumlet opens"

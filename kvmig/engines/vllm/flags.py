@@ -130,13 +130,12 @@ _IN_BAND = "images travel with their requests, leave it out"
 _HEADS = "kvmig bounds the heads of calls itself (docs/security.md), leave it out"
 _ONE_API = "kvmig serves the OpenAI API on --host and --port, leave it out"
 
-SLEEP = "an engine that sleeps takes its KV cache from under the copies of a migration"
+_SLEEP = "kvmig parks idle models by --enable-sleep-mode alone, leave it out"
 
 REFUSED: dict[str, str] = {
-    "enable_sleep_mode": SLEEP,
-    "sleep_mode_backend": SLEEP,
-    "sleep_mode_offload_cudagraph": SLEEP,
-    "sleep_preserve_parameter_names": SLEEP,
+    "sleep_mode_backend": _SLEEP,
+    "sleep_mode_offload_cudagraph": _SLEEP,
+    "sleep_preserve_parameter_names": _SLEEP,
     "data_parallel_address": _DATA_PARALLEL,
     "data_parallel_backend": _DATA_PARALLEL,
     "data_parallel_external_lb": _DATA_PARALLEL,
@@ -237,7 +236,7 @@ _ALLOWED = (
     allow_deprecated_quantization allowed_local_media_path allowed_media_domains code_revision
     config_format convert disable_cascade_attn disable_sliding_window dtype
     enable_cumem_allocator enable_nccl_comm_suspend enable_prompt_embeds
-    enable_return_routed_experts enable_trace_replay enforce_eager
+    enable_return_routed_experts enable_sleep_mode enable_trace_replay enforce_eager
     generation_config hf_config_path hf_overrides hf_token io_processor_plugin logits_processors
     logprobs_mode max_logprobs max_model_len model model_class_overrides model_impl
     override_generation_config pooler_config quantization quantization_config

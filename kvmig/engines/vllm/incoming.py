@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -40,13 +40,25 @@ class IncomingRequests:
         self._core = core
         self._builder = builder
         self._offload = offload
+        self._held: dict[str, Callable[[], None]] | None = None
+        """Requests that wait until the engine is awake, by id; None: it is."""
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def submit(
-        self, client: int, request_id: str, payload: Frames, output_token_ids: Sequence[int] = ()
+        self,
+        client: int,
+        request_id: str,
+        payload: Frames,
+        output_token_ids: Sequence[int] = (),
+        *,
+        own: bool = False,
     ) -> None:
-        """See `kvmig.engines.base.ServingEngine`."""
+        """See `kvmig.engines.base.ServingEngine`. own: kvmig's, which is never held."""
         frames = [bytes(frame) for frame in payload]
+        if self._held is not None and not own:
+            enter = partial(self.submit, client, request_id, frames, output_token_ids)
+            self._held[request_id] = enter
+            return
         request: EngineCoreRequest = self._decoder.decode(frames)
         request.client_index = client
         if request.request_id != request_id:
@@ -64,11 +76,24 @@ class IncomingRequests:
     def abort(self, request_ids: Sequence[str]) -> None:
         """End the requests, those that have not entered yet, too."""
         for request_id in request_ids:
+            if self._held is not None:
+                self._held.pop(request_id, None)
             self.submitted.pop(request_id, None)
             entering = self.entering.get(request_id)
             if entering is not None and not entering.cancel():  # a thread is at it
                 entering.add_done_callback(partial(self._abort_entered, request_id))
         self._core.abort([one for one in request_ids if one not in self.entering])
+
+    def hold(self) -> None:
+        """Let clients' requests wait that come from now on."""
+        if self._held is None:
+            self._held = {}
+
+    def let_in(self) -> None:
+        """Take the requests that wait, in their order, and those that come from now on."""
+        held, self._held = self._held, None
+        for enter in (held or {}).values():
+            enter()
 
     def forget(self, request_id: str) -> None:
         """The request has ended here, or has gone."""

@@ -119,6 +119,11 @@ class VllmKind:
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
         refuse_remembered(config.lifecycle.front_ends, os.environ, words)
         if config.http.isolate_users and any("spec" in word for word in words):
+        sleeps = any("sleep-mode" in word.replace("_", "-") for word in words)
+        if config.unit is not None and sleeps:
+            raise ConfigError(
+                "--enable-sleep-mode can't be used with --unit: the unit has the KV cache's memory"
+            )
             refuse_shared_drafts(flags.parse(list(words)).speculative_config)
         return scheduling_flags(words, config.priorities)
 

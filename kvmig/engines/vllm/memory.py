@@ -38,6 +38,7 @@ from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.ipc import SharedAllocation
 
 START_TIMEOUT_S = 120.0
+SETTLE_TIMEOUT_S = 30.0
 
 
 class BlockMemory:
@@ -127,15 +128,17 @@ class BlockMemory:
         if self._gpu is not None and self._stepping_on is not None:
             self._gpu.after_step(torch.cuda.current_stream(self._stepping_on).cuda_stream)
 
+    def settle(self) -> None:
+        """Wait for the copies of now, so that none is at memory that goes. Raises TimeoutError."""
+        self.copies.submit(list).result(SETTLE_TIMEOUT_S)
+
     def give_back(self) -> None:
         """Let the system have the cache's memory until it is written again: it is all 0 by then.
 
-        Nothing may be in it. Raises NotParked where it can't.
+        On a CPU only. Nothing may be in it. Raises NotParked where it can't.
         """
         if self._cache is None or self.unmovable:
             raise NotParked(f"where its KV cache lies is not known: {self.unmovable}")
-        if self.on_gpu:
-            raise NotParked("it is on a GPU, where parking has not been measured")
         for cache in self._cache.ranks:
             give_back(cache.address, cache.nbytes, shared=self._cache.shared)
 

@@ -1,5 +1,5 @@
 """What an engine runs for kvmig itself: the warm-up, a probe of its numerics, and measurements of
-its step times; and parking, which the probe makes safe.
+its step times.
 """
 
 from __future__ import annotations
@@ -66,26 +66,33 @@ class OwnRequests:
         return False
 
     async def probe(self) -> str:
-        """How the engine rounds; `unpark` compares with it. Empty: no probe is possible."""
-        if OutputProbe.possible(self._core.vllm_config):
+        """How the engine rounds; empty: no probe shows it. `compare` compares with it.
+
+        On a GPU a probe shows only whether this very engine still computes the same, and only if
+        its kernels round in one way each time: it is run twice there, where the engine may sleep.
+        """
+        config = self._core.vllm_config
+        if OutputProbe.possible(config):
             self.canary = await self._probed()
-        return self.canary
+            return self.canary
+        if OutputProbe.repeatable(config):
+            first = await self._probed()
+            await self._on_engine(self._forget_prefixes)
+            self.canary = first if await self._probed() == first else ""
+            await self._on_engine(self._forget_prefixes)
+        return ""
+
+    def _forget_prefixes(self) -> None:
+        """Else the same prompt is computed by other steps the next time."""
+        self._core.reset_prefix_cache()
 
     async def warm_up(self) -> None:
         """Run each kind of request once."""
         await self._warm(warm_up_requests(self._core.vllm_config))
 
-    async def park(self, give_back: Callable[[], None]) -> None:
-        """Raises NotParked. give_back: gives the memory back, or raises NotParked; called on the
-        engine's thread."""
-        if not self.canary:
-            raise NotParked("nothing shows whether it computes the same afterwards")
-        if self._incoming.submitted:
-            raise NotParked("it has requests")
-        await self._on_engine(give_back)
-
-    async def unpark(self) -> None:
-        """Raises NotParked if the engine computes otherwise than at its start."""
+    async def compare(self) -> None:
+        """Run the probe again. Raises NotParked if the engine computes otherwise than at its
+        start."""
         found = await self._probed()
         if found != self.canary:
             raise NotParked(f"it computes {found} where it computed {self.canary} at its start")
@@ -141,4 +148,4 @@ class OwnRequests:
             self._warming.clear()
 
     def _submit(self, request: EngineCoreRequest) -> None:
-        self._incoming.submit(OWN_CLIENT, request.request_id, encode_request(request))
+        self._incoming.submit(OWN_CLIENT, request.request_id, encode_request(request), own=True)

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.core.config import UnitConfig
-from kvmig.core.errors import MigrationRefused, NotParked
+from kvmig.core.errors import MigrationRefused
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -65,6 +65,8 @@ from kvmig.engines.vllm.migration import (
 )
 from kvmig.engines.vllm.offload import BeingOffloaded, CacheOffload
 from kvmig.engines.vllm.own_requests import OWN_CLIENT, OwnRequests
+from kvmig.engines.vllm.parking import VllmParking
+from kvmig.engines.vllm.starting import StartClock, timed
 from kvmig.engines.vllm.tail_copies import LastBlocks, TailGather
 from kvmig.engines.vllm.warmup import WarmStep
 
@@ -134,6 +136,9 @@ class ServingVllm:
         self._builder = builder = RequestBuilder(core)
         self._incoming = incoming = IncomingRequests(core, builder, offload)
         self._own = OwnRequests(core, incoming, builder, self._on_engine)
+        self._parking = VllmParking(
+            core, memory, incoming, self._own, self._destination.arriving, self._on_engine
+        )
         self._holdings = RequestHoldings(scheduler, memory.tables, self.unmovable)
         self.sharing: Sharing | str = self._device.open(core, memory, self._on_engine)
         self._load = self._seen_load()
@@ -177,6 +182,7 @@ class ServingVllm:
 
     def call(self, client: int, call_id: int, method: str, payload: Frames) -> None:
         args: Any = self._call_decoder.decode(payload)
+        self._parking.check_call(method, tuple(args))
         self._core.utility(client, call_id, method, tuple(args))
 
     def describe(self) -> bytes:
@@ -189,17 +195,10 @@ class ServingVllm:
         await self._own.warm_up()
 
     async def park(self) -> None:
-        await self._own.park(self._give_back)
-
-    def _give_back(self) -> None:
-        """Give the cache back, on the engine's thread."""
-        arriving = self._destination.arriving()
-        if self._scheduler.has_requests() or arriving or not self._core.reset_prefix_cache():
-            raise NotParked("it has requests")
-        self._memory.give_back()
+        await self._parking.park()
 
     async def unpark(self) -> None:
-        await self._own.unpark()
+        await self._parking.unpark()
 
     async def step_times(self, limit_s: float) -> list[StepTime]:
         capacity = self.layout.block_tokens * self._load.total_blocks

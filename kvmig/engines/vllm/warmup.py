@@ -79,6 +79,12 @@ class OutputProbe:
         on_cpu = config.device_config.device_type == "cpu"
         return on_cpu and config.model_config.runner_type != "pooling"
 
+    @staticmethod
+    def repeatable(config: VllmConfig) -> bool:
+        """Whether a probe may show that this engine still computes the same after a sleep."""
+        model = config.model_config
+        return model.enable_sleep_mode and model.runner_type != "pooling"
+
     def add_output(self, output: EngineCoreOutput) -> None:
         """Note one step's output."""
         assert output.new_logprobs is not None

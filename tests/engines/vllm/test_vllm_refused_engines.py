@@ -96,7 +96,7 @@ def test_several_workers_with_expandable_segments_are_refused_by_name(
 
 def test_several_workers_with_vllms_own_allocator_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="must be 1 with --enable-cumem-allocator, which makes"):
-        refuse_workers("cuda", 2, own_allocator=True)
+        refuse_workers("cuda", 2, own_allocator="--enable-cumem-allocator")
 
 
 def test_a_cache_that_holds_no_request_is_refused_by_its_flag() -> None:

@@ -1,0 +1,25 @@
+"""What a deployment's command line says of GPUs."""
+
+from __future__ import annotations
+
+from kvmig.fleet.deployment_words import gpu_words
+from kvmig.fleet.device_claims import DeviceClaim
+from kvmig.fleet.spec import ModelSpec
+
+CLAIM = DeviceClaim(1 << 30, "estimated", share=0.25)
+SLEEP = "--enable-sleep-mode"
+
+
+def test_one_that_may_be_parked_on_a_gpu_can_sleep() -> None:
+    parked = ModelSpec(name="a", source="path:/a", warm="parked")
+    own = gpu_words(parked, CLAIM, [["0"]])
+    assert own == ["--instance-gpus=i0: 0", "--gpu-memory-utilization=0.2500", SLEEP]
+
+
+def test_no_other_has_vllm_make_its_memory_for_that() -> None:
+    for other in (
+        ModelSpec(name="a", source="path:/a"),
+        ModelSpec(name="a", source="path:/a", engine="toy", warm="parked"),
+    ):
+        assert SLEEP not in gpu_words(other, CLAIM, [["0"]])
+    assert gpu_words(ModelSpec(name="a", source="path:/a", warm="parked"), None, []) == []
