@@ -200,14 +200,15 @@ HARMLESS = frozenset(
 
 def identity_of_args(args: Namespace) -> str:
     """The identity of the weights of an instance with these flags that is started now."""
-    words = (args.quantization, args.load_format, args.hf_overrides, args.revision)
+    words = (args.quantization, weights_word(args.load_format), args.hf_overrides, args.revision)
     return identity_of(args.model, words)
 
 
 def identity_of_config(config: VllmConfig) -> str:
     """The identity of the weights of an engine made of this configuration now."""
     model = config.model_config
-    words = (model.quantization, config.load_config.load_format, model.hf_overrides, model.revision)
+    how = weights_word(config.load_config.load_format)
+    words = (model.quantization, how, model.hf_overrides, model.revision)
     return identity_of(model.model, words)
 
 

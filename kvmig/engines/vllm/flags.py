@@ -9,6 +9,8 @@ from typing import NoReturn
 
 from kvmig.core.errors import ConfigError
 from kvmig.engines.kind import api_keys, check_model, set_offline
+from kvmig.engines.vllm.cache_places import choose_caches
+from kvmig.engines.vllm.loaders import check_loader, check_loader_words
 
 _UNKNOWN = "kvmig doesn't know it, nor what it does to requests that move"
 
@@ -26,9 +28,9 @@ bound is 64 times as much."""
 def set_environment() -> None:
     """Set what must be set before vLLM is imported; what the user has set stays."""
     set_offline()
+    choose_caches(os.environ)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # The engine runs in the llumlet's own process: vLLM must not start another for it.
-    choose_caches(os.environ)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -68,6 +70,7 @@ def parse(argv: list[str]) -> Namespace:
     except (TypeError, ValueError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     check_model(args.model)
+    check_loader(args.load_format)
     args.api_key = api_keys(args.api_key)
     # It keeps a query in one engine's worker, and its documents go to whichever.
     args.enable_flash_late_interaction = False
@@ -94,6 +97,7 @@ def check_words(argv: list[str]) -> None:
     """
     if argv and not argv[0].startswith("-"):
         check_model(argv[0])
+    check_loader_words(argv)
     known = ALLOWED | ALIASES | REFUSED.keys()
     for word, value in zip(argv, [*argv[1:], "-"], strict=True):
         name = word.partition("=")[0].partition(".")[0].removeprefix("--").replace("-", "_")

@@ -25,6 +25,7 @@ from kvmig.core.start_times import EngineTimes
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.kind import ALLOW_UNTESTED
 from kvmig.engines.vllm import flags
+from kvmig.engines.vllm.loaders import READ_AS_THEY_ARE
 from kvmig.engines.vllm.remembered import refuse_remembered, remembered
 from kvmig.engines.weight_bytes import weight_bytes
 
@@ -118,12 +119,12 @@ class VllmKind:
 
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
         refuse_remembered(config.lifecycle.front_ends, os.environ, words)
-        if config.http.isolate_users and any("spec" in word for word in words):
         sleeps = any("sleep-mode" in word.replace("_", "-") for word in words)
         if config.unit is not None and sleeps:
             raise ConfigError(
                 "--enable-sleep-mode can't be used with --unit: the unit has the KV cache's memory"
             )
+        if config.http.isolate_users and any("spec" in word for word in words):
             refuse_shared_drafts(flags.parse(list(words)).speculative_config)
         return scheduling_flags(words, config.priorities)
 
@@ -150,17 +151,17 @@ class VllmKind:
 
         return engine.kv_bytes if isinstance(engine, ServingVllm) else 0
 
+    def times(self, engine: ServingEngine) -> EngineTimes:
+        from kvmig.engines.vllm.serving import ServingVllm
+
+        return engine.times if isinstance(engine, ServingVllm) else EngineTimes()
+
     def make(
         self, argv: list[str], unit_tokens: int, unit: UnitConfig | None = None
     ) -> ServingEngine:
         from kvmig.engines.vllm.config import (
             compile_nothing,
             engine_config,
-    def times(self, engine: ServingEngine) -> EngineTimes:
-        from kvmig.engines.vllm.serving import ServingVllm
-
-        return engine.times if isinstance(engine, ServingVllm) else EngineTimes()
-
             identity_of_args,
             why_not,
         )
@@ -196,8 +197,6 @@ def load_for_cpu() -> None:
         configure_logging_if_needed(config)
 
 
-READ_AS_THEY_ARE = ("auto", "safetensors", "runai_streamer", "fastsafetensors")
-"""Values of --load-format under which a GPU has what the files have."""
 SUPPORTED = ("0.32.", "0.33.")
 """Version prefixes. vLLM's scheduler internals move with every minor release."""
 _SUPPORTED = ", ".join(prefix + "x" for prefix in SUPPORTED)
