@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -78,6 +79,25 @@ async def test_hello_comes_first_then_messages_go_both_ways_with_their_payload()
         server.send(sender, Aborted("m"), [b"three"])
         answer, parts = await client.recv()
         assert (answer, [bytes(part) for part in parts]) == (Aborted("m"), [b"three"])
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_links_that_have_ended_leave_no_descriptor_open() -> None:
+    """A process has three contexts of ZeroMQ, of seven descriptors each, once it has sent a large
+    message: its server's, its clients', and the one with which pyzmq frees what it has sent."""
+    large, counts = [bytes(1 << 20)], list[int]()
+    for _ in range(4):
+        for _ in range(5):
+            async with linked() as (server, client):
+                client.send(Abort("m", "timeout"), large)
+                await server.recv()
+                await server.recv()
+        await until(lambda: open_files() <= max(counts, default=1 << 10))
+        counts.append(open_files())
+    assert counts[-1] <= counts[0]
 
 
 async def test_a_send_after_the_close_is_refused_and_leaves_nothing_to_complain_of() -> None:
