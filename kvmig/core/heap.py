@@ -7,6 +7,7 @@ import ctypes
 import mmap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.trimming import MemoryTrimming
@@ -20,11 +21,23 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def give_back() -> None:
-    """Return all free whole pages of the C library to the kernel, if the library can (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+RELEASES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("malloc_trim", (0,)),
+    ("MallocExtension_ReleaseFreeMemory", ()),
+)
+"""Functions that return free memory, with arguments: glibc's, and that of tcmalloc, which vLLM's
+build for CPUs brings along and which instances there use (LD_PRELOAD)."""
+
+
+def give_back(library: Any = None) -> None:
+    """Return all free whole pages to the kernel, as far as what allocates memory here can.
+
+    library: with the functions of this process; None: it is looked up.
+    """
+    library = ctypes.CDLL(None) if library is None else library
+    for name, arguments in RELEASES:
+        if (release := getattr(library, name, None)) is not None:
+            release(*arguments)
 
 
 async def keep_small(
