@@ -17,6 +17,9 @@ the client's wait: the first token's way to it, less that of the token before.
 --beside FOLDER: another working tree of kvmig. Both are up, and their streams take turns, so that
 the machine is the same for both. The first moves of a server find everything cold: they are
 reported by themselves (`cold`), not among the others.
+
+On a GPU: `--model FOLDER --flags '--no-enforce-eager --kv-cache-memory-bytes=8G'`, and what the
+model needs; $VLLM_USE_V2_MODEL_RUNNER chooses the model runner.
 """
 
 from __future__ import annotations
@@ -235,6 +238,7 @@ def options_of(argv: list[str] | None) -> Namespace:
     add("--model", default="device6ms-async", help=f"{', '.join(NAMES)} or a folder")
     add("--moves", type=int, help="under each load: 100, or 8 with --quick")
     add("--loads", default="0,8", help="further streams on each instance")
+    add("--flags", default="", metavar="'...'", help="further flags of the servers, for a GPU")
     add("--beside", type=Path, metavar="FOLDER", help="another working tree, measured in turn")
     options = root.parse_args(argv)
     if options.beside is not None and not (options.beside / "kvmig").is_dir():
@@ -246,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     options = options_of(argv)
     loads = [int(one) for one in options.loads.split(",")]
     moves = options.moves or (MOVES if options.quick else 100)
-    flags = [*SERVED_FLAGS, *model_flags(options.model)]
+    flags = [*SERVED_FLAGS, *model_flags(options.model), *options.flags.split()]
     settings = {
         "model": options.model, "prompt": PROMPT, "moves": moves, "loads": loads, "flags": flags,
         "beside": options.beside is not None,

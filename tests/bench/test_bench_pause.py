@@ -60,6 +60,12 @@ def test_a_folder_that_is_no_working_tree_is_refused(capsys: pytest.CaptureFixtu
     assert "--beside is /nowhere, must be a working tree" in capsys.readouterr().err
 
 
+def test_servers_take_further_flags() -> None:
+    assert options_of(["--flags", "--no-enforce-eager --dtype=auto"]).flags.split() == [
+        "--no-enforce-eager", "--dtype=auto",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "config"),
     [
