@@ -164,7 +164,7 @@ class MigrationPause:
         """Let the request decode on for as long as the pause is spread over its tokens."""
         clock, step_ms = self._context.clock, self._context.engine.cadence().step_ms
         self._busy_there = self._destination_cadence.step_ms > 0
-        pause_ms = self._context.pauses.expected_ms(self._busy_there)
+        pause_ms = self._context.pauses.expected_ms(self._busy_there, step_ms)
         found = spread(
             pause_ms, step_ms, 0.0 if self._move.urgent else self._context.config.pause_spread
         )

@@ -327,8 +327,13 @@ def test_a_pause_is_foretold_by_those_before_it() -> None:
     for _ in range(50):
         pause.observe(True, MeasuredPause(1.0, 10.0, 5.0, first_token_ms=11.0), step_ms=10.0)
         pause.observe(False, MeasuredPause(0.0, 4.0, 2.0, first_token_ms=10.0), step_ms=10.0)
-    assert pause.expected_ms(True) == pytest.approx(1.0 + 2.0 + 5.0 + 1.0, rel=0.01)
-    assert pause.expected_ms(False) == pytest.approx(1.0 + 2.0, rel=0.01)
+    assert pause.expected_ms(True, 10.0) == pytest.approx(1.0 + 2.0 + 5.0 + 1.0, rel=0.01)
+    assert pause.expected_ms(False, 10.0) == pytest.approx(1.0 + 2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("step_ms", "expected_ms"), [(6.0, 6.0), (0.5, 2.0)])
+def test_the_first_pause_is_expected_to_be_a_step(step_ms: float, expected_ms: float) -> None:
+    assert PauseTime().expected_ms(False, step_ms) == expected_ms
 
 
 def test_pauses_that_differ_are_foretold_longer_than_the_average() -> None:
@@ -336,14 +341,14 @@ def test_pauses_that_differ_are_foretold_longer_than_the_average() -> None:
     for number in range(200):
         first = 14.0 if number % 2 else 10.0
         pause.observe(False, MeasuredPause(0.0, 2.0, 2.0, first_token_ms=first), step_ms=10.0)
-    assert pause.expected_ms(False) > 6.0  # the longer ones
+    assert pause.expected_ms(False, 10.0) > 6.0  # the longer ones
 
 
 def test_a_first_step_that_is_quicker_than_a_usual_one_foretells_no_pause() -> None:
     pause = PauseTime()
     for _ in range(50):
         pause.observe(True, MeasuredPause(0.0, 2.0, 1.0, first_token_ms=5.0), step_ms=20.0)
-    assert pause.expected_ms(True) == pytest.approx(0.0, abs=0.01)
+    assert pause.expected_ms(True, 10.0) == pytest.approx(0.0, abs=0.01)
 
 
 async def test_the_request_decodes_on_for_as_long_as_its_pause_is_spread() -> None:
@@ -358,16 +363,16 @@ async def test_the_request_decodes_on_for_as_long_as_its_pause_is_spread() -> No
 
     async with cluster(pause_spread=0.5) as them:
         them.a.foretell = foretell
-        them.a.engine.now = Cadence(0.0, 100.0)  # 2 ms, by the first guess: one step
+        them.a.engine.now = Cadence(0.0, 100.0)  # a step, by the first guess: two of them
         assert (await them.move()).state == "committed"
-        assert time.monotonic() - since >= 0.1
-        assert told == [("r", 2.0, 50.0)]
+        assert time.monotonic() - since >= 0.2
+        assert told == [("r", 100.0, 50.0)]
 
 
 async def test_a_destination_keeps_its_reservation_however_long_the_pause_is_spread() -> None:
     async with cluster(timeout_ms=1000.0, pause_spread=0.0016) as them:
         them.a.foretell = lambda request_id, pause_ms, stretch_ms: True
-        them.a.engine.now = Cadence(0.0, 80.0)  # 2 ms, by the first guess: 16 steps
+        them.a.engine.now = Cadence(0.0, 80.0)  # a step, by the first guess: 16 of them
         assert (await them.move()).state == "committed"
         asked = [message for message in them.b.heard if isinstance(message, Reserve)]
         opening, *again = asked
