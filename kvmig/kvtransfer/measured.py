@@ -14,7 +14,7 @@ RATE_WEIGHT = 0.3
 """Weight of a new measurement in the average rate of whole migrations."""
 FIRST_LEAD_MS = 2.0
 FIRST_PAUSE_MS, FIRST_PAUSE_STEPS = 2.0, 1.0
-"""The first pause is expected to be at least so long. On an H100 the first move each way, before
+"""The first pause is expected to be the longer of both. On an H100 the first move each way, before
 which 2 ms were expected, had a gap of 2.3 and 2.5 steps, those after it 1.4 (26 November 2026)."""
 DEVIATIONS = 2.0
 """How many average deviations a pause is expected to be longer than the average."""
