@@ -529,3 +529,57 @@ def test_a_module_with_the_command_does_what_the_command_does(module: str) -> No
     words = [sys.executable, "-m", module, "--version"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert __version__ in done.stdout
+
+
+# -- models by name
+
+
+def test_known_models_are_found_by_words(kvmig: Kvmig) -> None:
+    assert [one["name"] for one in kvmig.json("model", "search", "gpt-oss", "120")] == [
+        "gpt-oss:120b"
+    ]
+    (one,) = kvmig.json("model", "search", "llama3.2", "1b")
+    assert one["source"] == "hf:meta-llama/Llama-3.2-1B-Instruct"
+    assert "llama3.2:1b" in kvmig("model", "search", "llama3.2", "1b")
+
+
+def test_files_are_pulled_by_a_known_name_listed_pinned_and_removed(kvmig: Kvmig) -> None:
+    pulled = json.loads(kvmig("pull", "qwen3:0.6b", "--no-wait", "--json"))
+    assert (pulled["source"], pulled["state"]) == ("hf:Qwen/Qwen3-0.6B", "wanted")
+    kvmig("model", "files", "pin", "hf:Qwen/Qwen3-0.6B")
+    (row,) = kvmig.json("model", "files", "ls")
+    assert row["pinned"] is True
+    assert "its files wait to be downloaded" in kvmig("model", "files", "ls")
+    kvmig("model", "files", "unpin", "hf:Qwen/Qwen3-0.6B")
+    kvmig("model", "files", "rm", "hf:Qwen/Qwen3-0.6B")
+    assert kvmig.json("model", "files", "ls") == []
+
+
+def test_a_model_is_added_by_its_source_and_shows_its_files(kvmig: Kvmig) -> None:
+    kvmig("model", "add", "small", "hf:org/small")
+    row = kvmig.store.model("small")
+    assert row.spec.source == "hf:org/small"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "status"),
+    [
+        (("run", "no-such-model"), "no model 'no-such-model' in this fleet or in its", 1),
+        (("pull", "hf:a/b/c"), "source is 'hf:a/b/c', must be hf:ORG/NAME", 2),
+        (("pull", "path:/models"), "which is on this disk already", 1),
+        (("model", "files", "rm", "hf:a/b"), "there are no files of hf:a/b", 1),
+        (("model", "add", "a", "ftp://a/b"), "no folder here", 1),
+    ],
+)
+def test_what_is_no_model_or_source_is_refused(
+    kvmig: Kvmig, words: tuple[str, ...], said: str, status: int
+) -> None:
+    assert said in kvmig.refused(*words, status=status)
+
+
+def test_what_runs_is_listed_by_its_short_command(kvmig: Kvmig) -> None:
+    kvmig.add_model()
+    assert "qwen" not in kvmig("ps")
+    assert "qwen" in kvmig("model", "ls")
+    kvmig("rm", "qwen")
+    assert "qwen" not in kvmig("model", "ls")

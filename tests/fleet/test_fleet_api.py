@@ -375,3 +375,56 @@ async def test_an_order_that_the_database_cannot_take_is_503_with_the_reason(
     assert answer == (503, "the fleet's database /data/fleet.sqlite has no room left")
     monkeypatch.undo()
     assert await api.ask("GET", "models") == (200, {"data": []})
+
+
+# -- files, and known models
+
+
+async def test_files_are_wanted_once_pinned_removed_and_noted(api: Api) -> None:
+    source = {"source": "https://huggingface.co/org/small"}
+    first = await api.ask("POST", "files", source)
+    again = await api.ask("POST", "files", source)
+    assert first[0] == again[0] == 200
+    assert first[1]["source"] == again[1]["source"] == "hf:org/small"
+    assert (await api.ask("POST", "files/pin", {**source, "pinned": True}))[1]["pinned"] is True
+    _, listed = await api.ask("GET", "files?source=hf:org/small")
+    assert [one["state"] for one in listed["data"]] == ["wanted"]
+    assert await api.ask("DELETE", "files?source=hf:org/small") == (200, {"source": "hf:org/small"})
+    assert (await api.ask("DELETE", "files?source=hf:org/small"))[0] == 404
+    assert await api.ask("GET", "files") == (200, {"data": []})
+    _, audit = await api.ask("GET", "audit")
+    assert [one["action"] for one in audit["data"]] == [
+        "files.remove", "files.pin", "files.pull", "files.pull",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"source": "org/small"}, "source is 'org/small', must be hf:ORG/NAME[@REVISION]"),
+        ({"source": "path:/models"}, "which is on this disk already"),
+        ({}, "source"),
+    ],
+)
+async def test_a_source_that_can_not_be_fetched_is_refused(
+    api: Api, body: dict[str, str], sentence: str
+) -> None:
+    status, found = said(await api.ask("POST", "files", body))
+    assert status in (400, 422)
+    assert sentence in found
+    assert await api.ask("GET", "files") == (200, {"data": []})
+
+
+async def test_orders_about_files_need_an_admins_key(api: Api) -> None:
+    for method, path in (("GET", "files"), ("POST", "files"), ("GET", "catalogue")):
+        status, _ = await api.ask(method, path, {"source": "hf:a/b"}, **{FORWARDED: "10.0.0.9"})
+        assert status == 401
+
+
+async def test_a_known_model_is_found_by_its_name_in_any_case(api: Api) -> None:
+    _, found = await api.ask("GET", "catalogue?name=QWEN3:0.6B")
+    assert [one["source"] for one in found["data"]] == ["hf:Qwen/Qwen3-0.6B"]
+    assert await api.ask("GET", "catalogue?words=no+such+model") == (
+        200,
+        {"date": found["date"], "data": []},
+    )
