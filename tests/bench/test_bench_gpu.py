@@ -202,6 +202,7 @@ def test_the_links_are_measured(tmp_path: Path) -> None:
     assert min(summary.values()) > 0
 
 
+@pytest.mark.long
 def test_the_transports_are_measured_between_two_processes(tmp_path: Path) -> None:
     loaded = result_of(transports, tmp_path)
     assert [sample["transport"] for sample in loaded["samples"]] == ["shm", "tcp"]

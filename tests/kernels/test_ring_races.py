@@ -51,6 +51,7 @@ def ran(folder: Path, without: str = "") -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_rings_barriers_order_every_access(tmp_path: Path) -> None:
     done = ran(tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "as it was\n", "")

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
-from kvmig.kvtransfer.transports import lane
+from kvmig.kvtransfer.transports import lane, tcp
 from kvmig.kvtransfer.transports.base import StagingPool, TransportInbox
 from kvmig.kvtransfer.transports.lane import LaneReceiver, LaneSender, LaneTicket
 from kvmig.kvtransfer.transports.lane_cipher import (
@@ -42,6 +42,12 @@ SALTS = b"r" * 32, b"s" * 32
 SLOTS, SIZE = 2, 3 * RECORD_BYTES + 5
 HERE = TransportSite(host="127.0.0.1")
 WAIT_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _no_chunk_goes_ahead_of_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    monkeypatch.setattr(tcp, "PATIENCE_S", WAIT_S)
 
 
 @pytest.fixture
@@ -169,10 +175,8 @@ def test_nothing_readable_crosses_the_wire() -> None:
 def test_a_stranger_is_counted_and_the_source_comes_in_after_it(
     receiver: LaneReceiver,
     refusals: RefusalCounter,
-    monkeypatch: pytest.MonkeyPatch,
     word: bytes,
 ) -> None:
-    monkeypatch.setattr(lane, "WORD_S", 0.05)
     with socket.create_connection((receiver.ticket.host, receiver.ticket.port)) as stranger:
         stranger.sendall(word)
         made = LaneSender(receiver.ticket)

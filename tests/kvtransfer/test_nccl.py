@@ -128,6 +128,7 @@ async def test_a_chunk_that_is_never_asked_for_ends_the_communicator_and_the_nex
     with pytest.raises(TransportError, match="NCCL: copies on a side stream are not done"):
         await inbox.receive(Chunk("m", 0, 0, slot, 8, [], number=1), None)
     assert inbox.stale
+    monkeypatch.setattr(transport, "TRANSFER_S", WAIT_S)
     again = inbox_on(1, staging.offer())
     await brought(staging, again, slot, 8)
     again.close()
@@ -137,7 +138,6 @@ async def test_a_chunk_that_is_never_asked_for_ends_the_communicator_and_the_nex
 async def test_a_destination_that_dies_or_stands_still_costs_one_push(
     staging: StagingPool, monkeypatch: pytest.MonkeyPatch, blow: signal.Signals
 ) -> None:
-    monkeypatch.setattr(transport, "TRANSFER_S", 0.5)
     slot, data = await staging.acquire(1), b"blocks" * 1000
     chunk = Chunk("m", 0, 0, slot, len(data), [])
     with Destination(staging.offer(), gpu=1) as there:
@@ -146,8 +146,10 @@ async def test_a_destination_that_dies_or_stands_still_costs_one_push(
         await channel.push(chunk, there.announce(chunk))
         assert await asyncio.to_thread(there.hear) == digest(data)
         os.kill(there.process.pid or 0, blow)
+        monkeypatch.setattr(transport, "TRANSFER_S", 0.5)
         with pytest.raises(TransportError, match="not done after"):
             await channel.push(chunk, lambda *_, **__: None)
+    monkeypatch.setattr(transport, "TRANSFER_S", WAIT_S)
     with Destination(staging.offer(), gpu=1) as there:
         channel = staging.channel(there.token)
         await channel.push(chunk, there.announce(chunk))
