@@ -3,6 +3,8 @@ environment, or from files in the home folder."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import fsspec
@@ -21,13 +23,27 @@ class BucketOrigin:
         """files: a file system of fsspec's; None: S3."""
         self._source = source
         self._root = source.place
+        self._errors: tuple[type[Exception], ...] = ()
+        if files is None:
+            from botocore.exceptions import BotoCoreError
+
+            self._errors = (BotoCoreError,)
         self._files = fsspec.filesystem("s3") if files is None else files
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Turn errors of the AWS library, such as missing keys, into reasons."""
+        try:
+            yield
+        except self._errors as error:
+            raise SourceFailure(f"{self._source}: {error}", lasting=True) from error
 
     secret = ""
 
     def list_files(self) -> FileList:
         """See `FilesOrigin`."""
-        found = self._files.find(self._root, detail=True)
+        with self._reported():
+            found = self._files.find(self._root, detail=True)
         if not found:
             raise SourceFailure(f"{self._source} has no files", lasting=True)
         files = tuple(self._listed(path, one) for path, one in sorted(found.items()))
@@ -40,7 +56,7 @@ class BucketOrigin:
     def fetch(self, file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
         """See `FilesOrigin`."""
         path = self._root + file.name
-        with self._files.open(path, "rb", block_size=PIECE_BYTES) as remote:
+        with self._reported(), self._files.open(path, "rb", block_size=PIECE_BYTES) as remote:
             remote.seek(into.size)
             while piece := remote.read(PIECE_BYTES):
                 into.write(piece)
@@ -51,4 +67,5 @@ class BucketOrigin:
     def read(self, file: RemoteFile, begin: int, count: int, listed: FileList) -> bytes:
         """See `FilesOrigin`."""
         path = self._root + file.name
-        return bytes(self._files.cat_file(path, start=begin, end=begin + count))
+        with self._reported():
+            return bytes(self._files.cat_file(path, start=begin, end=begin + count))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -124,3 +125,27 @@ def test_a_model_that_its_hub_does_not_have_fails_with_the_hubs_reason(fleet: To
     assert "has no model Org/None" in answer.json()["error"]["message"]
     assert near.json()["error"]["message"] == "no model 'nonne'; near it: none"
     assert kvmig(fleet, "rm", "none").returncode == 0
+
+
+COUNT = Path(__file__).parents[2] / "kvmig" / "models" / "count"
+FLAGS = "--enforce-eager --block-size 32 --kv-cache-memory-bytes 268435456"
+
+
+@pytest.mark.long
+def test_the_bundled_model_is_evaluated_by_its_headers_then_comes_from_the_hub_and_counts(
+    fleet: ToyFleet, hub: ModelHub
+) -> None:
+    hub.add("Org/Count", {one.name: one.read_bytes() for one in COUNT.iterdir() if one.is_file()})
+    before = hub.sent
+    ahead = kvmig(fleet, "model", "evaluate", "x", "hf:Org/Count", "--flags", FLAGS, "--json")
+    assert ahead.returncode == 0, ahead.stderr
+    assert hub.sent - before < 200_000
+    here = kvmig(fleet, "model", "evaluate", "x", f"path:{COUNT}", "--flags", FLAGS, "--json")
+    sizes = ("files_bytes", "weights_bytes", "kv_bytes", "token_bytes", "request_bytes")
+    by_headers, by_files = json.loads(ahead.stdout), json.loads(here.stdout)
+    assert {one: by_headers[one] for one in sizes} == {one: by_files[one] for one in sizes}
+
+    done = kvmig(fleet, "run", "Org/Count", "Count from 41", "--flags", FLAGS, "--max-tokens", "20")
+    assert done.returncode == 0, done.stderr
+    assert "0042 0043" in done.stdout, done.stdout
+    assert kvmig(fleet, "rm", "count").returncode == 0
