@@ -34,7 +34,7 @@ PACKAGES_LEFT = (
     "quack*", "llvmlite*", "numba*", "opencv*", "cv2", "PyNvVideoCodec*",
     "pynvvideocodec*", "cudnn",
     "z3*", "instanttensor*", "torchaudio*", "torchcodec*", "fastsafetensors*", "nccl", "nccl4py*",
-    "pip*", "setuptools*", "grpcio*", "grpc", "sentry_sdk*", "supervisor*",
+    "pip*", "grpcio*", "grpc", "sentry_sdk*", "supervisor*",
     "ninja*", "bin", "libkineto*",
 )  # fmt: skip
 """Packages that vLLM starts without."""

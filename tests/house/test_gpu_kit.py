@@ -96,6 +96,7 @@ def packages(tmp_path: Path) -> Path:
         "vllm/__init__.py", "vllm/__pycache__/a.pyc", "vllm/vllm-rs", "torch/lib/libtorch.so",
         "torch/include/a.h", "nvidia/nccl/lib/libnccl.so.2", "nvidia/cudnn/lib/libcudnn.so",
         "flashinfer/__init__.py", "nvidia_ml_py-13.dist-info/METADATA", "pynvml.py",
+        "pip/__init__.py", "setuptools/__init__.py",
     )  # fmt: skip
     for name in names:
         (made / name).parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ def test_what_vllm_starts_without_is_left(packages: Path, tmp_path: Path) -> Non
 
     assert sorted(files_in(tmp_path / "site")) == [
         "nvidia/nccl/lib/libnccl.so.2", "nvidia_ml_py-13.dist-info/METADATA", "pynvml.py",
-        "torch/lib/libtorch.so", "vllm/__init__.py",
+        "setuptools/__init__.py", "torch/lib/libtorch.so", "vllm/__init__.py",
     ]  # fmt: skip
 
 
