@@ -50,10 +50,12 @@ def taken(ways: Sequence[Way], most: int) -> tuple[str, int]:
 
 
 def cases(ways: list[Way], most: int) -> Iterator[Case]:
-    """Way by way, in their order. No more workers than `most`, the device's."""
+    """Way by way, in their order. No more workers than `most`, the device's, except for the TMA's
+    ring, of which an SM holds two."""
     counts = sorted({*(count for count in WORKERS if count <= most), taken(ways, most)[1]})
     for way, shape, order in product(ways, SHAPES, ORDERS):
-        for workers in counts if way.capped else (0,):
+        twice = (2 * most,) if way.name == TMA else ()
+        for workers in (*counts, *twice) if way.capped else (0,):
             for checksums in (True, False) if way.summing else (False,):
                 yield Case(shape, order, way, workers, checksums)
 

@@ -138,6 +138,7 @@ def test_the_sweep_asks_for_no_more_ctas_than_the_device_has() -> None:
         (0, False)
     }
     assert len(found) == len(SHAPES) * 2 * (5 * 2 + 1)
+    assert max(case.workers for case in gather.cases([Way(TMA, copy)], most=8)) == 16
 
 
 def test_the_gather_sweep_runs_and_names_its_targets(tmp_path: Path) -> None:
