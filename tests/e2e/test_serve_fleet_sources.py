@@ -18,7 +18,7 @@ from tests.support.fleets import PATH, ToyFleet, ask, counted, ended, kill
 from tests.support.model_hub import ModelHub, small_model
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 NAME = "Org/Small-1B"
 SOURCE = f"hf:{NAME}"
@@ -51,7 +51,6 @@ def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
 async def test_a_call_waits_for_files_hears_how_far_they_are_and_outlives_the_server(
     fleet: ToyFleet, hub: ModelHub
 ) -> None:
@@ -112,7 +111,6 @@ def test_run_goes_from_nothing_to_an_answer_in_one_command(fleet: ToyFleet, hub:
     assert kvmig(fleet, "rm", "other-2b").returncode == 0
 
 
-@pytest.mark.long
 def test_a_model_that_its_hub_does_not_have_fails_with_the_hubs_reason(fleet: ToyFleet) -> None:
     done = kvmig(fleet, "run", "Org/None", "Hello", "--engine", "toy")
     assert done.returncode == 1
@@ -131,7 +129,6 @@ COUNT = Path(__file__).parents[2] / "kvmig" / "models" / "count"
 FLAGS = "--enforce-eager --block-size 32 --kv-cache-memory-bytes 268435456"
 
 
-@pytest.mark.long
 def test_the_bundled_model_is_evaluated_by_its_headers_then_comes_from_the_hub_and_counts(
     fleet: ToyFleet, hub: ModelHub
 ) -> None:

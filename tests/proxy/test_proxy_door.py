@@ -94,6 +94,19 @@ async def test_a_model_that_is_not_for_the_key_is_as_one_that_is_not_there(tmp_p
     assert error_of(real)["message"].replace("secret", "nonsense") == error_of(made_up)["message"]
 
 
+async def test_an_unknown_name_gets_the_near_ones_that_the_key_may_use(tmp_path: Path) -> None:
+    given, grant = key(models=("count", "secret-1b"))
+    async with site(tmp_path, grant) as door:
+        for name in ("count", "counter", "secret-1b"):
+            door.ready(name)
+        near = await door.ask({"model": "coumt"}, given=given)
+        hidden = await door.ask({"model": "counter"}, given=given)
+        other = await door.ask({"model": "mistral"}, given=given)
+    assert error_of(near)["message"] == "no model 'coumt'; near it: count"
+    assert error_of(hidden)["message"] == "no model 'counter'; near it: count"
+    assert error_of(other)["message"] == "no model 'mistral'"
+
+
 # -- limits
 
 
