@@ -21,8 +21,8 @@ class DigestedFile(io.RawIOBase):
     """
 
     def __init__(self, file: BinaryIO, wanted: RemoteFile, count: Callable[[int], None]) -> None:
-        """file: to be read and written, closed with this. count: called with the bytes that are
-        added to what was there, or less than 0. Raises OSError."""
+        """file: without a buffer, to be read and written; closed with this. count: called with the
+        bytes that are added to what was there, or less than 0. Raises OSError."""
         self._file = file
         super().__init__()
         self._wanted = wanted
@@ -48,7 +48,7 @@ class DigestedFile(io.RawIOBase):
         self._sha256 = hashlib.sha256()
         self._git = hashlib.sha1(b"blob %d\0" % self._wanted.size, usedforsecurity=False)
 
-    def _hash(self, data: bytes) -> None:
+    def _hash(self, data: bytes | memoryview) -> None:
         self._sha256.update(data)
         if self._wanted.digest.startswith("git:"):
             self._git.update(data)
@@ -56,10 +56,13 @@ class DigestedFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Add to its end. Raises OSError."""
-        written = self._file.write(data)
-        self._hash(data)
-        self._count(len(data))
-        return written
+        left = memoryview(data)
+        while left:  # a disk that is nearly full takes a part
+            written = self._file.write(left)
+            self._hash(left[:written])
+            self._count(written)
+            left = left[written:]
+        return len(data)
 
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         """Ask for its size, or go to the beginning, which is followed by `truncate`."""
@@ -80,7 +83,6 @@ class DigestedFile(io.RawIOBase):
 
     def sync(self) -> None:
         """Have it on the disk. Raises OSError."""
-        self._file.flush()
         os.fsync(self._file.fileno())
 
     @property
@@ -101,4 +103,4 @@ class DigestedFile(io.RawIOBase):
 def open_digested(path: Path, wanted: RemoteFile, count: Callable[[int], None]) -> DigestedFile:
     """The file of this path, which is made if it isn't there. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    return DigestedFile(os.fdopen(descriptor, "r+b"), wanted, count)
+    return DigestedFile(os.fdopen(descriptor, "r+b", buffering=0), wanted, count)

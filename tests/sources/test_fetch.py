@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -349,6 +350,24 @@ def test_a_disk_that_fills_up_in_the_middle_keeps_what_came(
     assert "is full (No space left on device): " in failed.why
     assert f"bytes more are needed for {WEIGHTS} alone" in failed.why
     fetching.whole()
+
+
+def test_a_disk_that_takes_a_part_of_a_piece_gets_the_rest_and_each_byte_is_hashed_once(
+    tmp_path: Path,
+) -> None:
+    class SmallWrites(FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:1000])
+
+    data = small_model()[WEIGHTS]
+    wanted = RemoteFile(WEIGHTS, len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
+    counted: list[int] = []
+    (tmp_path / "a").touch()
+    with DigestedFile(SmallWrites(tmp_path / "a", "r+b"), wanted, counted.append) as file:
+        assert file.write(data) == len(data)
+        assert file.is_right
+    assert (tmp_path / "a").read_bytes() == data
+    assert sum(counted) == len(data)
 
 
 def test_a_file_that_changes_at_a_web_server_meanwhile_is_not_mixed(
