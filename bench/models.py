@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,16 @@ QWEN3: dict[str, Any] = {
     "vocab_size": 151_936,
     "tie_word_embeddings": True,
 }
+LLAMA3_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+"""Its layers; the vocabulary is the bundled tokenizer's, so that each token is known to it."""
 LLAMA_KV: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -83,8 +94,7 @@ def model_folder(name: str) -> Path:
     if name not in MADE:
         return Path(name)
     shape = MADE[name]
-    digest = hashlib.blake2b(json.dumps([shape, SEED]).encode(), digest_size=4).hexdigest()
-    folder = _cache() / f"{name}-{digest}"
+    folder = _cache() / f"{name}-{_digest(shape)}"
     if not folder.exists():
         make_checkpoint(folder, shape)
     return folder
@@ -105,6 +115,14 @@ def model_flags(name: str) -> tuple[str, ...]:
     return ("--dtype=float32",) if name in NAMES else ()
 
 
+def shape_folder(name: str, shape: dict[str, Any]) -> Path:
+    """A model without weights, for `--load-format=dummy`: its configuration and a tokenizer."""
+    folder = _cache() / f"{name}-{_digest(shape)}-dummy"
+    if not folder.exists():
+        _make(folder, shape, None)
+    return folder
+
+
 def kv_numbers(folder: Path) -> int:
     """How many are in a token's KV cache, as a LLaMA's or Qwen3's config.json has it."""
     config = json.loads((folder / "config.json").read_text())
@@ -114,9 +132,14 @@ def kv_numbers(folder: Path) -> int:
 
 def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
     """Write a LLaMA or Qwen3 of this shape with seeded random weights; all of it or nothing."""
-    # Here and below: torch takes seconds to load, and most models of a benchmark are there already.
-    from safetensors.torch import save_file
+    _make(folder, shape, _weights)
 
+
+def _make(
+    folder: Path,
+    shape: dict[str, Any],
+    weights: Callable[[dict[str, Any]], dict[str, torch.Tensor]] | None,
+) -> None:
     config = {**json.loads((BUNDLED / "config.json").read_text()), **shape}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -125,8 +148,16 @@ def make_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
         (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copy(BUNDLED / file, made / file)
-        save_file(_weights(config), made / "model.safetensors", metadata={"format": "pt"})
+        if weights is not None:
+            # Here and below: torch takes seconds to load, and most models are there already.
+            from safetensors.torch import save_file
+
+            save_file(weights(config), made / "model.safetensors", metadata={"format": "pt"})
         made.rename(folder)
+
+
+def _digest(shape: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps([shape, SEED]).encode(), digest_size=4).hexdigest()
 
 
 def _weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Runs the parts one after the other, each in a process of its own that may take only so long.
 
-`--set a`, b, c or d runs some of them, at most nine minutes, for machines that are lent so long.
+`--set a` to e runs some of them, at most nine minutes, for machines that are lent for so long.
 A part that fails is noted, and the next goes on; so is one that is skipped because something
 isn't installed. Exit status: 1 if any failed.
 """
@@ -51,6 +51,8 @@ PARTS = (
     Part("units", 30),
     Part("serving", 270),
     Part("kill", 150),
+    Part("plain", 270),
+    Part("fleet", 270),
     Part("serving-v1", 270, "serving", (("VLLM_USE_V2_MODEL_RUNNER", "0"),)),
     Part("serving-invariant", 270, "serving", (("VLLM_BATCH_INVARIANT", "1"),)),
     Part("sharing", 270),
@@ -64,6 +66,7 @@ SETS = {
     "c": ("gather", "links", "interference", "downtime", "units", "ceilings", "sanitizer",
           "migration"),
     "d": ("sharing", "sharing-mps"),
+    "e": ("plain", "fleet"),
 }  # fmt: skip
 """Parts that fit into SET_S together, the most worth first."""
 SET_S = 540.0
@@ -135,7 +138,7 @@ def main(arguments: list[str] | None = None, parts: tuple[Part, ...] = PARTS) ->
     parser.add_argument("--quick", action="store_true", help="small sizes: does it work at all?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--set", choices=SETS, help="a: correctness; b: its variants; c: speed; d: units"
+        "--set", choices=SETS, help="a: correctness; b: variants; c: speed; d: units; e: servers"
     )
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], metavar="PART")
     options = parser.parse_args(arguments)
