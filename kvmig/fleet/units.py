@@ -65,9 +65,10 @@ class AgentWatcher:
 
     async def _follow(self) -> None:
         while True:
-            before, self.state = self.state, None
+            found: UnitState | None = None
             with contextlib.suppress(TransportError, ConfigError):  # it isn't there yet, or ends
-                self.state = await fetch_unit(self._path)
+                found = await fetch_unit(self._path)
+            before, self.state = self.state, found
             if (before is None) != (self.state is None):
                 self._changed()
             await asyncio.sleep(LOOK_S if self.state is None else AGAIN_S)
