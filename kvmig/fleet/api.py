@@ -114,11 +114,12 @@ class ApiBackend:
         rows = await self.stored(self.store.models)
         before = {row.name: self.files.resolved(row.spec) for row in rows}
         known = {name: started_as(spec) for name, spec in before.items()}
-        # What is not here yet is checked by its first start.
-        specs = [one for one in map(self.files.resolved, specs) if not is_remote(one.source)]
+        specs = list(map(self.files.resolved, specs))
         for one in () if on_gpus else specs:
             memory.check(one)
-        new = [one for one in specs if known.get(one.name) != started_as(one)]
+        # The engine reads the flags together with the files, once these are here.
+        here = [one for one in specs if not is_remote(one.source)]
+        new = [one for one in here if known.get(one.name) != started_as(one)]
         await asyncio.gather(*(self.check(one, on_gpus) for one in new))
         for one in specs if on_gpus else ():  # what it takes of them is known now
             memory.check(one)

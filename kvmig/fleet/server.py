@@ -169,7 +169,7 @@ class FleetServer:
             settings,
             self._store.database,
             lambda *args: self._backend.stored(*args),  # noqa: PLW0108  it is made below
-            self.reload,
+            self._take_files,
             self._models.folders,
             monotonic,
             time.time,
@@ -429,6 +429,23 @@ class FleetServer:
         await self._reload_keys()  # first: a revoked key lets nobody in while the rest is read
         async with self._reloading:  # or what was read first might be taken last
             await self._reload_catalogue()
+
+    async def _take_files(self) -> None:
+        """Let models start from files that have just become whole. Raises StoreError."""
+        if self._models.memory.devices.there:
+            await self._learn_sizes()
+        await self.reload()
+
+    async def _learn_sizes(self) -> None:
+        """Know what models take of GPUs whose files came after they were added."""
+        for row in await self._backend.stored(self._store.models):
+            spec = self._files.resolved(row.spec)
+            if spec.source == row.spec.source or self._models.memory.devices.sizes(spec):
+                continue
+            try:
+                await self.check(spec, True)
+            except (ConfigError, StoreError) as error:  # its start says it again
+                log.warning("the size of model %s is not known: %s", spec.name, error)
 
     async def _reload_catalogue(self) -> None:
         rows, aliases = await self._backend.stored(self._store.catalogue)

@@ -428,3 +428,14 @@ async def test_a_known_model_is_found_by_its_name_in_any_case(api: Api) -> None:
         200,
         {"date": found["date"], "data": []},
     )
+
+
+async def test_a_model_whose_files_are_yet_to_come_is_added_unchecked_by_its_engine(
+    api: Api,
+) -> None:
+    body = {"name": "small", "source": "hf:org/small", "flags": "--nonsense"}
+    status, shown = await api.ask("POST", "models", body)
+    assert (status, shown["spec"]["source"], shown["state"]) == (201, "hf:org/small", "zero")
+    refused = await api.ask("POST", "models", {**body, "name": "other", "gpus": ["0"]})
+    assert refused[0] == 400
+    assert "gpus is ('0',), must be left out: there is no GPU" in said(refused)[1]
