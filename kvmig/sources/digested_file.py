@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvmig.sources.file_list import RemoteFile
+from kvmig.sources.file_list import RemoteFile, SourceFailure
 
 READ_BYTES = 4 << 20
 
@@ -55,7 +55,15 @@ class DigestedFile(io.RawIOBase):
         self.size += len(data)
 
     def write(self, data: Any) -> int:
-        """Add to its end. Raises OSError."""
+        """Add to its end. Raises OSError, and SourceFailure where more comes than was listed: only
+        the listed bytes were given room."""
+        if self.size + len(data) > self._wanted.size:
+            self.truncate()
+            raise SourceFailure(
+                f"{self._wanted.name} is not what its source lists: more than"
+                f" {self._wanted.size} bytes came; it was dropped",
+                lasting=True,
+            )
         left = memoryview(data)
         while left:  # a disk that is nearly full takes a part
             written = self._file.write(left)

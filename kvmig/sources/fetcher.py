@@ -37,6 +37,8 @@ from kvmig.sources.source import parse_source
 
 LastReport = FetchWhole | FetchHeads | FetchFailed
 PROGRESS_S = 0.5
+MOST_WHY = 2000
+"""Most characters of a reason."""
 HIDDEN = "***"
 SECRETS = (
     "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
@@ -70,7 +72,7 @@ class FetcherProcess:
         else:
             last = reported(launch.source, lambda: fetch.run(self._wait_for_room))
         if isinstance(last, FetchFailed):
-            return msgspec.structs.replace(last, why=hide(last.why, secrets_of(origin)))
+            return msgspec.structs.replace(last, why=plain(hide(last.why, secrets_of(origin))))
         return last
 
     def report(self, report: FetchReport) -> None:
@@ -118,6 +120,11 @@ def hide(text: str, secrets: Iterable[str]) -> str:
     for one in secrets:
         text = text.replace(one, HIDDEN)
     return text
+
+
+def plain(text: str) -> str:
+    """One line of bounded length that a terminal can show: places' own words may be in it."""
+    return "".join(one if one.isprintable() else " " for one in text[:MOST_WHY])
 
 
 def main() -> int:

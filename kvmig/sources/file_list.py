@@ -74,13 +74,13 @@ def state_of(files: Iterable[RemoteFile]) -> str:
 
 def checked_list(source: str, found: FileList) -> FileList:
     """The files that are fetched. Raises SourceFailure."""
-    if len(found.files) > MOST_FILES:
-        raise SourceFailure(
-            f"{source} has {len(found.files)} files, at most {MOST_FILES} are fetched", lasting=True
-        )
+    check_count(source, len(found.files))
     for one in found.files:
         check_name(source, one.name)
+        if one.size < 0:
+            raise SourceFailure(f"{source} lists {one.name} with {one.size} bytes", lasting=True)
     files = chosen(found.files)
+    _check_apart(source, [one.name for one in files])
     weights = [one for one in files if _matches(one.name, WEIGHTS)]
     if not weights:
         raise SourceFailure(
@@ -96,10 +96,30 @@ def checked_list(source: str, found: FileList) -> FileList:
     return msgspec.structs.replace(found, files=files)
 
 
+def check_count(source: str, count: int) -> None:
+    """Raises SourceFailure for more files than a model has."""
+    if count > MOST_FILES:
+        raise SourceFailure(
+            f"{source} has {count} files, at most {MOST_FILES} are fetched", lasting=True
+        )
+
+
+def _check_apart(source: str, names: Sequence[str]) -> None:
+    """Raises SourceFailure where two files would have one place on the disk."""
+    folders = {str(above) for one in names for above in PurePosixPath(one).parents}
+    known: set[str] = set()
+    for one in names:
+        if one in known or one in folders:
+            what = "twice" if one in known else "as a file and as a folder"
+            raise SourceFailure(f"{source} lists {one!r:.150} {what}", lasting=True)
+        known.add(one)
+
+
 def check_name(source: str, name: str) -> None:
     """Raises SourceFailure for a name that would leave the model's folder, or hide in it."""
     path = PurePosixPath(name)
-    sound = name.isprintable() and "\\" not in name and str(path) == name and len(name) < 1024
+    plain = name.isprintable() and "\\" not in name and str(path) == name and len(name) < 1024
+    sound = plain and path.parts and all(len(one.encode()) < 256 for one in path.parts)
     if not sound or path.is_absolute() or ".." in path.parts or path.parts[0] == ".kvmig":
         raise SourceFailure(f"{source} lists a file {name!r:.150}, which is refused", lasting=True)
 

@@ -128,6 +128,7 @@ class FilesFolder:
             file.flush()
             os.fsync(file.fileno())
         sync_folder(part)
+        self._clear(self.whole(name))  # it may be there with files that are gone or cut
         part.rename(self.whole(name))
         sync_folder(self.root / "whole")
 
@@ -144,12 +145,15 @@ class FilesFolder:
     def remove(self, name: str) -> None:
         """Remove what is there of it, whole or in part. Raises OSError."""
         for path in (self.whole(name), self.part(name)):
-            away = self.root / "gone" / f"{name}-{secrets.token_hex(4)}"
-            try:
-                path.rename(away)
-            except FileNotFoundError:
-                continue
-            shutil.rmtree(away)
+            self._clear(path)
+
+    def _clear(self, path: Path) -> None:
+        away = self.root / "gone" / f"{path.name}-{secrets.token_hex(4)}"
+        try:
+            path.rename(away)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(away)
 
     def names(self) -> Iterator[str]:
         """The names of all folders, whole or in part."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, BinaryIO, cast
 
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, get_token, hf_hub_url
@@ -20,7 +21,13 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils._headers import build_hf_headers
 
 from kvmig.sources.digested_file import DigestedFile
-from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure
+from kvmig.sources.file_list import (
+    FileList,
+    RemoteFile,
+    SourceFailure,
+    check_count,
+    check_name,
+)
 from kvmig.sources.some_bytes import read_range
 from kvmig.sources.source import ModelSource
 
@@ -30,6 +37,7 @@ LIST_S = 60.0
 """Timeout of the list of a repository's files."""
 PLAIN = {"accept-encoding": "identity"}
 """Bytes as they are: a compressed answer can't be gone on with."""
+COMMIT = re.compile(r"[0-9a-f]{7,64}")
 LASTING = (400, 401, 403, 404, 410, 451)
 """Statuses that stay as they are for a while."""
 
@@ -60,9 +68,11 @@ class HubOrigin:
             )
         except (HfHubHTTPError, OfflineModeIsEnabled) as error:
             raise self._failure(error) from error
-        if not info.sha:
+        if COMMIT.fullmatch(info.sha or "") is None:
             raise SourceFailure(f"{source}: {self._api.endpoint} says no commit")
-        files = [self._listed(info.sha, one) for one in info.siblings or ()]
+        found = info.siblings or ()
+        check_count(str(source), len(found))  # each may need a call of its own
+        files = [self._listed(info.sha, one) for one in found]
         return FileList(info.sha, tuple(files))
 
     def _listed(self, commit: str, found: Any) -> RemoteFile:
@@ -70,6 +80,7 @@ class HubOrigin:
             return RemoteFile(found.rfilename, found.lfs.size, f"sha256:{found.lfs.sha256}")
         if found.size is not None and found.blob_id:
             return RemoteFile(found.rfilename, found.size, f"git:{found.blob_id}")
+        check_name(str(self._source), found.rfilename)
         return self._asked(commit, found.rfilename)
 
     def _asked(self, commit: str, name: str) -> RemoteFile:

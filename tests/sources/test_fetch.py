@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from kvmig.sources import file_list, hub
 from kvmig.sources.digested_file import DigestedFile
 from kvmig.sources.fetch import SourceFetch
-from kvmig.sources.fetcher import hide, reported, secrets_of
+from kvmig.sources.fetcher import hide, plain, reported, secrets_of
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, checked_list, chosen
 from kvmig.sources.files_folder import COMING, FilesFolder
 from kvmig.sources.heads import HeadsFetch
@@ -384,6 +384,37 @@ def test_a_file_that_changes_at_a_web_server_meanwhile_is_not_mixed(
     assert (fetching.folder.whole(found.folder) / WEIGHTS).read_bytes() == other
 
 
+def test_a_file_that_is_longer_than_listed_takes_no_more_room_than_listed(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    write = DigestedFile.write
+
+    def recorded(self: DigestedFile, data: bytes) -> int:
+        done = write(self, data)
+        sizes.append(self.size)
+        return done
+
+    monkeypatch.setattr(DigestedFile, "write", recorded)
+    right = small_model()[WEIGHTS]
+    fetching.hub.faults.other_bytes = {WEIGHTS: right + bytes(3_000_000)}
+    failed = fetching.failed()
+    assert f"{WEIGHTS} is not what its source lists: more than {len(right)} bytes" in failed.why
+    assert failed.lasting
+    assert max(sizes) <= len(right)
+
+
+def test_a_whole_folder_that_has_lost_a_file_is_fetched_again(fetching: Fetching) -> None:
+    first = fetching.whole()
+    (fetching.folder.whole(first.folder) / "config.json").unlink()
+    assert fetching.whole() == first
+    assert fetching.names(first) == KEPT
+
+
+def test_a_reason_is_one_line_that_a_terminal_can_show() -> None:
+    assert plain("a\x1b[2Jb\nc" + "d" * 10_000) == "a [2Jb c" + "d" * 1992
+
+
 # -- heads
 
 
@@ -427,11 +458,29 @@ def listed(*names: str) -> FileList:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.bin", "/etc/x.bin", "a/../../x.bin", ".kvmig/x.bin", "a\nb"]
+    "name", ["../x.bin", "/etc/x.bin", "a/../../x.bin", ".kvmig/x.bin", "a\nb", ".", "", "a" * 256]
 )
 def test_a_name_that_would_leave_the_folder_is_refused(name: str) -> None:
     with pytest.raises(SourceFailure, match="which is refused"):
         checked_list(SOURCE, listed("model.safetensors", name))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("a.json", "a.json"), "lists 'a.json' twice"),
+        (("a", "a/b.json"), "lists 'a' as a file and as a folder"),
+    ],
+)
+def test_files_that_would_have_one_place_are_refused(names: tuple[str, ...], said: str) -> None:
+    with pytest.raises(SourceFailure, match=said):
+        checked_list(SOURCE, listed("model.safetensors", *names))
+
+
+def test_a_size_below_zero_is_refused_since_it_would_make_room() -> None:
+    found = FileList("abc", (RemoteFile("a.safetensors", 5), RemoteFile("b.json", -(1 << 40))))
+    with pytest.raises(SourceFailure, match=r"lists b\.json with -1099511627776 bytes"):
+        checked_list(SOURCE, found)
 
 
 def test_a_repository_without_weights_is_refused() -> None:
