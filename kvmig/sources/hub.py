@@ -28,6 +28,7 @@ from kvmig.sources.file_list import (
     check_count,
     check_name,
 )
+from kvmig.sources.hops import begun_at
 from kvmig.sources.some_bytes import read_range
 from kvmig.sources.source import ModelSource
 
@@ -60,15 +61,16 @@ class HubOrigin:
         """See `FilesOrigin`."""
         source = self._source
         try:
-            info = self._api.model_info(
-                source.place,
-                revision=source.revision or "main",
-                files_metadata=True,
-                timeout=LIST_S,
-            )
+            with begun_at(self._api.endpoint):
+                info = self._api.model_info(
+                    source.place,
+                    revision=source.revision or "main",
+                    files_metadata=True,
+                    timeout=LIST_S,
+                )
         except (HfHubHTTPError, OfflineModeIsEnabled) as error:
             raise self._failure(error) from error
-        if COMMIT.fullmatch(info.sha or "") is None:
+        if info.sha is None or COMMIT.fullmatch(info.sha) is None:
             raise SourceFailure(f"{source}: {self._api.endpoint} says no commit")
         found = info.siblings or ()
         check_count(str(source), len(found))  # each may need a call of its own
@@ -103,15 +105,13 @@ class HubOrigin:
     def fetch(self, file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
         """See `FilesOrigin`."""
         headers = build_hf_headers(token=self._token or False, headers=PLAIN)
+        url = self._url(listed.revision, file.name)
         try:
-            http_get(
-                self._url(listed.revision, file.name),
-                cast("BinaryIO", into),
-                resume_size=into.size,
-                headers=headers,
-                expected_size=file.size,
-                displayed_filename=file.name,
-            )
+            with begun_at(url):
+                http_get(
+                    url, cast("BinaryIO", into), resume_size=into.size, headers=headers,
+                    expected_size=file.size, displayed_filename=file.name,
+                )  # fmt: skip
         except (HfHubHTTPError, OfflineModeIsEnabled) as error:
             raise self._failure(error) from error
 

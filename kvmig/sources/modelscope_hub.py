@@ -15,6 +15,7 @@ from modelscope_hub.errors import HubError
 
 from kvmig.sources.digested_file import DigestedFile
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, state_of
+from kvmig.sources.hops import begun_at
 from kvmig.sources.some_bytes import read_range
 from kvmig.sources.source import ModelSource
 
@@ -55,11 +56,13 @@ class ModelscopeOrigin:
 
     def fetch(self, file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
         """See `FilesOrigin`."""
+        url = self._url(file)
         try:
-            http_get(
-                self._url(file), cast("BinaryIO", into), resume_size=into.size, headers=PLAIN,
-                expected_size=file.size, displayed_filename=file.name,
-            )  # fmt: skip
+            with begun_at(url):
+                http_get(
+                    url, cast("BinaryIO", into), resume_size=into.size, headers=PLAIN,
+                    expected_size=file.size, displayed_filename=file.name,
+                )  # fmt: skip
         except HfHubHTTPError as error:
             raise self._failure(error) from error
 

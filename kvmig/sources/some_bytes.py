@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub.file_download import http_get
 
 from kvmig.sources.file_list import SourceFailure
+from kvmig.sources.hops import begun_at
 
 
 class BoundedBytes(BytesIO):
@@ -29,5 +30,6 @@ def read_range(url: str, begin: int, count: int, headers: Mapping[str, str]) -> 
     """Raises SourceFailure, and what `http_get` raises."""
     into = BoundedBytes(count)
     ranged = {**headers, "Range": f"bytes={begin}-{begin + count - 1}"}
-    http_get(url, into, headers=ranged, expected_size=count, displayed_filename="header")
+    with begun_at(url):
+        http_get(url, into, headers=ranged, expected_size=count, displayed_filename="header")
     return into.getvalue()

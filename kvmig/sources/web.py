@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import httpx
@@ -21,11 +21,14 @@ from kvmig.sources.file_list import (
     check_name,
     state_of,
 )
+from kvmig.sources.hops import begun_at, check_hop
 from kvmig.sources.some_bytes import read_range
 from kvmig.sources.source import ModelSource
 
 TIMEOUT_S = 30.0
 PAGE_BYTES = 4 << 20
+MOST_FOLDERS = 1000
+"""Pages that are read for a source."""
 DEEPEST = 3
 """Folders below the first one."""
 PLAIN = {"accept-encoding": "identity"}
@@ -69,19 +72,26 @@ class WebOrigin:
         self._base = url if url.endswith("/") else url.rpartition("/")[0] + "/"
         self._urls: dict[str, str] = {}
         """URLs by the files' names."""
+        self._folders = 0
 
     secret = ""
 
     def list_files(self) -> FileList:
         """See `FilesOrigin`."""
-        with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S, headers=PLAIN) as client:
+        with _client(self._source.place) as client:
             url = self._source.place
+            self._folders = 0
             urls = self._below(client, url, 0) if url.endswith("/") else [url]
             files = tuple(self._file(client, one) for one in urls)
         return FileList(state_of(files), files)
 
     def _below(self, client: httpx.Client, page: str, depth: int) -> list[str]:
         found: list[str] = []
+        self._folders += 1
+        if self._folders > MOST_FOLDERS:
+            raise SourceFailure(
+                f"{self._source} has more than {MOST_FOLDERS} folders", lasting=True
+            )
         with _answer(client, "GET", page) as answer:
             text = bytearray()
             for piece in answer.iter_bytes():
@@ -114,13 +124,14 @@ class WebOrigin:
         if into.size and file.tag and not file.tag.startswith("W/"):
             headers["if-range"] = file.tag
         try:
-            http_get(
-                url, cast("BinaryIO", into), resume_size=into.size, headers=headers,
-                expected_size=file.size, displayed_filename=file.name,
-            )  # fmt: skip
+            with begun_at(url):
+                http_get(
+                    url, cast("BinaryIO", into), resume_size=into.size, headers=headers,
+                    expected_size=file.size, displayed_filename=file.name,
+                )  # fmt: skip
         except HfHubHTTPError as error:
             raise _failure(url, error.response.status_code) from error
-        with httpx.Client(follow_redirects=True, timeout=TIMEOUT_S, headers=PLAIN) as client:
+        with _client(url) as client:
             if self._file(client, url) != file:
                 into.truncate()
                 raise SourceFailure(f"{url} has changed while it was downloaded")
@@ -132,6 +143,19 @@ class WebOrigin:
             return read_range(url, begin, count, PLAIN)
         except HfHubHTTPError as error:
             raise _failure(url, error.response.status_code) from error
+
+
+@contextmanager
+def _client(url: str) -> Iterator[httpx.Client]:
+    """A client for calls that begin at this URL's host."""
+    hooks: dict[str, list[Callable[..., Any]]] = {"request": [check_hop]}
+    with (
+        begun_at(url),
+        httpx.Client(
+            follow_redirects=True, timeout=TIMEOUT_S, headers=PLAIN, event_hooks=hooks
+        ) as client,
+    ):
+        yield client
 
 
 @contextmanager

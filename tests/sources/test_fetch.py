@@ -25,6 +25,7 @@ from kvmig.sources.fetcher import hide, plain, reported, secrets_of
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, checked_list, chosen
 from kvmig.sources.files_folder import COMING, FilesFolder
 from kvmig.sources.heads import HeadsFetch
+from kvmig.sources.hops import may_follow
 from kvmig.sources.messages import (
     FetchFailed,
     FetchHeads,
@@ -413,6 +414,43 @@ def test_a_whole_folder_that_has_lost_a_file_is_fetched_again(fetching: Fetching
 
 def test_a_reason_is_one_line_that_a_terminal_can_show() -> None:
     assert plain("a\x1b[2Jb\nc" + "d" * 10_000) == "a [2Jb c" + "d" * 1992
+
+
+@pytest.mark.parametrize("place", ["hub", "web"])
+def test_a_redirect_to_what_has_no_tls_is_refused(fetching: Fetching, place: str) -> None:
+    fetching.hub.add("plain", small_model())
+    fetching.hub.faults.leads_to = "http://169.254.169.254/latest/meta-data/?secret"
+    source = SOURCE if place == "hub" else f"{fetching.hub.url}/web/plain/"
+    failed = fetching.failed(source)
+    assert "leads to http://169.254.169.254, which is refused: without TLS" in failed.why
+    assert "secret" not in failed.why
+    assert failed.lasting
+
+
+@pytest.mark.parametrize(
+    ("first", "url", "followed"),
+    [
+        ("https://a.com/x", "https://b.com/x", True),
+        ("https://a.com/x", "http://a.com/x", False),
+        ("https://a.com/x", "http://127.0.0.1:8080/x", False),
+        ("https://a.com/x", "http://169.254.169.254/x", False),
+        ("http://localhost/x", "http://127.0.0.1:1/x", True),
+        ("http://localhost/x", "http://10.0.0.1/x", False),
+        ("http://mirror.lan/x", "http://store.lan/x", True),
+        ("http://mirror.lan/x", "http://localhost/x", False),
+        ("http://localhost/x", "file:///etc/passwd", False),
+    ],
+)
+def test_a_redirect_keeps_tls_and_leaves_this_host_alone(
+    first: str, url: str, followed: bool
+) -> None:
+    assert may_follow(first, url) is followed
+
+
+def test_a_web_servers_folders_end(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmig.sources.web.MOST_FOLDERS", 3)
+    fetching.hub.add("plain", small_model() | {f"f{at}/a.json": b"" for at in range(3)})
+    assert "has more than 3 folders" in fetching.failed(f"{fetching.hub.url}/web/plain/").why
 
 
 # -- heads

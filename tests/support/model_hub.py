@@ -58,6 +58,8 @@ class HubFaults:
     hold_after: int | None = None
     no_sizes: bool = False
     """Lists have names only, as those of some mirrors."""
+    leads_to: str = ""
+    """Where files are redirected to."""
     loops: bool = False
     """Redirects lead nowhere."""
 
@@ -213,7 +215,8 @@ class HubHandler(BaseHTTPRequestHandler):
             return
         digest = hashlib.sha256(data).hexdigest()
         own |= {"x-linked-etag": f'"{digest}"', "x-linked-size": str(len(data))}
-        own["location"] = f"http://localhost:{self.hub.port}/cdn/{digest}/{name}"
+        there = f"http://localhost:{self.hub.port}/cdn/{digest}/{name}"
+        own["location"] = self.hub.faults.leads_to or there
         self._say(302, own, b"")
 
     # -- a plain web server: /web/FOLDER/ lists, /web/FOLDER/NAME is a file of the newest commit
@@ -227,6 +230,8 @@ class HubHandler(BaseHTTPRequestHandler):
             inside = sorted({one.partition("/")[0] + "/" * ("/" in one) for one in own})
             links = "".join(f'<a href="{one}">{one}</a>' for one in ("../", "?C=M", *inside))
             self._say(200, {"content-type": "text/html"}, f"<html>{links}</html>".encode())
+        elif below in files and self.hub.faults.leads_to:
+            self._say(302, {"location": self.hub.faults.leads_to}, b"")
         elif below in files:
             self._send(files[below], hashlib.md5(files[below]).hexdigest(), below)
         else:
