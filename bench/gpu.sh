@@ -7,11 +7,11 @@
 # WHEELS: a folder with what the last part wants and the machine lacks (see bench/README.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=. PYTHONUNBUFFERED=1
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 if [ -n "${WHEELS:-}" ]; then
   packages=$(mktemp -d)
   trap 'rm -rf "$packages"' EXIT
   "${PYTHON:-python3}" -m pip install -q --no-index --no-deps --target "$packages" "$WHEELS"/*.whl
-  export PYTHONPATH=.:$packages
+  export PYTHONPATH=$PYTHONPATH:$packages
 fi
 "${PYTHON:-python3}" -m bench.gpu --out "${OUT:-bench/results}" "$@"

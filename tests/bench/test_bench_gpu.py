@@ -440,6 +440,16 @@ def test_the_script_is_correct_bash() -> None:
     assert os.access(ROOT / "bench" / "gpu.sh", os.X_OK)
 
 
+def test_the_script_uses_the_packages_of_a_kit(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$PYTHONPATH"\n')
+    python.chmod(0o755)
+    kit = {**os.environ, "PYTHON": str(python), "PYTHONPATH": "/kit/site:/kit/kvmig"}
+    script = str(ROOT / "bench" / "gpu.sh")
+    done = subprocess.run([script], env=kit, capture_output=True, text=True, timeout=10, check=True)
+    assert done.stdout == ".:/kit/site:/kit/kvmig\n"
+
+
 def test_all_parts_that_want_no_vllm_take_less_than_eleven_minutes_together() -> None:
     servers = {"serving", "kill", "sharing", "plain", "fleet"}
     wanting = [one for one in run_all.PARTS if servers & {one.module, one.name}]
