@@ -42,7 +42,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.mover import MigrationDriver
-from kvmig.controlplane.own_memory import LOOK_S, OwnMemory
+from kvmig.controlplane.own_memory import FIRST_S, LAST_S, OwnMemory
 from kvmig.controlplane.parking import EngineParking
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import CHANGE_PERIOD_S, LoadReporter
@@ -474,9 +474,11 @@ class Llumlet:
             self._send(sender, report)
 
     async def _watch_memory(self) -> None:
+        pause_s = FIRST_S
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(pause_s)
             await self._look_at_memory()
+            pause_s = min(2 * pause_s, LAST_S)
 
     async def _look_at_memory(self) -> None:
         if self._parking.parked:

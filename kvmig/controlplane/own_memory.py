@@ -7,10 +7,11 @@ import os
 
 from kvmig.core.layout import KVLayout
 from kvmig.process.descendants import descendants, parents
-from kvmig.process.host_use import resident_bytes, taken_bytes
+from kvmig.process.host_use import forget_peaks, peak_bytes, resident_bytes
 
-LOOK_S = 60.0
-"""Pause between two looks: a step that is larger than all before may take more."""
+FIRST_S, LAST_S = 2.0, 60.0
+"""Pauses between two looks: each is twice as long as the one before. The first steps of each kind
+take most of what is taken; a step that is larger than all before may take more."""
 
 
 class OwnMemory:
@@ -22,8 +23,15 @@ class OwnMemory:
         self._layout = layout
 
     def measure(self) -> None:
-        """Takes some milliseconds. Raises OSError."""
-        taken = taken_bytes(descendants([os.getpid()], parents()))
+        """Takes some milliseconds. Raises OSError.
+
+        The first time, what the start has taken for a while is forgotten: weights' files are read
+        page by page then, and the system takes such pages back when it needs them.
+        """
+        processes = descendants([os.getpid()], parents())
+        if not self.beside_kv:
+            forget_peaks(processes)
+        taken = peak_bytes(processes)
         in_cache = sum(resident_bytes(*span) for span in cache_spans(self._layout))
         self.beside_kv = max(self.beside_kv, taken - in_cache)
 

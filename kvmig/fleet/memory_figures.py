@@ -2,7 +2,7 @@
 
 Weights and KV cache follow from a model's files and flags; the rest (libraries, working memory of a
 step, compiled graphs) shows only once an instance runs. What one has shown counts for all models
-that are like it on the same device under the same engine, the most alike first.
+that are like it on the same device under the same engine.
 """
 
 from __future__ import annotations
@@ -81,17 +81,22 @@ class MemoryFigures:
         return True
 
     def nearest(self, shape: MemoryShape) -> MeasuredRest | None:
-        """The figure of the most similar instance; None: none has run under that engine there."""
+        """The figure of the most similar instance; None: none has run under that engine there.
+
+        Architectures differ by more than sizes do: for one that has not run, the most counts that
+        any other has taken.
+        """
         alike = [
             one
             for one in self._by_shape.values()
             if (one.shape.engine, one.shape.device, one.shape.part)
             == (shape.engine, shape.device, shape.part)
         ]
-        return min(alike, key=lambda one: _distance(one.shape, shape), default=None)
+        alike = [one for one in alike if one.shape.eager == shape.eager] or alike
+        if family := [one for one in alike if one.shape.family == shape.family]:
+            return min(family, key=lambda one: _distance(one.shape.weights, shape.weights))
+        return max(alike, key=lambda one: one.rest, default=None)
 
 
-def _distance(one: MemoryShape, other: MemoryShape) -> tuple[bool, bool, float]:
-    """Compiled graphs make the greatest difference, then the architecture, then the size."""
-    ratio = math.log(max(one.weights, 1)) - math.log(max(other.weights, 1))
-    return one.eager != other.eager, one.family != other.family, abs(ratio)
+def _distance(one: int, other: int) -> float:
+    return abs(math.log(max(one, 1)) - math.log(max(other, 1)))

@@ -8,21 +8,37 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PROC = Path("/proc")
-OWN = "RssAnon:", "RssFile:"
-"""Fields of /proc/PID/status: memory of a process's own, and pages of files such as libraries. What
-is shared with others, such as a KV cache that several workers have, is in neither."""
+FORGET_PEAK = "5"
+"""For /proc/PID/clear_refs."""
 
 
-def taken_bytes(pids: Iterable[int]) -> int:
-    """Bytes that these processes have now, without what they share; none of one that has ended."""
+def peak_bytes(pids: Iterable[int]) -> int:
+    """The most bytes that these processes have had each since `forget_peaks`: of their own, and
+    pages of files such as libraries. What they share, such as a KV cache that several workers
+    have, is left out; one that has ended has none. Raises OSError."""
     total = 0
     for pid in pids:
         try:
-            lines = (PROC / str(pid) / "status").read_text().splitlines()
+            text = (PROC / str(pid) / "status").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(OWN))
+        fields = dict(line.split(":", 1) for line in text.splitlines())
+        if "VmHWM" in fields:  # one that is ending has no memory any more
+            total += _bytes(fields["VmHWM"]) - _bytes(fields["RssShmem"])
     return total
+
+
+def forget_peaks(pids: Iterable[int]) -> None:
+    """Let the most that these processes have had be what they have now. Raises OSError."""
+    for pid in pids:
+        try:
+            (PROC / str(pid) / "clear_refs").write_text(FORGET_PEAK)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+
+
+def _bytes(field: str) -> int:
+    return int(field.split()[0]) * 1024
 
 
 def resident_bytes(begin: int, length: int) -> int:

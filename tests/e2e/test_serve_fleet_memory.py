@@ -13,15 +13,15 @@ from tests.support.zoo import make
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
 
-def test_what_one_family_took_of_the_host_says_what_another_one_takes(tmp_path: Path) -> None:
+def test_what_a_model_took_at_its_first_start_is_what_it_takes_at_the_next(tmp_path: Path) -> None:
+    llama, gemma = (make(family, tmp_path) for family in ("llama3", "gemma3"))
     with FleetUp(tmp_path) as fleet:
-        first = once(fleet, "llama3", make("llama3", tmp_path))
-        second = once(fleet, "gemma3", make("gemma3", tmp_path))
+        first = once(fleet, "llama3", llama, "llama")
+        other = once(fleet, "gemma3", gemma, "gemma")
         fleet.stop()
         fleet.start()
-        third = once(fleet, "gemma3", make("gemma3", tmp_path), name="again")
+        again = once(fleet, "llama3", llama, "again")
     assert first["rest_basis"] == "assumed"
-    assert second["rest_basis"].endswith(" with llama3")
-    assert third["rest_basis"].endswith(" with gemma3"), "the next server knows it"
-    assert abs(second["off"]) < 0.1
-    assert abs(third["off"]) < 0.1
+    assert other["rest_basis"].endswith(" with llama")
+    assert again["rest_basis"].endswith(" with llama"), "the next server knows it"
+    assert abs(again["off"]) < 0.1

@@ -1,4 +1,4 @@
-"""What was measured of one model counts for those that are like it, the most alike first."""
+"""What was measured of one model counts for those that are like it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def test_another_engine_device_or_memory_says_nothing(other: dict[str, Any]) -> 
 def test_the_most_alike_one_counts_and_says_which_it_is_and_of_when() -> None:
     figures = MemoryFigures(
         [
-            found(1, "compiled", eager=False),
-            found(2, "other", family="Gemma"),
+            found(9, "compiled", eager=False),
+            found(8, "other", family="Gemma"),
+            found(7, "another", family="Mamba"),
             found(3, "large", weights=90_000),
             found(4, "near", at=86_400.0 * 365, weights=1100),
         ]
@@ -43,6 +44,9 @@ def test_the_most_alike_one_counts_and_says_which_it_is_and_of_when() -> None:
     near = figures.nearest(SHAPE)
     assert near is not None
     assert (near.rest, near.basis) == (4, "measured on 1971-01-01 with near")
+    new = figures.nearest(replace(SHAPE, family="Qwen"))
+    assert new is not None
+    assert new.model == "other", "the most that any has taken"
     compiled = figures.nearest(replace(SHAPE, eager=False))
     assert compiled is not None
     assert compiled.model == "compiled"
