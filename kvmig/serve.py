@@ -130,7 +130,7 @@ def show_help(what: str, kind: EnginePlugin) -> int:
 
 
 def with_front_ends(config: ClusterConfig, kept: str) -> ClusterConfig:
-    """With the number of front ends, where nobody has said it. kept: what the engine would keep in
+    """With the number of front ends, where it is not given. kept: what the engine would keep in
     one of them alone."""
     if config.lifecycle.front_ends:
         return config

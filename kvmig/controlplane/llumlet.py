@@ -486,7 +486,7 @@ class Llumlet:
         try:
             await asyncio.to_thread(self._memory.measure)
         except OSError as error:  # then a fleet goes on with what it assumes
-            log.warning("%s takes memory that nobody knows: %s", self.instance, error)
+            log.warning("%s takes an unknown amount of memory: %s", self.instance, error)
 
     # -- helpers
 

@@ -74,8 +74,8 @@ class LoadReport(RpcMessage, frozen=True, tag=True):
     parked: bool = False
     """Whether the memory of its KV cache is given back."""
     beside_kv: int = 0
-    """Most bytes of the host's memory that its processes have taken beside the KV cache; 0: it has
-    not been looked at."""
+    """Most bytes of the host's memory that its processes have taken apart from the KV cache; 0: not
+    known."""
 
 
 class Overrun(RpcMessage, frozen=True, tag=True):

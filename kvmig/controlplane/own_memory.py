@@ -1,5 +1,5 @@
-"""How much of the host's memory an instance takes beside its KV cache: what a fleet learns from its
-first start for the next ones, and for models alike."""
+"""How much of the host's memory an instance takes apart from its KV cache: what a fleet learns from
+its first start for the next ones, and for models alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ take most of what is taken; a step that is larger than all before may take more.
 
 
 class OwnMemory:
-    """Of this process and those that it has started."""
+    """The memory of this process and of those that it has started."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.beside_kv = 0
@@ -37,7 +37,7 @@ class OwnMemory:
 
 
 def cache_spans(layout: KVLayout) -> list[tuple[int, int]]:
-    """Where a KV cache lies in this process's memory: address and bytes, none twice.
+    """Find where a KV cache lies in this process's memory: address and bytes, none twice.
 
     Empty for one on a GPU. Regions may lie between each other.
     """

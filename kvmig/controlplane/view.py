@@ -180,7 +180,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     shared: InUnit | None = None
     """The instance's share of a unit; None: it shares no KV cache."""
     beside_kv: int = 0
-    """Bytes of the host's memory that it has taken beside its KV cache; 0: not known."""
+    """Bytes of the host's memory that it has taken apart from its KV cache; 0: not known."""
 
     @property
     def requests(self) -> int:

@@ -90,8 +90,8 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     beside_kv: Annotated[
         int,
         Meta(
-            description="Most bytes of the host's memory that it has taken beside its KV cache; 0: "
-            "not known."
+            description="Most bytes of the host's memory that it has taken apart from its KV cache;"
+            " 0: not known."
         ),
     ] = 0
     times: Annotated[

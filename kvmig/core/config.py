@@ -167,8 +167,8 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_deadline_s: float = 300.0
     """Time for a drain; requests that have not moved by then are recomputed on other instances."""
     front_ends: int = 0
-    """Number of HTTP processes that share the port; 0: as many as there are cores for beside those
-    of the GPUs, and one on a host without GPUs or where the engine keeps something in one."""
+    """Number of HTTP processes that share the port; 0: as many as there are cores for, without
+    those of the GPUs, and one on a host without GPUs or where the engine keeps something in one."""
     front_apart: bool = False
     """Whether a single front end has a process of its own, too, so that instances survive its
     death."""

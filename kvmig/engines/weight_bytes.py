@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_bytes(model: str, dtype: str = "auto", revision: str | None = None) -> int:
-    """Bytes of all weights as an engine holds them; 0: nothing on this host says it.
+    """Bytes of all weights as an engine holds them; 0: it is unknown on this host.
 
     dtype, revision: the engine's flags. What other flags change, such as weights that are quantised
     while they are loaded, isn't counted: then it is more than it takes.
@@ -43,7 +43,7 @@ def weight_bytes(model: str, dtype: str = "auto", revision: str | None = None) -
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
-    """Where a model's files are on this host; None: nowhere. Nothing is downloaded."""
+    """Find a model's files on this host; None: there are none. Nothing is downloaded."""
     folder = Path(model)
     if folder.is_dir():
         return folder

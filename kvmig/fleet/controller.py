@@ -369,7 +369,7 @@ class ModelController:
             return
         model.beside_kv, spec = most, model.wanted.spec
         if self.memory.measure(spec, most, self._wall()):
-            self._note(model, f"an instance takes {most} bytes of the host beside its KV cache")
+            self._note(model, f"an instance takes {most} bytes of the host without its KV cache")
             self._measured(spec)
             for one in self._models.values():
                 self._take_claim(one)

@@ -120,14 +120,14 @@ class DeploymentWatcher:
         return next((one.state for one in self.told.data if one.id == instance), None)
 
     async def park(self) -> None:
-        """Let it give the memory of its KV caches back; `told` says so soon.
+        """Let it give the memory of its KV caches back; `told` shows it soon.
 
         Raises StartupError.
         """
         await self._order("POST", f"{ADMIN}/park")
 
     async def unpark(self) -> None:
-        """Let it show that it computes as before, and serve; `told` says so soon.
+        """Let it show that it computes as before, and serve; `told` shows it soon.
 
         Raises StartupError.
         """

@@ -29,7 +29,7 @@ class DeviceBudget:
         self._sizes: dict[str, ModelSizes] = {}
         self._measured: dict[str, int] = {}
         self.figures = MemoryFigures()
-        """What instances were measured to take beside weights and KV cache."""
+        """What instances were measured to take apart from weights and KV cache."""
 
     @property
     def there(self) -> bool:

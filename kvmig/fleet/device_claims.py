@@ -57,7 +57,7 @@ class KnownSizes:
     measured: int = 0
     """Bytes that an instance used at most; 0: none has run."""
     rest_basis: str = "assumed"
-    """Where `rest` comes from, for people."""
+    """The origin of `rest`, for people."""
 
 
 def claim_of(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceClaim | None:

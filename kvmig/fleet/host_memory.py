@@ -55,7 +55,7 @@ class MemoryBudget:
         return weight_files(spec) if sizes is None else sizes.weights * spec.workers
 
     def rest(self, spec: ModelSpec) -> tuple[int, str]:
-        """Bytes of each process beside weights and KV cache, and where the figure comes from."""
+        """Bytes of each process apart from weights and KV cache, and the figure's origin."""
         found = self.figures.nearest(self._shape(spec))
         return (INSTANCE_OVERHEAD, ASSUMED) if found is None else (found.rest, found.basis)
 
@@ -70,7 +70,7 @@ class MemoryBudget:
         return processes_of(spec.workers) * rest // spec.workers, basis
 
     def measure(self, spec: ModelSpec, beside_kv: int, at: float) -> bool:
-        """Take what an instance took of the host's memory beside its KV cache; whether that is
+        """Take what an instance took of the host's memory apart from its KV cache; whether that is
         more than was known. at: Unix time."""
         if spec.engine == "toy":
             return False

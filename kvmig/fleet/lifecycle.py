@@ -11,8 +11,8 @@ A parked deployment has given the memory of its KV cache back. One that is wante
 one whose room is wanted ends; one that won't be parked ends, and one that won't wake is killed.
 
 An order of a server that was killed since may still be carried out, or refused. So what is seen
-goes before what was ordered: nothing that serves is told to wake, nothing that is parked is told to
-be parked, and a refusal ends nothing that is where it should be.
+goes before what was ordered: nothing that serves is ordered to wake, nothing that is parked is
+ordered to be parked, and a refusal ends nothing that is where it should be.
 
 The server calls `reconcile` again and again for each model with what it sees then, so that a server
 which has just been started goes on where another one was.

@@ -82,8 +82,8 @@ class ManagedModel:
     parked_claim: int = 0
     """The same, parked."""
     beside_kv: int = 0
-    """Most bytes of the host's memory that an instance of the deployment took beside its KV cache;
-    0: not known."""
+    """Most bytes of the host's memory that an instance of the deployment took apart from its KV
+    cache; 0: not known."""
     places: InstancePlaces = field(default_factory=InstancePlaces)
     """GPUs of its instances."""
     life: ModelStatus = field(default_factory=ModelStatus)

@@ -1,4 +1,4 @@
-"""What processes of instances were measured to take beside weights and KV cache. Pure.
+"""What processes of instances were measured to take apart from weights and KV cache. Pure.
 
 Weights and KV cache follow from a model's files and flags; the rest (libraries, working memory of a
 step, compiled graphs) shows only once an instance runs. What one has shown counts for all models
@@ -47,7 +47,7 @@ class MeasuredRest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def basis(self) -> str:
-        """Where the figure comes from, for people."""
+        """The origin of the figure, for people."""
         day = datetime.fromtimestamp(self.at, UTC).date()
         return f"measured on {day} with {self.model}"
 

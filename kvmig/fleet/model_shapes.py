@@ -1,4 +1,4 @@
-"""What a model is like, as far as its memory beside weights and KV cache depends on it."""
+"""What a model is like, as far as its memory apart from weights and KV cache depends on it."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _memory(field: str) -> int:
 
 
 def weights_of(model: str, dtype: str = "auto", revision: str | None = None) -> int:
-    """Bytes of a model's weights as an engine holds them; 0: nothing on this host says it.
+    """Bytes of a model's weights as an engine holds them; 0: it is unknown on this host.
 
     dtype, revision: the engine's flags.
     """

@@ -1,4 +1,4 @@
-"""How many front ends a server has where nobody says it. Pure."""
+"""How many front ends a server has where none are asked for. Pure."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 With several front ends the next call may go to another one, which has never seen the adapter, the
 response or the request. So what makes vLLM remember keeps a server to one front end, and is refused
-by name where somebody wants several. Pure.
+by name where several are wanted. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What instances were measured to take beside weights and KV cache."""
+"""What instances were measured to take apart from weights and KV cache."""
 
 from __future__ import annotations
 
