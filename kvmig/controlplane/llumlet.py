@@ -409,6 +409,7 @@ class Llumlet:
         error = None
         try:
             await self._parking.set_parked(parks)
+            self._memory.forget_peak()
         except Exception as refused:  # noqa: BLE001 - told to whoever asked
             error = str(refused) or repr(refused)
         self._report_if_due()  # who asked sees it with the answer

@@ -21,6 +21,12 @@ class OwnMemory:
         self.beside_kv = 0
         """Most bytes that any look has found; 0 before the first."""
         self._layout = layout
+        self._forgets = True
+        """Whether the peak so far is forgotten with the next look."""
+
+    def forget_peak(self) -> None:
+        """Leave out what was taken until now: on a GPU a parked engine's weights were here."""
+        self._forgets = True
 
     def measure(self) -> None:
         """Takes some milliseconds. Raises OSError.
@@ -29,8 +35,9 @@ class OwnMemory:
         page by page then, and the system takes such pages back when it needs them.
         """
         processes = descendants([os.getpid()], parents())
-        if not self.beside_kv:
+        if self._forgets:
             forget_peaks(processes)
+            self._forgets = False
         taken = peak_bytes(processes)
         in_cache = sum(resident_bytes(*span) for span in cache_spans(self._layout))
         self.beside_kv = max(self.beside_kv, taken - in_cache)

@@ -41,3 +41,14 @@ def test_what_is_written_into_the_cache_is_not_counted_and_the_most_stays() -> N
         other.measure()
         assert own.beside_kv - before < SIZE // 8
         assert other.beside_kv - before > SIZE // 2
+
+
+def test_what_was_there_while_it_was_parked_is_left_out_once_it_has_woken() -> None:
+    own = OwnMemory(layout())
+    own.measure()
+    before = own.beside_kv
+    with mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as weights:
+        weights.write(b"1" * SIZE)
+    own.forget_peak()
+    own.measure()
+    assert own.beside_kv - before < SIZE // 4
