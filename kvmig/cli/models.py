@@ -60,7 +60,7 @@ def show_rows(answer: Any, as_json: bool) -> None:
     show(answer, as_json, lambda _: table_of(MODEL_COLUMNS, map(model_row, rows)))
     if not as_json:
         for one in rows:
-            why = one["why"] or (one["files"] or {}).get("why", "")
+            why = (one.get("files") or {}).get("why") or one["why"]
             if why:
                 print(f"{one['name']}: {why}")
 

@@ -35,7 +35,12 @@ from kvmig.fleet.store import NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import FleetDatabase, StoreError
 from kvmig.sources import download_state
 from kvmig.sources.disk_room import HeldFiles, find_room
-from kvmig.sources.download_state import DownloadStatus, State, sentence_of
+from kvmig.sources.download_state import (
+    DownloadStatus,
+    State,
+    sentence_for_callers,
+    sentence_of,
+)
 from kvmig.sources.fetch import free_bytes
 from kvmig.sources.file_list import SourceFailure
 from kvmig.sources.files_folder import FilesFolder
@@ -93,7 +98,7 @@ class SourceFiles:
     models: Sequence[str] = ()
     task: asyncio.Task[None] | None = None
     fetched: str = ""
-    """The folder that is fetched into now."""
+    """The folder that was fetched into last."""
     pid: int = 0
     """Process id of its fetcher."""
 
@@ -130,6 +135,7 @@ class ModelFiles:
         self._children: set[FetcherChild] = set()
         """Fetchers that have not ended."""
         self._news = asyncio.Event()
+        self._room = asyncio.Lock()
         self._tidied = -TIDY_S
 
     async def start(self) -> None:
@@ -188,7 +194,8 @@ class ModelFiles:
         return msgspec.structs.replace(spec, source=f"{PATH}{folder}")
 
     def missing(self, source: str) -> MissingFiles | None:
-        """Why a model with this source can't start; None: it has its folder."""
+        """Why a model with this source can't start, as its callers may know; None: it has its
+        folder."""
         if source.startswith(PATH):
             return None
         found = self._files.get(str(parse_source(source)))
@@ -196,7 +203,7 @@ class ModelFiles:
             return MissingFiles("its files are not looked up yet", failed=False)
         if found.row.folder:
             return None
-        why = sentence_of(found.status, self._clock())
+        why = sentence_for_callers(found.status, self._clock())
         return MissingFiles(why, found.status.state == "failed")
 
     async def take_models(self, models: Mapping[str, str]) -> None:
@@ -273,8 +280,15 @@ class ModelFiles:
             raise NameTaken(f"{files.row.source} is used by {', '.join(files.models)}")
         if self._serves(files):
             raise NameTaken(f"{files.row.source} is used by a deployment that has not ended yet")
-        await self._order(files.row, "remove", actor)
-        await self._drop(files.row.source)
+        source = files.row.source
+        del self._files[source]  # a model that comes meanwhile has new ones
+        try:
+            await cancel_tasks(files.task)
+            await self._order(files.row, "remove", actor)
+        except BaseException:
+            self._files.setdefault(source, files)
+            raise
+        await self._clear(files)
 
     async def _order(self, row: FilesRow, action: str, actor: OrderActor) -> None:
         await self._stored(order_files, self._database, row, action, actor, self._wall())
@@ -353,7 +367,7 @@ class ModelFiles:
                 files.task.add_done_callback(partial(self._ended, files))
 
     def _ended(self, files: SourceFiles, task: asyncio.Task[None]) -> None:
-        files.task, files.fetched, files.pid = None, "", 0
+        files.task, files.pid = None, 0
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the download of %s failed", files.row.source, exc_info=error)
             files.status = download_state.fail(files.status, repr(error), self._clock())
@@ -370,7 +384,8 @@ class ModelFiles:
                 async for report in reports:
                     match report:
                         case FetchListed():
-                            await self._allow(files, child, report)
+                            async with self._room:  # or two would get the same bytes
+                                await self._allow(files, child, report)
                         case FetchProgress(done):
                             files.status = download_state.take_progress(
                                 files.status, done, self._clock()
@@ -392,24 +407,27 @@ class ModelFiles:
     async def _allow(self, files: SourceFiles, child: FetcherChild, listed: FetchListed) -> None:
         """Let it go on if there is room. Raises SourceFailure, StoreError, OSError."""
         files.fetched = listed.folder
-        others = [one.status for one in self._files.values() if one is not files]
+        free = await asyncio.to_thread(free_bytes, self.folder.root)
+        others = [one for one in self._files.values() if one is not files]
+        coming = [one.status for one in others if one.status.state == "downloading"]
+        stopped = [one.status for one in others if one.status not in coming and not one.row.folder]
         found = find_room(
             listed.size - listed.done,
             listed.size,
-            await asyncio.to_thread(free_bytes, self.folder.root),
-            sum(one.size - one.done for one in others if one.state == "downloading"),
+            free,
+            sum(one.size - one.done for one in coming),
             [
                 HeldFiles(one.row.source, one.row.size, one.row.last_used, self._stays(one))
                 for one in self._files.values()
                 if one.row.folder
             ],
             self._settings.files_bytes,
+            begun=sum(one.done for one in (*coming, *stopped)),
         )
         if found.refused:
             raise SourceFailure(found.refused, lasting=True)
         for source in found.evicted:
             log.warning("the files of %s go to make room for %s", source, files.row.source)
-            await self._stored(forget_files, self._database, source)
             await self._drop(source)
         files.status = download_state.take_list(
             files.status, listed.revision, listed.size, listed.done, self._clock()
@@ -442,11 +460,12 @@ class ModelFiles:
     async def _drop(self, source: str) -> None:
         """Forget a source, and remove what is on the disk of it."""
         files = self._files.pop(source)
-        names = {one for one in (files.row.folder, files.fetched) if one}
         await cancel_tasks(files.task)
-        if not files.row.folder:
-            await self._stored(forget_files, self._database, source)
-        for name in names:
+        await self._stored(forget_files, self._database, source)
+        await self._clear(files)
+
+    async def _clear(self, files: SourceFiles) -> None:
+        for name in {files.row.folder, files.fetched} - {""}:
             await self._remove(name)
 
     async def _remove(self, name: str) -> None:

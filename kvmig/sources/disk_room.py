@@ -37,9 +37,11 @@ def find_room(
     held: Iterable[HeldFiles],
     limit: int = 0,
     spare: int = SPARE,
+    begun: int = 0,
 ) -> RoomFound:
     """need: bytes that are missing of `whole`. free: of the disk. coming: what other downloads yet
-    take of both. limit: of all files together; 0: none. Files go by last use, oldest first, only
+    take of both. limit: of all files together; 0: none. begun: what other downloads have on the
+    disk. Files go by last use, oldest first, only
     for the limit, and only where that makes room enough."""
     left = max(0, free - coming - spare)
     if need > left:
@@ -48,7 +50,7 @@ def find_room(
             f" {spare} that stay free"
         )
     every = sorted(held, key=lambda one: one.last_used)
-    over = sum(one.size for one in every) + coming + whole - limit
+    over = sum(one.size for one in every) + coming + begun + whole - limit
     evicted = []
     for one in every if limit else ():
         if over <= 0:

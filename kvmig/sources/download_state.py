@@ -121,6 +121,17 @@ def seconds_left(status: DownloadStatus, now: float) -> int | None:
     return ceil((status.size - status.done) / rate) if rate > 0 else None
 
 
+def sentence_for_callers(status: DownloadStatus, now: float) -> str:
+    """The same for those who only call the model: reasons name sources, folders and tokens."""
+    if status.state != "failed":
+        return sentence_of(status, now)
+    return f"its files can't be downloaded; the next try is in {_until_retry(status, now)} s"
+
+
+def _until_retry(status: DownloadStatus, now: float) -> int:
+    return max(0, ceil(status.retry_at - now))
+
+
 def sentence_of(status: DownloadStatus, now: float) -> str:
     """How far it is, for people."""
     match status.state:
@@ -136,7 +147,7 @@ def sentence_of(status: DownloadStatus, now: float) -> str:
                 f" {size_text(status.size)}{more}"
             )
         case "failed":
-            again = max(0, ceil(status.retry_at - now))
+            again = _until_retry(status, now)
             return f"its files can't be downloaded: {status.why}; the next try is in {again} s"
         case "whole":
             return ""

@@ -227,6 +227,40 @@ async def test_a_full_disk_refuses_before_a_byte_comes_and_names_the_bytes(
     missing = bench.files.missing(SOURCE)
     assert missing is not None
     assert missing.failed
+    assert "disk" not in missing.why  # any caller of the model gets it
+
+
+async def test_two_downloads_do_not_get_the_same_bytes_of_the_limit(
+    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+) -> None:
+    await bench.close()
+    hub.add("org/b", small_model(LARGE + 1))
+    hub.faults.hold_after = 3_500_000
+    folder = sqlite_place.folder / "data"
+    limited = await FilesBench(bench.store, folder, files_bytes=6_000_000).start()
+    await limited.files.pull(SOURCE, ANNA)
+    await until(lambda: limited.files.view(SOURCE).done > 2_000_000)
+    await limited.files.pull("hf:org/b", ANNA)
+    failed = await limited.until("failed", "hf:org/b")
+    assert "more than --model-files allows (6000000)" in failed.why
+    await limited.close()
+
+
+async def test_a_download_that_failed_leaves_nothing_once_it_is_removed(
+    bench: FilesBench, hub: ModelHub
+) -> None:
+    hub.faults.other_bytes = {"model.safetensors": b"x" * LARGE}
+    await bench.files.pull(SOURCE, ANNA)
+    await bench.until("failed")
+    await until(lambda: not bench.files.fetchers())
+    hub.faults.statuses = [500] * 100
+    await bench.files.pull("hf:org/other", ANNA)  # one that fails stops the tidying
+    gone = await asyncio.gather(
+        *(bench.files.remove(SOURCE, ANNA) for _ in range(2)), return_exceptions=True
+    )
+    assert [type(one) for one in gone] == [type(None), NotThere]
+    assert not any((bench.files.folder.root / "part").iterdir())
+    assert [one.source for one in read_files(bench.store.database)] == ["hf:org/other"]
 
 
 async def test_a_model_that_is_removed_while_its_files_come_ends_their_download(

@@ -118,6 +118,18 @@ def test_files_that_stay_leave_a_reason_and_nobody_goes_in_vain() -> None:
     assert found.refused.startswith("50 bytes are needed, 40 more than --model-files allows (100)")
 
 
+def test_what_other_downloads_have_on_the_disk_counts_for_the_limit() -> None:
+    found = find_room(60, 60, 10_000, 10, [], limit=100, spare=SPARE, begun=50)
+    assert found.refused.startswith("60 bytes are needed, 20 more than --model-files allows (100)")
+
+
+def test_callers_of_a_model_get_no_reason_that_names_its_place() -> None:
+    status = download_state.fail(DownloadStatus(), "hf:org/secret is gated", 0)
+    assert "org/secret" in sentence_of(status, 1)
+    said = download_state.sentence_for_callers(status, 1)
+    assert said == "its files can't be downloaded; the next try is in 9 s"
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 100), st.floats(0, 10), st.booleans()), max_size=8),
     st.integers(0, 300),
