@@ -20,7 +20,6 @@ from tests.support.fleets import (
     answer,
     ask,
     counted,
-    ended,
     instances_by_socket,
     kill,
 )
@@ -188,9 +187,10 @@ async def test_a_model_of_a_placement_starts_on_its_units_gpu(fleet: GpuFleet) -
         spec = fleet.get(f"models/{name}")["spec"] | {"gpus": []}
         assert fleet.ask("POST", "apply", {"fleet": {"models": [spec]}}).status_code == 200
     (deployment,) = fleet.processes("kvmig.serve /toy --engine=toy --served-model-name=b ")
+    starts = fleet.get("status")["starts"]
     kill(deployment)  # of both GPUs the first one is emptier then
-    await asyncio.to_thread(fleet.once, lambda: ended(deployment) and not fleet.gpus_of("b"))
-    await asyncio.to_thread(fleet.once, lambda: bool(fleet.gpus_of("b")))
+    await asyncio.to_thread(fleet.once, lambda: fleet.get("status")["starts"] > starts)
+    await asyncio.to_thread(fleet.until, "models/b", serving=1)
     assert fleet.gpus_of("b") == [["1"]]
     assert fleet.held() == {FIRST: {"a": CLAIM}, SECOND: {"b": CLAIM, "c": CLAIM}}
     assert fleet.ask("DELETE", "placement").status_code == 200
