@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig.fleet.metrics import CACHE_S
 from tests.support.fleets import ToyFleet, answer, ask, hold_streams, kill
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.server
 
@@ -21,7 +23,7 @@ async def shown(fleet: ToyFleet) -> dict[str, list[tuple[dict[str, str], float]]
     """Labels and values of all samples by name."""
     async with fleet.client() as client:
         text = await client.get("/metrics")
-    assert text.status_code == 200
+    assert text.status_code == 200, text.text
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text.text):
         assert family.name not in found
@@ -75,6 +77,8 @@ async def test_without_a_server_a_proxy_tells_its_own(fleet: ToyFleet) -> None:
         await answer(client, ask("a", 10))
     (server,) = fleet.processes("kvmig.fleet.server")
     kill(server)
+    # Its threads listen until the last one has ended, and break off what they have accepted.
+    await until(lambda: not Path(f"/proc/{server}").exists())
     found = await shown(fleet)
     assert value(found["kvmig_proxy_requests_total"], model="a", status="200") >= 1
     assert not any(name.startswith(("kvmig_model_", "kvmig_claim_")) for name in found)
