@@ -56,7 +56,8 @@ def run_model(
     added = known.shown
     if added is None:
         added = add_known(client, known, engine, flags)
-        print(f"kvmig: {known.name} is {known.source}", file=sys.stderr)
+        with_flags = f", with {known.flags}" if known.flags else ""  # a catalogue may be anyone's
+        print(f"kvmig: {known.name} is {known.source}{with_flags}", file=sys.stderr)
     if added["files"] and not added["files"]["folder"]:
         files = client.post("files", {"source": added["files"]["source"]})  # what failed, at once
         follow_download(client, files["source"], quiet=as_json)

@@ -20,7 +20,7 @@ from rich.progress import (
 
 from kvmig.cli.client import CallFailure, FleetClient
 from kvmig.cli.common import Json, done, said, show, table_of, time_of, where
-from kvmig.cli.names import known_source
+from kvmig.cli.names import source_of
 from kvmig.core.quantities import size_text
 
 files_app = typer.Typer(
@@ -93,8 +93,8 @@ def pull_files(
     source: Annotated[
         str,
         typer.Argument(
-            help=f"{SOURCE_HELP} Or a name that `kvmig model search` lists, or ORG/NAME of the"
-            " Hugging Face Hub."
+            help=f"{SOURCE_HELP} Or a model of the fleet, a name that `kvmig model search` lists,"
+            " or ORG/NAME of the Hugging Face Hub."
         ),
     ],
     wait: Annotated[
@@ -104,7 +104,7 @@ def pull_files(
 ) -> None:
     """Download a model's files, or their newest revision. Nothing starts."""
     client = where.client()
-    found = client.post("files", {"source": known_source(client, source).source})
+    found = client.post("files", {"source": source_of(client, source)})
     if wait:
         try:
             found = follow_download(client, found["source"], quiet=as_json)
@@ -132,7 +132,9 @@ def pin_files(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)], as_json: Json = False
 ) -> None:
     """Keep files in spite of `kvmig up --model-files`."""
-    done(where.client().post("files/pin", {"source": source, "pinned": True}), as_json)
+    client = where.client()
+    body = {"source": source_of(client, source), "pinned": True}
+    done(client.post("files/pin", body), as_json)
 
 
 @files_app.command("unpin")
@@ -141,7 +143,9 @@ def unpin_files(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)], as_json: Json = False
 ) -> None:
     """Let files go again when room is needed."""
-    done(where.client().post("files/pin", {"source": source, "pinned": False}), as_json)
+    client = where.client()
+    body = {"source": source_of(client, source), "pinned": False}
+    done(client.post("files/pin", body), as_json)
 
 
 @files_app.command("rm")
@@ -150,4 +154,5 @@ def remove_files(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)], as_json: Json = False
 ) -> None:
     """Remove files that no model uses; a download of them ends."""
-    done(where.client().delete("files", source=source), as_json)
+    client = where.client()
+    done(client.delete("files", source=source_of(client, source)), as_json)

@@ -57,6 +57,17 @@ def known_source(client: FleetClient, text: str) -> KnownModel:
     )
 
 
+def source_of(client: FleetClient, text: str) -> str:
+    """The source that is meant: of a model of the fleet, or of one that it needn't have.
+
+    Raises ConfigError, CallFailure.
+    """
+    for one in client.get("models")["data"]:
+        if text == one["name"] or text in one["spec"]["aliases"]:
+            return str(one["spec"]["source"])
+    return known_source(client, text).source
+
+
 def given_source(text: str) -> str | None:
     """A source with its scheme, or a folder that is there; None: neither."""
     scheme, colon, _ = text.partition(":")

@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterable
+from math import isfinite
 from typing import Literal
 
 import msgspec
@@ -60,7 +61,7 @@ def read_catalogue(text: str, where: str) -> ModelCatalogue:
     """Read a file. where: it is, for the error. Raises ConfigError."""
     try:
         found = msgspec.convert(tomllib.loads(text), ModelCatalogue)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's and tomllib's own are ValueErrors
         raise ConfigError(f"the catalogue {where} can't be used: {error}") from error
     names: set[str] = set()
     for one in found.models:
@@ -71,6 +72,14 @@ def read_catalogue(text: str, where: str) -> ModelCatalogue:
             raise ConfigError(f"the catalogue {where}: {one.name}: flags: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"the catalogue {where}: {one.name}: {error}") from error
+        if not (isfinite(one.parameters) and isfinite(one.gb)):
+            raise ConfigError(
+                f"the catalogue {where}: {one.name}: parameters and gb must be finite"
+            )
+        if not all(text.isprintable() for text in (one.name, one.licence, one.flags, one.note)):
+            raise ConfigError(
+                f"the catalogue {where}: {one.name!r:.100} has characters that can't be printed"
+            )
         if not source.is_remote or one.name.lower() in names or not one.name:
             raise ConfigError(
                 f"the catalogue {where}: {one.name!r:.100} must be there once, with a source whose"

@@ -550,9 +550,15 @@ def test_files_are_pulled_by_a_known_name_listed_pinned_and_removed(kvmig: Kvmig
     (row,) = kvmig.json("model", "files", "ls")
     assert row["pinned"] is True
     assert "its files wait to be downloaded" in kvmig("model", "files", "ls")
-    kvmig("model", "files", "unpin", "hf:Qwen/Qwen3-0.6B")
+    kvmig("model", "files", "unpin", "qwen3:0.6b")
     kvmig("model", "files", "rm", "hf:Qwen/Qwen3-0.6B")
     assert kvmig.json("model", "files", "ls") == []
+
+
+def test_a_model_of_the_fleet_is_pulled_by_its_name(kvmig: Kvmig) -> None:
+    kvmig("model", "add", "mine", "hf:org/small")
+    pulled = json.loads(kvmig("pull", "mine", "--no-wait", "--json"))
+    assert pulled["source"] == "hf:org/small"
 
 
 def test_a_model_is_added_by_its_source_and_shows_its_files(kvmig: Kvmig) -> None:

@@ -50,6 +50,10 @@ def test_a_search_finds_models_that_have_all_words(own: ModelCatalogue) -> None:
         (ONE.replace("hf:", "ftp:"), "the catalogue x: small: source is 'ftp:org/small', must be"),
         (ONE.replace("hf:org/", "path:/"), "'small' must be there once, with a source whose files"),
         (ONE + ONE.split("\n", 2)[2], "'small' must be there once"),
+        (ONE.replace("gb = 2", "gb = nan"), "small: parameters and gb must be finite"),
+        (ONE + 'note = "a\\u001b[2J"\n', "'small' has characters that can't be printed"),
+        (f"date = {'9' * 5000}", "the catalogue x can't be used: Exceeds the limit"),
+        (f"date = {'[' * 100_000}", "the catalogue x can't be used: "),
         (ONE + 'flags = "--a \'"\n', "the catalogue x: small: flags: No closing quotation"),
     ],
 )
