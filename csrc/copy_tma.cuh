@@ -12,7 +12,11 @@ namespace kvmig {
 constexpr int kStageBytes = 16 * 1024;
 constexpr int kStages = 3;
 constexpr int kDraining = 1;  // stages whose stores may still be reading; the others load
+#ifdef __CUDACC__
 constexpr int kSummingWarps = 8;  // two a scheduler: one alone waits for its own results
+#else
+constexpr int kSummingWarps = 4;  // the tests' CPU runs a CTA's threads one after the other
+#endif
 constexpr int kTmaThreads = kWarp * (1 + kSummingWarps);
 
 struct Stage {
