@@ -278,8 +278,8 @@ class VllmSource:
             try:
                 tail = self._tail(request_id, sent)
                 promised.set_result(replace(tail, checksums=gather(tail.block_ids)))
-            except RequestGone as gone:
-                promised.set_exception(gone)
+            except Exception as error:  # noqa: BLE001  the migration's alone: the loop goes on
+                promised.set_exception(error)
 
         if request.num_in_flight_tokens == 0:
             drained()

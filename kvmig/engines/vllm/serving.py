@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from kvmig.core.config import UnitConfig
-from kvmig.core.errors import MigrationRefused
+from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -286,9 +286,10 @@ class ServingVllm:
             suspended = await self._on_engine(
                 lambda: self._source.suspend(request_id, sent, gathering.begin)
             )
-            tail = await asyncio.wrap_future(suspended)
             try:
-                return await gathering.finish(tail)
+                return await gathering.finish(await asyncio.wrap_future(suspended))
+            except RequestGone:
+                raise
             except Exception:
                 await self.resume(request_id)
                 raise

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from kvmig.core.errors import KvmigError, MigrationRefused
+from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.vllm import runner
 from tests.support.copy_device import CopyDevice, destination_of, ready_to_commit
 from tests.support.vllm_pair import PROMPT, Pair, assert_same
@@ -170,6 +171,21 @@ async def test_a_request_whose_tail_can_not_be_gathered_runs_on(
 
     device.before = fail
     with pytest.raises(KvmigError, match="the device failed"):
+        await pair.suspend(pair.a, "kept", 0, buffer_of(pair.a))
+    assert_same(await pair.finish("kept"), unmoved)
+
+
+async def test_a_gather_that_fails_between_two_steps_ends_only_the_suspension(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmoved = await pair.unmoved(PROMPT)
+    await pair.exported("kept", PROMPT, until=10)
+
+    def fail(*args: object) -> list[int]:
+        raise RuntimeError("nobody foresaw it")
+
+    monkeypatch.setattr(BlockCopies, "gather_now", fail)
+    with pytest.raises(RuntimeError, match="nobody foresaw it"):
         await pair.suspend(pair.a, "kept", 0, buffer_of(pair.a))
     assert_same(await pair.finish("kept"), unmoved)
 
