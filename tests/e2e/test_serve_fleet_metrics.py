@@ -115,6 +115,8 @@ async def test_of_a_process_that_is_killed_no_gauge_counts_a_call(
     stream.task.exception()  # its proxy's end is one
     for name in OF_CALLS:
         await until_counted(fleet, name, 0)
+    # A proxy that isn't there again after 3 s knows no model that is added then.
+    await until(lambda: fleet.get("status")["proxies"] == 1)
 
 
 async def test_of_a_model_that_is_removed_no_gauge_is_left(fleet: ToyFleet) -> None:

@@ -105,7 +105,6 @@ class ServingVllm:
         with one_device() if alone else contextlib.nullcontext(), self._device.making():
             executor = timed(Executor.get_class(config), clock := StartClock())
             self._core = StepCore(config, executor, log_stats, self._deliver)
-        self.times = clock.times(config, self._core.model_executor)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_outputs: OnOutputs = lambda client, emitted, frames: None
         self._on_call_done: OnCallDone = lambda client, call_id, error, frames: None
@@ -115,6 +114,7 @@ class ServingVllm:
         """Requests that were here when the weights were last updated."""
         try:
             check_unchanged(config.model_config.model, weights, identify())
+            self.times = clock.times(config, self._core.model_executor)
             self._open(unit_tokens, weights)
         except BaseException:
             self._core.shutdown()  # workers are processes of their own
