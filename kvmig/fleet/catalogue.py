@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from importlib import resources
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from kvmig.core.errors import ConfigError
 from kvmig.fleet.tables import StoreError
 from kvmig.sources.catalogue import ModelCatalogue, read_catalogue
 
+log = logging.getLogger(__name__)
+
 TIMEOUT_S = 10.0
+"""Timeout of a catalogue's download, as a whole."""
 KEPT_S = 300.0
 """Time for which a catalogue that was read is used."""
 MOST_BYTES = 4 << 20
@@ -30,10 +34,17 @@ class CatalogueReader:
         self._read_at = 0.0
 
     async def read(self) -> ModelCatalogue:
-        """Raises ConfigError, StoreError."""
+        """The catalogue; the last one that was read while there is no other. Raises ConfigError,
+        StoreError."""
         now = self._clock()
         if self._found is None or now - self._read_at > KEPT_S:
-            self._found, self._read_at = await self._read(), now
+            try:
+                self._found = await self._read()
+            except (ConfigError, StoreError) as error:
+                if self._found is None:
+                    raise
+                log.warning("the last catalogue stays: %s", error)
+            self._read_at = now
         return self._found
 
     async def _read(self) -> ModelCatalogue:
@@ -51,6 +62,7 @@ class CatalogueReader:
     async def _fetch(self) -> str:
         try:
             async with (
+                asyncio.timeout(TIMEOUT_S),
                 httpx.AsyncClient(timeout=TIMEOUT_S) as client,
                 client.stream("GET", self._where) as answer,
             ):
@@ -60,6 +72,8 @@ class CatalogueReader:
                     text += piece
                     if len(text) > MOST_BYTES:
                         raise ConfigError(f"the catalogue {self._where} is too long")
-        except httpx.HTTPError as error:
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"the catalogue {self._where} is no URL: {error}") from error
+        except (httpx.HTTPError, TimeoutError) as error:
             raise StoreError(f"the catalogue {self._where} can't be read now: {error}") from error
         return text.decode(errors="replace")

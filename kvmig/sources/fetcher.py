@@ -6,6 +6,7 @@ moment: the next one goes on. It ends with its stdin.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -34,6 +35,8 @@ from kvmig.sources.messages import (
 )
 from kvmig.sources.origins import FilesOrigin, origin_of
 from kvmig.sources.source import parse_source
+
+log = logging.getLogger(__name__)
 
 LastReport = FetchWhole | FetchHeads | FetchFailed
 PROGRESS_S = 0.5
@@ -108,6 +111,10 @@ def reported(source: str, run: Callable[[], FetchWhole | FetchHeads]) -> LastRep
     except (httpx.HTTPError, httpx2.HTTPError, OSError, ValueError) as error:
         said = " ".join(str(error).split()) or "no reason given"
         return FetchFailed(f"{source}: {said[:500]} ({type(error).__name__})")
+    except (LookupError, TypeError, AttributeError) as error:  # libraries take an answer as it is
+        log.exception("an answer for %s", source)
+        kind = type(error).__name__
+        return FetchFailed(f"{source}: what it answers can't be understood ({kind})")
 
 
 def secrets_of(origin: FilesOrigin, environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html.parser import HTMLParser
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
@@ -52,7 +52,10 @@ def links_below(page: str, text: str) -> list[str]:
     """URLs one step below a page, each once."""
     parser = FolderPage()
     parser.feed(text)
-    found = (urldefrag(urljoin(page, link))[0] for link in parser.links)
+    found: list[str] = []
+    for link in parser.links:
+        with suppress(ValueError):  # it is no URL
+            found.append(urldefrag(urljoin(page, link))[0])
     return [
         one
         for one in dict.fromkeys(found)

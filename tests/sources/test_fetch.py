@@ -38,6 +38,7 @@ from kvmig.sources.messages import (
 )
 from kvmig.sources.origins import check_installed, origin_of
 from kvmig.sources.source import parse_source
+from kvmig.sources.web import links_below
 from tests.support.model_hub import TOKEN, ModelHub, small_model
 
 NAME = "org/small"
@@ -155,6 +156,22 @@ def test_one_file_of_a_web_server_is_a_model(fetching: Fetching) -> None:
     assert fetching.names(fetching.whole(f"{fetching.hub.url}/web/plain/tiny.gguf")) == [
         "tiny.gguf"
     ]
+
+
+def test_a_link_that_is_no_url_is_left_out() -> None:
+    text = '<a href="http://[">broken</a> <a href="config.json">config</a>'
+    assert links_below("https://a.example/m/", text) == ["https://a.example/m/config.json"]
+
+
+@pytest.mark.parametrize("error", [KeyError("sha"), TypeError("None"), AttributeError("lfs")])
+def test_an_answer_that_no_library_understands_is_a_reason(error: Exception) -> None:
+    def run() -> FetchWhole:
+        raise error
+
+    said = reported("hf:a/b", run)
+    assert said == FetchFailed(
+        f"hf:a/b: what it answers can't be understood ({type(error).__name__})"
+    )
 
 
 def test_a_buckets_folder_comes_by_fsspec(tmp_path: Path) -> None:
