@@ -91,6 +91,16 @@ def refuse_conflicts(args: Namespace, default: Callable[[str], object]) -> None:
         raise ConfigError(f"{flag}{given} can't be used: {REFUSED.get(name, _UNKNOWN)}")
 
 
+def switches_of(name: str) -> tuple[str, ...]:
+    """The flags that a word may set: vLLM has `--no-x` for `--x`, and from 0.33 on `--disable-x`
+    for `--enable-x`, and the other way round."""
+    plain = name.removeprefix("no_")
+    for one, other in (("enable_", "disable_"), ("disable_", "enable_")):
+        if plain.startswith(one):
+            return plain, other + plain.removeprefix(one)
+    return (plain,)
+
+
 def check_words(argv: list[str]) -> None:
     """Refuse what can be refused without vLLM: no model, unknown flags, and switches that kvmig
     refuses. Raises ConfigError.
@@ -101,11 +111,12 @@ def check_words(argv: list[str]) -> None:
     known = ALLOWED | ALIASES | REFUSED.keys()
     for word, value in zip(argv, [*argv[1:], "-"], strict=True):
         name = word.partition("=")[0].partition(".")[0].removeprefix("--").replace("-", "_")
-        if not word.startswith("--") or name.removeprefix("no_") in ALLOWED:
+        meant = switches_of(name)
+        if not word.startswith("--") or not ALLOWED.isdisjoint(meant):
             continue
         if name in REFUSED and "=" not in word and value.startswith("-"):
             raise ConfigError(f"{word} can't be used: {REFUSED[name]}")
-        if not any(one.startswith((name, name.removeprefix("no_"))) for one in known):
+        if not any(one.startswith((name, *meant)) for one in known):
             raise ConfigError(f"{word} can't be used: vLLM has no such flag")
 
 

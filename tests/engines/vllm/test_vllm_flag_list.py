@@ -193,3 +193,4 @@ def test_every_flag_passes_the_check_that_does_without_vllm() -> None:
     for word in sorted(every - {"--help", "-h"}):
         flags.check_words([str(BUNDLED), word, "a value"])
     flags.check_words([str(BUNDLED), "--compilation-config.mode", "3", "--max-model", "64"])
+    flags.check_words([str(BUNDLED), "--disable-auto-tool-choice", "--no-disable-sliding-window"])
