@@ -132,9 +132,7 @@ def pin_files(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)], as_json: Json = False
 ) -> None:
     """Keep files in spite of `kvmig up --model-files`."""
-    client = where.client()
-    body = {"source": source_of(client, source), "pinned": True}
-    done(client.post("files/pin", body), as_json)
+    set_pinned(source, True, as_json)
 
 
 @files_app.command("unpin")
@@ -143,8 +141,13 @@ def unpin_files(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)], as_json: Json = False
 ) -> None:
     """Let files go again when room is needed."""
+    set_pinned(source, False, as_json)
+
+
+def set_pinned(source: str, pinned: bool, as_json: bool) -> None:
+    """Keep the files of a source, or no more."""
     client = where.client()
-    body = {"source": source_of(client, source), "pinned": False}
+    body = {"source": source_of(client, source), "pinned": pinned}
     done(client.post("files/pin", body), as_json)
 
 

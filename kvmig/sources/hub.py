@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, get_token, hf_hub_url
+from huggingface_hub import HfApi, get_hf_file_metadata, get_token, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -17,10 +17,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.file_download import http_get
 from huggingface_hub.utils._headers import build_hf_headers
 
 from kvmig.sources.digested_file import DigestedFile
+from kvmig.sources.downloads import LASTING_STATUSES, PLAIN_HEADERS, read_range, read_rest
 from kvmig.sources.file_list import (
     FileList,
     RemoteFile,
@@ -29,18 +29,11 @@ from kvmig.sources.file_list import (
     check_name,
 )
 from kvmig.sources.hops import begun_at
-from kvmig.sources.some_bytes import read_range
 from kvmig.sources.source import ModelSource
 
-constants.DOWNLOAD_CHUNK_SIZE = 1 << 20
-"""A cut loses what came of a piece: the library's own are of 10 MB."""
 LIST_S = 60.0
 """Timeout of the list of a repository's files."""
-PLAIN = {"accept-encoding": "identity"}
-"""Bytes as they are: a compressed answer can't be gone on with."""
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
-LASTING = (400, 401, 403, 404, 410, 451)
-"""Statuses that stay as they are for a while."""
 
 
 class HubOrigin:
@@ -104,20 +97,16 @@ class HubOrigin:
 
     def fetch(self, file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
         """See `FilesOrigin`."""
-        headers = build_hf_headers(token=self._token or False, headers=PLAIN)
+        headers = build_hf_headers(token=self._token or False, headers=PLAIN_HEADERS)
         url = self._url(listed.revision, file.name)
         try:
-            with begun_at(url):
-                http_get(
-                    url, cast("BinaryIO", into), resume_size=into.size, headers=headers,
-                    expected_size=file.size, displayed_filename=file.name,
-                )  # fmt: skip
+            read_rest(url, file, into, headers)
         except (HfHubHTTPError, OfflineModeIsEnabled) as error:
             raise self._failure(error) from error
 
     def read(self, file: RemoteFile, begin: int, count: int, listed: FileList) -> bytes:
         """See `FilesOrigin`."""
-        headers = build_hf_headers(token=self._token or False, headers=PLAIN)
+        headers = build_hf_headers(token=self._token or False, headers=PLAIN_HEADERS)
         try:
             return read_range(self._url(listed.revision, file.name), begin, count, headers)
         except (HfHubHTTPError, OfflineModeIsEnabled) as error:
@@ -143,5 +132,5 @@ class HubOrigin:
             case HfHubHTTPError():
                 status = error.response.status_code
                 said = f"{source}: {hub} answered {status} {error.response.reason_phrase}"
-                return SourceFailure(said, lasting=status in LASTING)
+                return SourceFailure(said, lasting=status in LASTING_STATUSES)
         return SourceFailure(said, lasting=True)

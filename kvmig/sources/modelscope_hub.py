@@ -5,25 +5,21 @@ Of public models: no token is sent with a download."""
 from __future__ import annotations
 
 import os
-from typing import BinaryIO, cast
 from urllib.parse import quote_plus
 
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.file_download import http_get
 from modelscope_hub import HubApi, get_default_config
 from modelscope_hub.errors import HubError
 
 from kvmig.sources.digested_file import DigestedFile
+from kvmig.sources.downloads import PLAIN_HEADERS, read_range, read_rest
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, state_of
-from kvmig.sources.hops import begun_at
-from kvmig.sources.some_bytes import read_range
 from kvmig.sources.source import ModelSource
 
 MAIN = "master"
 """ModelScope's main branch."""
 TOKEN = "MODELSCOPE_API_TOKEN"
 """Environment variable."""
-PLAIN = {"accept-encoding": "identity"}
 
 
 class ModelscopeOrigin:
@@ -56,20 +52,15 @@ class ModelscopeOrigin:
 
     def fetch(self, file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
         """See `FilesOrigin`."""
-        url = self._url(file)
         try:
-            with begun_at(url):
-                http_get(
-                    url, cast("BinaryIO", into), resume_size=into.size, headers=PLAIN,
-                    expected_size=file.size, displayed_filename=file.name,
-                )  # fmt: skip
+            read_rest(self._url(file), file, into, PLAIN_HEADERS)
         except HfHubHTTPError as error:
             raise self._failure(error) from error
 
     def read(self, file: RemoteFile, begin: int, count: int, listed: FileList) -> bytes:
         """See `FilesOrigin`."""
         try:
-            return read_range(self._url(file), begin, count, PLAIN)
+            return read_range(self._url(file), begin, count, PLAIN_HEADERS)
         except HfHubHTTPError as error:
             raise self._failure(error) from error
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from html.parser import HTMLParser
-from typing import Any, BinaryIO, cast
+from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import httpx
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.file_download import http_get
 
 from kvmig.sources.digested_file import DigestedFile
+from kvmig.sources.downloads import LASTING_STATUSES, PLAIN_HEADERS, read_range, read_rest
 from kvmig.sources.file_list import (
     MOST_FILES,
     FileList,
@@ -22,7 +22,6 @@ from kvmig.sources.file_list import (
     state_of,
 )
 from kvmig.sources.hops import begun_at, check_hop
-from kvmig.sources.some_bytes import read_range
 from kvmig.sources.source import ModelSource
 
 TIMEOUT_S = 30.0
@@ -31,8 +30,6 @@ MOST_FOLDERS = 1000
 """Pages that are read for a source."""
 DEEPEST = 3
 """Folders below the first one."""
-PLAIN = {"accept-encoding": "identity"}
-LASTING = (400, 401, 403, 404, 410, 451)
 
 
 class FolderPage(HTMLParser):
@@ -123,15 +120,11 @@ class WebOrigin:
 
     def fetch(self, file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
         """See `FilesOrigin`."""
-        url, headers = self._urls[file.name], dict(PLAIN)
+        url, headers = self._urls[file.name], dict(PLAIN_HEADERS)
         if into.size and file.tag and not file.tag.startswith("W/"):
             headers["if-range"] = file.tag
         try:
-            with begun_at(url):
-                http_get(
-                    url, cast("BinaryIO", into), resume_size=into.size, headers=headers,
-                    expected_size=file.size, displayed_filename=file.name,
-                )  # fmt: skip
+            read_rest(url, file, into, headers)
         except HfHubHTTPError as error:
             raise _failure(url, error.response.status_code) from error
         with _client(url) as client:
@@ -143,7 +136,7 @@ class WebOrigin:
         """See `FilesOrigin`."""
         url = self._urls[file.name]
         try:
-            return read_range(url, begin, count, PLAIN)
+            return read_range(url, begin, count, PLAIN_HEADERS)
         except HfHubHTTPError as error:
             raise _failure(url, error.response.status_code) from error
 
@@ -155,7 +148,7 @@ def _client(url: str) -> Iterator[httpx.Client]:
     with (
         begun_at(url),
         httpx.Client(
-            follow_redirects=True, timeout=TIMEOUT_S, headers=PLAIN, event_hooks=hooks
+            follow_redirects=True, timeout=TIMEOUT_S, headers=PLAIN_HEADERS, event_hooks=hooks
         ) as client,
     ):
         yield client
@@ -171,4 +164,4 @@ def _answer(client: httpx.Client, method: str, url: str) -> Iterator[httpx.Respo
 
 
 def _failure(url: str, status: int) -> SourceFailure:
-    return SourceFailure(f"{url} answered {status}", lasting=status in LASTING)
+    return SourceFailure(f"{url} answered {status}", lasting=status in LASTING_STATUSES)

@@ -1,15 +1,24 @@
-"""A few bytes of a large file, by the hub's own client."""
+"""Bytes of files over HTTP, by the hub's own client."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from io import BytesIO
-from typing import Any
+from typing import Any, BinaryIO, cast
 
+from huggingface_hub import constants
 from huggingface_hub.file_download import http_get
 
-from kvmig.sources.file_list import SourceFailure
+from kvmig.sources.digested_file import DigestedFile
+from kvmig.sources.file_list import RemoteFile, SourceFailure
 from kvmig.sources.hops import begun_at
+
+constants.DOWNLOAD_CHUNK_SIZE = 1 << 20
+"""A cut loses what came of a piece: the library's own are of 10 MB."""
+PLAIN_HEADERS = {"accept-encoding": "identity"}
+"""Bytes as they are: a compressed answer can't be gone on with."""
+LASTING_STATUSES = (400, 401, 403, 404, 410, 451)
+"""Statuses that stay as they are for a while."""
 
 
 class BoundedBytes(BytesIO):
@@ -33,3 +42,12 @@ def read_range(url: str, begin: int, count: int, headers: Mapping[str, str]) -> 
     with begun_at(url):
         http_get(url, into, headers=ranged, expected_size=count, displayed_filename="header")
     return into.getvalue()
+
+
+def read_rest(url: str, file: RemoteFile, into: DigestedFile, headers: Mapping[str, str]) -> None:
+    """Write what `into` lacks of a file. Raises SourceFailure, and what `http_get` raises."""
+    with begun_at(url):
+        http_get(
+            url, cast("BinaryIO", into), resume_size=into.size, headers=dict(headers),
+            expected_size=file.size, displayed_filename=file.name,
+        )  # fmt: skip
