@@ -133,6 +133,7 @@ class ModelController:
         """Models by deployment."""
         self._proxies: dict[str, ConnectedProxy] = {}
         self._routes: dict[str, ModelRoute] = {}
+        self._has_begun = False  # the rounds; before the first, nobody knows what runs
         self._plan = CapacityPlan()
         self._sample = memory.devices.watch.sample
         self._measured = measured
@@ -143,8 +144,7 @@ class ModelController:
         self.units = FleetUnits(settings, order, memory.devices, clock, self._changed.set)
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
-        self._told = False
-        """Whether init has said what runs."""
+        self._told = False  # by init, what runs
 
     # -- what is heard
 
@@ -167,6 +167,8 @@ class ModelController:
                 model.wanted = msgspec.structs.replace(model.wanted, on=False)
         for engine in {one.spec.engine for one in named.values() if one.on}:
             self._order(Load(engine))
+        if self._has_begun:  # an order's answer waits until all proxies know
+            self._tell_routes()
         self._changed.set()
 
     def place(self, placed: Mapping[str, Sequence[PlacedUnit]]) -> None:
@@ -294,11 +296,9 @@ class ModelController:
         while True:
             if self._told:  # or it would start what runs
                 self.reconcile()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ROUND_S):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
             self._changed.clear()
 
     async def close(self) -> None:
@@ -312,6 +312,7 @@ class ModelController:
 
     def reconcile(self) -> None:
         """One round."""
+        self._has_begun = True
         now = self._clock()
         self._measure()
         seen = {name: self._seen(model, now) for name, model in self._models.items()}

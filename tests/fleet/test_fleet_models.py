@@ -136,6 +136,23 @@ async def test_a_model_that_nobody_wants_is_cold_and_its_engine_is_loaded(bench:
     assert (bench.route.state, bench.route.socket) == ("cold", "")
 
 
+async def test_proxies_know_a_catalogue_before_the_next_round(bench: Bench) -> None:
+    """An order is answered once proxies know what was told by then."""
+    bench.turn()
+    one = CatalogEntry("m1", "a", 1, True, spec())
+    bench.models.take_catalogue([one])
+    assert (bench.route.name, bench.route.state) == ("a", "cold")
+    bench.models.take_catalogue([replace(one, on=False)])
+    assert bench.route.state == "off"
+    bench.models.take_catalogue([])
+    assert bench.told[-1] == ([], ["a"])
+
+
+async def test_before_the_first_round_proxies_go_on_with_what_they_know(bench: Bench) -> None:
+    bench.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec())])
+    assert not bench.told
+
+
 async def test_however_many_want_it_one_is_started(bench: Bench) -> None:
     bench.catalogue(spec())
     for _ in range(50):
