@@ -62,6 +62,8 @@ FLAGS = ((), ("--pause-spread=0",), ("--max-stages=0", "--pause-spread=0"))
 """Of kvmig.serve, for each kind of move."""
 ATTEMPTS = 3
 """Of one sample."""
+LONG_RUN = ("live_worst_gap_over_quiet_*", "live_3500_over_128_*", "live_over_inter_token_3500_*")
+"""Bounds of 10 to 30 % on gaps of single moves, for which two of a cell are too few."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,7 @@ def _rounded(values: list[float]) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--model", default="step10ms", help=f"{', '.join(NAMES)} or a folder")
     root.add_argument("--runs", type=int, help="of each cell: 8, or 2 with --quick")
     options = root.parse_args(argv)

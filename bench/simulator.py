@@ -52,6 +52,8 @@ FIGURES = {
 }
 """What is compared, and how far apart it may be."""
 QUICK_REQUESTS = 200
+LONG_RUN = ("ttft_mean_*", "migrations_*")
+"""Of one trace of 200 requests: how few wait, and how many move, is its chance."""
 COUNTS = ("preemptions", "migrations")
 
 Row = tuple[float, int, int]
@@ -211,7 +213,7 @@ ENGINE = ("--enforce-eager", "--max-model-len=1024")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser(__doc__)
+    parser = report.parser(__doc__, LONG_RUN)
     add = parser.add_argument
     add("--model", default="device20ms", help=f"{', '.join(NAMES)} or a folder")
     add("--gpu", type=Path, help="a fitted cost model, FILE.toml (default: fit one now)")

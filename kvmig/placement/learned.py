@@ -16,9 +16,9 @@ APART_S = 5.0
 """Seconds without a migration after which an instance's next one is of another drain."""
 LAST = 4
 """Drains that count: older ones were under another load."""
-HANDSHAKE_STEPS = 20
+HANDSHAKE_STEPS = 14
 """Steps of a handshake between engines of one pace; the wait for a phase is most of them
-(`kvmig.kvtransfer.pause`)."""
+(`kvmig.kvtransfer.pause`). The four drains of `bench.replace --quick` took 8 to 16."""
 BETWEEN_TOKENS = "vllm:inter_token_latency_seconds_"
 
 
@@ -84,7 +84,7 @@ def request_s(known: Sequence[LearnedDrain], at_once: int) -> float | None:
 def handshake_s(step_s: float, at_once: int) -> float:
     """The estimate before there was any drain, of engines with steps of `step_s`.
 
-    Example: steps of 0.1 s and 4 requests at once are 0.5 s a request.
+    Example: steps of 0.1 s and 4 requests at once are 0.35 s a request.
     """
     return HANDSHAKE_STEPS * step_s / at_once
 
