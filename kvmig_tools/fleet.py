@@ -32,7 +32,8 @@ class FleetUp:
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder / "data"
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        scheme = "https" if any(one.startswith("--tls-cert") for one in flags) else "http"
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
         self.log = folder / "log"
         self._command = [
             sys.executable, "-m", "kvmig", f"--data={self.folder}", "up", f"--port={self.port}",
@@ -87,7 +88,7 @@ class FleetUp:
             base_url=self.url,
             headers=headers,
             timeout=PATIENCE_S,
-            verify=False,  # noqa: S501 - without certificates, which take 19 ms to load: plain HTTP
+            verify=False,  # noqa: S501 - without certificates, which take 19 ms to load: our own
         )
 
     def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:

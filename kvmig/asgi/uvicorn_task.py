@@ -77,7 +77,9 @@ class HttpTask:
         self.sock.close()
 
 
-class _Server(uvicorn.Server):
+class OwnedServer(uvicorn.Server):
+    """A uvicorn server that takes no signals: its owner ends it."""
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone: the launcher decides when the server ends."""
@@ -88,6 +90,13 @@ def uvicorn_server(
     app: ASGIApp, connection: type[asyncio.Protocol], *, access_log: bool
 ) -> uvicorn.Server:
     """A uvicorn server for `HttpTask`. connection: its HTTP protocol."""
+    return OwnedServer(uvicorn_config(app, connection, access_log=access_log))
+
+
+def uvicorn_config(
+    app: ASGIApp, connection: type[asyncio.Protocol], *, access_log: bool
+) -> uvicorn.Config:
+    """The same, for a server of another kind."""
     config = uvicorn.Config(
         app,
         http=connection,
@@ -99,4 +108,4 @@ def uvicorn_server(
     )
     if access_log:  # the configuration has set another level
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return _Server(config)
+    return config

@@ -36,7 +36,7 @@ from kvmig.cli.usage import usage_app
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import quantity, size_text
 from kvmig.fleet.device_room import Strategy
-from kvmig.fleet.settings import FleetSettings, check_settings, data_folder
+from kvmig.fleet.settings import FleetSettings, certificate_files, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
 from kvmig.launcher.environment import cores
 
@@ -153,6 +153,16 @@ def up(
             " for all (default: none). May be given several times."
         ),
     ] = None,
+    tls_cert: Annotated[
+        str,
+        typer.Option(
+            help="File with the certificate of the port in PEM form, then those of its issuers:"
+            " clients connect by https. Both files are read again when they change."
+        ),
+    ] = "",
+    tls_key: Annotated[
+        str, typer.Option(help="File with the private key of --tls-cert in PEM form.")
+    ] = "",
 ) -> None:
     """Start a fleet and serve it until Ctrl-C."""
     from kvmig.fleet.supervisor import up as run
@@ -179,6 +189,7 @@ def up(
         shutdown_timeout_s=shutdown_timeout,
         keep_usage_days=keep_usage_days,
         allowed_origins=tuple(allowed_origins or ()),
+        certificate=certificate_files(tls_cert, tls_key),
     )
     status = run(check_settings(settings))
     if status:

@@ -79,9 +79,7 @@ def add_known(client: FleetClient, known: KnownModel, engine: str, flags: str) -
 
 def converse(model: str, prompt: str, max_tokens: int, as_json: bool) -> None:
     """Answer one prompt, or all lines of stdin. Raises CallFailure."""
-    client = where.client()
-    address = where.url or client.get("status")["address"]
-    door = FleetClient("", address, where.admin_key())
+    door = where.door()
     messages: list[dict[str, str]] = []
     while True:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import ssl
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -34,8 +35,9 @@ class FleetClient:
     """A client of a fleet. Without a URL it uses the socket in the fleet's folder, which only its
     user can connect to."""
 
-    def __init__(self, socket: str, url: str = "", key: str = "") -> None:
-        """key: an admin's, for a fleet elsewhere."""
+    def __init__(self, socket: str, url: str = "", key: str = "", certificate: str = "") -> None:
+        """key: an admin's, for a fleet elsewhere. certificate: file of the one that the URL's
+        server must have; empty: one that this host trusts. Raises ConfigError."""
         url, key = url or os.environ.get(URL, ""), key or os.environ.get(KEY, "")
         self.where = check_url(url) or socket
         self._lacks_key = bool(url) and not key
@@ -47,6 +49,7 @@ class FleetClient:
             transport=transport,
             headers=headers,
             timeout=TIMEOUT_S,
+            verify=only_certificate(certificate) if certificate else True,
         )
 
     def get(self, path: str, **query: Any) -> Any:
@@ -104,6 +107,23 @@ class FleetClient:
         if answer.status_code == HTTPStatus.UNAUTHORIZED and self._lacks_key:
             return f"{self.where} requires a key: give --key, or set {KEY}"
         return sentence_of(answer)
+
+
+def only_certificate(path: str) -> ssl.SSLContext:
+    """Trust the first certificate of a file and no other, by any name of its server.
+
+    Raises ConfigError.
+    """
+    end = "-----END CERTIFICATE-----\n"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its issuer may be unknown here
+    try:
+        own, _, _ = Path(path).read_text().partition(end)
+        context.load_verify_locations(cadata=own + end)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"the fleet's certificate {path} can't be read: {error}") from error
+    return context
 
 
 def check_url(url: str) -> str:

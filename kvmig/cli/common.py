@@ -42,6 +42,13 @@ class FleetAddress:
         settings = FleetSettings(data=data_folder(self.data))
         return FleetClient(str(settings.api), self.url, self.key)
 
+    def door(self) -> FleetClient:
+        """A client of the fleet's proxies. Raises CallFailure, ConfigError."""
+        if self.url:
+            return FleetClient("", self.url, self.admin_key())
+        found = self.client().get("status")
+        return FleetClient("", found["address"], self.admin_key(), found.get("certificate", ""))
+
     def admin_key(self) -> str:
         """A key for the proxy, from the fleet's folder where none is given."""
         try:

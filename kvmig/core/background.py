@@ -33,10 +33,14 @@ class BackgroundTasks:
         task.add_done_callback(self._ended)
         return task
 
-    async def close(self) -> None:
-        """Cancel all that still run, and wait for their ends."""
+    def cancel(self) -> None:
+        """Cancel all that still run."""
         for task in self._tasks:
             task.cancel()
+
+    async def close(self) -> None:
+        """Cancel all that still run, and wait for their ends."""
+        self.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # `_ended` logs what failed
 
     def _ended(self, task: asyncio.Task[Any]) -> None:

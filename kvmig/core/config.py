@@ -123,6 +123,15 @@ named: only hosts that are named, at public addresses."""
 MEDIA_URLS: tuple[str, ...] = get_args(MediaUrls)
 
 
+class CertificateFiles(msgspec.Struct, frozen=True):
+    """The files of a port's certificate."""
+
+    cert: str
+    """File of the certificate, with those of its issuers after it; in PEM form."""
+    key: str
+    """File of its private key, without a password; in PEM form."""
+
+
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of HTTP calls."""
 

@@ -168,12 +168,14 @@ def make_app(backend: ApiBackend) -> FastAPI:
 def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     """Routes of the fleet as a whole. caller: who calls."""
     api, store, models = APIRouter(), backend.store, backend.models
+    settings = backend.settings
 
     @api.get("/status")
     async def status(_: OrderActor = caller) -> Body:
         """The fleet at a glance."""
         return {
-            "address": f"http://{backend.settings.host}:{backend.settings.port}",
+            "address": f"{settings.scheme}://{settings.host}:{settings.port}",
+            **({} if settings.certificate is None else {"certificate": settings.certificate.cert}),
             "models": len(await backend.stored(store.models)),
             "proxies": models.connected,
             "starts": models.starts,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvmig.asgi.certificate import load_certificate
+from kvmig.core.config import CertificateFiles
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SecretStruct
 from kvmig.fleet.device_room import Strategy
@@ -48,6 +50,13 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     """Days that a call's row stays in the ledger; 0: no limit."""
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call models; `*`: all."""
+    certificate: CertificateFiles | None = None
+    """Certificate of the port; None: it speaks plain HTTP."""
+
+    @property
+    def scheme(self) -> str:
+        """How clients' URLs begin."""
+        return "http" if self.certificate is None else "https"
 
     def path(self, *parts: str) -> Path:
         """The path of a file in the folder."""
@@ -102,6 +111,17 @@ def data_folder(given: str) -> str:
     return str(Path(given or os.environ.get(DATA) or usual).expanduser().absolute())
 
 
+def certificate_files(cert: str, key: str) -> CertificateFiles | None:
+    """What `--tls-cert` and `--tls-key` name; None: neither is given. Raises ConfigError."""
+    for given, other, flag, missing in (
+        (cert, key, "--tls-cert", "--tls-key"),
+        (key, cert, "--tls-key", "--tls-cert"),
+    ):
+        if given and not other:
+            raise ConfigError(f"{flag} is {given!r:.200}, must be given together with {missing}")
+    return CertificateFiles(str(Path(cert).absolute()), str(Path(key).absolute())) if cert else None
+
+
 def check_settings(settings: FleetSettings) -> FleetSettings:
     """Returns them unchanged. Raises ConfigError with the flag, its value and what is allowed."""
     for flag, value, least, most in (
@@ -124,6 +144,8 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
                 f"--allowed-origins is {origin!r:.150}, must be as https://chat.example.com, or *"
                 " for all; given several times for several"
             )
+    if settings.certificate is not None:
+        load_certificate(settings.certificate)
     longest = settings.path("run", "d-" + "0" * 8 + ".sock")
     if len(os.fsencode(longest)) > SOCKET_BYTES:
         raise ConfigError(

@@ -324,7 +324,8 @@ class FleetSupervisor:
             await server.start()
             await asyncio.gather(*(proxy.start() for proxy in proxies))
             host, port = self._sock.getsockname()[:2]
-            say(f"serving on http://{host}:{port}, files are in {self._settings.data}")
+            url = f"{self._settings.scheme}://{host}:{port}"
+            say(f"serving on {url}, files are in {self._settings.data}")
             self._task(keep_running(notify_manager, "signs of life"), "signs of life")
             await self._stop.wait()
             return 0
@@ -394,6 +395,7 @@ class FleetSupervisor:
             pepper=str(self._settings.path("pepper")),
             shutdown_timeout_s=self._settings.shutdown_timeout_s,
             allowed_origins=self._settings.allowed_origins,
+            certificate=self._settings.certificate,
         )
         spawn = partial(self._fork, PROXY, (self._sock.fileno(), heartbeat))
         return await ChildProcess.start("a proxy", spawn, launch)

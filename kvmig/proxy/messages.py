@@ -12,7 +12,7 @@ import msgspec
 from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.limits import LimitLeft
 from kvmig.asgi.body_bounds import ModelReach
-from kvmig.core.config import HttpConfig
+from kvmig.core.config import CertificateFiles, HttpConfig
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.core.secret import SecretStruct
 
@@ -43,6 +43,8 @@ class ProxyLaunch(SecretStruct, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call; `*`: all."""
+    certificate: CertificateFiles | None = None
+    """Certificate of the port; None: it speaks plain HTTP."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -43,6 +43,14 @@ class DoorMetrics:
         age.set_function(age_s)
         self.registry.register(self)
 
+    def show_certificate(self, expires: Callable[[], float]) -> None:
+        """Show when the port's certificate expires. expires: Unix time."""
+        prometheus_client.Gauge(
+            "kvmig_proxy_certificate_expiry_timestamp_seconds",
+            "When the certificate in use expires, in Unix time.",
+            registry=self.registry,
+        ).set_function(expires)
+
     def collect(self) -> Iterable[Metric]:
         """The collector's metrics, for prometheus_client."""
         running = GaugeMetricFamily(

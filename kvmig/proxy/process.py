@@ -9,13 +9,16 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import msgspec
 import uvicorn
 
 from kvmig.accounts.limits import OwnTallies
-from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
+from kvmig.asgi.certificate import CertificateWatch
+from kvmig.asgi.tls import TlsServer
+from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_config, uvicorn_server
 from kvmig.core.background import keep_running
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
@@ -54,7 +57,8 @@ class ProxyServer(HttpTask):
 
     def __init__(self, launch: ProxyLaunch, listening: int) -> None:
         """listening: descriptor of the port's socket. Raises OSError for one that is none, and
-        where the file of the limits can't be had."""
+        where the file of the limits can't be had; ConfigError for a certificate that can't be
+        used."""
         super().__init__(socket.socket(fileno=listening), lambda: self._uvicorn)
         self._launch = launch
         self._file = Path(launch.snapshot)
@@ -78,6 +82,9 @@ class ProxyServer(HttpTask):
             tallies=self._tallies or OwnTallies(since=monotonic()),
             cross_origin=CrossOrigin(launch.allowed_origins),
         )
+        self._certificate = CertificateWatch(launch.certificate) if launch.certificate else None
+        if (own := self._certificate) is not None:
+            self.door.metrics.show_certificate(lambda: own.certificate.expires)
 
     async def start(self) -> None:
         """Take calls. Raises StartupError."""
@@ -90,12 +97,10 @@ class ProxyServer(HttpTask):
             asyncio.create_task(keep_running(work, name), name=name)
             for name, work in (
                 ("demands", self._tell), ("snapshot", self._keep), ("heap", keep_small),
+                *self._watched(),
             )
         ]  # fmt: skip
-        connection = DoorConnection.limited(
-            self._launch.http.send_timeout_s, self.door.count_refused
-        )
-        self._uvicorn = uvicorn_server(self.door, connection, access_log=False)
+        self._uvicorn = self._http_server()
         await self.run(self._uvicorn.serve([self.sock]))
 
     async def stop(self, grace_s: float) -> None:
@@ -110,6 +115,18 @@ class ProxyServer(HttpTask):
             await self._link.close()
         if self._tallies is not None:
             self._tallies.close()
+
+    def _watched(self) -> list[tuple[str, Callable[[], Coroutine[None, None, None]]]]:
+        """What watches the certificate."""
+        return [("certificate", self._certificate.watch)] if self._certificate else []
+
+    def _http_server(self) -> uvicorn.Server:
+        timeout_s = self._launch.http.send_timeout_s
+        connection = DoorConnection.limited(timeout_s, self.door.count_refused)
+        if (own := self._certificate) is None:
+            return uvicorn_server(self.door, connection, access_log=False)
+        config = uvicorn_config(self.door, connection, access_log=False)
+        return TlsServer(config, connection, lambda: own.certificate.context)
 
     def cut(self) -> None:
         """Let `stop` wait no more."""

@@ -589,3 +589,17 @@ def test_what_runs_is_listed_by_its_short_command(kvmig: Kvmig) -> None:
     assert "qwen" in kvmig("model", "ls")
     kvmig("rm", "qwen")
     assert "qwen" not in kvmig("model", "ls")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--tls-cert=a.pem"], "--tls-cert is 'a.pem', must be given together with --tls-key"),
+        (["--tls-key=a.key"], "--tls-key is 'a.key', must be given together with --tls-cert"),
+    ],
+)
+def test_a_certificate_and_its_key_are_given_together(
+    tmp_path: Path, flags: list[str], sentence: str
+) -> None:
+    done = CliRunner().invoke(console.app, [f"--data={tmp_path}", "up", *flags])
+    assert (done.exit_code, done.stderr) == (2, f"kvmig: {sentence}\n")

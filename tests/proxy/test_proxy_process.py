@@ -25,6 +25,7 @@ from kvmig.proxy.messages import (
     ProxyLaunch,
     ProxyMetrics,
 )
+from tests.support.certificates import BOTH, Authority
 from tests.support.proxy_site import EVENT, PEPPER, Answer, Deployment, Got, key, says_ok
 from tests.support.waiting import until
 
@@ -33,15 +34,16 @@ START_S = 30.0
 
 @asynccontextmanager
 async def proxy(
-    folder: Path, files: str = "hard"
+    folder: Path, files: str = "hard", authority: Authority | None = None
 ) -> AsyncIterator[tuple[ChildProcess, httpx.AsyncClient]]:
-    """files: how many it may have open."""
+    """files: how many it may have open. authority: signs its certificate; None: it has none."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port, descriptor = listening.getsockname()[1], listening.fileno()
         launch = ProxyLaunch(
             name="p0", links=str(folder / "links"), api=str(folder / "api"),
             snapshot=str(folder / "snapshot"), pepper=str(folder / "pepper"),
             shutdown_timeout_s=20.0,
+            certificate=None if authority is None else authority.write(folder),
         )  # fmt: skip
         beats = os.open(os.devnull, os.O_WRONLY)
 
@@ -55,7 +57,10 @@ async def proxy(
         os.close(beats)
     try:
         assert await child.ready(START_S) == "shared"
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        base, trust = f"http://127.0.0.1:{port}", None
+        if authority is not None:
+            base, trust = f"https://127.0.0.1:{port}", authority.trusting()
+        async with httpx.AsyncClient(base_url=base, timeout=30, verify=trust or True) as client:
             yield child, client
     finally:
         await child.stop()
@@ -79,13 +84,18 @@ def knowing(folder: Path, *, older: bool = False) -> str:
 
 @asynccontextmanager
 async def alone(
-    folder: Path, answer: Answer = says_ok, *, files: str = "hard", older: bool = False
+    folder: Path,
+    answer: Answer = says_ok,
+    *,
+    files: str = "hard",
+    older: bool = False,
+    authority: Authority | None = None,
 ) -> AsyncIterator[tuple[Deployment, ChildProcess, httpx.AsyncClient]]:
     """A proxy with its file in place of a server, a model that is ready, a client with a key."""
     bearer, there = knowing(folder, older=older), Deployment(str(folder / "count"), answer)
     await there.open()
     try:
-        async with proxy(folder, files) as (child, client):
+        async with proxy(folder, files, authority) as (child, client):
             client.headers["authorization"] = bearer
             yield there, child, client
     finally:
@@ -105,11 +115,16 @@ def streaming(go_on: asyncio.Event) -> Answer:
     return streams
 
 
-async def served_anew(client: httpx.AsyncClient) -> httpx.Response:
+async def served_anew(
+    client: httpx.AsyncClient, authority: Authority | None = None
+) -> httpx.Response:
     """On a new connection, as soon as there may be one more."""
+    trust = True if authority is None else authority.trusting()
     async with asyncio.timeout(START_S):
         while True:
-            async with httpx.AsyncClient(base_url=client.base_url, headers=client.headers) as new:
+            async with httpx.AsyncClient(
+                base_url=client.base_url, headers=client.headers, verify=trust
+            ) as new:
                 with suppress(httpx.TransportError):
                     return await new.post("/v1/completions", json={"model": "count"})
             await asyncio.sleep(0.02)
@@ -191,22 +206,51 @@ async def test_a_proxy_with_all_the_clients_that_its_files_are_for_says_so_to_th
     assert after.status_code == 200
 
 
+@BOTH
 async def test_idle_clients_take_no_files_from_the_calls_of_those_that_were_there(
-    tmp_path: Path,
+    tmp_path: Path, authority: Authority | None
 ) -> None:
-    async with alone(tmp_path, files="200") as (_, _, client):
+    async with alone(tmp_path, files="200", authority=authority) as (_, _, client):
         before = await client.post("/v1/completions", json={"model": "count"})  # and connected
         address = "127.0.0.1", client.base_url.port
         idle = [await asyncio.open_connection(*address) for _ in range(300)]
         closed = [asyncio.create_task(reader.read()) for reader, _ in idle]
         await until(lambda: sum(map(asyncio.Task.done, closed)) >= 100)
-        # Idle ones are closed after HEAD_S, 20 s.
+        # Idle ones are closed after HEAD_S, 20 s, or HANDSHAKE_S, 10 s.
         during = await client.post("/v1/completions", json={"model": "count"}, timeout=5)
         for _, writer in idle:
             writer.close()
         await asyncio.gather(*closed, return_exceptions=True)
-        after = await served_anew(client)
+        after = await served_anew(client, authority)
     assert [one.status_code for one in (before, during, after)] == [200] * 3
+
+
+async def serial_number(client: httpx.AsyncClient, authority: Authority) -> str:
+    """The number of the certificate that a new connection is shown."""
+    port, trust = client.base_url.port, authority.trusting()
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+    shown = writer.get_extra_info("ssl_object").getpeercert()
+    writer.close()
+    return str(shown["serialNumber"])
+
+
+async def test_a_changed_certificate_is_shown_to_the_next_client_while_streams_go_on(
+    tmp_path: Path,
+) -> None:
+    go_on, authority = asyncio.Event(), Authority.make()
+    async with alone(tmp_path, streaming(go_on), authority=authority) as (_, _, client):
+        body = {"model": "count", "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            parts = answer.aiter_bytes()
+            first = await anext(parts)
+            before = await serial_number(client, authority)
+            authority.write(tmp_path)
+            async with asyncio.timeout(START_S):
+                while await serial_number(client, authority) == before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            go_on.set()
+            rest = b"".join([part async for part in parts])
+    assert first + rest == EVENT * 2
 
 
 async def test_a_proxy_keeps_what_it_was_told_for_its_own_user_only(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvmig.proxy.messages import KeyUpdates, ModelRoute
 from kvmig.proxy.relay import ChunkedFraming, UpstreamProtocolError, parse_head
+from tests.support.certificates import BOTH, Authority
 from tests.support.proxy_site import EVENT, Answer, Got, Site, key, says_ok_after, site
 from tests.support.waiting import until
 
@@ -76,7 +77,10 @@ def test_a_head_that_is_none_is_said_to_be_none() -> None:
 # -- streams
 
 
-async def test_events_reach_the_client_while_the_stream_goes_on(tmp_path: Path) -> None:
+@BOTH
+async def test_events_reach_the_client_while_the_stream_goes_on(
+    tmp_path: Path, authority: Authority | None
+) -> None:
     read = asyncio.Event()
 
     async def waits(got: Got) -> None:
@@ -86,7 +90,11 @@ async def test_events_reach_the_client_while_the_stream_goes_on(tmp_path: Path) 
         got.chunk(b"data: [DONE]\n\n")
         got.last()
 
-    async with site(tmp_path) as door, door.deployment(waits), door.client() as client:
+    async with (
+        site(tmp_path, authority=authority) as door,
+        door.deployment(waits),
+        door.client() as client,
+    ):
         async with client.stream("POST", "/v1/completions", json=STREAM) as answer:
             parts = answer.aiter_bytes()
             assert await anext(parts) == EVENT
@@ -107,11 +115,12 @@ async def never(got: Got) -> None:
     await asyncio.Event().wait()
 
 
+@BOTH
 @pytest.mark.parametrize("answer", [begins, never])
 async def test_a_client_that_leaves_takes_its_request_with_it(
-    tmp_path: Path, answer: Answer
+    tmp_path: Path, answer: Answer, authority: Authority | None
 ) -> None:
-    async with site(tmp_path) as door, door.deployment(answer) as there:
+    async with site(tmp_path, authority=authority) as door, door.deployment(answer) as there:
         _, writer = await door.connect(door.call(STREAM))
         await until(lambda: there.got)
         writer.close()
@@ -119,7 +128,10 @@ async def test_a_client_that_leaves_takes_its_request_with_it(
         await until(lambda: door.door.counts.states() == {"count": (0, 0)})
 
 
-async def test_a_client_that_does_not_read_stops_its_deployment(tmp_path: Path) -> None:
+@BOTH
+async def test_a_client_that_does_not_read_stops_its_deployment(
+    tmp_path: Path, authority: Authority | None
+) -> None:
     most = 64 << 20
     sent = 0
 
@@ -132,7 +144,7 @@ async def test_a_client_that_does_not_read_stops_its_deployment(tmp_path: Path) 
             await got.writer.drain()
         got.last()
 
-    async with site(tmp_path) as door, door.deployment(floods):
+    async with site(tmp_path, authority=authority) as door, door.deployment(floods):
         reader, writer = await door.connect(door.call(STREAM))
         await reader.readuntil(b"\r\n\r\n")
         before = -1

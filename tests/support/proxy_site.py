@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ import httpx
 import msgspec
 
 from kvmig.accounts.keys import KeyGrant, KeyTerms, Limits, new_key
+from kvmig.asgi.certificate import load_certificate
+from kvmig.asgi.tls import TlsServer
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import HttpConfig
@@ -25,6 +28,7 @@ from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import ModelDirectory
 from kvmig.proxy.messages import FleetSnapshot, ModelRoute, RouteChanges
+from tests.support.certificates import Authority
 
 PEPPER = b"p" * 32
 GRACE_S = 2.0
@@ -154,6 +158,8 @@ class Site:
     folder: Path
     key: str
     wanted: list[str]
+    trust: ssl.SSLContext | None = None
+    """What clients accept the door's certificate by; None: it speaks plain HTTP."""
 
     def tell(self, *routes: ModelRoute, removed: tuple[str, ...] = ()) -> None:
         version = self.door.directory.version + 1
@@ -179,8 +185,10 @@ class Site:
     @asynccontextmanager
     async def client(self, given: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
         bearer = {"authorization": f"Bearer {self.key if given is None else given}"}
-        base = f"http://127.0.0.1:{self.port}"
-        async with httpx.AsyncClient(base_url=base, headers=bearer, timeout=30) as client:
+        base = f"{'https' if self.trust else 'http'}://127.0.0.1:{self.port}"
+        async with httpx.AsyncClient(
+            base_url=base, headers=bearer, timeout=30, verify=self.trust or True
+        ) as client:
             yield client
 
     async def ask(
@@ -195,7 +203,7 @@ class Site:
 
     async def connect(self, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection on which this was sent."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self.trust)
         writer.write(sent)
         return reader, writer
 
@@ -216,11 +224,13 @@ async def site(
     clock: Clock = monotonic,
     wall: Clock = time.time,
     pages: tuple[str, ...] = (),
+    authority: Authority | None = None,
     **limits: Any,
 ) -> AsyncIterator[Site]:
     """A door with one key that may use everything, and `grants`; it knows no models.
 
-    pages: origins of web pages that may call.
+    pages: origins of web pages that may call. authority: signs the door's certificate; None: it
+    speaks plain HTTP.
     """
     shown, grant = key(scopes=("infer", "read", "admin"))
     wanted: list[str] = []
@@ -233,11 +243,14 @@ async def site(
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     connection = DoorConnection.limited(5.0, door.count_refused)
-    server = uvicorn_server(door, connection, access_log=False)
+    server, trust = uvicorn_server(door, connection, access_log=False), None
+    if authority is not None:
+        context, trust = load_certificate(authority.write(folder)).context, authority.trusting()
+        server = TlsServer(server.config, connection, lambda: context)
     task = HttpTask(sock, lambda: server)
     try:
         await task.run(server.serve([sock]))
-        yield Site(door, port, folder, shown, wanted)
+        yield Site(door, port, folder, shown, wanted, trust)
     finally:
         door.close()
         await task.stop(GRACE_S)
