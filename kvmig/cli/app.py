@@ -32,6 +32,7 @@ from kvmig.cli.models import (
     placement_app,
     remove_model,
 )
+from kvmig.cli.places import instance_app
 from kvmig.cli.usage import usage_app
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import quantity, size_text
@@ -50,6 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(model_app, name="model")
+app.add_typer(instance_app, name="instance")
 app.add_typer(alias_app, name="alias")
 app.add_typer(placement_app, name="placement")
 app.add_typer(key_app, name="key")
@@ -133,8 +135,8 @@ def up(
     gpu_placement: Annotated[
         str,
         typer.Option(
-            help="Which GPU an instance gets of those with room: spread (the emptiest) or pack (the"
-            " fullest)."
+            help="Which GPU an instance gets of those with room: spread (the one with the fewest"
+            " instances, then the emptiest) or pack (the fullest)."
         ),
     ] = "spread",
     shutdown_timeout: Annotated[

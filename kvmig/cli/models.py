@@ -15,6 +15,7 @@ import typer
 from kvmig.cli.common import Json, done, patience, said, show, table_of, time_of, where
 from kvmig.cli.files import files_app, pull_files
 from kvmig.cli.names import typed_source
+from kvmig.cli.places import why_not_model
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import size_text
 from kvmig.placement.file import Placement
@@ -29,6 +30,7 @@ placement_app = typer.Typer(
 
 model_app.add_typer(files_app, name="files")
 model_app.command("pull")(pull_files)
+model_app.command("why-not")(why_not_model)
 
 CHECKING = (
     "the engine checks the flags and the model's configuration; the first check loads the engine's"
@@ -90,6 +92,7 @@ def model_view(one: dict[str, Any]) -> str:
         "adapters": ", ".join(spec["adapters"]),
         "zero after": f"{wanted['zero_after_s']:g} s",
         "unit": spec["unit"],
+        "workers": ", ".join(f"{name}={value}" for name, value in spec["worker_selector"].items()),
         "GPUs": ", ".join(f"{gpu['gpu']}: {gpu['bytes']} bytes" for gpu in one["gpus"]),
         "no room": "; ".join(one["no_room"]),
         "revision": f"{one['revision']}{', takes effect at the next start' * one['stale']}",
@@ -214,6 +217,20 @@ def add_model(
         list[str] | None,
         typer.Option(help="Another name of the model. May be given several times."),
     ] = None,
+    worker_selector: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LABEL=VALUE",
+            help="Label that the instances' workers must have. May be given several times.",
+        ),
+    ] = None,
+    placement_strategy: Annotated[
+        str,
+        typer.Option(
+            help="Where instances go: spread (the emptiest worker and GPU) or pack (the fullest)"
+            " (default: that of `kvmig up --gpu-placement`)."
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Add a model to the catalogue. It starts at its first request, or now if --min is not 0."""
@@ -223,6 +240,8 @@ def add_model(
         "engine": engine,
         "flags": shlex.split(flags),
         "aliases": alias or [],
+        "worker_selector": typed_labels(worker_selector or []),
+        "placement_strategy": placement_strategy,
         "instances": {
             "min": least,
             "max": most,
@@ -235,6 +254,18 @@ def add_model(
     with patience(CHECKING):
         answer = where.client().post("models", spec)
     show_rows(answer, as_json)
+
+
+def typed_labels(typed: Sequence[str]) -> dict[str, str]:
+    """Labels as they are typed, LABEL=VALUE. Raises ConfigError."""
+    found = {}
+    for one in typed:
+        name, equals, value = one.partition("=")
+        if not equals or name in found:
+            wrong = "is there twice" if equals else "must be LABEL=VALUE"
+            raise ConfigError(f"--worker-selector is {one!r:.100}, {wrong}")
+        found[name] = value
+    return found
 
 
 @model_app.command("evaluate")

@@ -38,6 +38,7 @@ from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
+from kvmig.fleet.places_api import places_api
 from kvmig.fleet.quotas import left
 from kvmig.fleet.retention import UsageRetention, day_before, prune
 from kvmig.fleet.settings import FleetSettings
@@ -160,6 +161,7 @@ def make_app(backend: ApiBackend) -> FastAPI:
         files_api(backend.files, caller),
         catalogue_api(backend.catalogue, caller),
         placement_api(backend, caller),
+        places_api(backend.models, backend.row, caller),
     ):
         app.include_router(api, prefix=PREFIX)
     return app
@@ -190,7 +192,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
                     "others_bytes": one.others,
                     "models": one.claims,
                 }
-                for one in models.devices()
+                for one in models.places.devices()
             ],
             "units": [unit_json(one) for one in models.units.every()],
             "data": backend.settings.data,
@@ -268,7 +270,7 @@ async def evaluate_model(backend: ApiBackend, spec: ModelSpec) -> Body:
         spec = msgspec.structs.replace(spec, source=f"{PATH}{heads}")
     if backend.models.memory.devices.sizes(spec) is None:
         await backend.check(spec, True)
-    return cast("Body", msgspec.to_builtins(backend.models.evaluate(spec)))
+    return cast("Body", msgspec.to_builtins(backend.models.places.evaluate(spec)))
 
 
 def usage_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
@@ -636,7 +638,7 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
             "start_s": model.start_s,
         }
     held = {} if model is None else model.held
-    titles = {one.id: one.title for one in (models.devices() if held else ())}
+    titles = {one.id: one.title for one in (models.places.devices() if held else ())}
     return {
         "name": row.name,
         "revision": row.revision,
@@ -649,7 +651,7 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
             {"gpu": titles.get(uuid, uuid), "uuid": uuid, "bytes": size}
             for uuid, size in held.items()
         ],
-        "no_room": [] if model is None else models.reasons(model),
+        "no_room": [] if model is None else models.places.reasons(model),
         **now,
     }
 

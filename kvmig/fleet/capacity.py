@@ -1,6 +1,6 @@
 """Which models may start beside those that run, and which of these make room for them. Pure.
 
-A model needs memory of the host, and on a machine with GPUs memory of these as well.
+A model's instances need memory of the nodes that they are on, and GPUs there where these have some.
 
 The one that has waited longest goes first. If it doesn't fit, idle models end for it, the least
 valuable ones first: never one that answers or that somebody waits for, nor one that has not yet
@@ -11,11 +11,24 @@ later may start before only where it takes nothing that who came first will need
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from kvmig.fleet import device_room
-from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Places, Strategy, groups_of
+from kvmig.fleet.device_room import DeviceNeed, Strategy
+from kvmig.fleet.place_choice import PlaceExplanation, choose_places, explained, with_places
+from kvmig.fleet.room_moves import MovableInstance, RoomPlan, make_room
+from kvmig.fleet.worker_filters import admits, most_on, refused_node
+from kvmig.fleet.worker_nodes import (
+    LOCAL,
+    InstanceNeed,
+    InstancePlace,
+    NodeRoom,
+    Rooms,
+    WorkerNode,
+    room_now,
+)
 
 GIB = 1 << 30
 STAY = 4.0
@@ -74,6 +87,13 @@ class ResidentModel:
     """Bytes that it takes of each GPU."""
     shared: SharedHold | None = None
     """What it shares with others of its unit; None: it is in none."""
+    on: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of `claim` by nodes; empty: all of them are of the local one."""
+
+    @property
+    def claims(self) -> Mapping[str, int]:
+        """The bytes that it takes of each node's memory."""
+        return self.on or {LOCAL: self.claim}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +102,31 @@ class WaitingModel:
 
     name: str
     claim: int
-    """Bytes more than it takes already."""
+    """Bytes more than it takes already, all of its instances together."""
     since: float
     need: DeviceNeed | None = None
     """What its instances want of GPUs; None: nothing, or they have their GPUs already."""
     instances: int = 1
     more: Mapping[str, int] = field(default_factory=dict)
     """Bytes more that it takes of GPUs that it has."""
+    wakes_on: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of `claim` by nodes of a model that wakes where it is; empty: it starts."""
+    engine: str = ""
+    selector: Mapping[str, str] = field(default_factory=dict)
+    """Labels that its nodes have."""
+    source: str = ""
+    """The source of its files."""
+    strategy: Strategy | None = None
+    """The strategy of its specification; None: that of the fleet counts."""
+    patience_s: float = 0.0
+    """Seconds that others may move for it before its start; 0: none moves for it."""
 
-
-@dataclass(frozen=True, slots=True)
-class HostDevices:
-    """The GPUs of the host."""
-
-    devices: tuple[DeviceMemory, ...] = ()
-    strategy: Strategy = "spread"
-
-
-NO_GPUS = HostDevices()
+    @property
+    def of_instance(self) -> InstanceNeed:
+        """What one instance of a model that starts wants of its node."""
+        wants = () if self.need is None else (self.need,)
+        each = -(-self.claim // self.instances)
+        return InstanceNeed(self.name, each, wants, self.engine, self.selector, self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,47 +139,20 @@ class CapacityPlan:
     """Reasons why waiting models can't start at all."""
     yielding: frozenset[str] = frozenset()
     """Models that are evicted for others."""
-    free: int = 0
-    """Bytes that are left then; 0 while anybody waits."""
-    places: Mapping[str, Places] = field(default_factory=dict)
-    """GPUs of the instances of models that start."""
-    free_on: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that are left then of each GPU; empty while a model waits."""
+    places: Mapping[str, tuple[InstancePlace, ...]] = field(default_factory=dict)
+    """Places of the instances of models that start."""
+    explained: Mapping[str, tuple[PlaceExplanation, ...]] = field(default_factory=dict)
+    """Why they are there."""
+    rooms: Rooms = field(default_factory=dict)
+    """What is left then, whether or not a model waits for it."""
+    waits: bool = False
+    """Whether a model waits for room."""
+    moves: RoomPlan | None = None
+    """Moves of instances that make room for the one that waits longest, where none may end."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Free bytes: of the host, and of each GPU."""
-
-    host: int
-    devices: Mapping[str, int]
-    groups: tuple[tuple[str, ...], ...]
-    strategy: Strategy
-
-    def places(self, one: WaitingModel) -> Places | None:
-        """Find places for its instances; None: there is no room for all of them."""
-        short = any(self.devices.get(gpu, 0) < size for gpu, size in one.more.items())
-        if one.claim > self.host or short:
-            return None
-        if one.need is None:
-            return ()
-        return device_room.assign(self.devices, one.need, one.instances, self.groups, self.strategy)
-
-    def with_model(self, one: WaitingModel, places: Places) -> _Room:
-        """The rest, once this model has started at these places."""
-        taken = dict(one.more)
-        for gpu in (gpu for place in places for gpu in place):
-            taken[gpu] = taken.get(gpu, 0) + (0 if one.need is None else one.need.each)
-        left = {gpu: size - taken.get(gpu, 0) for gpu, size in self.devices.items()}
-        return replace(self, host=self.host - one.claim, devices=left)
-
-    def without(self, residents: Iterable[ResidentModel]) -> _Room:
-        """What is free once these have ended."""
-        every = list(residents)
-        ends = {one.name for one in every}
-        held = _held(every, lambda shared: shared.models <= ends)
-        more = {gpu: size + held[gpu] for gpu, size in self.devices.items()}
-        return replace(self, host=self.host + sum(one.claim for one in every), devices=more)
+    def spare(self, node: str = LOCAL) -> int:
+        """Bytes of a node's memory that no model takes or waits for."""
+        return 0 if self.waits or node not in self.rooms else self.rooms[node].memory
 
 
 def free(host: HostCapacity, residents: Iterable[ResidentModel]) -> int:
@@ -160,7 +160,11 @@ def free(host: HostCapacity, residents: Iterable[ResidentModel]) -> int:
     every = list(residents)
     claimed = sum(one.claim for one in every)
     coming = sum(one.claim for one in every if not one.ready)
-    return max(0, min(host.total - claimed, host.available - coming))
+    return _free(host.total, host.available, claimed, coming)
+
+
+def _free(total: int, available: int, claimed: int, coming: int) -> int:
+    return max(0, min(total - claimed, available - coming))
 
 
 def too_large(name: str, claim: int, total: int) -> str:
@@ -187,64 +191,190 @@ def why_not_parked(more: int, free_bytes: int) -> str:
 
 
 def plan(
-    host: HostCapacity,
+    nodes: Sequence[WorkerNode],
     waiting: Iterable[WaitingModel],
     residents: Sequence[ResidentModel],
     now: float,
-    gpus: HostDevices = NO_GPUS,
+    strategy: Strategy = "spread",
+    movable: Sequence[MovableInstance] = (),
+    moving: Set[str] = frozenset(),
 ) -> CapacityPlan:
     """Which models start, wait (and why) or end. now: seconds of the clock of all `since`.
 
-    gpus: with the claims of the residents.
+    nodes: their GPUs with the claims of the residents. movable: instances that may move so that
+    others have room. moving: nodes that instances move from or to already, for the one that waits
+    longest; none move besides, and no later one starts there.
     """
-    groups = tuple(groups_of(gpus.devices))
-    whole = {one.id: one.total for one in gpus.devices}
-    usable = {one.id: max(0, one.total - one.others) for one in gpus.devices}
-    left = _Room(
-        free(host, residents), {one.id: one.free for one in gpus.devices}, groups, gpus.strategy
-    )
-    empty = replace(left, host=host.total, devices=usable)
-    going: set[str] = set()
-    """Models that start or wake now, and the first one that waits."""
-    pinned = [one for one in residents if one.pinned]
-    refused, never, placed = {}, {}, {}
+    site = _Site(nodes, residents, strategy)
+    left = site.left
+    going: list[_Started] = []
+    refused, never = dict[str, str](), dict[str, str]()
+    placed = dict[str, tuple[InstancePlace, ...]]()
+    explanations = dict[str, tuple[PlaceExplanation, ...]]()
     yielding: frozenset[str] = frozenset()
-    ahead: list[WaitingModel] = []
+    moves: RoomPlan | None = None
+    ahead: _RoomAhead | None = None
     for one in sorted(waiting, key=lambda one: (one.since, one.name)):
-        if wrong := _too_large(one, host, gpus.devices, replace(empty, devices=whole)):
-            never[one.name] = wrong
-        elif (room := _beside_those_ahead(left, ahead, empty, residents)) is not None and (
-            places := room.places(one)
-        ) is not None:
-            left = left.with_model(one, places)
+        room = left if ahead is None else ahead.beside(left, one)
+        if (places := _places(room, one, site.strategy_of(one))) is not None:
             if places:
                 placed[one.name] = places
-            going.add(one.name)
-        elif _beside(empty, pinned).places(one) is None:  # nobody waits for its turn
-            refused[one.name] = f"{_no_room(one, left)}, the rest is taken for good"
+                why = explained(left, one.of_instance, places, site.strategy_of(one))
+                explanations[one.name] = why
+            left = _with_model(left, one, places)
+            if ahead is not None:
+                ahead.take(one, places)
+            going.append((one, places))
+        elif nowhere := _taken_nowhere(one, site):
+            refused[one.name] = nowhere
+        elif wrong := _too_large(one, site):
+            never[one.name] = wrong
         else:
-            if not ahead:
-                others = [other for other in residents if other.name not in {*going, one.name}]
-                yielding = _yielding(one, left, others, now)
-            refused[one.name] = _why(one, left, ahead, yielding)
-            ahead.append(one)
-    if ahead:
-        return CapacityPlan(refused, never, yielding, places=placed)
-    return CapacityPlan(refused, never, yielding, left.host, placed, left.devices)
+            for_good = not _fits(site.beside_pinned, one)
+            first = ahead is None
+            if first and not for_good:
+                stay = {one.name, *(other.name for other, _ in going)}
+                others = [other for other in residents if other.name not in stay]
+                yielding = _yielding(one, site, left, others, now)
+            if first and not (yielding or moving):
+                moves = _moves_for(one, left, movable)
+            doing = ""
+            if first and yielding:
+                doing = "idle models end"
+            elif first and (moving or moves is not None):
+                doing = "instances move"
+            if for_good and not doing:  # nobody waits for its turn
+                refused[one.name] = f"{_no_room(one, left)}, the rest is taken for good"
+                continue
+            refused[one.name] = _why(one, left, 0 if ahead is None else ahead.models, doing)
+            ahead = ahead or _RoomAhead(site, one.since, going, moves.nodes if moves else moving)
+            ahead.keep(one)
+    return CapacityPlan(
+        refused, never, yielding, placed, explanations, left, ahead is not None, moves
+    )
 
 
-def _too_large(
-    one: WaitingModel, host: HostCapacity, devices: Sequence[DeviceMemory], whole: _Room
-) -> str:
-    """What is wrong with a model that can never start; empty: nothing."""
-    if wrong := too_large(one.name, one.claim, host.total):
-        return wrong
-    if one.need is None or whole.places(one) is not None:
-        return ""
-    if wrong := device_room.too_large(f"model {one.name}", one.need, devices):
-        return wrong
-    least = f"model {one.name} has {one.instances} instances, each of which needs"
-    return f"{least} {device_room.wanted(one.need)}: the GPUs here don't hold them all"
+# -- rooms
+
+_Started = tuple[WaitingModel, tuple[InstancePlace, ...]]
+"""A model that starts or wakes now, and the places of its instances."""
+
+
+def _waking(one: WaitingModel) -> bool:
+    """Whether its instances are on their nodes already."""
+    return bool(one.more or one.wakes_on)
+
+
+def _wakes_on(one: WaitingModel) -> Mapping[str, int]:
+    return one.wakes_on or {LOCAL: one.claim}
+
+
+def _places(
+    rooms: Rooms, one: WaitingModel, strategy: Strategy
+) -> tuple[InstancePlace, ...] | None:
+    """Places for its instances, none if it wakes; None: there is no room for all of them."""
+    if not _waking(one):
+        return choose_places(rooms, one.of_instance, one.instances, strategy)
+    for name, size in _wakes_on(one).items():
+        if size and (name not in rooms or rooms[name].memory < size):
+            return None
+    short = any(_free_on(rooms, gpu) < size for gpu, size in one.more.items())
+    return None if short else ()
+
+
+def _free_on(rooms: Rooms, gpu: str) -> int:
+    return next((room.devices[gpu] for room in rooms.values() if gpu in room.devices), 0)
+
+
+def _with_model(
+    rooms: Rooms, one: WaitingModel, places: tuple[InstancePlace, ...]
+) -> dict[str, NodeRoom]:
+    """What is left once the model has started at these places, or woken."""
+    if not _waking(one):
+        return with_places(rooms, one.of_instance, places)
+    taken = {name: -size for name, size in _wakes_on(one).items()}
+    whose = {gpu: name for name, room in rooms.items() for gpu in one.more if gpu in room.devices}
+    return {**rooms, **_given(rooms, taken, {gpu: -size for gpu, size in one.more.items()}, whose)}
+
+
+def _given(
+    rooms: Rooms, memory: Mapping[str, int], held: Mapping[str, int], whose: Mapping[str, str]
+) -> dict[str, NodeRoom]:
+    """The nodes that have more once these bytes are given back. memory: by nodes; held: by GPUs."""
+    devices: dict[str, dict[str, int]] = {}
+    for gpu, size in held.items():
+        if (name := whose.get(gpu)) is not None and size:
+            if name not in devices:
+                devices[name] = dict(rooms[name].devices)
+            devices[name][gpu] += size
+    found = {}
+    for name in {*memory, *devices}:
+        if (room := rooms.get(name)) is not None:
+            size = room.memory + memory.get(name, 0)
+            found[name] = NodeRoom(room.node, size, devices.get(name, room.devices), room.counts)
+    return found
+
+
+def _fits(rooms: Rooms, one: WaitingModel, *, anywhere: bool = False) -> bool:
+    """Whether its instances have room. anywhere: also where a node takes none of them now."""
+    if _waking(one) or (one.need is not None and one.need.at):
+        return _places(rooms, one, "pack") is not None
+    need, missing = one.of_instance, one.instances
+    for room in rooms.values():
+        if anywhere or admits(room.node, need):
+            missing -= most_on(room, need, one.need, missing)
+            if missing <= 0:
+                return True
+    return False
+
+
+class _Site:
+    """The nodes, as they are and as they would be without models."""
+
+    def __init__(
+        self, nodes: Sequence[WorkerNode], residents: Sequence[ResidentModel], strategy: Strategy
+    ) -> None:
+        self.nodes, self.residents, self._strategy = nodes, residents, strategy
+        claimed, coming = Counter[str](), Counter[str]()
+        for one in residents:
+            claimed.update(one.claims)
+            coming.update({} if one.ready else one.claims)
+        self.left: Rooms = {
+            one.name: room_now(
+                one, _free(one.total, one.available, claimed[one.name], coming[one.name])
+            )
+            for one in nodes
+        }
+        """What is free now."""
+
+    def strategy_of(self, one: WaitingModel) -> Strategy:
+        """The strategy by which the model's nodes are chosen."""
+        return one.strategy or self._strategy
+
+    @cached_property
+    def whose(self) -> Mapping[str, str]:
+        """The nodes of GPUs."""
+        return {gpu.id: one.name for one in self.nodes for gpu in one.devices}
+
+    @cached_property
+    def whole(self) -> Rooms:
+        """What there is, taken or not."""
+        return {one.name: NodeRoom(one, one.total, one.sizes, one.counts) for one in self.nodes}
+
+    def beside(self, staying: Iterable[ResidentModel]) -> dict[str, NodeRoom]:
+        """What is free while these stay, and all others have ended."""
+        every = list(staying)
+        taken = Counter[str]()
+        for one in every:
+            taken.subtract(one.claims)
+        held = {gpu: -size for gpu, size in _held(every, lambda shared: True).items()}
+        empty = {one.name: NodeRoom(one, one.total, one.usable, one.counts) for one in self.nodes}
+        return empty | _given(empty, taken, held, self.whose)
+
+    @cached_property
+    def beside_pinned(self) -> Rooms:
+        """What is free while those stay that never end."""
+        return self.beside(one for one in self.residents if one.pinned)
 
 
 def _held(models: Sequence[ResidentModel], counts: Callable[[SharedHold], bool]) -> Counter[str]:
@@ -259,37 +389,73 @@ def _held(models: Sequence[ResidentModel], counts: Callable[[SharedHold], bool])
     return held
 
 
-def _beside(empty: _Room, staying: Iterable[ResidentModel]) -> _Room:
-    """What is free while these stay."""
-    every = list(staying)
-    held = _held(every, lambda shared: True)
-    left = {gpu: size - held[gpu] for gpu, size in empty.devices.items()}
-    return replace(empty, host=empty.host - sum(one.claim for one in every), devices=left)
-
-
-def _beside_those_ahead(
-    left: _Room, ahead: Sequence[WaitingModel], empty: _Room, residents: Iterable[ResidentModel]
-) -> _Room | None:
-    """What one that came later may take: all that wait longer will have their room beside it, once
-    the others have ended. None: nothing.
+class _RoomAhead:
+    """What those need that wait, once the others have ended; later ones start in what is left.
 
     Those are not counted on to end that are pinned, or have come since the first one waits.
     """
-    if not ahead:
-        return left
-    first = ahead[0].since
-    staying = [other for other in residents if other.pinned or other.since >= first]
-    room = replace(_beside(empty, staying), strategy="pack")
-    for other in ahead:
-        if (places := room.places(other)) is None:
-            return None
-        room = room.with_model(other, places)
-    least = {gpu: min(size, room.devices[gpu]) for gpu, size in left.devices.items()}
-    return replace(left, host=min(left.host, room.host), devices=least)
+
+    def __init__(
+        self, site: _Site, first: float, started: Iterable[_Started], moving: Set[str]
+    ) -> None:
+        """first: since when the first one waits. started: models that have started before it.
+        moving: nodes with instances that move for it."""
+        self._moving = moving
+        staying = [one for one in site.residents if one.pinned or one.since >= first]
+        self._rooms: Rooms | None = site.beside(staying)
+        for one, places in started:
+            self._rooms = _with_model(self._rooms, one, places)
+        self._waiting: list[WaitingModel] = []
+        """The models without a place yet: that takes a look at all nodes, once a later one asks."""
+        self.models = 0
+        """How many wait."""
+
+    def keep(self, one: WaitingModel) -> None:
+        """Keep room for one that waits; where there is none, no later one starts."""
+        self.models += 1
+        self._waiting.append(one)
+
+    def take(self, one: WaitingModel, places: tuple[InstancePlace, ...]) -> None:
+        """Take note of a later one that starts."""
+        assert self._rooms is not None, "there was room"
+        self._rooms = _with_model(self._rooms, one, places)
+
+    def beside(self, left: Rooms, one: WaitingModel) -> Rooms:
+        """What a later one may have: on nodes with room for one of its instances at least."""
+        for other in self._waiting:
+            if self._rooms is not None:
+                places = _places(self._rooms, other, "pack")
+                kept = None if places is None else _with_model(self._rooms, other, places)
+                self._rooms = kept
+        self._waiting.clear()
+        if self._rooms is None:
+            return {}
+        need = one.of_instance
+        found = {}
+        for name, room in left.items():
+            if name in self._moving:
+                continue
+            if _waking(one) or (admits(room.node, need) and most_on(room, need, one.need, 1)):
+                ahead = self._rooms[name]
+                found[name] = replace(
+                    room,
+                    memory=min(room.memory, ahead.memory),
+                    devices={
+                        gpu: min(size, ahead.devices[gpu]) for gpu, size in room.devices.items()
+                    },
+                )
+        return found
+
+
+# -- who ends
 
 
 def _yielding(
-    one: WaitingModel, left: _Room, residents: Iterable[ResidentModel], now: float
+    one: WaitingModel,
+    site: _Site,
+    left: Rooms,
+    residents: Iterable[ResidentModel],
+    now: float,
 ) -> frozenset[str]:
     """The models whose end makes room for it; none if not enough may end."""
     every = list(residents)
@@ -298,17 +464,77 @@ def _yielding(
         (other for other in every if not other.leaving and (other.parked or _may_end(other, now))),
         key=lambda other: (not other.parked, -other.priority, -other.idle_s, other.name),
     )
+    room = _RoomMade(one, site, left)
+    for other in chosen:
+        room.end(other)
     for other in idle:
-        if left.without(chosen).places(one) is not None:
+        if room.enough:
             break
+        room.end(other)
         chosen.append(other)
-    if left.without(chosen).places(one) is None:
+    if not room.enough:
         return frozenset(other.name for other in every if other.leaving)
     for other in [each for each in reversed(chosen) if not each.leaving]:  # the most valuable first
-        fewer = [each for each in chosen if each is not other]
-        if left.without(fewer).places(one) is not None:
-            chosen = fewer
+        room.end(other, back=True)
+        if room.enough:
+            chosen.remove(other)
+        else:
+            room.end(other)
     return frozenset(other.name for other in chosen)
+
+
+class _RoomMade:
+    """Whether a model that has no room gets some by the end of others, one after the other."""
+
+    def __init__(self, one: WaitingModel, site: _Site, left: Rooms) -> None:
+        self._one, self._site = one, site
+        self._rooms = dict(left)
+        self._need = one.of_instance
+        self._ended: set[str] = set()
+        self._counts = not (_waking(one) or (one.need is not None and one.need.at))
+        """Whether it is enough to count the instances that have room on each node."""
+        self._on = {name: self._most_on(room) for name, room in left.items() if self._counts}
+        self._most = sum(self._on.values())
+
+    def end(self, other: ResidentModel, *, back: bool = False) -> None:
+        """End another model; back: it doesn't end after all."""
+        shared = other.shared
+        before = shared is not None and shared.models <= self._ended
+        (self._ended.discard if back else self._ended.add)(other.name)
+        after = shared is not None and shared.models <= self._ended
+        held = other.held
+        if shared is not None and before != after:  # the last of its unit
+            held = Counter(held) + Counter(shared.held)
+        sign = -1 if back else 1
+        memory = {name: sign * size for name, size in other.claims.items()}
+        of_gpus = {gpu: sign * size for gpu, size in held.items()}
+        for name, room in _given(self._rooms, memory, of_gpus, self._site.whose).items():
+            if self._counts:
+                most = self._most_on(room)
+                self._most += most - self._on[name]
+                self._on[name] = most
+            self._rooms[name] = room
+
+    @property
+    def enough(self) -> bool:
+        """Whether all of its instances have room."""
+        if self._counts:
+            return self._most >= self._one.instances
+        return _fits(self._rooms, self._one)
+
+    def _most_on(self, room: NodeRoom) -> int:
+        if not admits(room.node, self._need):
+            return 0
+        return most_on(room, self._need, self._one.need, self._one.instances)
+
+
+def _moves_for(
+    one: WaitingModel, left: Rooms, movable: Sequence[MovableInstance]
+) -> RoomPlan | None:
+    """The moves that make room for a model; None: there are none."""
+    if _waking(one) or one.instances > 1:
+        return None
+    return make_room(left, one.of_instance, movable, one.patience_s)
 
 
 def _may_end(one: ResidentModel, now: float) -> bool:
@@ -316,20 +542,72 @@ def _may_end(one: ResidentModel, now: float) -> bool:
     return not in_use and now - one.since >= one.stay_s
 
 
-def _why(
-    one: WaitingModel, left: _Room, ahead: Sequence[WaitingModel], yielding: frozenset[str]
-) -> str:
+# -- reasons
+
+
+def _too_large(one: WaitingModel, site: _Site) -> str:
+    """What is wrong with a model that can never start; empty: nothing."""
+    if _waking(one) or _fits(site.whole, one, anywhere=True):
+        return ""
+    alone = len(site.nodes) == 1
+    size = one.claim if alone else one.of_instance.memory
+    if wrong := too_large(one.name, size, max((node.total for node in site.nodes), default=0)):
+        return wrong
+    if one.need is None:
+        return f"model {one.name} has {one.instances} instances: the workers don't hold them all"
+    devices = [gpu for node in site.nodes for gpu in node.devices]
+    if wrong := device_room.too_large(f"model {one.name}", one.need, devices):
+        return wrong
+    least = f"model {one.name} has {one.instances} instances, each of which needs"
+    return f"{least} {device_room.wanted(one.need)}: the GPUs here don't hold them all"
+
+
+def _taken_nowhere(one: WaitingModel, site: _Site) -> str:
+    """Say why no node takes the model now; empty: one does, if it has room. Names no node."""
+    need = one.of_instance
+    if _waking(one) or any(admits(node, need) for node in site.nodes):
+        return ""
+    if not site.nodes:
+        return "no room: there is no worker"
+    why = Counter(refused_node(node, need)[0].filter for node in site.nodes)
+    said = ", ".join(f"{count} {WORDS[name]}" for name, count in sorted(why.items()))
+    return f"no room: no worker takes it now: of {len(site.nodes)}, {said}"
+
+
+WORDS = {
+    "ready": "not ready",
+    "cordon": "cordoned",
+    "labels": "without its labels",
+    "engine": "without its engine",
+}
+
+
+def _why(one: WaitingModel, left: Rooms, ahead: int, doing: str) -> str:
     """Names no other model: a client may not know of it."""
     room = _no_room(one, left)
     if ahead:
-        return f"{room}, and {len(ahead)} that came first wait too"
-    return f"{room}; idle models end for it" if yielding else f"{room}, and no model may end yet"
+        return f"{room}, and {ahead} that came first wait too"
+    return f"{room}; {doing} for it" if doing else f"{room}, and no model may end yet"
 
 
-def _no_room(one: WaitingModel, left: _Room) -> str:
-    if one.claim <= left.host and one.need is not None:
-        return device_room.no_room(one.need, left.devices, left.groups)
-    if one.claim <= left.host and one.more:
-        gpu, size = max(one.more.items(), key=lambda more: more[1] - left.devices.get(more[0], 0))
-        return device_room.no_room(DeviceNeed(size), {gpu: left.devices.get(gpu, 0)}, ())
-    return f"no room: it needs {one.claim / GIB:.1f} GiB, {left.host / GIB:.1f} GiB is free"
+def _no_room(one: WaitingModel, left: Rooms) -> str:
+    if _waking(one):
+        return _no_room_to_wake(one, left)
+    need = one.of_instance
+    rooms = [room for room in left.values() if admits(room.node, need)]
+    size = one.claim if len(left) == 1 else need.memory
+    most = max((room.memory for room in rooms), default=0)
+    if size <= most and one.need is not None:
+        devices = {gpu: free for room in rooms for gpu, free in room.devices.items()}
+        groups = [group for room in rooms for group in room.node.groups]
+        return device_room.no_room(one.need, devices, groups)
+    return f"no room: it needs {size / GIB:.1f} GiB, {most / GIB:.1f} GiB is free"
+
+
+def _no_room_to_wake(one: WaitingModel, left: Rooms) -> str:
+    for name, size in _wakes_on(one).items():
+        most = left[name].memory if name in left else 0
+        if size > most:
+            return f"no room: it needs {size / GIB:.1f} GiB, {most / GIB:.1f} GiB is free"
+    gpu, size = max(one.more.items(), key=lambda more: more[1] - _free_on(left, more[0]))
+    return device_room.no_room(DeviceNeed(size), {gpu: _free_on(left, gpu)}, ())

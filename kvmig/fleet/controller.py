@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import secrets
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
@@ -23,7 +23,6 @@ from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import instance_name
 from kvmig.core.errors import StartupError
-from kvmig.fleet import device_room
 from kvmig.fleet.autoscale import (
     PANIC_S,
     STABLE_S,
@@ -41,18 +40,17 @@ from kvmig.fleet.capacity import (
     STAY,
     STAY_S,
     CapacityPlan,
-    HostDevices,
     ResidentModel,
     WaitingModel,
-    free,
     plan,
     why_not_parked,
 )
 from kvmig.fleet.deployment_words import gpu_words, words
 from kvmig.fleet.deployments import DeploymentWatcher
-from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Places
-from kvmig.fleet.evaluate import FitVerdict, on_host, verdict, without
+from kvmig.fleet.device_room import Places
 from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.instance_measures import InstanceMeasures
+from kvmig.fleet.instance_moves import InstanceMover, patience_s
 from kvmig.fleet.instance_places import InstancePlaces
 from kvmig.fleet.lifecycle import (
     DesiredState,
@@ -69,12 +67,16 @@ from kvmig.fleet.managed_model import (
     MissingFiles,
     ModelEvent,
 )
+from kvmig.fleet.model_places import ModelPlaces
 from kvmig.fleet.model_routes import classes_of, route_state
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.place_choice import PlaceExplanation, with_places
+from kvmig.fleet.room_moves import RoomPlan
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.fleet.units import FleetUnits
+from kvmig.fleet.worker_nodes import LOCAL, InstancePlace, Rooms
 from kvmig.placement.file import PlacedUnit
 from kvmig.proxy.messages import ModelRoute, ModelWanted, ProxyDemand
 
@@ -88,6 +90,8 @@ WANT_S = 2.0
 """A proxy repeats that somebody waits within it."""
 
 log = logging.getLogger(__name__)
+
+Explanations = tuple[PlaceExplanation, ...]
 
 
 @dataclass(eq=False)
@@ -135,13 +139,16 @@ class ModelController:
         self._routes: dict[str, ModelRoute] = {}
         self._has_begun = False  # the rounds; before the first, nobody knows what runs
         self._plan = CapacityPlan()
-        self._sample = memory.devices.watch.sample
-        self._measured = measured
         self._missing = missing
         self._placed: Mapping[str, Sequence[PlacedUnit]] = {}
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
         self.units = FleetUnits(settings, order, memory.devices, clock, self._changed.set)
+        self.places = ModelPlaces(self._models, self.units, memory)
+        self._mover = InstanceMover(
+            self._models, self.places, memory.devices, self._orders, clock, self._note, wall
+        )
+        self._measures = InstanceMeasures(self._models, memory, wall, self._note, measured)
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
         self._told = False  # by init, what runs
@@ -159,7 +166,7 @@ class ModelController:
             if before.source != one.spec.source and model.life.state == "failed":
                 model.life = ModelStatus(since=self._clock())  # what failed was something else
             if before != one.spec or not model.claim:
-                self._take_claim(model)
+                self._measures.take_claim(model)
                 model.card = msgspec.structs.replace(model.card, reach=None)  # it may have another
         for name, model in self._models.items():
             model.removed = name not in named
@@ -314,7 +321,7 @@ class ModelController:
         """One round."""
         self._has_begun = True
         now = self._clock()
-        self._measure()
+        self._measures.measure()
         seen = {name: self._seen(model, now) for name, model in self._models.items()}
         self._plan = self._make_room(seen, now)
         for name, model in list(self._models.items()):
@@ -323,6 +330,8 @@ class ModelController:
                 del self._models[name]
         self._tell_routes()
         self.units.reconcile(self._in_units())
+        if self._plan.moves is not None:
+            self._mover.begin(self._plan.moves, self._plan.rooms)
         for model in self._models.values():
             self._scale(model, now)
 
@@ -344,41 +353,6 @@ class ModelController:
                 model.ordering = self._orders.start(work, f"{action} {model.wanted.name}")
             case "stop" | "kill":
                 self._order(Stop(model.deployment, kill=action == "kill"))
-
-    def _measure(self) -> None:
-        """Take what instances use of their GPUs, as of the last look at these, and of the host."""
-        for model in list(self._models.values()):
-            self._measure_host(model)
-        devices = self.memory.devices
-        if devices.watch.sample is self._sample:
-            return
-        self._sample = devices.watch.sample
-        for model in self._models.values():
-            spec = model.wanted.spec
-            if model.unit:  # what it uses is the unit's KV cache, too
-                continue
-            for name, used in model.places.measure(
-                model.instance_rows, self._sample.used_by
-            ).items():
-                if model.is_newest and devices.measure(spec, used, self._wall()):
-                    self._note(model, f"instance {name} uses {used} bytes of a GPU")
-                    self._measured(spec)
-
-    def _measure_host(self, model: ManagedModel) -> None:
-        most = max((one.beside_kv for one in model.instance_rows), default=0)
-        if most <= model.beside_kv or not model.is_newest:
-            return
-        model.beside_kv, spec = most, model.wanted.spec
-        if self.memory.measure(spec, most, self._wall()):
-            self._note(model, f"an instance takes {most} bytes of the host without its KV cache")
-            self._measured(spec)
-            for one in self._models.values():
-                self._take_claim(one)
-
-    def _take_claim(self, model: ManagedModel) -> None:
-        """Take what an instance of it is known to need of the host's memory."""
-        model.claim = self.memory.claim(model.wanted.spec)
-        model.parked_claim = self.memory.parked(model.wanted.spec)
 
     def _seen(self, model: ManagedModel, now: float) -> ObservedState:
         name = model.wanted.name
@@ -442,9 +416,15 @@ class ModelController:
             if not spec.unit or self.units.has_place(spec.unit) or opening[spec.unit] == spec.name:
                 assert model.asks_since is not None
                 waiting.append(self._waiting(model, model.asks_since))
-        gpus = HostDevices(self.devices(), self.memory.devices.strategy)
-        made = plan(self.memory.host(), waiting, residents, now, gpus)
+        nodes, strategy = self.places.nodes(), self.memory.devices.strategy
+        movable = [] if self._placed else self._mover.movable()  # a placement says where they are
+        made = plan(nodes, waiting, residents, now, strategy, movable, self._mover.nodes)
         return self.units.admit(made, starting, self._wanted_specs())
+
+    def moves_for(self, model: ManagedModel) -> RoomPlan | None:
+        """Moves that would make room for another instance now; None: there are none, or one is
+        being carried out."""
+        return None if self._placed else self._mover.moves_for(model, self._plan.rooms)
 
     def _in_units(self) -> dict[str, frozenset[str]]:
         """The models that run in units, or wait for their start there."""
@@ -457,20 +437,27 @@ class ModelController:
     def _wanted_specs(self) -> list[ModelSpec]:
         return [model.wanted.spec for model in self._models.values() if model.wanted.on]
 
-    def _need(self, spec: ModelSpec) -> DeviceNeed | None:
-        """What an instance wants of GPUs; None: nothing."""
-        if not spec.unit:
-            return self.memory.devices.need(spec)
-        return self.units.need(spec, [one for one in self._wanted_specs() if one.unit == spec.unit])
-
     def _waiting(self, model: ManagedModel, since: float) -> WaitingModel:
-        name, more = model.wanted.name, max(0, model.claim * model.planned - model.claimed)
+        name, spec = model.wanted.name, model.wanted.spec
         if model.deployment:  # it is parked, and wakes where it is
-            return WaitingModel(name, more, since, more=model.places.more(model.instance_rows))
-        need = self._need(model.wanted.spec)
+            more = max(0, model.claim * model.planned - model.claimed)
+            of_gpus = model.places.more(model.instance_rows)
+            return WaitingModel(name, more, since, more=of_gpus, wakes_on={LOCAL: more})
+        need, first = self.places.device_need(spec), self._first(model)
         if need is not None and (at := self._places_in(self._placed.get(name, ()))):
             need = replace(need, at=at)
-        return WaitingModel(name, more, since, need, self._first(model))
+        return WaitingModel(
+            name,
+            model.claim * first,
+            since,
+            need,
+            first,
+            engine=spec.engine,
+            selector=spec.worker_selector,
+            source=spec.source,
+            strategy=spec.placement_strategy or None,
+            patience_s=patience_s(model),
+        )
 
     def _places_in(self, units: Sequence[PlacedUnit]) -> Places:
         """The GPUs of instances in these units of a placement; none if units have none."""
@@ -480,46 +467,6 @@ class ModelController:
     def _first(self, model: ManagedModel) -> int:
         """Instances with which it would start."""
         return len(self._placed.get(model.wanted.name, ())) or max(1, model.wanted.spec.least)
-
-    def evaluate(self, spec: ModelSpec) -> FitVerdict:
-        """Whether an instance fits with all other models there, and where."""
-        memory, devices = self.memory, self.memory.devices
-        others = [
-            ResidentModel(name, one.claimed, since=0, stay_s=0, ready=bool(one.instance_rows))
-            for name, one in self._models.items()
-            if one.deployment and name != spec.name
-        ]
-        host, known = memory.host(), devices.known(spec)
-        return verdict(
-            spec.name,
-            spec.workers,
-            on_host(memory.claim(spec), host, free(host, others)),
-            known,
-            memory.kv(spec),
-            memory.rest_of_worker(spec),
-            devices.claim(spec),
-            self._need(spec),
-            without(spec.name, self.devices()),
-            devices.strategy,
-        )
-
-    def reasons(self, model: ManagedModel) -> list[str]:
-        """Why each GPU has no room for a model that waits. It names models: for admins only."""
-        need = self._need(model.wanted.spec)
-        if model.life.state != "waiting" or need is None:
-            return []
-        return device_room.reasons(need, self.devices())
-
-    def devices(self) -> tuple[DeviceMemory, ...]:
-        """The GPUs, with what models claim of them."""
-        claims = self.units.claims()
-        taken = Counter({gpu: sum(sizes.values()) for gpu, sizes in claims.items()})
-        for name, model in self._models.items():
-            for gpu, size in model.held.items():
-                claims.setdefault(gpu, {})[name] = size
-                if model.serving or model.life.state == "parked":
-                    taken[gpu] += size
-        return self.memory.devices.watch.memory(claims, taken)
 
     def _lacks(self, model: ManagedModel) -> MissingFiles | None:
         """Why it can't start even with room enough."""
@@ -534,7 +481,7 @@ class ModelController:
             seen,
             no_room=made.refused.get(name, ""),
             never=made.never.get(name, ""),
-            no_park=why_not_parked(self._models[name].more_parked, made.free),
+            no_park=why_not_parked(self._models[name].more_parked, made.spare()),
             yields=name in made.yielding,
         )
 
@@ -576,18 +523,21 @@ class ModelController:
         units = [one.called for one in self._placed.get(wanted.name, ())]
         devices = self.memory.devices
         claim, places = devices.claim(wanted.spec), self._plan.places.get(wanted.name, ())
+        on_gpus = [one.gpus for one in places if one.gpus]
         note = DeploymentRecord(
             wanted.model_id,
             wanted.name,
             wanted.revision,
             socket,
-            {instance_name(at): gpus for at, gpus in enumerate(places)},
+            {instance_name(at): gpus for at, gpus in enumerate(on_gpus)},
             0 if claim is None else claim.each,
             wanted.spec.unit,
             self.units.arena(wanted.spec.unit),
             wanted.spec.folder,
         )
         self._keep(model, deployment, note)
+        for at, why in enumerate(self._plan.explained.get(wanted.name, ())):
+            self._keep_reason(model, instance_name(at), why)
         model.scaling = ScalingDecision(self._first(model))
         self.starts += 1
         self._order(
@@ -596,7 +546,7 @@ class ModelController:
                 wanted.spec.engine,
                 (
                     *words(wanted.spec, deployment, self._settings, units),
-                    *gpu_words(wanted.spec, claim, list(map(devices.ids, places))),
+                    *gpu_words(wanted.spec, claim, list(map(devices.ids, on_gpus))),
                 ),
                 msgspec.json.encode(note).decode(),
                 str(self._settings.log(quote(wanted.name, safe=""))),
@@ -660,12 +610,15 @@ class ModelController:
             model.scaled[way, decided.reason] += 1
             self._note(model, decided.why)
         order = next_order(watched.told.data, decided.wanted)
-        if order is None or (model.ordering is not None and not model.ordering.done()):
+        if order is None or model.is_ordering:
             return
-        places = None if order.failed or order.more < 1 else self._take_places(model, order.more)
-        if places == ():
-            return  # no GPU has room for one more now
-        work = self._set_instances(model, watched, order, places)
+        places: Sequence[InstancePlace] = ()
+        why: Explanations = ()
+        if order.more > 0 and not order.failed:
+            places, why = self._take_places(model, order.more)
+            if not places:
+                return  # no GPU has room for one more now
+        work = self._set_instances(model, watched, order, places, why)
         model.ordering = self._orders.start(work, f"scale {model.wanted.name}")
 
     def _scales(self, model: ManagedModel, watched: DeploymentWatcher) -> bool:
@@ -695,37 +648,41 @@ class ModelController:
 
     def _more(self, model: ManagedModel) -> int:
         """Instances that fit in addition."""
-        by_host = self._plan.free // max(1, model.claim)
-        need = self._need(model.wanted.spec)
-        if need is None:
-            return by_host
-        groups = device_room.groups_of(self.devices())
-        return device_room.most_instances(self._plan.free_on, need, groups, by_host)
+        return self.places.most_more(model, self._free_rooms)
 
-    def _take_places(self, model: ManagedModel, most: int) -> Places | None:
-        """GPUs for up to `most` more instances, as many as fit; None: they need no GPU.
+    @property
+    def _free_rooms(self) -> Rooms:
+        """What is free for more instances: nothing while a model waits for room."""
+        return {} if self._plan.waits else self._plan.rooms
 
-        They are its own from now on, whether or not their start succeeds.
+    def why_not(self, model: ManagedModel) -> PlaceExplanation:
+        """Explain where another instance would go now, and every filter that refuses a node."""
+        return self.places.why_not(model, self._plan.rooms)
+
+    def _take_places(
+        self, model: ManagedModel, most: int
+    ) -> tuple[Sequence[InstancePlace], Explanations]:
+        """Places for up to `most` more instances, as many as fit, and why there.
+
+        They are its own from now on, whether or not their start succeeds. On a CPU their memory is
+        its own since they are wanted.
         """
-        devices = self.memory.devices
-        need = self._need(model.wanted.spec)
-        if need is None:
-            return None
-        free_on, groups = self._plan.free_on, device_room.groups_of(self.devices())
-        count = device_room.most_instances(free_on, need, groups, most)
-        places = device_room.assign(free_on, need, count, groups, devices.strategy) or ()
-        used = Counter(gpu for place in places for gpu in place)
-        left = {gpu: size - used[gpu] * need.each for gpu, size in free_on.items()}
-        self._plan = replace(self._plan, free_on=left)
-        model.places.coming = places
-        return places
+        on_cpu = self.places.device_need(model.wanted.spec) is None
+        rooms = self._plan.rooms if on_cpu else self._free_rooms
+        places, why = self.places.more_places(model, most, rooms)
+        if places:
+            left = with_places(self._plan.rooms, self.places.need(model), places)
+            self._plan = replace(self._plan, rooms=left)
+        model.places.coming = tuple(one.gpus for one in places if one.gpus)
+        return places, why
 
     async def _set_instances(
         self,
         model: ManagedModel,
         watched: DeploymentWatcher,
         order: ScalingOrder,
-        places: Places | None,
+        places: Sequence[InstancePlace],
+        why: Explanations,
     ) -> None:
         """One step. Another instance takes the place of a failed one later."""
         try:
@@ -734,13 +691,16 @@ class ModelController:
                     self._note(model, f"instance {instance} has failed, and is taken out")
                     await watched.drain(instance)
                 await asyncio.sleep(PAUSE_S)
-            elif places is not None:
-                for gpus in places:
-                    for name in await watched.add(1, self.memory.devices.ids(gpus)):
-                        model.places.by_instance[name] = gpus
+            elif places and places[0].gpus:
+                for place, reason in zip(places, why, strict=True):
+                    for name in await watched.add(1, self.memory.devices.ids(place.gpus)):
+                        model.places.by_instance[name] = place.gpus
+                        self._keep_reason(model, name, reason)
                     model.places.coming = model.places.coming[1:]
-            elif order.more > 0:
-                await watched.add(order.more)
+            elif places:
+                names = await watched.add(len(places))
+                for name, reason in zip(sorted(names), why, strict=False):
+                    self._keep_reason(model, name, reason)
             else:
                 await self._drain_one(watched)
         except StartupError as error:
@@ -748,6 +708,9 @@ class ModelController:
             await asyncio.sleep(PAUSE_S)
         finally:
             model.places.coming = ()
+
+    def _keep_reason(self, model: ManagedModel, name: str, why: PlaceExplanation) -> None:
+        self.places.history.keep(model.deployment, name, self._wall(), why)
 
     async def _drain_one(self, watched: DeploymentWatcher) -> None:
         """The one whose requests move fastest; the last one stays."""

@@ -92,6 +92,7 @@ class DeploymentWatcher:
         tasks = [one for one in (self._task, self._learning) if one is not None]
         await cancel_tasks(*tasks)
         await self._http.aclose()
+        self.take_event(DeploymentEvent())  # who waits for an instance waits no more
 
     async def add(self, count: int, gpus: Sequence[str] = ()) -> set[str]:
         """Start so many instances more; their names. `told` has them then.
@@ -115,6 +116,20 @@ class DeploymentWatcher:
         before = self._state_of(instance)
         await self._order("DELETE", f"{ADMIN}/instances/{instance}")
         await self._until({instance}, lambda: self._state_of(instance) != before)
+
+    async def wait_serving(self, instance: str, timeout_s: float) -> None:
+        """Return once an instance serves. Raises StartupError if it fails, is gone, or takes longer
+        than that."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (state := self._state_of(instance)) != "serving":
+                    if state in (None, "failed", "lost"):
+                        raise StartupError(f"instance {instance} is {state or 'gone'}")
+                    await self._heard.wait()
+        except TimeoutError as error:
+            raise StartupError(
+                f"instance {instance} does not serve within {timeout_s:g} s"
+            ) from error
 
     def _state_of(self, instance: str) -> str | None:
         return next((one.state for one in self.told.data if one.id == instance), None)
@@ -165,7 +180,7 @@ class DeploymentWatcher:
             except Exception:  # another connection begins with all that it has to say
                 log.exception("what a deployment said of its instances could not be taken")
                 pause_s = UNFORESEEN_S
-            self._take(DeploymentEvent())
+            self.take_event(DeploymentEvent())
             self.looked.set()
             await asyncio.sleep(pause_s)
 
@@ -176,14 +191,15 @@ class DeploymentWatcher:
             if field == "event":
                 event = value
             elif field == "data" and event == "instances":
-                self._take(msgspec.json.decode(value, type=DeploymentEvent))
+                self.take_event(msgspec.json.decode(value, type=DeploymentEvent))
                 self.looked.set()
             elif field == "data" and event == "migration":
                 self.migrations += '"state":"committed"' in value
             elif event == "closed":
                 return
 
-    def _take(self, told: DeploymentEvent) -> None:
+    def take_event(self, told: DeploymentEvent) -> None:
+        """Take an event about its instances."""
         if told != self.told:
             self.told = told
             self._heard.set()

@@ -1,20 +1,19 @@
 """The GPUs that a model's instances get, and why they get none. Pure; all sizes are bytes.
 
 An instance has as many GPUs as it has workers, and the same number of bytes on each. Its GPUs must
-reach each other's memory. `assign` finds places whenever there are some: what is refused has none.
+reach each other's memory. Which of them it gets is decided in `kvmig.fleet.place_choice`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from kvmig.core.devices import in_gib
 
 Strategy = Literal["spread", "pack"]
-"""Whether instances prefer the emptiest GPU, or the fullest one that has room."""
+"""Whether instances prefer the place with the fewest instances, or the fullest one with room."""
 Places = tuple[tuple[str, ...], ...]
 """The GPUs of each instance, in the order of its workers."""
 
@@ -66,6 +65,10 @@ class DeviceNeed:
     at: Places = ()
     """The GPUs of each instance, where a placement says them; empty: any."""
 
+    def allows(self, gpu: str) -> bool:
+        """Whether it may have that GPU."""
+        return not self.only or gpu in self.only
+
 
 Free = Mapping[str, int]
 """Free bytes by GPU."""
@@ -98,71 +101,42 @@ def most_instances(free: Free, need: DeviceNeed, groups: Sequence[Sequence[str]]
     return min(found, most)
 
 
-def assign(
-    free: Free,
-    need: DeviceNeed,
-    instances: int,
-    groups: Sequence[Sequence[str]],
-    strategy: Strategy = "spread",
-) -> Places | None:
-    """Places for these instances; None: there are none for all of them together."""
-    if need.at:
-        wanted_on = Counter(gpu for place in need.at for gpu in place)
-        fits = all(free.get(gpu, 0) >= count * need.each for gpu, count in wanted_on.items())
-        return need.at if fits else None
-    if most_instances(free, need, groups, instances) < instances:
-        return None
-    left, places = dict(free), list[tuple[str, ...]]()
-    for rest in reversed(range(instances)):
-        for chosen in _choices(left, need, groups, strategy, places, rest + 1):
-            after = {one: left[one] - need.each * (one in chosen) for one in left}
-            if most_instances(after, need, groups, rest) == rest:
-                left = after
-                places.append(chosen)
-                break
-        else:  # the last choice of one group always holds
-            raise AssertionError("there was room for all instances")
-    return tuple(places)
-
-
-def _choices(
+def best_choices(
     free: Free,
     need: DeviceNeed,
     groups: Sequence[Sequence[str]],
-    strategy: Strategy,
-    places: Sequence[tuple[str, ...]],
-    instances: int,
-) -> Iterator[tuple[str, ...]]:
-    """GPUs for one of the remaining instances, the preferred ones first. places: of its siblings.
-
-    The second half takes what the others miss least: GPUs that have room for most of them.
-    """
-    fitting = [
-        [one for one in group if free[one] >= need.each]
-        for group in _groups_for(need, free, groups)
-    ]
-    fitting = [group for group in fitting if len(group) >= need.devices]
-    beside = [one for place in places for one in place]
-
-    def preference(one: str) -> tuple[int, int]:
-        if strategy == "pack":
-            return 0, free[one]
-        return beside.count(one), -free[one]
-
-    preferred = [sorted(group, key=preference)[: need.devices] for group in fitting]
-    preferred.sort(key=lambda chosen: [preference(one) for one in chosen])
-    safest = [
-        sorted(group, key=lambda one: -_slots(free[one], need, instances))[: need.devices]
-        for group in fitting
-    ]
-    for chosen in (*preferred, *safest):
-        yield tuple(one for one in free if one in chosen)
+    preference: Callable[[str], tuple[float, int]],
+) -> list[tuple[str, ...]]:
+    """The GPUs for one instance that are preferred in each group with enough of them. preference:
+    less is better; what comes first in `free` wins among equal ones."""
+    found: list[tuple[str, ...]] = []
+    for group in _groups_for(need, free, groups):
+        fitting = [one for one in group if free[one] >= need.each]
+        if len(fitting) >= need.devices:
+            if need.devices == 1:
+                found.append((min(fitting, key=preference),))
+            else:
+                chosen = sorted(fitting, key=preference)[: need.devices]
+                found.append(tuple(one for one in free if one in chosen))
+    return found
 
 
-def _groups_for(need: DeviceNeed, free: Free, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+def safest_choices(
+    free: Free, need: DeviceNeed, groups: Sequence[Sequence[str]], instances: int
+) -> list[tuple[str, ...]]:
+    """The same with the GPUs that further instances miss least: those that have room for most of
+    them. After it a group holds one less. instances: in all."""
+    return best_choices(free, need, groups, lambda one: (-_slots(free[one], need, instances), 0))
+
+
+def _groups_for(
+    need: DeviceNeed, free: Free, groups: Sequence[Sequence[str]]
+) -> list[Sequence[str]]:
     """The groups, with the GPUs that it may have; one GPU need not reach another."""
     within: Sequence[Sequence[str]] = groups if need.devices > 1 else [tuple(free)]
-    return [[one for one in group if not need.only or one in need.only] for group in within]
+    if not need.only:
+        return list(within)
+    return [[one for one in group if one in need.only] for group in within]
 
 
 def _slots(free: int, need: DeviceNeed, most: int) -> int:
@@ -195,7 +169,7 @@ def _sizes(need: DeviceNeed, devices: Sequence[DeviceMemory]) -> Iterator[str]:
     if not devices:
         yield "there is no GPU"
     for one in devices:
-        if need.only and one.id not in need.only:
+        if not need.allows(one.id):
             yield f"{one.title} is not one of its gpus"
         elif one.total < need.each:
             yield f"{one.title} has {one.total} bytes, {need.each - one.total} too few"
@@ -207,26 +181,31 @@ def reasons(need: DeviceNeed, devices: Sequence[DeviceMemory]) -> list[str]:
     """List for each GPU what an instance needs there, what is free, and who has the rest."""
     found = []
     for one in devices:
-        if need.only and one.id not in need.only:
+        if not need.allows(one.id):
             found.append(f"{one.title}: not one of its gpus")
             continue
-        holders = [
-            f"{holder if is_unit(holder) else f'model {holder}'} has {in_gib(size)}"
-            for holder, size in one.claims.items()
-            if size
-        ]
-        if one.others:
-            holders.append(one.whose or f"other processes have {in_gib(one.others)}")
-        taken = f" ({', '.join(holders)})" if holders else ""
         found.append(
-            f"{one.title}: needs {need.each} bytes, {one.free} of {one.total} are free{taken}"
+            f"{one.title}: needs {need.each} bytes, {one.free} of {one.total} are"
+            f" free{holders_of(one)}"
         )
     return found
 
 
+def holders_of(device: DeviceMemory) -> str:
+    """Say in brackets who has a GPU's memory; empty: nobody has any. It names models."""
+    holders = [
+        f"{holder if is_unit(holder) else f'model {holder}'} has {in_gib(size)}"
+        for holder, size in device.claims.items()
+        if size
+    ]
+    if device.others:
+        holders.append(device.whose or f"other processes have {in_gib(device.others)}")
+    return f" ({', '.join(holders)})" if holders else ""
+
+
 def no_room(need: DeviceNeed, free: Free, groups: Sequence[Sequence[str]]) -> str:
     """Why an instance has no place now; names no other model, for clients read it."""
-    allowed = [size for one, size in free.items() if not need.only or one in need.only]
+    allowed = [size for one, size in free.items() if need.allows(one)]
     best = max(allowed, default=0)
     size = f"{need.each / (1 << 30):.1f} GiB"
     if need.devices == 1:

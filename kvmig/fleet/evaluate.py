@@ -12,6 +12,8 @@ from kvmig.fleet import device_room
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.device_claims import DeviceClaim, KnownSizes
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Strategy
+from kvmig.fleet.place_choice import choose_places
+from kvmig.fleet.worker_nodes import InstanceNeed, WorkerNode, room_now
 
 
 class HostVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,12 +84,12 @@ def verdict(
     host_rest: tuple[int, str],
     claim: DeviceClaim | None,
     need: DeviceNeed | None,
-    devices: Sequence[DeviceMemory],
+    node: WorkerNode,
     strategy: Strategy = "spread",
 ) -> FitVerdict:
     """host_kv, host_rest: of each worker in the host's memory, the rest with its basis.
 
-    devices: with claims of other models alone.
+    node: with other models alone.
     """
     sizes = known.sizes or ModelSizes(weights=0, files=known.weights, tokens=0)
     rest, basis = host_rest if claim is None else (claim.rest, known.rest_basis)
@@ -110,16 +112,16 @@ def verdict(
     )
     if need is None:
         return found
+    devices = node.devices
     rows = [_row(one, need) for one in devices]
-    groups = device_room.groups_of(devices)
-    free_on = {one.id: one.free for one in devices}
-    places = device_room.assign(free_on, need, 1, groups, strategy)
+    rooms = {node.name: room_now(node, host.free_bytes)}
+    places = choose_places(rooms, InstanceNeed(name, 0, (need,)), 1, strategy)
     if wrong := device_room.too_large(f"model {name}", need, devices):
         return msgspec.structs.replace(found, fits=False, why=wrong, gpus=rows)
     if places is None:
         why = "; ".join(device_room.reasons(need, devices))
         return msgspec.structs.replace(found, fits=False, why=found.why or why, gpus=rows)
-    return msgspec.structs.replace(found, gpus=rows, place=list(places[0]))
+    return msgspec.structs.replace(found, gpus=rows, place=list(places[0].gpus))
 
 
 def _host_reason(host: HostVerdict) -> str:
@@ -127,7 +129,6 @@ def _host_reason(host: HostVerdict) -> str:
 
 
 def _row(one: DeviceMemory, need: DeviceNeed) -> DeviceVerdict:
-    allowed = not need.only or one.id in need.only
     return DeviceVerdict(
         gpu=one.title,
         uuid=one.id,
@@ -136,7 +137,7 @@ def _row(one: DeviceMemory, need: DeviceNeed) -> DeviceVerdict:
         free_bytes=one.free,
         others_bytes=one.others,
         models=dict(one.claims),
-        fits=allowed and one.free >= need.each,
+        fits=need.allows(one.id) and one.free >= need.each,
     )
 
 

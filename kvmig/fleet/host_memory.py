@@ -5,6 +5,9 @@ Only the host's: what a model takes of GPUs is said by `kvmig.fleet.device_budge
 
 from __future__ import annotations
 
+import platform
+import sys
+
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity, too_large
 from kvmig.fleet.device_budget import DeviceBudget
@@ -12,6 +15,7 @@ from kvmig.fleet.device_claims import KV_FLAG, size_in
 from kvmig.fleet.memory_figures import ASSUMED, MeasuredRest, MemoryShape
 from kvmig.fleet.model_shapes import shape_of, weight_files
 from kvmig.fleet.spec import ModelSpec, text_in
+from kvmig.fleet.worker_nodes import LOCAL
 from kvmig.launcher.environment import (
     CPU_KV_MOST,
     INSTANCE_OVERHEAD,
@@ -32,6 +36,8 @@ class MemoryBudget:
         self.devices = devices or DeviceBudget()
         self.figures = self.devices.figures
         self._most = most
+        self.labels = {"arch": platform.machine(), "os": sys.platform, "worker": LOCAL}
+        """The labels of this host as a worker."""
 
     def host(self) -> HostCapacity:
         """The host's memory as it is now. Raises ConfigError."""
@@ -103,12 +109,23 @@ class MemoryBudget:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises ConfigError for a model that can never start, or be parked."""
+        self._check_selector(spec)
         self.devices.check(spec)
         if spec.warm == "parked":
             self._check_parks(spec)
         claim = self.claim(spec) * max(1, spec.least)
         if wrong := too_large(spec.name, claim, self.host().total):
             raise ConfigError(wrong)
+
+    def _check_selector(self, spec: ModelSpec) -> None:
+        """Raises ConfigError for labels that the only worker doesn't have."""
+        for name, value in spec.worker_selector.items():
+            if self.labels.get(name) != value:
+                there = ", ".join(f"{name}={value}" for name, value in self.labels.items())
+                raise ConfigError(
+                    f"model {spec.name}: worker_selector has {name}={value}, must have labels of"
+                    f" the only worker, {LOCAL}: {there}"
+                )
 
     def _check_parks(self, spec: ModelSpec) -> None:
         """Raises ConfigError for a model that can never be parked."""

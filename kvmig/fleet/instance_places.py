@@ -38,11 +38,23 @@ class InstancePlaces:
     measured: dict[str, int] = field(default_factory=dict)
     """Bytes that each instance used at most of any of its GPUs, by names."""
 
+    def gpus_of(self, row: InstanceRow) -> Gpus:
+        """GPUs of one instance that the deployment reports."""
+        return self.by_instance.get(row.id) or self.uuids(row.gpus)
+
+    def size_of(self, name: str) -> int:
+        """Bytes that an instance takes of each of its GPUs."""
+        return self.measured.get(name) or self.each
+
+    def gpus(self, rows: Sequence[InstanceRow]) -> list[Gpus]:
+        """GPUs of each instance, those that are being ordered included."""
+        return [gpus for _, gpus in self._places(rows)]
+
     def held(self, rows: Sequence[InstanceRow], parked: bool = False) -> Counter[str]:
         """Bytes that are taken of each GPU. rows: the instances that the deployment reports."""
         held: Counter[str] = Counter()
         for name, gpus in self._places(rows):
-            size = self.parked if parked else self.measured.get(name) or self.each
+            size = self.parked if parked else self.size_of(name)
             held.update(dict.fromkeys(gpus, size))
         return held
 
@@ -61,7 +73,7 @@ class InstancePlaces:
         found = {}
         for one in rows:
             if one.state == "serving" and one.pid:
-                gpus = self.by_instance.get(one.id) or self.uuids(one.gpus)
+                gpus = self.gpus_of(one)
                 used = max((used_by(gpu, [one.pid]) for gpu in gpus), default=0)
                 if used:
                     found[one.id] = used
@@ -69,6 +81,6 @@ class InstancePlaces:
         return found
 
     def _places(self, rows: Sequence[InstanceRow]) -> Iterator[tuple[str, Gpus]]:
-        known = {one.id: self.by_instance.get(one.id) or self.uuids(one.gpus) for one in rows}
+        known = {one.id: self.gpus_of(one) for one in rows}
         yield from (known or self.by_instance).items()
         yield from (("", gpus) for gpus in self.coming)

@@ -18,6 +18,7 @@ from kvmig.fleet.deployments import DeploymentWatcher
 from kvmig.fleet.instance_places import InstancePlaces
 from kvmig.fleet.lifecycle import ModelStatus, State
 from kvmig.fleet.orders import DeploymentEnded
+from kvmig.fleet.room_moves import RoomMove
 from kvmig.fleet.spec import ModelSpec
 from kvmig.proxy.messages import ModelCard
 
@@ -106,6 +107,10 @@ class ManagedModel:
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=STARTS))
     """Seconds that its last starts took."""
     ordering: asyncio.Task[None] | None = None
+    moving: RoomMove | None = None
+    """An instance that moves so that another model has room."""
+    moved_at: float = -math.inf
+    """When one was last ordered to."""
     removed: bool = False
     """Whether the catalogue has it no more; it is forgotten once nothing runs."""
     asks_since: float | None = None
@@ -196,6 +201,18 @@ class ManagedModel:
             if self.deployment
             else {}
         )
+
+    @property
+    def is_ordering(self) -> bool:
+        """Whether an order about its instances is being carried out."""
+        return self.ordering is not None and not self.ordering.done()
+
+    @property
+    def instance_gpus(self) -> list[tuple[str, ...]]:
+        """GPUs of each of its instances; on a CPU none of each."""
+        if not self.deployment:
+            return []
+        return self.places.gpus(self.instance_rows) or [()] * self.planned
 
     @property
     def start_s(self) -> float | None:

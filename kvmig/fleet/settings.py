@@ -43,7 +43,8 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     catalogue: str = ""
     """File, with its whole path, or URL of known models; empty: the list that comes with kvmig."""
     gpu_placement: Strategy = "spread"
-    """Whether instances prefer the emptiest GPU, or the fullest one that has room."""
+    """Whether instances prefer the GPU with the fewest instances, then the emptiest, or the fullest
+    one that has room."""
     shutdown_timeout_s: float = 30.0
     """Time that the end of a deployment gives running requests."""
     keep_usage_days: int = 400

@@ -30,8 +30,6 @@ RESERVED_ENDS = ("/logs", "/scale", "/switch", "/wake")
 """Ends of a name that are refused: orders to a model have paths as /kvmig/v2/models/NAME/wake."""
 PATH = "path:"
 LATER = {
-    "placement": "placement on workers",
-    "workers": "workers",
     "cpu_offload": "weights in the host's memory",
     "load": "streamed loading",
 }
@@ -72,6 +70,8 @@ GPU = re.compile(r"\d{1,4}|(GPU|MIG)-[0-9A-Za-z./_-]{1,100}")
 """A GPU's index, or its UUID."""
 UNIT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Name of a unit."""
+LABEL = re.compile(r"[A-Za-z0-9._/-]{1,64}")
+"""Name or value of a worker's label."""
 LEAST_UNIT = 1 << 20
 """Least bytes of a unit's KV cache."""
 FLAG_BYTES = 1 << 16
@@ -80,6 +80,7 @@ FLAG_BYTES = 1 << 16
 Engine = Literal["vllm", "transformers", "toy"]
 TargetKind = Literal["concurrency", "rps", "freeness"]
 Warm = Literal["none", "parked", "always"]
+PlacementStrategy = Literal["", "spread", "pack"]
 
 
 class InstanceCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,6 +130,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """The unit whose models share KV cache on one GPU; empty: it has a KV cache of its own."""
     unit_memory: int = 0
     """Bytes of KV cache of the whole unit; if its models differ, the largest counts."""
+    worker_selector: Mapping[str, str] = {}
+    """Labels of the workers that its instances may be on; empty: any."""
+    placement_strategy: PlacementStrategy = ""
+    """How the place of an instance is chosen; empty: as `kvmig up --gpu-placement` has it."""
     priority: int = 0
     """Who waits for a start is served by it: smaller ones first; and larger ones end first where
     room is wanted."""
@@ -157,6 +162,7 @@ ALLOWED = {
     "engine": get_args(Engine),
     "instances.target_kind": get_args(TargetKind),
     "warm": get_args(Warm),
+    "placement_strategy": ("spread", "pack"),
 }
 """Allowed values of each field that takes certain words."""
 GET_ONE = "the source hf:ORG/NAME is a model of the Hugging Face Hub"
@@ -234,6 +240,7 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     _check_range(f"{where}: memory", spec.memory, 0, MOST_BYTES)
     _check_gpus(where, spec)
     _check_unit(where, spec)
+    _check_selector(where, spec.worker_selector)
     _check_range(f"{where}: priority", spec.priority, -1000, 1000)
     _check_range(f"{where}: max_held", spec.max_held, 0, 1_000_000)
     _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)
@@ -291,6 +298,16 @@ def _check_unit(where: str, spec: ModelSpec) -> None:
             raise ConfigError(f"{where}: {field} is {value}, must be {allowed} in a unit")
     if any(word.partition("=")[0] == "--unit" for word in spec.flags):
         raise ConfigError(f"{where}: flags has --unit: that is unit")
+
+
+def _check_selector(where: str, selector: Mapping[str, str]) -> None:
+    for name, value in selector.items():
+        for text in (name, value):
+            if LABEL.fullmatch(text) is None:
+                raise ConfigError(
+                    f"{where}: worker_selector has {name!r:.100}: {value!r:.100}, must be names and"
+                    " values of letters, digits and . _ - /, at most 64 each"
+                )
 
 
 def number_in(flags: Sequence[str], usual: int, *names: str) -> int:

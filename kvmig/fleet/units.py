@@ -188,7 +188,7 @@ class FleetUnits:
         for spec in asking:
             if spec.unit and not self.has_place(spec.unit) and (at := plan.places.get(spec.name)):
                 arena = arena_of([spec, *(one for one in models if one.unit == spec.unit)])
-                self.recall(spec.unit, at[0], arena)
+                self.recall(spec.unit, at[0].gpus, arena)
         refused = dict(plan.refused)
         for spec in asking:
             if spec.unit and spec.name not in refused and spec.name not in plan.never:

@@ -238,6 +238,85 @@ def test_a_model_is_shown_for_people(kvmig: Kvmig) -> None:
     assert "revisions" not in shown
 
 
+DECISION = {
+    "strategy": "spread", "need_bytes": 7, "gpus": 2, "gpu_bytes": 40,
+    "nodes": [
+        {"node": "w1", "chosen": True, "gpus": ["GPU 0", "GPU 1"], "score": 98.333333,
+         "strategy_score": 93.333333, "locality": 5.0, "refusals": []},
+        {"node": "w2", "chosen": False, "gpus": [], "score": 0, "strategy_score": 0, "locality": 0,
+         "refusals": [{"filter": "cordon", "why": "it is cordoned"},
+                      {"filter": "memory", "why": "memory: needs 7 bytes, 3 of 9 are free"}]},
+    ],
+}  # fmt: skip
+MOVES = {
+    "seconds": 6.2, "moves": [
+        {"model": "c", "instance": "i0", "node": "w1", "gpus": ["GPU 0"], "to_node": "w2",
+         "to_gpus": ["GPU 3"], "load_bytes": 7, "move_bytes": 2},
+    ],
+}  # fmt: skip
+LINES = """\
+it needs 7 bytes of memory and 40 bytes of each of 2 GPUs that reach each other; spread over the \
+emptiest
+  w1: 98.33 (93.33, and 5 for its files there), on GPU 0, GPU 1, chosen
+  w2: refused
+    cordon: it is cordoned
+    memory: memory: needs 7 bytes, 3 of 9 are free
+"""
+
+
+def test_why_an_instance_is_where_it_is_and_why_a_model_is_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def get(_: FleetClient, path: str, **query: str) -> object:
+        asked.append((path, query))
+        if path.startswith("why-not/"):
+            return {"state": "waiting", "why": "no room", "moves": MOVES} | DECISION
+        kept = DECISION if query["instance"] == "i0" else None
+        return {
+            "instance": query["instance"], "worker": "w1", "gpus": ["GPU 0", "GPU 1"],
+            "at": 0.0 if kept else None, "decision": kept,
+        }  # fmt: skip
+
+    asked: list[tuple[str, dict[str, str]]] = []
+    monkeypatch.setattr(FleetClient, "get", get)
+
+    def shown(*words: str) -> str:
+        return CliRunner().invoke(console.app, words).output
+
+    first = "a/b/i0 is on worker w1, on GPU 0, GPU 1 since 1970-01-01 00:00:00+00:00\n"
+    assert shown("instance", "why", "a/b/i0") == first + LINES
+    assert shown("instance", "why", "a/b/i1") == (
+        "a/b/i1 is on worker w1, on GPU 0, GPU 1; why is not kept: an earlier server started it\n"
+    )
+    assert shown("model", "why-not", "a/b") == (
+        f"a/b is waiting (no room); another instance finds a worker\n{LINES}"
+        "moves of other models would make room in about 6 s:\n"
+        "  c/i0: from w1, GPU 0 to w2, GPU 3; 7 bytes are loaded, 2 move\n"
+    )
+    assert asked == [
+        ("why/a/b", {"instance": "i0"}), ("why/a/b", {"instance": "i1"}), ("why-not/a/b", {}),
+    ]  # fmt: skip
+    assert (
+        "must be MODEL/INSTANCE"
+        in CliRunner().invoke(console.app, ["instance", "why", "i0"]).output
+    )
+
+
+def test_labels_of_workers_and_the_strategy_are_given_when_a_model_is_added(kvmig: Kvmig) -> None:
+    kvmig(
+        "model", "add", "a", f"path:{kvmig.folder}", "--worker-selector", "os=linux",
+        "--worker-selector", "worker=local", "--placement-strategy", "pack",
+    )  # fmt: skip
+    (row,) = kvmig.json("model", "ls")
+    assert row["spec"]["worker_selector"] == {"os": "linux", "worker": "local"}
+    assert row["spec"]["placement_strategy"] == "pack"
+    assert "workers     os=linux, worker=local" in kvmig("model", "show", "a")
+    add = ("model", "add", "b", f"path:{kvmig.folder}", "--worker-selector")
+    assert "--worker-selector is 'os', must be LABEL=VALUE" in kvmig.refused(*add, "os", status=2)
+    twice = kvmig.refused(*add, "os=linux", "--worker-selector", "os=x", status=2)
+    assert "--worker-selector is 'os=x', is there twice" in twice
+
+
 def test_a_models_flags_are_changed(kvmig: Kvmig) -> None:
     kvmig.add_model()
     kvmig("model", "set", "qwen", "--flags", "--max-model-len 8192", "--zero-after", "7")

@@ -106,6 +106,13 @@ async def test_two_models_share_a_gpu_and_a_third_waits_until_an_idle_one_gives_
             " GiB, model b has 6.00 GiB)"
         )
         assert await third == counted(10), "an idle model ends for it, in time"
+    (here,) = fleet.get("why-not/a")["nodes"]
+    (why,) = here["refusals"]
+    assert (why["filter"], why["need_bytes"]) == ("gpu_memory", CLAIM)
+    assert why["why"].endswith("(model a has 6.00 GiB, model c has 6.00 GiB)")
+    (decided,) = fleet.get("why/c?instance=i0")["decision"]["nodes"]
+    assert (decided["node"], decided["chosen"], decided["gpus"]) == ("local", True, [title])
+    assert decided["score"] == pytest.approx(90 + 10 / 3 / 2), "beside one of another model"
     assert fleet.held()[FIRST] == {"a": CLAIM, "c": CLAIM}
     assert fleet.get("models/a")["state"] == "serving", "it has a least number"
 
@@ -122,6 +129,30 @@ async def test_a_model_of_two_workers_has_both_gpus_and_models_spread_over_them(
     each = {"one": 2 * GIB, "two": CLAIM}
     assert fleet.held() == {FIRST: each, SECOND: each}
     assert [one["bytes"] for one in fleet.get("models/two")["gpus"]] == [CLAIM, CLAIM]
+
+
+async def test_a_busy_instance_moves_to_another_gpu_so_that_a_large_model_has_room(
+    fleet: GpuFleet,
+) -> None:
+    for name in "ab":
+        add(fleet, name)
+    add(fleet, "large", 12 * GIB)
+    await run(fleet, "a", "b")
+    assert fleet.held() == {FIRST: {"a": CLAIM}, SECOND: {"b": CLAIM}}
+    fleet.hold(8)
+    async with fleet.client() as client:
+        streams = [asyncio.create_task(answer(client, ask(name, 20))) for name in "ab"]
+        for name in "ab":
+            await asyncio.to_thread(fleet.until, f"models/{name}", running=1)
+        planned = fleet.get("why-not/large")["moves"]
+        assert [(one["model"], one["instance"]) for one in planned["moves"]] == [("a", "i0")]
+        streams.append(asyncio.create_task(answer(client, ask("large", 20))))
+        await asyncio.to_thread(fleet.until, "models/large", serving=1)
+        assert fleet.held() == {FIRST: {"large": 12 * GIB}, SECOND: {"a": CLAIM, "b": CLAIM}}
+        assert not any(one.done() for one in streams)
+        fleet.hold(None)
+        assert await asyncio.gather(*streams) == [counted(20)] * 3, "no token is lost"
+    assert fleet.gpus_of("a") == [["1"]]
 
 
 @pytest.mark.long

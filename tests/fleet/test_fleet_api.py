@@ -14,15 +14,18 @@ import pytest
 
 from kvmig.accounts.keys import KeyIndex
 from kvmig.accounts.usage import UsageRecord, UsageSpool
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.callers import FORWARDED
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.ledger import merge
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
 from tests.support.fleet_stores import Place, idle_files
@@ -109,6 +112,58 @@ async def test_an_alias_is_set_shown_and_removed(api: Api) -> None:
     assert (await api.ask("DELETE", "aliases/a/b"))[0] == 200
     assert await api.ask("GET", "aliases") == (200, {"data": {}})
     assert said(await api.ask("DELETE", "aliases/a/b")) == (404, "no alias 'a/b'")
+
+
+def run_here(api: Api, **more: Any) -> None:
+    """A round of the fleet with one model, qwen."""
+    one = ModelSpec(name="qwen", source=f"path:{api.folder}", engine="toy", **more)
+    api.models.take_catalogue([CatalogEntry("m1", "qwen", 1, True, one)])
+    api.models.reconcile()
+
+
+async def test_each_worker_says_what_it_has_for_another_instance(api: Api) -> None:
+    assert said(await api.ask("GET", "why-not/qwen")) == (404, "no model 'qwen'")
+    await add_model(api)
+    assert said(await api.ask("GET", "why-not/qwen"))[0] == 404, "the server learns of it soon"
+    run_here(api)
+    status, found = await api.ask("GET", "why-not/qwen")
+    (node,) = found["nodes"]
+    assert (status, found["state"], found["need_bytes"], found["gpus"]) == (200, "zero", 1 << 27, 0)
+    assert (node["node"], node["chosen"], node["score"], node["refusals"]) == (
+        "local",
+        True,
+        100,
+        [],
+    )
+    run_here(api, memory=1 << 50)
+    _, found = await api.ask("GET", "why-not/qwen")
+    (node,) = found["nodes"]
+    (refusal,) = node["refusals"]
+    assert (refusal["filter"], refusal["need_bytes"]) == ("memory", 1 << 50)
+
+
+async def test_why_an_instance_is_on_its_worker_is_shown_as_it_was_decided(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
+    await add_model(api)
+    run_here(api, instances=InstanceCounts(min=1))
+    model = api.models.shown("qwen")
+    assert model is not None
+    assert model.watched is not None
+    await model.watched.looked.wait()  # there is no deployment that would say anything
+    assert said(await api.ask("GET", "why/qwen?instance=i0")) == (
+        404,
+        "model qwen has no instance 'i0', there are: none",
+    )
+    rows = tuple(InstanceRow(id=one, state="serving") for one in ("i0", "i7"))
+    model.watched.told = DeploymentEvent(0, data=rows)
+    _, found = await api.ask("GET", "why/qwen?instance=i0")
+    (node,) = found["decision"]["nodes"]
+    assert (found["worker"], node["node"], node["chosen"]) == ("local", "local", True)
+    _, found = await api.ask("GET", "why/qwen?instance=i7")
+    assert (found["worker"], found["at"], found["decision"]) == ("local", None, None)
+    assert (await api.ask("GET", "why/qwen"))[0] == 400, "which one?"
 
 
 async def test_an_alias_of_no_model_changes_nothing(api: Api) -> None:

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
-from kvmig.core.errors import StartupError
+from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.priorities import NORMAL
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import WANT_S, ModelController
@@ -322,11 +322,11 @@ async def test_what_an_instance_took_of_the_host_counts_for_its_model_and_for_ot
     bench.catalogue(one, other)
     bench.models.take_want(ModelWanted("a"))
     bench.turn()
-    before = bench.models.evaluate(other)
+    before = bench.models.places.evaluate(other)
     bench.watched.told = DeploymentEvent(data=(replace(served("i0"), beside_kv=700 << 20),))
     bench.turn(1)
     bench.turn(1)
-    found = bench.models.evaluate(other)
+    found = bench.models.places.evaluate(other)
     assert (before.rest_bytes, before.rest_basis) == (1 << 30, "assumed")
     assert found.rest_bytes == 700 << 20
     assert found.rest_basis == "measured on 1970-01-01 with a"
@@ -562,8 +562,9 @@ async def test_more_instances_come_when_more_requests_run(
     await serving(bench, instances=InstanceCounts(max=4, target=2))
     asked: list[int] = []
 
-    async def add(count: int) -> None:
+    async def add(count: int) -> set[str]:
         asked.append(count)
+        return {"i1", "i2"}
 
     monkeypatch.setattr(bench.watched, "add", add)
     for _ in range(12):
@@ -572,6 +573,7 @@ async def test_more_instances_come_when_more_requests_run(
     bench.turn()
     await bench.ordered_all()
     assert asked == [2]
+    assert [score_of(bench, one) for one in ("i1", "i2")] == [80 + 10 / 2, 80 + 10 / 3]
     assert bench.models.events[-1].what == "up to 3: 6.0 at 2 an instance"
 
 
@@ -623,8 +625,9 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
     await serving(bench, instances=InstanceCounts(min=2, max=2))
     ordered: list[object] = []
 
-    async def add(count: int) -> None:
+    async def add(count: int) -> set[str]:
         ordered.append(count)
+        return {"i1"}
 
     async def drain(instance: str) -> None:
         ordered.append(instance)
@@ -643,6 +646,56 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
         bench.turn(1)
         await bench.ordered_all()
     assert ordered == [1, "i1", 1]
+
+
+def score_of(bench: Bench, instance: str) -> float | None:
+    """The score of the place that an instance of its deployment has; None: it is not kept."""
+    model = bench.models.shown("a")
+    assert model is not None
+    found = bench.models.places.history.decision(model.deployment, instance)
+    return None if found is None else found.explanation.nodes[0].score
+
+
+async def test_why_each_instance_is_on_its_worker_is_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def add(count: int) -> set[str]:
+        assert count == 1
+        return {"i1"}
+
+    bench.catalogue(spec(instances=InstanceCounts(min=1, max=3, target=1)))
+    assert score_of(bench, "i0") == 100, "nothing else was there"
+    bench.serve()
+    bench.turn(1)
+    monkeypatch.setattr(bench.watched, "add", add)
+    for _ in range(10):  # a second is too short to count
+        bench.demand(running=3)
+        bench.turn(1)
+    await bench.ordered_all()
+    assert score_of(bench, "i1") == 85, "beside one of its own model"
+    assert score_of(bench, "i2") is None
+
+
+async def test_a_model_says_why_no_worker_takes_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(1 << 40, 7))
+    bench.catalogue(spec(memory=9))
+    model = bench.models.shown("a")
+    assert model is not None
+    (node,) = bench.models.why_not(model).nodes
+    (why,) = node.refusals
+    assert (node.node, node.chosen, why.filter) == ("local", False, "memory")
+    assert why.why == f"memory: needs 9 bytes, 7 of {1 << 40} are free"
+
+
+async def test_a_model_for_other_workers_than_this_host_is_refused_by_its_labels(
+    bench: Bench,
+) -> None:
+    memory = bench.models.memory
+    memory.check(spec(worker_selector={"os": "linux", "worker": "local"}))
+    with pytest.raises(ConfigError, match="worker_selector has zone=b, must have labels of the"):
+        memory.check(spec(worker_selector={"zone": "b"}))
 
 
 def test_the_classes_that_calls_may_name_are_those_of_the_deployments_flags() -> None:

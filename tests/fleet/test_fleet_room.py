@@ -14,12 +14,20 @@ from kvmig.fleet.capacity import (
     ResidentModel,
     WaitingModel,
     free,
-    plan,
     why_not_parked,
 )
+from kvmig.fleet.capacity import plan as plan_on
+from kvmig.fleet.worker_nodes import LOCAL, InstancePlace, WorkerNode
 
 HOST = HostCapacity(total=20, available=1000)
 NOW = 100.0
+
+
+def plan(
+    host: HostCapacity, waiting: list[WaitingModel], residents: list[ResidentModel], now: float
+) -> CapacityPlan:
+    """On one host without GPUs."""
+    return plan_on([WorkerNode(LOCAL, host.total, host.available)], waiting, residents, now)
 
 
 def idle(name: str, claim: int = 10, idle_s: float = 50, priority: int = 0) -> ResidentModel:
@@ -31,7 +39,9 @@ def busy(name: str, claim: int = 10, since: float = 0) -> ResidentModel:
 
 
 def test_one_that_fits_starts_and_nobody_ends() -> None:
-    assert plan(HOST, [WaitingModel("a", 10, 90)], [busy("b")], NOW) == CapacityPlan(free=0)
+    found = plan(HOST, [WaitingModel("a", 10, 90)], [busy("b")], NOW)
+    assert (found.refused, found.never, found.yielding) == ({}, {}, frozenset())
+    assert (found.places, found.spare()) == ({"a": (InstancePlace(LOCAL),)}, 0)
 
 
 def test_one_that_does_not_fit_waits_and_hears_why() -> None:
@@ -117,6 +127,11 @@ def test_one_that_came_later_starts_beside_the_first_ones_room() -> None:
     taken = [busy("b"), busy("small", claim=4, since=95)]
     waiting = [WaitingModel("large", 16, 90), WaitingModel("smaller", 2, 96)]
     assert set(plan(HOST, waiting, taken, NOW).refused) == {"large", "smaller"}
+
+
+def test_later_ones_together_take_no_room_that_the_first_will_need() -> None:
+    waiting = [WaitingModel("large", 16, 90), *(WaitingModel(name, 3, 95) for name in "ab")]
+    assert set(plan(HOST, waiting, [busy("c", claim=10)], NOW).refused) == {"large", "b"}
 
 
 def test_one_that_can_never_come_in_keeps_nobody_else_out() -> None:

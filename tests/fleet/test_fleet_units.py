@@ -125,7 +125,7 @@ class Fleet:
 
     def held(self) -> dict[str, dict[str, int]]:
         """Bytes by GPU, and who claims them."""
-        return {one.id: dict(one.claims) for one in self.models.devices()}
+        return {one.id: dict(one.claims) for one in self.models.places.devices()}
 
 
 @pytest.fixture

@@ -1,0 +1,183 @@
+"""The places of a fleet's models: what each has, what is free, where another instance would go, and
+why. It reads the models as the controller keeps them, and changes none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from kvmig.fleet import device_room
+from kvmig.fleet.capacity import ResidentModel, free
+from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Strategy
+from kvmig.fleet.device_watch import title_of
+from kvmig.fleet.evaluate import FitVerdict, on_host, verdict, without
+from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.place_choice import (
+    PlaceExplanation,
+    choose_places,
+    explain,
+    explained,
+    most_instances,
+)
+from kvmig.fleet.place_history import PlaceHistory
+from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.units import FleetUnits
+from kvmig.fleet.worker_nodes import (
+    LOCAL,
+    InstanceNeed,
+    InstancePlace,
+    NodeInstance,
+    Rooms,
+    WorkerNode,
+)
+
+
+class ModelPlaces:
+    """The places of all models."""
+
+    def __init__(
+        self, models: Mapping[str, ManagedModel], units: FleetUnits, memory: MemoryBudget
+    ) -> None:
+        self._models = models
+        self._units = units
+        self._memory = memory
+        self.history = PlaceHistory()
+
+    # -- what there is
+
+    def devices(self) -> tuple[DeviceMemory, ...]:
+        """The GPUs, with what models claim of them."""
+        claims = self._units.claims()
+        taken = Counter({gpu: sum(sizes.values()) for gpu, sizes in claims.items()})
+        for name, model in self._models.items():
+            for gpu, size in model.held.items():
+                claims.setdefault(gpu, {})[name] = size
+                if model.serving or model.life.state == "parked":
+                    taken[gpu] += size
+        return self._memory.devices.watch.memory(claims, taken)
+
+    def nodes(self) -> tuple[WorkerNode, ...]:
+        """The nodes with what is on them: this host."""
+        host = self._memory.host()
+        return (
+            WorkerNode(
+                LOCAL,
+                host.total,
+                host.available,
+                self.devices(),
+                self._memory.labels,
+                instances=tuple(
+                    NodeInstance(name, gpus)
+                    for name, model in self._models.items()
+                    for gpus in model.instance_gpus
+                ),
+            ),
+        )
+
+    def title(self, gpu: str) -> str:
+        """What people call a GPU; one that isn't there keeps its UUID."""
+        try:
+            return title_of(self._memory.devices.watch.inventory.device(gpu))
+        except KeyError:
+            return gpu
+
+    # -- what a model wants
+
+    def device_need(self, spec: ModelSpec) -> DeviceNeed | None:
+        """What an instance wants of GPUs; None: nothing."""
+        if not spec.unit:
+            return self._memory.devices.need(spec)
+        wanted = [model.wanted for model in self._models.values()]
+        return self._units.need(
+            spec, [one.spec for one in wanted if one.on and one.spec.unit == spec.unit]
+        )
+
+    def need(self, model: ManagedModel) -> InstanceNeed:
+        """What an instance of it wants of a node."""
+        spec = model.wanted.spec
+        need = self.device_need(spec)
+        wants = () if need is None else (need,)
+        return InstanceNeed(
+            spec.name, model.claim, wants, spec.engine, spec.worker_selector, spec.source
+        )
+
+    def kv_bytes(self, spec: ModelSpec) -> int:
+        """Bytes of the KV cache of an instance, all its workers together; 0: not known."""
+        claim = self._memory.devices.claim(spec)
+        each = self._memory.kv(spec) if claim is None else claim.kv
+        return each * spec.workers
+
+    def strategy(self, spec: ModelSpec) -> Strategy:
+        """The strategy by which its places are chosen."""
+        return spec.placement_strategy or self._memory.devices.strategy
+
+    # -- where instances go
+
+    def most_more(self, model: ManagedModel, rooms: Rooms) -> int:
+        """How many more instances of it have room, up to its greatest number."""
+        return most_instances(rooms, self.need(model), model.wanted.spec.instances.max)
+
+    def more_places(
+        self, model: ManagedModel, most: int, rooms: Rooms
+    ) -> tuple[tuple[InstancePlace, ...], tuple[PlaceExplanation, ...]]:
+        """Places for up to `most` more instances, as many as fit, and why they are there. This
+        host's memory for them is the model's already, since they are wanted."""
+        need, strategy = self.need(model), self.strategy(model.wanted.spec)
+        if (local := rooms.get(LOCAL)) is not None:
+            rooms = {**rooms, LOCAL: replace(local, memory=local.memory + model.claim * most)}
+        count = most_instances(rooms, need, most)
+        places = choose_places(rooms, need, count, strategy) or ()
+        return places, explained(rooms, need, places, strategy)
+
+    def explain_move(
+        self, model: ManagedModel, place: InstancePlace, rooms: Rooms
+    ) -> PlaceExplanation:
+        """Explain why an instance of it moves to a place, packed as moves are."""
+        return explain(rooms, self.need(model), "pack", place)
+
+    # -- for people
+
+    def why_not(self, model: ManagedModel, rooms: Rooms) -> PlaceExplanation:
+        """Explain where another instance of it would go now, with every filter that refuses a node.
+        The reasons name other models: for admins only."""
+        need, strategy = self.need(model), self.strategy(model.wanted.spec)
+        places = choose_places(rooms, need, 1, strategy)
+        return explain(rooms, need, strategy, places[0] if places else None, holders=True)
+
+    def evaluate(self, spec: ModelSpec) -> FitVerdict:
+        """Whether an instance fits with all other models there, and where."""
+        memory, devices = self._memory, self._memory.devices
+        others = [
+            ResidentModel(name, one.claimed, since=0, stay_s=0, ready=bool(one.instance_rows))
+            for name, one in self._models.items()
+            if one.deployment and name != spec.name
+        ]
+        host, known = memory.host(), devices.known(spec)
+        (node,) = self.nodes()
+        node = replace(
+            node,
+            devices=tuple(without(spec.name, node.devices)),
+            instances=tuple(one for one in node.instances if one.model != spec.name),
+        )
+        return verdict(
+            spec.name,
+            spec.workers,
+            on_host(memory.claim(spec), host, free(host, others)),
+            known,
+            memory.kv(spec),
+            memory.rest_of_worker(spec),
+            devices.claim(spec),
+            self.device_need(spec),
+            node,
+            self.strategy(spec),
+        )
+
+    def reasons(self, model: ManagedModel) -> list[str]:
+        """Why each GPU has no room for a model that waits. It names models: for admins only."""
+        need = self.device_need(model.wanted.spec)
+        if model.life.state != "waiting" or need is None:
+            return []
+        return device_room.reasons(need, self.devices())

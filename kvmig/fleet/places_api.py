@@ -1,0 +1,84 @@
+"""Routes of places: why an instance is where it is, and why workers refuse another one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query
+
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.place_choice import PlaceExplanation
+from kvmig.fleet.room_moves import RoomPlan
+from kvmig.fleet.store import NotThere, OrderActor
+from kvmig.fleet.worker_nodes import LOCAL
+
+Body = dict[str, Any]
+InstanceQuery = Annotated[str, Query(min_length=1, max_length=100)]
+
+
+def places_api(
+    models: ModelController, known: Callable[[str], Awaitable[object]], caller: Any
+) -> APIRouter:
+    """known: raises NotThere for a model that isn't in the catalogue. caller: who calls."""
+    api = APIRouter()
+
+    async def model_of(name: str) -> ManagedModel:
+        await known(name)
+        found = models.shown(name)
+        if found is None:
+            raise NotThere(f"model {name} is not known to this server yet")
+        return found
+
+    @api.get("/why-not/{name:path}")
+    async def why_not(name: str, _: OrderActor = caller) -> Body:
+        """Explain where another instance of a model would go now: each worker with its score, or
+        with every filter that refuses it, in bytes. `why`: what else keeps the model from starting.
+        `moves`: those of other models' instances that would make room."""
+        model = await model_of(name)
+        found = models.why_not(model)
+        moves = models.moves_for(model) if found.chosen is None else None
+        return {
+            "state": model.life.state,
+            "why": model.life.why,
+            "moves": None if moves is None else moves_json(models, moves),
+        } | explanation_json(models, found)
+
+    @api.get("/why/{name:path}")
+    async def why(name: str, instance: InstanceQuery, _: OrderActor = caller) -> Body:
+        """Why an instance of a model is where it is: the decision, as things were then. `decision`
+        is null where it isn't kept: an earlier server has started the instance."""
+        model = await model_of(name)
+        row = next((one for one in model.instance_rows if one.id == instance), None)
+        if row is None:
+            there = ", ".join(one.id for one in model.instance_rows) or "none"
+            raise NotThere(f"model {name} has no instance {instance!r:.100}, there are: {there}")
+        kept = models.places.history.decision(model.deployment, instance)
+        return {
+            "instance": instance,
+            "worker": LOCAL,
+            "gpus": [models.places.title(gpu) for gpu in model.places.gpus_of(row)],
+            "at": None if kept is None else kept.at,
+            "decision": None if kept is None else explanation_json(models, kept.explanation),
+        }
+
+    return api
+
+
+def moves_json(models: ModelController, found: RoomPlan) -> Body:
+    """Moves as the API shows them."""
+    shown: Body = msgspec.to_builtins(found)
+    for one in (shown, *shown["moves"]):
+        for field in {"gpus", "to_gpus"} & one.keys():
+            one[field] = [models.places.title(gpu) for gpu in one[field]]
+    return shown
+
+
+def explanation_json(models: ModelController, found: PlaceExplanation) -> Body:
+    """An explanation as the API shows it: with what people call the GPUs."""
+    shown: Body = msgspec.to_builtins(found)
+    for one in shown["nodes"]:
+        one["gpus"] = [models.places.title(gpu) for gpu in one["gpus"]]
+    return shown

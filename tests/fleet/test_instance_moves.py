@@ -1,0 +1,180 @@
+"""Instances that move so that another model has room: when, how, and what is done if that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmig.core.api_records import InstanceRow
+from kvmig.core.errors import StartupError
+from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
+from kvmig.fleet.instance_moves import AGAIN_S
+from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.orders import Start
+from kvmig.fleet.spec import InstanceCounts
+from tests.fleet.test_fleet_units import GIB, Fleet
+
+
+class BusyFleet(Fleet):
+    """Two models of 6 GiB with live requests, on a GPU of 20 GiB each; a third one needs 15."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.orders: list[object] = []
+        self.refused = ""
+        """Why no instance starts."""
+
+    def put(self, name: str, each: int, **more: Any) -> None:
+        self.add(name, unit="", unit_memory=0, gpu_memory=each, **more)
+
+    async def begin(self, **more: Any) -> None:
+        for name in "ab":
+            self.put(name, 6 * GIB, **more)
+            self.want(name)
+            watched = self.model(name).watched
+            assert watched is not None
+            await watched.looked.wait()  # there is no deployment that would say anything else
+            self.say(name, "i0")
+            self.turn()
+        assert self.held() == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"b": 6 * GIB}}
+        self.taken(Start)
+        self.put("c", 15 * GIB)
+
+    def model(self, name: str) -> ManagedModel:
+        found = self.models.shown(name)
+        assert found is not None
+        return found
+
+    def say(self, name: str, *serving: str, starting: Sequence[str] = ()) -> None:
+        """A deployment tells of its instances, which have requests."""
+        watched = self.model(name).watched
+        assert watched is not None
+        rows = [
+            InstanceRow(id=one, state=state, blocks_total=100, blocks_used=10)
+            for state, names in (("serving", serving), ("starting", starting))
+            for one in names
+        ]
+        watched.take_event(DeploymentEvent(1, data=tuple(rows)))
+
+
+async def soon() -> None:
+    """Let what was ordered be asked for."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BusyFleet]:
+    made = BusyFleet(tmp_path / "data")
+
+    async def add(_: DeploymentWatcher, count: int, gpus: Sequence[str] = ()) -> set[str]:
+        made.orders.append((count, tuple(gpus)))
+        if made.refused:
+            raise StartupError(made.refused)
+        made.say("a", "i0", starting=["i1"])
+        return {"i1"}
+
+    async def drain(_: DeploymentWatcher, instance: str) -> None:
+        made.orders.append(instance)
+
+    monkeypatch.setattr(DeploymentWatcher, "add", add)
+    monkeypatch.setattr(DeploymentWatcher, "drain", drain)
+    monkeypatch.setattr("kvmig.fleet.instance_moves.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
+    yield made
+    await made.models.close()
+
+
+def events_of(fleet: BusyFleet, model: str) -> list[str]:
+    return [one.what for one in fleet.models.events if one.model == model]
+
+
+async def test_an_instance_moves_away_and_the_one_that_waits_has_its_gpu(fleet: BusyFleet) -> None:
+    await fleet.begin()
+    fleet.want("c")
+    await soon()
+    assert fleet.orders == [(1, ("1",))], "another one starts first"
+    assert fleet.model("c").life.why == (
+        "no room: it needs 15.0 GiB of a GPU's memory, 14.0 GiB is free; instances move for it"
+    )
+    assert fleet.held() == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"a": 6 * GIB, "b": 6 * GIB}}
+    fleet.turn()
+    await soon()
+    assert fleet.orders == [(1, ("1",))], "nothing else moves meanwhile"
+    assert fleet.model("c").life.why.endswith("14.0 GiB is free; instances move for it")
+    fleet.say("a", "i0", "i1")
+    await soon()
+    assert fleet.orders == [(1, ("1",)), "i0"], "its requests move"
+    fleet.turn()
+    assert fleet.taken(Start) == []
+    fleet.say("a", "i1")
+    fleet.turn()
+    assert fleet.start_of("serve").note.count("GPU-0") == 1
+    assert "instance i0 moves so that another model has room" in events_of(fleet, "a")
+    kept = fleet.models.places.history.decision(fleet.model("a").deployment, "i1")
+    assert kept is not None
+    assert kept.explanation.chosen is not None
+
+
+async def test_one_that_can_not_start_elsewhere_stays_and_is_not_asked_again_soon(
+    fleet: BusyFleet,
+) -> None:
+    await fleet.begin(instances=InstanceCounts(min=1))
+    fleet.refused = "no memory"
+    for _ in range(4):
+        fleet.want("c")
+        await soon()
+    assert fleet.orders == [(1, ("1",)), (1, ("0",))], "each is asked once"
+    assert "instance i0 has not moved: no memory" in events_of(fleet, "a")
+    assert fleet.held() == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"b": 6 * GIB}}
+    fleet.turn(AGAIN_S)
+    fleet.want("c")
+    await soon()
+    assert len(fleet.orders) == 3
+
+
+async def test_a_new_instance_that_fails_is_taken_out_and_the_old_one_serves_on(
+    fleet: BusyFleet,
+) -> None:
+    await fleet.begin()
+    fleet.want("c")
+    await soon()
+    fleet.say("a", "i0")
+    await soon()
+    assert fleet.orders == [(1, ("1",)), "i1"]
+    assert fleet.model("a").moving is None
+
+
+async def test_a_move_is_over_when_its_deployment_is_gone(fleet: BusyFleet) -> None:
+    await fleet.begin()
+    fleet.want("c")
+    await soon()
+    model = fleet.model("a")
+    assert model.moving is not None
+    assert model.watched is not None
+    await model.watched.close()
+    await soon()
+    assert model.moving is None
+
+
+async def test_nothing_moves_for_one_that_fits(fleet: BusyFleet) -> None:
+    await fleet.begin()
+    fleet.put("c", 14 * GIB)
+    fleet.want("c")
+    await soon()
+    assert fleet.orders == []
+    assert fleet.start_of("serve").note.count("GPU-0") == 1
+
+
+async def test_what_would_move_is_shown_before_anything_waits(fleet: BusyFleet) -> None:
+    await fleet.begin()
+    fleet.turn()
+    found = fleet.models.moves_for(fleet.model("c"))
+    assert found is not None
+    (move,) = found.moves
+    assert (move.model, move.gpus, move.to_gpus) == ("a", ("GPU-0",), ("GPU-1",))
+    assert fleet.orders == []
