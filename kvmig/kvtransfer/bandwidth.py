@@ -1,11 +1,11 @@
 """Bandwidth caps of an instance: `FairShare` decides who sends next, `BandwidthThrottle` makes them
 wait.
 
-Two kinds of token bucket, one for the instance and one a pair (this instance and a
-destination). A bucket that isn't in debt lets a whole chunk through and may go into debt
+Two kinds of token bucket, one for the instance and one for each pair (this instance and
+a destination). A bucket that isn't in debt lets a whole chunk through and may go into debt
 with it, so over any T seconds at most `burst + rate * T` bytes and one chunk go. Among
-those who wait, whoever has had least goes first (start-time fair queueing); one whose
-pair is in debt stands in nobody's way.
+those that wait, the one that has had least goes first (start-time fair queueing); one
+whose pair is in debt holds up no other.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class SourceSession(MigrationSession[Event, Action]):
     ) -> None:
         """batcher: of all migrations to this destination.
 
-        admit: called once `num_tokens` is known; raises MigrationRefused if so much must not
-        move now.
+        admit: called once `num_tokens` is known; raises MigrationRefused if that many must
+        not move now.
         """
         super().__init__(batcher.context.timeout_s)
         self.move = move

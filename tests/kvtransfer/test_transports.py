@@ -19,7 +19,7 @@ from kvmig.kvtransfer.transports.base import KEPT, BufferShape, StagingPool, Tra
 from kvmig.kvtransfer.transports.cuda_ipc import ExportedMemory, IpcOrigin, host_identity
 from kvmig.kvtransfer.transports.descriptors import DescriptorTicket
 from kvmig.kvtransfer.transports.select import InboxCache, TransportSite, open_offer, open_staging
-from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, sweep
+from kvmig.kvtransfer.transports.shm import ShmInbox, ShmStaging, ShmToken, sweep
 from kvmig.kvtransfer.transports.tcp import TcpStaging
 from kvmig.rpc.codec import Frame
 from tests.support.waiting import until
@@ -369,26 +369,23 @@ async def test_a_killed_sources_file_is_swept_and_only_that(
 ) -> None:
     alive = ShmStaging(CLUSTER, "a", 1, SIZE, tmp_path)
     source = spawn(SOURCE, CLUSTER, str(tmp_path))
-    inbox = ShmInbox(Offer("shm", first_line(source)), tmp_path)
+    offer = Offer("shm", first_line(source))
+    inbox = ShmInbox(offer, tmp_path)
     assert sweep(folder=tmp_path) == []
     kill(source)
     assert bytes(await inbox.receive(chunk(0, 5), None)) == b"alive"
-    assert sweep(folder=tmp_path) == [file_of(inbox)]
+    assert sweep(folder=tmp_path) == [ShmToken.from_offer(offer).file]
     assert inbox.stale
     inbox.close()
-    assert os.listdir(tmp_path) == [file_of(alive)]  # noqa: PTH208
+    assert os.listdir(tmp_path) == [ShmToken.from_offer(alive.offer()).file]  # noqa: PTH208
     alive.close()
 
 
 def test_sweeping_a_cluster_removes_its_files_and_no_other_clusters(shared: ShmStaging) -> None:
     other = ShmStaging(f"{CLUSTER}x", "a", 1, SIZE)
-    assert sweep(CLUSTER) == [file_of(shared)]
+    assert sweep(CLUSTER) == [ShmToken.from_offer(shared.offer()).file]
     ShmInbox(other.offer()).close()
     other.close()
-
-
-def file_of(end: ShmStaging | ShmInbox) -> str:
-    return end._token.file
 
 
 def test_a_pool_of_private_memory_leaves_no_file() -> None:

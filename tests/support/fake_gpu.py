@@ -10,6 +10,7 @@ import gc
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from ctypes import byref, c_size_t, c_uint64, c_void_p
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvmig.core.errors import KvmigError
 from kvmig.core.layout import KVLayout
-from kvmig.kernels import abi, build, cuda, driver, select
+from kvmig.kernels import abi, build, cuda, driver, ipc, select
 from kvmig.kernels.cuda import CudaLibrary
 from kvmig.kernels.driver import CudaDriver
 from kvmig.kernels.gpu import GpuKernels
@@ -266,3 +267,29 @@ class DeviceCache:
 
     def free(self) -> None:
         self._gpu.free(self.address)
+
+
+HANDLE_BYTES = 20 << 20
+"""One piece of a segment's physical memory."""
+
+
+@contextlib.contextmanager
+def segment(gpu: FakeGpu, handles: int) -> Iterator[int]:
+    """Neighbouring addresses over several pieces of physical memory, as torch's allocator makes
+    them (expandable segments)."""
+    with contextlib.ExitStack() as held:
+        size, address, access = c_size_t(HANDLE_BYTES), c_void_p(), ipc._Access()
+        access.location, access.flags = ipc._Location(1, gpu.ordinal), 3
+        wanted = ipc._Properties(type=1, location=access.location)
+        whole, nothing = c_size_t(handles * HANDLE_BYTES), c_uint64(0)
+        anywhere = c_size_t(0), c_void_p(0), nothing
+        gpu.call("cuMemAddressReserve", byref(address), whole, *anywhere)
+        held.callback(gpu.call, "cuMemAddressFree", address, whole)
+        for number in range(handles):
+            handle, here = c_uint64(), c_void_p((address.value or 0) + number * HANDLE_BYTES)
+            gpu.call("cuMemCreate", byref(handle), size, byref(wanted), nothing)
+            gpu.call("cuMemMap", here, size, c_size_t(0), handle, nothing)
+            gpu.call("cuMemRelease", handle)
+            held.callback(gpu.call, "cuMemUnmap", here, size)
+            gpu.call("cuMemSetAccess", here, size, byref(access), c_size_t(1))
+        yield int(address.value or 0)

@@ -16,8 +16,6 @@ destination that still reads a reused slot finds that the checksums differ.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import mmap
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import Protocol, Self
@@ -185,46 +183,6 @@ class StagingPool(ABC):
         self._free.put_nowait(CLOSED)
 
 
-class HostStaging(StagingPool):
-    """Slots in a mapping of this process, from `offset` on: chunks are gathered there."""
-
-    def __init__(self, memory: mmap.mmap, slots: int, slot_bytes: int, offset: int = 0) -> None:
-        super().__init__(slots, slot_bytes)
-        self._memory = memory
-        self._offset = offset
-
-    @property
-    def memory(self) -> memoryview:
-        """See `StagingPool`."""
-        return memoryview(self._memory)
-
-    def buffer(self, slot: int) -> memoryview:
-        """The slot [slot_bytes], see `TransportChannel.buffer`."""
-        self.check(slot)
-        start = self._offset + slot * self.slot_bytes
-        return memoryview(self._memory)[start : start + self.slot_bytes]
-
-    def close(self) -> None:
-        """Free the memory, with the last view of it."""
-        if not self._closed:
-            super().close()
-            self._free_memory()
-
-    def _free_memory(self) -> None:
-        unmap(self._memory)
-
-
-class HostChannel(TransportChannel):
-    """A channel out of the slots of a `HostStaging`."""
-
-    def __init__(self, staging: HostStaging) -> None:
-        self._staging = staging
-
-    async def buffer(self, slot: int) -> memoryview:
-        """The slot itself."""
-        return self._staging.buffer(slot)
-
-
 class TransportInbox(ABC):
     """The receiver of one source's chunks; serves all migrations from that source."""
 
@@ -281,18 +239,11 @@ class BufferShape(msgspec.Struct, frozen=True):
         """The offer's token, as JSON."""
         return msgspec.json.encode(self).decode()
 
-
-def check_slot(
-    chunk: Chunk, payload: bytes | memoryview | None, slots: int, slot_bytes: int
-) -> None:
-    """Raises PeerError unless the chunk, which came without bytes, is in one of these slots."""
-    if payload is not None or not 0 <= chunk.slot < slots:
-        raise PeerError(f"chunk in slot {chunk.slot} of {slots}")
-    if not 0 <= chunk.nbytes <= slot_bytes - max(0, chunk.offset) or chunk.offset < 0:
-        raise PeerError(f"{chunk.nbytes} bytes from {chunk.offset} on in a slot of {slot_bytes}")
-
-
-def unmap(memory: mmap.mmap) -> None:
-    """Unmap now; while a copy still reads it, with the last view and the owner's reference."""
-    with contextlib.suppress(BufferError):
-        memory.close()
+    def check_chunk(self, chunk: Chunk, payload: bytes | memoryview | None) -> None:
+        """Raises PeerError unless the chunk, which came without bytes, is in one of the slots."""
+        if payload is not None or not 0 <= chunk.slot < self.slots:
+            raise PeerError(f"chunk in slot {chunk.slot} of {self.slots}")
+        if not 0 <= chunk.nbytes <= self.slot_bytes - max(0, chunk.offset) or chunk.offset < 0:
+            raise PeerError(
+                f"{chunk.nbytes} bytes from {chunk.offset} on in a slot of {self.slot_bytes}"
+            )

@@ -31,7 +31,6 @@ from kvmig.kvtransfer.transports.base import (
     StagingPool,
     TransportChannel,
     TransportInbox,
-    check_slot,
 )
 from kvmig.kvtransfer.transports.descriptors import DescriptorDonor, DescriptorTicket, gone, take
 from kvmig.kvtransfer.transports.worker import CallWorker
@@ -107,7 +106,7 @@ class IpcMemory:
 
 
 _ours: weakref.WeakValueDictionary[str, IpcMemory] = weakref.WeakValueDictionary()
-"""This process's memory by its sockets' names: it can't be mapped again here, and needn't."""
+"""Memory of this process by its sockets' names: it can't be mapped again here, and needn't."""
 
 
 class PeerMemory:
@@ -270,7 +269,7 @@ class CudaIpcInbox(TransportInbox):
 
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot; it is there."""
-        check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)
+        self._shape.check_chunk(chunk, payload)
         if self._memory is None:
             raise TransportError("the buffers for this source were given up")
         return self._memory.view(chunk.slot * self._shape.slot_bytes, chunk.nbytes).toreadonly()
@@ -302,4 +301,5 @@ def _test(memory: IpcMemory, origin: IpcOrigin, refusals: RefusalCounter) -> Non
 
 
 _stuck: list[tuple[IpcMemory, PeerMemory]] = []
-"""Both ends of copies that didn't end. They stay mapped, because the device may still copy."""
+"""The two ends of each copy that didn't end. They stay mapped, because the device may still
+copy."""

@@ -98,8 +98,8 @@ def gone(ticket: DescriptorTicket) -> bool:
 def take(ticket: DescriptorTicket, refusals: RefusalCounter) -> int:
     """A copy of the donor's descriptor; the caller closes it. Blocks for TIMEOUT_S at most.
 
-    Raises TransportError if the donor is gone, gives none, or is another user's: anybody may
-    listen under the name of a donor that is gone, and would hear the word and lend its own
+    Raises TransportError if the donor is gone, gives none, or is another user's: any process may
+    listen under the name of a donor that is gone, and would get the word and lend its own
     memory for our blocks. That is counted.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as donor:

@@ -28,7 +28,6 @@ from kvmig.kvtransfer.transports.base import (
     StagingPool,
     TransportChannel,
     TransportInbox,
-    check_slot,
 )
 from kvmig.kvtransfer.transports.worker import CallWorker
 
@@ -231,7 +230,7 @@ class NcclInbox(TransportInbox):
 
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot, received after all that were pushed before it."""
-        check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)
+        self._shape.check_chunk(chunk, payload)
         if self._memory is None:
             raise TransportError("the buffers for this source were given up")
         view = self._memory.view(chunk.slot * self._shape.slot_bytes, chunk.nbytes)

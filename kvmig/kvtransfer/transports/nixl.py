@@ -2,11 +2,11 @@
 
 RDMA where there is a device for it, else shared memory or TCP as UCX finds them. Where the KV cache
 is on a GPU so are the buffers, if RDMA devices reach that GPU's memory (GPUDirect) and NIXL takes
-it: a chunk then crosses no memory of the host. Else they are the host's, and the log says why. The
-destination's kernel, which is launched once the notification is there, checks all it reads. Each
-end has an agent, used by one thread: an agent isn't thread-safe, and its calls may block. Agents
-run no progress thread; both ends drive UCX only while a chunk is on its way. The bytes are
-not encrypted: in `auto` only machines with an RDMA device offer it.
+it: a chunk then crosses no memory of the host. Else they are the host's, and the log has the
+reason. The destination's kernel, which is launched once the notification is there, checks all it
+reads. Each end has an agent, used by one thread: an agent isn't thread-safe, and its calls may
+block. Agents run no progress thread; both ends drive UCX only while a chunk is on its way. The
+bytes are not encrypted: in `auto` only machines with an RDMA device offer it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from kvmig.kvtransfer.transports.base import (
     StagingPool,
     TransportChannel,
     TransportInbox,
-    check_slot,
-    unmap,
 )
+from kvmig.kvtransfer.transports.host_memory import unmap
 from kvmig.kvtransfer.transports.worker import CallWorker
 
 NAME = "nixl"
@@ -365,7 +364,7 @@ class NixlInbox(TransportInbox):
 
     async def receive(self, chunk: Chunk, payload: bytes | memoryview | None) -> memoryview:
         """The chunk in its slot, once the source's notification is here."""
-        check_slot(chunk, payload, self._shape.slots, self._shape.slot_bytes)
+        self._shape.check_chunk(chunk, payload)
         await self._agent.await_chunk(chunk.number)
         start = chunk.slot * self._shape.slot_bytes
         return self._agent.memory.view(start, chunk.nbytes).toreadonly()

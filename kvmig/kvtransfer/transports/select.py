@@ -155,7 +155,7 @@ def open_offer(
 class InboxCache:
     """One inbox a source, opened at its first migration and kept for the next ones, until it ends.
 
-    Nobody tells of a source's end, so this looks every LOOK_S. Of more than KEPT the one used
+    No message reports a source's end, so this looks every LOOK_S. Of more than KEPT the one used
     longest ago is closed; a migration that still uses it is given up.
     """
 

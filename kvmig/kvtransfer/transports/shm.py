@@ -19,19 +19,15 @@ import re
 import secrets
 from pathlib import Path
 
-import msgspec
-
 from kvmig.core.errors import TransportError
 from kvmig.kvtransfer.messages import Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
     AnnounceChunk,
-    HostChannel,
-    HostStaging,
+    BufferShape,
     TransportChannel,
     TransportInbox,
-    check_slot,
-    unmap,
 )
+from kvmig.kvtransfer.transports.host_memory import HostChannel, HostStaging, unmap
 
 NAME = "shm"
 FOLDER = Path("/dev/shm")  # noqa: S108
@@ -41,13 +37,11 @@ FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
 """Populate: no copy stops for a page fault."""
 
 
-class ShmToken(msgspec.Struct, frozen=True):
+class ShmToken(BufferShape, frozen=True):
     """Names the memory to the destination, with a proof that it is the right one."""
 
     file: str
     nonce: str
-    slots: int
-    slot_bytes: int
 
 
 class ShmStaging(HostStaging):
@@ -77,12 +71,12 @@ class ShmStaging(HostStaging):
             raise TransportError(
                 f"no {size} bytes of shared memory in {folder}: {error.strerror}"
             ) from error
-        self._token = ShmToken(self._path.name, nonce.hex(), slots, slot_bytes)
+        self._token = ShmToken(slots, slot_bytes, self._path.name, nonce.hex())
         super().__init__(memory, slots, slot_bytes, mmap.PAGESIZE)
 
     def offer(self) -> Offer:
         """The file's name and nonce."""
-        return Offer(NAME, msgspec.json.encode(self._token).decode())
+        return Offer(NAME, self._token.token())
 
     def _connect(self, token: str) -> TransportChannel:
         return ShmChannel(self)
@@ -112,10 +106,7 @@ class ShmInbox(TransportInbox):
     def __init__(self, offer: Offer, folder: Path = FOLDER, writable: bool = False) -> None:
         """writable: how to map it, though nothing here writes. Raises TransportError if this
         process can't see the source's memory."""
-        try:
-            self._token = msgspec.json.decode(offer.token, type=ShmToken)
-        except msgspec.DecodeError as error:
-            raise TransportError(f"not a token of shared memory: {error}") from error
+        self._token = ShmToken.from_offer(offer)
         self._memory, self._file = _open(self._token, folder, writable)
         self._closed = False
 
@@ -133,7 +124,7 @@ class ShmInbox(TransportInbox):
         """The chunk in its slot."""
         if self._closed:
             raise TransportError("the source's shared memory was given up")
-        check_slot(chunk, payload, self._token.slots, self._token.slot_bytes)
+        self._token.check_chunk(chunk, payload)
         start = mmap.PAGESIZE + chunk.slot * self._token.slot_bytes + chunk.offset
         return memoryview(self._memory)[start : start + chunk.nbytes].toreadonly()
 

@@ -20,13 +20,10 @@ from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports.base import (
     AnnounceChunk,
     BufferShape,
-    HostChannel,
-    HostStaging,
     TransportChannel,
     TransportInbox,
-    check_slot,
-    unmap,
 )
+from kvmig.kvtransfer.transports.host_memory import HostChannel, HostStaging, unmap
 from kvmig.kvtransfer.transports.lane import LaneReceiver, LaneSender, LaneTicket
 from kvmig.kvtransfer.transports.worker import CallWorker
 from kvmig.rpc.codec import RefusalCounter
@@ -187,7 +184,7 @@ class LaneInbox(TcpInbox):
         if payload is not None:
             return await super().receive(chunk, payload)
         shape = self._shape
-        check_slot(chunk, payload, shape.slots, shape.slot_bytes)
+        shape.check_chunk(chunk, payload)
         await asyncio.wrap_future(self._lane.arrivals.wait(chunk.slot, chunk.number))
         start = chunk.slot * shape.slot_bytes + chunk.offset
         return memoryview(self._memory)[start : start + chunk.nbytes].toreadonly()

@@ -6,8 +6,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from ctypes import byref, c_size_t, c_ubyte, c_uint64, c_void_p
+from ctypes import c_size_t, c_ubyte, c_void_p
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,19 +25,17 @@ from kvmig.engines.device_copies import (
     load,
 )
 from kvmig.engines.vllm.subblocks import LayerCache, RankCache, SubBlocks, UnitMap
-from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
-from kvmig.kvtransfer.transports.base import unmap
 from kvmig.kvtransfer.transports.cuda_ipc import IpcMemory
+from kvmig.kvtransfer.transports.host_memory import unmap
 from kvmig.rpc.codec import RefusalCounter
 from tests.support import fake_gpu
-from tests.support.fake_gpu import HIGHEST, DeviceCache, FakeGpu, FakeKernels
+from tests.support.fake_gpu import HANDLE_BYTES, HIGHEST, DeviceCache, FakeGpu, FakeKernels, segment
 from tests.support.poisoned import make_cache
 
 pytestmark = pytest.mark.usefixtures("gpus")
 """Which see that all comes back."""
 
-HANDLE_BYTES = 20 << 20
 FIT = 2
 """Blocks that half of the scratch memory holds."""
 IDS = [6, 0, 3, 7, 1, 4, 2]
@@ -170,28 +167,6 @@ def test_blocks_are_scattered_and_nothing_else_is_touched(any_world: World, kind
     expected = any_world.cache.expected({number: source.block(number) for number in IDS})
     assert any_world.copies.scatter(IDS, data.toreadonly()) == sums
     assert np.array_equal(any_world.cache.memory(), expected)
-
-
-@contextmanager
-def segment(gpu: FakeGpu, handles: int) -> Iterator[int]:
-    """Neighbouring addresses over several pieces of physical memory, as torch's allocator makes
-    them (expandable segments)."""
-    with ExitStack() as held:
-        size, address, access = c_size_t(HANDLE_BYTES), c_void_p(), ipc._Access()
-        access.location, access.flags = ipc._Location(1, gpu.ordinal), 3
-        wanted = ipc._Properties(type=1, location=access.location)
-        whole, nothing = c_size_t(handles * HANDLE_BYTES), c_uint64(0)
-        anywhere = c_size_t(0), c_void_p(0), nothing
-        gpu.call("cuMemAddressReserve", byref(address), whole, *anywhere)
-        held.callback(gpu.call, "cuMemAddressFree", address, whole)
-        for number in range(handles):
-            handle, here = c_uint64(), c_void_p((address.value or 0) + number * HANDLE_BYTES)
-            gpu.call("cuMemCreate", byref(handle), size, byref(wanted), nothing)
-            gpu.call("cuMemMap", here, size, c_size_t(0), handle, nothing)
-            gpu.call("cuMemRelease", handle)
-            held.callback(gpu.call, "cuMemUnmap", here, size)
-            gpu.call("cuMemSetAccess", here, size, byref(access), c_size_t(1))
-        yield int(address.value or 0)
 
 
 def test_blocks_may_lie_across_pieces_of_physical_memory(world: World) -> None:
