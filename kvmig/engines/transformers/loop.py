@@ -43,14 +43,13 @@ class StepLoop:
         self.step_began: float | None = None
         """When the present step began (time.monotonic); None between steps."""
         self.cadence_meter = CadenceMeter()
-        self.failed: BaseException | None = None
-        self._thread: EngineThread | None = None
+        self._thread = EngineThread(self._fail_calls)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the loop's thread between two steps; from any thread."""
         future: Future[T] = Future()
         self._calls.put((function, future))
-        if self.failed is not None:
+        if self._thread.failed is not None:
             self._fail_calls()
         return future
 
@@ -63,17 +62,10 @@ class StepLoop:
             with torch.no_grad(), stream_context(self.stream):
                 self._run()
 
-        def ended(error: Exception | None) -> None:
-            self.failed = error or RuntimeError("the engine has stopped")
-            self._fail_calls()
-            on_exit(error)
-
-        self._thread = EngineThread(run, ended)
+        self._thread.start(run, on_exit)
 
     def stop(self, timeout_s: float) -> bool:
         """End after the present step; whether it did in time."""
-        if self._thread is None:
-            return True
         self._calls.put(None)
         return self._thread.join(timeout_s)
 
@@ -126,4 +118,5 @@ class StepLoop:
             except queue.Empty:
                 return
             if call is not None and call[1].set_running_or_notify_cancel():
-                call[1].set_exception(RuntimeError(f"the engine has ended: {self.failed!r}"))
+                error = RuntimeError(f"the engine has ended: {self._thread.failed!r}")
+                call[1].set_exception(error)

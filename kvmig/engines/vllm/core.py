@@ -91,7 +91,7 @@ class StepCore(EngineCoreProc):
         """Called on the engine's thread after each call of a client's: (method, arguments)."""
         self.stepping: AbstractContextManager[object] = nullcontext()
         """Held while the model computes."""
-        self.failed: BaseException | None = None
+        self.engine_thread = EngineThread(self.fail_calls)
         self.step_began: float | None = None
         """When the present step began, or the present request or call between two steps
         (time.monotonic); None while there is nothing to do."""
@@ -120,7 +120,6 @@ class StepCore(EngineCoreProc):
             self.scheduler.defer_block_free = True
             self.cadence_meter = CadenceMeter(overlap=True)
         runner.prepare_workers(self)
-        self._thread: EngineThread | None = None
         # Of several workers; a single one is this process.
         workers = getattr(self.model_executor, "workers", ())
         if workers:
@@ -164,8 +163,8 @@ class StepCore(EngineCoreProc):
         # In a list that is emptied: vLLM's frames keep what they took out of the queue, and are
         # kept by an error that the call raises, and with it by the future.
         self.input_queue.put_nowait((_CALL, [(future, function)]))
-        if self.failed is not None:
-            self._fail_pending_calls()
+        if self.engine_thread.failed is not None:
+            self.fail_calls()
         return future
 
     def add(self, request: EngineCoreRequest) -> None:
@@ -202,18 +201,13 @@ class StepCore(EngineCoreProc):
             with contextlib.suppress(SystemExit):
                 self.run_busy_loop()
 
-        def ended(error: Exception | None) -> None:
-            self.failed = error or RuntimeError("the engine has stopped")
-            self._fail_pending_calls()
-            on_exit(error)
-
-        self._thread = EngineThread(run, ended)
+        self.engine_thread.start(run, on_exit)
 
     def stop(self, timeout_s: float) -> bool:
         """Stop the busy loop after the current step; False if it didn't within `timeout_s`."""
         self.shutdown_state = EngineShutdownState.REQUESTED
         self.wake()
-        return self._thread is None or self._thread.join(timeout_s)
+        return self.engine_thread.join(timeout_s)
 
     def shutdown(self) -> None:
         """End the workers, and remove what one that was killed has left."""
@@ -345,7 +339,8 @@ class StepCore(EngineCoreProc):
         with self.stepping:
             super().execute_dummy_batch()
 
-    def _fail_pending_calls(self) -> None:
+    def fail_calls(self) -> None:
+        """Fail all calls that wait: no step comes any more."""
         while True:
             try:
                 request_type, request = self.input_queue.get_nowait()

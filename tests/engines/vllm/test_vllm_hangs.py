@@ -15,6 +15,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
+from kvmig.engines.engine_thread import EngineThread
 from kvmig.engines.vllm.core import StepCore
 
 pytestmark = pytest.mark.engine
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.engine
 def core() -> StepCore:
     """Without anything that it would step."""
     made = StepCore.__new__(StepCore)
-    made.step_began = made.failed = None
+    made.step_began = None
+    made.engine_thread = EngineThread(made.fail_calls)
     made.input_queue = queue.Queue()
     made.between_steps = lambda: None
     made.called = lambda method, args: None

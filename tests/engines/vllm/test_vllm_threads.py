@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from kvmig.engines.engine_thread import EngineThread
 from kvmig.engines.vllm import core as core_module
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.embedded import EmbeddedVllm
@@ -105,7 +106,7 @@ def test_the_engines_thread_has_device_and_stream_of_the_one_that_loaded_the_mod
     monkeypatch.setattr(core_module, "let_team_go", lambda: None)
     monkeypatch.setattr(StepCore, "run_busy_loop", lambda self: calls.append(("loop", None)))
     core = StepCore.__new__(StepCore)
-    core._fail_pending_calls = lambda: None  # type: ignore[method-assign]
+    core.engine_thread = EngineThread(lambda: None)
     ended = threading.Event()
     core.start(lambda error: ended.set())
     assert ended.wait(WAIT_S)
