@@ -2,7 +2,7 @@
 
 A fleet's proxy decides what a key may do, and counts what it does. So its connection stays open
 until the work has ended, though the answer is complete long before; and the work ends when the
-proxy leaves. So whatever ends a call ends its work, whichever of the two processes dies.
+proxy leaves. So all that ends a call ends its work, whichever of the two processes dies.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ FRESH = 16
 
 
 class QueueLengths(NamedTuple):
-    """Of all instances, as they tell."""
+    """The queues of all instances, as they report them."""
 
     instances: int
     waiting: int

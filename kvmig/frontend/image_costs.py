@@ -49,7 +49,7 @@ class ImageLook(NamedTuple):
 
 
 def image_cost(look: ImageLook, scale: int = 1) -> MediaCost:
-    """Of one that is decoded, turned as its EXIF data say, and brought to RGB.
+    """The cost of an image that is decoded, turned as its EXIF data say, and brought to RGB.
 
     scale: one of SCALES.
     """

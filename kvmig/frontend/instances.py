@@ -23,7 +23,7 @@ from kvmig.core.errors import NoInstance, PeerError, TransportError
 from kvmig.engines.base import Frames
 from kvmig.frontend.dispatch_turns import QueueLengths
 from kvmig.frontend.inventory import instance_row
-from kvmig.frontend.ports import NOT_BEGUN, EngineArithmetic
+from kvmig.frontend.ports import NOT_BEGUN, DispatchOrder, EngineArithmetic
 from kvmig.rpc.messages import VERSION, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient
 
@@ -41,7 +41,7 @@ class InstanceConnection:
     """One instance: its connection, made again whenever it is lost, and its health.
 
     welcome: the instance's answer to our Hello, while the connection lives. health: None until the
-    instance is heard of over the present connection; only those with health are dispatched to.
+    instance has reported over the present connection; only those with health are dispatched to.
     """
 
     def __init__(
@@ -442,31 +442,19 @@ class InstancePool:
             raise InstanceLost(f"instance {instance} was removed")
         one.send(message, payload)
 
-    def dispatch(
-        self,
-        tokens: int,
-        priority: int,
-        message: RpcMessage,
-        payload: Frames,
-        *,
-        fit: bool = False,
-        begun: EngineArithmetic = NOT_BEGUN,
-    ) -> str:
-        """Send a request of `tokens` tokens where the policy wants it. Raises NoInstance.
-
-        fit: only to a fit instance. begun: what computed its tokens so far.
-        """
+    def dispatch(self, order: DispatchOrder) -> str:
+        """Send a run where the policy wants it; returns the instance. Raises NoInstance."""
         now = self._clock()
-        demand_blocks = math.ceil((tokens + 1) / self.block_tokens)
+        demand_blocks = math.ceil((order.tokens + 1) / self.block_tokens)
+        request = NewRequest(demand_blocks, order.priority, *order.begun, preferred=self.preferred)
         while True:
             try:
-                request = NewRequest(demand_blocks, priority, *begun, preferred=self.preferred)
                 view = self._view.view(now)
-                if fit:
+                if order.fit:
                     well = [one for one in view.instances if self.is_healthy(one.instance)]
                     view = ClusterView(now, well, view.stale_after_s)
                 instance = self._dispatch.pick(allowed(view, request), request).instance
-                self._instances[instance].send(message, payload)
+                self._instances[instance].send(order.message, order.payload)
             except NoInstance:
                 raise NoInstance("no instance is connected that could take the request") from None
             except InstanceLost as lost:

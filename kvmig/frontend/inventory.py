@@ -65,7 +65,7 @@ def cluster_rows(
     connected to.
 
     The launcher's word on a state counts, unless a front end can't reach the instance, or the
-    instance itself says that something is wrong.
+    instance itself reports that something is wrong.
     """
     rows = {row.id: row for row in linked}
     joined = []

@@ -17,7 +17,7 @@ WAIT_S = 30.0
 
 
 class NoPlace(Exception):
-    """All places were taken by others for too long."""
+    """No place became free in time."""
 
 
 class MediaRoom:

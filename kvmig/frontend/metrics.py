@@ -290,7 +290,7 @@ class _Labelled(Collector):
 
     vLLM's samples of engines that never were (it wants to know them all at its start) are
     left out. vLLM sets its gauges with an engine's steps: one that makes none, or is gone, would
-    keep its last ones for ever, so that what instances report is asked.
+    keep its last ones without end, so that what instances report is asked.
     """
 
     source: CollectorRegistry
@@ -339,7 +339,8 @@ def _works(row: InstanceRow) -> bool:
 class MetricsExposition:
     """The text of /metrics, made on a thread: it takes as long as several steps, and streams go on.
 
-    Anybody may ask: who asks while one is made shares the next one, which is as new as the call.
+    Calls may overlap: one that comes while a text is made shares the next one, which is as new as
+    the call.
     """
 
     def __init__(

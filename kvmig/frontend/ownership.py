@@ -1,10 +1,10 @@
 """Which instance runs a request, what becomes of it when that one is lost, and how it ends.
 
-A request whose instance is lost or ails runs again elsewhere, from the tokens that the client has.
-A run that is given up may still go on unseen: the instance was only silent, or it has just handed
-the request on to a third one. So the next run has an id of its own (`LiveRequest.run_id`). Nothing
-of an earlier run can be taken for it, neither here nor by an engine that still holds something of
-it, and outputs of such a run are answered with Discard like any unknown output.
+A request whose instance is lost or unhealthy runs again elsewhere, from the tokens that the client
+has. A run that is given up may still go on unseen: the instance was only silent, or it has just
+handed the request on to a third one. So the next run has an id of its own (`LiveRequest.run_id`).
+Nothing of an earlier run can be taken for it, neither here nor by an engine that still holds
+something of it, and outputs of such a run are answered with Discard like any unknown output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import AbortRequests, Discard, Resolve, Span, Submit
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
-from kvmig.frontend.ports import InstancePort, RouterObserver
+from kvmig.frontend.ports import DispatchOrder, InstancePort, RouterObserver
 from kvmig.frontend.requests import LiveRequest, RequestTable
 from kvmig.frontend.splice import Action, OwnerSwitched, StaleCopy, StreamGap
 from kvmig.rpc.messages import RpcMessage
@@ -154,7 +154,7 @@ class RequestOwnership:
     def evacuate(self, instance: str, *, ends: bool = False) -> None:
         """Run the instance's requests elsewhere, by recompute: its drain has taken too long.
 
-        The launcher says so again and again: nothing is done while no other one serves, nor with
+        The launcher repeats it: nothing is done while no other one serves, nor with
         a request that could go on nowhere else. ends: such a request goes on in another numerics
         class, and ends where no other has its weights.
         """
@@ -288,13 +288,11 @@ class RequestOwnership:
     def _run(self, request: LiveRequest) -> None:
         known = request.output_token_ids
         tokens = request.prompt_tokens + len(known)
+        submit = Submit(request.run_id, tuple(known))
         instance = self.instances.dispatch(
-            tokens,
-            request.priority,
-            Submit(request.run_id, tuple(known)),
-            request.payload,
-            fit=True,
-            begun=request.begun,
+            DispatchOrder(
+                tokens, request.priority, submit, request.payload, fit=True, begun=request.begun
+            )
         )
         request.unplaced_since, request.placed = None, self.clock()
         request.splicer.restart(instance)

@@ -83,6 +83,20 @@ class EngineArithmetic(NamedTuple):
 NOT_BEGUN = EngineArithmetic()
 
 
+class DispatchOrder(NamedTuple):
+    """A run of a request, for the instance that the policy picks."""
+
+    tokens: int
+    """Tokens of the prompt and of what was answered so far."""
+    priority: int
+    message: RpcMessage
+    payload: Frames
+    fit: bool = False
+    """Whether only a healthy instance will do."""
+    begun: EngineArithmetic = NOT_BEGUN
+    """Weights and numerics that computed its tokens so far."""
+
+
 class InstancePort(Protocol):
     """The part of `kvmig.frontend.instances.InstancePool`, described there, that decisions need."""
 
@@ -95,16 +109,7 @@ class InstancePort(Protocol):
     def index(self, instance: str) -> int: ...
     def arithmetic(self, instance: str) -> EngineArithmetic: ...
     def send(self, instance: str, message: RpcMessage, payload: Frames = ()) -> None: ...
-    def dispatch(
-        self,
-        tokens: int,
-        priority: int,
-        message: RpcMessage,
-        payload: Frames,
-        *,
-        fit: bool = False,
-        begun: EngineArithmetic = NOT_BEGUN,
-    ) -> str: ...
+    def dispatch(self, order: DispatchOrder) -> str: ...
 
 
 class RouterObserver:

@@ -19,7 +19,7 @@ READY_PATHS = ("/health", "/ping")
 
 
 def probe_routes(http: HttpState, broken: Callable[[], bool]) -> list[Route]:
-    """Of a front end. broken: whether its engine's client can go on no more."""
+    """The probes of a front end. broken: whether its engine's client can go on no more."""
 
     async def ready(_: Request) -> Response:
         sentence = why_closed(http) or http.uncounted()

@@ -140,7 +140,7 @@ class LiveRequest:
         return {one for one in (self.owner, self.destination, self.moved_to) if one is not None}
 
     def note_move(self, to: str, from_epoch: int) -> None:
-        """A report says that the request went to `to` from the owner of `from_epoch`.
+        """Note a report by which the request went to `to` from the owner of `from_epoch`.
 
         Reports of a request that moves on and on come from different instances, in any order.
         """

@@ -62,7 +62,13 @@ from kvmig.frontend.inventory import (
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.ownership import RequestOwnership
 from kvmig.frontend.pending_calls import PendingCalls
-from kvmig.frontend.ports import OutputDecoder, OutputItem, OutputSink, RouterObserver
+from kvmig.frontend.ports import (
+    DispatchOrder,
+    OutputDecoder,
+    OutputItem,
+    OutputSink,
+    RouterObserver,
+)
 from kvmig.frontend.quotas import Output, QuotaClient
 from kvmig.frontend.requests import (
     LiveRequest,
@@ -277,7 +283,9 @@ class Router:
         arrived = self._clock()
         if call is not None and call.tenant:
             await self._turns.wait(request_id, priority, call.tenant)
-        instance = self.fleet.dispatch(prompt_tokens, priority, Submit(request_id), payload)
+        instance = self.fleet.dispatch(
+            DispatchOrder(prompt_tokens, priority, Submit(request_id), payload)
+        )
         self._table.add(
             LiveRequest(
                 request_id=request_id,

@@ -1,8 +1,8 @@
 """Keeps what a meter counts in a file, until the fleet's server has it.
 
 What the disk doesn't take goes to the server itself, whose database may be elsewhere. While neither
-takes it, it is kept and tried again each second, and soon calls are refused: whoever calls then
-would not be counted.
+takes it, it is kept and tried again each second, and soon calls are refused: they would not
+be counted.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from kvmig.frontend.metrics import (
 from kvmig.launcher.front_ends import forget_gauges
 from kvmig.sharing.messages import InUnit
 from tests.support.fake_llumlet import cluster, report
+from tests.support.inside import makes_text_for_all
 from tests.support.waiting import until
 
 
@@ -323,6 +324,6 @@ async def test_streams_go_on_while_metrics_are_told() -> None:
 async def test_whoever_asks_while_metrics_are_told_shares_the_next_text() -> None:
     collector, exposition = slow()
     first = asyncio.create_task(exposition.text())
-    await until(lambda: exposition._making.locked() and exposition._next is None)
+    await until(lambda: makes_text_for_all(exposition))
     await asyncio.gather(first, *(exposition.text() for _ in range(20)))
     assert collector.texts == 2

@@ -30,6 +30,7 @@ from kvmig.frontend.router import Router
 from kvmig.rpc.codec import Frame
 from tests.support.byte_tokens import EOS, Bytes
 from tests.support.http_states import behind_middleware
+from tests.support.inside import open_queues
 
 if TYPE_CHECKING:
     from kvmig.engines.transformers.tokenizer import ModelTokenizer
@@ -39,7 +40,7 @@ class Instances:
     """A router whose instances answer what a test says; `live`: what they still run."""
 
     def __init__(self, outlet: RequestQueues) -> None:
-        self._outlet = outlet
+        self.outlet = outlet
         self.script: list[StepOutput | tuple[str, Failure]] = []
         self.live: set[str] = set()
         self.ended: list[tuple[str, bool]] = []
@@ -65,10 +66,10 @@ class Instances:
         for one in self.script:
             if isinstance(one, StepOutput):
                 one.request_id = request_id
-                self._outlet.deliver(0, [one], None)
+                self.outlet.deliver(0, [one], None)
                 over = one.finished
             else:
-                self._outlet.fail([request_id], *one)
+                self.outlet.fail([request_id], *one)
                 over = True
             if over:
                 self.live.discard(request_id)
@@ -88,14 +89,14 @@ async def http(instances: Instances) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     behind_middleware(app)
     backend = GenerationBackend(
-        cast("Router", instances), instances._outlet, cast("ModelTokenizer", Bytes(100))
+        cast("Router", instances), instances.outlet, cast("ModelTokenizer", Bytes(100))
     )
     app.include_router(openai_api(backend, ["bytes"], 100, bearer([])))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
     assert not instances.live
-    assert not instances._outlet._queues
+    assert not open_queues(instances.outlet)
 
 
 async def complete(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
@@ -256,7 +257,7 @@ async def test_a_stream_whose_client_leaves_ends_all_choices_though_it_is_cancel
     instances: Instances,
 ) -> None:
     backend = GenerationBackend(
-        cast("Router", instances), instances._outlet, cast("ModelTokenizer", Bytes(100))
+        cast("Router", instances), instances.outlet, cast("ModelTokenizer", Bytes(100))
     )
     submitted = SubmittedRequest(prompt_token_ids=[1], max_tokens=9)
     choices = CallChoices(

@@ -8,6 +8,7 @@ from kvmig.asgi.call import HttpCall
 from kvmig.core.config import HttpConfig
 from kvmig.frontend.requests import LiveRequest
 from kvmig.frontend.splice import StreamSplicer
+from tests.support.inside import open_queues
 from tests.support.stubbed_front import Stubbed, stubbed_front
 from tests.support.waiting import until
 
@@ -61,9 +62,8 @@ async def test_a_client_that_never_reads_loses_its_request_and_holds_nothing_mor
         reader, writer = await front.call(1_000_000, receive_bytes=SMALL_BUFFER)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         front.metronome.set(RATE)
-        queues = front.queues._queues
-        await until(lambda: bool(queues))
-        queue = next(iter(queues.values()))
+        await until(lambda: bool(open_queues(front.queues)))
+        (queue,) = open_queues(front.queues)
         await until(lambda: front.counted("kvmig_requests_unread_total") == 1)
         waiting = queue.qsize()
         # One look a tick finds it: as many tokens more as come in two.
@@ -99,7 +99,7 @@ async def test_a_connection_whose_client_never_reads_is_closed_in_time() -> None
         await until(lambda: front.engine.group.began != {})
         await until(lambda: len(front.engine.group) == 0)
         assert front.router.live() == []
-        await until(lambda: not front.queues._queues)
+        await until(lambda: not open_queues(front.queues))
         writer.transport.abort()
 
 

@@ -9,6 +9,7 @@ import pytest
 from kvmig.asgi.errors import OrderFailed
 from kvmig.controlplane.messages import AddInstances, RestartInstances, StopDrain
 from tests.launcher.test_cluster import BUSY, IDLE, World, asks, drain, guarantee, world
+from tests.support.inside import instance_of
 from tests.support.waiting import until
 
 
@@ -165,7 +166,7 @@ async def test_only_a_deadline_that_was_given_ends_what_could_go_on_nowhere(
 async def test_the_only_one_is_not_restarted_onto_other_weights_and_they_are_named() -> None:
     async with world() as it:
         await it.link.order(drain("i1"))
-        await until(lambda: it.cluster._instances["i0"].weights)
+        await until(lambda: instance_of(it.cluster, "i0").weights)
         it.launcher.weights = "new"
         words = "i0 runs weights old, those on disk are new, and there is no room for both"
         with pytest.raises(OrderFailed, match=words):

@@ -32,7 +32,7 @@ from kvmig.core.config import ClusterConfig, FaultConfig
 from kvmig.core.errors import NoInstance
 from kvmig.engines.base import RequestState
 from kvmig.frontend import ownership, requests, router
-from kvmig.frontend.ports import RouterObserver
+from kvmig.frontend.ports import DispatchOrder, RouterObserver
 from kvmig.frontend.splice import StreamSplicer
 from tests.support.fake_llumlet import (
     LOAD,
@@ -41,7 +41,7 @@ from tests.support.fake_llumlet import (
     cluster,
     report,
 )
-from tests.support.inside import table_of
+from tests.support.inside import dispatch_by, table_of
 from tests.support.waiting import PATIENCE_S, until
 
 QUICK = ClusterConfig(faults=FaultConfig(heartbeat_timeout_s=0.3))
@@ -234,10 +234,11 @@ async def test_what_runs_again_goes_to_any_instance_that_is_fit(
     async with cluster() as it:
         fleet = it.router.fleet
         monkeypatch.setattr(fleet, "is_healthy", lambda instance: instance == able)
-        assert fleet.dispatch(3, 0, Submit("r"), [b"payload"], fit=True) == able
+        order = DispatchOrder(3, 0, Submit("r"), [b"payload"], fit=True)
+        assert fleet.dispatch(order) == able
         monkeypatch.setattr(fleet, "is_healthy", lambda instance: False)
         with pytest.raises(NoInstance):
-            fleet.dispatch(3, 0, Submit("r"), [b"payload"], fit=True)
+            fleet.dispatch(order)
 
 
 async def test_without_a_better_instance_requests_stay_with_a_silent_one() -> None:
@@ -502,14 +503,14 @@ async def test_a_request_that_two_instances_hung_of_is_failed_and_others_go_on(
         a.report(LOAD, "hung")
         b = await it.addressed(a)
         assert (await resubmitted(b)).request_id == "r+1"
-        monkeypatch.setattr(it.router.fleet, "_dispatch", Pick(b.instance))
+        dispatch_by(it.router, Pick(b.instance))
         await it.router.submit("beside", "cmpl-y-0", 20, 0, [b"payload"])
         assert await b.hear() == Submit("beside")
         await clock.pass_hang()
         await it.router.submit("came during it", "cmpl-z-0", 20, 0, [b"payload"])
         assert await b.hear() == Submit("came during it")
         (c,) = it.others(a, b)
-        monkeypatch.setattr(it.router.fleet, "_dispatch", Pick(c.instance))
+        dispatch_by(it.router, Pick(c.instance))
         b.report(LOAD, "hung")
         await it.front.until(lambda: "r" in it.front.failed)
         assert it.front.failed["r"] == (

@@ -70,7 +70,7 @@ async def test_one_that_its_client_cancels_ends_the_stream_of_its_events(
     served: tuple[FastAPI, EndingRouter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, router = served
-    monkeypatch.setattr(router, "_run", no_end)
+    monkeypatch.setattr(router, "answer", no_end)
     async with client_of(app) as client:
         response = (await client.post(PATH, json={**BODY})).json()
         said = (await client.post(f"{PATH}/{response['id']}/cancel")).json()
@@ -81,7 +81,7 @@ async def test_one_whose_door_leaves_is_cancelled(
     served: tuple[FastAPI, EndingRouter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, router = served
-    monkeypatch.setattr(router, "_run", no_end)
+    monkeypatch.setattr(router, "answer", no_end)
     behind_middleware(app, HttpConfig(uds="/socket"), added=True)
     content = json.dumps(BODY).encode()
     parts: list[Message] = [{"type": "http.request", "body": content}]

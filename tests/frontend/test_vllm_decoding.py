@@ -88,7 +88,7 @@ def test_no_more_of_a_recording_is_decoded_than_there_is_room_for(
         asked.append(max_decode_bytes)
         return np.zeros(5_000_000, np.float32), 16_000
 
-    monkeypatch.setattr(decoding, "_audio_as_vllm", load_audio)
+    monkeypatch.setattr(decoding, "audio_as_vllm", load_audio)
     budget = MediaBudget(60_000_000)
     load = AudioMediaIO().load_bytes
     for _ in range(3):
@@ -119,9 +119,10 @@ def test_a_recording_whose_header_does_not_say_how_long_it_is_is_cut_by_its_size
     def load(path: Any, *, max_duration_s: float, **_: Any) -> None:
         asked.append(max_duration_s)
 
+    bound_decoding()
     monkeypatch.setattr(vllm_audio, "AudioDecoder", decoder)
-    monkeypatch.setattr(decoding, "_torchcodec_as_vllm", load)
-    decoding._load_torchcodec(
+    monkeypatch.setattr(decoding, "torchcodec_as_vllm", load)
+    vllm_audio.load_audio_torchcodec(
         BytesIO(b""), sr=None, max_duration_s=600.0, max_decode_bytes=10_000_000
     )
     assert asked == [pytest.approx(seconds, rel=0.01)]

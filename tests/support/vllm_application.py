@@ -86,12 +86,12 @@ class EndingRouter(OneSequence):
             raise NoInstance(self.sentence)
         if self.end == "quota at once":
             raise QuotaUsedUp(self.sentence)
-        task = asyncio.create_task(self._run(request_id))
+        task = asyncio.create_task(self.answer(request_id))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return None
 
-    async def _run(self, request_id: str) -> None:
+    async def answer(self, request_id: str) -> None:
         sink = self._server.sink
         for token in (17, 18):
             await asyncio.sleep(0.01)

@@ -129,7 +129,7 @@ class CompletionAnswer:
         self._logprobs = [CompletionLogprobs(decode) for _ in range(choices)]
 
     def head(self, choice: int) -> None:
-        """None."""
+        """The first chunk of a choice: there is none."""
 
     def chunk(self, choice: int, piece: ChoicePiece) -> dict[str, Any]:
         return {**self._base, "choices": [self._choice(choice, piece)]}

@@ -146,7 +146,7 @@ class Body(_Strict):
     model: str = ""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """None: 1."""
+    """The default, None, stands for 1."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Annotated[list[str], BeforeValidator(as_strings), STOPS] = []
     stream: bool | None = None
@@ -165,7 +165,7 @@ class Body(_Strict):
     ) = None
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    """None: 1."""
+    """The default, None, stands for 1."""
     priority: int = 0
     """A configured class's: `kvmig.frontend.middleware` has checked it."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -12,7 +12,7 @@ REPLACEMENT = "\ufffd"
 WINDOW = 32
 """Tokens that may wait before only the end of them is decoded for each one more."""
 KEPT = 1024
-"""Tokens of the last text that say how the next one is written."""
+"""Tokens of the last text, on which the writing of the next one depends."""
 FAILURES = 8
 """Texts that the end promised and that weren't there, in one wait, before it is asked seldom."""
 
@@ -21,7 +21,7 @@ class StreamDetokenizer:
     """Pieces that give, one after the other, what the tokens after a prompt read.
 
     Tokens that give no text (bytes that are no character, or nothing that the tokenizer knows) wait
-    until there is one. Beyond a few, their end says whether there may be: a token costs as much
+    until there is one. Beyond a few, their end shows whether there may be: a token costs as much
     however many wait.
     """
 
@@ -59,7 +59,7 @@ class StreamDetokenizer:
         return piece
 
     def _may_end(self, waiting: int) -> bool:
-        """Whether so many tokens may end with a text."""
+        """Whether this many tokens may end with a text."""
         if waiting < self._again:
             return False
         end = self._decode(self._ids[-WINDOW:])

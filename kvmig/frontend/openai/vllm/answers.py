@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.entrypoints.openai.chat_completion import api_router as chat_routes
 from vllm.entrypoints.openai.chat_completion import batch_serving
@@ -30,6 +30,7 @@ from vllm.utils.async_utils import merge_async_iterators
 from kvmig.frontend.openai.body_threads import finish
 from kvmig.frontend.openai.vllm.answer_chunks import chunks_beside, events_beside
 from kvmig.frontend.openai.vllm.cohere_answers import cohere_beside
+from kvmig.frontend.openai.vllm.late_answers import Making, answered_late, made_later
 from kvmig.frontend.openai.vllm.logprob_counts import MANY, logprobs_in
 from kvmig.frontend.openai.vllm.spelling import (
     SpeltResponse,
@@ -40,14 +41,6 @@ from kvmig.frontend.openai.vllm.spelling import (
 
 MANY_CHOICES = 64
 """Answers of one completion that are made on the event loop."""
-
-Making = Callable[..., Coroutine[Any, Any, Any]]
-
-
-class _Late(NamedTuple):
-    """A completion's answer that isn't made yet."""
-
-    make: Callable[[], Any]
 
 
 class _Only:
@@ -81,10 +74,10 @@ def make_beside_loop() -> None:
         batches.chat_completion_full_generator_batch
     )
     batch_serving.merge_async_iterators = _merged
-    completions.request_output_to_completion_response = _later(
-        completions.request_output_to_completion_response
+    completions.request_output_to_completion_response = made_later(
+        completions.request_output_to_completion_response, _is_large
     )
-    completions.create_completion = _completion(completions.create_completion)
+    completions.create_completion = answered_late(completions.create_completion, spell_choices)
     responses.responses_full_generator = _response(responses.responses_full_generator)
     responses._create_response_logprobs = _known(responses._create_response_logprobs)
     chunks_beside()
@@ -158,26 +151,9 @@ async def _numbered(results: Sequence[_Only]) -> AsyncIterator[tuple[int, Reques
             yield number, one.final
 
 
-def _later(make: Callable[..., Any]) -> Any:
-    @functools.wraps(make)
-    def made(self: Any, outputs: Sequence[RequestOutput], *args: Any, **options: Any) -> Any:
-        late = _Late(functools.partial(make, self, outputs, *args, **options))
-        choices = sum(len(one.outputs) for one in outputs)
-        many = choices > MANY_CHOICES or logprobs_in(outputs) > MANY
-        return late if many else late.make()
-
-    return made
-
-
-def _completion(create: Making) -> Any:
-    @functools.wraps(create)
-    async def created(self: Any, *args: Any, **options: Any) -> Any:
-        answer = await create(self, *args, **options)
-        if not isinstance(answer, _Late):
-            return answer
-        return await make_beside(lambda: spell_choices(answer.make()))
-
-    return created
+def _is_large(outputs: Sequence[RequestOutput]) -> bool:
+    choices = sum(len(one.outputs) for one in outputs)
+    return choices > MANY_CHOICES or logprobs_in(outputs) > MANY
 
 
 def _response(make: Making) -> Any:

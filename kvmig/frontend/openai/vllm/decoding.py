@@ -50,12 +50,12 @@ logger = logging.getLogger(__name__)
 _image_as_vllm = ImageMediaIO.load_bytes
 _video_as_vllm = VideoMediaIO.load_bytes
 _recording_as_vllm = AudioMediaIO.load_bytes
-_audio_as_vllm = vllm_audio.load_audio
+audio_as_vllm = vllm_audio.load_audio
 _open_as_vllm = vllm_image_io.open_image
 _turn_as_vllm = vllm_image_io.normalize_image
 _decode_video_as_vllm = vllm_video.decode_video
 _check_frame_as_vllm = vllm_frames.check_frame_pixel_limit
-_torchcodec_as_vllm = vllm_audio.load_audio_torchcodec
+torchcodec_as_vllm = vllm_audio.load_audio_torchcodec
 
 
 class _Now(local):
@@ -217,11 +217,11 @@ def _load_recording(self: AudioMediaIO, data: bytes) -> Any:
 
 def _load_audio(path: Any, *, max_decode_bytes: int | None = None, **options: Any) -> Any:
     if (budget := _now.budget) is None:
-        return _audio_as_vllm(path, max_decode_bytes=max_decode_bytes, **options)
+        return audio_as_vllm(path, max_decode_bytes=max_decode_bytes, **options)
     room = budget.left // COPIES
     most = room if max_decode_bytes is None else min(room, max_decode_bytes)
     try:
-        audio, rate = _audio_as_vllm(path, max_decode_bytes=most, **options)
+        audio, rate = audio_as_vllm(path, max_decode_bytes=most, **options)
     except ValueError as error:
         why = f" ({MAX_MEDIA} leaves it {room} bytes)" if most == room else ""
         sentence = f"the recording can't be used: {error}{why}"
@@ -248,6 +248,6 @@ def _load_torchcodec(
             max_duration_s = min(max_duration_s or 0, (max_decode_bytes or 0) / second)
         if isinstance(path, BytesIO):
             path.seek(0)
-    return _torchcodec_as_vllm(
+    return torchcodec_as_vllm(
         path, max_duration_s=max_duration_s, max_decode_bytes=max_decode_bytes, **options
     )

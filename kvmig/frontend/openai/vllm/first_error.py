@@ -44,7 +44,7 @@ def _stop(field: ModelField) -> None:
 
 
 def _mark(node: Any, seen: set[int]) -> None:
-    """Of a schema, and of the models in it: who has one as a field asks the model's own check."""
+    """Mark a schema and the models in it: a model that has one as a field asks that one's check."""
     if id(node) in seen or not isinstance(node, dict | list | tuple):
         return
     seen.add(id(node))
