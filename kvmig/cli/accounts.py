@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvmig.cli.common import Json, done, said, show, table_of, time_of, where
+from kvmig.cli.common import Json, done, said, show, show_table, time_of, where
 from kvmig.core.errors import ConfigError
 
 key_app = typer.Typer(help="Manage API keys.", no_args_is_help=True)
@@ -46,22 +46,13 @@ def set_user(
 @said
 def list_users(as_json: Json = False) -> None:
     """List all users."""
-    show(
-        where.client().get("users"),
-        as_json,
-        lambda found: table_of(
-            ["user", "role", "limits", ""],
-            [
-                (
-                    one["name"],
-                    one["role"],
-                    limits_of(one["limits"]),
-                    "disabled" if one["disabled"] else None,
-                )
-                for one in found["data"]
-            ],
-        ),
-    )
+    show_table(where.client().get("users"), as_json, ("user", "role", "limits", ""), user_row)
+
+
+def user_row(one: dict[str, Any]) -> Sequence[object]:
+    """A row of `kvmig user ls`."""
+    disabled = "disabled" if one["disabled"] else None
+    return one["name"], one["role"], limits_of(one["limits"]), disabled
 
 
 Rpm = Annotated[int | None, typer.Option(help="Requests per minute; 0: no limit.")]
@@ -208,7 +199,7 @@ def list_keys(
     answer = where.client().get("keys", left=left)
     if left:
         columns = (*columns, "left")
-    show(answer, as_json, lambda found: table_of(columns, map(key_row, found["data"])))
+    show_table(answer, as_json, columns, key_row)
 
 
 def key_row(one: dict[str, Any]) -> Sequence[object]:

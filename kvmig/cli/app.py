@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -19,6 +20,7 @@ from kvmig.cli.common import (
     patience,
     said,
     show,
+    show_table,
     table_of,
     time_of,
     where,
@@ -256,13 +258,8 @@ def apply(
     }
     with patience(CHECKING):
         answer = where.client().post("apply", body)
-    show(
-        answer,
-        as_json,
-        lambda found: table_of(
-            ["", "", "name"], [(one["action"], one["kind"], one["name"]) for one in found["data"]]
-        ),
-    )
+    columns = ("", "", "name")
+    show_table(answer, as_json, columns, lambda one: (one["action"], one["kind"], one["name"]))
 
 
 @app.command()
@@ -271,17 +268,13 @@ def audit(
     limit: Annotated[int, typer.Option(help="Number of entries.")] = 20, as_json: Json = False
 ) -> None:
     """List changes of the catalogue, users and keys, newest first."""
-    show(
-        where.client().get("audit", limit=limit),
-        as_json,
-        lambda found: table_of(
-            ["at", "who", "from", "what", ""],
-            [
-                (time_of(one["at"]), one["actor"], one["address"], one["action"], one["object"])
-                for one in found["data"]
-            ],
-        ),
-    )
+    answer = where.client().get("audit", limit=limit)
+    show_table(answer, as_json, ("at", "who", "from", "what", ""), audit_row)
+
+
+def audit_row(one: dict[str, Any]) -> Sequence[object]:
+    """A row of `kvmig audit`."""
+    return time_of(one["at"]), one["actor"], one["address"], one["action"], one["object"]
 
 
 @app.command()

@@ -114,6 +114,13 @@ def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     return table
 
 
+def show_table(
+    answer: Any, as_json: bool, columns: Sequence[str], row: Callable[[Any], Sequence[object]]
+) -> None:
+    """Print the `data` of an answer for people, a row for each, or the answer as it is."""
+    show(answer, as_json, lambda found: table_of(columns, map(row, found["data"])))
+
+
 def time_of(at: float | None) -> str | None:
     """A Unix time, for people."""
     return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(" ", "seconds")

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from kvmig.cli.client import CallFailure, FleetClient
-from kvmig.cli.common import Json, done, said, show, table_of, time_of, where
+from kvmig.cli.common import Json, done, said, show, show_table, table_of, time_of, where
 from kvmig.cli.names import source_of
 from kvmig.core.quantities import size_text
 
@@ -119,7 +119,7 @@ def pull_files(
 def list_files(as_json: Json = False) -> None:
     """List the files of models: size, revision, the models that use them."""
     answer = where.client().get("files")
-    show(answer, as_json, lambda found: table_of(FILES_COLUMNS, map(files_row, found["data"])))
+    show_table(answer, as_json, FILES_COLUMNS, files_row)
     if not as_json:
         for one in answer["data"]:
             if one["why"]:

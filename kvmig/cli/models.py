@@ -412,17 +412,12 @@ def set_alias(
 @said
 def list_aliases(as_json: Json = False) -> None:
     """List all aliases."""
-    show(
-        where.client().get("aliases"),
-        as_json,
-        lambda found: table_of(
-            ["alias", "models"],
-            [
-                (name, ", ".join(f"{model}={weight}" for model, weight in targets.items()))
-                for name, targets in found["data"].items()
-            ],
-        ),
-    )
+    answer = where.client().get("aliases")
+    rows = [
+        (name, ", ".join(f"{model}={weight}" for model, weight in targets.items()))
+        for name, targets in answer["data"].items()
+    ]
+    show(answer, as_json, lambda _: table_of(["alias", "models"], rows))
 
 
 @alias_app.command("rm")
