@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.units.site import Agent
 from kvmig.core.errors import TransportError
-from kvmig.sharing.member import fetch_unit
+from kvmig.sharing.unit_state import fetch_unit
 
 AWAY_S = 2.0
 """Between an agent's end and the start of the next one."""

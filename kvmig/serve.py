@@ -66,7 +66,7 @@ from kvmig.process.child import begin_loading, call_at_stdin_end, leave, quiet, 
 from kvmig.process.fork_server import HANDED, NO_FORKS, SharedForks
 from kvmig.process.nvml import missing_devices
 from kvmig.process.sockets import listening_at, raise_open_files, take_port
-from kvmig.sharing.member import fetch_unit
+from kvmig.sharing.unit_state import fetch_unit
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from bench import report
 from bench.chaos.place import Place
 from kvmig.core.errors import TransportError
-from kvmig.sharing.member import fetch_unit
 from kvmig.sharing.messages import MemberShare
+from kvmig.sharing.unit_state import fetch_unit
 
 ARENA = 80 << 20
 """Bytes. Three instances would like more: 600 blocks of 64 KiB each, as without a unit."""

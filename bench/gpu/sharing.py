@@ -123,7 +123,7 @@ class Leases:
 
     async def watch(self) -> None:
         """Until cancelled."""
-        from kvmig.sharing.member import fetch_unit
+        from kvmig.sharing.unit_state import fetch_unit
 
         while True:
             shares = (await fetch_unit(self._path)).shares

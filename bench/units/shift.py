@@ -34,8 +34,8 @@ from bench.client import session
 from bench.models import model_flags
 from bench.replace import counted
 from bench.units.site import BLOCK_BYTES, BLOCK_TOKENS, Agent, Site
-from kvmig.sharing.member import fetch_unit
 from kvmig.sharing.messages import UnitState
+from kvmig.sharing.unit_state import fetch_unit
 
 MODELS = ("a", "b", "c")
 ARMS = ("kvmig", "fixed")

@@ -18,8 +18,8 @@ from bench.models import kv_numbers
 from bench.site import all_up
 from kvmig.core.errors import TransportError
 from kvmig.models import BUNDLED
-from kvmig.sharing.member import fetch_unit
 from kvmig.sharing.messages import MemberShare, UnitState
+from kvmig.sharing.unit_state import fetch_unit
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 

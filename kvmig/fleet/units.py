@@ -35,8 +35,8 @@ from kvmig.fleet.unit_plan import (
     started,
     whole_need,
 )
-from kvmig.sharing.member import fetch_unit
 from kvmig.sharing.messages import UnitState
+from kvmig.sharing.unit_state import fetch_unit
 
 LOOK_S = 0.1
 """Pause between two attempts to reach an agent that starts."""

@@ -31,7 +31,7 @@ MEMORY = (
 
 def memory_limit(proc: Path = PROC) -> int | None:
     """Bytes, the least of all groups; None: there is no limit."""
-    found = (_number(group / one.limit) for group in _groups("memory", proc) for one in MEMORY)
+    found = (_number(group / one.limit) for group in groups("memory", proc) for one in MEMORY)
     return min((limit for limit in found if limit is not None), default=None)
 
 
@@ -39,7 +39,7 @@ def memory_left(proc: Path = PROC) -> int | None:
     """Bytes that the fullest group still has, without what it caches of files; None: no limit."""
     left = [
         limit - (used - _stat(group / "memory.stat", one.unused_cache))
-        for group in _groups("memory", proc)
+        for group in groups("memory", proc)
         for one in MEMORY
         if (limit := _number(group / one.limit)) is not None
         and (used := _number(group / one.used)) is not None
@@ -50,7 +50,7 @@ def memory_left(proc: Path = PROC) -> int | None:
 def cores(proc: Path = PROC) -> int | None:
     """How many cores' time a process gets, rounded down, at least 1; None: there is no quota."""
     quotas = []
-    for group in _groups("cpu", proc):
+    for group in groups("cpu", proc):
         quota, _, period = _read(group / "cpu.max").partition(" ")
         quota = quota or _read(group / "cpu.cfs_quota_us")
         period = period or _read(group / "cpu.cfs_period_us")
@@ -59,7 +59,7 @@ def cores(proc: Path = PROC) -> int | None:
     return max(1, min(quotas)) if quotas else None
 
 
-def _groups(controller: str, proc: Path) -> Iterator[Path]:
+def groups(controller: str, proc: Path) -> Iterator[Path]:
     """Folders of this process's group, and of those above it as far as they can be seen here."""
     paths = {}
     for line in (proc / "cgroup").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""A child process of the launcher: how it is told what to be, and when to go.
+"""A child process of the launcher: how it gets its orders, and when it ends.
 
 The launcher writes one JSON line to its stdin and keeps the pipe open; its end, however
-it ends, closes the pipe. The child says that it is ready with one JSON line on a file
+it ends, closes the pipe. The child announces itself with one JSON line on a file
 descriptor of its own, so that nothing that a library prints can be taken for it.
 """
 
@@ -45,7 +45,7 @@ def read_launch(kind: type[Launch]) -> Launch:
 
 
 def announce(descriptor: int, ready: msgspec.Struct) -> None:
-    """Tell the launcher. Raises StartupError if it doesn't listen."""
+    """Send the launcher the announcement. Raises StartupError if the launcher doesn't listen."""
     try:
         with os.fdopen(descriptor, "wb") as pipe:
             pipe.write(msgspec.json.encode(ready) + b"\n")
@@ -110,7 +110,7 @@ HEARTBEAT_S = 1.0
 
 
 def say(text: str, who: str = "kvmig") -> None:
-    """Print one line of progress for whoever started us; it is lost where nobody can take it.
+    """Print one line of progress for the caller; the line is lost where no process reads it.
 
     A full disk, or a reader that has gone, is no reason not to serve.
     """
@@ -167,7 +167,7 @@ def leave(status: int) -> NoReturn:
     """End the process, once everything of ours is closed.
 
     The interpreter's own end would only tear down torch and Triton, which takes seconds and
-    prints pages about objects that nobody frees.
+    prints pages about objects that are not freed.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # see `say`
@@ -176,12 +176,12 @@ def leave(status: int) -> NoReturn:
 
 
 class StartAnnouncement(msgspec.Struct, frozen=True):
-    """A child's one answer: its endpoint, or the sentence that says why it can't start."""
+    """A child's one answer: its endpoint, or the reason why it can't start."""
 
     endpoint: str = ""
     failed: str = ""
     refused: bool = False
-    """Whether it failed by what it was told to use, so that another try is in vain."""
+    """Whether it failed by what it was given to use, so that another try is in vain."""
     kv_bytes: int = 0
     """Bytes that each worker of an instance's engine has found for its KV cache."""
 

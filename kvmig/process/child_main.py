@@ -17,10 +17,10 @@ Launch = TypeVar("Launch", bound=msgspec.Struct)
 def announce_failure(
     descriptor: int, error: Exception, *, refused: bool = False, said_if_unread: bool = True
 ) -> None:
-    """Say why a child can't start; one that has announced itself before says it on stderr.
+    """Announce why a child can't start; one that has announced itself before prints it on stderr.
 
     refused: see `StartAnnouncement`. said_if_unread: on stderr, too, where the parent has gone or
-    ends this start, so that nobody reads the announcement.
+    ends this start, so that the announcement is not read.
     """
     try:
         announce(descriptor, StartAnnouncement(failed=str(error), refused=refused))

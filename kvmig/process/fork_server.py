@@ -83,11 +83,11 @@ class ForkOrder(msgspec.Struct, frozen=True, tag=True):
     words: Sequence[str]
     environment: Mapping[str, str]
     tied: bool = False
-    """It is asked to end when whoever ordered it goes. An instance has its stdin for that."""
+    """Whether the fork is asked to end when its client goes. An instance has its stdin for that."""
 
 
 class ForkServerLoaded(msgspec.Struct, frozen=True, tag="Loaded"):
-    """From the fork server, first. likeness: see `likeness`; nothing for its own launcher."""
+    """The fork server's first message. likeness: see `likeness`; empty for its own launcher."""
 
     likeness: Mapping[str, str]
 
@@ -122,7 +122,7 @@ def send_order(sock: socket.socket, order: ForkOrder, descriptors: Sequence[int]
 
 
 def receive_news(sock: socket.socket) -> ForkNews | None:
-    """What a fork server tells; None if it is gone.
+    """The next message of a fork server; None if it is gone.
 
     Raises BlockingIOError or TimeoutError if there is nothing.
     """
@@ -145,7 +145,7 @@ def digest(environment: Mapping[str, str]) -> str:
 
 
 def likeness() -> dict[str, str]:
-    """What a fork has from its fork server and can't change, by name, but for what was loaded when.
+    """What a fork has from its fork server and can't change, by name, without the times of loading.
 
     Files: when kvmig's were written, and when a package was installed last.
     """
@@ -177,13 +177,16 @@ def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
 
     CannotFork: the libraries that it has loaded can't be forked.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        sock.settimeout(JOIN_S)
-        sock.connect(address)
-        if not is_own_user(sock):
-            raise StartupError(f"the fork server at {address} is another user's")
-        news = receive_news(sock)
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        try:
+            sock.settimeout(JOIN_S)
+            sock.connect(address)
+            if not is_own_user(sock):
+                raise StartupError(f"the fork server at {address} is another user's")
+            news = receive_news(sock)
+        except (OSError, msgspec.DecodeError) as error:
+            raise StartupError(f"no fork server at {address}: {error}") from error
         if isinstance(news, ForkRefused):
             raise CannotFork(news.why)
         if not isinstance(news, ForkServerLoaded):
@@ -192,12 +195,7 @@ def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
         differ = [name for name, value in wanted.items() if found.get(name) != value]
         if differ:
             raise StartupError(f"the fork server at {address} differs in {', '.join(differ)}")
-    except (OSError, msgspec.DecodeError) as error:
-        sock.close()
-        raise StartupError(f"no fork server at {address}: {error}") from error
-    except StartupError:
-        sock.close()
-        raise
+        undo.pop_all()
     return sock
 
 
@@ -205,7 +203,7 @@ def join(address: str, wanted: Mapping[str, str]) -> socket.socket:
 
 
 class ForkServerPool:
-    """All that is forked on this host: the launcher's way to its fork server, and the next one."""
+    """The launcher's fork servers on this host: the one that forks now, and the one after it."""
 
     def __init__(self, engine: str, environment: Mapping[str, str], handed: str = "") -> None:
         """Start a fork server at once, where the one behind the socket `handed` doesn't suit.
@@ -356,13 +354,14 @@ class ForkServerClient:
         return await self.carry_out(order, (stdin, 1, 2, announced))
 
     async def loaded(self) -> None:
-        """Wait until it has loaded, or is gone, or is too slow: who forks is told."""
+        """Wait until it has loaded, or is gone, or is too slow; `carry_out` raises for the last
+        two."""
         with contextlib.suppress(OSError):  # a TimeoutError too
             async with asyncio.timeout(LOAD_S):
                 await asyncio.shield(self._listen())
 
     async def is_current(self, environment: Mapping[str, str]) -> bool:
-        """Whether what it has loaded is on disk still, as far as can be told."""
+        """Whether what it has loaded is on disk still, as far as that can be seen."""
         try:
             stdin = os.open(os.devnull, os.O_RDONLY)
             try:
@@ -479,7 +478,7 @@ class SharedForks:
 
 
 class ForkedProcess:
-    """A `supervisor.Process` whose parent is the fork server, which tells how it ends.
+    """A `supervisor.Process` whose parent is the fork server, which reports how it ends.
 
     That it ended is seen here, too: a fork server may die, or hang.
     """
@@ -547,19 +546,19 @@ def load(engine: str, more: Sequence[str] = ()) -> str:
 
 
 class ForkListener(msgspec.Struct):
-    """Where clients of a fork server for several come from, as long as `lifeline` is open.
+    """The socket at which a fork server takes clients, as long as `lifeline` is open.
 
-    Those that have come by then it serves until they go.
+    It serves clients that have come by then until they go.
     """
 
     sock: socket.socket
     lifeline: int
     first: ForkServerLoaded
-    """What each client is told."""
+    """The first message to each client."""
 
 
 def serve(clients: list[socket.socket], listening: ForkListener | None = None) -> int:
-    """Fork for clients until nobody can want a fork any more; each fork returns its own status."""
+    """Fork for clients until none can come any more; each fork returns its own status."""
     forks = _Forking(clients, listening)
     while (forked := forks.serve_next()) is None:
         if not (forks.clients or forks.listening):

@@ -67,7 +67,7 @@ def one_blas_thread() -> Iterator[None]:
 
 
 def unsafe(patience_s: float = ENDING_S) -> str:
-    """Say why this process can't be forked any more; nothing if it can.
+    """The reason why this process can't be forked any more; empty if it can.
 
     patience_s: time for threads of Python's to end.
     """
@@ -112,7 +112,7 @@ def python_names() -> dict[int, str]:
 def close_nvml() -> None:
     """Close NVML as often as libraries have opened it here: torch and Triton leave it open.
 
-    An open NVML holds files of the driver, by which `opened_gpu` tells who has called cuInit. Its
+    An open NVML holds files of the driver, by which `opened_gpu` knows who has called cuInit. Its
     users open it again before each look.
     """
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 FORGET_PEAK = "5"
-"""For /proc/PID/clear_refs."""
+"""The word that /proc/PID/clear_refs takes to forget a peak."""
 
 
 def peak_bytes(pids: Iterable[int]) -> int:

@@ -31,9 +31,10 @@ def take_port(host: str | None, port: int) -> socket.socket:
 
 
 def take_path(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """Listen on a Unix socket that only this user can connect to; whoever closes it, unlinks it.
+    """Listen on a Unix socket that only this user can connect to; the caller unlinks it when it
+    closes it.
 
-    A socket that nobody listens on any more is taken over. Raises OSError.
+    A socket on which no process listens any more is taken over. Raises OSError.
     """
     sock = socket.socket(socket.AF_UNIX, kind)
     try:

@@ -26,7 +26,7 @@ UNSEEN = 1000
 PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before the first restart in a row, the second, ...; the last one repeats."""
 STABLE_S = 60.0
-"""A process that has served for so long starts a new row with its next death."""
+"""A process that has served this long starts a new row with its next death."""
 HEARTBEAT_TIMEOUT_S = 10.0
 """Timeout as long as for an instance (see docs/operations.md)."""
 LOOKS = 4
@@ -41,7 +41,7 @@ class ProcessHandle(Protocol):
         """Return its endpoint, once it serves; to be awaited once.
 
         Raises StartupError with the process's own sentence, or with how it ended; ConfigError
-        where the process was refused what it was told to use.
+        where the process was refused what it was given to use.
         """
         ...
 
@@ -96,7 +96,8 @@ class ChildProcess:
     """A `ProcessHandle`: one process, which leads a group of its own (see `process.child`)."""
 
     def __init__(self, name: str, process: ProcessPort, told: int, announced: int) -> None:
-        """told: the end that we write of its stdin. announced: where we read its announcement."""
+        """told: the end of its stdin that this process writes. announced: where we read its
+        announcement."""
         self.name = name
         self._process = process
         self._told = told
@@ -259,14 +260,14 @@ def restart_pause(deaths: int) -> float:
 class HeartbeatPipe:
     """The launcher's end, to be closed: a byte in a pipe a second shows that a child's loop turns.
 
-    A front end that hangs would keep its clients for ever. `descriptor` is for it to inherit.
+    A front end that hangs would keep its clients without end. `descriptor` is for it to inherit.
     """
 
     def __init__(self) -> None:
         self._heard, self.descriptor = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     async def fail(self, timeout_s: float) -> None:
-        """Return when no heartbeat came for so long."""
+        """Return when no heartbeat came for that long."""
         looks = LOOKS
         while looks:
             await asyncio.sleep(timeout_s / LOOKS)
@@ -296,7 +297,10 @@ class HeartbeatPipe:
 async def hangs(
     heartbeats: HeartbeatPipe, timeout_s: float = HEARTBEAT_TIMEOUT_S, *, from_first: bool = False
 ) -> str:
-    """Wait until none comes for so long; says so. from_first: none is missed before the first."""
+    """Wait until none comes for that long; returns the reason in words.
+
+    from_first: none is missed before the first.
+    """
     if from_first:
         await heartbeats.begun()
     await heartbeats.fail(timeout_s)

@@ -1,7 +1,7 @@
 """A sign of life for the service manager that started this process (systemd's sd_notify protocol).
 
-Init and the agent of a unit are nobody's children but systemd's, so that only it can end them when
-they hang: with `WatchdogSec=` it does, and `Restart=` starts them again.
+A fleet's supervisor and the agent of a unit are children of systemd only, so that only systemd can
+end them when they hang: with `WatchdogSec=` it does, and `Restart=` starts them again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PERIOD = "WATCHDOG_USEC"
 
 
 async def notify_manager() -> None:
-    """Say that this process is ready, then that its event loop turns, until cancelled.
+    """Report that this process is ready, then that its event loop turns, until cancelled.
 
     Returns at once where no manager listens.
     """

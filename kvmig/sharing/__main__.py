@@ -2,8 +2,8 @@
 cache.
 
 It listens on the Unix socket PATH, to processes of its own user only, until SIGTERM or Ctrl-C.
-`kvmig.serve --unit PATH` makes the instances of a deployment members. With --show it only says what
-the unit there is like now.
+`kvmig.serve --unit PATH` makes the instances of a deployment members. With --show it only prints
+the state of the unit there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvmig.process.sockets import listening_at
 from kvmig.process.watchdog import notify_manager
 from kvmig.sharing.agent import UnitAgent
 from kvmig.sharing.lease_ledger import MIB, LeaseLedger
-from kvmig.sharing.member import fetch_unit
 from kvmig.sharing.memory_quotas import RULES
 from kvmig.sharing.messages import UnitState
 from kvmig.sharing.policies import POLICIES
 from kvmig.sharing.step_scheduler import StepScheduler
+from kvmig.sharing.unit_state import fetch_unit
 
 
 def main(argv: Sequence[str]) -> int:

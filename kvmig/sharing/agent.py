@@ -1,10 +1,10 @@
-"""A unit's agent: the process that tells the instances of a host how much KV cache each may have,
-and who of them computes next.
+"""A unit's agent: the process that decides for the instances of a host how much KV cache each may
+have, and which of them computes next.
 
-It decides nothing: `kvmig.sharing.lease_ledger` does, and `kvmig.sharing.step_scheduler`. It holds
-no memory of theirs, so its end stops nobody: members keep what they have, connect again, and tell
-the next agent, which leases nothing more until all whose processes live have. A member that is
-connected no more keeps its lease until its process is gone.
+The decisions are those of `kvmig.sharing.lease_ledger` and `kvmig.sharing.step_scheduler`. The
+agent holds no memory of theirs, so its end stops no instance: members keep what they have, connect
+again, and report it to the next agent, which leases nothing more until all whose processes live
+have. A member that is connected no more keeps its lease until its process is gone.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from kvmig.sharing.step_scheduler import StepScheduler
 log = logging.getLogger(__name__)
 
 SETTLE_S = 1.0
-"""From its start until it leases what nobody has claimed, at least: members of an agent that has
-died are back by then (`kvmig.sharing.member.RETRY_S`), but for one that is stopped."""
+"""Least time from the agent's start until it leases what no member has claimed: members of an agent
+that has died are back by then (`kvmig.sharing.member.RETRY_S`), except one that is stopped."""
 TICK_S = 0.5
 NO_FILE_S = 0.5
 """Pause between two looks at the rule while no member reports."""
@@ -88,7 +88,7 @@ class UnitAgent:
         self._loop = asyncio.get_running_loop()
         self._settled_at = self._loop.time() + settle_s
         self._settled = False
-        """Whether all that may hold memory have said how much."""
+        """Whether all that may hold memory have reported how much."""
         self._roll = MemberLocks(sock.getsockname())
         self._refused: set[int] = set()
         """Processes of members that may not join; they have what they have."""
@@ -253,7 +253,8 @@ class UnitAgent:
         return self._loop.time() >= self._settled_at and self._roll.processes() <= known
 
     def _tell(self) -> None:
-        """Let the rule look, and send what follows. Who isn't connected hears of it when it is."""
+        """Let the rule look, and send what follows. A member that isn't connected gets it once it
+        is."""
         self._ledger.adapt(self._loop.time())
         for name, order in self._ledger.orders(grow=self._settled):
             packets = self._tenants[name].packets

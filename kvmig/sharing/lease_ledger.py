@@ -1,7 +1,8 @@
 """The leases of a unit's memory, and the orders that bring them to their quotas. Pure.
 
 A quota is what a member of the unit shall have, its lease what it may have by now: the agent raises
-a lease before it says so, and lowers it only once the member has told that it gave the memory back.
+a lease before it sends the order, and lowers it only once the member has reported that it gave the
+memory back.
 So the leases, which bound what the members' pages hold, never add up to more than the arena.
 
     ledger = Ledger(1 << 30, "kvmig")
@@ -40,7 +41,7 @@ class MemberClaim(NamedTuple):
 
 
 class MemberReport(NamedTuple):
-    """What a member tells of itself. Bytes."""
+    """A member's report of itself. Bytes."""
 
     seq: int
     """Number of the newest order that it has received."""
@@ -55,7 +56,7 @@ class MemberReport(NamedTuple):
 
 
 class LeaseOrder(NamedTuple):
-    """To a member: have so many bytes at most, at once more, or less as soon as it can."""
+    """An order to a member: the most bytes to have, more at once, or less as soon as it can."""
 
     seq: int
     quota: int
@@ -75,9 +76,9 @@ class LeaseMember:
     lease: int
     seq: int = 0
     ordered: int = -1
-    """The quota that it was told last; -1: none."""
+    """The quota that it was sent last; -1: none."""
     bounds: tuple[int, int] = (-1, -1)
-    """The limit and the guarantee that it was told last."""
+    """The limit and the guarantee that it was sent last."""
     used: int = 0
     cached: int = 0
     wanted: int = 0
@@ -91,7 +92,7 @@ class LeaseMember:
         return self.rounded(self.quota)
 
     def rounded(self, size: int) -> int:
-        """The most that it can have of so much."""
+        """The most bytes of `size` that it can have."""
         return min(size, self.claim.capacity) // self.claim.granule * self.claim.granule
 
     def count(self, now: float) -> None:
@@ -101,7 +102,7 @@ class LeaseMember:
 
 
 class LeaseLedger:
-    """Of one unit. All times are of one clock, in seconds."""
+    """The leases of one unit. All times are of one clock, in seconds."""
 
     def __init__(self, arena: int, rule: str = "kvmig") -> None:
         """Raises ConfigError for a size or a rule that can't be."""
@@ -124,7 +125,7 @@ class LeaseLedger:
     def join(self, name: str, claim: MemberClaim, now: float = 0.0) -> None:
         """A new member, or a known one after its connection was lost.
 
-        Raises ConfigError in words for whoever started it, and nothing is changed.
+        Raises ConfigError in words for the user who started it, and nothing is changed.
         """
         self._check(name, claim)
         self.members[name] = LeaseMember(claim, claim.lease, claim.lease, seen_at=now)
@@ -167,11 +168,11 @@ class LeaseLedger:
             self._adapt(now)
 
     def orders(self, *, grow: bool = True) -> list[tuple[str, LeaseOrder]]:
-        """What members are to be told now. Those that are to give come first; what is free goes
-        to those that want it most urgently.
+        """The orders that are due now. Those to members that are to give come first; what is free
+        goes to those that want it most urgently.
 
-        grow: whether anybody may get more. Not as long as members of an agent that is gone may
-        still come with their leases.
+        grow: whether any member may get more. None may as long as members of an agent that is gone
+        may still come with their leases.
         """
         told: list[tuple[str, LeaseOrder]] = []
         guarantees = self.guarantees()
@@ -230,7 +231,7 @@ class LeaseLedger:
                 )
 
     def _spread(self, now: float) -> None:
-        """Somebody came or went: first quotas are as guaranteed, then by the rule."""
+        """A member came or went: first quotas are as guaranteed, then by the rule."""
         guarantees = self.guarantees()
         floors = {name: one.claim.floor for name, one in self.members.items()}
         demand = {name: float(size) for name, size in guarantees.items()}

@@ -1,5 +1,5 @@
-"""An instance's end of its unit: joins, tells what it holds, has its engine resized, and asks for
-its steps.
+"""An instance's end of its unit: it joins, reports what it holds, has its engine resized, and asks
+for its steps.
 
 The agent's end isn't the instance's: it keeps the lease that it has, and joins again.
 """
@@ -22,7 +22,6 @@ from kvmig.sharing.member_locks import MemberLocks
 from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
-    AskUnit,
     Guarantee,
     GuaranteeSet,
     HeldMemory,
@@ -34,12 +33,10 @@ from kvmig.sharing.messages import (
     Recalled,
     StepDone,
     ToAgent,
-    ToMember,
-    UnitState,
     encode,
-    to_member,
 )
 from kvmig.sharing.step_gate import UnitGate
+from kvmig.sharing.unit_state import decoded
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +81,12 @@ class UnitMember:
         self._resize = resize
         self._seq = 0
         self._quota = 0
-        """The newest that was heard."""
+        """The newest quota that came."""
         self._guarantee = claim.guarantee
         self._told: HeldMemory | None = None
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        """Set while there may be more to tell."""
+        """Set while there may be more to report."""
         self._leased = asyncio.Event()
         self._packets: UnixPackets | None = None
         self._numbers = itertools.count()
@@ -122,7 +119,7 @@ class UnitMember:
         return self._packets is not None
 
     async def guarantee(self, size: int) -> None:
-        """Get so many bytes back from now on whenever it wants them; 0: a fair part.
+        """Get `size` bytes back from now on whenever it wants them; 0: a fair part.
 
         Raises ConfigError with the agent's sentence, TransportError where no agent answers.
         """
@@ -223,13 +220,8 @@ class UnitMember:
         packets = UnixPackets.connect(self._path, MOST_BYTES)
         self._seq, self._told = 0, None
         claim = self._claim._replace(lease=max(self._quota, self._use().lease))
-        hello = MemberHello(
-            version=VERSION, instance=self._instance, model=claim.model, floor=claim.floor,
-            capacity=claim.capacity, granule=claim.granule, guarantee=claim.guarantee,
-            lease=claim.lease,
-        )  # fmt: skip
         try:
-            packets.send(encode(hello))
+            packets.send(encode(MemberHello(VERSION, self._instance, *claim)))
             if self._shares is not None:
                 packets.send(encode(self._shares))
         except TransportError:
@@ -259,7 +251,7 @@ class UnitMember:
                 self._leased.set()
 
     def _settled(self, answer: GuaranteeSet) -> None:
-        """The next agent hears of it, too, whether or not somebody still waits for this one."""
+        """Keep it for the next agent, too, whether or not a caller still waits for this one."""
         if not answer.refused:
             self._claim = self._claim._replace(guarantee=answer.size)
             self._guarantee = answer.size or self._guarantee
@@ -284,30 +276,3 @@ class UnitMember:
         if told != self._told:
             packets.send(encode(told))
             self._told = told
-
-
-async def fetch_unit(path: str, timeout_s: float = 5.0) -> UnitState:
-    """The unit there as it is now. Raises TransportError, or ConfigError where it refuses."""
-    packets = UnixPackets.connect(path, MOST_BYTES)
-    try:
-        async with asyncio.timeout(timeout_s):
-            packets.send(encode(AskUnit(VERSION)))
-            message = decoded(await packets.recv())
-    except TimeoutError as error:
-        raise TransportError(f"no answer at {path} within {timeout_s:g} s") from error
-    finally:
-        packets.close()
-    if isinstance(message, MemberRefused):
-        raise ConfigError(message.why)
-    assert isinstance(message, UnitState)
-    return message
-
-
-def decoded(packet: bytes) -> ToMember:
-    """Raises TransportError: the agent has gone, or is none."""
-    if not packet:
-        raise TransportError("the unit's agent has gone")
-    try:
-        return to_member.decode(packet)
-    except ValueError as error:
-        raise TransportError(f"what the unit's agent says can't be read: {error}") from error

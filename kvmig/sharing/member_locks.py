@@ -1,8 +1,8 @@
 """The roll of a unit: which processes may hold memory of it, whether an agent knows them or not.
 
-A file beside the unit's socket, of which each member locks a byte for as long as it lives. The
+A file next to the unit's socket, of which each member locks a byte for as long as it lives. The
 kernel keeps the locks: a new agent learns from it who was a member of the one before, also of a
-process that is stopped and can't say so, and never of one that has ended.
+process that is stopped and can't report it, and never of one that has ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MOST = 1 << 23
 
 
 class MemberLocks:
-    """Of the unit at a path. To be closed by the agent; a member's ends with its process, since to
-    close the file gives up the lock."""
+    """The locks of the unit at a path. The agent closes them; a member's lock ends with its
+    process, since to close the file gives it up."""
 
     def __init__(self, path: str) -> None:
         """path: of the unit's socket. Raises TransportError."""

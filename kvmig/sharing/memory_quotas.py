@@ -24,7 +24,7 @@ MOST_GAIN = 0.1
 
 
 class MemoryUse(NamedTuple):
-    """Of one model since the last time. Bytes."""
+    """The memory of one model since the last time. Bytes."""
 
     model: str
     quota: int
@@ -36,7 +36,7 @@ class MemoryUse(NamedTuple):
     wanted: float
     """What all its requests, the waiting ones too, would hold."""
     guarantee: int = 0
-    """What it gets whenever it wants it, whoever holds it now."""
+    """What it gets whenever it wants it, whichever model holds it now."""
 
 
 def fair(arena: int, floors: Mapping[str, int], demand: Mapping[str, float]) -> dict[str, int]:
@@ -86,7 +86,7 @@ def kvmig(uses: Sequence[MemoryUse]) -> dict[str, int]:
     """Every model gets what it wants, as far as that goes; where it doesn't, all who want more are
     levelled from below (max-min fair). What a model holds is taken from it only if others want
     what they were guaranteed: from those first that hold most for their guarantee, and never below
-    their own. What nobody wants stays where it is, so that a burst finds room at once."""
+    their own. What no model wants stays where it is, so that a burst finds room at once."""
     arena = sum(one.quota for one in uses)
     quotas = _kept(uses, arena)
     rest = arena - sum(quotas.values())
@@ -111,7 +111,7 @@ def kvmig(uses: Sequence[MemoryUse]) -> dict[str, int]:
 
 
 def _kept(uses: Sequence[MemoryUse], arena: int) -> dict[str, int]:
-    """What nobody else gets: what a model holds, and what it wants of its guarantee."""
+    """What no other model gets: what a model holds, and what it wants of its guarantee."""
     rights = {one.model: max(one.floor, min(int(one.wanted), one.guarantee)) for one in uses}
     kept = {one.model: max(one.held, rights[one.model]) for one in uses}
     if sum(kept.values()) <= arena:

@@ -1,8 +1,9 @@
-"""What a unit's agent and its members tell each other: one msgpack message a packet.
+"""The messages between a unit's agent and its members: one msgpack message per packet.
 
-An instance says Hello with what it is, then Held whenever its use of memory changes; the agent
-answers with Lease, or Refused and the end. Whoever only wants to know says Ask, and gets Unit.
-One that shall be guaranteed another size says Guarantee, and hears GuaranteeSet.
+An instance sends Hello with what it is, then Held whenever its use of memory changes; the agent
+answers with Lease, or Refused and the end. A process that only wants to
+know sends Ask, and gets Unit. A member that shall be guaranteed another size sends Guarantee, and
+gets GuaranteeSet.
 One that sends its ComputeShares, too, gets Crowd; while others are there it sends a StepRequest
 before each step, gets a StepGrant, and sends Done; where the grant stands it goes on until it
 gets Recalled.
@@ -41,7 +42,7 @@ class MemberHello(UnitMessage, frozen=True, tag="Hello"):
 
 
 class HeldMemory(UnitMessage, frozen=True, tag="Held"):
-    """This is what I have. Bytes; see `kvmig.sharing.lease_ledger.MemberReport`."""
+    """The memory that the sender has. Bytes; see `kvmig.sharing.lease_ledger.MemberReport`."""
 
     seq: int
     lease: int
@@ -51,8 +52,8 @@ class HeldMemory(UnitMessage, frozen=True, tag="Held"):
 
 
 class Guarantee(UnitMessage, frozen=True, tag=True):
-    """So many bytes I want back from now on whenever I want them; 0: a fair part of what others
-    weren't promised."""
+    """The bytes that the sender wants back from now on whenever it wants them; 0: a fair part of
+    what others weren't promised."""
 
     number: int
     size: int
@@ -74,7 +75,7 @@ class StepDone(UnitMessage, frozen=True, tag="Done"):
 
 
 class MemoryLease(UnitMessage, frozen=True, tag="Lease"):
-    """Have so many bytes at most: more at once, or less as soon as you can."""
+    """The most bytes to have: more at once, or less as soon as the member can."""
 
     seq: int
     quota: int
@@ -91,7 +92,7 @@ class GuaranteeSet(UnitMessage, frozen=True, tag=True):
     number: int
     size: int
     refused: str = ""
-    """Why not, in a sentence, and the guarantee is as before; empty: it is so from now on."""
+    """The reason for a refusal, and the guarantee is as before; empty: it is so from now on."""
 
 
 class Recalled(UnitMessage, frozen=True, tag=True):
@@ -101,13 +102,13 @@ class Recalled(UnitMessage, frozen=True, tag=True):
 
 
 class MemberCount(UnitMessage, frozen=True, tag="Crowd"):
-    """So many members ask, you among them; while you are the only one, don't."""
+    """The number of members that ask, the receiver among them; one that is alone doesn't ask."""
 
     members: int
 
 
 class MemberRefused(UnitMessage, frozen=True, tag="Refused"):
-    """Why not, in a sentence; the connection ends."""
+    """The reason why the member can't join; the connection ends."""
 
     why: str
 
@@ -169,4 +170,4 @@ class InUnit(msgspec.Struct, frozen=True):
     used: int = 0
     """Bytes that running requests hold."""
     asked: int | None = None
-    """The guarantee that it was told to ask for; 0: a fair part. None: an older llumlet's."""
+    """The guarantee that it was ordered to ask for; 0: a fair part. None: an older llumlet's."""

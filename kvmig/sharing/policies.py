@@ -1,7 +1,8 @@
 """Which model of a unit computes what next: MuxServe's ADBS (its Algorithm 3) and others. Pure.
 
-A unit's SMs are ten parts, of which some may be booked twice. Engines say what they want; `grants`
-says which jobs begin; `finish_step` ends one. A model has one job at a time: one engine a model.
+A unit's SMs are ten parts, of which some may be booked twice. Engines report what they want;
+`grants` names the jobs that begin; `finish_step` ends one. A model has one job at a time: one
+engine a model.
 
     gate = Gate("adbs", {"a": ComputeShares(10, 4), "b": ComputeShares(10, 3)})
     gate.want("a", StepRequest(prompt_tokens=800, decodes=0))
@@ -21,7 +22,7 @@ from kvmig.engines.gate import NOTHING, PARTS, ComputeShares, StepKind, StepRequ
 OVERBOOKED = 2
 """Parts that may be booked twice, as in MuxServe."""
 PASSES = 8
-"""How often others may begin before a decode step that doesn't fit beside them."""
+"""How often others may begin before a decode step that doesn't fit next to them."""
 
 
 class ScheduledStep(NamedTuple):
@@ -67,7 +68,7 @@ class DeviceState:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Those whose turn it is keep it, as far as they are here."""
+        """Leave the turn to the models that have it, as far as they are here."""
         before, self.models = self.models, sorted(self.shares)
         for kind, turn in self.turn.items():
             due = before[turn] if before else ""
@@ -105,7 +106,7 @@ class DeviceState:
         return sum(one.parts for one in self.running.values())
 
     def can_book(self, parts: int) -> bool:
-        """Whether so many more may be booked."""
+        """Whether that many more may be booked."""
         return self.booked + parts <= PARTS + OVERBOOKED or not self.running
 
     def since(self, model: str, kind: StepKind) -> float | None:
@@ -131,7 +132,7 @@ class DeviceState:
 
 def adbs(gate: DeviceState) -> Iterator[ScheduledStep]:
     """Algorithm 3: one model's prompts at a time, in turn, before all decoding; models decode
-    beside each other, in turn, as long as their parts fit. Prompts that don't fit hold new decode
+    at the same time, in turn, as long as their parts fit. Prompts that don't fit hold new decode
     steps back, or there would never be room for them; so do decode steps that others have passed
     often enough, which Algorithm 3 leaves out."""
     if not any(one.kind == "prefill" for one in gate.running.values()):
@@ -165,7 +166,8 @@ def fcfs(gate: DeviceState) -> Iterator[ScheduledStep]:
 
 def round_robin(gate: DeviceState) -> Iterator[ScheduledStep]:
     """One job at a time, on all parts: models in turn, each with its prompts if any wait, else a
-    decode step. MuxServe's, as far as its figures tell: its FCFS and its round robin are close."""
+    decode step. MuxServe's, as far as its figures show it: its FCFS and its round robin are
+    close."""
     if gate.running:
         return
     for model in _ring(gate):
@@ -177,8 +179,8 @@ def round_robin(gate: DeviceState) -> Iterator[ScheduledStep]:
 
 
 def round_robin_shares(gate: DeviceState) -> Iterator[ScheduledStep]:
-    """As round robin, but models compute beside each other, each on its parts; who doesn't fit is
-    waited for."""
+    """Round robin, but models compute at the same time, each on its parts; a model that doesn't fit
+    is waited for."""
     for model in _ring(gate):
         if (kind := _wanted(gate, model)) is not None:
             job = gate.job(model, kind)
@@ -190,7 +192,7 @@ def round_robin_shares(gate: DeviceState) -> Iterator[ScheduledStep]:
 
 
 def free(gate: DeviceState) -> Iterator[ScheduledStep]:
-    """No gate: whoever wants something does it at once, with all parts, prompts first."""
+    """No gate: a model that wants something does it at once, with all parts, prompts first."""
     for model in gate.models:
         if (kind := _wanted(gate, model)) is not None:
             yield gate.job(model, kind, PARTS)

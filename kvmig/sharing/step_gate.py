@@ -22,8 +22,8 @@ class UnitGate:
     `close` are for any thread."""
 
     def __init__(self, want: SendRequest, done: SendDone, limit_s: float = LIMIT_S) -> None:
-        """want, done: tell whoever decides, and never block; called on the engine's thread, and
-        `finish_step` on any."""
+        """want, done: send it to the process that decides, and never block; called on the engine's
+        thread, and `finish_step` on any."""
         self.limit_s = limit_s
         self.answers = 0
         self.waited_s = 0.0
@@ -98,7 +98,7 @@ class UnitGate:
 
     def recall_grant(self, number: int) -> None:
         """The answer to that question stands no more. An engine that makes no step gives it back at
-        once, whatever it does."""
+        once."""
         with self._lock:
             if number != self._number:
                 return
@@ -110,7 +110,7 @@ class UnitGate:
             self._done(number)
 
     def crowd(self, *, alone: bool) -> None:
-        """Whether there is nobody else in the unit now, or nobody to be asked."""
+        """Take whether no other member is in the unit now, or no agent can be asked."""
         if alone != self._alone:
             self._alone = alone
             self.on_answer()

@@ -51,7 +51,7 @@ class UnitTurns:
             self._grant()
 
     def close(self) -> None:
-        """Wait for nobody any more."""
+        """Wait for no member any more."""
         if self._due is not None:
             self._due.cancel()
 

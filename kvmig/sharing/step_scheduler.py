@@ -1,4 +1,5 @@
-"""A unit's engines and their jobs, as its agent sees them: who asked, who was told what. Pure.
+"""A unit's engines and their jobs, as its agent sees them: which asked, and what each was answered.
+Pure.
 
 `DeviceState` decides which jobs begin; here are grants, requests by number, and an end for jobs of
 engines that never say theirs. Times are seconds of one clock, passed in.
@@ -14,7 +15,7 @@ from kvmig.engines.gate import NOTHING, PARTS, ComputeShares, StepGrant, StepKin
 from kvmig.sharing.policies import DeviceState, ScheduledStep
 
 JOB_S = 5.0
-"""A job that hasn't ended after so long is taken as ended: its engine hangs, or is stopped."""
+"""A job that hasn't ended after this time is taken as ended: its engine hangs, or is stopped."""
 
 
 class _Running(NamedTuple):
@@ -27,7 +28,7 @@ class _Running(NamedTuple):
 
 
 class StepScheduler:
-    """Who of a unit's engines computes next."""
+    """The order in which a unit's engines compute."""
 
     def __init__(self, policy: str = "adbs", job_s: float = JOB_S) -> None:
         """Raises ConfigError for an unknown policy."""
@@ -39,7 +40,7 @@ class StepScheduler:
         self.job_seconds: defaultdict[tuple[str, StepKind], float] = defaultdict(float)
         """Seconds of each member's jobs, by kind."""
         self.overdue = 0
-        """Jobs whose end nobody said."""
+        """Jobs whose end was not reported."""
 
     @property
     def members(self) -> list[str]:
@@ -80,7 +81,7 @@ class StepScheduler:
     def grants(self, now: float) -> dict[str, StepGrant]:
         """Grants of jobs that begin now, by member, after those that are overdue have been ended.
 
-        Where nobody is left waiting a decode step's grant stands: whoever has it goes on without
+        Where no member is left waiting a decode step's grant stands: its member goes on without
         asking, until `recalls`.
         """
         for member, running in list(self._running.items()):
@@ -101,8 +102,8 @@ class StepScheduler:
         return granted
 
     def recalls(self, now: float) -> dict[str, int]:
-        """Numbers of grants that stand no more, by member, because somebody waits: such a grant is
-        good for no step that hasn't begun. To be asked for after `grants`."""
+        """Numbers of grants that stand no more, by member, because another one waits: such a grant
+        is good for no step that hasn't begun. To be asked for after `grants`."""
         if not self._somebody_waits:
             return {}
         found: dict[str, int] = {}

@@ -18,8 +18,7 @@ async def fill(suite: Suite, first: str, *others: str) -> list[str]:
     for blocks in SIZES:
         refused = False
         while not refused:
-            hog = suite.submit("a", suite.prompt(suite.blocks(blocks)), suite.blocks(10))
-            await suite.reach(hog, 1)
+            hog = await suite.begin(suite.prompt(suite.blocks(blocks)), suite.blocks(10), 1)
             export = await a.export(hog)
             a.abort([hog])
             try:

@@ -138,6 +138,14 @@ class Suite:
         self.engines[name].submit(CLIENT, request_id, payload, known)
         return request_id
 
+    async def begin(
+        self, prompt: Sequence[int], max_tokens: int, tokens: int, seed: int | None = None
+    ) -> str:
+        """Run a new request on "a" until it has `tokens` output tokens; its id."""
+        request_id = self.submit("a", prompt, max_tokens, seed)
+        await self.reach(request_id, tokens)
+        return request_id
+
     async def undisturbed(
         self, prompt: Sequence[int], max_tokens: int, seed: int | None = None
     ) -> list[int]:

@@ -18,8 +18,7 @@ from kvmig.testing.suite import QUICKER, Suite, scenario
 async def test_whatever_fails_the_request_goes_on(suite: Suite, method: str, after: int) -> None:
     prompt = suite.prompt(suite.blocks(5.5))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
-    moved = suite.submit("a", prompt, suite.blocks(3))
-    await suite.reach(moved, 3)
+    moved = await suite.begin(prompt, suite.blocks(3), 3)
     engine = suite.engines["a" if method in SOURCE else "b"]
     engine.before = failing(method, MigrationRefused("error", "for a test"), after)
     report = await suite.move(moved)
@@ -34,8 +33,7 @@ async def test_whatever_fails_the_request_goes_on(suite: Suite, method: str, aft
 @pytest.mark.parametrize("method", [*SOURCE, *DESTINATION[:-1]])
 @scenario
 async def test_a_client_that_leaves_at_any_moment_leaves_nothing(suite: Suite, method: str) -> None:
-    moved = suite.submit("a", suite.prompt(suite.blocks(5.5)), suite.blocks(20))
-    await suite.reach(moved, 3)
+    moved = await suite.begin(suite.prompt(suite.blocks(5.5)), suite.blocks(20), 3)
     engine = suite.engines["a" if method in SOURCE else "b"]
     engine.before = once(method, lambda: suite.abort(moved))
     assert (await suite.move(moved)).state == "aborted"
@@ -43,8 +41,7 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(suite: Suite, m
 
 @scenario
 async def test_a_client_that_leaves_at_the_commit_leaves_nothing(suite: Suite) -> None:
-    moved = suite.submit("a", suite.prompt(suite.blocks(5.5)), suite.blocks(20))
-    await suite.reach(moved, 3)
+    moved = await suite.begin(suite.prompt(suite.blocks(5.5)), suite.blocks(20), 3)
     committing = asyncio.Event()
 
     def leave() -> None:
@@ -62,8 +59,7 @@ async def test_a_client_that_leaves_at_the_commit_leaves_nothing(suite: Suite) -
 
 @scenario
 async def test_a_moved_request_can_be_aborted(suite: Suite) -> None:
-    moved = suite.submit("a", suite.prompt(suite.blocks(2)), suite.blocks(20))
-    await suite.reach(moved, 2)
+    moved = await suite.begin(suite.prompt(suite.blocks(2)), suite.blocks(20), 2)
     assert (await suite.move(moved)).state == "committed"
     suite.abort(moved)
 
@@ -73,8 +69,7 @@ async def test_a_full_destination_refuses_and_the_request_goes_on(suite: Suite) 
     prompt = suite.prompt(suite.blocks(5.5))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
     hogs = await fill(suite, "b")
-    moved = suite.submit("a", prompt, suite.blocks(3))
-    await suite.reach(moved, 2)
+    moved = await suite.begin(prompt, suite.blocks(3), 2)
     report = await suite.move(moved)
     assert report.state == "aborted"
     assert report.reason in ("no_blocks", "no_batch_slot", *QUICKER)
@@ -86,8 +81,7 @@ async def test_a_full_destination_refuses_and_the_request_goes_on(suite: Suite) 
 async def test_changed_bytes_are_noticed_and_the_request_goes_on(suite: Suite) -> None:
     source, prompt = suite.under_test["a"], suite.prompt(suite.blocks(5.5))
     expected = await suite.undisturbed(prompt, suite.blocks(8))
-    moved = suite.submit("a", prompt, suite.blocks(8))
-    await suite.reach(moved, 2)
+    moved = await suite.begin(prompt, suite.blocks(8), 2)
     export = await source.export(moved)
     stage = await source.stage(moved, 0)
     fused = memoryview(bytearray(len(stage.block_ids) * source.layout.block_bytes))
@@ -110,8 +104,7 @@ async def test_a_request_that_is_gone_can_not_be_moved(suite: Suite) -> None:
     ended = suite.submit("a", suite.prompt(suite.blocks(1.5)), 3)
     await suite.finish(ended)
     assert (await suite.move(ended)).state == "aborted"
-    aborted = suite.submit("a", suite.prompt(suite.blocks(1.5)), suite.blocks(20))
-    await suite.reach(aborted, 2)
+    aborted = await suite.begin(suite.prompt(suite.blocks(1.5)), suite.blocks(20), 2)
     await suite.engines["a"].export(aborted)
     suite.abort(aborted)
     await asyncio.sleep(0.05)

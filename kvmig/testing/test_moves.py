@@ -20,8 +20,7 @@ async def test_a_decoding_request_moves_token_for_token(
 ) -> MigrationReport:
     prompt = suite.prompt(suite.blocks(blocks))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
-    moved = suite.submit("a", prompt, suite.blocks(3))
-    await suite.reach(moved, after)
+    moved = await suite.begin(prompt, suite.blocks(3), after)
     report = await suite.move(moved)
     assert await suite.finish(moved) == expected
     engines = suite.came_from(moved)
@@ -63,8 +62,7 @@ async def test_a_request_that_samples_moves_token_for_token(suite: Suite) -> Mig
         expected = await suite.undisturbed(prompt, suite.blocks(3), seed=11)
     except NotImplementedError:
         pytest.skip("the engine can't sample with a seed")
-    moved = suite.submit("a", prompt, suite.blocks(3), seed=11)
-    await suite.reach(moved, 5)
+    moved = await suite.begin(prompt, suite.blocks(3), 5, seed=11)
     report = await suite.move(moved)
     assert await suite.finish(moved) == expected
     return report
@@ -89,8 +87,7 @@ async def test_a_destination_with_its_prefix_goes_on_as_well(suite: Suite) -> Mi
     prompt = suite.prompt(suite.blocks(4.5))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
     assert await suite.finish(suite.submit("b", prompt, suite.blocks(3))) == expected
-    moved = suite.submit("a", prompt, suite.blocks(3))
-    await suite.reach(moved, 5)
+    moved = await suite.begin(prompt, suite.blocks(3), 5)
     report = await suite.move(moved)
     assert await suite.finish(moved) == expected
     return report

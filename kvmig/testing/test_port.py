@@ -21,8 +21,7 @@ async def test_unknown_requests_are_ignored_where_the_port_says_so(suite: Suite)
 async def test_a_suspended_request_keeps_still_and_goes_on_when_resumed(suite: Suite) -> None:
     engine, prompt = suite.engines["a"], suite.prompt(suite.blocks(2.5))
     expected = await suite.undisturbed(prompt, suite.blocks(8))
-    kept = suite.submit("a", prompt, suite.blocks(8))
-    await suite.reach(kept, 3)
+    kept = await suite.begin(prompt, suite.blocks(8), 3)
     await engine.export(kept)
     tail = await engine.suspend(kept, 0)
     states = {one.request_id: one for one in await engine.requests()}
@@ -39,8 +38,7 @@ async def test_a_suspended_request_keeps_still_and_goes_on_when_resumed(suite: S
 async def test_a_request_is_reserved_once_and_holds_what_it_grew_to(suite: Suite) -> None:
     a, b = suite.engines["a"], suite.engines["b"]
     prompt = suite.prompt(suite.blocks(4.5))
-    moved = suite.submit("a", prompt, suite.blocks(20))
-    await suite.reach(moved, 2)
+    moved = await suite.begin(prompt, suite.blocks(20), 2)
     export = await a.export(moved)
     before = b.load().used_blocks
     assert await b.reserve(export) == 0
@@ -59,8 +57,7 @@ async def test_a_request_is_reserved_once_and_holds_what_it_grew_to(suite: Suite
 @scenario
 async def test_blocks_come_out_as_they_went_in(suite: Suite) -> None:
     a, b = suite.engines["a"], suite.engines["b"]
-    moved = suite.submit("a", suite.prompt(suite.blocks(4.5)), suite.blocks(20))
-    await suite.reach(moved, 2)
+    moved = await suite.begin(suite.prompt(suite.blocks(4.5)), suite.blocks(20), 2)
     export, stage = await a.export(moved), await a.stage(moved, 0)
     size = len(stage.block_ids) * a.layout.block_bytes
     sent, back = memoryview(bytearray(size)), memoryview(bytearray(size))
@@ -78,8 +75,7 @@ async def test_blocks_come_out_as_they_went_in(suite: Suite) -> None:
 @scenario
 async def test_an_export_of_another_kind_is_refused(suite: Suite) -> None:
     export = suite.engines["a"].export
-    moved = suite.submit("a", suite.prompt(suite.blocks(1.5)), suite.blocks(20))
-    await suite.reach(moved, 1)
+    moved = await suite.begin(suite.prompt(suite.blocks(1.5)), suite.blocks(20), 1)
     foreign = await export(moved)
     foreign.payload[:] = [b"\xc1 nothing that anybody has encoded"]
     with pytest.raises(MigrationRefused):

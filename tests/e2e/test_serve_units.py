@@ -19,8 +19,8 @@ import pytest
 
 from kvmig.core.errors import TransportError
 from kvmig.sharing.lease_ledger import MIB
-from kvmig.sharing.member import fetch_unit
 from kvmig.sharing.messages import MemberShare, UnitState
+from kvmig.sharing.unit_state import fetch_unit
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.support.waiting import wait_until

@@ -132,4 +132,4 @@ def test_an_instance_is_planned_for_the_container_and_its_cores(limited: tuple[s
 
 
 def test_this_process_has_groups_that_can_be_read() -> None:
-    assert list(cgroups._groups("memory", cgroups.PROC))
+    assert list(cgroups.groups("memory", cgroups.PROC))

@@ -17,7 +17,7 @@ from kvmig.launcher.environment import llumlet_environment
 from kvmig.process.child import StartAnnouncement
 from kvmig.process.fork_server import LLUMLET, ForkedProcess, ForkServerPool
 from kvmig.process.supervisor import UNSEEN, ChildProcess, ProcessPort
-from tests.support.inside import fork_servers_of
+from tests.support.inside import fork_servers_of, process_of
 
 THREADS = 4
 """Of an instance: what it is forked from has one all the same."""
@@ -215,8 +215,9 @@ async def test_who_waits_for_one_that_ends_waits_no_more(forks: ForkServerPool) 
     (server,) = fork_servers_of(forks)
     loading = asyncio.create_task(forks.loaded())
     await asyncio.sleep(0)
-    assert server._process is not None
-    server._process.kill()
+    process = process_of(server)
+    assert process is not None
+    process.kill()
     await loading
     assert server.gone
 

@@ -25,7 +25,7 @@ from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.sharing.__main__ import main, shown
 from kvmig.sharing.agent import UnitAgent
 from kvmig.sharing.lease_ledger import MIB, LeaseLedger, MemberClaim
-from kvmig.sharing.member import UnitMember, fetch_unit
+from kvmig.sharing.member import UnitMember
 from kvmig.sharing.member_locks import MemberLocks
 from kvmig.sharing.messages import (
     MOST_BYTES,
@@ -40,6 +40,7 @@ from kvmig.sharing.messages import (
     encode,
     to_member,
 )
+from kvmig.sharing.unit_state import fetch_unit
 from tests.support import unit_site
 from tests.support.unit_site import agent
 from tests.support.waiting import until

@@ -99,7 +99,7 @@ async def test_decodes_go_on_without_asking_until_somebody_waits(path: Path) -> 
             assert gate.reuse_grant() is not None
         a.finish_step()
         a.request_step(PROMPTS)
-        await until(lambda: b._standing is None)
+        await until(lambda: b.reuse_grant() is None)
         assert a.answer() is None, "b makes a step"
         b.finish_step()
         assert (await grant_of(a)).prompts
