@@ -172,13 +172,13 @@ class Queue:
                 continue  # taken back for an older one
             while not self.cache.can_store_request_tokens(state, 1):
                 if not self._room():
-                    self._end(self.running[-1])
+                    self.end(self.running[-1])
                 if not any(one is state for one, _ in self.running):
                     break
             else:
                 state.position_offset += 1
                 if state.position_offset >= end:
-                    self._end((state, end))
+                    self.end((state, end))
         self.short = False
         while len(self.running) < most and not self.cache.pool.must_wait():
             prompt, answer = (self._length(*one) for one in LENGTHS)
@@ -208,7 +208,7 @@ class Queue:
         self.cache.pool.try_to_free_sectors()
         return self.cache.pool.pool.free_units() > before
 
-    def _end(self, one: tuple[RequestState, int]) -> None:
+    def end(self, one: tuple[RequestState, int]) -> None:
         self.running.remove(one)
         self.cache.free_blocks(one[0].request_id)
 

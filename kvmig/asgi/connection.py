@@ -30,10 +30,10 @@ def most_clients(each: int) -> float:
 class HttpConnection(HttpToolsProtocol):
     """uvicorn's HTTP connection, with bounds on a head's size and time, and on a pause in reading.
 
-    uvicorn waits for a call's headers for ever, and keeps whatever comes of them; and for ever for
-    a client that doesn't read its answer. This class has no limits of its own: a front end serves
-    with one that has, see `limited`. `on_refusal` gets answers that are sent before there is a
-    call.
+    uvicorn waits for a call's headers without end, and keeps all that comes of them; and it waits
+    without end for a client that doesn't read its answer. This class has no limits of its own: a
+    front end serves with one that has, see `limited`. `on_refusal` gets answers that are sent
+    before there is a call.
     """
 
     each: ClassVar[int] = 1

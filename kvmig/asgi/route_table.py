@@ -69,9 +69,6 @@ CLIENT_ROUTES: tuple[ClientRoute, ...] = (
     ),
 )
 
-WORK_PATHS = frozenset(one.path for one in CLIENT_ROUTES if one.works)
-"""Paths whose calls engines work for, of vLLM's application and our own."""
-
 
 class RouteMatch(NamedTuple):
     """A route, and the id that the path has in it; empty: it has none."""

@@ -91,8 +91,8 @@ class CallMemoryPool:
     def fly(self, memory: CallMemory, stream: int, sums_at: int = 0, count: int = 0) -> QueuedCall:
         """What is queued on `stream` now is the call that uses `memory`.
 
-        Raises KvmigError if the device can't mark the call's end. The call may run, so nobody
-        else gets its memory; `close` frees it.
+        Raises KvmigError if the device can't mark the call's end. The call may run, so no other
+        call gets its memory; `close` frees it.
         """
         try:
             self._device.record(memory.event, stream)

@@ -161,11 +161,6 @@ class CudaDriver:
         zeros = c_void_p(device), ctypes.c_ubyte(0), c_size_t(nbytes), c_void_p(stream)
         self.call("cuMemsetD8Async", *zeros)
 
-    @property
-    def copies_blocks(self) -> bool:
-        """Whether `copy_blocks` is there: from CUDA 12.8 on."""
-        return hasattr(self._library, "cuMemcpyBatchAsync")
-
     def copy_blocks(
         self, src: Sequence[Region], dst: Sequence[Region], src_ids: Ids, dst_ids: Ids, stream: int
     ) -> None:

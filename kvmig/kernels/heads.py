@@ -1,6 +1,6 @@
 """Head-wise blocks of a KV cache: which units are free, and in which rows tokens lie.
 
-csrc/heads.h says what a unit, a block and its table are. `NativeHeads` is that library,
+csrc/heads.h describes a unit, a block and its table. `NativeHeads` is that library,
 `ReferenceHeads` the same in NumPy: the oracle of its tests, and what runs without a compiler.
 """
 

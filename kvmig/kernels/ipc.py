@@ -173,7 +173,7 @@ def view(address: int, nbytes: int, owner: object) -> memoryview:
     """`nbytes` at `address` of a GPU, writable; keeps `owner`, whose memory it is, alive.
 
     Only the address means something: kernels take it, host code that reads or writes the view
-    crashes. It and its parts say so to `kernels.arrays.memory_of`.
+    crashes. `kernels.arrays.memory_of` sees that of it and of its parts.
     """
     buffer = (ctypes.c_ubyte * nbytes).from_address(address)
     buffer.owner = owner  # type: ignore[attr-defined]

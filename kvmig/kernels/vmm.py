@@ -45,7 +45,7 @@ class AddressRange:
         """Have one page of zeros behind all that have none: any may be written, and none keeps
         what is."""
         there = [page for page in self.pages if page not in self.there]
-        self._map(there)
+        self.map_pages(there)
         self._clear(there[:1])
 
     def put(self, pages: Iterable[int]) -> None:
@@ -55,7 +55,7 @@ class AddressRange:
         try:
             for page in pages:
                 if page not in self.there:
-                    self._map([page])
+                    self.map_pages([page])
                     came.append(page)
             self._clear(came)
         except KvmigError:
@@ -74,8 +74,8 @@ class AddressRange:
         there = c_void_p(self.address), c_size_t(self.size)
         self.driver.call_outside("cuMemAddressFree", *there)
 
-    def _map(self, pages: Sequence[int]) -> None:
-        """One new page of memory behind all of these, or behind none."""
+    def map_pages(self, pages: Sequence[int]) -> None:
+        """Have one new page of memory behind all of these, or behind none."""
         handle, size = c_uint64(), c_size_t(self.page)
         nothing, came = c_uint64(0), list[int]()
         self.driver.call("cuMemCreate", byref(handle), size, byref(self._wanted), nothing)

@@ -29,7 +29,7 @@ def test_a_queue_gives_back_all_that_it_took(tmp_path: Path) -> None:
     assert 0 < queue.held() <= queue.leased() <= 512 * MIB
     assert queue.short
     while queue.running:
-        queue._end(queue.running[-1])
+        queue.end(queue.running[-1])
     other.pool.try_to_free_sectors()
     assert one.pool.pool.free_units() == one.pool.num_sectors
 

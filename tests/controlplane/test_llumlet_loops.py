@@ -43,7 +43,13 @@ from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient
 from kvmig.sharing.lease_ledger import MIB
 from tests.support.fake_llumlet import report
-from tests.support.inside import parts_of
+from tests.support.inside import (
+    carry_out_pairing,
+    hear_from,
+    parts_of,
+    put_out_nothing,
+    report_every,
+)
 from tests.support.unit_site import agent
 from tests.support.waiting import until
 
@@ -112,7 +118,7 @@ async def test_answers_to_a_front_end_that_has_gone_are_no_failures(
     questions = (ListRequests(1), Fence(2, "r", 1), Migrate(3, "r", "i1", "tcp://127.0.0.1:1"))
     async with llumlet(ToyEngine()) as it, front_end(it) as front:
         for question in questions:
-            it._handle(b"nobody", question, [])
+            hear_from(it, b"nobody", question)
         assert await front.requests() == set()
         await asyncio.sleep(0.1)
     # Of kvmig only: asyncio may tell now of a socket that an earlier test left.
@@ -184,7 +190,7 @@ async def test_a_front_end_that_reads_too_slowly_is_told_that_its_requests_are_o
         await until(lambda: not parts_of(it).tracking.gateways())
         behind[0] = False
         await front.hear(Overrun)
-    assert it._overrun == set()
+    assert parts_of(it).overrun == set()
 
 
 async def test_a_scheduler_that_reads_too_slowly_gets_later_reports(
@@ -295,7 +301,7 @@ async def test_moves_that_somebody_waits_for_are_urgent(
 
     async with llumlet(Toy()) as it:
         monkeypatch.setattr(parts_of(it).host.migrations, "migrate", migrate)
-        await it._migrate("r", Pair("i1", "tcp://127.0.0.1:1", why=why))
+        await carry_out_pairing(it, "r", Pair("i1", "tcp://127.0.0.1:1", why=why))
     assert urgent == [why in ("drain", "priority", "defragment", "relieve")]
 
 
@@ -321,7 +327,7 @@ async def test_outputs_without_tokens_don_t_make_an_engine_busy() -> None:
         engine = parts_of(it).engine
         with mock.patch.object(engine, "step_s", side_effect=engine.step_s) as looks:
             for _ in range(10):
-                it._on_outputs(1, [], [])
+                put_out_nothing(it, 1)
                 await asyncio.sleep(0.05)
         assert looks.call_count <= 20
 
@@ -330,7 +336,7 @@ async def test_a_request_that_comes_to_an_idle_engine_is_told_at_once() -> None:
     engine = Toy()
     async with llumlet(engine) as it, front_end(it) as front:
         await asyncio.sleep(0.4)
-        parts_of(it).reporter._report_s = 60.0
+        report_every(parts_of(it).reporter, 60.0)
         front.client.send(Submit("r"), engine.encode_request([1, 2, 3], 100))
         async with asyncio.timeout(1.0):
             while not (told := await front.hear(LoadReport)).load.running + told.load.waiting:  # type: ignore[attr-defined]

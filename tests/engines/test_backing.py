@@ -157,7 +157,7 @@ def test_a_gpu_without_memory_leaves_none_of_what_was_asked_for(
     page = AddressRange(gpu, 1)
     addresses = AddressRange(gpu, LAYERS * BLOCKS * page.page)
     page.close()
-    backing, real, left = on(addresses), addresses._map, [2]
+    backing, real, left = on(addresses), addresses.map_pages, [2]
 
     def mapped(pages: Sequence[int]) -> None:
         left[0] -= 1
@@ -165,7 +165,7 @@ def test_a_gpu_without_memory_leaves_none_of_what_was_asked_for(
             fake_gpu.fail("cuMemCreate")
         real(pages)
 
-    monkeypatch.setattr(addresses, "_map", mapped)
+    monkeypatch.setattr(addresses, "map_pages", mapped)
     with pytest.raises(KvmigError, match="cuMemCreate"):
         backing.take_pages([0])
     assert not addresses.there

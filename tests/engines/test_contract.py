@@ -222,13 +222,19 @@ async def test_blocks_that_change_after_they_were_staged_are_noticed_in_the_paus
     assert (report.state, report.reason) == ("aborted", "error")
 
 
+class Leaks(ToyEngine):
+    def put_out_more(self, request_id: str) -> None:
+        self._put_out(1, [StepOutput(request_id, [7])])
+
+
 async def test_a_suspended_request_that_puts_something_out_is_reported() -> None:
-    async with pair(ToyEngine(), ToyEngine()) as them:
+    leaks = Leaks()
+    async with pair(leaks, ToyEngine()) as them:
         them.submit("moves")
         await them.reach("moves", 5)
         await them.a.export("moves")
         await them.a.suspend("moves", 0)
-        them.a._engine._put_out(1, [StepOutput("moves", [7])])  # type: ignore[attr-defined]
+        leaks.put_out_more("moves")
         (violation,) = them.a.violations
         assert violation.rule == "still-when-suspended"
         assert violation.history == ("export", "suspend 0")

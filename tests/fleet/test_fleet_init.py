@@ -13,6 +13,7 @@ from kvmig.fleet import supervisor
 from kvmig.fleet.orders import CheckFlags, Deployed, Running, Start
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.supervisor import last_sentence, size_of, turn_log
+from tests.support.inside import OwnSupervisor
 from tests.support.waiting import until
 
 
@@ -38,15 +39,17 @@ async def test_a_check_of_flags_that_does_not_end_is_ended(
 ) -> None:
     hangs: list[asyncio.subprocess.Process] = []
 
-    async def forked(*_: object) -> asyncio.subprocess.Process:
-        hangs.append(await asyncio.create_subprocess_exec("sleep", "600", process_group=0))
-        return hangs[0]
+    class Hanging(OwnSupervisor):
+        """A supervisor whose checks never end."""
+
+        async def _forked(self, *_: object, **__: object) -> asyncio.subprocess.Process:
+            hangs.append(await asyncio.create_subprocess_exec("sleep", "600", process_group=0))
+            return hangs[0]
 
     monkeypatch.setattr(supervisor, "CHECK_S", 0.1 if how == "it takes too long" else 60)
     with socket.socket() as sock:
-        one = supervisor.FleetSupervisor(FleetSettings(data=str(tmp_path)), sock)
-        monkeypatch.setattr(one, "_forked", forked)
-        checking = asyncio.create_task(one._check(CheckFlags("c", "toy", ())))
+        one = Hanging(FleetSettings(data=str(tmp_path)), sock)
+        checking = asyncio.create_task(one.check(CheckFlags("c", "toy", ())))
         await until(lambda: hangs)
         if how == "init ends":
             checking.cancel()

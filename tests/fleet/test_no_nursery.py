@@ -14,11 +14,12 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.fleet import supervisor
-from kvmig.fleet.orders import Checked, CheckFlags, News, Start
+from kvmig.fleet.orders import Checked, CheckFlags, Start
 from kvmig.fleet.settings import FleetSettings, make_folders
-from kvmig.fleet.supervisor import FleetSupervisor, ForkServers
+from kvmig.fleet.supervisor import ForkServers
 from kvmig.models import BUNDLED
 from kvmig.process.fork_server import HANDED, NO_FORKS, CannotFork, ForkServerPool
+from tests.support.inside import OwnSupervisor, fork_server_process
 
 ROOT = Path(__file__).parent.parent.parent
 TICKS = """
@@ -30,6 +31,7 @@ if "kvmig.launcher.shared_fork_server" in sys.orig_argv:
 CHECKED_S = 1.0
 """What `kvmig model add` may take where nothing is loaded."""
 VLLM = ("--instances=1", str(BUNDLED))
+THREADS = "loading has started 2 threads"
 
 
 @pytest.fixture
@@ -44,38 +46,23 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetSettings:
     return made
 
 
-class Told(FleetSupervisor):
-    """Init, whose news for the server are kept."""
-
-    def __init__(self, settings: FleetSettings, sock: socket.socket) -> None:
-        super().__init__(settings, sock)
-        self.news: list[News] = []
-
-    def _tell(self, news: News) -> None:
-        self.news.append(news)
-
-    def never_forks(self, engine: str) -> None:
-        """What the first order would have found, after the engine was loaded."""
-        self._nurseries._never[engine] = "loading has started 2 threads"
-
-    async def check(self, engine: str, *words: str) -> tuple[str, float]:
-        """What is wrong with words for an engine, and the time that it takes to say so."""
-        began = time.monotonic()
-        await self._check(CheckFlags("c", engine, words))
-        (news,) = self.news
-        self.news.clear()
-        assert isinstance(news, Checked)
-        return news.wrong, time.monotonic() - began
+async def check(init: OwnSupervisor, engine: str, *words: str) -> tuple[str, float]:
+    """Return what is wrong with flags for an engine, and the time that it takes to say so."""
+    began = time.monotonic()
+    await init.check(CheckFlags("c", engine, words))
+    (news,) = init.news
+    init.news.clear()
+    assert isinstance(news, Checked)
+    return news.wrong, time.monotonic() - began
 
 
 @pytest.fixture
-async def init(settings: FleetSettings) -> AsyncIterator[Told]:
+async def init(settings: FleetSettings) -> AsyncIterator[OwnSupervisor]:
     with socket.socket() as sock:
-        made = Told(settings, sock)
-        await made._own_forks().loaded()  # the fleet's server comes of them
+        made = OwnSupervisor(settings, sock)
+        await made.load_forks()  # the fleet's server comes of them
         yield made
-        await made._nurseries.close()
-        made._own_forks().close()
+        await made.close_forks()
 
 
 async def test_a_nursery_that_cannot_fork_is_started_once_and_says_why(
@@ -84,14 +71,14 @@ async def test_a_nursery_that_cannot_fork_is_started_once_and_says_why(
     nurseries = ForkServers(settings)
     with pytest.raises(CannotFork, match=r"toy can't be forked.*1 threads: python"):
         await nurseries.server("toy")
-    started = nurseries._processes["toy"]
+    started = fork_server_process(nurseries, "toy")
     async with asyncio.timeout(10):
         assert await started.wait() == 2
 
     with pytest.raises(CannotFork, match="1 threads: python"):
         await nurseries.server("toy")
 
-    assert nurseries._processes["toy"] is started
+    assert fork_server_process(nurseries, "toy") is started
     await nurseries.close()
 
 
@@ -109,17 +96,19 @@ async def test_a_nursery_that_fails_otherwise_is_started_again(
     await nurseries.close()
 
 
-async def test_flags_are_checked_within_a_second_where_vllm_is_loaded_nowhere(init: Told) -> None:
-    init.never_forks("vllm")
+async def test_flags_are_checked_within_a_second_where_vllm_is_loaded_nowhere(
+    init: OwnSupervisor,
+) -> None:
+    init.never_forks("vllm", THREADS)
 
-    good, quick_s = await init.check(
-        "vllm", *VLLM, "--max-model-len=256", "--no-enable-log-requests"
+    good, quick_s = await check(
+        init, "vllm", *VLLM, "--max-model-len=256", "--no-enable-log-requests"
     )
-    unknown, _ = await init.check("vllm", *VLLM, "--no-such-flag=1")
-    refused, _ = await init.check("vllm", *VLLM, "--headless")
-    absent, _ = await init.check("vllm", *VLLM, "--load-format=tensorizer")
-    missing, _ = await init.check("vllm", "--instances=1", "/no/model")
-    ours, _ = await init.check("vllm", str(BUNDLED), "--instances=no")
+    unknown, _ = await check(init, "vllm", *VLLM, "--no-such-flag=1")
+    refused, _ = await check(init, "vllm", *VLLM, "--headless")
+    absent, _ = await check(init, "vllm", *VLLM, "--load-format=tensorizer")
+    missing, _ = await check(init, "vllm", "--instances=1", "/no/model")
+    ours, _ = await check(init, "vllm", str(BUNDLED), "--instances=no")
 
     assert (good, quick_s < CHECKED_S) == ("", True)
     assert unknown == "--no-such-flag=1 can't be used: vLLM has no such flag"
@@ -130,7 +119,7 @@ async def test_flags_are_checked_within_a_second_where_vllm_is_loaded_nowhere(in
 
 
 async def test_a_deployment_there_starts_no_fork_server_of_its_own(
-    init: Told, settings: FleetSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    init: OwnSupervisor, settings: FleetSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     handed: list[str] = []
 
@@ -141,8 +130,8 @@ async def test_a_deployment_there_starts_no_fork_server_of_its_own(
         return await asyncio.create_subprocess_exec("true")
 
     monkeypatch.setattr(supervisor, "by_itself", by_itself)
-    init.never_forks("toy")
-    await init._deploy(Start("d", "toy", (), "", str(tmp_path / "log")))
+    init.never_forks("toy", THREADS)
+    await init.deploy(Start("d", "toy", (), "", str(tmp_path / "log")))
     assert handed == [NO_FORKS]
 
     pool = ForkServerPool("toy", os.environ, NO_FORKS)

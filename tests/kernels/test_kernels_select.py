@@ -15,14 +15,15 @@ from kvmig.kernels.native import NativeKernels
 from kvmig.kernels.reference import ReferenceKernels
 from kvmig.kernels.select import VARIABLE, kernels
 from tests.support import fake_gpu
+from tests.support.inside import forget_kernels
 
 
 @pytest.fixture(autouse=True)
 def chosen_anew() -> Iterator[None]:
     """Nothing is remembered from or for other tests."""
-    select._chosen.cache_clear()
+    forget_kernels()
     yield
-    select._chosen.cache_clear()
+    forget_kernels()
 
 
 @pytest.fixture

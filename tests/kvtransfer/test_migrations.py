@@ -122,10 +122,9 @@ async def test_what_is_held_of_a_lost_peer_is_let_go_now_and_once_it_must_have_e
     monkeypatch.setattr(migrations, "END_S", 0.05)
     called: list[str] = []
     async with cluster() as them:
-        out = them.a.migrations._out
-        for name, staging in out.stagings.items():
+        for name, staging in them.a.stagings.items():
             monkeypatch.setattr(staging, "let_go", partial(called.append, name))
-        names = list(out.stagings)
+        names = list(them.a.stagings)
         them.a.migrations.peer_lost("tcp://nowhere")
         assert called == names
         await until(lambda: called == 2 * names)

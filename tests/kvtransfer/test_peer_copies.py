@@ -169,7 +169,7 @@ async def test_a_late_copy_meets_no_memory_of_a_destination_that_has_given_up(
     inbox = open_offer([staging.offer()], "cuda-ipc", TransportSite(gpu=1))
     slot, channel = await staging.acquire(1), staging.channel(inbox.token)
     out, gate = (await channel.buffer(slot))[: len(IDS) * source.size], Event()
-    source.gpu.queue(source.copies._stream.handle, lambda: gate.wait(20))
+    source.queue_copy(lambda: gate.wait(20))
     late = started(source, out)
     del out
     await queued(source)
@@ -234,6 +234,6 @@ def test_memory_is_never_unmapped_under_a_copy_that_does_not_end(
     del out
     source.gpu.stick(False)
     monkeypatch.setattr(SideStream, "settle", settle)
-    source.copies._stream.settle()
+    source.settle_copies()
     assert source.gpu.read(address, source.size) == source.blocks(IDS[:1])
-    source.copies._unsettled.clear()
+    source.forget_copies()

@@ -46,7 +46,7 @@ from kvmig.rpc.messages import Hello
 from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.sharing.messages import InUnit
 from tests.support.fake_llumlet import Front, decode
-from tests.support.inside import socket_of
+from tests.support.inside import client_of, instance_of, report_of, socket_of, tell_front_ends
 from tests.support.waiting import PATIENCE_S, until
 
 SECRET = b"a secret of the cluster"
@@ -398,8 +398,8 @@ async def asks(it: World, name: str, size: int) -> None:
     it.launcher.process(name).shared = shared
 
     def heard() -> bool:
-        link = it.cluster._instances[name]._link
-        return link is not None and link.report is not None and link.report.shared == shared
+        report = report_of(instance_of(it.cluster, name))
+        return report is not None and report.shared == shared
 
     await until(heard)
 
@@ -546,8 +546,9 @@ async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
     monkeypatch.setattr(control, "TELL_S", 0.01)
     async with world() as it:
         await until(lambda: it.front.refusals == {"launcher": {}, "scheduler": {}})
-        assert it.link._client is not None
-        it.link._client.send(Scale())  # isn't for the launcher
+        client = client_of(it.link)
+        assert client is not None
+        client.send(Scale())  # isn't for the launcher
         await until(lambda: it.front.refusals["launcher"] == {"unexpected": 1})
         await it.launcher.process("i0").send(b"no message")
         await until(lambda: it.front.refusals["launcher"].get("unreadable") == 1)
@@ -580,10 +581,10 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
 
     async with world() as it:
         link = LauncherLink(it.control.endpoint, SECRET, "front-2", Counting(router).apply_news)
-        await until(lambda: link._client is not None)
+        await until(lambda: client_of(link) is not None)
         it.cluster.scheduler_refusals = {"early": 3}
         await until(lambda: shown("scheduler", "early") == 3)
-        it.control._tell(Scale())  # isn't for a front end
+        tell_front_ends(it.control, Scale())  # isn't for a front end
         await until(lambda: shown("front-2", "unexpected") == 1)
         port = int(it.control.endpoint.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:

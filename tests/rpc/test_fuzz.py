@@ -44,7 +44,7 @@ from scripts.corpus import TYPES, example, recorded
 from tests.controlplane.test_llumlet_loops import SECRET, FrontEnd, Toy, llumlet
 from tests.support import fake_llumlet
 from tests.support.fake_cluster import cluster
-from tests.support.inside import socket_of
+from tests.support.inside import departures, socket_of
 
 CODEC = MessageCodec(ClusterMessage | PeerMessage)
 VALID = [recorded(example(kind)) for kind in TYPES]
@@ -225,7 +225,7 @@ async def test_a_source_bears_any_answer_at_any_time(
                 if turn % WAITED_LONG == 0:
                     them.skip_answer()
                 kind = rng.choice(FROM_A_DESTINATION)
-                for mid, session in migrations._departures.items():
+                for mid, session in departures(migrations).items():
                     decided = session.machine.beyond and kind in LAST_WORDS
                     if not decided and rng.random() < 0.02:
                         migrations.receive_reply(endpoint, _answer(rng, kind, mid), [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvmig.engines.block_copies import BlockPlan
 from kvmig.engines.device_copies import TMA_RUN, DeviceCopies
@@ -28,6 +28,18 @@ class GpuEnd:
     def blocks(self, ids: list[int]) -> bytes:
         """Some blocks, fused, as they were at the start."""
         return b"".join(self.host.block(number) for number in ids)
+
+    def queue_copy(self, work: Callable[[], object]) -> None:
+        """Queue this where the copies' kernels run, in front of the next one."""
+        self.gpu.queue(self.copies._stream.handle, work)
+
+    def settle_copies(self) -> None:
+        """Wait for the copies that were given up."""
+        self.copies._stream.settle()
+
+    def forget_copies(self) -> None:
+        """Let go what the copies that were given up held."""
+        self.copies._unsettled.clear()
 
     def close(self) -> None:
         """Give all back."""

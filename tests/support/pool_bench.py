@@ -46,6 +46,10 @@ class PoolBench(Bench):
         """The block manager of an engine."""
         return self.engines[name]._blocks
 
+    def scheduler(self, name: str) -> Any:
+        """transformers' own, of an engine."""
+        return self.engines[name]._requests.scheduler
+
     @property
     def pool(self) -> SharedPool:
         share = self.blocks("a").share

@@ -13,6 +13,7 @@ import torch
 from kvmig.core.config import MigrationConfig
 from kvmig.engines.base import Emitted, Frame
 from kvmig.engines.transformers.payload import StepOutput, SubmittedRequest, decode, encode
+from kvmig.engines.transformers.requests import engine_load
 from kvmig.engines.transformers.serving import ServingTransformers
 from kvmig.migrator import Migrator
 
@@ -64,12 +65,27 @@ class Bench:
     @contextmanager
     def slow(self, name: str, step_s: float = 0.05) -> Iterator[None]:
         """Steps of at least so long: requests stay what they are while others do something."""
+        with self.after_step(name, lambda: time.sleep(step_s)):
+            yield
+
+    @contextmanager
+    def after_step(self, name: str, call: Callable[[], None]) -> Iterator[None]:
+        """Call this after each step of an engine inside the block."""
         loop = self.engines[name]._loop
-        after_step, loop.after_step = loop.after_step, lambda: time.sleep(step_s)
+        before, loop.after_step = loop.after_step, call
         try:
             yield
         finally:
-            loop.after_step = after_step
+            loop.after_step = before
+
+    @contextmanager
+    def prefill_blocks(self, name: str) -> Iterator[list[int]]:
+        """What is left, after each step inside the block, of prompts that run."""
+        engine, left = self.engines[name], list[int]()
+        with self.after_step(
+            name, lambda: left.append(engine_load(engine._requests).prefill_blocks)
+        ):
+            yield left
 
     async def settle(self) -> None:
         """Nothing is left of any request."""

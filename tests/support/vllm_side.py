@@ -20,7 +20,11 @@ from tests.support.environment import environment
 
 if TYPE_CHECKING:
     from kvmig.engines.vllm.device_sharing import DeviceSharing
+    from kvmig.engines.vllm.incoming import IncomingRequests
     from kvmig.engines.vllm.load import RequestHoldings
+    from kvmig.engines.vllm.memory import SharedCache
+    from kvmig.engines.vllm.migration import VllmDestination
+    from kvmig.engines.vllm.own_requests import OwnRequests
     from kvmig.engines.vllm.serving import ServingVllm
 
 ENVIRONMENT = {
@@ -183,6 +187,19 @@ class Side:
             while self.engine._incoming.entering:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 
+    async def built(self) -> None:
+        """Until the thread that prepares new requests has nothing to do."""
+        await asyncio.to_thread(self.engine._builder._new.submit(lambda: None).result, 10)
+
+    def look_at_load(self) -> None:
+        """Have the engine look at its load now, however recent its last look is."""
+        self.engine._load_at = 0.0
+        self.engine._between_steps()
+
+    def look_at_adapters(self) -> None:
+        """Have the engine look at the files of adapters before its next step."""
+        self.core._adapters_at = 0.0
+
     def share(self, gate: StepGate) -> None:
         """Ask `gate` before each step from now on."""
         self.device.gate_steps(self.core, gate)
@@ -206,6 +223,25 @@ class Side:
     @property
     def holdings(self) -> RequestHoldings:
         return self.engine._holdings
+
+    @property
+    def destination(self) -> VllmDestination:
+        return self.engine._destination
+
+    @property
+    def incoming(self) -> IncomingRequests:
+        return self.engine._incoming
+
+    @property
+    def own(self) -> OwnRequests:
+        return self.engine._own
+
+    @property
+    def cache(self) -> SharedCache:
+        """The KV cache in memory that others may map."""
+        cache = self.engine._memory._cache
+        assert cache is not None
+        return cache
 
     @property
     def device(self) -> DeviceSharing:

@@ -225,7 +225,7 @@ def keep_cpu_generators_from_chunks(worker: Any) -> None:
     rows are sampled without their generator, so that there is nothing to wind back.
     """
     runner = worker.model_runner
-    if runner.device.type != "cpu" or _has_offset(torch.Generator("cpu")):
+    if runner.device.type != "cpu" or has_offset(torch.Generator("cpu")):
         return
     sample_tokens = runner.sample_tokens
 
@@ -245,7 +245,8 @@ def keep_cpu_generators_from_chunks(worker: Any) -> None:
     runner.sample_tokens = sample
 
 
-def _has_offset(generator: torch.Generator) -> bool:
+def has_offset(generator: torch.Generator) -> bool:
+    """Whether torch lets a generator's offset be set."""
     try:
         generator.set_offset(generator.get_offset())
     except RuntimeError:
@@ -321,7 +322,7 @@ def repair_drafts_on_a_cpu(worker: Any) -> None:
 
     kernel = rejection_sampler.expand_kernel
     on_cpu = worker.model_runner.device.type == "cpu" and isinstance(kernel, KernelOverride)
-    if on_cpu and not _repeats(kernel[(2,)]):
+    if on_cpu and not repeats(kernel[(2,)]):
         kernel._impl = repeat_for_drafts
         constrain = rejection_sampler.apply_sampling_constraints
 
@@ -332,7 +333,7 @@ def repair_drafts_on_a_cpu(worker: Any) -> None:
         rejection_sampler.apply_sampling_constraints = constrain_some
 
 
-def _repeats(repeat: Callable[..., object]) -> bool:
+def repeats(repeat: Callable[..., object]) -> bool:
     """Whether a stand-in for the kernel does what `repeat_for_drafts` does, on three numbers."""
     output, values = torch.zeros(3), torch.tensor([5.0, 7.0])
     repeat(output, values, torch.tensor([2, 3], dtype=torch.int32), -1, -1, 3)

@@ -15,7 +15,6 @@ import pytest_asyncio
 from transformers.generation.continuous_batching.requests import RequestState as State
 
 from kvmig.engines.transformers import factory
-from kvmig.engines.transformers.requests import engine_load
 from tests.support.transformers_bench import Bench, benched
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -165,18 +164,11 @@ async def test_a_request_that_fits_nowhere_is_refused_with_the_figures(bench: Ti
         assert output.finish_reason == "error"
 
 
-async def test_a_load_says_what_is_left_of_a_prompt_that_runs(
-    bench: TightBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_says_what_is_left_of_a_prompt_that_runs(bench: TightBench) -> None:
     """60 tokens in blocks of 16, 16 of them a step."""
-    engine, left = bench.engines["a"], []
-    monkeypatch.setattr(
-        engine._loop,
-        "after_step",
-        lambda: left.append(engine_load(engine._requests).prefill_blocks),
-    )
     prompt = [30 + number * number % 70 for number in range(60)]
-    await bench.finish(bench.submit("a", 3, prompt_token_ids=prompt))
+    with bench.prefill_blocks("a") as left:
+        await bench.finish(bench.submit("a", 3, prompt_token_ids=prompt))
     assert left[:5] == [3, 2, 1, 0, 0]
 
 

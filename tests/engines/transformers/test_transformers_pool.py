@@ -53,7 +53,7 @@ async def test_a_stream_of_requests_of_one_model_does_not_starve_the_other(
 ) -> None:
     """While the other is short of its floor, the one above its own admits nobody."""
     a, b = bench.pool.shares
-    scheduler, offered = bench.engines["a"]._requests.scheduler, list[int]()
+    scheduler, offered = bench.scheduler("a"), list[int]()
     candidates = scheduler._get_waiting_candidates
 
     def watched() -> list[State]:

@@ -87,7 +87,7 @@ async def test_a_request_wants_no_more_blocks_than_its_tokens_will_fill(
 ) -> None:
     both.submit(both.a, "one", PROMPT, max_tokens=tokens)
     await both.step(both.a, until=("one", 2))
-    both.a.engine._seen_load()
+    both.a.look_at_load()
     use = balloon(both.a).use
     assert (use.wanted - use.used) // BLOCK == more
     await both.finish("one")
@@ -98,7 +98,7 @@ async def test_a_prompt_that_is_partly_computed_wants_blocks_for_the_rest_of_it(
 ) -> None:
     both.submit(both.a, "one", LONG, max_tokens=1)
     both.a.step()
-    both.a.engine._seen_load()
+    both.a.look_at_load()
     use = balloon(both.a).use
     assert use.used < len(LONG) // 32 * BLOCK, "its prompt was shorter"
     assert use.wanted - BLOCK == -(-len(LONG) // 32) * BLOCK, "and vLLM's null block"

@@ -216,7 +216,7 @@ async def test_an_engine_goes_on_with_what_it_has_where_the_gpu_has_no_memory_le
 @pytest.mark.long
 async def test_as_much_comes_as_the_gpu_has(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     await resized(pair.a, 1)
-    real, left = AddressRange._map, [10]
+    real, left = AddressRange.map_pages, [10]
 
     def mapped(at: AddressRange, pages: Any) -> None:
         fake_gpu.fail("" if left[0] > 0 else "cuMemCreate")
@@ -229,7 +229,7 @@ async def test_as_much_comes_as_the_gpu_has(pair: Pair, monkeypatch: pytest.Monk
         left[0] += before - len(at.there)
 
     drop = AddressRange.drop
-    monkeypatch.setattr(AddressRange, "_map", mapped)
+    monkeypatch.setattr(AddressRange, "map_pages", mapped)
     monkeypatch.setattr(AddressRange, "drop", dropped)
     await resized(pair.a, GROUPS)
     assert there(pair.a) == 2 * GROUP, "of three more, which it can't have, one"

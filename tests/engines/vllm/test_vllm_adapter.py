@@ -275,7 +275,7 @@ async def test_a_commit_that_fails_leaves_nothing_and_the_source_goes_on(
     def fail(*_: object) -> None:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(pair.b.engine._destination, "_start", fail)
+    monkeypatch.setattr(pair.b.destination, "_start", fail)
     with pytest.raises(RuntimeError, match="out of order"):
         await pair.done(pair.b.engine.commit("kept", tail))
     monkeypatch.undo()
@@ -512,7 +512,7 @@ async def test_a_step_that_expects_a_commit_waits_for_it(
 
     pair.b.core._process_engine_step()
 
-    assert not engine._destination.is_arriving("moved")
+    assert not pair.b.destination.is_arriving("moved")
     await pair.done(commit)
     await pair.done(pair.a.engine.release("moved"))
     assert (await pair.finish("moved")).tokens == unmoved.tokens

@@ -124,7 +124,7 @@ async def test_a_new_one_that_is_aborted_while_it_is_built_does_not_stay(
     pair.b.engine.abort(["unwanted"])
     slow.may_end.set()
     await pair.b.entered()
-    await asyncio.to_thread(pair.b.engine._builder._new.submit(lambda: None).result, 10)
+    await pair.b.built()
     pair.b.take_calls()
     assert pair.b.scheduler.requests == {}
 

@@ -242,7 +242,7 @@ async def test_a_request_that_waits_for_an_adapter_which_is_lost_ends_no_other(
     core = pair.a.core
     core.remove_lora(core.adapters.resolve_adapter(lost).lora_int_id)  # as where there are too many
     replace(lost, tmp_path)
-    core._adapters_at = 0.0
+    pair.a.look_at_adapters()
     assert_same(await pair.finish("other"), unmoved)
     assert str((await pair.finish("waits")).finish_reason) == "error"
 

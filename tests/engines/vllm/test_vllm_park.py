@@ -33,7 +33,7 @@ async def side(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Side:
     """Warm; the engine is other tests', too, for whom it rounds like one that isn't."""
     engine = pair.a.engine
     monkeypatch.setattr(engine, "numerics", engine.numerics)
-    monkeypatch.setattr(engine._own, "canary", "")
+    monkeypatch.setattr(pair.a.own, "canary", "")
     await stepped(pair.a, engine.warm_up())
     pair.begin()
     return pair.a
@@ -41,9 +41,7 @@ async def side(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Side:
 
 def resident(side: Side) -> int:
     """Bytes of its KV cache that are in memory, whichever process has them."""
-    cache = side.engine._memory._cache
-    assert cache is not None
-    (rank,) = cache.ranks
+    (rank,) = side.cache.ranks
     begin = rank.address // mmap.PAGESIZE * mmap.PAGESIZE
     length = rank.address + rank.nbytes - begin
     pages = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
@@ -91,7 +89,7 @@ async def test_one_that_computes_otherwise_than_before_does_not_come_back(side: 
 
 
 async def test_one_without_a_canary_is_not_parked(side: Side) -> None:
-    side.engine._own.canary = ""
+    side.own.canary = ""
     with pytest.raises(NotParked, match="nothing shows"):
         await stepped(side, side.engine.park())
 

@@ -24,8 +24,7 @@ def configurations() -> tuple[Configuration, Configuration]:
 
 def preempted(side: Side) -> dict[int, Preempted]:
     """Counts by priority until now."""
-    side.engine._load_at = 0.0
-    side.engine._between_steps()
+    side.look_at_load()
     return {one.priority: one for one in side.engine.load().preempted}
 
 

@@ -44,7 +44,7 @@ async def timed(side: Side, limit_s: float = PATIENT_S) -> list[StepTime]:
     side.step()
     assert side.used_blocks == 0
     assert not side.scheduler.requests
-    assert not side.engine._incoming.submitted
+    assert not side.incoming.submitted
     return times
 
 

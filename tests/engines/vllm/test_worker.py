@@ -192,14 +192,14 @@ def fake_worker(**of: Any) -> Any:
 def test_samples_spare_generators_only_where_a_cpus_have_no_offset(
     monkeypatch: pytest.MonkeyPatch, mended: bool
 ) -> None:
-    monkeypatch.setattr(worker_module, "_has_offset", lambda generator: mended)
+    monkeypatch.setattr(worker_module, "has_offset", lambda generator: mended)
     worker = fake_worker(sample_tokens=(vllms := object()))
     worker_module.keep_cpu_generators_from_chunks(worker)
     assert (worker.model_runner.sample_tokens is vllms) == mended
 
 
 def test_generators_of_a_cpu_have_no_offset_yet() -> None:
-    assert not worker_module._has_offset(torch.Generator("cpu"))
+    assert not worker_module.has_offset(torch.Generator("cpu"))
 
 
 @pytest.mark.parametrize("mended", [False, True])
@@ -218,5 +218,5 @@ def test_states_are_forgotten_only_where_vllm_keeps_them(mended: bool) -> None:
 
 
 def test_a_stand_in_that_repeats_rightly_is_left_alone() -> None:
-    assert worker_module._repeats(repeat_for_drafts)
-    assert not worker_module._repeats(lambda output, *args: None)
+    assert worker_module.repeats(repeat_for_drafts)
+    assert not worker_module.repeats(lambda output, *args: None)
