@@ -81,7 +81,7 @@ class Migrator:
             node.migrations.cancel_request(request_id, reason)
 
     def tap(self, name: str, on_outputs: OnOutputs) -> OnOutputs:
-        """`on_outputs` for the engine of this name: migrations hear what requests get.
+        """`on_outputs` for the engine of this name: migrations see what requests get.
 
         By it reports know a first token's time, and a migration whose request ends under way is
         given up at once. Without it that is noticed at the migration's next question to the engine;
@@ -159,7 +159,7 @@ class _Node(LlumletPort):
     ) -> None:
         """others: by name, this one among them once it is made."""
         self.tapped = False
-        """Whether migrations hear what requests get here (see `Migrator.tap`)."""
+        """Whether migrations see what requests get here (see `Migrator.tap`)."""
         self._name = name
         self._others = others
         self._on_commit = on_commit

@@ -224,7 +224,8 @@ class KeyIndex:
 def allows(
     grant: KeyGrant, model: str | None, address: str, now: float, scope: Scope | None = "infer"
 ) -> KeyDenied | None:
-    """None if the key is good for a request to `model`, sent from `address` at `now`.
+    """The reason why the key is no good for a request to `model`, sent from `address` at `now`;
+    None if it is good.
 
     model: None for a request to none. A model that the key may not use is as one that isn't there.
     scope: None: it is checked elsewhere.

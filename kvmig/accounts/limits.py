@@ -6,7 +6,7 @@ are. Tokens are counted by the server, which reports to every proxy what was spe
 refused in the midst of its answer, the next one waits instead.
 
 A server doesn't know what was spent before it, nor the first proxy what came before it: each takes
-it that everybody has just used a minute's worth, so that a limit holds across its death.
+it that every caller has just used a minute's worth, so that a limit holds across its death.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AccountTallies(Protocol):
 
 
 class OwnTally:
-    """Of a proxy that is alone."""
+    """The tally of a proxy that is alone."""
 
     def __init__(self, since: float = -inf) -> None:
         self._running = 0
@@ -96,7 +96,7 @@ class OwnTally:
 
 
 class OwnTallies:
-    """Of a proxy that is alone."""
+    """The tallies of a proxy that is alone."""
 
     def __init__(self, since: float = -inf) -> None:
         """since: when it began; what came before isn't known."""

@@ -4,7 +4,7 @@ F = (M - sum V) / B, in KV blocks per request: M the instance's blocks, V the vi
 usage of its requests, B its batch size.
 
 Example: 851 blocks, 40 running requests that hold 651: F = 200 / 40 = 5 blocks, so
-each can grow by 5 blocks (80 tokens of 16 a block) before one is preempted.
+each can grow by 5 blocks (80 tokens, at 16 per block) before one is preempted.
 """
 
 from __future__ import annotations

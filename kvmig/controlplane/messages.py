@@ -372,7 +372,8 @@ class Members(RpcMessage, frozen=True, tag=True):
 class MessagesRefused(RpcMessage, frozen=True, tag=True):
     """Scheduler to the launcher, launcher to front ends: what one of the two has refused.
 
-    Told when it changes, at most once a second; llumlets tell theirs in their load reports.
+    The process sends it when it changes, at most once a second; llumlets send theirs in their load
+    reports.
     """
 
     process: str

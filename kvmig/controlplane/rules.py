@@ -64,8 +64,8 @@ def relieve(ledger: RoundPlan) -> None:
     """Pair instances that hold more than their quota with those that have room.
 
     The quota of an instance shrinks when others of its unit want back what they have lent it. It
-    admits nobody as long as it owes, and soon preempts who holds that: whoever goes elsewhere
-    before goes on.
+    admits no request as long as it owes, and soon preempts those that hold that: a request that
+    goes elsewhere before goes on.
     """
     columns = ledger.columns
     owed = columns.used - columns.total
@@ -259,7 +259,7 @@ def gather(ledger: RoundPlan) -> None:
     that come find others open.
 
     An engine starts requests in order: one that needs more blocks than are free holds up all behind
-    it, and everybody who comes. When memory is short everywhere each instance has such a head, one
+    it, and all that come. When memory is short everywhere each instance has such a head, one
     that was preempted and is large by then, and a short prompt waits behind it wherever it is
     dispatched, though there are blocks for it. What waits holds nothing, so a queue can be moved at
     once: half of the instances are kept open, and the others, to which nothing new is dispatched,

@@ -1,9 +1,10 @@
 """The scheduler: runs the pure rules once a round. No sockets, no clock of its own.
 
 `RoundConfig` holds rules and thresholds, `RoundPlan` is what a round has decided so far, and
-`Scheduler` what it tells the sources. The rules of a round run one after the other on one ledger:
-each sees the free blocks and batches as those before it will have left them. An instance either
-gives or takes in a round, never both, and the reverse of a pair of the last round is never made.
+`Scheduler` what it orders of the sources. The rules of a round run one after the other on one
+ledger: each sees the free blocks and batches as those before it will have left them. An instance
+either gives or takes in a round, never both, and the reverse of a pair of the last round is never
+made.
 """
 
 from __future__ import annotations

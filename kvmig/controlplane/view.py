@@ -1,6 +1,6 @@
 """The view of the cluster that policies see: instances as last reported, at one moment.
 
-The cluster is kept as columns, one row an instance: a report changes one row, a policy computes
+The cluster is kept as columns, one row per instance: a report changes one row, a policy computes
 over whole columns. With 10,000 instances a column is 80 kB, and an operation on one takes some
 microseconds. `ViewBuilder` keeps them from load reports.
 """

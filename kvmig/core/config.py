@@ -118,7 +118,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MediaUrls = Literal["public", "named"]
-"""public: any host with a public address, and hosts that are named, whatever their addresses.
+"""public: any host with a public address, and hosts that are named, at any address.
 named: only hosts that are named, at public addresses."""
 MEDIA_URLS: tuple[str, ...] = get_args(MediaUrls)
 

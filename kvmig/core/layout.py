@@ -3,7 +3,7 @@
 A block of KV cache is one run of bytes in each region (one region a layer in
 vLLM's LBHNC order). Its fused form is these runs one after the other.
 
-Example: 2 layers, 3 blocks of 8 bytes a layer. Layer 0 at address 1000, layer 1
+Example: 2 layers, 3 blocks of 8 bytes in each layer. Layer 0 at address 1000, layer 1
 at 2000: `KVLayout((Region(1000, 8, 8), Region(2000, 8, 8)), 3, 16)`. Block 2 is
 then bytes 1016..1023 and 2016..2023, and 16 bytes when fused.
 """
@@ -27,7 +27,7 @@ class Region:
 class KVLayout:
     """The regions of one engine's KV cache.
 
-    num_blocks: blocks a region; block_tokens: tokens a block; model: a fingerprint
+    num_blocks: blocks per region; block_tokens: tokens per block; model: a fingerprint
     of everything that must agree for two caches to be exchanged (see `matches`); tables:
     block tables of a request, where some layers keep other tokens than others; weights: the
     identity of those that the cache is computed with (`kvmig.engines.identity`); gpu: the device

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def own_folder() -> Path:
-    """It is the same for all processes of the user on this host. Raises OSError."""
+    """The folder that all processes of the user on this host share. Raises OSError."""
     folder = Path(tempfile.gettempdir()) / f"kvmig-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

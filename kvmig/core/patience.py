@@ -15,7 +15,7 @@ PARTS = 8
 MOST = 64
 """Parts of a wait at most, with those in which the loop stood still."""
 LATE_S = 0.05
-"""A part that ends so much later than it should is one in which the loop stood still."""
+"""A part that ends this much later than it should is one in which the loop stood still."""
 
 T = TypeVar("T")
 

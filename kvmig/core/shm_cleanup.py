@@ -1,8 +1,8 @@
 """Shared memory that an engine's workers leave behind when they are killed.
 
 vLLM's queues between an engine and its workers are files in /dev/shm, which only an
-orderly end removes. Whoever starts processes notes what they share while they live, and
-removes it when they are dead.
+orderly end removes. A process that starts others notes what they share while they live,
+and removes it when they are dead.
 """
 
 from __future__ import annotations

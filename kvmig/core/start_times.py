@@ -45,7 +45,7 @@ class StartTimes(EngineTimes, frozen=True, kw_only=True):
     total_s: Annotated[float, Meta(description="All of it, other things included.")] = 0.0
 
     def words(self) -> str:
-        """For people: the whole, and each part that took a tenth of a second or more."""
+        """The times in words: the whole, and each part that took a tenth of a second or more."""
         compiled = {"": "compile", "found": "compiled before", "made": "compile"}[self.compiled]
         parts = (
             ("imports", self.imports_s),

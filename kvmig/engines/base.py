@@ -301,7 +301,7 @@ class Engine(Protocol):
         """The requests that the engine holds; at the end those that wait, in the queue's order.
 
         most_waiting: how many of the queue, from its head; None: all. During a long step
-        those that it told of last.
+        those that it reported last.
         """
         ...
 

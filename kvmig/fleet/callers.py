@@ -27,7 +27,7 @@ def who_calls(request: Request, keys: KeyIndex, now: float) -> OrderActor:
 
 
 def who_reads(request: Request, keys: KeyIndex, now: float) -> str | None:
-    """The user whose usage and keys a call may see; None: everybody's.
+    """The user whose usage and keys a call may see; None: those of all.
 
     Raises HTTPException, 401 or 403.
     """

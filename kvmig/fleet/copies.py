@@ -1,4 +1,4 @@
-"""Copies of SQLite's file, made beside whoever writes it."""
+"""Copies of SQLite's file, made while another process may write it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAUSE_S = 0.002
 
 
 def copy_sqlite(path: Path, into: Path) -> None:
-    """Copy the file as it is now, whatever is written meanwhile. Raises sqlite3.Error.
+    """Copy the file as it is now, without what is written meanwhile. Raises sqlite3.Error.
 
     Its read transaction keeps what it copies; with a write-ahead log that holds up no writer, and
     no write makes the copy begin again.

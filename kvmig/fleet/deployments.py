@@ -1,4 +1,4 @@
-"""A deployment as the server sees it: what it tells of itself, and orders to it, on its socket."""
+"""A deployment as the server sees it: its reports of itself, and orders to it, on its socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """Of the list of its models. parent: of an adapter."""
+    """An entry in the list of its models. parent: of an adapter."""
 
     created: int = 0
     owned_by: str = "kvmig"
@@ -61,17 +61,17 @@ class DeploymentWatcher:
     """Make it inside a running event loop; it follows the deployment's events until `close`."""
 
     def __init__(self, socket: str, changed: Callable[[], None]) -> None:
-        """socket: its path. changed: called whenever something is told."""
+        """socket: its path. changed: called after each of its events."""
         self.told = DeploymentEvent()
         self.card: ModelCard | None = None
-        """What it says of its model, once it serves and was asked."""
+        """Its answer on its model, once it serves and was asked."""
         self.migrations = 0
-        """Committed ones, that were told."""
+        """Committed migrations that were reported."""
         self.looked = asyncio.Event()
-        """Set once it has told something, or isn't there."""
+        """Set once an event of it has come, or it isn't there."""
         self._changed = changed
         self._heard = asyncio.Event()
-        """Wakes who waits for something to be told."""
+        """Set by each event of it."""
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=socket, verify=False),
             base_url="http://deployment",
@@ -95,7 +95,7 @@ class DeploymentWatcher:
         self.take_event(DeploymentEvent())  # who waits for an instance waits no more
 
     async def add(self, count: int, gpus: Sequence[str] = ()) -> set[str]:
-        """Start so many instances more; their names. `told` has them then.
+        """Start `count` instances more; their names. `told` has them then.
 
         gpus: ids of those that each gets; none: the deployment chooses. Raises StartupError with
         its own sentence.
@@ -109,7 +109,7 @@ class DeploymentWatcher:
         return added
 
     async def drain(self, instance: str) -> None:
-        """Let an instance's requests go elsewhere, then end it; `told` says so then.
+        """Let an instance's requests go elsewhere, then end it; `told` has that then.
 
         Raises StartupError with its own sentence.
         """
@@ -149,7 +149,8 @@ class DeploymentWatcher:
         await self._order("POST", f"{ADMIN}/unpark")
 
     async def _until(self, names: Set[str], done: Callable[[], bool]) -> None:
-        """Its answer comes before its event: who looked at `told` now would order again."""
+        """Wait for its event, which comes after its answer: by `told` now the order would be
+        repeated."""
         try:
             async with asyncio.timeout(TOLD_S):
                 while not done():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 LOW_BYTES = 1_000_000_000
 LOW_PART = 0.05
-"""Of a disk. It is nearly full with less than either."""
+"""Part of a disk. One with less than this, or than LOW_BYTES, is nearly full."""
 ENOUGH = 1.2
-"""Times as much must be free before it is said again."""
+"""Times as much must be free before the next warning."""
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def low_below(total: int) -> int:
 
 
 class DiskWatch:
-    """Of one server."""
+    """The disks of one server."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
         """folders: by what is in them."""
@@ -34,7 +34,7 @@ class DiskWatch:
         return {name: free for name, (free, _) in self._asked().items()}
 
     def warn_full_disks(self) -> None:
-        """Say which ones are nearly full, each once until it has room again."""
+        """Log which disks are nearly full, each once until it has room again."""
         for name, (free, total) in self._asked().items():
             low = low_below(total)
             if free < low and name not in self._said:
@@ -61,7 +61,7 @@ class DiskWatch:
 
 
 def disks_of(data: Path, database: Path | None) -> DiskWatch:
-    """Of a fleet. database: SQLite's file, which may be on a disk of its own."""
+    """The disks of a fleet. database: SQLite's file, which may be on a disk of its own."""
     folders = {"data": data}
     if database is not None and database.parent != data:
         folders["database"] = database.parent

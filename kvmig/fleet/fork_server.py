@@ -2,7 +2,7 @@
 from.
 
 It has their libraries loaded, so that one that dies is back without loading them again, and so that
-all of them share that memory. For init only, by `kvmig.process.fork_server`.
+all of them share that memory. For the fleet's supervisor only, by `kvmig.process.fork_server`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ USED = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load, then fork as often as init wants, until it is gone."""
+    """Load, then fork as often as the supervisor wants, until it is gone."""
     if why := make_forkable(*(partial(importlib.import_module, one) for one in USED)):
         say(f"the server and the proxies start without a fork server: {why}")
         return 1

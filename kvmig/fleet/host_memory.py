@@ -29,7 +29,7 @@ TOY = 128 << 20
 
 
 class MemoryBudget:
-    """Of this host, for all models."""
+    """The memory of this host, for all models."""
 
     def __init__(self, most: int = 0, devices: DeviceBudget | None = None) -> None:
         """most: that models may take together; 0: all. devices: the host's GPUs; None: none."""

@@ -2,7 +2,7 @@
 
 A record says all of its call so far. Merging it writes the call's row and adds what is new since
 the last merge to the day's sums, in one transaction; so a record that is merged again, after
-whatever has died in between, adds nothing. Nor does it once its row was deleted
+a process has died in between, adds nothing. Nor does it once its row was deleted
 (`kvmig.fleet.retention`).
 """
 
@@ -26,7 +26,7 @@ from kvmig.fleet.tables import FleetDatabase, api_keys, upsert, usage, usage_dai
 FIELDS = ("key", "user", "model", "day")
 """Fields by which sums can be grouped."""
 AT_ONCE = 500
-"""Records of a transaction: SQLite takes so many variables, and orders wait for its end."""
+"""Records of a transaction: SQLite takes as many variables, and orders wait for its end."""
 COUNTS = ("prompt", "cached", "output")
 """Token counts of a call; cached ones are part of the prompt."""
 SUMS = ("calls", *COUNTS)
@@ -50,8 +50,8 @@ def merge(
     """Take AT_ONCE of a spool's records into the ledger, or as many as there are, from those with
     greater numbers than `after`. Raises StoreError, OSError.
 
-    Records of calls that run stay in the spool. over: nobody writes it any more, so no call runs;
-    the front end was killed under those that say so.
+    Records of calls that run stay in the spool. over: no process writes it any more, so no call
+    runs; the front end was killed under those that are marked as running.
     """
     file = UsageSpool(spool)
     kept = file.rows(after, AT_ONCE)

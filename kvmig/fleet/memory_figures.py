@@ -21,7 +21,7 @@ class MemoryShape(msgspec.Struct, frozen=True, kw_only=True):
     """What decides how much that is."""
 
     engine: str
-    """With its version."""
+    """The engine's name, with its version."""
     device: str
     """cpu, or the name of the GPU."""
     part: Part
@@ -57,7 +57,7 @@ ASSUMED = "assumed"
 
 
 class MemoryFigures:
-    """All that was measured."""
+    """The figures of all shapes that were measured."""
 
     def __init__(self, found: Iterable[MeasuredRest] = ()) -> None:
         self._by_shape = {one.shape: one for one in found}

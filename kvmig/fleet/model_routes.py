@@ -26,7 +26,7 @@ def classes_of(flags: tuple[str, ...]) -> tuple[PriorityClass, ...]:
 
 
 def route_state(on: bool, life: ModelStatus, ready: bool, now: float) -> RouteState:
-    """What proxies are told of a model. A retry that is due is like a cold start."""
+    """The state of a model as proxies get it. A retry that is due is like a cold start."""
     if not on:
         return "off"
     if life.state == "failed":

@@ -49,7 +49,7 @@ def engine_of(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def family_of(folder: str) -> str:
-    """The model's architecture, by its files; empty where they don't say it."""
+    """The model's architecture, by its files; empty where they don't have it."""
     try:
         found = json.loads(Path(folder, "config.json").read_bytes())
         names = found.get("architectures") or [found.get("model_type", "")]

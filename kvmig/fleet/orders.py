@@ -1,4 +1,5 @@
-"""What the server and init tell each other, over a pair of sockets (msgpack, a message each)."""
+"""The messages of the server and the supervisor, over a pair of sockets (msgpack, one per
+packet)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Program = Literal["serve", "unit"]
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """To init: start a program with these words."""
+    """An order to the supervisor: start a program with these words."""
 
     deployment: str
     """Unique among those of all times."""
@@ -20,27 +21,27 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Empty: it has none."""
     words: tuple[str, ...]
     note: str
-    """For the server, who may be another one by then: comes back in `Deployed`."""
+    """A note for the server, which may be another one by then: comes back in `Deployed`."""
     log: str
     """Path of its log."""
     program: Program = "serve"
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """To init: let a deployment end; kill: at once."""
+    """An order to the supervisor: let a deployment end; kill: at once."""
 
     deployment: str
     kill: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """To init: have the engine's libraries loaded, for deployments will come."""
+    """An order to the supervisor: have the engine's libraries loaded, for deployments will come."""
 
     engine: str
 
 
 class CheckFlags(msgspec.Struct, frozen=True, tag="Check"):
-    """To init: let the engine's own parser read these words."""
+    """An order to the supervisor: let the engine's own parser read these words."""
 
     check: str
     """Comes back in `Checked`."""
@@ -65,20 +66,20 @@ class Deployed(msgspec.Struct, frozen=True):
 
 
 class Running(msgspec.Struct, frozen=True, tag=True):
-    """From init, first: all that runs, whoever has ordered it."""
+    """The supervisor's first message: all that runs, whichever server has ordered it."""
 
     deployments: tuple[Deployed, ...]
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """From init: it runs; whether it serves it says itself."""
+    """News of the supervisor: the deployment runs; it reports itself whether it serves."""
 
     deployment: str
     pid: int
 
 
 class DeploymentEnded(msgspec.Struct, frozen=True, tag="Ended"):
-    """From init: it has ended, or couldn't be started."""
+    """News of the supervisor: the deployment has ended, or couldn't be started."""
 
     deployment: str
     how: str
@@ -94,7 +95,7 @@ class DeploymentEnded(msgspec.Struct, frozen=True, tag="Ended"):
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True):
-    """From init: what is wrong with words that were to be checked; empty: nothing."""
+    """News of the supervisor: what is wrong with words that were to be checked; empty: nothing."""
 
     check: str
     wrong: str

@@ -18,7 +18,7 @@ Run = tuple[int, int]
 
 
 def joined(runs: Iterable[Run], numbers: Iterable[int]) -> list[Run]:
-    """As few runs as hold all these runs and numbers, and nothing else."""
+    """The fewest runs that hold all these runs and numbers, and nothing else."""
     found: list[Run] = []
     for first, last in sorted([*runs, *((one, one) for one in numbers)]):
         if found and first <= found[-1][1] + 1:

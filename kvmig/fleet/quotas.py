@@ -1,7 +1,7 @@
 """Quotas of keys and users, of all their tokens or of one model's: tokens are granted to calls in
 pieces, so that all never get more.
 
-A grant is written before it is told, and stands until the call's final record is merged, in the
+A grant is written before it is sent, and stands until the call's final record is merged, in the
 same transaction. What is left of a quota is what neither the ledger nor a grant has. A front end
 that is killed leaves its grants behind. Once all that its spool has kept is merged, they are given
 back: its calls cost what the ledger says of them, which lacks what they used in the last second.
@@ -93,7 +93,7 @@ def grant(database: FleetDatabase, key: KeyGrant, ask: TokenRequest) -> TokenGra
 
 
 def _refusal(ask: TokenRequest, quota: AppliedQuota, spare: int, reserved: int) -> TokenGrant:
-    """Why there are fewer than it needs. spare: what nobody has. reserved: by other calls."""
+    """Why there are fewer than it needs. spare: what no call has. reserved: by other calls."""
     anew = begins_anew(quota.period, ask.began)
     if spare + reserved >= ask.least:
         again = quota_reserved(quota, spare + reserved).message
@@ -220,7 +220,7 @@ def left(database: FleetDatabase, keys: Iterable[KeyGrant], now: float) -> dict[
 
 
 class QuotaSocket:
-    """Where front ends ask. `open` it inside a running event loop, then `close` it.
+    """The socket at which front ends ask. `open` it inside a running event loop, then `close` it.
 
     Its messages are lines of JSON, and not framed as in `rpc.unix_stream`: front ends outlive the
     server, so that the next version's server must read what those of this one send.

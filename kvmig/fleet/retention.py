@@ -1,4 +1,4 @@
-"""How long the ledger keeps a row for each call; the sums of days stay for ever.
+"""How long the ledger keeps a row for each call; the sums of days stay.
 
 Rows are deleted a piece at a time, each in a transaction of its own, so that merges, grants and
 orders go on between two of them. What was deleted is remembered (`kvmig.fleet.pruned`).
@@ -35,7 +35,7 @@ def beginning_of(day: str) -> float:
 
 
 def day_before(now: float, days: int) -> str:
-    """The day (UTC) that was so many days ago."""
+    """The day (UTC) that was `days` days ago."""
     return (datetime.fromtimestamp(now, UTC).date() - timedelta(days=days)).isoformat()
 
 
@@ -108,7 +108,7 @@ class UsageRetention:
         return total, True
 
     async def run(self, keep_days: int) -> None:
-        """Keep rows for so many days, until cancelled."""
+        """Keep rows for `keep_days` days, until cancelled."""
         while True:
             before = day_before(self._wall(), keep_days)
             try:

@@ -1,7 +1,7 @@
 """What is on disk and can't be read: named in the log once, counted, and passed over.
 
-One record that was cut short, or that a newer kvmig wrote, must not end the server: whatever it
-says of one call, key or model, all others go on.
+One record that was cut short, or that a newer kvmig wrote, must not end the server: if one
+of a call, key or model can't be read, all others go on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class SetAside:
-    """All of one server."""
+    """The records of one server that could not be read."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class SetAside:
 
 
 def converted(row: RowMapping, column: str, kind: type[Row]) -> Row:
-    """Raises StoreError for what another kvmig wrote, or nobody."""
+    """Raises StoreError for what another kvmig wrote, or none."""
     try:
         return msgspec.convert(row[column], kind)
     except msgspec.ValidationError as error:
@@ -63,7 +63,7 @@ def converted(row: RowMapping, column: str, kind: type[Row]) -> Row:
 
 
 UNREADABLE = (StoreError, msgspec.MsgspecError, KeyError, TypeError, ValueError)
-"""What reading a row raises that says what it must not say."""
+"""The errors of reading a row that holds what it must not hold."""
 
 
 def keep_records(folder: Path, source: str, records: Sequence[SpooledRecord]) -> Path:

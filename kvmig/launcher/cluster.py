@@ -65,7 +65,7 @@ class InstanceManager:
         self.refusals = RefusalCounter()
         """What the launcher refused, counted over all its sockets."""
         self.scheduler_refusals: dict[str, int] = {}
-        """What the scheduler refused, by reason, as it told last."""
+        """What the scheduler refused, by reason, as it reported last."""
         self._name = name
         self._config = config
         self._secret = secret
@@ -111,7 +111,7 @@ class InstanceManager:
         await self._launcher.close()
 
     def members(self) -> list[ClusterMember]:
-        """All instances, in the order in which they came."""
+        """The instances, in the order in which they came."""
         return [instance.member for instance in self._instances.values()]
 
     # -- orders
@@ -259,7 +259,7 @@ class InstanceManager:
     # -- what its instances need
 
     def changed(self) -> None:
-        """Tell everybody who the members are."""
+        """Report the members to all that listen."""
         if not self._stopped:
             members = self.members()
             for tell in self.on_change:

@@ -1,4 +1,4 @@
-"""The launcher's socket: front ends hear from it who the instances are, and give orders."""
+"""The launcher's socket: front ends learn from it which instances there are, and give orders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class ControlServer:
     """Make it inside a running event loop; `close` it.
 
-    Front ends hear nothing before `open`: the first instances are ready then.
+    Front ends get nothing before `open`: the first instances are ready then.
     """
 
     def __init__(self, cluster: InstanceManager, secret: bytes, host: str) -> None:
@@ -68,7 +68,7 @@ class ControlServer:
         return self._server.endpoint
 
     def open(self) -> None:
-        """Tell the members from now on."""
+        """Send the members from now on."""
         self._open = True
         self._members(self._cluster.members())
 

@@ -21,11 +21,13 @@ from kvmig.rpc.zmq_sockets import LEAST_BYTES
 
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4
-"""Share of the available memory for all instances' KV caches together, unless told otherwise."""
+"""Share of the available memory for all instances' KV caches together, unless a flag says
+otherwise."""
 CPU_KV_MOST = 4 * GIB
 CPU_KV_LEAST = 64 << 20
 INSTANCE_OVERHEAD = GIB
-"""What a CPU instance takes beside weights and KV cache: Python, torch, vLLM (measured 0.8 GiB)."""
+"""What a CPU instance takes without weights and KV cache: Python, torch, vLLM (measured 0.8
+GiB)."""
 GPU_SHARE = 0.9
 """vLLM's default of --gpu-memory-utilization, shared by the instances of one GPU."""
 GPU_FREE_SHARE = "0.01"
@@ -51,7 +53,7 @@ def cluster_secret(environment: MutableMapping[str, str]) -> bytes:
 
 
 def too_few_files(allowed: int, max_waiting: int, front_ends: int) -> str:
-    """Say why they aren't enough for the clients that may wait; empty if they are."""
+    """The reason why they aren't enough for the clients that may wait; empty if they are."""
     needed = -(-max_waiting // front_ends) + SPARE_FILES
     if allowed == resource.RLIM_INFINITY or needed <= allowed:
         return ""
@@ -143,7 +145,7 @@ def instance_environment(
 ) -> dict[str, str]:
     """The environment of an instance; what the user has set stays.
 
-    gpu_ids: its own, one a worker; none on a CPU. threads: of each worker there.
+    gpu_ids: its own, one per worker; none on a CPU. threads: of each worker there.
     """
     environment = dict(base)
     environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -255,7 +257,7 @@ def _check_memory(
 
 
 def fixed_memory(workers: int, weights: int, rest: int = INSTANCE_OVERHEAD) -> int:
-    """Bytes of an instance on a CPU beside its KV cache. rest: of each of its processes."""
+    """Bytes of an instance on a CPU without its KV cache. rest: of each of its processes."""
     return processes_of(workers) * rest + weights
 
 

@@ -87,7 +87,7 @@ def _filled(kind: type[Config], flags: argparse.Namespace, **given: Any) -> Conf
 
 
 def _ray(flags: argparse.Namespace) -> RayConfig | None:
-    """None: all instances run on this host. Raises ConfigError."""
+    """The Ray cluster; None: all instances run on this host. Raises ConfigError."""
     resources = parse_resources(flags.ray_resources)
     if flags.ray is None:
         if resources:
@@ -108,7 +108,7 @@ def _shares(text: str) -> tuple[int, int]:
 
 
 def _unit(flags: argparse.Namespace) -> UnitConfig | None:
-    """None: instances have KV cache of their own. Raises ConfigError."""
+    """The unit of the instances; None: they have KV cache of their own. Raises ConfigError."""
     if flags.unit_shares is not None and not flags.unit:
         raise ConfigError("--unit-shares is given, but --unit is not")
     every = [one for one in flags.unit if not _OF_SOME.fullmatch(one)]
@@ -148,7 +148,7 @@ def _max_instances(flags: argparse.Namespace) -> int:
 
 
 def _scaling(flags: argparse.Namespace) -> ScalingConfig | None:
-    """None without --autoscale. Raises ConfigError."""
+    """The limits of --autoscale; None without it. Raises ConfigError."""
     if flags.autoscale is None:
         return None
     try:

@@ -11,7 +11,7 @@ CORES_EACH = 4
 
 
 def usual_front_ends(cores: int, gpus: int) -> int:
-    """On a host with GPUs as many as there are cores for.
+    """The usual number of front ends: on a host with GPUs as many as there are cores for.
 
     On a CPU the engines want all cores, and make fewer tokens than one front end can send.
     """

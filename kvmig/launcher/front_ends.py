@@ -34,7 +34,7 @@ class FrontLaunch(SecretStruct, frozen=True, kw_only=True):
     """Everything that a front end must know to start (JSON; the secret in base64)."""
 
     name: str
-    """Unique among the front ends of all times: llumlets tell them apart by it."""
+    """Unique among the front ends of all times: llumlets distinguish them by it."""
     launcher: str
     """The launcher's endpoint."""
     secret: bytes
@@ -75,7 +75,7 @@ class FrontEnds:
     def __init__(
         self, launch: FrontLaunch, sock: socket.socket, forks: SharedForks | None = None
     ) -> None:
-        """launch: of each front end, but for the name. sock: listening; the caller closes it.
+        """launch: of each front end, without the name. sock: listening; the caller closes it.
 
         forks: what they are forked from; None: each loads the engine's libraries by itself.
         """
@@ -159,7 +159,7 @@ class FrontEnds:
         self._leave_spool(self._names[number])
 
     def _leave_spool(self, name: str) -> None:
-        """Let the fleet's server know that nobody writes this front end's spool any more."""
+        """Let the fleet's server know that this front end's spool is not written any more."""
         if not (folder := self._launch.config.http.usage_spool):
             return
         try:

@@ -38,7 +38,7 @@ SETTLE_S = 0.5
 """Time for messages to arrive that were sent to an instance before it drained."""
 RENEWED = "it was told to start again"
 EVACUATE_S = 2.0
-"""Between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
+"""Time between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
 
 
 class DrainDeadline(NamedTuple):
@@ -101,11 +101,11 @@ class ManagedInstance:
         self._renewing: asyncio.Future[str] | None = None
         """Result of its restart: empty, or why it failed."""
         self._next_tree = launch.engine_tree
-        """Of the engine that it will be when its process starts again as it was told."""
+        """The build of the engine that it will be once its process has started again by order."""
         self._fallback: LlumletLaunch | None = None
         """What it was before, until it has served on another tree."""
         self._ordered = False
-        """Whether its process ends, or has ended, as it was told."""
+        """Whether its process ends, or has ended, by order."""
         self._empty = asyncio.Event()
         """Set when its process shall end now, and start again."""
         self._deadline, self._ends = 0.0, False
@@ -274,7 +274,7 @@ class ManagedInstance:
             await self._end(link, handle)
 
     def _keep_guarantee(self) -> None:
-        """What the process was told to ask of its unit, the next one asks, too."""
+        """Let the next process ask of its unit what this one was ordered to ask."""
         config, shared = self._launch.config, None if self._report is None else self._report.shared
         if shared is None or shared.asked is None or config.unit is None:
             return
@@ -322,8 +322,8 @@ class ManagedInstance:
             self._set("draining", "it is empty")
 
     async def _leave_last(self) -> None:
-        """Nobody else can take what comes: it drains only when it is empty, and serves again where
-        something came meanwhile."""
+        """Drain the only instance, for which no other can take what comes: only when it is empty,
+        and it serves again where something came meanwhile."""
         while True:
             while self._held() != 0:  # noqa: ASYNC110 - its reports are no events
                 await asyncio.sleep(POLL_S)
@@ -363,7 +363,8 @@ class ManagedInstance:
         return load.running + load.waiting + moving + report.untold
 
     def _says(self, state: str) -> bool:
-        """Whether the llumlet says so itself: until then dispatch still sends requests there."""
+        """Whether the llumlet reports that state itself: until then dispatch still sends requests
+        there."""
         return self._report is not None and self._report.state == state
 
     def _want(self, state: Literal["serving", "draining"], detail: str) -> None:
@@ -403,12 +404,12 @@ class LlumletLink:
         self._task = asyncio.create_task(self._run(), name=f"link to {instance}")
 
     def set_state(self, state: SetState) -> None:
-        """Tell the llumlet, again after every new connection."""
+        """Send the llumlet its state, again after every new connection."""
         self._state = state
         self._send_state()
 
     async def silent(self) -> str:
-        """Wait until it has reported nothing for long; says so."""
+        """Wait until it has reported nothing for long; returns the reason in words."""
         while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(TICK_S)
             self._silent_ticks += 1

@@ -29,7 +29,7 @@ class LlumletLaunch(SecretStruct, frozen=True, kw_only=True):
     gpus: tuple[str, ...] = ()
     """Ids of its GPUs; none: the launcher chooses."""
     unit: str = ""
-    """Name of where it is in a placement; only told to people and planners."""
+    """Name of where it is in a placement, for people and planners only."""
     whose: str = ""
     """Model and address of its server, for its title."""
 
@@ -65,7 +65,7 @@ class LlumletLauncher(Protocol):
         ...
 
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
-        """Start an instance with so many workers, each on a GPU or a share of the cores.
+        """Start an instance with this many workers, each on a GPU or a share of the cores.
 
         launch.instance may be the name of an earlier one that has ended. The launcher may
         change what depends on the place: the addresses to bind to. Raises StartupError

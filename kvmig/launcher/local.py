@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class LocalHost:
-    """This host, as it is before the launcher loads an engine's libraries, which set variables.
+    """The host, as it is before the launcher loads an engine's libraries, which set variables.
 
     A context: at its end nothing more is forked.
     """

@@ -130,7 +130,8 @@ def shapes_of(
     instances: int,
     parse: Parse,
 ) -> list[InstanceShape]:
-    """One an instance. argv: MODEL and the flags for all; args: parsed. Raises ConfigError."""
+    """The shape of each instance. argv: MODEL and the flags for all; args: parsed. Raises
+    ConfigError."""
     alike = _shape(args, ())
     shapes = [alike] * instances
     for number in range(instances):

@@ -2,10 +2,10 @@
 host.
 
 It loads what instances and front ends of that engine need, then listens on SOCKET until its stdin
-ends, and serves until its last client has gone. A `kvmig.serve` with KVMIG_FORK_SERVER=SOCKET
-forks its instances there; whoever sends a `ForkOrder` for `kvmig.serve` has that forked, too, and
-it serves within a second. Only the user who started the nursery may connect. A process that a fork
-couldn't be like (`fork_server.likeness`) is started in the usual way.
+ends, and serves until its last client has gone. A `kvmig.serve` with KVMIG_FORK_SERVER=SOCKET forks
+its instances there; a client that sends a `ForkOrder` for `kvmig.serve` has that forked, too, and
+it serves within a second. Only the user who started the fork server may connect. A process that a
+fork couldn't be like (`fork_server.likeness`) is started in the usual way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`python -m kvmig.placement.executor --to placement.toml --deployment chat=http://...`: from where
 instances are to where a placement has them, while they serve.
 
-It looks, plans, gives the orders of one wave, waits until they are done, and looks again: whatever
-fails or changes meanwhile, the next plan begins with what is. Killed at any moment it leaves
-orders that go on by themselves, and another start of it goes on from there.
+It looks, plans, gives the orders of one wave, waits until they are done, and looks again: if
+something fails or changes meanwhile, the next plan begins with what is. Killed at any moment it
+leaves orders that go on by themselves, and another start of it goes on from there.
 """
 
 from __future__ import annotations

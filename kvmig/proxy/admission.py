@@ -80,7 +80,7 @@ class AdmittedCall:
     ends: float = inf
     """When its key expires, by the steady clock: a wall clock may jump."""
     expires: float | None = field(default=None, repr=False)
-    """The same as the key says it, in Unix time."""
+    """The same in Unix time, as the key has it."""
 
 
 class CallAdmission:
@@ -155,8 +155,8 @@ class CallAdmission:
     def begin(
         self, visit: AdmittedCall, sequences: int = 1
     ) -> tuple[LimitExceeded | None, Sequence[RequestLimiter]]:
-        """Let its request, of so many sequences, in past the limits; or say why not. With the
-        limits that it met."""
+        """Let its request, with this many sequences, in past the limits; else the reason. With
+        the limits that it met."""
         grant = self._keys.current(visit.prefix)
         if grant is None:
             return None, ()  # it was cut
@@ -175,7 +175,7 @@ class CallAdmission:
         return visit.granted
 
     def quotas_left(self, visit: AdmittedCall) -> list[LimitLeft]:
-        """What is left of the quotas that hold for it, as far as the server has said it."""
+        """What is left of the quotas that hold for it, as far as the server has reported it."""
         grant = self._keys.current(visit.prefix)
         quotas = () if grant is None or not visit.charged else quotas_of(grant, visit.model or "")
         wall = self._wall()

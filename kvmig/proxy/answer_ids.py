@@ -1,6 +1,6 @@
 """Ids of responses that clients may ask for again (`GET /v1/responses/ID`, ...). Pure.
 
-The proxy chooses the id, not the body, so that any proxy can tell whose it is and
+The proxy chooses the id, not the body, so that any proxy knows whose it is and
 which model has it, without keeping anything: the id is a random number and a mark, which only who
 has the fleet's pepper can make for a user and a model. Another user's can't be guessed, and of one
 that was seen the mark is of the wrong user.

@@ -118,7 +118,7 @@ class ProxyApp:
         tallies: AccountTallies | None = None,
         cross_origin: CrossOrigin | None = None,
     ) -> None:
-        """api: path of the server's HTTP socket. want: tells the server of a cold model.
+        """api: path of the server's HTTP socket. want: asks the server for a cold model.
 
         age_s: of what is known. wall: Unix time. number: of the proxy, among those that share the
         port. tallies: of all these; None: it is alone. cross_origin: which web pages may call;
@@ -164,7 +164,7 @@ class ProxyApp:
         return self.counts.demands(self._clock())
 
     def figures(self) -> bytes:
-        """This proxy's metrics, as Prometheus reads them."""
+        """The metrics of this proxy, as Prometheus reads them."""
         own = generate_latest(self.metrics.registry).decode()
         return merged([parsed(({"proxy": str(self._number)}, own))])
 
@@ -294,7 +294,7 @@ class ProxyApp:
         await call.answer(HTTPStatus.OK, msgspec.json.encode(answer))
 
     async def _read(self, call: ProxiedCall, visit: AdmittedCall, rules: BodyRules) -> bytes:
-        """The call's body, which takes room of the key's user until it is written to somebody.
+        """The call's body, which takes room of the key's user until it is written to a deployment.
 
         Raises Gone, Refused, or the gateway's Refused.
         """

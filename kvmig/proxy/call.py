@@ -120,7 +120,7 @@ class ProxiedCall:
         self.over = False
         self.background = False
         """Whether its deployment goes on with it after the answer, as long as its connection to the
-        door is there."""
+        proxy is there."""
         self.hang_up: Callable[[], None] | None = None
         """Leaves the deployment that it asks; None: it asks none."""
         self.patience_s = 0.0

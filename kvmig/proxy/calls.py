@@ -73,7 +73,7 @@ def asked(method: str, path: str) -> CallTarget:
 
 
 def unnamed(path: str) -> str:
-    """A path without the model that it names, as far as that can be told without a method."""
+    """A path without the model that it names, as far as that is known without a method."""
     found = next((where for one in METHODS if (where := _route(one, path)) is not None), None)
     return path if found is None else found.path
 

@@ -1,7 +1,7 @@
 """Forms of calls (multipart/form-data): parsed once, and written again for the deployment. Pure.
 
-What goes on is made of what was read here, with a content type of the proxy's own: whatever the
-client's spelling was, the check of the key and the engine see the same form.
+What goes on is made of what was read here, with a content type of the proxy's own: however the
+client spelt it, the check of the key and the engine see the same form.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class QuotaLeft(msgspec.Struct, frozen=True, array_like=True):
         return self.tokens <= 0 and (self.anew is None or now < self.anew)
 
     def now(self, whole: int, now: float) -> LimitLeft:
-        """What is left at that Unix time of a quota of so many tokens."""
+        """What is left at that Unix time of a quota of `whole` tokens."""
         if self.anew is not None and self.anew <= now:
             return LimitLeft(whole, whole, 0.0)
         reset_s = inf if self.anew is None else self.anew - now

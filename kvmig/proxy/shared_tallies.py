@@ -40,7 +40,7 @@ BLIND_S = 1.0
 _HEAD = struct.Struct("<8sd")
 _MAGIC = b"kvmigT1\n"
 _SLOT = struct.Struct("<16sddd")
-"""Whose; arrivals: count, time, and when nothing of them is left."""
+"""Key; arrivals: count, time, and when nothing of them is left."""
 _RUNNING = struct.Struct(f"<{SEATS}i")
 _COUNT = struct.Struct("<i")
 _SLOTS_AT = 64
@@ -174,8 +174,8 @@ class SharedTallies:
             numbers.release()
 
     def _begin(self) -> None:
-        """Nothing of this seat's last proxy counts. A file of before the machine's last start, or
-        of another kind, is emptied: its times mean nothing now."""
+        """Take the seat, where nothing of its last proxy counts any more. A file of before the
+        machine's last start, or of another kind, is emptied: its times mean nothing now."""
         magic, created = _HEAD.unpack_from(self._map)
         now = self._clock()
         if magic != _MAGIC or created > now:

@@ -2,7 +2,7 @@
 
 A client's first message is Hello; a server receives nothing before it. One `RpcClient` is
 one connection: messages lost with it are lost, so it never reconnects silently;
-whoever owns it makes a new one. Heartbeats run on ZeroMQ's own thread.
+its owner makes a new one. Heartbeats run on ZeroMQ's own thread.
 
 The cluster's shared secret is the source of all keys. Connections that don't have it are never let
 in, and counted with the messages that are refused.
@@ -435,8 +435,8 @@ class HandshakeCounter:
 class HandshakeFailures:
     """Counts handshakes that failed at one server, from what libzmq's monitor reports. Pure.
 
-    libzmq tells which descriptor was accepted or closed. It tells that a handshake succeeded or
-    failed, but not whose, and nothing of the failure where the peer doesn't even speak ZeroMQ
+    libzmq reports which descriptor was accepted or closed. It reports that a handshake succeeded or
+    failed, but not which, and nothing of the failure where the peer doesn't even speak ZeroMQ
     (libzmq 4.3.5, src/zmtp_engine.cpp). Such connections are found by difference: accepted, not
     succeeded, and gone. Only open connections are remembered, each for HANDSHAKE_S at most.
     """
@@ -458,7 +458,7 @@ class HandshakeFailures:
         self._decided()
 
     def failed(self) -> None:
-        """The handshake of an open connection failed; of some libzmq tells twice."""
+        """The handshake of an open connection failed; libzmq reports some twice."""
         if self._undecided > 0:
             self._failed += 1
             self._decided()

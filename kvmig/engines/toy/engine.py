@@ -197,7 +197,7 @@ class ToyEngine:
     def encode_request(
         self, prompt: Sequence[int], max_tokens: int, seed: int | None = None
     ) -> list[Frame]:
-        """For the conformance suite."""
+        """Encode a request, for the conformance suite."""
         return [
             encode(
                 SubmittedRequest(
@@ -210,7 +210,7 @@ class ToyEngine:
         ]
 
     def decode_outputs(self, frames: Frames) -> list[StepOutput]:
-        """For the conformance suite."""
+        """Decode outputs, for the conformance suite."""
         return decode(frames[0], list[StepOutput])
 
     # -- what it does and holds

@@ -1,4 +1,4 @@
-"""Both ends of a migration, on the engine's thread between two steps."""
+"""The two ends of a migration, on the engine's thread between two steps."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class LogprobRecorder(ContinuousBatchingLogitsProcessor):
         self._found: torch.Tensor | None = None
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """None are needed."""
+        """Clear the tensor: no defaults are needed."""
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
@@ -104,7 +104,7 @@ class TruncationProcessor(ContinuousBatchingLogitsProcessor):
         self._limits: list[Limits] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        """None are needed."""
+        """Clear the tensor: no defaults are needed."""
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:

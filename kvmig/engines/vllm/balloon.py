@@ -2,7 +2,7 @@
 
 vLLM's KV cache is as large as it may become. The balloon holds, as a request would, the blocks that
 are beyond the quota; it takes and frees them between two steps. To vLLM's scheduler, and to
-everybody who reads its load, the pool is as large as the quota.
+all that read its load, the pool is as large as the quota.
 
 What is taken first: free blocks, then the least recently used ones of the prefix cache,
 as vLLM itself reuses them. Beyond that the engine owes: it admits nothing, and gives what becomes
@@ -184,7 +184,7 @@ class CacheBalloon:
         self._resized()
 
     def _take_back(self, groups: int) -> list[list[KVCacheBlock]]:
-        """Those of the last `groups` groups that have memory now. A GPU may have less left than the
+        """The groups, of the last `groups`, that have memory now. A GPU may have less left than the
         unit's agent thinks: what isn't there is asked for again, soon, and the engine goes on
         without."""
         if time.monotonic() < self._short_until:

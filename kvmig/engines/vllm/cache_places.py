@@ -1,4 +1,5 @@
-"""Where vLLM and its libraries keep what they have compiled, so that the next start finds it.
+"""The folders in which vLLM and its libraries keep what they have compiled, so that the next start
+finds it.
 
 By themselves they keep it in the user's home, and fail where that can't be written to. Compiled
 code is loaded and run as it is: a folder that others can write to must never be the place.
@@ -20,8 +21,8 @@ def choose_caches(environment: MutableMapping[str, str]) -> Path | None:
     """Set variables for a folder of this user among the temporary files, where the home can't be
     written to; the folder, or None.
 
-    What the user has set stays. Without any folder nothing is set, and libraries say what they
-    lack.
+    What the user has set stays. Without any folder nothing is set, and libraries report what
+    they lack.
     """
     home = Path(environment.get("HOME") or "/")
     unset = [name for name in USUAL if not environment.get(name)]

@@ -1,9 +1,9 @@
-"""The text of one answer out of its tokens, at a bounded cost a token, whatever they are.
+"""The text of one answer out of its tokens, at a bounded cost per token.
 
 tokenizers' `DecodeStream` keeps the tokens since the last text that was certain, and decodes them
 all with each further one. Tokens without a text (unknown to the tokenizer, or special and left out)
 and bytes that make no character give none for thousands of tokens; each of them then takes longer
-than the one before. Here the end of what waits says whether there can be a text.
+than the one before. Here the end of what waits shows whether there can be a text.
 
 The texts are those of `DecodeStream`, token by token. A token without a text is left out by its
 `decode`, so what waits can do without. Whether bytes end in the midst of a character depends on the
@@ -79,7 +79,7 @@ class BoundedDecodeStream:
         self._without = 0
         """How many there were of those, lately."""
         self._stream: tokenizers.decoders.DecodeStream | None
-        """None while only ends are looked at."""
+        """The stream; None while only ends are looked at."""
         self._begin(self._prompt)
 
     def step(self, token_id: int) -> str | None:
@@ -110,7 +110,7 @@ class BoundedDecodeStream:
         self._stream = tokenizers.decoders.DecodeStream(ids=ids, skip_special_tokens=self._skips)
 
     def _look_at_ends(self) -> None:
-        """From now on, until there is a text."""
+        """Look at ends only from now on, until there is a text."""
         self._stream = None
         self._failures, self._again = 0, 0
         self._run: ByteRun | None = None
@@ -170,7 +170,7 @@ class BoundedDecodeStream:
         return True
 
     def _token(self, token_id: int) -> str | None:
-        """None: one without a text."""
+        """The token as the tokenizer writes it; None: one without a text."""
         token = self._tokenizer.id_to_token(token_id)
         return None if token in self._special else token
 

@@ -44,7 +44,7 @@ class TailDetokenizer(detokenizer.FastIncrementalDetokenizer):
         self.stream = BoundedDecodeStream(self.tokenizer, prompt, self._special)
 
     def _protected_step(self, next_token_id: int) -> str | None:
-        """As vLLM's, in its own words."""
+        """Do what vLLM's own does, in its own words."""
         try:
             return self.stream.step(next_token_id)
         except (OverflowError, TypeError):
@@ -73,7 +73,7 @@ def special_texts(tokenizer: Any) -> frozenset[str]:
 
 
 class WindowDetokenizer(detokenizer.SlowIncrementalDetokenizer):
-    """vLLM's own for tokenizers in Python. The end of what waits says whether there is a text."""
+    """vLLM's own for tokenizers in Python. The end of what waits shows whether there is a text."""
 
     prefix_offset: int
     _failures = 0

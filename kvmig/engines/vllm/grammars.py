@@ -2,8 +2,8 @@
 in each step.
 
 vLLM looks into grammars on the engine's own thread, between two steps of all requests, and compiles
-them on a thread or two. Here each has a budget. Where it is spent, the request ends with a
-sentence, and no other one does. Time is that of a thread's own computing: a busy machine uses up no
+them on a thread or two. Here each has a budget. Where it is spent, the request ends with an error
+message, and no other one does. Time is that of a thread's own computing: a busy machine uses up no
 budget. A request that moves, or runs again, begins with a new one, and pays for its tokens so far.
 """
 

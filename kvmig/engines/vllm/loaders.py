@@ -17,7 +17,7 @@ PACKAGES = {
 }
 """Packages that vLLM doesn't bring along. Each one's module has its name."""
 FOR_GPUS = frozenset(("fastsafetensors", "instanttensor"))
-"""These copy to a GPU themselves."""
+"""Values whose loaders copy to a GPU themselves."""
 READ_AS_THEY_ARE = ("auto", "safetensors", "runai_streamer", "fastsafetensors")
 """Values under which an engine has what the files have."""
 
@@ -33,7 +33,7 @@ def check_loader(load_format: str) -> None:
 
 
 def check_loader_words(argv: Sequence[str]) -> None:
-    """The same of words that nobody has parsed. Raises ConfigError."""
+    """Check words that are not parsed yet in the same way. Raises ConfigError."""
     for word, following in zip(argv, [*argv[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
         if flag.replace("_", "-") == FLAG:

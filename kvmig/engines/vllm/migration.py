@@ -1,4 +1,4 @@
-"""Both ends of a migration, on the engine's thread between two steps.
+"""The two ends of a migration, on the engine's thread between two steps.
 
 `unmovable` decides which requests move: those whose whole state the adapter carries; the others
 stay, by name. `VllmProgress` is that state, in an Export and in a Tail. `VllmSource` gives requests

@@ -21,7 +21,8 @@ from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.own_requests import OwnRequests
 
 LEVEL = 1
-"""Of vLLM's sleep: weights are kept. Level 2 drops them, and has come back with others."""
+"""The level of vLLM's sleep: weights are kept. Level 2 drops them, and has come back with
+others."""
 BY_CLIENTS = ("sleep", "wake_up", "release_kv_cache_memory")
 """vLLM's calls that take memory away, or give it back."""
 

@@ -78,7 +78,7 @@ def timed(kind: type[Executor], clock: StartClock) -> type[Executor]:
 
 
 def _compiled(config: VllmConfig, executor: Executor) -> Compiled:
-    """Where the compiled graph came from; not known of workers that are other processes."""
+    """The origin of the compiled graph; not known of workers that are other processes."""
     if not compiles(config) or getattr(executor, "workers", None):
         return ""
     if compilation_counter.num_aot_compiles or compilation_counter.num_inductor_compiles:
@@ -94,7 +94,7 @@ def compiles(config: VllmConfig) -> bool:
 
 
 def compile_key(config: VllmConfig) -> str:
-    """What is compiled, as vLLM's own cache tells configurations apart, and on which device."""
+    """What is compiled, as vLLM's own cache distinguishes configurations, and on which device."""
     factors = (
         hash_factors(envs.compile_factors()),
         config.compute_hash(),
