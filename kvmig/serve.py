@@ -130,7 +130,7 @@ def show_help(what: str, kind: EnginePlugin) -> int:
 
 
 def with_front_ends(config: ClusterConfig, kept: str) -> ClusterConfig:
-    """With the number of front ends, where it is not given. kept: what the engine would keep in
+    """Choose the number of front ends, where it is not given. kept: what the engine would keep in
     one of them alone."""
     if config.lifecycle.front_ends:
         return config
@@ -222,7 +222,7 @@ def parts_of_memory(
 
 
 def counted_weights(args: Namespace) -> int:
-    """Bytes of the weights, as far as files on this host say it; prints where they don't."""
+    """Bytes of the weights, as far as files on this host have them; prints where they don't."""
     found = weights_of(args.model, str(args.dtype), args.revision)
     if not found and not Path(args.model).is_dir():
         say(

@@ -64,7 +64,7 @@ class DeploymentWatcher:
         """socket: its path. changed: called after each of its events."""
         self.told = DeploymentEvent()
         self.card: ModelCard | None = None
-        """Its answer on its model, once it serves and was asked."""
+        """The answer on its model, once it serves and was asked."""
         self.migrations = 0
         """Committed migrations that were reported."""
         self.looked = asyncio.Event()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -108,22 +107,8 @@ def test_beside_a_percentage_of_mps_shares_limit_no_sms(
     assert told == f"{PERCENTAGE} is 60, which limits all of its steps alike"
 
 
-class Old:
-    """A driver from before CUDA 12.5."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "cuGreenCtxStreamCreate":
-            raise AttributeError(name)
-        return getattr(self._library, name)
-
-
-def test_a_driver_without_such_streams_is_told_and_nothing_is_left_behind(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "_library", Old(gpu._library))
+def test_a_driver_without_such_streams_is_told_and_nothing_is_left_behind(gpu: FakeGpu) -> None:
+    gpu.lose("cuGreenCtxStreamCreate")
     told = open_shares(gpu, ComputeShares(8, 4), "unit")
     assert told == "NVIDIA's driver is too old: it has no cuGreenCtxStreamCreate"
 

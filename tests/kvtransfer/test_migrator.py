@@ -16,6 +16,7 @@ from kvmig.core.layout import KVLayout
 from kvmig.engines.base import Emitted
 from kvmig.testing.interposed import failing
 from tests.support.fake_engine import BLOCK_BYTES, FakeEngine
+from tests.support.inside import end_loop, loop_of
 
 CONFIG = MigrationConfig(transport="tcp", reply_timeout_ms=20_000, lease_ms=60_000)
 
@@ -108,8 +109,8 @@ def test_a_callback_that_holds_the_loop_does_not_hold_who_closes(
     held = threading.Event()
     migrator = migrator_module.SyncMigrator({})
     migrator.run(migrator.migrator.close())
-    migrator._loop.call_soon_threadsafe(held.wait)
+    loop_of(migrator).call_soon_threadsafe(held.wait)
     with pytest.raises(TimeoutError, match=r"has held the migrator's event loop for 0.05 s"):
-        migrator._end_loop()
+        end_loop(migrator)
     held.set()
-    migrator._end_loop()
+    end_loop(migrator)

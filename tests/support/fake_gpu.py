@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from ctypes import byref, c_size_t, c_uint64, c_void_p
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +152,19 @@ def _forget() -> None:
             cached.cache_clear()
 
 
+class OlderLibrary:
+    """A driver's library without one of its functions."""
+
+    def __init__(self, library: Any, lacks: str) -> None:
+        self._library = library
+        self._lacks = lacks
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._lacks:
+            raise AttributeError(name)
+        return getattr(self._library, name)
+
+
 class FakeGpu(CudaDriver):
     """One of the two devices. Use it while the library is `installed`."""
 
@@ -174,6 +188,10 @@ class FakeGpu(CudaDriver):
         self.pins += 1
 
     # -- what only tests do
+
+    def lose(self, function: str) -> None:
+        """Have an older driver, which lacks a function."""
+        self._library = OlderLibrary(self._library, function)
 
     def stick(self, stuck: bool = True) -> None:
         """Nothing that is queued happens, until it is taken back."""

@@ -35,6 +35,7 @@ from kvmig.launcher.control import ControlServer
 from kvmig.launcher.instance import ManagedInstance
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.ray_launcher import LlumletActor
+from kvmig.migrator import SyncMigrator
 from kvmig.process.fork_server import ForkServerClient, ForkServerPool
 from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
@@ -232,6 +233,16 @@ class OwnSupervisor(FleetSupervisor):
     async def end(self) -> None:
         """End all that it has started."""
         await self._end([])
+
+
+def loop_of(migrator: SyncMigrator) -> asyncio.AbstractEventLoop:
+    """The event loop of a migrator's thread."""
+    return migrator._loop
+
+
+def end_loop(migrator: SyncMigrator) -> None:
+    """End the migrator's thread, once its migrations are over."""
+    migrator._end_loop()
 
 
 def fork_server_process(servers: ForkServers, engine: str) -> asyncio.subprocess.Process:

@@ -421,7 +421,7 @@ class VllmArriving:
     hit_tokens: int = 0
     """Tokens whose blocks the prefix cache here held already."""
     unread: set[int] = field(default_factory=set)
-    """With vLLM's offload: tells its blocks that may be written from those that may not."""
+    """Its blocks that were checked, where vLLM offloads: vLLM may still be reading others."""
 
 
 class VllmDestination:
