@@ -454,7 +454,7 @@ class InstancePool:
                     well = [one for one in view.instances if self.is_healthy(one.instance)]
                     view = ClusterView(now, well, view.stale_after_s)
                 instance = self._dispatch.pick(allowed(view, request), request).instance
-                self._instances[instance].send(order.message, order.payload)
+                self._instances[instance].send(order.submit, order.payload)
             except NoInstance:
                 raise NoInstance("no instance is connected that could take the request") from None
             except InstanceLost as lost:

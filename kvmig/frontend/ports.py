@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvmig.controlplane.messages import Submit
 from kvmig.core.errors import Failure
 from kvmig.engines.base import Frames
 from kvmig.kvtransfer.report import MigrationReport
@@ -89,7 +90,7 @@ class DispatchOrder(NamedTuple):
     tokens: int
     """Tokens of the prompt and of what was answered so far."""
     priority: int
-    message: RpcMessage
+    submit: Submit
     payload: Frames
     fit: bool = False
     """Whether only a healthy instance will do."""

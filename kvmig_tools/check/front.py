@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmig.asgi.errors import InstanceLost
-from kvmig.controlplane.messages import Fence, Fenced, Outputs, Resolve, Resolved, Submit
+from kvmig.controlplane.messages import Fence, Fenced, Outputs, Resolve, Resolved
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
 from kvmig.frontend.instances import TICK_S
 from kvmig.frontend.ownership import RequestOwnership
 from kvmig.frontend.ports import (
     NOT_BEGUN,
+    DispatchOrder,
     EngineArithmetic,
     OutputBatch,
     OutputItem,
@@ -222,21 +223,11 @@ class Front(Part):
             raise InstanceLost(f"instance {instance} is not connected")
         self.outbox.append(Letter(f"F>{instance}", message))
 
-    def dispatch(
-        self,
-        tokens: int,
-        priority: int,
-        message: RpcMessage,
-        payload: Sequence[Frame],
-        *,
-        fit: bool = False,
-        begun: EngineArithmetic = NOT_BEGUN,
-    ) -> str:
+    def dispatch(self, order: DispatchOrder) -> str:
         """To the first that is connected."""
         if not self.alive:
             raise NoInstance("no instance is connected")
-        assert isinstance(message, Submit)
-        self.send(self.alive[0], message)
+        self.send(self.alive[0], order.submit)
         return self.alive[0]
 
     # -- a sink

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import pytest
@@ -613,10 +612,10 @@ async def test_a_request_that_can_not_be_sent_again_ends_and_those_behind_it_run
         await it.router.remove_instance(a.instance, crashed=True)
         dispatch = it.router.fleet.dispatch
 
-        def broken(tokens: int, priority: int, submit: Submit, *more: Any, **options: Any) -> str:
-            if submit.request_id == "r+1":
+        def broken(order: DispatchOrder) -> str:
+            if order.submit.request_id == "r+1":
                 raise ValueError("a mistake of ours")
-            return dispatch(tokens, priority, submit, *more, **options)
+            return dispatch(order)
 
         monkeypatch.setattr(it.router.fleet, "dispatch", broken)
         again = FakeLlumlet(a.instance)

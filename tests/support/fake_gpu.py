@@ -191,7 +191,7 @@ class FakeGpu(CudaDriver):
 
     def lose(self, function: str) -> None:
         """Have an older driver, which lacks a function."""
-        self._library = OlderLibrary(self._library, function)
+        self._library = OlderLibrary(self._library, function)  # type: ignore[assignment]
 
     def stick(self, stuck: bool = True) -> None:
         """Nothing that is queued happens, until it is taken back."""

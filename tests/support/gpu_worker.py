@@ -41,8 +41,8 @@ def count_as_gpus(patch: pytest.MonkeyPatch, gpu: CudaDriver) -> int:
 class Hosted(AddressRange):
     """Behind which the CPU may compute, too."""
 
-    def _map(self, pages: Sequence[int]) -> None:
-        super()._map(pages)
+    def map_pages(self, pages: Sequence[int]) -> None:
+        super().map_pages(pages)
         for page in pages:
             fake_gpu.library().fakegpu_host(ctypes.c_void_p(page))
 

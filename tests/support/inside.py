@@ -83,7 +83,7 @@ def instance_of(cluster: InstanceManager, name: str) -> ManagedInstance:
 
 def report_of(instance: ManagedInstance) -> LoadReport | None:
     """The last report of an instance to its launcher; None: it isn't connected."""
-    return instance._link and instance._link.report
+    return None if instance._link is None else instance._link.report
 
 
 def client_of(link: LauncherLink) -> RpcClient | None:
