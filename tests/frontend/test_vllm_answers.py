@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -23,7 +24,13 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from kvmig.engines.vllm import late_logprobs
 from kvmig.engines.vllm.outputs import failure
 from kvmig.frontend.openai import body_threads
-from kvmig.frontend.openai.vllm import answer_chunks, answers, logprob_counts, spelling
+from kvmig.frontend.openai.vllm import (
+    answer_chunks,
+    answers,
+    late_answers,
+    logprob_counts,
+    spelling,
+)
 from tests.support.vllm_application import MODEL, application, client_of
 
 pytestmark = pytest.mark.engine
@@ -194,13 +201,16 @@ async def test_an_answer_of_many_choices_is_made_on_another_thread_and_says_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[str] = []
-    spell = spelling.spell_choices
+    beside = spelling.make_beside
 
-    def noted(answer: Any) -> Any:
-        threads.append(threading.current_thread().name.split("_")[0])
-        return spell(answer)
+    async def noted(make: Callable[[], Any]) -> Any:
+        def made() -> Any:
+            threads.append(threading.current_thread().name.split("_")[0])
+            return make()
 
-    monkeypatch.setattr(answers, "spell_choices", noted)
+        return await beside(made)
+
+    monkeypatch.setattr(late_answers, "make_beside", noted)
     body = {"model": MODEL, "prompt": ["a", "b", "c"], "max_tokens": TOKENS}
     texts = []
     async with application(put=put) as (app, _), client_of(app) as client:
