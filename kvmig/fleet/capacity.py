@@ -363,12 +363,13 @@ class _Site:
 
     def beside(self, staying: Iterable[ResidentModel]) -> dict[str, NodeRoom]:
         """What is free while these stay, and all others have ended."""
-        every = list(staying)
+        empty = {one.name: NodeRoom(one, one.total, one.usable, one.counts) for one in self.nodes}
+        if not (every := list(staying)):
+            return empty
         taken = Counter[str]()
         for one in every:
             taken.subtract(one.claims)
         held = {gpu: -size for gpu, size in _held(every, lambda shared: True).items()}
-        empty = {one.name: NodeRoom(one, one.total, one.usable, one.counts) for one in self.nodes}
         return empty | _given(empty, taken, held, self.whose)
 
     @cached_property
@@ -563,7 +564,8 @@ def _too_large(one: WaitingModel, site: _Site) -> str:
 
 
 def _taken_nowhere(one: WaitingModel, site: _Site) -> str:
-    """Say why no node takes the model now; empty: one does, if it has room. Names no node."""
+    """The reason why no node takes the model now; empty: one does, if it has room. It names no
+    node."""
     need = one.of_instance
     if _waking(one) or any(admits(node, need) for node in site.nodes):
         return ""

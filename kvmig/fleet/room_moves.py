@@ -10,7 +10,6 @@ it refuses is not done.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -139,15 +138,16 @@ def _holes(rooms: Rooms, need: InstanceNeed, movable: Sequence[MovableInstance])
     there: dict[str, list[MovableInstance]] = {}
     for one in movable:
         there.setdefault(one.place.node, []).append(one)
-    emptied = heapq.nsmallest(
-        MOST_HOLES,
-        (
-            one
-            for name, leaving in there.items()
-            if (room := rooms.get(name)) is not None and admits(room.node, need)
-            for one in _emptied(room, need, leaving)
-        ),
+    bounds = sorted(
+        (_least_short(room, need), name)
+        for name in there
+        if (room := rooms.get(name)) is not None and admits(room.node, need)
     )
+    emptied: list[tuple[int, str, tuple[str, ...], int]] = []
+    for least, name in bounds:
+        if len(emptied) == MOST_HOLES and least > emptied[-1][0]:
+            break  # nor does any that follows miss less
+        emptied = sorted([*emptied, *_emptied(rooms[name], need, there[name])])[:MOST_HOLES]
     found = []
     for _, name, gpus, each in emptied:
         place = InstancePlace(name, gpus, each)
@@ -158,25 +158,38 @@ def _holes(rooms: Rooms, need: InstanceNeed, movable: Sequence[MovableInstance])
     return sorted(found, key=lambda one: (one.size, one.place.node, one.place.gpus))
 
 
+def _least_short(room: NodeRoom, need: InstanceNeed) -> int:
+    """Bytes that each place of a node misses at least."""
+    if not need.wants:
+        return max(0, need.memory - room.memory)
+    most = max(room.devices.values(), default=0)
+    return max(0, min(want.each for want in need.wants) - most)
+
+
 def _emptied(
     room: NodeRoom, need: InstanceNeed, movable: Sequence[MovableInstance]
 ) -> Iterator[tuple[int, str, tuple[str, ...], int]]:
     """Places of a node that could be emptied far enough: the bytes that they miss, node, GPUs, and
     bytes of each."""
     name, memory = room.node.name, max(0, need.memory - room.memory)
-    if memory > sum([one.need.memory for one in movable]):
+    if memory and memory > sum(one.need.memory for one in movable):
         return
     if not need.wants:
         yield memory, name, (), 0
+        return
+    largest = max(room.node.sizes.values(), default=0)
+    wants = [want for want in need.wants if want.each <= largest and not want.at]
+    if not wants:
+        return
     reach = dict(room.devices)
     """Bytes that each GPU has once all have left it."""
     for one in movable:
         for gpu in one.place.gpus:
             reach[gpu] += one.place.each
-    for want in need.wants:
+    for want in wants:
         each = want.each
         fitting = [gpu for gpu, size in reach.items() if size >= each and want.allows(gpu)]
-        if len(fitting) < want.devices or want.at:
+        if len(fitting) < want.devices:
             continue
         short = {gpu: max(0, each - room.devices[gpu]) for gpu in fitting}
         if want.devices == 1:
