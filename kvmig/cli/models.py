@@ -155,7 +155,7 @@ def list_models(as_json: Json = False) -> None:
 def list_running(as_json: Json = False) -> None:
     """List the models that run, start, or wait to start."""
     answer = where.client().get("models")
-    rows = [one for one in answer["data"] if one["state"] != "zero"]
+    rows = [one for one in answer["data"] if one["state"] not in ("zero", "failed")]
     show_rows({"data": rows}, as_json)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.fleet.store import NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import FleetDatabase, StoreError
+from kvmig.process.folder_lock import FolderLock
 from kvmig.sources import download_state
 from kvmig.sources.disk_room import HeldFiles, find_room
 from kvmig.sources.download_state import (
@@ -43,7 +44,7 @@ from kvmig.sources.download_state import (
 )
 from kvmig.sources.fetch import free_bytes
 from kvmig.sources.file_list import SourceFailure
-from kvmig.sources.files_folder import FilesFolder
+from kvmig.sources.files_folder import BegunFolder, FilesFolder
 from kvmig.sources.messages import (
     FetchFailed,
     FetchHeads,
@@ -59,7 +60,11 @@ AT_ONCE = 2
 """Fetchers at once."""
 LOOK_S = 1.0
 HEADS_S = 120.0
-"""Timeout of looking at a model's headers."""
+"""Timeout of looking at a model's headers, with the wait for others that are looked at."""
+HEADS_AT_ONCE = 2
+HOLD_S = 10.0
+"""Wait for a server that ends to leave the folder."""
+HOLD_LOOK_S = 0.05
 TIDY_S = 60.0
 
 log = logging.getLogger(__name__)
@@ -97,8 +102,8 @@ class SourceFiles:
     status: DownloadStatus
     models: Sequence[str] = ()
     task: asyncio.Task[None] | None = None
-    fetched: str = ""
-    """The folder that was fetched into last."""
+    fetched: set[str] = field(default_factory=set)
+    """Folders that were fetched into."""
     pid: int = 0
     """Process id of its fetcher."""
 
@@ -136,12 +141,16 @@ class ModelFiles:
         """Fetchers that have not ended."""
         self._news = asyncio.Event()
         self._room = asyncio.Lock()
+        self._lock = FolderLock(self.folder.root / "fleet.lock", f"the folder {self.folder.root}")
+        self._looking = asyncio.Semaphore(HEADS_AT_ONCE)
         self._tidied = -TIDY_S
 
     async def start(self) -> None:
-        """Take what is on the disk. Raises StoreError, ConfigError."""
+        """Take what is on the disk. Raises StoreError; ConfigError where another fleet uses the
+        folder: each would remove the other's files."""
         try:
-            await asyncio.to_thread(self._make_folders)
+            await self._take_folder()
+            begun = await asyncio.to_thread(self._make_folders)
         except OSError as error:
             raise ConfigError(f"{self.folder.root} can't be used: {error}") from error
         for row in await self._stored(read_files, self._database):
@@ -155,10 +164,36 @@ class ModelFiles:
             if whole:
                 status = DownloadStatus("whole", now, row.size, row.size, row.revision)
             self._files[row.source] = SourceFiles(row, status)
+        for name, part in begun.items():
+            await self._take_begun(name, part)
 
-    def _make_folders(self) -> None:
-        self.folder.make()
+    async def _take_folder(self) -> None:
+        """Wait for the end of the server before this one. Raises ConfigError, OSError."""
+        await asyncio.to_thread(self.folder.make)
+        ends = self._clock() + HOLD_S
+        while True:
+            try:
+                self._lock.acquire()
+            except ConfigError:
+                if self._clock() > ends:
+                    raise
+                await asyncio.sleep(HOLD_LOOK_S)
+            else:
+                return
+
+    def _make_folders(self) -> dict[str, BegunFolder]:
         self.folder.sweep()
+        return self.folder.begun()
+
+    async def _take_begun(self, name: str, part: BegunFolder) -> None:
+        """What an earlier server's download has left is gone on with, or removed."""
+        files = self._files.get(part.source)
+        if files is None:
+            await self._remove(name)
+            return
+        files.fetched.add(name)
+        if not files.row.folder:
+            files.status = msgspec.structs.replace(files.status, done=files.status.done + part.size)
 
     async def run(self) -> None:
         """Fetch what is wanted, until cancelled."""
@@ -177,6 +212,7 @@ class ModelFiles:
         await cancel_tasks(*(one.task for one in self._files.values()))
         for child in list(self._children):  # whose end was broken off
             await self._end(child)
+        self._lock.release()
 
     def fetchers(self) -> dict[str, int]:
         """Process ids of the fetchers, by source."""
@@ -325,23 +361,27 @@ class ModelFiles:
         Raises ConfigError, StoreError.
         """
         source = str(remote_source(text))
-        launch = FetchLaunch(source=source, root=str(self.folder.root), heads=True)
-        child = None
         try:
-            child = await self._begin(launch)
-            async with asyncio.timeout(HEADS_S), contextlib.aclosing(child.reports()) as reports:
+            async with asyncio.timeout(HEADS_S), self._looking:
+                return await self._heads(source)
+        except (SourceFailure, OSError, msgspec.DecodeError) as error:  # a TimeoutError too
+            raise StoreError(str(error) or f"{source} takes longer than {HEADS_S:g} s") from error
+
+    async def _heads(self, source: str) -> str:
+        """Raises SourceFailure, OSError, msgspec.DecodeError."""
+        launch = FetchLaunch(source=source, root=str(self.folder.root), heads=True)
+        child = await self._begin(launch)
+        try:
+            async with contextlib.aclosing(child.reports()) as reports:
                 async for report in reports:
                     match report:
                         case FetchHeads(folder):
                             return folder
                         case FetchFailed(why):
                             raise SourceFailure(why)
-        except (SourceFailure, OSError, msgspec.DecodeError) as error:  # a TimeoutError too
-            raise StoreError(str(error) or f"{source} takes longer than {HEADS_S:g} s") from error
         finally:
-            if child is not None:
-                await self._end(child)
-        raise StoreError(f"{source}: its fetcher said nothing")
+            await self._end(child)
+        raise SourceFailure(f"{source}: its fetcher said nothing")
 
     # -- downloads
 
@@ -406,7 +446,9 @@ class ModelFiles:
 
     async def _allow(self, files: SourceFiles, child: FetcherChild, listed: FetchListed) -> None:
         """Let it go on if there is room. Raises SourceFailure, StoreError, OSError."""
-        files.fetched = listed.folder
+        for name in files.fetched - {listed.folder, files.row.folder}:  # of an older revision
+            await self._remove(name)
+        files.fetched = {listed.folder}
         free = await asyncio.to_thread(free_bytes, self.folder.root)
         others = [one for one in self._files.values() if one is not files]
         coming = [one.status for one in others if one.status.state == "downloading"]
@@ -465,7 +507,7 @@ class ModelFiles:
         await self._clear(files)
 
     async def _clear(self, files: SourceFiles) -> None:
-        for name in {files.row.folder, files.fetched} - {""}:
+        for name in {files.row.folder, *files.fetched} - {""}:
             await self._remove(name)
 
     async def _remove(self, name: str) -> None:

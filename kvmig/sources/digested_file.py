@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kvmig.sources.content_digest import ContentDigest
 from kvmig.sources.file_list import RemoteFile, SourceFailure
 
 READ_BYTES = 4 << 20
@@ -20,18 +20,25 @@ class DigestedFile(io.RawIOBase):
     It has the methods of a binary file that `huggingface_hub`'s download uses.
     """
 
-    def __init__(self, file: BinaryIO, wanted: RemoteFile, count: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        wanted: RemoteFile,
+        count: Callable[[int], None],
+        hashed: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """file: without a buffer, to be read and written; closed with this. count: called with the
-        bytes that are added to what was there, or less than 0. Raises OSError."""
+        bytes that are added to what was there, or less than 0. hashed: called with those that were
+        there. Raises OSError."""
         self._file = file
         super().__init__()
         self._wanted = wanted
         self._count = count
-        self.size = 0
-        self._begin_digests()
+        self._digest = ContentDigest(wanted)
         try:
             while piece := self._file.read(READ_BYTES):
-                self._hash(piece)
+                self._digest.update(piece)
+                hashed(len(piece))
             if self.size > wanted.size:
                 self.seek(0)
                 self.truncate()
@@ -44,15 +51,15 @@ class DigestedFile(io.RawIOBase):
         self._file.close()
         super().close()
 
-    def _begin_digests(self) -> None:
-        self._sha256 = hashlib.sha256()
-        self._git = hashlib.sha1(b"blob %d\0" % self._wanted.size, usedforsecurity=False)
+    @property
+    def size(self) -> int:
+        """Bytes that are there."""
+        return self._digest.size
 
-    def _hash(self, data: bytes | memoryview) -> None:
-        self._sha256.update(data)
-        if self._wanted.digest.startswith("git:"):
-            self._git.update(data)
-        self.size += len(data)
+    @property
+    def digest(self) -> ContentDigest:
+        """The digest of what is there; not to be changed."""
+        return self._digest
 
     def write(self, data: Any) -> int:
         """Add to its end. Raises OSError, and SourceFailure where more comes than was listed: only
@@ -67,7 +74,7 @@ class DigestedFile(io.RawIOBase):
         left = memoryview(data)
         while left:  # a disk that is nearly full takes a part
             written = self._file.write(left)
-            self._hash(left[:written])
+            self._digest.update(left[:written])
             self._count(written)
             left = left[written:]
         return len(data)
@@ -85,8 +92,7 @@ class DigestedFile(io.RawIOBase):
         self._file.seek(0)
         self._file.truncate()
         self._count(-min(self.size, self._wanted.size))
-        self.size = 0
-        self._begin_digests()
+        self._digest = ContentDigest(self._wanted)
         return 0
 
     def sync(self) -> None:
@@ -96,19 +102,21 @@ class DigestedFile(io.RawIOBase):
     @property
     def sha256(self) -> str:
         """Hex digits of the digest of the whole file."""
-        return self._sha256.hexdigest()
+        return self._digest.sha256
 
     @property
     def is_right(self) -> bool:
         """Whether it is what its place has listed, as far as the place gives a digest."""
-        if self.size != self._wanted.size:
-            return False
-        kind, _, digest = self._wanted.digest.partition(":")
-        found = {"sha256": self.sha256, "git": self._git.hexdigest(), "": ""}
-        return found[kind] == digest
+        return self._digest.is_right
 
 
-def open_digested(path: Path, wanted: RemoteFile, count: Callable[[int], None]) -> DigestedFile:
-    """The file of this path, which is made if it isn't there. Raises OSError."""
+def open_digested(
+    path: Path,
+    wanted: RemoteFile,
+    count: Callable[[int], None],
+    hashed: Callable[[int], None] = lambda _: None,
+) -> DigestedFile:
+    """The file of this path, which is made if it isn't there; see `DigestedFile`. Raises
+    OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    return DigestedFile(os.fdopen(descriptor, "r+b", buffering=0), wanted, count)
+    return DigestedFile(os.fdopen(descriptor, "r+b", buffering=0), wanted, count, hashed)

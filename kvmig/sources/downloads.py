@@ -13,8 +13,9 @@ from kvmig.sources.digested_file import DigestedFile
 from kvmig.sources.file_list import RemoteFile, SourceFailure
 from kvmig.sources.hops import begun_at
 
-constants.DOWNLOAD_CHUNK_SIZE = 1 << 20
-"""A cut loses what came of a piece: the library's own are of 10 MB."""
+constants.DOWNLOAD_CHUNK_SIZE = 64 << 10
+"""A cut loses what came of a piece, and only whole ones count as progress: the library's own are of
+10 MB, which takes minutes where files come slowly."""
 PLAIN_HEADERS = {"accept-encoding": "identity"}
 """Bytes as they are: a compressed answer can't be gone on with."""
 LASTING_STATUSES = (400, 401, 403, 404, 410, 451)

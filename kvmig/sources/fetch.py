@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Literal
 
 from kvmig.sources.digested_file import DigestedFile, open_digested
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, checked_list
@@ -17,6 +18,8 @@ from kvmig.sources.files_folder import FilesFolder, FilesManifest, WholeFile, fo
 from kvmig.sources.messages import FetchListed, FetchWhole
 from kvmig.sources.origins import FilesOrigin
 from kvmig.sources.source import ModelSource
+
+Stage = Literal["listing", "waiting", "downloading"]
 
 AT_ONCE = 4
 """Files that are downloaded at once."""
@@ -29,11 +32,19 @@ class ByteCount:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.done = 0
+        self.moved = 0
+        """Bytes that came, or were there and are hashed; never fewer."""
 
     def add(self, count: int) -> None:
         """Count more bytes, or fewer."""
         with self._lock:
             self.done += count
+            self.moved += max(0, count)
+
+    def hashed(self, count: int) -> None:
+        """Count bytes of an earlier fetcher that are right so far."""
+        with self._lock:
+            self.moved += count
 
 
 class SourceFetch:
@@ -44,6 +55,7 @@ class SourceFetch:
         self._origin = origin
         self._folder = folder
         self.count = ByteCount()
+        self.stage: Stage = "listing"
         self._ends = threading.Event()
 
     def run(self, wait_for_room: Callable[[FetchListed], None]) -> FetchWhole:
@@ -60,7 +72,9 @@ class SourceFetch:
                 self._begin(name, listed)
                 done = sum(self._folder.present(name, one) for one in listed.files)
                 self.count.done = done
+                self.stage = "waiting"
                 wait_for_room(FetchListed(name, listed.revision, listed.size, done))
+                self.stage = "downloading"
                 whole = self._fetch_all(name, listed)
         return FetchWhole(name, listed.revision, whole.size, whole.digest)
 
@@ -77,7 +91,7 @@ class SourceFetch:
             path.unlink(missing_ok=True)
 
     def _begin(self, name: str, listed: FileList) -> None:
-        self._folder.begin(name)
+        self._folder.begin(name, str(self.source))
         self._folder.drop_others(name, listed.files)
 
     def _fetch_all(self, name: str, listed: FileList) -> FilesManifest:
@@ -101,13 +115,13 @@ class SourceFetch:
     def _fetch_one(self, name: str, file: RemoteFile, listed: FileList) -> WholeFile:
         there = self._folder.part(name) / file.name
         if there.exists():  # of a fetcher before this one
-            with open_digested(there, file, self._add) as found:
+            with open_digested(there, file, self._add, self.count.hashed) as found:
                 if found.is_right:
                     return WholeFile(file.name, file.size, found.sha256)
                 found.truncate()
             there.unlink()
         coming = self._folder.coming(name, file)
-        with open_digested(coming, file, self._add) as found:
+        with open_digested(coming, file, self._add, self.count.hashed) as found:
             try:
                 self._origin.fetch(file, found, listed)
             except OSError as error:

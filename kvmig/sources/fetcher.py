@@ -18,6 +18,7 @@ import httpx
 import httpx2
 import msgspec
 
+from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.process.child import leave, quiet, read_launch, say
 from kvmig.sources.fetch import SourceFetch
@@ -35,6 +36,7 @@ from kvmig.sources.messages import (
 )
 from kvmig.sources.origins import FilesOrigin, origin_of
 from kvmig.sources.source import parse_source
+from kvmig.sources.speed_floor import LISTING_S, SpeedFloor
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,9 @@ class FetcherProcess:
             return FetchFailed(str(error), lasting=True)
         folder = FilesFolder(Path(launch.root))
         fetch = SourceFetch(source, origin, folder)
-        threading.Thread(target=self._beat, args=(fetch,), daemon=True, name="progress").start()
+        threading.Thread(
+            target=self._beat, args=(str(source), fetch), daemon=True, name="progress"
+        ).start()
         if launch.heads:
             last = reported(launch.source, HeadsFetch(source, origin, folder).run)
         else:
@@ -96,10 +100,29 @@ class FetcherProcess:
         self.report(listed)
         self._room.wait()  # or this process ends with its stdin
 
-    def _beat(self, fetch: SourceFetch) -> None:
-        pause = threading.Event()
+    def _beat(self, source: str, fetch: SourceFetch) -> None:
+        """Report the progress; end this process once there is too little of it."""
+        pause, floor = threading.Event(), SpeedFloor()
+        listing_ends = monotonic() + LISTING_S
         while not pause.wait(PROGRESS_S):
             self.report(FetchProgress(fetch.count.done))
+            if slow := too_slow(fetch, floor, listing_ends, monotonic()):
+                # The thread that downloads waits for its place; nothing else would end it.
+                self.report(FetchFailed(f"{source}: {slow}"))
+                os._exit(1)
+
+
+def too_slow(fetch: SourceFetch, floor: SpeedFloor, listing_ends: float, now: float) -> str:
+    """Why a fetch ends; empty: it goes on. floor: of this fetch."""
+    match fetch.stage:
+        case "listing":
+            if now > listing_ends:
+                return f"its files are not listed within {LISTING_S:g} s"
+        case "waiting":
+            floor.rest()
+        case "downloading":
+            return floor.check_speed(now, fetch.count.moved)
+    return ""
 
 
 def reported(source: str, run: Callable[[], FetchWhole | FetchHeads]) -> LastReport:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,6 +23,7 @@ from kvmig.sources.source import ModelSource
 
 MANIFEST = ".kvmig/manifest.json"
 COMING = ".kvmig/coming"
+SOURCE = ".kvmig/source"
 
 
 class WholeFile(msgspec.Struct, frozen=True):
@@ -49,6 +51,13 @@ class FilesManifest(msgspec.Struct, frozen=True):
         """SHA-256 of names and digests of all files."""
         lines = sorted(f"{one.sha256}  {one.name}\n" for one in self.files)
         return sha256("".join(lines).encode()).hexdigest()
+
+
+class BegunFolder(NamedTuple):
+    """What came of a download before."""
+
+    source: str
+    size: int
 
 
 def folder_name(source: ModelSource, revision: str) -> str:
@@ -86,9 +95,20 @@ class FilesFolder:
         """A file that is not right yet, by its content: another one's bytes are not used."""
         return self.part(name) / COMING / file.key
 
-    def begin(self, name: str) -> None:
-        """Raises OSError."""
+    def begin(self, name: str, source: str) -> None:
+        """Make the folder in which files of a source come. Raises OSError."""
         (self.part(name) / COMING).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.part(name) / SOURCE).write_text(source)
+
+    def begun(self) -> dict[str, BegunFolder]:
+        """The folders of downloads that have not ended well, by name. Raises OSError."""
+        found = {}
+        for part in (self.root / "part").iterdir():
+            with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+                source = (part / SOURCE).read_text()
+                sizes = [one.stat().st_size for one in part.rglob("*") if one.is_file()]
+                found[part.name] = BegunFolder(source, sum(sizes) - len(source.encode()))
+        return found
 
     def drop_others(self, name: str, files: tuple[RemoteFile, ...]) -> None:
         """Remove what was begun of files that are no more listed. Raises OSError."""

@@ -28,11 +28,13 @@ from kvmig.sources.file_list import (
     check_count,
     check_name,
 )
-from kvmig.sources.hops import begun_at
+from kvmig.sources.hops import at_most, begun_at
 from kvmig.sources.source import ModelSource
 
 LIST_S = 60.0
 """Timeout of the list of a repository's files."""
+MOST_LIST_BYTES = 64 << 20
+"""Longest list of a repository's files: one of 10,000 files takes some 5 MB."""
 COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
@@ -43,7 +45,9 @@ class HubOrigin:
         self._source = source
         self._endpoint = endpoint or None
         self._token = get_token()
-        self._api = HfApi(endpoint=self._endpoint, token=self._token or False)
+        self._api = HfApi(
+            endpoint=self._endpoint, token=self._token or False, headers=PLAIN_HEADERS
+        )
 
     @property
     def secret(self) -> str:
@@ -54,7 +58,7 @@ class HubOrigin:
         """See `FilesOrigin`."""
         source = self._source
         try:
-            with begun_at(self._api.endpoint):
+            with begun_at(self._api.endpoint), at_most(MOST_LIST_BYTES):
                 info = self._api.model_info(
                     source.place,
                     revision=source.revision or "main",

@@ -215,10 +215,10 @@ EVERY = sorted(commands(typer.main.get_command(console.app)))
 
 
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)
-def test_every_command_but_up_takes_json(words: tuple[str, ...]) -> None:
+def test_every_command_but_those_that_serve_takes_json(words: tuple[str, ...]) -> None:
     done = CliRunner().invoke(console.app, [*words, "--help"], env={"COLUMNS": "200"})
     assert done.exit_code == 0
-    assert ("--json" in done.output) == (words != ("up",))
+    assert ("--json" in done.output) == (words not in (("up",), ("mirror",)))
 
 
 def test_orders_answer_with_json(kvmig: Kvmig) -> None:
@@ -682,3 +682,20 @@ def test_a_certificate_and_its_key_are_given_together(
 ) -> None:
     done = CliRunner().invoke(console.app, [f"--data={tmp_path}", "up", *flags])
     assert (done.exit_code, done.stderr) == (2, f"kvmig: {sentence}\n")
+
+
+def test_a_model_that_has_failed_is_not_listed_among_those_that_run(
+    kvmig: Kvmig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("busy", "broken"):
+        kvmig.add_model(name)
+    get, states = FleetClient.get, {"busy": "waiting", "broken": "failed"}
+
+    def with_states(self: FleetClient, path: str, **query: Any) -> Any:
+        found = get(self, path, **query)
+        return {"data": [{**one, "state": states[one["name"]]} for one in found["data"]]}
+
+    monkeypatch.setattr(FleetClient, "get", with_states)
+    listed = kvmig("ps")
+    assert "busy" in listed
+    assert "broken" not in listed

@@ -20,6 +20,7 @@ from kvmig.fleet.model_files import FilesView, ModelFiles
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore, NameTaken, NotThere
+from kvmig.sources.messages import FetchHeads, FetchLaunch
 from tests.support.fleet_stores import ANNA, Place
 from tests.support.model_hub import TOKEN, ModelHub, small_model
 from tests.support.waiting import until
@@ -299,3 +300,73 @@ async def test_what_is_no_remote_source_is_refused(bench: FilesBench) -> None:
         await bench.files.pull("path:/models/a", ANNA)
     with pytest.raises(NotThere, match="there are no files of hf:org/none"):
         await bench.files.pin("hf:org/none", True, ANNA)
+
+
+async def test_a_second_fleet_on_the_same_folder_is_refused_and_removes_nothing(
+    bench: FilesBench, sqlite_place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_files, "HOLD_S", 0.2)
+    await bench.files.take_models({"a": SOURCE})
+    found = await bench.until("whole")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "files").symlink_to(bench.settings.files)
+    second = FilesBench(bench.store, tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"files is in use by process {os.getpid()}"):
+        await second.files.start()
+    assert is_there(found)
+
+
+async def test_what_a_failed_download_left_is_counted_by_the_next_server_and_goes_with_its_source(
+    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+) -> None:
+    hub.faults.hold_after = 3_500_000
+    await bench.files.pull(SOURCE, ANNA)
+    await until(lambda: bench.files.view(SOURCE).done > 2_000_000)
+    await bench.close()
+    hub.faults.statuses = [500] * 1000
+    hub.faults.held.set()
+
+    after = await FilesBench(bench.store, sqlite_place.folder / "data").start()
+    assert after.files.view(SOURCE).done > 2_000_000
+    await after.until("failed")
+    await until(lambda: not after.files.fetchers())
+    assert after.files.view(SOURCE).done > 2_000_000
+    await after.files.remove(SOURCE, ANNA)
+    assert not any((after.files.folder.root / "part").iterdir())
+    await after.close()
+
+
+async def test_what_a_download_left_of_a_source_that_nobody_wants_is_removed_at_the_start(
+    bench: FilesBench, hub: ModelHub, sqlite_place: Place
+) -> None:
+    await bench.close()
+    bench.files.folder.begin("small-0123", "hf:org/unknown")
+    after = await FilesBench(bench.store, sqlite_place.folder / "data").start()
+    assert not any((after.files.folder.root / "part").iterdir())
+    await after.close()
+
+
+async def test_evaluations_start_two_fetchers_at_once_however_many_ask(
+    bench: FilesBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowChild:
+        running = most = 0
+
+        @classmethod
+        async def begin(cls, launch: FetchLaunch, log: Path) -> SlowChild:
+            assert launch.heads
+            cls.running += 1
+            cls.most = max(cls.most, cls.running)
+            return cls()
+
+        async def reports(self) -> AsyncIterator[FetchHeads]:
+            await asyncio.sleep(0.01)
+            yield FetchHeads("folder", "abc")
+
+        async def end(self) -> None:
+            SlowChild.running -= 1
+
+    monkeypatch.setattr(model_files, "FetcherChild", SlowChild)
+    asked = (bench.files.heads(f"hf:org/m{at}") for at in range(20))
+    assert await asyncio.gather(*asked) == ["folder"] * 20
+    assert SlowChild.most == 2
