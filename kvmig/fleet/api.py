@@ -34,6 +34,7 @@ from kvmig.fleet.callers import who_calls, who_reads
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.files_api import catalogue_api, files_api
+from kvmig.fleet.gguf_sizes import gguf_sizes
 from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
@@ -268,8 +269,13 @@ async def evaluate_model(backend: ApiBackend, spec: ModelSpec) -> Body:
     if is_remote(spec.source):  # the headers of its files say what the whole files would
         heads = await backend.files.heads(spec.source)
         spec = msgspec.structs.replace(spec, source=f"{PATH}{heads}")
-    if backend.models.memory.devices.sizes(spec) is None:
+    devices = backend.models.memory.devices
+    if devices.sizes(spec) is None:
         await backend.check(spec, True)
+    if devices.sizes(spec) is None:  # of an engine that says nothing of such files
+        sizes = await asyncio.to_thread(gguf_sizes, spec.folder)
+        if sizes is not None:
+            devices.learn(spec, sizes)
     return cast("Body", msgspec.to_builtins(backend.models.places.evaluate(spec)))
 
 

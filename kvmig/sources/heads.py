@@ -1,7 +1,7 @@
 """A model's folder without its weights: what an engine reads to compute the model's size.
 
-Small files are whole. Of a safetensors file there is its header, which lists the tensors, and a
-hole as long as the rest, which takes no room on the disk.
+Small files are whole. Of a safetensors or GGUF file there is its header, which lists the tensors,
+and a hole as long as the rest, which takes no room on the disk.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvmig.sources.file_list import (
     checked_list,
 )
 from kvmig.sources.files_folder import FilesFolder, folder_name
+from kvmig.sources.gguf_header import NoHeader, read_header
 from kvmig.sources.messages import FetchHeads
 from kvmig.sources.origins import FilesOrigin
 from kvmig.sources.source import ModelSource
@@ -61,8 +62,7 @@ class HeadsFetch:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if is_weights(one):
                     with path.open("wb") as file:
-                        if one.name.endswith(".safetensors"):
-                            file.write(self._header(one, listed))
+                        file.write(self._header(one, listed))
                         file.truncate(one.size)
                 else:
                     with open_digested(path, one, lambda _: None) as whole:
@@ -79,7 +79,11 @@ class HeadsFetch:
         return FetchHeads(str(ready), listed.revision)
 
     def _header(self, file: RemoteFile, listed: FileList) -> bytes:
-        """The header, with the number before it."""
+        """The beginning of a file with weights; empty for kinds without a header."""
+        if file.name.endswith(".gguf"):
+            return self._gguf_header(file, listed)
+        if not file.name.endswith(".safetensors"):
+            return b""
         if file.size < LENGTH_BYTES:
             raise SourceFailure(f"{self.source}: {file.name} is no safetensors file", lasting=True)
         length = self._origin.read(file, 0, LENGTH_BYTES, listed)
@@ -90,6 +94,17 @@ class HeadsFetch:
                 lasting=True,
             )
         return length + self._origin.read(file, LENGTH_BYTES, count, listed)
+
+    def _gguf_header(self, file: RemoteFile, listed: FileList) -> bytes:
+        try:
+            _, data = read_header(
+                lambda begin, count: self._origin.read(file, begin, count, listed), file.size
+            )
+        except NoHeader as error:
+            raise SourceFailure(
+                f"{self.source}: {file.name} can't be read: {error}", lasting=True
+            ) from error
+        return data
 
 
 def is_weights(file: RemoteFile) -> bool:

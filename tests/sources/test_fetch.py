@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from huggingface_hub import constants
 
+from kvmig.fleet.gguf_sizes import gguf_sizes
 from kvmig.sources import file_list, hub
 from kvmig.sources.digested_file import DigestedFile
 from kvmig.sources.fetch import SourceFetch
@@ -25,7 +26,7 @@ from kvmig.sources.fetcher import hide, plain, reported, secrets_of
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, checked_list, chosen
 from kvmig.sources.files_folder import COMING, FilesFolder
 from kvmig.sources.heads import HeadsFetch
-from kvmig.sources.hops import may_follow
+from kvmig.sources.hops import leads_inside, may_follow
 from kvmig.sources.messages import (
     FetchFailed,
     FetchHeads,
@@ -39,6 +40,7 @@ from kvmig.sources.messages import (
 from kvmig.sources.origins import check_installed, origin_of
 from kvmig.sources.source import parse_source
 from kvmig.sources.web import links_below
+from tests.support.gguf_files import LLAMA, gguf_file
 from tests.support.model_hub import TOKEN, ModelHub, small_model
 
 NAME = "org/small"
@@ -465,6 +467,56 @@ def test_a_redirect_keeps_tls_and_leaves_this_host_alone(
     assert may_follow(first, url) is followed
 
 
+PUBLIC, PRIVATE, LINK = "93.184.216.34", "10.0.0.7", "169.254.169.254"
+
+
+@pytest.mark.parametrize(
+    ("first", "addresses", "inside"),
+    [
+        ([PUBLIC], [PUBLIC], False),
+        ([PUBLIC], [PRIVATE], True),
+        ([PUBLIC], ["127.0.0.1"], True),
+        ([PUBLIC], ["::1"], True),
+        ([PUBLIC], ["fd00::1"], True),
+        ([PUBLIC], ["::ffff:10.0.0.7"], True),
+        ([PUBLIC], [PUBLIC, PRIVATE], True),
+        ([PRIVATE], ["10.0.0.8"], False),
+        (["127.0.0.1"], [PRIVATE], False),
+        ([PRIVATE], [LINK], True),
+        ([PRIVATE], ["fe80::1"], True),
+        ([], [PRIVATE], True),
+    ],
+)
+def test_a_public_server_leads_to_no_address_of_this_network(
+    first: list[str], addresses: list[str], inside: bool
+) -> None:
+    assert leads_inside(first, addresses) is inside
+
+
+@pytest.mark.parametrize("place", ["hub", "web"])
+def test_a_redirect_by_tls_from_a_public_server_into_this_network_is_refused(
+    fetching: Fetching, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"127.0.0.1": [PUBLIC], "inside.example": [PRIVATE]}
+    monkeypatch.setattr("kvmig.sources.hops.addresses_of", lambda host: known[host])
+    fetching.hub.add("plain", small_model())
+    fetching.hub.faults.leads_to = "https://inside.example/secrets?word"
+    source = SOURCE if place == "hub" else f"{fetching.hub.url}/web/plain/"
+    failed = fetching.failed(source)
+    assert "leads to https://inside.example, which is refused: it is an address of" in failed.why
+    assert "word" not in failed.why
+    assert failed.lasting
+
+
+def test_a_list_that_does_not_end_is_refused_by_its_bytes(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.sources.hub.MOST_LIST_BYTES", 500)
+    failed = fetching.failed()
+    assert "answers with more than 500 bytes, which is no list of a model's files" in failed.why
+    assert failed.lasting
+
+
 def test_a_web_servers_folders_end(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmig.sources.web.MOST_FOLDERS", 3)
     fetching.hub.add("plain", small_model() | {f"f{at}/a.json": b"" for at in range(3)})
@@ -496,6 +548,20 @@ def test_heads_have_headers_and_sizes_and_take_no_room(fetching: Fetching) -> No
     assert Path(found.folder, "config.json").read_bytes() == files["config.json"]
     assert fetching.hub.sent < 100_000
     assert heads.run() == found
+
+
+def test_heads_of_a_gguf_file_are_its_header_and_a_hole(fetching: Fetching) -> None:
+    whole = gguf_file(LLAMA, 30_000_000)
+    fetching.hub.add("plain", {"tiny.gguf": whole})
+    source = parse_source(f"{fetching.hub.url}/web/plain/tiny.gguf")
+    found = HeadsFetch(source, origin_of(source), fetching.folder).run()
+    path = Path(found.folder, "tiny.gguf")
+    assert path.stat().st_size == len(whole)
+    assert path.stat().st_blocks * 512 < 3_000_000
+    sizes = gguf_sizes(found.folder)
+    assert sizes is not None
+    assert sizes.weights == 30_000_000 // 256 * 256
+    assert fetching.hub.sent < 3_000_000
 
 
 def test_heads_of_what_is_no_safetensors_file_are_refused(fetching: Fetching) -> None:
