@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvmig.cli.common import (
     where,
 )
 from kvmig.cli.files import pull_files
+from kvmig.cli.mirror import mirror_hub
 from kvmig.cli.models import (
     CHECKING,
     alias_app,
@@ -37,7 +37,7 @@ from kvmig.cli.models import (
 from kvmig.cli.places import instance_app
 from kvmig.cli.usage import usage_app
 from kvmig.core.errors import ConfigError
-from kvmig.core.quantities import quantity, size_text
+from kvmig.core.quantities import bytes_of, size_text
 from kvmig.fleet.device_room import Strategy
 from kvmig.fleet.settings import FleetSettings, certificate_files, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
@@ -127,6 +127,17 @@ def up(
             " that no model uses and that are not pinned go first, by their last use."
         ),
     ] = "",
+    hub_port: Annotated[
+        int,
+        typer.Option(
+            help="Port of a mirror of the Hugging Face Hub for this host's programs, which set"
+            " HF_ENDPOINT to it (default: none). See also `kvmig mirror`."
+        ),
+    ] = 0,
+    hub_disk: Annotated[
+        str,
+        typer.Option(help="Disk space for the mirror's files, as --model-files."),
+    ] = "",
     catalogue: Annotated[
         str,
         typer.Option(
@@ -186,6 +197,8 @@ def up(
         threads=threads or max(1, cores() // 2),
         memory=bytes_of("--memory", memory),
         files_bytes=bytes_of("--model-files", model_files),
+        hub_port=hub_port,
+        hub_bytes=bytes_of("--hub-disk", hub_disk),
         catalogue=catalogue
         if "://" in catalogue or not catalogue
         else str(Path(catalogue).absolute()),
@@ -205,14 +218,6 @@ def placement_of(text: str) -> Strategy:
     if text not in get_args(Strategy):
         raise ConfigError(f"--gpu-placement is {text!r:.50}, must be spread or pack")
     return cast("Strategy", text)
-
-
-def bytes_of(flag: str, text: str) -> int:
-    """Bytes that a flag gives; empty: 0. Raises ConfigError."""
-    try:
-        return int(quantity("B")(text)) if text else 0
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"{flag} is {error}") from error
 
 
 @app.command()
@@ -293,6 +298,7 @@ app.command("run")(run_model)
 app.command("ps")(list_running)
 app.command("pull")(pull_files)
 app.command("rm")(remove_model)
+app.command("mirror")(mirror_hub)
 
 
 def main() -> None:

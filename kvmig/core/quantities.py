@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Callable
 
+from kvmig.core.errors import ConfigError
+
 _STEPS = {"K": 1, "M": 2, "G": 3, "T": 4}
 UNITS = {
     "B": 1.0,
@@ -35,6 +37,14 @@ def quantity(unit: str) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def bytes_of(flag: str, text: str) -> int:
+    """Bytes that a flag gives; empty: 0. Raises ConfigError."""
+    try:
+        return int(quantity("B")(text)) if text else 0
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{flag} is {error}") from error
 
 
 def size_text(count: float) -> str:

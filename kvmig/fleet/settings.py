@@ -40,6 +40,10 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     files_bytes: int = 0
     """Bytes of the disk that fetched files of models may take; files that are neither used nor
     pinned go for others. 0: no limit."""
+    hub_port: int = 0
+    """Port of the fleet's mirror of the hub, on this host alone; 0: it has none."""
+    hub_bytes: int = 0
+    """Bytes of the disk that the mirror's files may take; 0: no limit."""
     catalogue: str = ""
     """File, with its whole path, or URL of known models; empty: the list that comes with kvmig."""
     gpu_placement: Strategy = "spread"
@@ -127,6 +131,8 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
     """Returns them unchanged. Raises ConfigError with the flag, its value and what is allowed."""
     for flag, value, least, most in (
         ("--port", settings.port, 1, 65535),
+        ("--hub-port", settings.hub_port, 0, 65535),
+        ("--hub-disk", settings.hub_bytes, 0, 1 << 60),
         ("--proxies", settings.proxies, 1, 64),
         ("--threads", settings.threads, 1, 4096),
         ("--memory", settings.memory, 0, 1 << 50),

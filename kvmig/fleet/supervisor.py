@@ -45,6 +45,7 @@ from kvmig.fleet.orders import (
     order_of,
 )
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
+from kvmig.mirror.settings import MirrorSettings
 from kvmig.process.child import quiet, say
 from kvmig.process.fork_server import (
     HANDED,
@@ -75,6 +76,7 @@ UNIT = "kvmig.sharing.__main__"
 BEATS = "--heartbeat-descriptor"
 """Flag of a deployment: the descriptor's number follows as the last word."""
 SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
+MIRROR, HUB_HOST = "kvmig.mirror.__main__", "127.0.0.1"
 READY_S = 60.0
 """Timeout of the start of the server or a proxy."""
 NURSERY_S = 120.0
@@ -104,8 +106,13 @@ def up(settings: FleetSettings) -> int:
     quiet("init")
     raise_open_files()
     make_folders(settings)
-    with only_one(settings), take_port(settings.host, settings.port) as sock:
-        return asyncio.run(FleetSupervisor(settings, sock).run())
+    with contextlib.ExitStack() as held:
+        held.enter_context(only_one(settings))
+        sock = held.enter_context(take_port(settings.host, settings.port))
+        hub = None
+        if settings.hub_port:
+            hub = held.enter_context(take_port(HUB_HOST, settings.hub_port, "--hub-port"))
+        return asyncio.run(FleetSupervisor(settings, sock, hub).run())
 
 
 @contextlib.contextmanager
@@ -294,10 +301,14 @@ def environment_of(settings: FleetSettings) -> dict[str, str]:
 class FleetSupervisor:
     """Make it, then `run` it inside an event loop."""
 
-    def __init__(self, settings: FleetSettings, sock: socket.socket) -> None:
-        """sock: listening; where clients connect to."""
+    def __init__(
+        self, settings: FleetSettings, sock: socket.socket, hub: socket.socket | None = None
+    ) -> None:
+        """sock: listening; where clients connect to. hub: the same for the mirror; None: there is
+        none."""
         self._settings = settings
         self._sock = sock
+        self._hub = hub
         self._nurseries = ForkServers(settings)
         self._forks: ForkServerClient | None = None
         """Fork server of the server and the proxies."""
@@ -318,6 +329,9 @@ class FleetSupervisor:
             KeptChild(f"proxy {number}", partial(self._begin_proxy, number), READY_S)
             for number in range(self._settings.proxies)
         ]
+        if self._hub is not None:
+            begin = partial(self._begin_mirror, self._hub)
+            proxies.append(KeptChild("the mirror", begin, READY_S))
         self._task(keep_running(self._turn_logs, "logs"), "logs")
         self._task(keep_running(self._nurseries.watch, "nurseries"), "nurseries")
         try:
@@ -326,6 +340,8 @@ class FleetSupervisor:
             host, port = self._sock.getsockname()[:2]
             url = f"{self._settings.scheme}://{host}:{port}"
             say(f"serving on {url}, files are in {self._settings.data}")
+            if self._settings.hub_port:
+                say(f"a mirror of the hub: HF_ENDPOINT=http://{HUB_HOST}:{self._settings.hub_port}")
             self._task(keep_running(notify_manager, "signs of life"), "signs of life")
             await self._stop.wait()
             return 0
@@ -399,6 +415,16 @@ class FleetSupervisor:
         )
         spawn = partial(self._fork, PROXY, (self._sock.fileno(), heartbeat))
         return await ChildProcess.start("a proxy", spawn, launch)
+
+    async def _begin_mirror(self, hub: socket.socket, heartbeat: int) -> ChildProcess:
+        launch = MirrorSettings(
+            folder=str(self._settings.path("mirror")),
+            host=HUB_HOST,
+            port=self._settings.hub_port,
+            most_bytes=self._settings.hub_bytes,
+        )
+        spawn = partial(self._fork, MIRROR, (hub.fileno(), heartbeat))
+        return await ChildProcess.start("the mirror", spawn, launch)
 
     async def _fork(
         self, module: str, descriptors: Sequence[int], stdin: int, announced: int

@@ -13,8 +13,9 @@ from kvmig.core.config import SEND_BYTES
 from kvmig.core.errors import ConfigError
 
 
-def take_port(host: str | None, port: int) -> socket.socket:
-    """Bind `host`:`port`, before anything slow starts. Raises ConfigError naming both."""
+def take_port(host: str | None, port: int, flag: str = "--port") -> socket.socket:
+    """Bind `host`:`port`, before anything slow starts. Raises ConfigError naming both, and the flag
+    that gave the port."""
     address = host or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -26,7 +27,7 @@ def take_port(host: str | None, port: int) -> socket.socket:
         sock.listen(1024)
     except (OSError, OverflowError) as error:
         sock.close()
-        raise ConfigError(f"--port {port} on {address} can't be used: {error}") from error
+        raise ConfigError(f"{flag} {port} on {address} can't be used: {error}") from error
     return sock
 
 

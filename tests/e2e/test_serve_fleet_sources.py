@@ -15,13 +15,15 @@ import httpx
 import pytest
 
 from tests.support.fleets import PATH, ToyFleet, ask, counted, ended, kill
+from tests.support.mirrors import free_port
 from tests.support.model_hub import ModelHub, small_model
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
 NAME = "Org/Small-1B"
 SOURCE = f"hf:{NAME}"
+HUB_PORT = free_port()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def fleet(hub: ModelHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_ENDPOINT", hub.url)
         patched.setenv("HF_HUB_OFFLINE", "0")
-        with ToyFleet(tmp_path_factory.mktemp("fleet")) as made:
+        with ToyFleet(tmp_path_factory.mktemp("fleet"), f"--hub-port={HUB_PORT}") as made:
             yield made
 
 
@@ -123,6 +125,21 @@ def test_a_model_that_its_hub_does_not_have_fails_with_the_hubs_reason(fleet: To
     assert "has no model Org/None" in answer.json()["error"]["message"]
     assert near.json()["error"]["message"] == "no model 'nonne'; near it: none"
     assert kvmig(fleet, "rm", "none").returncode == 0
+
+
+def test_the_fleets_mirror_serves_this_hosts_programs_and_comes_back_when_it_is_killed(
+    fleet: ToyFleet, hub: ModelHub
+) -> None:
+    hub.add("Org/Mirrored", small_model(100_000))
+    url = f"http://127.0.0.1:{HUB_PORT}/Org/Mirrored/resolve/main/model.safetensors"
+    wanted = small_model(100_000)["model.safetensors"]
+    assert httpx.get(url, timeout=30).content == wanted
+    sent = hub.sent
+    (mirror,) = fleet.processes("kvmig.mirror.__main__")
+    kill(mirror)
+    wait_until(lambda: fleet.processes("kvmig.mirror.__main__") not in ([], [mirror]))
+    assert httpx.get(url, timeout=30).content == wanted
+    assert hub.sent == sent
 
 
 COUNT = Path(__file__).parents[2] / "kvmig" / "models" / "count"

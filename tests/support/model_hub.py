@@ -51,6 +51,8 @@ class HubFaults:
     """Bytes after which the next answers with a file break off, in order."""
     other_bytes: dict[str, bytes] = field(default_factory=dict)
     """What comes in place of a file's own bytes."""
+    once: dict[str, list[bytes]] = field(default_factory=dict)
+    """The same for the next answers, in order."""
     pause_s: float = 0.0
     """Before each piece of a file."""
     held: threading.Event = field(default_factory=threading.Event)
@@ -74,6 +76,8 @@ class ModelHub:
         """Method, path and range of each call."""
         self.sent = 0
         """Bytes of files."""
+        self.page = 1000
+        """Entries of a page of a tree."""
         self.leaked = 0
         """Calls at the other origin with a token."""
         hub = self
@@ -148,6 +152,8 @@ class HubHandler(BaseHTTPRequestHandler):
             model, name = self.hub.models["/".join(words[4:6])], asked["FilePath"][0]
             data = model.commits[model.newest][name]
             self._send(data, hashlib.md5(data).hexdigest(), name)
+        elif words[:2] == ["api", "models"] and "tree" in words:
+            self._tree(words)
         elif words[:2] == ["api", "models"]:
             self._list(words)
         elif "resolve" in words:
@@ -191,6 +197,28 @@ class HubHandler(BaseHTTPRequestHandler):
         body = {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}
         self._say(200, {"content-type": "application/json"}, json.dumps(body).encode())
 
+    def _tree(self, words: list[str]) -> None:
+        """A list in pages, and the hashes by which clients of today would fetch files elsewhere."""
+        at = words.index("tree")
+        model = self._model("/".join(words[2:at]))
+        if model is None:
+            return
+        commit = model.newest if words[at + 1] == "main" else words[at + 1]
+        asked = parse_qs(urlsplit(self.path).query)
+        begin = int(asked.get("cursor", ["0"])[0])
+        files = list(model.commits[commit].items())
+        page = files[begin : begin + self.hub.page]
+        body = [
+            {"type": "file", "path": name, "size": len(data), "oid": git_digest(data),
+             "xetHash": "0" * 64, **tree_entry(name, data)}
+            for name, data in page
+        ]  # fmt: skip
+        headers = {"content-type": "application/json"}
+        if begin + self.hub.page < len(files):
+            own = f"{self.hub.url}{urlsplit(self.path).path}"
+            headers["link"] = f'<{own}?recursive=true&cursor={begin + self.hub.page}>; rel="next"'
+        self._say(200, headers, json.dumps(body).encode())
+
     def _resolve(self, words: list[str]) -> None:
         at = words.index("resolve")
         model = self._model("/".join(words[:at]))
@@ -214,6 +242,7 @@ class HubHandler(BaseHTTPRequestHandler):
             self._send(data, git_digest(data), name, own)
             return
         digest = hashlib.sha256(data).hexdigest()
+        own |= {"x-xet-hash": digest, "link": '</api/xet>; rel="xet-auth"'}
         own |= {"x-linked-etag": f'"{digest}"', "x-linked-size": str(len(data))}
         there = f"http://localhost:{self.hub.port}/cdn/{digest}/{name}"
         own["location"] = self.hub.faults.leads_to or there
@@ -254,6 +283,8 @@ class HubHandler(BaseHTTPRequestHandler):
         ranged = self.headers.get("range", "") if same else ""
         first, _, last = ranged.removeprefix("bytes=").partition("-")
         begin = int(first or 0)
+        once = faults.once.get(name)
+        data = once.pop(0) if once and self.command == "GET" else data
         data = faults.other_bytes.get(name, data)[begin : int(last) + 1 if last else None]
         self.send_response(206 if ranged else 200)
         for key, value in (own or {}).items():
@@ -286,6 +317,14 @@ class HubHandler(BaseHTTPRequestHandler):
 
 def is_large(name: str) -> bool:
     return name.endswith((".safetensors", ".bin", ".gguf"))
+
+
+def tree_entry(name: str, data: bytes) -> dict[str, Any]:
+    """What a tree says of a large file."""
+    if not is_large(name):
+        return {}
+    lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+    return {"lfs": lfs}
 
 
 def sibling(name: str, data: bytes) -> dict[str, Any]:
