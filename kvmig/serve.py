@@ -164,7 +164,7 @@ def serve(
     config, argv = front.config, front.engine_argv
     args = kind.parse(argv)
     planned = shapes_of(args, argv, own, planned_instances(config), kind.parse)
-    config = in_units(config, unit_tokens(planned), kind)
+    config = in_units(config, unit_tokens(planned, config.migration.mixed_shapes), kind)
     shared: InstanceUnits | None = None
     if config.unit is not None:
         config, shared = joining(config, config.unit, args)
@@ -320,9 +320,9 @@ def listening(uds: str, args: Namespace) -> Iterator[socket.socket]:
 def in_units(config: ClusterConfig, tokens: int, kind: EnginePlugin) -> ClusterConfig:
     """Let instances exchange units of tokens; 0: blocks. Raises ConfigError."""
     if tokens and not kind.takes_units:
+        flag = "--mixed-shapes" if config.migration.mixed_shapes else "--instance-flags"
         raise ConfigError(
-            "--instance-flags: --block-size must be the same for all instances with"
-            f" --engine {config.engine}"
+            f"{flag}: --block-size must be the same for all instances with --engine {config.engine}"
         )
     migration = msgspec.structs.replace(config.migration, unit_tokens=tokens)
     return msgspec.structs.replace(config, migration=migration)

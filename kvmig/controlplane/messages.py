@@ -241,7 +241,8 @@ class AddInstances(RpcMessage, frozen=True, tag=True):
 
     tree: as in RestartInstances; None: that of most of the others. gpus: ids of those that each
     runs on, as CUDA_VISIBLE_DEVICES has them; none: the launcher chooses. unit: name of where they
-    are in a placement.
+    are in a placement. decode_share: percent of the device for their steps with decodes only; 0: as
+    --unit-shares has it.
     """
 
     call_id: int
@@ -250,6 +251,7 @@ class AddInstances(RpcMessage, frozen=True, tag=True):
     tree: str | None = None
     gpus: tuple[str, ...] = ()
     unit: str = ""
+    decode_share: int = 0
 
 
 class DrainInstance(RpcMessage, frozen=True, tag=True):

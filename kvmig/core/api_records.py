@@ -32,6 +32,13 @@ class UnitMemory(msgspec.Struct, frozen=True, kw_only=True):
     wanted_bytes: Annotated[int, Meta(description="By all its requests, those that wait, too.")] = 0
     guarantee_bytes: Annotated[int, Meta(description="What it gets back whenever it wants it.")]
     connected: Annotated[bool, Meta(description="Whether the unit's agent is there.")] = False
+    decode_share: Annotated[
+        int,
+        Meta(
+            description="Percent of the device for its steps with decodes only; 0: steps don't ask"
+            " (--unit-shares)."
+        ),
+    ] = 0
 
 
 class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,6 +66,8 @@ class MigrationConfig(msgspec.Struct, frozen=True, kw_only=True):
     unit_tokens: int = 0
     """Size in tokens of the sub-blocks that instances with different layouts exchange; 0: all
     layouts are equal and instances exchange blocks."""
+    mixed_shapes: bool = False
+    """Whether instances that come later may have another block size or number of workers."""
     transport: Transport = "auto"
     trust_network: bool = False
     """Whether transports without encryption and authentication are allowed."""
@@ -232,10 +234,14 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     """The model's name in the unit."""
 
-    def config_for(self, instance: str, place: str) -> UnitConfig:
-        """Return the config of one instance. place: its unit in a placement."""
+    def config_for(self, instance: str, place: str, decode_parts: int = 0) -> UnitConfig:
+        """Return the config of one instance. place: its unit in a placement. decode_parts: tenths
+        of the device for its steps with decodes only; 0: those of all."""
         path = self.paths.get(instance) or self.paths.get(place, self.path)
-        return msgspec.structs.replace(self, path=path, paths={})
+        shares = self.shares
+        if shares is not None and decode_parts:
+            shares = shares[0], decode_parts
+        return msgspec.structs.replace(self, path=path, paths={}, shares=shares)
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):

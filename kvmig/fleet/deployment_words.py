@@ -64,6 +64,11 @@ def gpu_words(
     if claim is None:
         return []
     own = [f"--instance-gpus=i{at}: {','.join(gpus)}" for at, gpus in enumerate(places)]
+    own += [
+        f"--instance-flags=i{at}: --tensor-parallel-size={len(gpus)}"
+        for at, gpus in enumerate(places)
+        if len(gpus) != spec.workers
+    ]
     if claim.share and spec.engine == "vllm":
         own.append(f"{SHARE_FLAG}={claim.share:.4f}")
     if spec.warm == "parked" and spec.engine == "vllm":

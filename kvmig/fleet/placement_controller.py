@@ -45,6 +45,8 @@ LINES = 100
 
 log = logging.getLogger(__name__)
 
+MIXED = "--mixed-shapes"
+"""The flag with which a model's instances may have different numbers of workers."""
 State = Literal["none", "running", "reached", "failed"]
 
 
@@ -179,11 +181,13 @@ class PlacementController:
                 raise ConfigError(f"{where}: gpus has {gpu}, allowed are {there}") from None
         for one in unit.models if unit.gpus else ():
             model = self._models.shown(one.name)
-            workers = len(unit.gpus) if model is None else model.wanted.spec.workers
+            if model is None or MIXED in model.wanted.spec.flags:
+                continue
+            workers = model.wanted.spec.workers
             if workers != len(unit.gpus):
                 raise ConfigError(
                     f"{where}: gpus has {len(unit.gpus)}, must have {workers}, one for each worker"
-                    f" of model {one.name}"
+                    f" of model {one.name}, or the model needs {MIXED} among its flags"
                 )
 
     async def _adopting(self, placement: Placement) -> DesiredPlacement:

@@ -156,7 +156,13 @@ def instances_api(
         wanted = body or AddBody()
         names = await launcher.order(
             lambda call_id: AddInstances(
-                call_id, wanted.count, wanted.flags, wanted.vllm, tuple(wanted.gpus), wanted.unit
+                call_id,
+                wanted.count,
+                wanted.flags,
+                wanted.vllm,
+                tuple(wanted.gpus),
+                wanted.unit,
+                wanted.decode_share or 0,
             )
         )
         deadline = asyncio.get_running_loop().time() + wait_s
@@ -273,6 +279,14 @@ class AddBody(StrictBody):
         default="",
         max_length=200,
         description="Name of where they are in a placement; rows show it.",
+    )
+    decode_share: int | None = Field(
+        default=None,
+        ge=10,
+        le=100,
+        multiple_of=10,
+        description="Percent of the device for their steps with decodes only; null: as "
+        "--unit-shares has it.",
     )
 
 

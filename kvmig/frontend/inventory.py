@@ -55,6 +55,7 @@ def _unit_memory(shared: InUnit) -> UnitMemory:
         wanted_bytes=shared.wanted,
         guarantee_bytes=shared.guarantee,
         connected=shared.connected,
+        decode_share=10 * shared.decode_parts,
     )
 
 

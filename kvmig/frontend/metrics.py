@@ -231,7 +231,7 @@ _OF_UNIT = {
     "used": ("kvmig_unit_used_bytes", "KV cache of its unit that running requests hold."),
     "connected": ("kvmig_unit_connected", "1 while its unit's agent is there, else 0."),
 }
-assert {*_OF_UNIT, "asked"} == set(InUnit.__struct_fields__)
+assert {*_OF_UNIT, "asked", "decode_parts"} == set(InUnit.__struct_fields__)
 assert _GAUGES.keys() <= set(InstanceRow.__struct_fields__)
 
 

@@ -120,6 +120,13 @@ class InstanceManager:
         """Start instances; their names, which nothing else has now. Raises OrderRefused."""
         if order.count < 1:
             raise OrderRefused("invalid", f"count is {order.count}, must be 1 or more")
+        unit = self._config.unit
+        if order.decode_share and (unit is None or unit.shares is None):
+            raise OrderRefused(
+                "invalid",
+                f"decode_share is {order.decode_share}, must be left out: the server has no"
+                " --unit-shares",
+            )
         most = self._config.lifecycle.max_instances
         taken = self._instances.keys() | self._leaving.keys()
         free = [name for name in map(instance_name, range(most)) if name not in taken]
@@ -144,7 +151,8 @@ class InstanceManager:
         except StartupError as error:
             raise OrderRefused("conflict", str(error)) from error
         for name, shape in zip(free, shapes, strict=True):
-            instance = self._begin(name, shape, order.gpus, order.unit)
+            parts = order.decode_share // 10
+            instance = self._begin(name, shape, order.gpus, order.unit, parts)
             instance.first_start.add_done_callback(self._say_failure)
         self.changed()
         return tuple(free)
@@ -300,11 +308,17 @@ class InstanceManager:
         return PlannedInstance(name, shape.workers, [*self._shapes.argv, *shape.own], unit)
 
     def _begin(
-        self, name: str, shape: InstanceShape, gpus: tuple[str, ...] = (), unit: str = ""
+        self,
+        name: str,
+        shape: InstanceShape,
+        gpus: tuple[str, ...] = (),
+        unit: str = "",
+        decode_parts: int = 0,
     ) -> ManagedInstance:
         config = self._config
         if config.unit is not None:
-            config = msgspec.structs.replace(config, unit=config.unit.config_for(name, unit))
+            own = config.unit.config_for(name, unit, decode_parts)
+            config = msgspec.structs.replace(config, unit=own)
         launch = LlumletLaunch(
             cluster=self._name,
             instance=name,

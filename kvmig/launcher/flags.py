@@ -584,6 +584,12 @@ def _add_faults(root: FlagParser) -> None:
 
 def _add_migration(root: FlagParser) -> None:
     group = _Group(root, "migration", MigrationConfig())
+    group.add(
+        "--mixed-shapes",
+        "mixed_shapes",
+        "let instances that are added later have another --tensor-parallel-size or --block-size:"
+        " instances exchange blocks of a common size",
+    )
     group.add("--transport", "transport", f"transport of KV blocks: {', '.join(TRANSPORTS)}")
     group.add(
         "--trust-network",

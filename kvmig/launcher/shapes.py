@@ -140,12 +140,12 @@ def shapes_of(
     return shapes
 
 
-def unit_tokens(shapes: Sequence[InstanceShape]) -> int:
+def unit_tokens(shapes: Sequence[InstanceShape], mixed: bool = False) -> int:
     """Tokens that instances of these shapes can exchange at a time; 0 if they are all alike.
 
-    Example: blocks of 32 and of 48 tokens: 16.
+    mixed: instances of other shapes may come. Example: blocks of 32 and of 48 tokens: 16.
     """
-    if len({(shape.workers, shape.block_tokens) for shape in shapes}) <= 1:
+    if not mixed and len({(shape.workers, shape.block_tokens) for shape in shapes}) <= 1:
         return 0
     return math.gcd(*(shape.block_tokens or USUAL_BLOCK_TOKENS for shape in shapes))
 

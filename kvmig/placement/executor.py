@@ -30,6 +30,7 @@ from kvmig.placement.file import Placement, read
 from kvmig.placement.learned import LearnedMigration, as_many_as, drains, mean, requests_s, step_s
 from kvmig.placement.moves import Leases, PlanRefused, PlanStep, PlanWave, Slot, placed, plan
 from kvmig.placement.observed import ObservedPlacement, check, leaving, observed, unfinished
+from kvmig.placement.starts import InstanceStart, own_flags, tenths
 from kvmig.placement.told import wave_to_text, way_to_text
 
 ADMIN = "/kvmig/v1"
@@ -115,9 +116,9 @@ class DeploymentClient:
         answer = await self._answer("GET", "/metrics")
         return None if answer.is_error else step_s(answer.text)
 
-    async def start(self, unit: str, gpus: Sequence[str]) -> None:
+    async def start(self, start: InstanceStart) -> None:
         """Raises ReplaceFailed with the deployment's own sentence."""
-        await self._ask("POST", "/instances", json={"unit": unit, "gpus": list(gpus)})
+        await self._ask("POST", "/instances", json=msgspec.to_builtins(start))
 
     async def drain_instance(self, instance: str, *, last: bool = False, now: bool = False) -> None:
         """Drain it and end it. Raises ReplaceFailed with the deployment's own sentence."""
@@ -183,6 +184,8 @@ class PlacementExecutor:
         self._tell = tell
         self._gpus = {one.called: [str(gpu) for gpu in one.gpus] for one in placement.units}
         self._target: Leases | None = None
+        self._shares: dict[Slot, float] = {}
+        """Shares of the SMs for steps with decodes only, with which instances start."""
         self._moved: dict[str, list[LearnedMigration]] = {}
         """The last migrations of each deployment, as of the last plan."""
         self.emptied_s: list[float] = []
@@ -233,9 +236,11 @@ class PlacementExecutor:
             drain_s=mean(self.emptied_s, settings.drain_s), bandwidth=settings.bandwidth
         )
         if self._target is None:  # once: units that are alike keep the names they get here
-            wanted = self._placement.leases()  # shares are said at the start, by no order
-            target = {slot: lease._replace(share=1.0) for slot, lease in wanted.items()}
-            self._target = target if self._by_name else placed(site, seen.leases, target)
+            wanted = self._placement.leases()
+            named = wanted if self._by_name else placed(site, seen.leases, wanted)
+            self._shares = {slot: lease.share for slot, lease in named.items()}
+            # An instance has the share that it was started with: no order changes it.
+            self._target = {slot: lease._replace(share=1.0) for slot, lease in named.items()}
         waves = plan(site, seen.leases, self._target)
         if isinstance(waves, PlanRefused):
             raise (ReplaceFailed if self.done else ConfigError)(waves.why)
@@ -281,7 +286,11 @@ class PlacementExecutor:
         at = self._deployments[step.model]
         match step.kind:
             case "start":
-                await at.start(step.unit, self._gpus[step.unit])
+                share = self._shares.get((step.model, step.unit), 1.0)
+                asks = any(one.decode_share for one in seen.sharing(step.model))
+                gpus = self._gpus[step.unit]
+                own = own_flags(self._placement, step.model, len(gpus), step.quota)
+                await at.start(InstanceStart(step.unit, gpus, own, tenths(share) if asks else None))
             case "drain" | "gap":
                 instance = seen.instances[step.model, step.unit]
                 await at.drain_instance(instance, last=step.kind == "gap")

@@ -70,6 +70,11 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The name that instances are given."""
         return self.name or f"{self.node}:{','.join(map(str, self.gpus))}"
 
+    @property
+    def size(self) -> int:
+        """GPUs on which its models run; the host's CPUs count as one."""
+        return max(1, len(self.gpus))
+
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All units, also empty ones."""
@@ -220,10 +225,9 @@ def _check_model(one: PlacedModel, unit: PlacedUnit, where: str) -> None:
         raise ConfigError(
             f"{where}: kv_bytes is {one.kv_bytes}, must be {one.floor_bytes} (floor_bytes) or more"
         )
-    if one.tp is not None and one.tp != max(1, len(unit.gpus)):
+    if one.tp is not None and one.tp != unit.size:
         raise ConfigError(
-            f"{where}: tp is {one.tp}, must be {max(1, len(unit.gpus))}: a model runs on all GPUs "
-            "of its unit"
+            f"{where}: tp is {one.tp}, must be {unit.size}: a model runs on all GPUs of its unit"
         )
 
 
@@ -333,16 +337,16 @@ def plan_of(placement: Placement, estimator: Estimator, where_: str) -> Plan:
                 )
             llm = estimator.models[index[one.name]]
             cost = device.models[llm.model]
-            if cost.cost_on(len(unit.gpus)) is None:
+            if cost.cost_on(unit.size) is None:
                 sizes = ", ".join(map(str, cost.sizes))
                 raise ConfigError(
-                    f"{where_}: unit {unit.called}: gpus are {len(unit.gpus)}, {llm.model} runs on "
+                    f"{where_}: unit {unit.called}: gpus are {unit.size}, {llm.model} runs on "
                     f"{sizes}"
                 )
             if not one.rate:
                 raise ConfigError(f"{where_}: unit {unit.called}: model {one.name} needs a rate")
             members.append(PlacedInstance(index[one.name], llm.rate * one.rate / total[one.name]))
-        units.append(PlannedUnit(len(unit.gpus), tuple(sorted(members))))
+        units.append(PlannedUnit(unit.size, tuple(sorted(members))))
     for unit, planned in zip(placement.units, units, strict=True):
         if estimator.unit(planned) is None:
             raise ConfigError(f"{where_}: unit {unit.called}: its models don't fit on its GPUs")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvmig.core.api_records import InstanceRow, RequestRow
+from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
 from kvmig.core.errors import ConfigError
 from kvmig.placement.file import PlacedModel, Placement
 from kvmig.placement.moves import PlacedLease, PlanStep, Slot
@@ -31,6 +31,12 @@ class ObservedPlacement(NamedTuple):
     """Why nothing can be planned yet; empty: something can."""
     requests: dict[Slot, int]
     """Requests that run or wait on each instance."""
+    shared: dict[Slot, UnitMemory]
+    """What each instance reports of a unit whose KV cache it shares."""
+
+    def sharing(self, model: str) -> list[UnitMemory]:
+        """The same of one model's instances."""
+        return [memory for slot, memory in self.shared.items() if slot[0] == model]
 
 
 def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
@@ -45,13 +51,19 @@ def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
     for name in deployments:
         if name not in models:
             raise ConfigError(f"{where}: deployment {name} has no place, must have one at least")
+    for unit in placement.units:
+        if unit.gpus and unit.node:
+            raise ConfigError(
+                f"{where}: unit {unit.called}: node is {unit.node}, must be 0: instances get GPUs"
+                " of one host"
+            )
     for unit in () if placement.elastic else placement.units:
-        for one in unit.models:
+        for one in () if unit.gpus else unit.models:
             if one.kv_bytes != models[one.name].kv_bytes:
                 raise ConfigError(
                     f"{where}: model {one.name}: kv_bytes is {one.kv_bytes} in unit {unit.called}, "
                     f"must be {models[one.name].kv_bytes}, as before: where units have no agents "
-                    "(arena_bytes), instances have one size"
+                    "(arena_bytes) and no GPUs, instances have one size"
                 )
 
 
@@ -138,8 +150,10 @@ class _UnitSearch:
 
 def observed(placement: Placement, rows: Rows) -> ObservedPlacement:
     """The place of each instance. Raises ConfigError for one whose place isn't of the placement."""
-    models, units = placement.models(), [one.called for one in placement.units]
-    found = ObservedPlacement({}, {}, [], "", {})
+    units = [one.called for one in placement.units]
+    usual = placement.models()
+    models = {(one.name, unit.called): one for unit in placement.units for one in unit.models}
+    found = ObservedPlacement({}, {}, [], "", {}, {})
     unsettled: list[str] = []
     for name, listed in rows.items():
         for row in listed:
@@ -165,7 +179,10 @@ def observed(placement: Placement, rows: Rows) -> ObservedPlacement:
                 )
             found.instances[slot] = row.id
             found.requests[slot] = row.running + row.waiting
-            found.leases[slot] = _lease(row, models[name], elastic=placement.elastic)
+            if row.shared is not None:
+                found.shared[slot] = row.shared
+            placed = models.get(slot, usual[name])
+            found.leases[slot] = _lease(row, placed, elastic=placement.elastic)
             if row.state != "serving":
                 why = f" ({row.detail})" if row.detail else ""
                 unsettled.append(f"instance {row.id} of {name} is {row.state}{why}")

@@ -152,6 +152,7 @@ class UnitMember:
             connected=self.connected,
             used=use.used,
             asked=self._claim.guarantee,
+            decode_parts=0 if self._shares is None else self._shares.decode,
         )
 
     def close(self) -> None:

@@ -171,3 +171,5 @@ class InUnit(msgspec.Struct, frozen=True):
     """Bytes that running requests hold."""
     asked: int | None = None
     """The guarantee that it was ordered to ask for; 0: a fair part. None: an older llumlet's."""
+    decode_parts: int = 0
+    """Tenths of the device for its steps with decodes only; 0: its steps don't ask."""

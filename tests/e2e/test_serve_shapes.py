@@ -64,6 +64,26 @@ async def test_a_call_moves_between_shapes_as_if_there_were_one(mixed: Served) -
     assert_server_is_empty(mixed)
 
 
+async def test_an_instance_of_two_workers_is_added_to_one_of_one_worker(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    flags = [*SMALL, *PATIENT, "--instances=1", "--max-instances=2", NEVER_BY_ITSELF]
+    flags += ["--mixed-shapes", "--inexact-moves", "--shutdown-timeout=5"]
+    with Served(flags, nursery=nursery, log=tmp_path / "log") as served:
+        order = {"flags": "--tensor-parallel-size=2"}
+        async with httpx.AsyncClient(timeout=2 * PATIENCE_S) as client:
+            added = await client.post(
+                f"{served.url}/kvmig/v1/instances", json=order, params={"wait_s": PATIENCE_S}
+            )
+        assert [row["state"] for row in added.json()["data"]] == ["serving"], added.text
+        body = count_from(17, 1200)
+        moved, reports = await run_moved(served, PATH, body, at=(100, 250))
+        assert [report["state"] for report in reports] == ["committed"] * 2, reports
+        counted(moved, 17)
+        footprint = Footprint.of(served)
+    footprint.assert_gone(PATIENCE_S)
+
+
 async def test_instances_count_in_the_same_blocks(mixed: Served) -> None:
     totals = {row["id"]: row["blocks_total"] for row in mixed.get("instances")}
 

@@ -186,6 +186,7 @@ def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_th
         Served(flags("a"), nursery=nursery, log=tmp_path / "a") as a,
         Served(flags("b"), nursery=nursery, log=tmp_path / "b") as b,
     ):
+        assert [row["shared"]["decode_share"] for row in a.get("instances")] == [40]
         for one in agent.unit().shares:
             assert one.lease == pytest.approx(ARENA / 2, abs=MIB)
         told = httpx.get(f"{a.url}/metrics", timeout=30).text

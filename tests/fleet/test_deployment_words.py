@@ -23,3 +23,13 @@ def test_no_other_has_vllm_make_its_memory_for_that() -> None:
     ):
         assert SLEEP not in gpu_words(other, CLAIM, [["0"]])
     assert gpu_words(ModelSpec(name="a", source="path:/a", warm="parked"), None, []) == []
+
+
+def test_a_first_instance_has_as_many_workers_as_its_unit_has_gpus() -> None:
+    mixed = ModelSpec(name="a", source="path:/a", flags=("--mixed-shapes",))
+    own = gpu_words(mixed, CLAIM, [["0"], ["1", "2"]])
+    assert own[:3] == [
+        "--instance-gpus=i0: 0",
+        "--instance-gpus=i1: 1,2",
+        "--instance-flags=i1: --tensor-parallel-size=2",
+    ]

@@ -88,7 +88,7 @@ async def test_an_instance_of_a_unit_shows_what_it_has_of_it() -> None:
         (row, _) = (await client.get("/instances")).json()["data"]
         assert row["shared"] == {
             "lease_bytes": 300, "used_bytes": 200, "wanted_bytes": 500, "guarantee_bytes": 400,
-            "connected": True,
+            "connected": True, "decode_share": 0,
         }  # fmt: skip
 
 

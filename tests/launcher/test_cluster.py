@@ -203,7 +203,7 @@ class Told:
 class World:
     """A cluster with its control socket and one front end."""
 
-    def __init__(self, lifecycle: LifecycleConfig) -> None:
+    def __init__(self, lifecycle: LifecycleConfig, shares: tuple[int, int] | None = None) -> None:
         def parse(argv: list[str]) -> Namespace:
             if "--bug" in argv:
                 raise KeyError("bug")
@@ -214,7 +214,7 @@ class World:
 
         self.launcher = FakeLauncher()
         self.said: list[str] = []
-        unit = UnitConfig(path="unit", guarantee=400, model="m")
+        unit = UnitConfig(path="unit", guarantee=400, model="m", shares=shares)
         config = ClusterConfig(lifecycle=lifecycle, unit=unit)
 
         def check_tree(folder: str) -> str:
@@ -242,9 +242,9 @@ class World:
 
 
 @asynccontextmanager
-async def world(**lifecycle: float) -> AsyncIterator[World]:
-    """i0 and i1 serve; at the end no process is left."""
-    it = World(LifecycleConfig(**lifecycle))  # type: ignore[arg-type]
+async def world(shares: tuple[int, int] | None = None, **lifecycle: float) -> AsyncIterator[World]:
+    """i0 and i1 serve; at the end no process is left. shares: of their unit."""
+    it = World(LifecycleConfig(**lifecycle), shares)  # type: ignore[arg-type]
     try:
         with (
             mock.patch.object(cluster, "say", it.said.append),
@@ -295,6 +295,10 @@ async def test_an_instance_keeps_its_place_in_a_placement_when_it_starts_again()
         (AddInstances(0, 1, "--block-size 64"), "--block-size is 64 with 1 workers, must be left"),
         (DrainInstance(0, "i7"), "there is no instance i7, only i0, i1"),
         (DrainInstance(0, "i0", -1.0), "deadline_s is -1, must be 0 or more"),
+        (
+            AddInstances(0, 1, decode_share=40),
+            "decode_share is 40, must be left out: the server has no --unit-shares",
+        ),
         (StopDrain(0, "i0"), "instance i0 is serving, not draining"),
     ],
 )
@@ -390,6 +394,20 @@ async def test_one_that_dies_is_started_again_under_its_name() -> None:
         await it.hears(i0="serving", i1="serving")
         assert it.front.members[0].endpoint != before
         assert "instance i0 is gone (killed by SIGKILL), again in 0.5 s" in it.said
+
+
+async def test_an_instance_keeps_the_share_with_which_it_was_ordered() -> None:
+    def shares(process: Process) -> tuple[int, int] | None:
+        unit = process.launch.config.unit
+        return None if unit is None else unit.shares
+
+    async with world((8, 6), max_instances=3) as it:
+        await it.link.order(lambda number: AddInstances(number, decode_share=40))
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        assert [shares(one) for one in it.launcher.starts] == [(8, 6), (8, 6), (8, 4)]
+        it.launcher.process("i2").die()
+        await until(lambda: len(it.launcher.starts) == 4)
+        assert shares(it.launcher.process("i2")) == (8, 4)
 
 
 async def asks(it: World, name: str, size: int) -> None:

@@ -12,6 +12,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.launcher.shapes import (
     EngineTrees,
     InstanceShape,
+    InstanceShapes,
     own_flags,
     own_gpus,
     own_trees,
@@ -133,6 +134,18 @@ def test_instances_are_given_their_gpus() -> None:
 def test_gpus_that_no_instance_can_have_are_refused(given_: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         own_gpus([given_], 2)
+
+
+def test_an_instance_with_more_workers_comes_later_only_where_shapes_may_be_mixed() -> None:
+    argv = ["MODEL", "--block-size=32"]
+    started = shapes_of(parse(argv), argv, {}, 2, parse)
+    assert unit_tokens(started) == 0
+    assert unit_tokens(started, mixed=True) == 32
+    alike = InstanceShapes(argv, {}, started, 0, parse)
+    with pytest.raises(ConfigError, match="with 2 workers, must be 32 with 1 workers"):
+        alike.shape_of("i2", "--tensor-parallel-size=2")
+    mixed = InstanceShapes(argv, {}, started, 32, parse)
+    assert mixed.shape_of("i2", "--tensor-parallel-size=2").workers == 2
 
 
 def test_a_build_for_all_goes_before_those_that_some_had() -> None:

@@ -17,7 +17,9 @@ from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import read, where
 from kvmig.placement.greedy import UnplacedMember
+from kvmig.placement.observed import check
 from kvmig.placement.problem import Plan, cluster_of, models_of
+from kvmig.placement.starts import own_flags
 from kvmig_tools import simulate
 from scripts import draw_placement
 
@@ -33,6 +35,20 @@ def file_of(folder: Path, *rows: str) -> Path:
     file = folder / "models.toml"
     file.write_text("\n".join(f"[[models]]\n{row}" for row in rows))
     return file
+
+
+def test_the_documented_example_can_be_carried_out(tmp_path: Path) -> None:
+    file = tmp_path / "p.toml"
+    assert run(*CLUSTER, "--out", str(file)) == 0
+    placement = read(file.read_text(), "p.toml")
+    check(placement, list(placement.models()), "p.toml")
+    sizes = {
+        unit.size: own_flags(placement, "chat", unit.size, one.kv_bytes).split()[0]
+        for unit in placement.units
+        for one in unit.models
+        if one.name == "chat"
+    }
+    assert sizes == {size: f"--tensor-parallel-size={size}" for size in (1, 2)}
 
 
 def test_each_unit_is_printed_and_why_not_the_next_best(

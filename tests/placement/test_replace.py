@@ -34,6 +34,7 @@ from kvmig.placement.observed import (
     observed,
     unfinished,
 )
+from kvmig.placement.starts import tenths
 from tests.support.toys import Toys
 from tests.support.waiting import until
 
@@ -55,6 +56,17 @@ def placement_text(arena: int = 0, **units: str) -> str:
 
 def placement(arena: int = 0, **units: str) -> Placement:
     return read(placement_text(arena, **units), "p.toml")
+
+
+def on_gpus(*units: str, arena: int = 0) -> Placement:
+    """Of units such as "a:150 b@0,1": models with KV cache, and the unit's GPUs."""
+    text = ""
+    for at, words in enumerate(units):
+        models, _, gpus = words.partition("@")
+        text += placement_text(arena, **{f"u{at}": models}).replace(
+            "memory_bytes = 2000", f"memory_bytes = {2000 + at}\ngpus = [{gpus}]"
+        )
+    return read(text, "p.toml")
 
 
 def row(
@@ -209,6 +221,13 @@ def test_quotas_that_would_have_to_change_are_refused() -> None:
     with pytest.raises(ConfigError, match="kv_bytes is 6 in unit right, must be 5, as before"):
         check(odd, ["a"], "p.toml")
     check(placement(400, left="a:150", right="a:200"), ["a"], "p.toml")
+    check(on_gpus("a:150@0", "a:200@1"), ["a"], "p.toml")
+
+
+def test_gpus_of_another_node_are_refused() -> None:
+    away = replace(on_gpus("a@0").units[0], node=1)
+    with pytest.raises(ConfigError, match="node is 1, must be 0: instances get GPUs of one host"):
+        check(Placement([away]), ["a"], "p.toml")
 
 
 def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
@@ -251,6 +270,10 @@ class Site:
         """By deployment."""
         self.stay = False
         """Whether requests can't be moved."""
+        self.starts: list[dict[str, object]] = []
+        """What was ordered to start."""
+        self.decode_share = 0
+        """Of each instance's steps; 0: they don't ask."""
         self._ids = itertools.count()
         for unit, models in units.items():
             for name in models.split():
@@ -287,6 +310,7 @@ class Site:
         if request.method == "PATCH":
             return self.guarantee(name, request)
         if request.method == "POST":
+            self.starts.append(msgspec.json.decode(request.content))
             failed, self.fail_starts = self.fail_starts > 0, max(0, self.fail_starts - 1)
             unit = request.content.decode().partition('"unit":"')[2].partition('"')[0]
             self.add(name, unit, "failed" if failed else "serving")
@@ -397,6 +421,50 @@ async def test_quotas_follow_the_placement_and_shrink_before_others_grow() -> No
         await it.run()
     assert site.orders == ["PATCH a i0 100", "PATCH b i1 300"]
     assert guarantees(site) == {"a": {"left": 100, "right": 400}, "b": {"left": 300}}
+
+
+async def test_where_sizes_are_mixed_an_instance_starts_with_those_of_its_place() -> None:
+    site, said = Site(u0="a"), list[str]()
+    async with replacing(site, on_gpus("a:150@0", "a:400@1,2"), said) as it:
+        await it.run()
+    assert site.starts == [
+        {
+            "unit": "u1",
+            "gpus": ["1", "2"],
+            "flags": "--tensor-parallel-size=2 --kv-cache-memory-bytes=200",
+        }
+    ]
+
+
+async def test_where_all_places_are_alike_an_instance_starts_as_its_deployment_has_it() -> None:
+    site, said = Site(u0="a"), list[str]()
+    async with replacing(site, on_gpus("a@0", "a@1"), said) as it:
+        await it.run()
+    assert site.starts == [{"unit": "u1", "gpus": ["1"]}]
+
+
+@pytest.mark.parametrize("decode_share", [0, 60])
+async def test_an_instance_starts_with_its_share_where_its_deployment_has_shares(
+    decode_share: int,
+) -> None:
+    site = in_units(400, left="a:200", right="b:200")
+    for name, instance in (("a", "i0"), ("b", "i1")):
+        site.share(name, instance, decode_share=decode_share)
+    units = [
+        replace(unit, models=[replace(one, decode_share=0.35) for one in unit.models])
+        for unit in placement(400, left="a:200 b:100", right="b:200").units
+    ]
+    async with replacing(site, Placement(units), list[str]()) as it:
+        await it.run()
+    (start,) = site.starts
+    assert start.get("decode_share") == (40 if decode_share else None)
+
+
+@pytest.mark.parametrize(
+    ("share", "percent"), [(1.0, 100), (0.3, 30), (0.31, 40), (0.02, 10), (0.6999999, 70)]
+)
+def test_a_share_is_rounded_up_to_tenths(share: float, percent: int) -> None:
+    assert tenths(share) == percent
 
 
 async def test_a_quota_makes_room_for_a_model_that_comes() -> None:
