@@ -34,7 +34,7 @@ from rich.table import Table
 from bench import report
 from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
-from kvmig_tools import profile
+from kvmig_tools import profile, profile_measure
 from kvmig_tools.demo.client import Api, DemoFailed
 from kvmig_tools.served import Served
 from kvmig_tools.sim import cost
@@ -106,7 +106,7 @@ async def connect(served: Served) -> None:
     """One long stream goes from each instance to each other. Raises DemoFailed if it can't."""
     async with Api.at(served.url) as api:
         call = uuid4().hex
-        bench = profile.Bench(api, served.model, 1)
+        bench = profile_measure.Bench(api, served.model, 1)
         task = asyncio.create_task(bench.stream(16, LONGEST, call))
         try:
             async with asyncio.timeout(60):

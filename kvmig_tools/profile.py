@@ -1,8 +1,11 @@
-"""`python -m kvmig_tools.profile MODEL`: fit a cost model of the simulator to real engines.
+"""`python -m kvmig_tools.profile MODEL`: fit a cost model to real engines.
 
 Starts a server of --instances engines and loads all of them alike, so that what they share
 (cores, links) is in the figures; measures prompts of growing length, decode steps of growing
 batches and migrations; writes the model as TOML and prints how far off it is.
+
+With --shares it measures one instance on parts of the device instead (`share_profile`), and writes
+the costs that `kvmig.placement` computes with.
 
 --timeline FILE.svg draws the largest copy stage of these migrations, chunk by chunk.
 """
@@ -12,11 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -25,166 +25,31 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvmig.core.errors import ConfigError, KvmigError
-from kvmig.kvtransfer.report import StageReport
 from kvmig.models import BUNDLED
-from kvmig_tools.demo.client import Api, Chunk, DemoFailed
+from kvmig.placement.step_costs import DeviceCosts
+from kvmig_tools import cost_file
+from kvmig_tools.demo.client import DemoFailed
+from kvmig_tools.profile_measure import Measured, measure
 from kvmig_tools.served import Served
+from kvmig_tools.share_profile import model_name, profile_shares
 from kvmig_tools.sim.cost import Capacity, CostModel, check
 from kvmig_tools.sim.fit import (
     Error,
-    PromptTime,
     StageTime,
-    StepTime,
     fit_copy,
     fit_decode,
     fit_prefill,
 )
 from kvmig_tools.stage_picture import picture_of
 
-PROMPTS = (16, 64, 128, 256, 512, 1024)
-BATCHES = (1, 2, 4, 8)
-CONTEXTS = (32, 256)
-STEPS = 48
-"""Tokens of each stream of a batch; the first `SETTLE` and the last are left out."""
-SETTLE = 8
-MOVED = (128, 512, 1024)
-"""Prompts of the requests that migrate."""
 HOP_MS = 1.0
-
-
-@dataclass
-class Measured:
-    """What the engines showed."""
-
-    prompts: list[PromptTime] = field(default_factory=list)
-    steps: list[StepTime] = field(default_factory=list)
-    stages: list[StageTime] = field(default_factory=list)
-    bytes_per_token: int = 0
-    blocks: int = 0
-    transport: str = ""
-    largest: StageReport | None = None
-    """The copy stage of most bytes, by `transport`."""
-
-    def add_report(self, report: dict[str, Any]) -> None:
-        """A migration's, as the admin API has it."""
-        for stage in msgspec.convert(report["stages"], list[StageReport]):
-            self.stages.append(StageTime(stage.bytes, stage.ms))
-            if self.largest is None or stage.bytes > self.largest.bytes:
-                self.largest, self.transport = stage, report["transport"]
-
-
-class Bench:
-    """Streams to one server."""
-
-    def __init__(self, api: Api, model: str, instances: int) -> None:
-        self._api = api
-        self._model = model
-        self._instances = instances
-        self._drawn = 0
-
-    async def stream(self, prompt: int, output: int, call_id: str = "") -> list[Chunk]:
-        """All its chunks. No two prompts are alike, so that no cache knows one."""
-        self._drawn += 1
-        tokens = [(self._drawn * 7919 + place * 31) % 251 + 1 for place in range(prompt)]
-        body = {
-            "model": self._model, "prompt": tokens, "max_tokens": output, "ignore_eos": True,
-            "temperature": 0, "cache_salt": uuid.uuid4().hex,
-        }  # fmt: skip
-        name = call_id or uuid.uuid4().hex
-        return [chunk async for chunk in self._api.stream(name, body) if chunk.tokens]
-
-    async def prompt(self, tokens: int) -> PromptTime:
-        """To the first token, with nothing else on the server."""
-        begin = asyncio.get_running_loop().time()
-        chunks = await self.stream(tokens, 1)
-        return PromptTime(tokens, (chunks[0].at - begin) * 1e3)
-
-    async def batch(self, sequences: int, prompt: int) -> StepTime:
-        """The mean step while all of them decode, on each instance so many."""
-        several = await asyncio.gather(
-            *(self.stream(prompt, STEPS) for _ in range(sequences * self._instances))
-        )
-        begin = max(_reached(chunks, SETTLE) for chunks in several)
-        end = min(_reached(chunks, STEPS - 1) for chunks in several)
-        times = [ms for chunks in several if (ms := _pace(chunks, begin, end)) > 0]
-        context = sequences * (prompt + STEPS / 2)
-        return StepTime(sequences, context, fmean(times) if times else 0.0)
-
-    async def migration(self, prompt: int) -> list[dict[str, Any]]:
-        """Move one request once; its report, if it was moved."""
-        call_id = uuid.uuid4().hex
-        task = asyncio.create_task(self.stream(prompt, 4 * STEPS, call_id))
-        try:
-            async with asyncio.timeout(60):
-                here = await self.place_of(call_id)
-            others = [one for one in await self._api.instances() if one != here]
-            report = await self._api.migrate(call_id, others[0])
-            await task
-        finally:
-            task.cancel()
-        return [report] if report is not None and report["state"] == "committed" else []
-
-    async def place_of(self, call_id: str) -> str:
-        """The instance that runs the call, once its first tokens are out."""
-        await asyncio.sleep(0.5)
-        here = await self._api.instance_of(call_id)
-        return here if here is not None else await self.place_of(call_id)
-
-
-def _reached(chunks: Sequence[Chunk], tokens: int) -> float:
-    """When the stream had so many tokens. Raises DemoFailed if it ended before."""
-    count = 0
-    for chunk in chunks:
-        count += chunk.tokens
-        if count >= tokens:
-            return chunk.at
-    raise DemoFailed(f"a stream ended after {count} tokens, {tokens} were asked for")
-
-
-def _pace(chunks: Sequence[Chunk], begin: float, end: float) -> float:
-    """Milliseconds a token in the window; 0 if nothing came."""
-    inside = [chunk for chunk in chunks if begin <= chunk.at <= end]
-    tokens = sum(chunk.tokens for chunk in inside[1:])
-    return (inside[-1].at - inside[0].at) * 1e3 / tokens if tokens else 0.0
-
-
-async def measure(url: str, instances: int, repeats: int, progress: Progress) -> Measured:
-    """Everything, `repeats` times. Raises DemoFailed if the server refuses."""
-    found = Measured()
-    async with Api.at(url) as api:
-        bench = Bench(api, await api.model(), instances)
-        await bench.batch(2, 64)  # caches warm up
-        jobs = repeats * (len(PROMPTS) + len(BATCHES) * len(CONTEXTS) + len(MOVED))
-        bar = progress.add_task("measured", total=jobs)
-        for _ in range(repeats):
-            for tokens in PROMPTS:
-                found.prompts.append(await bench.prompt(tokens))
-                progress.advance(bar)
-            for sequences in BATCHES:
-                for prompt in CONTEXTS:
-                    step = await bench.batch(sequences, prompt)
-                    found.steps += [step] if step.ms else []
-                    progress.advance(bar)
-            for prompt in MOVED if instances > 1 else ():
-                for report in await bench.migration(prompt):
-                    found.add_report(report)
-                progress.advance(bar)
-    return found
 
 
 def model_of(found: Measured, name: str, capacity: Capacity) -> tuple[CostModel, dict[str, Error]]:
     """The fitted model and its errors. The median of each point is what is fitted."""
-    prompts = [
-        PromptTime(tokens, median(one.ms for one in found.prompts if one.tokens == tokens))
-        for tokens in sorted({one.tokens for one in found.prompts})
-    ]
-    steps = [
-        StepTime(*key, median(one.ms for one in found.steps if (one.sequences, one.context) == key))
-        for key in sorted({(one.sequences, one.context) for one in found.steps})
-    ]
     stages = found.stages or [StageTime(1 << 20, 1.0)]
-    prefill, prompt_error = fit_prefill(prompts)
-    decode, step_error = fit_decode(steps)
+    prefill, prompt_error = fit_prefill(found.prompt_medians)
+    decode, step_error = fit_decode(found.step_medians)
     copy, stage_error = fit_copy(stages, found.bytes_per_token, HOP_MS)
     model = CostModel(
         name=name, prefill=prefill, decode=decode, copy=copy, capacity=capacity,
@@ -215,6 +80,15 @@ def parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int, default=600)
     add("--repeats", type=int, default=3)
     add("--out", type=Path, required=True, help="the cost model, FILE.toml")
+    add(
+        "--shares",
+        metavar="100,50",
+        help="measure one instance on these percentages of a GPU's SMs or of the CPU's cores, and"
+        " write the costs for kvmig.placement into --out, which keeps its other models",
+    )
+    add("--tp", default="1", metavar="1,2", help="with --shares: numbers of GPUs to measure on (1)")
+    add("--device", default="", help="with --shares: what the device is called in the file")
+    add("--name", default="", help="with --shares: what the model is called in the file")
     add("--timeline", type=Path, metavar="FILE.svg", help="a picture of the largest copy stage")
     return flags
 
@@ -233,9 +107,7 @@ def engine_flags(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
 
 def profile(args: argparse.Namespace, more: Sequence[str]) -> tuple[CostModel, dict[str, Error]]:
     """Start, measure, draw, fit. Raises KvmigError."""
-    for field_, value in (("--instances", args.instances), ("--repeats", args.repeats)):
-        if value < 1:
-            raise ConfigError(f"{field_} is {value}, must be 1 or more")
+    _check_counts({"--instances": args.instances, "--repeats": args.repeats})
     if args.timeline is not None and args.instances < 2:
         raise ConfigError(f"--instances is {args.instances}, must be 2 or more with --timeline")
     flags = [*engine_flags(args, more), "--policy=round-robin", "--shutdown-timeout=2"]
@@ -263,18 +135,48 @@ def profile(args: argparse.Namespace, more: Sequence[str]) -> tuple[CostModel, d
     return model_of(found, args.out.stem, capacity)
 
 
+def share_errors(name: str, device: DeviceCosts) -> Table:
+    """How far the model's costs are off what was measured."""
+    shown = Table(title=f"error of the fit, {name} on {device.name}")
+    for heading in ("GPUs", "part", "median", "90th percentile"):
+        shown.add_column(heading, justify="right")
+    for size, cost in device.models[name].tp.items():
+        for part in ("prefill", "decode"):
+            middle, high = getattr(cost.errors, part)
+            shown.add_row(size, part, f"{middle:.1f} %", f"{high:.1f} %")
+    return shown
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one sentence about what is wrong."""
     args, more = parser().parse_known_args(argv)
     try:
-        model, off = profile(args, more)
+        if args.shares is not None:
+            _check_counts({"--repeats": args.repeats})
+            args.instances = 1
+            device = profile_shares(args, [*engine_flags(args, more), "--shutdown-timeout=2"])
+            text, shown = cost_file.to_toml(device), share_errors(model_name(args), device)
+        else:
+            model, off = profile(args, more)
+            text, shown = to_toml(model), errors(off)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text, encoding="utf-8")
     except (KvmigError, DemoFailed) as error:
         print(f"kvmig_tools.profile: {error}", file=sys.stderr)
         return 2
-    args.out.write_text(to_toml(model), encoding="utf-8")
-    Console().print(errors(off))
+    except OSError as error:
+        print(f"kvmig_tools.profile: --out {args.out} can't be written: {error}", file=sys.stderr)
+        return 2
+    Console().print(shown)
     print(args.out)
     return 0
+
+
+def _check_counts(given: Mapping[str, int]) -> None:
+    """Raises ConfigError."""
+    for flag, value in given.items():
+        if value < 1:
+            raise ConfigError(f"{flag} is {value}, must be 1 or more")
 
 
 def to_toml(model: CostModel) -> str:

@@ -1,6 +1,6 @@
 """Runs the parts one after the other, each in a process of its own that may take only so long.
 
-`--set a` to e runs some of them, at most nine minutes, for machines that are lent for so long.
+`--set a` to f runs some of them, at most nine minutes, for machines that are lent for so long.
 A part that fails is noted, and the next goes on; so is one that is skipped because something
 isn't installed. Exit status: 1 if any failed.
 """
@@ -57,6 +57,7 @@ PARTS = (
     Part("serving-invariant", 270, "serving", (("VLLM_BATCH_INVARIANT", "1"),)),
     Part("sharing", 270),
     Part("sharing-mps", 270, "sharing", (("KVMIG_BENCH_MPS", "1"),)),
+    Part("costs", 480),
 )
 """In order of worth, should the GPU be gone before the end; 655 s at most, and those of whole
 servers where vLLM is installed."""
@@ -67,6 +68,7 @@ SETS = {
           "migration"),
     "d": ("sharing", "sharing-mps"),
     "e": ("plain", "fleet"),
+    "f": ("costs",),
 }  # fmt: skip
 """Parts that fit into SET_S together, the most worth first."""
 SET_S = 540.0
@@ -138,7 +140,9 @@ def main(arguments: list[str] | None = None, parts: tuple[Part, ...] = PARTS) ->
     parser.add_argument("--quick", action="store_true", help="small sizes: does it work at all?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--set", choices=SETS, help="a: correctness; b: variants; c: speed; d: units; e: servers"
+        "--set",
+        choices=SETS,
+        help="a: correctness; b: variants; c: speed; d: units; e: servers; f: costs",
     )
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], metavar="PART")
     options = parser.parse_args(arguments)

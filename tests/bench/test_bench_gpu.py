@@ -19,6 +19,7 @@ from bench.gpu import __main__ as run_all
 from bench.gpu import (
     ceilings,
     correctness,
+    costs,
     downtime,
     gather,
     interference,
@@ -293,7 +294,7 @@ def test_without_a_vllm_that_is_supported_no_server_is_measured(
         monkeypatch.setattr(serving, "find_spec", lambda name: None)
         reason = "vLLM is not installed"
     file = tmp_path / "result.json"
-    for part in (serving, kill, sharing):
+    for part in (serving, kill, sharing, costs):
         assert part.main([*CPU, "--out", str(file)]) == SKIPPED
         (sample,) = document(file)["samples"]
         assert sample["skipped"].startswith(reason)
@@ -451,7 +452,7 @@ def test_the_script_uses_the_packages_of_a_kit(tmp_path: Path) -> None:
 
 
 def test_all_parts_that_want_no_vllm_take_less_than_eleven_minutes_together() -> None:
-    servers = {"serving", "kill", "sharing", "plain", "fleet"}
+    servers = {"serving", "kill", "sharing", "plain", "fleet", "costs"}
     wanting = [one for one in run_all.PARTS if servers & {one.module, one.name}]
     assert run_all.PARTS[-len(wanting) :] == tuple(wanting)
     assert sum(one.seconds for one in run_all.PARTS if one not in wanting) < 660

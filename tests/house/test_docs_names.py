@@ -26,7 +26,15 @@ OURS = ("bench", "docs", "examples", "kvmig", "kvmig_tools", "scripts", "tests")
 PAGES_THAT_ARE_MADE = frozenset(f"{folder}{page}.md" for page in PAGES for folder in ("", "api/"))
 """Of the documentation's site, by `scripts/site_hooks.py`."""
 NO_FILES = frozenset(
-    ("FILE.svg", "FILE.toml", "models.toml", "my_engine.py", "unpack.sh", "activate.sh")
+    (
+        "FILE.svg",
+        "FILE.toml",
+        "mine.toml",
+        "models.toml",
+        "my_engine.py",
+        "unpack.sh",
+        "activate.sh",
+    )
 )
 """Files that users write, and those of a GPU's kit."""
 FILES_OF_A_FLEET = frozenset(("kvmig.sqlite", "kvmig.sqlite.lock"))

@@ -6,7 +6,8 @@ import pytest
 
 from bench import report
 from bench.simulator import FIGURES, LONGEST, compare, trace
-from kvmig_tools.profile import Measured, main, model_of, to_toml
+from kvmig_tools.profile import main, model_of, to_toml
+from kvmig_tools.profile_measure import Measured
 from kvmig_tools.sim import cost
 from kvmig_tools.sim.cost import Capacity
 from kvmig_tools.sim.fit import (
