@@ -19,6 +19,8 @@ from kvmig.cli.places import why_not_model
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import size_text
 from kvmig.placement.file import Placement
+from kvmig.placement.problem import models_of
+from kvmig.placement.step_costs import load
 
 model_app = typer.Typer(help="Manage the models of the catalogue.", no_args_is_help=True)
 alias_app = typer.Typer(
@@ -438,15 +440,37 @@ def set_placement(
         typer.Argument(help="Placement file, as written by `python -m kvmig.placement --out`."),
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the plan.")] = False,
+    models: Annotated[
+        Path | None,
+        typer.Option(
+            help="The [[models]] that it was planned for: it is planned again when requests come"
+            " at other rates. Needs --costs."
+        ),
+    ] = None,
+    costs: Annotated[
+        str, typer.Option(help="Device that it was planned for: a name or a .toml file.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Move the running models to a placement while they serve, and print the plan."""
+    body: dict[str, Any] = {"placement": tomllib.loads(_read(file)), "dry_run": dry_run}
+    if (models is None) != (not costs):
+        raise ConfigError("--models and --costs must both be given, or neither")
+    if models is not None:
+        loads = models_of(_read(models), f"--models {models}")
+        body["replan"] = msgspec.to_builtins({"device": load(costs), "models": loads})
+    answer = where.client().put("placement", body)
+    show(answer, as_json, lambda found: "\n".join(found["plan"]))
+
+
+def _read(file: Path) -> str:
+    """A TOML file's text. Raises ConfigError."""
     try:
-        given = tomllib.loads(file.read_text())
+        text = file.read_text(encoding="utf-8")
+        tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} can't be read: {error}") from error
-    answer = where.client().put("placement", {"placement": given, "dry_run": dry_run})
-    show(answer, as_json, lambda found: "\n".join(found["plan"]))
+    return text
 
 
 @placement_app.command("show")
@@ -459,7 +483,11 @@ def show_placement(as_json: Json = False) -> None:
     show(found, as_json, lambda _: table_of(["unit", "models"], rows))
     if not as_json:
         state = " ".join(filter(None, (found["state"], found["why"])))
-        print("\n".join([*found["lines"], state]))
+        rates = [
+            f"{name}: {rate:.2f} requests per second, planned for {found['planned'][name]:.2f}"
+            for name, rate in sorted(found["rates"].items())
+        ]
+        print("\n".join([*found["lines"], *rates, *filter(None, [found["replan"]]), state]))
 
 
 @placement_app.command("rm")

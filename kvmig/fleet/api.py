@@ -57,6 +57,8 @@ LOG_LINES = 1000
 DAY_S = 86400.0
 PRUNE_S = 20.0
 """Most seconds that one order deletes rows."""
+BY_RATES = OrderActor("rates of requests")
+"""The actor of a placement that was planned again."""
 LeftQuery = Annotated[bool, Query(alias="left")]
 
 Body = dict[str, Any]
@@ -87,7 +89,7 @@ class ApiBackend:
     retention: UsageRetention = field(init=False)
 
     def __post_init__(self) -> None:
-        self.replacer = PlacementController(self.models)
+        self.replacer = PlacementController(self.models, self._keep_placement)
         database = self.store.database
         self.retention = UsageRetention(
             lambda *args: self.stored(prune, database, *args), time.time
@@ -99,6 +101,10 @@ class ApiBackend:
         """The result of one of the store's methods, on its thread. Raises what it raises."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.thread, lambda: call(*args, **kw))
+
+    async def _keep_placement(self, wanted: DesiredPlacement) -> None:
+        """Store a placement that was planned again."""
+        await self.stored(self.store.set_placement, msgspec.to_builtins(wanted), BY_RATES)
 
     async def row(self, name: str) -> ModelRow:
         """The model's row. Raises NotThere."""
@@ -404,13 +410,13 @@ def placement_api(backend: ApiBackend, caller: Any) -> APIRouter:
         async def keep(wanted: DesiredPlacement) -> None:
             await backend.stored(store.set_placement, msgspec.to_builtins(wanted), actor)
 
-        return {
-            "plan": await replacer.accept_placement(body.placement, None if body.dry_run else keep)
-        }
+        kept = None if body.dry_run else keep
+        return {"plan": await replacer.accept_placement(body.placement, kept, body.replan)}
 
     @api.delete("")
     async def drop(actor: OrderActor = caller) -> Body:
         """Want none: instances stay where they are, and come and go by their models' own rules."""
+        await replacer.close()  # so that it stores none any more
         await backend.stored(store.set_placement, None, actor)
         await replacer.reach_placement(None)
         return {}
@@ -542,6 +548,12 @@ class PlacementBody(StrictBody):
         description="As the file that `python -m kvmig.placement --out` writes."
     )
     dry_run: bool = Field(default=False, description="Only plan.")
+    replan: Body | None = Field(
+        default=None,
+        description="Plan again for the rates at which requests come: `device` and `models` as the"
+        " files of `python -m kvmig.placement` have them, and maybe `objective`, `horizon_s`,"
+        " `span_s` and `change`. null: never.",
+    )
 
 
 class SwitchBody(StrictBody):

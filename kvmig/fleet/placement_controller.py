@@ -1,6 +1,9 @@
 """A placement of the fleet's models, reached and kept: `kvmig.placement.executor` inside the
 server.
 
+With a rule it is planned again where requests come at other rates than it was planned for
+(`kvmig.placement.replan`).
+
 What is wanted is in the database. The server plans before it wants it, carries the plan out by the
 deployments' own orders, and looks again now and then: an instance that is gone comes back where the
 placement has it. Another server, after this one has died, goes on from what it sees.
@@ -20,6 +23,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.rate_replanner import RateReplanner
 from kvmig.fleet.store import NameTaken
 from kvmig.placement.executor import (
     DeploymentClient,
@@ -30,6 +34,7 @@ from kvmig.placement.executor import (
 from kvmig.placement.file import PlacedUnit, Placement, placement_from
 from kvmig.placement.moves import PlanWave
 from kvmig.placement.observed import adopted, check
+from kvmig.placement.replan import ReplanRule, check_rule
 from kvmig.placement.told import way_to_text
 
 START_S = 10.0
@@ -40,13 +45,13 @@ PLAN_S = 10.0
 """Wait for instances that start or leave, before there is a plan."""
 WAIT_S = 0.5
 """Pause between two looks at models that don't serve yet."""
+MIXED = "--mixed-shapes"
+"""The flag with which a model's instances may have different numbers of workers."""
 LINES = 100
 """Lines of the history that are kept."""
 
 log = logging.getLogger(__name__)
 
-MIXED = "--mixed-shapes"
-"""The flag with which a model's instances may have different numbers of workers."""
 State = Literal["none", "running", "reached", "failed"]
 
 
@@ -60,6 +65,12 @@ class PlacementStatus(msgspec.Struct, frozen=True):
     """The one that is wanted."""
     lines: list[str]
     """What was done last, for people."""
+    rates: dict[str, float] = {}
+    """Requests per second by model, as they are measured; empty: nothing is planned by them."""
+    planned: dict[str, float] = {}
+    """Requests per second for which the placement was planned."""
+    replan: str = ""
+    """What came of the last plan for other rates; empty: there was none."""
 
 
 class DesiredPlacement(msgspec.Struct, frozen=True):
@@ -68,65 +79,89 @@ class DesiredPlacement(msgspec.Struct, frozen=True):
     placement: Placement
     units: dict[str, dict[str, str]] = {}
     """Of instances that were there before anybody said where they are, by deployment."""
+    rule: ReplanRule | None = None
+    """When it is planned again; None: never."""
 
 
 class PlacementController:
     """Make it inside a running event loop; `close` it, and what was ordered goes on by itself."""
 
-    def __init__(self, models: ModelController) -> None:
+    def __init__(
+        self,
+        models: ModelController,
+        store: Callable[[DesiredPlacement], Awaitable[None]],
+    ) -> None:
+        """store: keeps a placement that was planned again."""
         self._models = models
+        self._store = store
         self._state: State = "none"
         self._why = ""
         self._wanted: DesiredPlacement | None = None
         self._lines: deque[str] = deque(maxlen=LINES)
         self._task: asyncio.Task[None] | None = None
-        self._planning = False
+        self._planning = asyncio.Lock()
+        """Held while another placement is planned and stored."""
+        self._replanner: RateReplanner | None = None
 
     def standing(self) -> PlacementStatus:
         """The placement's status now."""
         placement = None if self._wanted is None else self._wanted.placement
-        return PlacementStatus(self._state, self._why, placement, list(self._lines))
+        found = PlacementStatus(self._state, self._why, placement, list(self._lines))
+        if (by := self._replanner) is None:
+            return found
+        return msgspec.structs.replace(
+            found, rates=by.rates(), planned=by.rule.planned, replan=by.verdict
+        )
 
     async def accept_placement(
-        self, given: object, keep: Callable[[DesiredPlacement], Awaitable[None]] | None
+        self,
+        given: object,
+        keep: Callable[[DesiredPlacement], Awaitable[None]] | None,
+        replan: object = None,
     ) -> list[str]:
         """Take a placement that can be reached, once `keep` has stored it; the way there in words.
 
-        keep: None: only plan. Raises ConfigError: it can't be used, or there is no way;
-        ReplaceFailed: not now; Taken: another one is on its way.
+        keep: None: only plan. replan: the rule by which it is planned again; None: never. Raises
+        ConfigError: it can't be used, or there is no way; ReplaceFailed: not now; NameTaken:
+        another one is on its way.
         """
-        if self._planning or self._state == "running":
+        if self._planning.locked() or self._state == "running":
             raise NameTaken("a re-placement runs already (GET /kvmig/v2/placement)")
         placement = placement_from(given, "placement")
         self._check(placement)
-        self._planning = True
-        try:
-            async with asyncio.timeout(PLAN_S):
-                wanted = await self._adopting(placement)
-                plan = way_to_text(await self._way(wanted))
+        rule = None if replan is None else _rule(replan, placement)
+        async with self._planning:
+            try:
+                async with asyncio.timeout(PLAN_S):
+                    wanted = msgspec.structs.replace(await self._adopting(placement), rule=rule)
+                    plan = way_to_text(await self._way(wanted))
+            except TimeoutError as error:
+                raise ReplaceFailed("instances start or leave now: try again later") from error
             if keep is not None:
                 await keep(wanted)
                 await self.reach_placement(wanted)
-        except TimeoutError as error:
-            raise ReplaceFailed("instances start or leave now: try again later") from error
-        finally:
-            self._planning = False
         return plan.splitlines()
 
     async def reach_placement(self, wanted: DesiredPlacement | None) -> None:
         """Reach it, and keep it; None: instances are where they are, and as many as their models'
         own rules want."""
         await self.close()
-        self._wanted, self._why = wanted, ""
+        self._why = ""
         self._lines.clear()
+        rule = None if wanted is None else wanted.rule
+        self._replanner = None if rule is None else RateReplanner(rule, self._rate)
+        self._want(wanted)
+        self._state = "none" if wanted is None else "running"
+        if wanted is not None:
+            self._task = asyncio.create_task(self._keep(wanted), name="placement")
+
+    def _want(self, wanted: DesiredPlacement | None) -> None:
+        self._wanted = wanted
         units: dict[str, list[PlacedUnit]] = {}
         for unit in () if wanted is None else wanted.placement.units:
             for one in unit.models:
                 units.setdefault(one.name, []).append(unit)
         self._models.place(units)
-        self._state = "none" if wanted is None else "running"
-        if wanted is not None:
-            self._task = asyncio.create_task(self._keep(wanted), name="placement")
 
     async def close(self) -> None:
         """Do nothing more."""
@@ -224,6 +259,11 @@ class PlacementController:
                     self._state = "reached"
                     self._tell("the placement is reached")
                 await asyncio.sleep(LOOK_S)
+                if (other := await self._replanned(wanted)) is not None:
+                    async with self._planning:  # what somebody wants now comes first
+                        wanted, self._state = other, "running"
+                        await self._store(other)
+                        self._want(other)
         except (ConfigError, ReplaceFailed) as error:
             self._state, self._why = "failed", str(error)
             self._tell(str(error))
@@ -240,6 +280,22 @@ class PlacementController:
                 return f"model {name} is {state}"
         return ""
 
+    async def _replanned(self, wanted: DesiredPlacement) -> DesiredPlacement | None:
+        """Another placement, if requests come at other rates and it is worth it."""
+        if (by := self._replanner) is None:
+            return None
+        names = list(wanted.placement.models())
+        placement = await by.replan(wanted.placement, self._starts(names))
+        if placement is None:
+            return None
+        self._tell(f"planned again: {by.verdict}")
+        return msgspec.structs.replace(wanted, placement=placement, rule=by.rule)
+
+    def _rate(self, name: str, until: float, seconds: float) -> float:
+        """Requests per second that proxies had for a model."""
+        model = self._models.shown(name)
+        return 0.0 if model is None else model.window.rate(until, seconds)
+
     async def _way(self, wanted: DesiredPlacement) -> Sequence[PlanWave]:
         async with _Site(self._models, wanted) as deployments:
             return await self._replacing(wanted, deployments).waves()
@@ -251,19 +307,30 @@ class PlacementController:
     def _replacing(
         self, wanted: DesiredPlacement, deployments: Mapping[str, DeploymentClient]
     ) -> PlacementExecutor:
-        starts = {name: self._models.shown(name) for name in deployments}
-        start_s = {
+        settings = ExecutorSettings(self._starts(list(deployments)))
+        return PlacementExecutor(wanted.placement, deployments, settings, self._tell, by_name=True)
+
+    def _starts(self, names: Sequence[str]) -> dict[str, float]:
+        """Seconds of a start, by model."""
+        models = {name: self._models.shown(name) for name in names}
+        return {
             name: START_S if model is None or model.start_s is None else model.start_s
-            for name, model in starts.items()
+            for name, model in models.items()
         }
-        placement = wanted.placement
-        return PlacementExecutor(
-            placement, deployments, ExecutorSettings(start_s), self._tell, by_name=True
-        )
 
     def _tell(self, line: str) -> None:
         self._lines.append(line)
         log.info("placement: %s", line)
+
+
+def _rule(given: object, placement: Placement) -> ReplanRule:
+    """Raises ConfigError."""
+    try:
+        rule = msgspec.convert(given, ReplanRule)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"replan: {error}") from error
+    check_rule(rule, placement, "replan")
+    return rule
 
 
 class _Site:

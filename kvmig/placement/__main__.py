@@ -9,10 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from kvmig.core.errors import ConfigError
-from kvmig.placement import moves
 from kvmig.placement.dedicated import replicas, spatial
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.file import (
@@ -26,7 +23,7 @@ from kvmig.placement.file import (
 )
 from kvmig.placement.greedy import UnplacedMember, best_of_groups, place, place_by_memory
 from kvmig.placement.meshes import Group, groups
-from kvmig.placement.moves import GIB, PlacedLease, PlanRefused, Slot, nearest
+from kvmig.placement.moves import GIB, PlanRefused
 from kvmig.placement.problem import (
     OBJECTIVES,
     ModelLoad,
@@ -38,7 +35,8 @@ from kvmig.placement.problem import (
 )
 from kvmig.placement.search import next_best, search
 from kvmig.placement.told import way_to_text, worth_to_text
-from kvmig.placement.worth import delayed, worth
+from kvmig.placement.way import estimated_leases, estimated_rates, on_units, way_between
+from kvmig.placement.worth import worth
 
 Method = Callable[[Estimator, Plan | None], Plan | UnplacedMember]
 """A method of placement, given the present plan, whose units stay as they are cut, or None."""
@@ -267,59 +265,26 @@ def _moves(
 ) -> tuple[Placement, list[PlacedUnit], str]:
     """The new placement on the units that there are; which of them each of the plan's units is;
     and what is printed about the way there."""
-    after = _on_units(before, placement_of(estimator, found))
-    leases = _leases(estimator, before, now)
     device = estimator.cluster.device
     start_s = {
         one.name: args.start + device.fixed_bytes(one.model) / args.load / 1e9
         for one in estimator.models
     }
+    after = on_units(before, placement_of(estimator, found))
     site = after.site(start_s)._replace(elastic=not args.fixed_quotas, bandwidth=args.link * 1e9)
-    named = nearest(site, leases, after.leases())
-    units = {one.called: one for one in before.units}
-    planned = [replace(units[named[one.called]], models=one.models) for one in after.units]
-    of = {one.called: one for one in planned}
-    after = replace(after, units=[of[one.called] for one in before.units])
-    waves = moves.plan(site, leases, after.leases())
-    if isinstance(waves, PlanRefused):
-        raise ConfigError(f"--from {args.before}: {waves.why}")
-    then = {(one.name, at.called): one.expected_rate for at in after.units for one in at.models}
-    late = delayed(waves, _rates(estimator, before, now), then)
+    way = way_between(
+        before,
+        after,
+        site,
+        estimated_leases(estimator, before, now),
+        estimated_rates(estimator, before, now),
+    )
+    if isinstance(way, PlanRefused):
+        raise ConfigError(f"--from {args.before}: {way.why}")
     gain = estimator.total(found) - estimator.total(now)
-    verdict = worth_to_text(worth(gain, args.horizon, late), args.horizon)
-    return after, planned, f"\nfrom {args.before}: {way_to_text(waves)}\n{verdict}"
-
-
-def _on_units(before: Placement, after: Placement) -> Placement:
-    """The same, on the units that there are: any of the same size."""
-    left = list(before.units)
-    units: list[PlacedUnit] = []
-    for one in after.units:
-        at = next(at for at, unit in enumerate(left) if len(unit.gpus) == len(one.gpus))
-        units.append(replace(left.pop(at), models=one.models))
-    return replace(after, units=units)
-
-
-def _leases(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, PlacedLease]:
-    """What each instance may hold, and holds by the estimate."""
-    leases = before.leases()
-    device = estimator.cluster.device
-    for unit, planned in zip(before.units, now, strict=True):
-        for member, one in zip(planned.members, estimator.unit(planned) or (), strict=True):
-            llm = estimator.models[member.llm]
-            slot = (llm.name, unit.called)
-            used = one.batch * llm.context * device.models[llm.model].token_bytes
-            leases[slot] = leases[slot]._replace(used=min(int(used), leases[slot].quota))
-    return leases
-
-
-def _rates(estimator: Estimator, before: Placement, now: Plan) -> dict[Slot, float]:
-    """Requests per second of each instance, by the estimate."""
-    return {
-        (estimator.models[member.llm].name, unit.called): one.throughput
-        for unit, planned in zip(before.units, now, strict=True)
-        for member, one in zip(planned.members, estimator.unit(planned) or (), strict=True)
-    }
+    verdict = worth_to_text(worth(gain, args.horizon, way.delayed), args.horizon)
+    text = f"\nfrom {args.before}: {way_to_text(way.waves)}\n{verdict}"
+    return way.placement, way.units, text
 
 
 # -- files

@@ -58,6 +58,14 @@ class ExpectedLoad(NamedTuple):
     """Quota of the unit's KV cache."""
 
 
+class FixedSize(NamedTuple):
+    """Bytes of a model's instances where all of them have one size."""
+
+    held: int
+    """Bytes of everything but KV cache."""
+    kv: int
+
+
 class _Line(NamedTuple):
     """Seconds of a member's jobs: a prompt's, a decode step's d0 + d1 b, l times."""
 
@@ -70,12 +78,18 @@ class Estimator:
     """Remembers what it computed: the search asks for the same units again and again."""
 
     def __init__(
-        self, models: Sequence[ModelLoad], cluster: GpuCluster, objective: Objective = "paper"
+        self,
+        models: Sequence[ModelLoad],
+        cluster: GpuCluster,
+        objective: Objective = "paper",
+        fixed: Sequence[FixedSize] = (),
     ) -> None:
+        """fixed: of each model, where units don't share KV cache; none: quotas by demand."""
         self.models = models
         self.cluster = cluster
         self.objective: Objective = objective
         self._device = cluster.device
+        self._fixed = fixed
         self._units: dict[GpuUnit, tuple[ExpectedLoad, ...] | None] = {}
         self._values: dict[GpuUnit, float | None] = {}
         self._shares: dict[tuple[PlacedInstance, int], float | None] = {}
@@ -145,7 +159,11 @@ class Estimator:
         return tuple(self._solve(unit.gpus, unit.members, [fitting * one for one in known]))
 
     def left_bytes(self, unit: GpuUnit) -> float:
-        """What members leave that hold one request each; below 0: they don't fit."""
+        """What members leave that hold one request each, or all they are to have; below 0: they
+        don't fit."""
+        if self._fixed:
+            taken = sum(sum(self._fixed[one.llm]) for one in unit.members)
+            return self._device.memory(unit.gpus) - taken
         floors = [floor_bytes(self.models[one.llm], self._device) for one in unit.members]
         return self._device.memory(unit.gpus) - sum(floors)
 
@@ -213,6 +231,8 @@ class Estimator:
 
     def _quotas(self, gpus: int, members: Sequence[PlacedInstance]) -> list[float]:
         """KV cache in the ratio of the members' demand: rate x bytes of a request."""
+        if self._fixed:
+            return [float(self._fixed[one.llm].kv) for one in members]
         free = self._device.memory(gpus) - sum(
             self._device.fixed_bytes(self.models[one.llm].model) for one in members
         )

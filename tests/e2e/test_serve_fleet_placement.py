@@ -7,11 +7,23 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 
 from bench.models import model_folder
+from kvmig.placement.problem import ModelLoad
+from kvmig.placement.step_costs import DeviceCosts, FitErrors, ModelCost, StepCost
 from tests.placement.test_replace import placement_text
-from tests.support.fleets import Streamed, ToyFleet, ask, counted, instances_by_socket, kill
+from tests.support.fleets import (
+    Streamed,
+    ToyFleet,
+    answer,
+    ask,
+    counted,
+    instances_by_socket,
+    kill,
+)
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.server
@@ -84,6 +96,50 @@ def test_what_cant_be_used_is_refused_in_one_sentence(three: ToyFleet) -> None:
         answer = three.ask("PUT", "placement", body(units))
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, sentence)
     assert three.get("placement")["state"] == "reached"
+
+
+def rule(**more: float) -> dict[str, Any]:
+    """Models that are planned for one request a second each, and need 0.5 s of a batch of 10."""
+    cost = StepCost(
+        (0.1, 0.0, 0.0, 0.0), (50.0, 0.0, 0.0, 0.0, 0.0, 0.0), FitErrors((0, 0), (0, 0))
+    )
+    device = DeviceCosts("toy", "made up", 2000, 1e9, 1.0, 0, {"toy": ModelCost(1, 1, {"1": cost})})
+    models = [ModelLoad(name, "toy", 1.0, 10.0, 10.0, 0.0) for name in "abc"]
+    given: dict[str, Any] = msgspec.to_builtins({"device": device, "models": models})
+    return given | more
+
+
+@pytest.mark.long
+async def test_models_follow_the_rates_of_their_requests(three: ToyFleet) -> None:
+    planned = three.ask("PUT", "placement", body(BEFORE) | {"replan": rule(span_s=4, horizon_s=99)})
+    assert planned.status_code == 200, planned.text
+    three.until("placement", state="reached")
+
+    async def call(client: httpx.AsyncClient) -> None:
+        for _ in range(200):
+            assert await answer(client, ask("a", 10)) == counted(10)
+            await asyncio.sleep(0.1)
+
+    async with three.client() as client:
+        await asyncio.gather(*(call(client) for _ in range(5)))
+    shown = three.get("placement")
+    assert shown["planned"]["a"] > 10, shown
+    assert shown["replan"].startswith("rates changed of a"), shown
+    three.until("placement", state="reached")
+    units = {unit["name"]: {one["name"] for one in unit["models"]} for unit in
+             three.get("placement")["placement"]["units"]}  # fmt: skip
+    assert sum("a" in models for models in units.values()) == 2
+    assert len(places(three)["a"]) == 2
+
+
+def test_a_rule_that_doesnt_fit_is_refused_before_anything_changes(three: ToyFleet) -> None:
+    few = rule() | {"models": rule()["models"][:2]}
+    answered = three.ask("PUT", "placement", body(AFTER) | {"replan": few})
+    assert answered.status_code == 400
+    assert answered.json()["error"]["message"] == (
+        "replan: models has c 0 times, must have each model of the placement once"
+    )
+    assert three.get("placement")["rates"] == {}
 
 
 @pytest.mark.long
