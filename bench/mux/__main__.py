@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from bench import report
-from bench.mux import figure5, page, small
+from bench.mux import figure5, figure7, page, small
 from bench.mux.figure5 import CLUSTER, LONG_RUN, TARGETS, Cell, Row
 
 ROOT = Path(__file__).parents[2]
@@ -39,22 +39,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = 20.0 if args.quick else small.SEND_S
     nine, ten = small.figure_9(seconds), small.figure_10(seconds)
     eight = small.figure_8(seconds)
+    seven = figure7.run_all(args.quick)
+    lines = b"".join(msgspec.json.encode(one) + b"\n" for one in seven)
+    file.with_name(f"{file.stem}-figure7.jsonl").write_bytes(lines)
     result.summary = {
         **figure5.summary(rows),
+        **figure7.summary(seven),
         "figure_9_adbs_times_fcfs": nine["adbs"] / nine["fcfs"],
         "figure_9_adbs_times_round_robin": nine["adbs"] / nine["round-robin"],
         "figure_9_adbs_times_round_robin_on_shares": nine["adbs"] / nine["round-robin on shares"],
     }
-    result.targets = dict(TARGETS)
+    result.targets = {**TARGETS, **figure7.TARGETS}
     target = docs / "mux-paper.md"
-    others = small.page(nine, ten, eight)
+    others = f"{figure7.page(seven)}\n{small.page(nine, ten, eight)}"
     target.write_text(page.written(rows, result, others), encoding="utf-8")
     print(target)
     return report.finish(result, args)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = report.parser(__doc__, LONG_RUN)
+    parser = report.parser(__doc__, (*LONG_RUN, "figure_7_*"))
     parser.add_argument("--docs", type=Path, help="folder of mux-paper.md (default: docs)")
     parser.add_argument("--results", type=Path, help="rows (default: bench/results/mux.jsonl)")
     parser.add_argument("--reuse", action="store_true", help="simulate only what --results lacks")

@@ -105,7 +105,7 @@ def published() -> dict[tuple[float, int, str], Published]:
             float(row["requests_per_s"]),
             {scale: float(row[f"slo{scale}"]) for scale in (5, 8, 10, 20)},
         )
-        for row in _rows("fig5_published.csv")
+        for row in csv_rows("fig5_published.csv")
     }
 
 
@@ -116,7 +116,7 @@ def loads(
     models = power_law(alpha, rate)
     counts = {
         row["llm"]: int(row["requests"])
-        for row in _rows("fig5_requests.csv")
+        for row in csv_rows("fig5_requests.csv")
         if float(row["alpha"]) == alpha and int(row["max_rate"]) == rate
     }
     return [
@@ -129,6 +129,15 @@ def loads(
     ]
 
 
-def _rows(name: str) -> list[dict[str, str]]:
+def stretched(drawn: Load) -> Load:
+    """The same with ShareGPT's lengths stretched to the model's means."""
+    llm = drawn.llm
+    prompts = [max(1, int(size * llm.prompt_tokens / 161)) for size in drawn.prompts]
+    outputs = [max(1, int(size * llm.output_tokens / 338)) for size in drawn.outputs]
+    return drawn._replace(prompts=prompts, outputs=outputs)
+
+
+def csv_rows(name: str) -> list[dict[str, str]]:
+    """The rows of a file of this folder, by column."""
     with (HERE / name).open(encoding="utf-8") as file:
         return list(csv.DictReader(file))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -91,11 +92,16 @@ def simulate(
     loads: Sequence[Load],
     policy: str = "adbs",
     rule: str = "muxserve",
+    decode_shares: Mapping[str, float] = MappingProxyType({}),
 ) -> Outcome:
-    """Run a placement until every request has ended. loads: in the order of the models."""
+    """Run a placement until every request has ended.
+
+    loads: in the order of the models. decode_shares: of models, by name, that have others than the
+    estimator's.
+    """
     events = EventQueue()
     device = estimator.cluster.device
-    instances = _instances(events, estimator, plan, policy, rule)
+    instances = _instances(events, estimator, plan, policy, rule, decode_shares)
     requests: list[list[SimRequest]] = [[] for _ in loads]
     for index, load in enumerate(loads):
         stream = _requests(load)
@@ -105,14 +111,20 @@ def simulate(
 
 
 def _instances(
-    events: EventQueue, estimator: Estimator, plan: Plan, policy: str, rule: str
+    events: EventQueue,
+    estimator: Estimator,
+    plan: Plan,
+    policy: str,
+    rule: str,
+    decode_shares: Mapping[str, float],
 ) -> list[list[_Instance]]:
     device, models = estimator.cluster.device, estimator.models
     found: list[list[_Instance]] = [[] for _ in models]
     for unit in plan:
         expected = estimator.unit(unit) or ()
         tenants = [
-            Tenant(models[member.llm].name, models[member.llm].model, one.share, one.kv_bytes,
+            Tenant(models[member.llm].name, models[member.llm].model,
+                   decode_shares.get(models[member.llm].name, one.share), one.kv_bytes,
                    models[member.llm].tokens)
             for member, one in zip(unit.members, expected, strict=True)
         ]  # fmt: skip
