@@ -56,6 +56,7 @@ from kvmig.launcher.shapes import (
     InstanceShapes,
     own_flags,
     own_gpus,
+    own_nodes,
     own_trees,
     own_units,
     shapes_of,
@@ -90,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
         trees = own_trees(config.instance_vllm, config.instances, kind.check_tree)
         own_units(config.instance_unit, config.instances)  # refused at the door
         own_gpus(config.instance_gpus, config.instances)
+        own_nodes(config.instance_node, config.instances)
         every = [word for words in (rest, *own.values()) for word in words]
         config = with_front_ends(config, kind.needs_one_front_end(every))
         allowed = raise_open_files()
@@ -193,6 +195,7 @@ def serve(
             own_units(config.instance_unit, config.instances),
             whose,
             own_gpus(config.instance_gpus, config.instances),
+            own_nodes(config.instance_node, config.instances),
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv, whose=whose)
         return uvloop.run(ClusterServer(cluster, front, args, sock, forks).run())

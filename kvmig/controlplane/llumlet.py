@@ -279,6 +279,7 @@ class Llumlet:
             socket.gethostname(),
             tuple(filter(None, gpus.split(","))),
             self.times,
+            self._engine.layout.block_bytes,
         )
 
     def _obey(self, order: Pairs | SetState) -> None:

@@ -32,6 +32,8 @@ class Welcome(RpcMessage, frozen=True, tag=True):
     """Ids of the GPUs that it may use."""
     times: StartTimes | None = None
     """How long its start took; None: it doesn't say."""
+    block_bytes: int = 0
+    """Bytes of a block of its KV cache; 0: it doesn't say."""
 
     @property
     def version(self) -> ProtocolVersion:
@@ -242,7 +244,8 @@ class AddInstances(RpcMessage, frozen=True, tag=True):
     tree: as in RestartInstances; None: that of most of the others. gpus: ids of those that each
     runs on, as CUDA_VISIBLE_DEVICES has them; none: the launcher chooses. unit: name of where they
     are in a placement. decode_share: percent of the device for their steps with decodes only; 0: as
-    --unit-shares has it.
+    --unit-shares has it. node: id of the Ray node that they run on; empty:
+    Ray chooses.
     """
 
     call_id: int
@@ -252,6 +255,7 @@ class AddInstances(RpcMessage, frozen=True, tag=True):
     gpus: tuple[str, ...] = ()
     unit: str = ""
     decode_share: int = 0
+    node: str = ""
 
 
 class DrainInstance(RpcMessage, frozen=True, tag=True):
@@ -361,6 +365,8 @@ class ClusterMember(msgspec.Struct, frozen=True):
     """Name of its unit in a placement; empty: none was given."""
     ordered: bool = False
     """Whether an order has ended its process: that it is gone is no fault."""
+    node: str = ""
+    """Id of the Ray node that it was ordered to; empty: to none."""
 
 
 class Members(RpcMessage, frozen=True, tag=True):

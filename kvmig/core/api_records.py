@@ -93,7 +93,13 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(description="Id of its process on its host; 0 while it isn't connected.")
     ] = 0
     host: Annotated[str, Meta(description="Name of the host that it runs on.")] = ""
+    node: Annotated[
+        str, Meta(description="Id of the Ray node that it was ordered to; empty: to none.")
+    ] = ""
     gpus: Annotated[tuple[str, ...], Meta(description="Ids of the GPUs that it may use.")] = ()
+    block_bytes: Annotated[
+        int, Meta(description="Bytes of a KV block; 0 while it isn't connected.")
+    ] = 0
     beside_kv: Annotated[
         int,
         Meta(

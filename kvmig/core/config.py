@@ -260,6 +260,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     instance_gpus: tuple[str, ...] = ()
     """GPUs of instances, each as "iN: ID,ID" with one per worker; those of the others are
     chosen by the launcher."""
+    instance_node: tuple[str, ...] = ()
+    """Ids of the Ray nodes of instances, each as "iN: ID"; Ray chooses the others'."""
     ray: RayConfig | None = None
     """Ray's settings; None: all instances run on this host."""
     control_host: str = "127.0.0.1"
@@ -312,6 +314,8 @@ def check(config: ClusterConfig) -> ClusterConfig:
     _check_http(config.http)
     if config.unit is not None:
         _check_unit(config.unit, config)
+    nodes = ", ".join(config.instance_node)
+    _require(config.ray is not None or not nodes, "--instance-node", nodes, "given with --ray")
     if config.ray is not None:
         _check_ray(config)
     return config

@@ -163,6 +163,7 @@ def instances_api(
                 tuple(wanted.gpus),
                 wanted.unit,
                 wanted.decode_share or 0,
+                wanted.node,
             )
         )
         deadline = asyncio.get_running_loop().time() + wait_s
@@ -287,6 +288,11 @@ class AddBody(StrictBody):
         multiple_of=10,
         description="Percent of the device for their steps with decodes only; null: as "
         "--unit-shares has it.",
+    )
+    node: str = Field(
+        default="",
+        max_length=200,
+        description="Id of the Ray node that they run on, with --ray; empty: Ray chooses.",
     )
 
 

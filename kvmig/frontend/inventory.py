@@ -77,7 +77,14 @@ def cluster_rows(
         sound = member.state in ("starting", "failed") or row.state in ("serving", "draining")
         state = member.state if sound else row.state
         joined.append(
-            replace(row, state=state, detail=member.detail, vllm=member.tree, unit=member.unit)
+            replace(
+                row,
+                state=state,
+                detail=member.detail,
+                vllm=member.tree,
+                unit=member.unit,
+                node=member.node,
+            )
         )
     return [replace(row, model=model) for row in (*joined, *rows.values())]
 

@@ -24,7 +24,7 @@ from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.launcher.instance import DrainDeadline, ManagedInstance
 from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher, PlannedInstance
-from kvmig.launcher.shapes import InstanceShape, InstanceShapes
+from kvmig.launcher.shapes import InstanceShape, InstanceShapes, check_node
 from kvmig.process.child import say
 from kvmig.rpc.codec import RefusalCounter
 
@@ -49,13 +49,14 @@ class InstanceManager:
         units: Mapping[str, str] = MappingProxyType({}),
         whose: str = "",
         gpus: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+        nodes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """name: of its shared memory.
 
         weights_of: the identity of what an instance with these flags would load now; empty: it
         isn't known. units: where the first instances are in a placement, by name.
         whose: model and address of its server, for the titles of its processes. gpus: of the first
-        instances, by name; the launcher chooses the others'.
+        instances, by name; the launcher chooses the others'. nodes: the same, of Ray nodes' ids.
         """
         self.whose = whose
         self.preferred_weights = ""
@@ -74,6 +75,7 @@ class InstanceManager:
         self._weights_of = weights_of
         self._units = units
         self._gpus = gpus
+        self._nodes = nodes
         self._instances: dict[str, ManagedInstance] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Instances that are being ended; their names are still taken."""
@@ -95,7 +97,8 @@ class InstanceManager:
         for name, shape in shapes.items():
             self._launcher.check_room([self._planned(name, shape)], self._gpus.get(name, ()))
         for name, shape in shapes.items():
-            self._begin(name, shape, self._gpus.get(name, ()), self._units.get(name, ""))
+            gpus, unit = self._gpus.get(name, ()), self._units.get(name, "")
+            self._begin(name, shape, gpus, unit, node=self._nodes.get(name, ""))
         # Whichever fails first: others may need minutes more.
         for starting in asyncio.as_completed([self._instances[one].first_start for one in names]):
             if failed := await starting:
@@ -138,6 +141,7 @@ class InstanceManager:
                 f" {len(taken)}, those that failed or are about to end included",
             )
         try:
+            self._check_node(order.node)
             shapes = [self._shapes.shape_of(name, order.flags, order.tree) for name in free]
             self._launcher.check_room(
                 [
@@ -152,7 +156,7 @@ class InstanceManager:
             raise OrderRefused("conflict", str(error)) from error
         for name, shape in zip(free, shapes, strict=True):
             parts = order.decode_share // 10
-            instance = self._begin(name, shape, order.gpus, order.unit, parts)
+            instance = self._begin(name, shape, order.gpus, order.unit, parts, order.node)
             instance.first_start.add_done_callback(self._say_failure)
         self.changed()
         return tuple(free)
@@ -304,6 +308,13 @@ class InstanceManager:
         if not first_start.cancelled() and (how := first_start.result()):
             say(f"{how}; it is given up")
 
+    def _check_node(self, node: str) -> None:
+        """Raises ConfigError."""
+        if node and self._config.ray is None:
+            raise ConfigError(f"node is {node!r:.100}, must be left out without --ray")
+        if node:
+            check_node("node", node)
+
     def _planned(self, name: str, shape: InstanceShape, unit: str = "") -> PlannedInstance:
         return PlannedInstance(name, shape.workers, [*self._shapes.argv, *shape.own], unit)
 
@@ -314,6 +325,7 @@ class InstanceManager:
         gpus: tuple[str, ...] = (),
         unit: str = "",
         decode_parts: int = 0,
+        node: str = "",
     ) -> ManagedInstance:
         config = self._config
         if config.unit is not None:
@@ -328,6 +340,7 @@ class InstanceManager:
             engine_tree=shape.tree,
             gpus=gpus,
             unit=unit,
+            node=node,
             whose=self.whose,
         )
         instance = ManagedInstance(launch, shape.workers, self._launcher, self)

@@ -31,7 +31,8 @@ from kvmig.core.errors import ConfigError
 from kvmig.core.flag_parser import FlagParser
 from kvmig.core.priorities import PriorityClass, with_normal
 from kvmig.core.quantities import quantity
-from kvmig.launcher.ray_cluster import AUTO, checked_address, parse_resources
+from kvmig.launcher.ray_cluster import AUTO, checked_address
+from kvmig.launcher.ray_resources import parse_resources
 
 _EPILOG = """All other flags, such as --host, --port, --max-model-len and --api-key, are passed to
 the engine of every instance. `--help=all` lists those flags, too."""
@@ -58,6 +59,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         instance_vllm=tuple(flags.instance_vllm),
         instance_unit=tuple(flags.instance_unit),
         instance_gpus=tuple(flags.instance_gpus),
+        instance_node=tuple(flags.instance_node),
         ray=_ray(flags),
         unit=_unit(flags),
         lifecycle=_filled(
@@ -391,6 +393,14 @@ def _add_ray(root: FlagParser) -> None:
         default="",
         metavar="JSON",
         help="Ray resources of each instance, such as '{\"CPU\": 4}' (default: one GPU per worker)",
+    )
+    group.add_argument(
+        "--instance-node",
+        action="append",
+        default=[],
+        metavar="'iN: ID'",
+        help="id of the Ray node that instance N runs on; may be given several times (default: Ray"
+        " chooses)",
     )
 
 

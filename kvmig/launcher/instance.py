@@ -125,6 +125,7 @@ class ManagedInstance:
             launch.engine_tree,
             launch.unit,
             self._ordered,
+            launch.node,
         )
 
     async def close(self) -> None:

@@ -30,6 +30,8 @@ class LlumletLaunch(SecretStruct, frozen=True, kw_only=True):
     """Ids of its GPUs; none: the launcher chooses."""
     unit: str = ""
     """Name of where it is in a placement, for people and planners only."""
+    node: str = ""
+    """Id of the Ray node that it runs on; empty: Ray chooses."""
     whose: str = ""
     """Model and address of its server, for its title."""
 

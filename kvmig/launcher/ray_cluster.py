@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from kvmig.core.errors import ConfigError
+from kvmig.launcher.ray_resources import EXAMPLE, Resources, amounts
 
 AUTO = "auto"
 PROBE_TIMEOUT_S = 5.0
@@ -24,13 +23,6 @@ NONE_HERE = (
     " or name the cluster's HOST:PORT"
 )
 
-Resources = Mapping[str, float]
-"""Amounts by Ray's names: CPU, GPU, memory (bytes), and those that a node was started with."""
-
-EXAMPLE = """'{"CPU": 4}'"""
-ONLY_WHOLE_ABOVE = 1.0
-"""Ray gives out parts of a CPU or GPU, but above one only whole ones."""
-
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
@@ -40,6 +32,9 @@ class RayNode:
     address: str
     total: Resources
     free: Resources
+    name: str = ""
+    """The name that it was started with; without that its address."""
+    host: str = ""
 
 
 # -- this process as a driver: these block, and run in a thread other than the main one, where Ray
@@ -87,7 +82,12 @@ def nodes() -> list[RayNode]:
     rows: list[dict[str, Any]] = ray.nodes()
     return [
         RayNode(
-            row["NodeID"], row["NodeManagerAddress"], row["Resources"], free.get(row["NodeID"], {})
+            row["NodeID"],
+            row["NodeManagerAddress"],
+            row["Resources"],
+            free.get(row["NodeID"], {}),
+            row["NodeName"],
+            row["NodeManagerHostname"],
         )
         for row in rows
         if row["Alive"]
@@ -102,6 +102,12 @@ def _probe(address: str) -> None:
         raise ConfigError(
             f"--ray is {address}, but no Ray cluster answers there: {error}"
         ) from error
+
+
+def last_line(error: Exception) -> str:
+    """The last line of Ray's explanation, which has the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _sentence(error: Exception) -> str:
@@ -127,31 +133,7 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def parse_resources(text: str) -> dict[str, float]:
-    """Parse '{"GPU": 1}' into amounts; "" into none. Raises ConfigError."""
-    if not text:
-        return {}
-    allowed = f"must be a JSON object of amounts above 0, such as {EXAMPLE}"
-    try:
-        given = msgspec.json.decode(text, type=dict[str, float])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--ray-resources is {text!r}, {allowed}: {error}") from error
-    for name, amount in given.items():
-        whole = name not in ("CPU", "GPU") or amount <= ONLY_WHOLE_ABOVE or amount.is_integer()
-        if not name or not amount > 0 or not whole:
-            rule = allowed if whole else f"{name} above 1 must be whole"
-            raise ConfigError(f"--ray-resources is {text!r}, {rule}")
-    if not given:
-        raise ConfigError(f"--ray-resources is {text!r}, {allowed}")
-    return given
-
-
 # -- what instances take
-
-
-def needs_of(given: Resources, workers: int) -> dict[str, float]:
-    """Resources that an instance takes: those given, or a GPU a worker."""
-    return dict(given) or {"GPU": float(workers)}
 
 
 def check_sizes(nodes: Sequence[RayNode], needs: Sequence[Resources]) -> None:
@@ -203,6 +185,15 @@ def share_of(need: Resources, total: Resources) -> float:
     return min(1.0, max(parts, default=1.0))
 
 
+def strategy_of(node: str) -> Any:
+    """Ray's scheduling strategy of an actor that runs on this node; empty: anywhere, spread."""
+    if not node:
+        return "SPREAD"
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
 def actor_options(need: Resources) -> dict[str, Any]:
     """The same as options of a Ray actor."""
     own = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU", "memory")}
@@ -212,11 +203,6 @@ def actor_options(need: Resources) -> dict[str, Any]:
         "memory": int(need.get("memory", 0)) or None,
         "resources": own or None,
     }
-
-
-def amounts(resources: Resources) -> str:
-    """Amounts for people: `1 GPU, 0.5 CPU`."""
-    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 def _unknown(name: str, names: set[str]) -> str:

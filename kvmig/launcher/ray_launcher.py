@@ -1,7 +1,8 @@
 """The launcher of a Ray cluster: each llumlet on a node that has the resources it takes.
 
-Ray places, and tells when an actor is gone. An actor isn't restarted by Ray:
-`kvmig.launcher.cluster` starts an instance again, and Ray may place it elsewhere.
+Ray places one that was ordered to no node, and tells when an actor is gone. An actor isn't
+restarted by Ray: `kvmig.launcher.cluster` starts an instance again, and Ray may place one elsewhere
+that was ordered to no node.
 
 The actor, a `LlumletActor`, starts the llumlet as its child. The engine is not in Ray's worker but
 in the very process that a local launcher starts, so that its crash is a child's end and not the
@@ -18,7 +19,7 @@ import os
 import platform
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -34,14 +35,13 @@ from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.ray_cluster import (
     RayNode,
-    Resources,
     actor_options,
-    amounts,
     check_room,
     check_sizes,
-    needs_of,
+    last_line,
     share_of,
 )
+from kvmig.launcher.ray_resources import Resources, amounts, needs_of
 from kvmig.process.nvml import read_devices
 from kvmig.process.supervisor import STOP_S, ProcessHandle, running
 
@@ -103,7 +103,7 @@ class RayLauncher:
             ray.remote(LlumletActor)
             .options(
                 max_restarts=0,
-                scheduling_strategy="SPREAD",
+                scheduling_strategy=ray_cluster.strategy_of(launch.node),
                 runtime_env={"env_vars": LET_CHILDREN_END},
                 **actor_options(needs),
             )
@@ -203,7 +203,7 @@ class RayHandle:
             except ActorUnavailableError:
                 await asyncio.sleep(RETRY_S)
             except RayError as error:
-                return f"its Ray node or actor is gone: {_why(error)}"
+                return f"its Ray node or actor is gone: {last_line(error)}"
             else:
                 return how
 
@@ -241,13 +241,7 @@ async def _answer(name: str, answer: Awaitable[T]) -> T:
             raise error.cause from error
         raise StartupError(f"{name}: its Ray actor failed: {error.cause!r}") from error
     except RayError as error:
-        raise StartupError(f"{name}: its Ray node or actor is gone: {_why(error)}") from error
-
-
-def _why(error: Any) -> str:
-    """The last line of Ray's explanation, which has the reason."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+        raise StartupError(f"{name}: its Ray node or actor is gone: {last_line(error)}") from error
 
 
 # -- on a node
@@ -404,7 +398,10 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def _memory_flags(order: RayOrder, environment: Mapping[str, str]) -> list[str]:
-    """Flags for its share of the node's memory. Raises ConfigError if that is too little."""
+    """Flags for its share of the node's memory, where its engine has them. Raises ConfigError if
+    that is too little."""
+    if not kind_of(order.launch.config.engine).shares_memory:
+        return []
     on_one_gpu = int(1 / order.gpu) if 0 < order.gpu < 1 else 1
     return memory_flags(
         order.launch.engine_argv,

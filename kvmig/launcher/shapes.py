@@ -4,6 +4,7 @@ build of vLLM."""
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from kvmig.core.errors import ConfigError
 
 USUAL_BLOCK_TOKENS = 16
 """Divides every block size that vLLM chooses by itself."""
+NODE_ID = re.compile(r"[0-9a-f]{56}")
+"""Id of a Ray node."""
 
 Parse = Callable[[list[str]], Namespace]
 """MODEL and vLLM's flags to vLLM's arguments; raises ConfigError."""
@@ -102,6 +105,20 @@ def own_gpus(given: Sequence[str], instances: int) -> dict[str, tuple[str, ...]]
                 " between them"
             )
     return gpus
+
+
+def own_nodes(given: Sequence[str], instances: int) -> dict[str, str]:
+    """Parse "i1: ID" into that instance's Ray node. Raises ConfigError."""
+    nodes = dict(_named("--instance-node", words, instances, "a node's id") for words in given)
+    for name, node in nodes.items():
+        check_node(f"--instance-node '{name}: ID'", node)
+    return nodes
+
+
+def check_node(where: str, node: str) -> None:
+    """Raises ConfigError for what is no id of a Ray node. where: the field, for people."""
+    if NODE_ID.fullmatch(node) is None:
+        raise ConfigError(f"{where} is {node!r:.100}, must be the 56 hexadecimal digits of a node")
 
 
 def checked_tree(folder: str, check: CheckTree) -> str:

@@ -29,7 +29,7 @@ from kvmig.controlplane.messages import (
     SetState,
     StopDrain,
 )
-from kvmig.core.config import ClusterConfig, LifecycleConfig, UnitConfig
+from kvmig.core.config import ClusterConfig, LifecycleConfig, RayConfig, UnitConfig
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import EngineLoad
@@ -203,7 +203,12 @@ class Told:
 class World:
     """A cluster with its control socket and one front end."""
 
-    def __init__(self, lifecycle: LifecycleConfig, shares: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        lifecycle: LifecycleConfig,
+        shares: tuple[int, int] | None = None,
+        ray: RayConfig | None = None,
+    ) -> None:
         def parse(argv: list[str]) -> Namespace:
             if "--bug" in argv:
                 raise KeyError("bug")
@@ -215,7 +220,7 @@ class World:
         self.launcher = FakeLauncher()
         self.said: list[str] = []
         unit = UnitConfig(path="unit", guarantee=400, model="m", shares=shares)
-        config = ClusterConfig(lifecycle=lifecycle, unit=unit)
+        config = ClusterConfig(lifecycle=lifecycle, unit=unit, ray=ray)
 
         def check_tree(folder: str) -> str:
             if folder != "/new":
@@ -242,9 +247,11 @@ class World:
 
 
 @asynccontextmanager
-async def world(shares: tuple[int, int] | None = None, **lifecycle: float) -> AsyncIterator[World]:
+async def world(
+    shares: tuple[int, int] | None = None, ray: RayConfig | None = None, **lifecycle: float
+) -> AsyncIterator[World]:
     """i0 and i1 serve; at the end no process is left. shares: of their unit."""
-    it = World(LifecycleConfig(**lifecycle), shares)  # type: ignore[arg-type]
+    it = World(LifecycleConfig(**lifecycle), shares, ray)  # type: ignore[arg-type]
     try:
         with (
             mock.patch.object(cluster, "say", it.said.append),
@@ -285,9 +292,30 @@ async def test_an_instance_keeps_its_place_in_a_placement_when_it_starts_again()
         assert units == {"i0": "", "i1": "east", "i2": "west"}
 
 
+async def test_an_instance_that_was_ordered_to_a_node_starts_again_there() -> None:
+    node = 14 * "01ab"
+    async with world(ray=RayConfig(), max_instances=3) as it:
+        await it.link.order(lambda number: AddInstances(number, node=node))
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        await it.link.order(lambda number: RestartInstances(number, ("i2",)))
+        await until(lambda: len([one for one in it.launcher.starts
+                                 if one.launch.instance == "i2"]) == 2)  # fmt: skip
+        assert {one.launch.instance: one.launch.node for one in it.launcher.starts} == {
+            "i0": "", "i1": "", "i2": node
+        }  # fmt: skip
+        assert [one.node for one in it.front.members] == ["", "", node]
+
+
+async def test_what_is_no_id_of_a_node_is_refused() -> None:
+    async with world(ray=RayConfig(), max_instances=3) as it:
+        with pytest.raises(OrderFailed, match=r"node is '10\.0\.0\.1', must be the 56 hexadecimal"):
+            await it.link.order(lambda number: AddInstances(number, node="10.0.0.1"))
+
+
 @pytest.mark.parametrize(
     ("order", "sentence"),
     [
+        (AddInstances(0, 1, node="n"), "node is 'n', must be left out without --ray"),
         (AddInstances(0, 0), "count is 0, must be 1 or more"),
         (AddInstances(0, 2), "count is 2: --max-instances allows 3, and there are 2, those that"),
         (AddInstances(0, 1, "--bad"), "unrecognized arguments: --bad"),

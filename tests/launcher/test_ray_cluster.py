@@ -12,10 +12,9 @@ from kvmig.launcher.ray_cluster import (
     actor_options,
     check_room,
     check_sizes,
-    needs_of,
-    parse_resources,
     share_of,
 )
+from kvmig.launcher.ray_resources import needs_of, parse_resources
 
 
 def node(free: dict[str, float], total: dict[str, float] | None = None) -> RayNode:

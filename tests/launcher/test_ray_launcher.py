@@ -116,6 +116,14 @@ async def test_an_instance_takes_its_share_of_the_nodes_memory(
     assert given == ["m", "-x"]
 
 
+async def test_an_engine_that_divides_no_memory_gets_no_flags_for_it(
+    started: list[LlumletLaunch],
+) -> None:
+    launch = msgspec.structs.replace(order().launch, config=ClusterConfig(engine="toy"))
+    await LlumletActor().start(order(launch=launch), "198.18.77.2")
+    assert started[0].engine_argv == ["m", "-x"]
+
+
 async def test_instances_on_one_gpu_share_its_memory(
     started: list[LlumletLaunch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,11 +15,15 @@ from kvmig.launcher.shapes import (
     InstanceShapes,
     own_flags,
     own_gpus,
+    own_nodes,
     own_trees,
     own_units,
     shapes_of,
     unit_tokens,
 )
+
+NODE = 14 * "01ab"
+"""An id as Ray makes it."""
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -146,6 +150,23 @@ def test_an_instance_with_more_workers_comes_later_only_where_shapes_may_be_mixe
         alike.shape_of("i2", "--tensor-parallel-size=2")
     mixed = InstanceShapes(argv, {}, started, 32, parse)
     assert mixed.shape_of("i2", "--tensor-parallel-size=2").workers == 2
+
+
+def test_instances_are_given_their_nodes() -> None:
+    assert own_nodes([f"i1: {NODE}"], 2) == {"i1": NODE}
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [
+        (f"i2: {NODE}", "must be one of i0, i1, a colon and a node's id"),
+        ("i1: 10.0.0.1", "is '10.0.0.1', must be the 56 hexadecimal digits of a node"),
+        ("i1:", "is '', must be the 56 hexadecimal digits of a node"),
+    ],
+)
+def test_a_node_that_ray_can_not_have_is_refused(given_: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        own_nodes([given_], 2)
 
 
 def test_a_build_for_all_goes_before_those_that_some_had() -> None:
