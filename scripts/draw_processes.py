@@ -1,5 +1,6 @@
-"""Draw docs/processes.svg, docs/fleet.svg and docs/units.svg: the processes of a cluster and of a
-fleet, and what crosses each socket; how models share the KV cache of a host."""
+"""Draw docs/processes.svg, docs/fleet.svg, docs/cluster.svg and docs/units.svg: the processes of a
+cluster and of a fleet, and what crosses each socket; a fleet's workers; how models share the KV
+cache of a host."""
 
 from __future__ import annotations
 
@@ -234,6 +235,41 @@ def fleet() -> str:
     return picture(shapes, width, height, "The processes of a kvmig fleet")
 
 
+def cluster() -> str:
+    """The head and two workers of a fleet: what runs where."""
+    width, height = 980, 400
+    shapes = [
+        f'<rect width="{width}" height="{height}" rx="12" fill="{PAPER}"/>',
+        part(20, 150, 110, 56, ["clients", "OpenAI API"], LINE[GREY]),
+        box(180, 20, 330, 320, BLUE, "head: kvmig up --ray auto"),
+        part(200, 62, 290, 60, ["proxies", "entry point, keys"], LINE[BLUE]),
+        part(200, 134, 290, 60, ["server", "decides which worker; cordons, drains"], LINE[AMBER]),
+        part(200, 206, 290, 60, ["kvmig.serve, one a model", "front end, launcher"], LINE[GREEN]),
+        part(200, 278, 290, 46, ["Ray head"], LINE[GREY]),
+        arrow([(130, 178), (198, 92)], both=True),
+    ]
+    for row, name in enumerate(("worker left", "worker right")):
+        y = 20 + 170 * row
+        shapes += [
+            box(660, y, 300, 150, GREY, name),
+            part(676, y + 40, 128, 44, ["agent", "measures"], LINE[AMBER]),
+            part(816, y + 40, 128, 44, ["Ray node"], LINE[GREY]),
+            part(676, y + 94, 268, 44, ["instances", "llumlets of several models"], LINE[GREEN]),
+            arrow([(490, 236), (674, y + 116)], both=True, wide=True),
+            arrow([(674, y + 62), (492, 164)], dashed=True),
+        ]
+    shapes += [
+        arrow([(960, 130), (972, 130), (972, 292), (962, 292)], both=True, wide=True),
+        label(952, 184, ["streams move"], "end"),
+        label(586, 300, ["tokens, orders", "(CURVE)"], "middle"),
+        label(586, 60, ["memory, GPUs", "(Ray)"], "middle"),
+        text(20, 372, "A worker is a node of the Ray cluster. The front ends of all models are on "
+             "the head; a lost worker's requests run again on others.", size=12, anchor="start",
+             ink=SOFT),
+    ]  # fmt: skip
+    return picture(shapes, width, height, "A kvmig fleet over several machines")
+
+
 def units() -> str:
     """Two models and the agent of their unit: what each has of the arena, the memory budget."""
     width, height = 980, 430
@@ -291,6 +327,7 @@ def units() -> str:
 TARGETS = {
     DOCS / "processes.svg": drawing,
     DOCS / "fleet.svg": fleet,
+    DOCS / "cluster.svg": cluster,
     DOCS / "units.svg": units,
 }
 

@@ -36,6 +36,7 @@ from kvmig.cli.models import (
 )
 from kvmig.cli.places import instance_app
 from kvmig.cli.usage import usage_app
+from kvmig.cli.workers import worker_app
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import bytes_of, size_text
 from kvmig.fleet.device_room import Strategy
@@ -56,6 +57,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(instance_app, name="instance")
 app.add_typer(alias_app, name="alias")
 app.add_typer(placement_app, name="placement")
+app.add_typer(worker_app, name="worker")
 app.add_typer(key_app, name="key")
 app.add_typer(user_app, name="user")
 app.add_typer(usage_app, name="usage")
@@ -145,6 +147,13 @@ def up(
             " list that comes with kvmig)."
         ),
     ] = "",
+    ray: Annotated[
+        str,
+        typer.Option(
+            help="Run the models' instances on the nodes of a Ray cluster: HOST:PORT of its head,"
+            " or auto for the cluster that this host belongs to (default: on this host)."
+        ),
+    ] = "",
     gpu_placement: Annotated[
         str,
         typer.Option(
@@ -202,13 +211,20 @@ def up(
         catalogue=catalogue
         if "://" in catalogue or not catalogue
         else str(Path(catalogue).absolute()),
+        ray=ray,
         gpu_placement=placement_of(gpu_placement),
         shutdown_timeout_s=shutdown_timeout,
         keep_usage_days=keep_usage_days,
         allowed_origins=tuple(allowed_origins or ()),
         certificate=certificate_files(tls_cert, tls_key),
     )
-    status = run(check_settings(settings))
+    check_settings(settings)
+    if ray:
+        from kvmig.fleet.cluster_watch import check_cluster
+
+        with patience(f"the Ray cluster {ray} is joined"):
+            check_cluster(ray)
+    status = run(settings)
     if status:
         raise typer.Exit(status)
 

@@ -47,6 +47,7 @@ from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
+from kvmig.fleet.workers_api import FleetWorkers, workers_api
 from kvmig.placement.executor import ReplaceFailed
 from kvmig.proxy.messages import QuotaLeft
 from kvmig.sources.origins import check_installed
@@ -86,11 +87,13 @@ class ApiBackend:
     files: ModelFiles
     catalogue: CatalogueReader
     replacer: PlacementController = field(init=False)
+    workers: FleetWorkers = field(init=False)
     retention: UsageRetention = field(init=False)
 
     def __post_init__(self) -> None:
         self.replacer = PlacementController(self.models, self._keep_placement)
         database = self.store.database
+        self.workers = FleetWorkers(self.models, self.stored, database, time.time)
         self.retention = UsageRetention(
             lambda *args: self.stored(prune, database, *args), time.time
         )
@@ -117,6 +120,7 @@ class ApiBackend:
         """
         for one in specs:
             check_installed(parse_source(one.source))
+            self.models.workers.check(one)
         memory = self.models.memory
         on_gpus = memory.devices.there
         rows = await self.stored(self.store.models)
@@ -169,6 +173,7 @@ def make_app(backend: ApiBackend) -> FastAPI:
         catalogue_api(backend.catalogue, caller),
         placement_api(backend, caller),
         places_api(backend.models, backend.row, caller),
+        workers_api(backend.workers, caller),
     ):
         app.include_router(api, prefix=PREFIX)
     return app

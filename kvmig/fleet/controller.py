@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import instance_name
@@ -29,7 +30,6 @@ from kvmig.fleet.autoscale import (
     DemandSample,
     ObservedDemand,
     ScalingDecision,
-    ScalingOrder,
     counted,
     decide,
     next_order,
@@ -51,6 +51,8 @@ from kvmig.fleet.device_room import Places
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.instance_measures import InstanceMeasures
 from kvmig.fleet.instance_moves import InstanceMover, patience_s
+from kvmig.fleet.instance_nodes import InstanceNodes
+from kvmig.fleet.instance_orders import InstanceOrders
 from kvmig.fleet.instance_places import InstancePlaces
 from kvmig.fleet.lifecycle import (
     DesiredState,
@@ -69,6 +71,7 @@ from kvmig.fleet.managed_model import (
 )
 from kvmig.fleet.model_places import ModelPlaces
 from kvmig.fleet.model_routes import classes_of, route_state
+from kvmig.fleet.model_workers import ModelWorkers
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
 from kvmig.fleet.place_choice import PlaceExplanation, with_places
 from kvmig.fleet.room_moves import RoomPlan
@@ -77,6 +80,7 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.fleet.units import FleetUnits
 from kvmig.fleet.worker_nodes import LOCAL, InstancePlace, Rooms
+from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.placement.file import PlacedUnit
 from kvmig.proxy.messages import ModelRoute, ModelWanted, ProxyDemand
 
@@ -84,8 +88,6 @@ ROUND_S = 0.5
 """Pause between two rounds, if nothing happens before."""
 RECENT = 1000
 """Events that are kept."""
-PAUSE_S = 10.0
-"""Pause after an order about instances that was refused, or that has failed."""
 WANT_S = 2.0
 """A proxy repeats that somebody waits within it."""
 
@@ -116,13 +118,16 @@ class ModelController:
         wall: Clock = monotonic,
         measured: Callable[[ModelSpec], object] = lambda spec: None,
         missing: Callable[[str], MissingFiles | None] = lambda source: None,
+        workers: WorkerPool | None = None,
     ) -> None:
         """order: to init. tell: proxies of changed routes and of names that are gone; the version.
 
         memory: of the host. clock: steady. wall: Unix time. measured: called when more is known of
-        what a model takes of GPUs. missing: why a model with this source can't start yet.
+        what a model takes of GPUs. missing: why a model with this source can't start yet. workers:
+        None: there is one host.
         """
         self.memory = memory
+        self.workers = workers or WorkerPool()
         self.events: deque[ModelEvent] = deque(maxlen=RECENT)
         self.starts = 0
         """Deployments that were started by this server."""
@@ -133,6 +138,8 @@ class ModelController:
         self._wall = wall
         self._orders = BackgroundTasks("models")
         self._models: dict[str, ManagedModel] = {}
+        self._workers = ModelWorkers(self.workers, self._models)
+        self.instances_on = self._workers.instances_on
         self._whose: dict[str, ManagedModel] = {}
         """Models by deployment."""
         self._proxies: dict[str, ConnectedProxy] = {}
@@ -148,6 +155,7 @@ class ModelController:
         self._mover = InstanceMover(
             self._models, self.places, memory.devices, self._orders, clock, self._note, wall
         )
+        self._sets = InstanceOrders(self.places, self.workers, memory.devices, self._note, wall)
         self._measures = InstanceMeasures(self._models, memory, wall, self._note, measured)
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
@@ -417,14 +425,17 @@ class ModelController:
                 assert model.asks_since is not None
                 waiting.append(self._waiting(model, model.asks_since))
         nodes, strategy = self.places.nodes(), self.memory.devices.strategy
-        movable = [] if self._placed else self._mover.movable()  # a placement says where they are
+        fixed = bool(self._placed) or self.workers.there  # a placement says where they are
+        movable = [] if fixed else self._mover.movable()
         made = plan(nodes, waiting, residents, now, strategy, movable, self._mover.nodes)
         return self.units.admit(made, starting, self._wanted_specs())
 
     def moves_for(self, model: ManagedModel) -> RoomPlan | None:
         """Moves that would make room for another instance now; None: there are none, or one is
         being carried out."""
-        return None if self._placed else self._mover.moves_for(model, self._plan.rooms)
+        if self._placed or self.workers.there:
+            return None
+        return self._mover.moves_for(model, self._plan.rooms)
 
     def _in_units(self) -> dict[str, frozenset[str]]:
         """The models that run in units, or wait for their start there."""
@@ -476,14 +487,18 @@ class ModelController:
         if (lacks := self._lacks(self._models[name])) is not None:
             reason = {"never" if lacks.failed else "no_room": lacks.why}
             return msgspec.structs.replace(seen, **reason)
-        made = self._plan
+        made, model = self._plan, self._models[name]
         return msgspec.structs.replace(
             seen,
-            no_room=made.refused.get(name, ""),
+            no_room=made.refused.get(name, "") or self._why_no_worker(model),
             never=made.never.get(name, ""),
-            no_park=why_not_parked(self._models[name].more_parked, made.spare()),
-            yields=name in made.yielding,
+            no_park=why_not_parked(model.more_parked, made.spare()),
+            yields=name in made.yielding or self._workers.wakes_elsewhere(model),
         )
+
+    def _why_no_worker(self, model: ManagedModel) -> str:
+        waits = model.asks_since is not None and not model.deployment
+        return self._workers.why_not(model, self._first(model)) if waits else ""
 
     def _wish(self, model: ManagedModel) -> DesiredState:
         spec = model.wanted.spec
@@ -524,6 +539,7 @@ class ModelController:
         devices = self.memory.devices
         claim, places = devices.claim(wanted.spec), self._plan.places.get(wanted.name, ())
         on_gpus = [one.gpus for one in places if one.gpus]
+        nodes = self._workers.choose(model, self._first(model)).nodes
         note = DeploymentRecord(
             wanted.model_id,
             wanted.name,
@@ -534,9 +550,11 @@ class ModelController:
             wanted.spec.unit,
             self.units.arena(wanted.spec.unit),
             wanted.spec.folder,
+            {instance_name(at): node for at, node in enumerate(nodes)},
         )
         self._keep(model, deployment, note)
-        for at, why in enumerate(self._plan.explained.get(wanted.name, ())):
+        explained = () if nodes else self._plan.explained.get(wanted.name, ())
+        for at, why in enumerate(explained):
             self._keep_reason(model, instance_name(at), why)
         model.scaling = ScalingDecision(self._first(model))
         self.starts += 1
@@ -547,6 +565,7 @@ class ModelController:
                 (
                     *words(wanted.spec, deployment, self._settings, units),
                     *gpu_words(wanted.spec, claim, list(map(devices.ids, on_gpus))),
+                    *self.workers.words(wanted.spec, model.claim, nodes),
                 ),
                 msgspec.json.encode(note).decode(),
                 str(self._settings.log(quote(wanted.name, safe=""))),
@@ -578,6 +597,7 @@ class ModelController:
             self._parked_bytes(model.wanted.spec),
             self.memory.devices.uuids,
         )
+        model.nodes = InstanceNodes(dict(note.nodes))
         self._whose[deployment] = model
 
     def _parked_bytes(self, spec: ModelSpec) -> int:
@@ -603,23 +623,32 @@ class ModelController:
         if watched is None or not self._scales(model, watched):
             return
         before = model.scaling or taken_over(watched.told.data, now)
-        rule, demand = model.rule, self._demand(model, watched, now)
+        leaving = self.workers.leaving(model.nodes, watched.told.data)
+        staying = [one for one in watched.told.data if one.id not in leaving]
+        rule, demand = model.rule, self._demand(model, watched, staying, now)
         model.scaling = decided = decide(before, rule, demand, now)
         if decided.wanted != before.wanted:
             way = "up" if decided.wanted > before.wanted else "down"
             model.scaled[way, decided.reason] += 1
             self._note(model, decided.why)
-        order = next_order(watched.told.data, decided.wanted)
-        if order is None or model.is_ordering:
+        order = next_order(staying, decided.wanted)
+        if model.is_ordering:
             return
         places: Sequence[InstancePlace] = ()
         why: Explanations = ()
-        if order.more > 0 and not order.failed:
+        if order is not None and order.more > 0 and not order.failed:
             places, why = self._take_places(model, order.more)
-            if not places:
-                return  # no GPU has room for one more now
-        work = self._set_instances(model, watched, order, places, why)
-        model.ordering = self._orders.start(work, f"scale {model.wanted.name}")
+            order = order if places else None  # nothing has room for one more now
+        if order is not None:
+            names = [one.id for one in staying]
+            work = self._sets.set_instances(model, watched, order, places, why, names)
+            model.ordering = self._orders.start(work, f"scale {model.wanted.name}")
+        elif leaving or model.departing:
+            step = self._workers.leaving_step(model, leaving, decided.wanted)
+            if step.drained or step.removed or step.kept:
+                deadlines = self._workers.deadlines(model, step.drained)
+                work = self._sets.empty_workers(model, watched, step, deadlines)
+                model.ordering = self._orders.start(work, f"leave {model.wanted.name}")
 
     def _scales(self, model: ManagedModel, watched: DeploymentWatcher) -> bool:
         """Whether the number of its instances is decided here, and can be decided now."""
@@ -632,16 +661,20 @@ class ModelController:
         )
 
     def _demand(
-        self, model: ManagedModel, watched: DeploymentWatcher, now: float
+        self,
+        model: ManagedModel,
+        watched: DeploymentWatcher,
+        rows: Sequence[InstanceRow],
+        now: float,
     ) -> ObservedDemand:
-        spec, rows = model.wanted.spec, watched.told.data
+        spec = model.wanted.spec
         kind = model.rule.kind
         most = max(counted(rows), model.desired)
         return ObservedDemand(
             ready=watched.serving,
             stable=model.window.load(kind, now, STABLE_S),
             panic=model.window.load(kind, now, PANIC_S),
-            holds=one_less_holds(rows),
+            holds=bool(rows) and one_less_holds(rows),
             floor=self._floor(spec),
             room=most + self._more(model),
         )
@@ -667,6 +700,8 @@ class ModelController:
         They are its own from now on, whether or not their start succeeds. On a CPU their memory is
         its own since they are wanted.
         """
+        if self.workers.there:
+            return self._workers.take_places(model, most), ()
         on_cpu = self.places.device_need(model.wanted.spec) is None
         rooms = self._plan.rooms if on_cpu else self._free_rooms
         places, why = self.places.more_places(model, most, rooms)
@@ -676,47 +711,8 @@ class ModelController:
         model.places.coming = tuple(one.gpus for one in places if one.gpus)
         return places, why
 
-    async def _set_instances(
-        self,
-        model: ManagedModel,
-        watched: DeploymentWatcher,
-        order: ScalingOrder,
-        places: Sequence[InstancePlace],
-        why: Explanations,
-    ) -> None:
-        """One step. Another instance takes the place of a failed one later."""
-        try:
-            if order.failed:
-                for instance in order.failed:
-                    self._note(model, f"instance {instance} has failed, and is taken out")
-                    await watched.drain(instance)
-                await asyncio.sleep(PAUSE_S)
-            elif places and places[0].gpus:
-                for place, reason in zip(places, why, strict=True):
-                    for name in await watched.add(1, self.memory.devices.ids(place.gpus)):
-                        model.places.by_instance[name] = place.gpus
-                        self._keep_reason(model, name, reason)
-                    model.places.coming = model.places.coming[1:]
-            elif places:
-                names = await watched.add(len(places))
-                for name, reason in zip(sorted(names), why, strict=False):
-                    self._keep_reason(model, name, reason)
-            else:
-                await self._drain_one(watched)
-        except StartupError as error:
-            self._note(model, f"instances: {error}")
-            await asyncio.sleep(PAUSE_S)
-        finally:
-            model.places.coming = ()
-
     def _keep_reason(self, model: ManagedModel, name: str, why: PlaceExplanation) -> None:
         self.places.history.keep(model.deployment, name, self._wall(), why)
-
-    async def _drain_one(self, watched: DeploymentWatcher) -> None:
-        """The one whose requests move fastest; the last one stays."""
-        staying = [one for one in watched.told.data if one.state == "serving"]
-        if len(staying) > 1:
-            await watched.drain(min(staying, key=lambda one: one.blocks_used).id)
 
     # -- routes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ TOLD_S = 10.0
 CARD_S = 10.0
 """Timeout of the list of its models."""
 ADMIN = "/kvmig/v1"
+RECENT_MOVES = 64
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,13 @@ class DeploymentEvent(msgspec.Struct, frozen=True):
     data: tuple[InstanceRow, ...] = ()
 
 
+class CommittedMove(msgspec.Struct, frozen=True):
+    """Event `migration`, of one that is committed."""
+
+    bytes: int = 0
+    total_ms: float = 0.0
+
+
 class DeploymentWatcher:
     """Make it inside a running event loop; it follows the deployment's events until `close`."""
 
@@ -67,6 +76,8 @@ class DeploymentWatcher:
         """The answer on its model, once it serves and was asked."""
         self.migrations = 0
         """Committed migrations that were reported."""
+        self.moves: deque[CommittedMove] = deque(maxlen=RECENT_MOVES)
+        """The last of them."""
         self.looked = asyncio.Event()
         """Set once an event of it has come, or it isn't there."""
         self._changed = changed
@@ -94,27 +105,40 @@ class DeploymentWatcher:
         await self._http.aclose()
         self.take_event(DeploymentEvent())  # who waits for an instance waits no more
 
-    async def add(self, count: int, gpus: Sequence[str] = ()) -> set[str]:
+    async def add(self, count: int, gpus: Sequence[str] = (), node: str = "") -> set[str]:
         """Start `count` instances more; their names. `told` has them then.
 
-        gpus: ids of those that each gets; none: the deployment chooses. Raises StartupError with
-        its own sentence.
+        gpus: ids of those that each gets; none: the deployment chooses. node: id of the Ray node
+        that they run on; empty: none. Raises StartupError with its own sentence.
         """
         body: dict[str, object] = {"count": count}
         if gpus:
             body["gpus"] = list(gpus)
+        if node:
+            body["node"] = node
         answer = await self._order("POST", f"{ADMIN}/instances", json=body)
         added = {one.id for one in msgspec.json.decode(answer, type=DeploymentEvent).data}
         await self._until(added, lambda: added <= {one.id for one in self.told.data})
         return added
 
-    async def drain(self, instance: str) -> None:
+    async def drain(self, instance: str, deadline_s: float | None = None) -> None:
         """Let an instance's requests go elsewhere, then end it; `told` has that then.
+
+        deadline_s: what is left then goes on elsewhere by recompute; None: the deployment's usual
+        one. Raises StartupError with its own sentence.
+        """
+        before = self._state_of(instance)
+        query = {} if deadline_s is None else {"deadline_s": deadline_s}
+        await self._order("DELETE", f"{ADMIN}/instances/{instance}", params=query)
+        await self._until({instance}, lambda: self._state_of(instance) != before)
+
+    async def stop_drain(self, instance: str) -> None:
+        """Let an instance that is drained serve again; `told` has its new state then.
 
         Raises StartupError with its own sentence.
         """
         before = self._state_of(instance)
-        await self._order("DELETE", f"{ADMIN}/instances/{instance}")
+        await self._order("DELETE", f"{ADMIN}/instances/{instance}/drain")
         await self._until({instance}, lambda: self._state_of(instance) != before)
 
     async def wait_serving(self, instance: str, timeout_s: float) -> None:
@@ -195,9 +219,14 @@ class DeploymentWatcher:
                 self.take_event(msgspec.json.decode(value, type=DeploymentEvent))
                 self.looked.set()
             elif field == "data" and event == "migration":
-                self.migrations += '"state":"committed"' in value
+                self._take_move(value)
             elif event == "closed":
                 return
+
+    def _take_move(self, value: str) -> None:
+        if '"state":"committed"' in value:
+            self.migrations += 1
+            self.moves.append(msgspec.json.decode(value, type=CommittedMove))
 
     def take_event(self, told: DeploymentEvent) -> None:
         """Take an event about its instances."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity, too_large
@@ -31,18 +33,30 @@ TOY = 128 << 20
 class MemoryBudget:
     """The memory of this host, for all models."""
 
-    def __init__(self, most: int = 0, devices: DeviceBudget | None = None) -> None:
-        """most: that models may take together; 0: all. devices: the host's GPUs; None: none."""
+    def __init__(
+        self,
+        most: int = 0,
+        devices: DeviceBudget | None = None,
+        workers: Callable[[], HostCapacity] | None = None,
+    ) -> None:
+        """most: that models may take together; 0: all. devices: the host's GPUs; None: none.
+
+        workers: the memory of all workers together, where models run there; None: they run here.
+        """
         self.devices = devices or DeviceBudget()
         self.figures = self.devices.figures
         self._most = most
         self.labels = {"arch": platform.machine(), "os": sys.platform, "worker": LOCAL}
         """The labels of this host as a worker."""
+        self._workers = workers
 
     def host(self) -> HostCapacity:
         """The host's memory as it is now. Raises ConfigError."""
-        total = total_memory()
-        return HostCapacity(min(self._most, total) if self._most else total, available_memory())
+        if self._workers is None:
+            found = HostCapacity(total_memory(), available_memory())
+        else:
+            found = self._workers()
+        return replace(found, total=min(self._most, found.total)) if self._most else found
 
     def claim(self, spec: ModelSpec) -> int:
         """Bytes of one instance: as its specification says, or estimated."""

@@ -15,6 +15,7 @@ import msgspec
 from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.autoscale import DemandWindow, ScalingDecision, ScalingRule
 from kvmig.fleet.deployments import DeploymentWatcher
+from kvmig.fleet.instance_nodes import InstanceNodes
 from kvmig.fleet.instance_places import InstancePlaces
 from kvmig.fleet.lifecycle import ModelStatus, State
 from kvmig.fleet.orders import DeploymentEnded
@@ -54,6 +55,8 @@ class DeploymentRecord(msgspec.Struct, frozen=True):
     """Bytes of the unit's KV cache."""
     folder: str = ""
     """The folder with its weights."""
+    nodes: Mapping[str, str] = {}
+    """Ids of the Ray nodes of its first instances, by name."""
 
 
 class MissingFiles(msgspec.Struct, frozen=True):
@@ -87,6 +90,12 @@ class ManagedModel:
     cache; 0: not known."""
     places: InstancePlaces = field(default_factory=InstancePlaces)
     """GPUs of its instances."""
+    nodes: InstanceNodes = field(default_factory=InstanceNodes)
+    """Workers' nodes of its instances."""
+    stays: str = ""
+    """Why instances of it stay on a worker that is drained, or was lost; empty: none does."""
+    departing: set[str] = field(default_factory=set)
+    """Instances that this server has drained because of their workers, by name."""
     life: ModelStatus = field(default_factory=ModelStatus)
     scaling: ScalingDecision | None = field(default_factory=ScalingDecision)
     """What was decided last; None: by a server before this one."""

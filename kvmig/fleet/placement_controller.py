@@ -125,6 +125,10 @@ class PlacementController:
         ConfigError: it can't be used, or there is no way; ReplaceFailed: not now; NameTaken:
         another one is on its way.
         """
+        if self._models.workers.there:
+            raise ConfigError(
+                "a placement can't be set with `kvmig up --ray`: Ray chooses the GPUs"
+            )
         if self._planning.locked() or self._state == "running":
             raise NameTaken("a re-placement runs already (GET /kvmig/v2/placement)")
         placement = placement_from(given, "placement")

@@ -33,11 +33,13 @@ from kvmig.accounts.limits import SpendBucket
 from kvmig.accounts.usage import HandOver, SpoolDamaged, SpooledRecord, UsageSpool
 from kvmig.core.background import BackgroundTasks, keep_running
 from kvmig.core.clock import monotonic
+from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.core.model_sizes import decode_sizes
 from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.catalogue import CatalogueReader
+from kvmig.fleet.cluster_watch import ClusterWatch
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployment_words import words
 from kvmig.fleet.device_budget import DeviceBudget
@@ -59,6 +61,7 @@ from kvmig.fleet.settings import FleetSettings, ServerLaunch
 from kvmig.fleet.spec import Engine, ModelSpec
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
+from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.process.child import (
     StartAnnouncement,
     announce,
@@ -69,7 +72,7 @@ from kvmig.process.child import (
     until_stopped,
 )
 from kvmig.process.child_main import announce_failure, run_child
-from kvmig.process.nvml import missing_devices
+from kvmig.process.nvml import missing_devices, read_devices
 from kvmig.process.sockets import take_path
 from kvmig.proxy import messages
 from kvmig.proxy.control_link import ProxyLinks
@@ -96,6 +99,7 @@ LOOK_S = 1.0
 """Wait for the reports of deployments that an earlier server started."""
 MERGE_S = 1.0
 """Pause between two looks at what front ends have counted."""
+NO_DEVICES = DeviceInventory()
 SWEEP_S = 60.0
 """Pause between two looks for tokens that were granted to calls that have ended."""
 
@@ -153,9 +157,13 @@ class FleetServer:
         """Set when a proxy has told what it knows, or has gone."""
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._reloading = asyncio.Lock()
-        self._watch = DeviceWatch(settings.path("run", "init.pid"))
+        # Of workers Ray gives out the GPUs, not the fleet.
+        read = (lambda: NO_DEVICES) if settings.ray else read_devices
+        self._watch = DeviceWatch(settings.path("run", "init.pid"), read)
         devices = DeviceBudget(self._watch, settings.gpu_placement)
-        memory = MemoryBudget(settings.memory, devices)
+        workers = WorkerPool(settings.ray, settings.threads, monotonic, time.time)
+        memory = MemoryBudget(settings.memory, devices, workers.memory if settings.ray else None)
+        self._cluster = ClusterWatch(settings.ray, workers.take_report)
         self._models = ModelController(
             settings,
             self._order,
@@ -164,6 +172,7 @@ class FleetServer:
             wall=time.time,
             measured=lambda spec: self._learned.start(self._remember(spec)),
             missing=lambda source: self._files.missing(source),  # noqa: PLW0108  it is made below
+            workers=workers,
         )
         self._files = ModelFiles(
             settings,
@@ -210,6 +219,8 @@ class FleetServer:
         self._serving: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
+        self._joining: asyncio.Task[None] | None = None
+        """Task that watches the workers; None: there is one host."""
         self._spoolless: set[str] = set()
         """Front ends that had grants and no spool at the last look."""
         self._keeping: asyncio.Task[None] | None = None
@@ -226,6 +237,7 @@ class FleetServer:
             keep_key(self._settings.path("admin-key"), key)
             say(f"the first admin's key is in {self._settings.path('admin-key')}")
         self._keys = KeyIndex(self._store.pepper)
+        await self._backend.workers.recall()
         await self._files.start()
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:
@@ -234,7 +246,10 @@ class FleetServer:
             except msgspec.ValidationError as error:  # the database keeps it; nothing is placed
                 self._set_aside.add("placement", "of the database", error)
             else:
-                await self._backend.replacer.reach_placement(placed)
+                if self._settings.ray:
+                    log.warning("the placement rests: with --ray Ray chooses the GPUs")
+                else:
+                    await self._backend.replacer.reach_placement(placed)
         await self._quotas.open()
         self._init.listen()  # what runs is judged by the catalogue
         await self._models.wait_first_round(LOOK_S)  # until then proxies go on with what they know
@@ -243,6 +258,8 @@ class FleetServer:
         self._watching = asyncio.create_task(keep_running(self._watch.run, "GPUs"), name="GPUs")
         self._counting = asyncio.create_task(self._count(), name="usage")
         self._fetching = asyncio.create_task(self._files.run(), name="model files")
+        if self._settings.ray:
+            self._joining = asyncio.create_task(self._cluster.run(), name="workers")
         if days := self._settings.keep_usage_days:
             keeping = self._backend.retention.run(days)
             self._keeping = asyncio.create_task(keeping, name="retention")
@@ -398,15 +415,21 @@ class FleetServer:
         assert self._counting is not None
         assert self._fetching is not None
         tasks = [self._turning, self._serving, self._counting, self._fetching]
-        if self._keeping is not None:
-            tasks.append(self._keeping)
+        tasks += [one for one in (self._keeping, self._joining) if one is not None]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         done.pop().result()
 
     async def close(self) -> None:
         """End all but the deployments, which run on."""
         self._backend.retention.close()
-        for task in (self._turning, self._counting, self._keeping, self._watching, self._fetching):
+        for task in (
+            self._turning,
+            self._counting,
+            self._keeping,
+            self._watching,
+            self._fetching,
+            self._joining,
+        ):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -534,7 +557,10 @@ class FleetServer:
         """
         name = secrets.token_hex(4)
         checking = self._checks[name] = asyncio.get_running_loop().create_future()
-        own = words(spec, name, self._settings)
+        own = (
+            *words(spec, name, self._settings),
+            *self._models.workers.words(spec, self._models.memory.claim(spec), ()),
+        )
         self._order(CheckFlags(name, spec.engine, own, sizes=sizes))
         try:
             async with asyncio.timeout(CHECK_S):

@@ -46,6 +46,9 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     """Bytes of the disk that the mirror's files may take; 0: no limit."""
     catalogue: str = ""
     """File, with its whole path, or URL of known models; empty: the list that comes with kvmig."""
+    ray: str = ""
+    """The Ray cluster on whose nodes instances run: HOST:PORT of its head, or auto. Empty: they run
+    on this host."""
     gpu_placement: Strategy = "spread"
     """Whether instances prefer the GPU with the fewest instances, then the emptiest, or the fullest
     one that has room."""

@@ -58,7 +58,8 @@ OURS = {
     "--api-key": "keys of the fleet (`kvmig key add`)",
     "--front-ends": "the fleet's own",
     "--engine": "engine",
-    "--ray": "of a later version",
+    "--ray": "of `kvmig up`",
+    "--instance-node": "the fleet's own",
 }
 """Flags that a spec says otherwise."""
 MOST_S = 7 * 86400.0

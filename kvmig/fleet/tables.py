@@ -42,7 +42,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 11
+SCHEMA = 12
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
@@ -248,6 +248,16 @@ model_files = Table(
     Column("pinned", Boolean, nullable=False),
     Column("created", Double, nullable=False),
     Column("last_used", Double, nullable=False),
+)
+
+workers = Table(
+    "workers",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("labels", JSON, nullable=False),
+    Column("cordoned", Boolean, nullable=False),
+    Column("drained_at", Double),
+    Column("drain_until", Double),
 )
 
 

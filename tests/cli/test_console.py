@@ -699,3 +699,14 @@ def test_a_model_that_has_failed_is_not_listed_among_those_that_run(
     listed = kvmig("ps")
     assert "busy" in listed
     assert "broken" not in listed
+
+
+def test_without_a_cluster_the_host_is_the_only_worker(kvmig: Kvmig) -> None:
+    (one,) = kvmig.json("worker", "ls")
+    assert (one["name"], one["state"], one["instances"]) == ("local", "ready", [])
+    assert "local" in kvmig("worker", "ls")
+    assert "memory" in kvmig("worker", "show", "local")
+    for order in (("cordon", "local"), ("drain", "local"), ("label", "local", "a=b")):
+        sentence = kvmig.refused("worker", *order)
+        assert sentence.startswith("kvmig: worker local is this host, the only one")
+    assert "there is no worker 'w'" in kvmig.refused("worker", "show", "w")

@@ -613,15 +613,13 @@ async def test_an_order_that_fails_as_nobody_expected_is_logged(
     with pytest.raises(ValueError, match="no"):
         await bench.ordered_all()
     (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "models: <coroutine object ModelController._set_instances"
-    )
+    assert record.getMessage().startswith("models: <coroutine object InstanceOrders.set_instances")
 
 
 async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmig.fleet.controller.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvmig.fleet.instance_orders.PAUSE_S", 0.0)
     await serving(bench, instances=InstanceCounts(min=2, max=2))
     ordered: list[object] = []
 

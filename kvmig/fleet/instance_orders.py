@@ -1,0 +1,128 @@
+"""Orders about a deployment's instances, as the server gives them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from kvmig.core.clock import Clock
+from kvmig.core.errors import StartupError
+from kvmig.fleet.autoscale import ScalingOrder
+from kvmig.fleet.deployments import DeploymentWatcher
+from kvmig.fleet.device_budget import DeviceBudget
+from kvmig.fleet.leaving_instances import LeavingStep
+from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.model_places import ModelPlaces
+from kvmig.fleet.place_choice import PlaceExplanation
+from kvmig.fleet.worker_nodes import InstancePlace
+from kvmig.fleet.worker_pool import WorkerPool
+
+PAUSE_S = 10.0
+"""Pause after an order about instances that was refused, or that has failed."""
+
+
+class InstanceOrders:
+    """Carries out what was decided about the number of a model's instances."""
+
+    def __init__(
+        self,
+        places: ModelPlaces,
+        workers: WorkerPool,
+        devices: DeviceBudget,
+        note: Callable[[ManagedModel, str], None],
+        wall: Clock,
+    ) -> None:
+        """note: called with what people may want to know of a model. wall: Unix time."""
+        self._places = places
+        self._workers = workers
+        self._devices = devices
+        self._note = note
+        self._wall = wall
+
+    async def set_instances(
+        self,
+        model: ManagedModel,
+        watched: DeploymentWatcher,
+        order: ScalingOrder,
+        places: Sequence[InstancePlace],
+        why: Sequence[PlaceExplanation],
+        staying: Sequence[str],
+    ) -> None:
+        """Carry out one step. Another instance takes the place of a failed one later.
+
+        places: of the instances that are added. staying: the instances of which one may be drained.
+        """
+        try:
+            if order.failed:
+                for instance in order.failed:
+                    self._note(model, f"instance {instance} has failed, and is taken out")
+                    await watched.drain(instance)
+                await asyncio.sleep(PAUSE_S)
+            elif places:
+                await self._add(model, watched, places, why)
+            else:
+                await _drain_one(watched, staying)
+        except StartupError as error:
+            self._note(model, f"instances: {error}")
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            model.places.coming, model.nodes.coming = (), ()
+
+    async def _add(
+        self,
+        model: ManagedModel,
+        watched: DeploymentWatcher,
+        places: Sequence[InstancePlace],
+        why: Sequence[PlaceExplanation],
+    ) -> None:
+        reasons = iter(why)
+        if not (self._workers.there or places[0].gpus):
+            for name in sorted(await watched.add(len(places))):
+                self._keep_reason(model, name, next(reasons, None))
+            return
+        for place in places:
+            node = self._workers.node_id(place.node)
+            for name in await watched.add(1, self._devices.ids(place.gpus), node):
+                if place.gpus:
+                    model.places.by_instance[name] = place.gpus
+                if node:
+                    model.nodes.by_instance[name] = node
+                self._keep_reason(model, name, next(reasons, None))
+            model.places.coming = model.places.coming[1:]
+            model.nodes.coming = model.nodes.coming[1:]
+
+    def _keep_reason(self, model: ManagedModel, name: str, why: PlaceExplanation | None) -> None:
+        if why is not None:
+            self._places.history.keep(model.deployment, name, self._wall(), why)
+
+    async def empty_workers(
+        self,
+        model: ManagedModel,
+        watched: DeploymentWatcher,
+        step: LeavingStep,
+        deadlines: Mapping[str, float | None],
+    ) -> None:
+        """Take instances from workers that are drained, or were lost. deadlines: seconds that their
+        requests have to move, by instances' names; None: as the deployment has it."""
+        try:
+            for instance in step.kept:
+                self._note(model, f"instance {instance} serves again: its worker stays")
+                await watched.stop_drain(instance)
+                model.departing.discard(instance)
+            for instance in step.removed:
+                self._note(model, f"instance {instance} is taken out: its worker leaves")
+                await watched.drain(instance)
+            for instance in step.drained:
+                self._note(model, f"instance {instance} is drained: its worker leaves")
+                model.departing.add(instance)
+                await watched.drain(instance, deadlines.get(instance))
+        except StartupError as error:
+            self._note(model, f"instances: {error}")
+            await asyncio.sleep(PAUSE_S)
+
+
+async def _drain_one(watched: DeploymentWatcher, staying: Sequence[str]) -> None:
+    """The one whose requests move fastest; the last one stays."""
+    serving = [one for one in watched.told.data if one.state == "serving" and one.id in staying]
+    if len(serving) > 1:
+        await watched.drain(min(serving, key=lambda one: one.blocks_used).id)

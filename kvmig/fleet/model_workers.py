@@ -1,0 +1,101 @@
+"""Which workers models' instances go to, and which instances leave theirs: what is decided from all
+models together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvmig.core.api_records import InstanceRow
+from kvmig.fleet.leaving_instances import LeavingStep, leaving_step
+from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.node_choice import InstanceHold, NodeChoice
+from kvmig.fleet.worker_drain import InstanceOnWorker
+from kvmig.fleet.worker_nodes import InstancePlace
+from kvmig.fleet.worker_pool import WorkerPool
+from kvmig.fleet.workers import Leaving
+
+
+class ModelWorkers:
+    """The workers, with the instances of all models on them."""
+
+    def __init__(self, pool: WorkerPool, models: Mapping[str, ManagedModel]) -> None:
+        """models: those that there are, by name; they change."""
+        self._pool = pool
+        self._models = models
+
+    def choose(self, model: ManagedModel, count: int) -> NodeChoice:
+        """Choose nodes for `count` instances of it; none where models run on one host."""
+        pool = self._pool
+        if not pool.there:
+            return NodeChoice()
+        demand = pool.demand(model.wanted.spec, model.claim)
+        return pool.choose(demand, count, self._holds())
+
+    def why_not(self, model: ManagedModel, count: int) -> str:
+        """Why no worker takes `count` instances of it; empty: workers do, or there is one host."""
+        choice = self.choose(model, count)
+        return choice.why if self._pool.there and not choice.nodes else ""
+
+    def take_places(self, model: ManagedModel, most: int) -> Sequence[InstancePlace]:
+        """Choose where up to `most` more instances run, as many as fit; the nodes are its own from
+        now on."""
+        for count in range(most, 0, -1):
+            if nodes := self.choose(model, count).nodes:
+                model.nodes.coming = nodes
+                return [InstancePlace(self._pool.name_of(one)) for one in nodes]
+        return ()
+
+    def wakes_elsewhere(self, model: ManagedModel) -> bool:
+        """Whether it is parked on a worker that is drained, or was lost: then it ends, and starts
+        on another one when it is wanted."""
+        parked = model.life.state == "parked"
+        return parked and bool(self._pool.leaving(model.nodes, model.instance_rows))
+
+    def leaving_step(
+        self, model: ManagedModel, leaving: Mapping[str, Leaving], wanted: int
+    ) -> LeavingStep:
+        """What is ordered now of the instances that leave; the model keeps why others stay."""
+        model.departing &= {one.id for one in model.instance_rows}
+        no_room = self.why_not(model, 1)
+        step = leaving_step(model.instance_rows, leaving, model.departing, wanted, no_room)
+        model.stays = step.blocked
+        return step
+
+    def deadlines(self, model: ManagedModel, names: Sequence[str]) -> dict[str, float | None]:
+        """Seconds that the requests of these instances have to move, by name; None: as long as the
+        deployment gives them."""
+        rows = {one.id: one for one in model.instance_rows}
+        return {one: self._pool.deadline_s(model.nodes.node_of(rows[one])) for one in names}
+
+    def instances_on(self, node: str) -> list[InstanceOnWorker]:
+        """The instances of all models on a node, those included that were only ordered."""
+        return [
+            _on_worker(model, row)
+            for model in self._models.values()
+            if model.deployment
+            for row in model.nodes.rows(model.instance_rows)
+            if model.nodes.node_of(row) == node
+        ]
+
+    def _holds(self) -> list[InstanceHold]:
+        found = []
+        for one in self._models.values():
+            if one.deployment:
+                demand = self._pool.demand(one.wanted.spec, one.claim)
+                found += one.nodes.holds(one.instance_rows, demand)
+        return found
+
+
+def _on_worker(model: ManagedModel, row: InstanceRow) -> InstanceOnWorker:
+    moves = () if model.watched is None else tuple(model.watched.moves)
+    moved_s = sum(one.total_ms for one in moves) / 1000
+    stays = model.stays if model.life.state == "serving" else f"the model is {model.life.state}"
+    return InstanceOnWorker(
+        model=model.wanted.name,
+        instance=row.id,
+        state=row.state,
+        streams=row.running + row.waiting,
+        kv_bytes=row.blocks_used * row.block_bytes,
+        bytes_per_s=sum(one.bytes for one in moves) / moved_s if moved_s else None,
+        stays="" if row.state == "draining" else stays,
+    )

@@ -1,0 +1,150 @@
+"""The workers of a fleet, as its models use them: who has room, and whose instances leave.
+
+Without `kvmig up --ray` there is one host, and nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from kvmig.core.api_records import InstanceRow
+from kvmig.core.clock import Clock, monotonic
+from kvmig.core.errors import ConfigError
+from kvmig.fleet.capacity import HostCapacity
+from kvmig.fleet.instance_nodes import InstanceNodes
+from kvmig.fleet.node_choice import (
+    InstanceDemand,
+    InstanceHold,
+    NodeChoice,
+    choose_nodes,
+    rooms_of,
+)
+from kvmig.fleet.spec import ModelSpec, text_in
+from kvmig.fleet.workers import FleetWorker, Leaving, WorkerTable, WorkerWish
+from kvmig.launcher.node_reports import ClusterReport
+from kvmig.launcher.ray_resources import needs_of, parse_resources
+
+RESOURCES = "--ray-resources"
+UNKNOWN = 1 << 60
+
+
+class WorkerPool:
+    """The workers, with what they have left."""
+
+    def __init__(
+        self,
+        address: str = "",
+        threads: int = 1,
+        clock: Clock = monotonic,
+        wall: Clock = monotonic,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """address: of the Ray cluster; empty: there is none. threads: of an instance on a CPU.
+
+        clock: steady. wall: Unix time. changed: called when a worker has come, gone, or changed.
+        """
+        self.address = address
+        self._threads = threads
+        self._clock = clock
+        self._wall = wall
+        self._changed = changed
+        self._table = WorkerTable()
+
+    @property
+    def there(self) -> bool:
+        """Whether models run on workers."""
+        return bool(self.address)
+
+    def take_report(self, report: ClusterReport | None) -> None:
+        """Take what is seen of the cluster; None: nothing is."""
+        self._table.take_report(report, self._clock())
+        self._changed()
+
+    def take_wishes(self, wishes: Sequence[WorkerWish]) -> None:
+        """Take what is wanted of workers."""
+        self._table.take_wishes(wishes)
+        self._changed()
+
+    def workers(self) -> list[FleetWorker]:
+        """Every worker, by name."""
+        return self._table.workers()
+
+    def node_id(self, name: str) -> str:
+        """The id of a worker's node; empty: it has none now."""
+        return next((one.node for one in self.workers() if one.name == name), "")
+
+    def name_of(self, node: str) -> str:
+        """The name of the worker with this node; empty: there is none."""
+        worker = self._table.node(node)
+        return "" if worker is None else worker.name
+
+    def memory(self) -> HostCapacity:
+        """The memory of all workers together; while none is known, models wait for one, and
+        not for memory."""
+        ready = [one for one in self.workers() if one.state == "ready"]
+        if not ready:
+            return HostCapacity(UNKNOWN, UNKNOWN)
+        total = sum(one.memory_total for one in ready)
+        return HostCapacity(total, sum(one.memory_free for one in ready))
+
+    def demand(self, spec: ModelSpec, memory: int) -> InstanceDemand:
+        """What an instance takes. memory: bytes. Unless its flags have resources, it takes a GPU
+        for each of its workers where there are GPUs, and else CPUs."""
+        try:
+            given = parse_resources(text_in(spec.flags, RESOURCES))
+        except ConfigError:  # of an earlier kvmig; its deployment says so when it starts
+            given = {}
+        on_gpus = any(one.resources.get("GPU") for one in self.workers())
+        usual = {} if on_gpus else {"CPU": float(self._threads * spec.workers)}
+        return InstanceDemand(memory, needs_of(given or usual, spec.workers))
+
+    def choose(
+        self, demand: InstanceDemand, count: int, holds: Sequence[InstanceHold]
+    ) -> NodeChoice:
+        """Choose nodes for `count` instances. holds: all that run, or were ordered."""
+        return choose_nodes(demand, count, rooms_of(self.workers(), holds))
+
+    def leaving(self, nodes: InstanceNodes, rows: Sequence[InstanceRow]) -> Mapping[str, Leaving]:
+        """Why instances are to be elsewhere, by name; only of those that are."""
+        if not self.there:
+            return {}
+        now = self._clock()
+        found = {one.id: self._table.leaving(nodes.node_of(one), now) for one in rows}
+        return {name: why for name, why in found.items() if why}
+
+    def deadline_s(self, node: str) -> float | None:
+        """Seconds until the deadline of the drain of this node's worker; None: it has none."""
+        worker = self._table.node(node)
+        if worker is None or worker.drain_until is None:
+            return None
+        return max(0.0, worker.drain_until - self._wall())
+
+    def words(self, spec: ModelSpec, memory: int, nodes: Sequence[str]) -> list[str]:
+        """Flags of a deployment whose first instances are on these nodes. memory: as `demand`."""
+        if not self.there:
+            return []
+        own = [f"--ray={self.address}"]
+        own += [f"--instance-node=i{at}: {node}" for at, node in enumerate(nodes)]
+        if not text_in(spec.flags, RESOURCES):
+            resources = msgspec.json.encode(dict(self.demand(spec, memory).resources))
+            own.append(f"{RESOURCES}={resources.decode()}")
+        return own
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises ConfigError for a model that can't run on workers."""
+        if not self.there:
+            return
+        for field in ("gpus", "gpus_per_instance", "gpu_memory", "unit"):
+            if getattr(spec, field):
+                raise ConfigError(
+                    f"model {spec.name}: {field} is given, must be left out with `kvmig up --ray`:"
+                    f" Ray gives out GPUs ({RESOURCES} and --tensor-parallel-size in flags)"
+                )
+        if spec.instances.target_kind == "freeness":
+            raise ConfigError(
+                f"model {spec.name}: instances.target_kind is 'freeness', must be concurrency or"
+                " rps with `kvmig up --ray`"
+            )
+        parse_resources(text_in(spec.flags, RESOURCES))

@@ -1,0 +1,52 @@
+"""Rows of workers in the fleet's database: what is wanted of them, also while they are away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from sqlalchemy import delete, insert, select
+
+from kvmig.fleet.store import OrderActor
+from kvmig.fleet.tables import FleetDatabase, audit, upsert, workers
+from kvmig.fleet.workers import WorkerWish
+
+
+def read_workers(database: FleetDatabase) -> list[WorkerWish]:
+    """Read the rows. Raises StoreError."""
+    with database.transaction(reading=True) as connection:
+        rows = connection.execute(select(workers).order_by(workers.c.name)).mappings()
+        return [WorkerWish(**row) for row in rows]
+
+
+def order_worker(
+    database: FleetDatabase,
+    name: str,
+    change: Callable[[WorkerWish], WorkerWish],
+    action: str,
+    actor: OrderActor,
+    now: float,
+) -> None:
+    """Carry out an order about a worker together with its row of the audit. A row that wants
+    nothing is deleted. action: label, cordon, drain or uncordon. Raises StoreError, and what
+    `change` raises."""
+    with database.transaction() as connection:
+        found = connection.execute(select(workers).where(workers.c.name == name)).mappings()
+        row = next((dict(one) for one in found), None)
+        before = WorkerWish(name=name) if row is None else WorkerWish(**row)
+        after = change(before)
+        if after == before:
+            return
+        wanted: dict[str, Any] | None = msgspec.to_builtins(after)
+        if after == WorkerWish(name=name):
+            wanted = None
+            connection.execute(delete(workers).where(workers.c.name == name))
+        else:
+            upsert(connection, workers, ["name"], [msgspec.to_builtins(after)])
+        connection.execute(
+            insert(audit).values(
+                at=now, actor=actor.name, address=actor.address, action=f"worker.{action}",
+                object=name, before=row, after=wanted,
+            )
+        )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Reports of the nodes of a Ray cluster for a fleet (JSON, a line each)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvmig.core.devices import DeviceRecord
+
+
+class NodeMeasure(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent of a node has measured there. Bytes."""
+
+    memory_total: int
+    memory_free: int
+    devices: tuple[DeviceRecord, ...] = ()
+    missing: str = ""
+    """The reason why there are no devices, or which are left out."""
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One node."""
+
+    node_id: str
+    """Ray's: a node that comes back has another one."""
+    name: str
+    """The name that it was started with; without that its address."""
+    host: str
+    address: str
+    alive: bool = True
+    """Whether Ray counts it as alive; it never does so again once it has not."""
+    total: Mapping[str, float] = {}
+    """The resources that it has, by Ray's names."""
+    free: Mapping[str, float] = {}
+    measured: NodeMeasure | None = None
+    """The agent's last answer; None: it has not answered yet."""
+    silent_s: float = 0.0
+    """Seconds since that answer, or since the agent was started."""
+    why: str = ""
+    """Why the agent doesn't answer; empty: it does, or the reason is not known."""
+
+
+class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole cluster: nodes that are alive, and those that were lost since it is watched."""
+
+    nodes: tuple[NodeReport, ...] = ()
+    failed: str = ""
+    """Why the cluster can't be joined; empty: it is."""
+
+
+def encode_report(report: ClusterReport) -> bytes:
+    """The report as a line."""
+    return msgspec.json.encode(report) + b"\n"
+
+
+def report_of(line: bytes) -> ClusterReport:
+    """Raises msgspec.DecodeError."""
+    return msgspec.json.decode(line, type=ClusterReport)

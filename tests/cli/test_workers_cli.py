@@ -1,0 +1,69 @@
+"""What `kvmig worker` prints of workers, and which labels it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvmig.cli.workers import drain_text, label_of, standing, worker_row, worker_view
+from kvmig.core.errors import ConfigError
+from kvmig.fleet.worker_drain import InstanceOnWorker
+from kvmig.fleet.workers import FleetWorker
+from kvmig.fleet.workers_api import worker_json
+from tests.support.made_up_nodes import GIB
+
+BUSY = InstanceOnWorker(
+    model="a", instance="i0", state="draining", streams=64, kv_bytes=41_000_000_000,
+    bytes_per_s=6e9,
+)  # fmt: skip
+
+
+def shown(*instances: InstanceOnWorker, **more: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {
+        "node": "n", "address": "10.0.0.1", "state": "ready", "memory_total": 8 * GIB,
+        "memory_free": 4 * GIB,
+    }  # fmt: skip
+    return worker_json(FleetWorker("left", **{**usual, **more}), list(instances), 1000.0)
+
+
+def test_a_worker_is_a_row() -> None:
+    one = shown(BUSY, labels={"zone": "east"}, cordoned=True)
+    name, state, instances, memory, gpus, address, labels = worker_row(one)
+    assert (name, state, instances, gpus) == ("left", "ready, cordoned", 1, None)
+    assert (memory, address, labels) == ("4.3 GB of 8.6 GB", "10.0.0.1", "zone=east")
+
+
+def test_a_drain_says_how_much_is_left_and_how_long_it_takes() -> None:
+    one = shown(BUSY, drained_at=990.0, drain_until=1020.0, cordoned=True)
+    assert standing(one) == "draining"
+    assert drain_text(one["drain"]) == (
+        "draining, since 1970-01-01 00:16:30+00:00, until 1970-01-01 00:17:00+00:00: 64 streams,"
+        " 41.0 GB, about 6.8 s"
+    )
+    assert "  a i0  draining, 64 streams" in worker_view(one)
+
+
+def test_an_empty_worker_is_drained_and_a_lost_one_says_so_too() -> None:
+    assert standing(shown(drained_at=990.0)) == "drained"
+    assert standing(shown(drained_at=990.0, state="lost", why="gone")) == "drained, lost"
+
+
+def test_an_instance_that_stays_says_why() -> None:
+    stays = InstanceOnWorker(model="a", instance="i0", state="serving", stays="no room")
+    assert "  a i0  serving, 0 streams: no room" in worker_view(shown(stays, drained_at=1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [("zone=east", ("zone", "east")), ("zone=", ("zone", "")), ("zone-", ("zone", None)),
+     ("a=b=c", ("a", "b=c"))],
+)  # fmt: skip
+def test_labels_are_set_and_removed(text: str, label: tuple[str, str | None]) -> None:
+    assert label_of(text) == label
+
+
+@pytest.mark.parametrize("text", ["zone", "=east", "-"])
+def test_what_is_no_label_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be NAME=VALUE, or NAME- to remove it"):
+        label_of(text)

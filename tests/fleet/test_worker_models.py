@@ -1,0 +1,250 @@
+"""Models on workers: where their instances are ordered to, and how these leave."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvmig.core.api_records import InstanceRow
+from kvmig.core.errors import ConfigError
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.deployments import DeploymentEvent
+from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
+from kvmig.fleet.orders import Order, Running, Start
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import InstanceCounts, ModelSpec
+from kvmig.fleet.worker_pool import WorkerPool
+from kvmig.fleet.workers import LEASE_S, WorkerWish
+from kvmig.launcher.node_reports import NodeReport
+from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
+from tests.support.made_up_nodes import GIB, cluster_of, made_up_node, node_id
+
+A, B = node_id("a"), node_id("b")
+
+
+class WorkerBench:
+    """A controller whose workers and deployments are made up; time is the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 1000.0
+        self.ordered: list[Order] = []
+        self.asked: list[tuple[Any, ...]] = []
+        self.pool = WorkerPool("10.0.0.1:6379", 2, lambda: self.now, lambda: self.now)
+        memory = MemoryBudget(workers=self.pool.memory)
+        self.models = ModelController(
+            FleetSettings(data=str(folder), ray="10.0.0.1:6379"),
+            self.ordered.append,
+            lambda routes, gone: 0,
+            memory,
+            lambda: self.now,
+            lambda: self.now,
+            workers=self.pool,
+        )
+        self.models.take_news(Running(()))
+
+    def see(self, *nodes: NodeReport) -> None:
+        self.pool.take_report(cluster_of(*nodes))
+
+    def turn(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        demand = ModelDemand("a", 1, 0, 0, 0.5)
+        self.models.take_demand("p0", ProxyDemand(0, 0.5, (demand,)))
+        self.models.reconcile()
+
+    def add(self, **more: Any) -> None:
+        spec = ModelSpec(name="a", source="path:/models/a", engine="toy", **more)
+        self.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec)])
+        self.models.take_want(ModelWanted("a"))
+        self.turn()
+
+    @property
+    def model(self) -> ManagedModel:
+        found = self.models.shown("a")
+        assert found is not None
+        return found
+
+    @property
+    def start(self) -> Start:
+        (found,) = (one for one in self.ordered if isinstance(one, Start))
+        return found
+
+    def serve(self, monkeypatch: pytest.MonkeyPatch, *rows: InstanceRow) -> None:
+        """Its deployment tells that, and is asked from now on as `asked` has it."""
+        watched = self.model.watched
+        assert watched is not None
+        watched.told = DeploymentEvent(1, data=rows)
+
+        async def add(count: int, gpus: Any = (), node: str = "") -> set[str]:
+            self.asked.append(("add", node))
+            return {"i9"}
+
+        async def drain(instance: str, deadline_s: float | None = None) -> None:
+            self.asked.append(("drain", instance, deadline_s))
+
+        async def stop_drain(instance: str) -> None:
+            self.asked.append(("keep", instance))
+
+        monkeypatch.setattr(watched, "add", add)
+        monkeypatch.setattr(watched, "drain", drain)
+        monkeypatch.setattr(watched, "stop_drain", stop_drain)
+
+    async def orders(self) -> list[tuple[Any, ...]]:
+        """What its deployment was asked since the last call."""
+        self.turn(1)
+        if self.model.ordering is not None:
+            await self.model.ordering
+        found, self.asked = self.asked, []
+        return found
+
+
+def row(name: str, node: str, state: str = "serving") -> InstanceRow:
+    return InstanceRow(id=name, state=state, node=node, blocks_total=1000)
+
+
+def drain(name: str = "worker-a", until: float | None = None) -> WorkerWish:
+    return WorkerWish(name=name, cordoned=True, drained_at=1000.0, drain_until=until)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[WorkerBench]:
+    made = WorkerBench(tmp_path)
+    yield made
+    await made.models.close()
+
+
+async def test_a_model_waits_for_a_worker_and_says_so(bench: WorkerBench) -> None:
+    bench.add()
+    assert bench.model.life.why == "no room: there is no worker"
+    bench.see(made_up_node("a"))
+    bench.turn()
+    assert bench.model.life.state == "starting"
+
+
+async def test_its_first_instances_are_ordered_to_nodes(bench: WorkerBench) -> None:
+    bench.see(made_up_node("a"), made_up_node("b"))
+    bench.add(instances=InstanceCounts(min=2, max=2))
+    words = bench.start.words
+    assert "--ray=10.0.0.1:6379" in words
+    assert '--ray-resources={"CPU":2.0}' in words
+    placed = {one.rpartition(" ")[2] for one in words if one.startswith("--instance-node=")}
+    assert placed == {A, B}
+    note = msgspec.json.decode(bench.start.note, type=DeploymentRecord)
+    assert sorted(note.nodes.values()) == [A, B]
+
+
+async def test_on_nodes_with_gpus_an_instance_takes_a_gpu(bench: WorkerBench) -> None:
+    bench.see(made_up_node("a", total={"GPU": 1.0}, free={"GPU": 1.0}))
+    bench.add()
+    assert '--ray-resources={"GPU":1.0}' in bench.start.words
+
+
+async def test_the_resources_of_its_flags_are_its_own(bench: WorkerBench) -> None:
+    bench.see(made_up_node("a"))
+    bench.add(flags=("--ray-resources", '{"CPU": 5}'))
+    assert bench.model.life.why == ("no worker has room: worker-a: it has 4 CPU free of 5 CPU")
+
+
+async def test_a_cordoned_worker_gets_no_instance(bench: WorkerBench) -> None:
+    bench.pool.take_wishes([WorkerWish(name="worker-a", cordoned=True)])
+    bench.see(made_up_node("a"), made_up_node("b", memory=GIB))
+    bench.add()
+    assert f"--instance-node=i0: {B}" in bench.start.words
+
+
+async def test_an_instance_more_is_ordered_where_memory_is_left(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"), made_up_node("b", memory=7 * GIB))
+    bench.add(instances=InstanceCounts(min=2, max=2), memory=2 * GIB)
+    bench.serve(monkeypatch, row("i0", A))
+    assert await bench.orders() == [("add", B)]
+
+
+async def test_a_drained_workers_instance_leaves_once_another_one_serves(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"), made_up_node("b"))
+    bench.pool.take_wishes([drain(until=1060.0)])
+    bench.add()
+    bench.serve(monkeypatch, row("i0", A))
+    assert await bench.orders() == [("add", B)]
+    bench.serve(monkeypatch, row("i0", A), row("i1", B, "starting"))
+    assert await bench.orders() == []
+    assert bench.model.stays == "other instances start first"
+    bench.serve(monkeypatch, row("i0", A), row("i1", B))
+    assert await bench.orders() == [("drain", "i0", 1060.0 - bench.now)]
+    bench.serve(monkeypatch, row("i0", A, "draining"), row("i1", B))
+    assert await bench.orders() == []
+
+
+async def test_the_next_server_goes_on_with_a_drain(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows no more than the database and what the deployment tells."""
+    bench.see(made_up_node("a"), made_up_node("b"))
+    bench.pool.take_wishes([drain()])
+    bench.add()
+    bench.model.scaling = None
+    bench.serve(monkeypatch, row("i0", A), row("i1", B))
+    assert await bench.orders() == [("drain", "i0", None)]
+
+
+async def test_a_drain_that_has_nowhere_to_go_says_why(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"))
+    bench.add()
+    bench.pool.take_wishes([drain()])
+    bench.serve(monkeypatch, row("i0", A))
+    assert await bench.orders() == []
+    (here,) = bench.models.instances_on(A)
+    assert here.stays == "no worker has room: worker-a: it is being drained"
+
+
+async def test_what_is_drained_serves_again_when_its_worker_is_uncordoned(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"), made_up_node("b"))
+    bench.pool.take_wishes([drain()])
+    bench.add()
+    bench.serve(monkeypatch, row("i0", A), row("i1", B))
+    assert await bench.orders() == [("drain", "i0", None)]
+    bench.pool.take_wishes([])
+    bench.serve(monkeypatch, row("i0", A, "draining"), row("i1", B))
+    assert await bench.orders() == [("keep", "i0")]
+
+
+async def test_a_lost_workers_instance_starts_elsewhere_after_a_lease(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"), made_up_node("b", memory=GIB))
+    bench.add()
+    bench.serve(monkeypatch, row("i0", A))
+    assert await bench.orders() == []
+    bench.see(made_up_node("a", alive=False), made_up_node("b"))
+    bench.serve(monkeypatch, row("i0", A, "starting"))
+    assert await bench.orders() == []
+    bench.now += LEASE_S
+    assert await bench.orders() == [("add", B)]
+    bench.serve(monkeypatch, row("i0", A, "starting"), row("i1", B, "starting"))
+    assert await bench.orders() == [("drain", "i0", None)]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"gpus": ("0",)}, "gpus is given, must be left out with `kvmig up --ray`"),
+        ({"unit": "u", "unit_memory": 1 << 30}, "unit is given, must be left out"),
+        ({"instances": InstanceCounts(target_kind="freeness")}, "target_kind is 'freeness'"),
+    ],
+)
+def test_what_only_one_host_has_is_refused_for_workers(more: dict[str, Any], sentence: str) -> None:
+    spec = ModelSpec(name="a", source="path:/a", **more)
+    with pytest.raises(ConfigError, match=sentence):
+        WorkerPool("auto").check(spec)
+    WorkerPool().check(spec)
