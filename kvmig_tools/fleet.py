@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 from kvmig.core.errors import StartupError
-from kvmig_tools.served import free_port
+from kvmig.process.sockets import free_port
 
 START_S = 60.0
 STOP_S = 60.0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,13 +18,12 @@ from kvmig.core.errors import StartupError
 from kvmig.core.secret import ADMIN_KEY
 from kvmig.models import BUNDLED
 from kvmig.process.fork_server import HANDED
+from kvmig.process.sockets import free_port
 from kvmig.process.supervisor import how_it_ended
 from kvmig_tools.nursery import ForkedServer, Nursery
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
-PORTS = range(20_000, 32_000)
-"""Below those that Linux gives out by itself."""
 KEEP_S = 1.0
 """Idle connections are used again for so long: plain vLLM closes them after 5 s."""
 
@@ -39,20 +35,6 @@ SMALL: tuple[str, ...] = (
     "--dtype=float32",
 )
 """vLLM flags that start quickly on a CPU, and step quickly on one without bfloat16."""
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now.
-
-    It is none that the kernel gives to a connection before the server binds it.
-    """
-    first = secrets.randbelow(len(PORTS))
-    ports: list[int] = [*PORTS[first:], *PORTS[:first]]
-    for port in ports:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise StartupError(f"no port of {PORTS[0]} to {PORTS[-1]} is free")
 
 
 class Served:

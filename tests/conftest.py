@@ -250,7 +250,7 @@ def store(place: Place) -> Iterator[FleetStore]:
 @pytest.fixture(scope="session")
 def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyFleet]:
     """`kvmig up`, without a model."""
-    with ToyFleet(tmp_path_factory.mktemp("fleet")) as made:
+    with ToyFleet(tmp_path_factory.mktemp("fleet"), "--allow-commands") as made:
         yield made
 
 

@@ -35,7 +35,7 @@ from bench import report
 from bench.load.plot import draw
 from bench.load.rounds import Plan, Sample, client_limit, run
 from bench.load.sites import Setup
-from kvmig_tools.served import free_port
+from kvmig.process.sockets import free_port
 
 FULL = Plan(10_000, (10_000, 20_000, 50_000), settle_s=5.0, measure_s=10.0)
 QUICK = Plan(500, (2_000, 5_000), settle_s=2.0, measure_s=4.0)

@@ -16,7 +16,7 @@ import httpx
 from bench.load import process
 from bench.load.orders import Orders
 from kvmig.models import BUNDLED
-from kvmig_tools.served import free_port
+from kvmig.process.sockets import free_port
 
 START_S = 180.0
 COMMON = ("--served-model-name", "count", "--disable-uvicorn-access-log")

@@ -51,9 +51,9 @@ from bench.load.sites import Setup, Site
 from bench.proxy.others import Make, install_litellm, litellm, nginx, wait_for
 from kvmig.accounts.keys import KeyGrant, new_key
 from kvmig.asgi.connection import most_clients
+from kvmig.process.sockets import free_port
 from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.messages import FleetSnapshot, ModelRoute, ProxyLaunch
-from kvmig_tools.served import free_port
 
 PEPPER = bytes(32)
 KEY = new_key(PEPPER)

@@ -26,7 +26,7 @@ from bench.load.rounds import BODY, IN_FLIGHT
 from bench.load.sites import Setup, Site
 from bench.proxy.__main__ import INSTANCES, KEY, direct, kvmig
 from bench.proxy.others import Make, nginx, wait_for
-from kvmig_tools.served import free_port
+from kvmig.process.sockets import free_port
 
 STREAMS = 1000
 PACE = 2_000

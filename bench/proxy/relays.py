@@ -30,7 +30,7 @@ from bench import report
 from bench.load import process
 from bench.load.drive import Driver
 from bench.load.rounds import BODY, IN_FLIGHT
-from kvmig_tools.served import free_port
+from kvmig.process.sockets import free_port
 
 START: Message = {
     "type": "http.response.start",

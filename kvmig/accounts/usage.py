@@ -38,6 +38,12 @@ class UsageRecord(msgspec.Struct, frozen=True, kw_only=True):
     cached: int = 0
     """Tokens of the prompt that a prefix cache had; 0 where the engine doesn't report it."""
     output: int = 0
+    characters: int = 0
+    """Characters of text that was made speech."""
+    seconds: int = 0
+    """Seconds of recordings that were made text, rounded up for each."""
+    images: int = 0
+    """Images that were made."""
     sequences: int = 0
     moves: int = 0
     """Migrations of its sequences, after which the client's tokens came from elsewhere."""
@@ -101,6 +107,9 @@ def _wrong(seq: int, record: UsageRecord) -> str:
         ("prompt", MOST_COUNT),
         ("cached", MOST_COUNT),
         ("output", MOST_COUNT),
+        ("characters", MOST_COUNT),
+        ("seconds", MOST_COUNT),
+        ("images", MOST_COUNT),
         ("sequences", MOST_NUMBER),
         ("moves", MOST_NUMBER),
         ("reruns", MOST_NUMBER),

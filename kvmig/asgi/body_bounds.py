@@ -31,7 +31,7 @@ PROMPTS = 2048
 MEDIA = 20_000_000
 """Bytes of images, audio and video in one call."""
 RECORDING = 26_000_000
-"""Bytes of a recording with its form: vLLM takes 25 MB."""
+"""Bytes of a recording, or of images to change, with its form: vLLM takes 25 MB."""
 TURNS = 1024
 """Messages of a conversation, or items of a response's input."""
 VALUES = 16_384
@@ -99,7 +99,7 @@ def bound_of(reach: ModelReach, route: ClientRoute | None) -> BodyBound:
     if route is None or route.content == "none":
         return BodyBound(ROOM, FEW)
     content = route.content
-    if content == "audio":
+    if content in ("audio", "image"):
         return BodyBound(RECORDING, FEW)
     # A prompt that is a little too long hears so from the engine, in the words that clients know.
     ids = reach.tokens + reach.tokens // 4 + FEW
@@ -118,7 +118,7 @@ def bound_of(reach: ModelReach, route: ClientRoute | None) -> BodyBound:
 
 def largest_size(reach: ModelReach) -> int:
     """Bytes of the largest body of any route that the model can use."""
-    routes = [one for one in CLIENT_ROUTES if reach.media or one.content != "audio"]
+    routes = [one for one in CLIENT_ROUTES if reach.media or one.content not in ("audio", "image")]
     return max(bound_of(reach, one).size for one in routes)
 
 

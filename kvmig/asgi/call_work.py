@@ -76,7 +76,13 @@ _PROMPTS: dict[str, tuple[str, ...]] = {
 }
 """Fields that hold prompts, by path: the one with the most counts."""
 _WITH_N = frozenset(
-    ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
+    (
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/invocations",
+        "/v1/images/generations",
+    )
 )
 _CONVERSATIONS = frozenset(("messages", "input"))
 """Fields in which a list of objects is one conversation, and no list of prompts."""
@@ -84,7 +90,7 @@ _CONVERSATIONS = frozenset(("messages", "input"))
 
 def work_of(route: ClientRoute, body: bytes) -> CallWork:
     """What a call of this route asks for. A body that is no JSON object asks for one sequence."""
-    if route.content == "audio":
+    if route.content in ("audio", "image"):
         return CallWork(_form_n(body))
     try:
         fields = msgspec.json.decode(body, type=_Fields)

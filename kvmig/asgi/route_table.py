@@ -18,10 +18,10 @@ ModelSource = Literal["body", "form", "answer"]
 answer that an earlier call got."""
 Charge = Literal["tokens", "prompt", "nothing"]
 """What of a call the ledger counts: prompt and output tokens, the prompt's only, or nothing."""
-Content = Literal["generation", "batch", "texts", "counting", "audio", "none"]
+Content = Literal["generation", "batch", "texts", "counting", "audio", "image", "none"]
 """What a body holds, which decides how large it may be: one prompt or conversation that is
 answered; several conversations; texts of which each is a prompt (embeddings, scores); something
-whose tokens are counted, spelt or listed; a recording; no body."""
+whose tokens are counted, spelt or listed; a recording; an image to change; no body."""
 
 
 class ClientRoute(NamedTuple):
@@ -59,6 +59,8 @@ CLIENT_ROUTES: tuple[ClientRoute, ...] = (
     *_posts("/v1/responses", "generation", api="responses"),
     *_posts("/v1/messages", "generation", api="messages"),
     *_posts("/v1/audio/transcriptions /v1/audio/translations", "audio", model="form"),
+    *_posts("/v1/audio/speech /v1/images/generations", "generation"),
+    *_posts("/v1/images/edits /v1/images/variations", "image", model="form"),
     *_posts("/v1/embeddings /v2/embed /pooling /classify", "texts", "prompt"),
     *_posts("/score /v1/score /rerank /v1/rerank /v2/rerank", "texts", "prompt"),
     *_posts("/tokenize /detokenize", "counting", "nothing", works=False),

@@ -187,6 +187,14 @@ def up(
     tls_key: Annotated[
         str, typer.Option(help="File with the private key of --tls-cert in PEM form.")
     ] = "",
+    allow_commands: Annotated[
+        bool,
+        typer.Option(
+            "--allow-commands",
+            help="Let admins add models with `engine: command`: an admin's key then lets its"
+            " holder run any program of this host.",
+        ),
+    ] = False,
 ) -> None:
     """Start a fleet and serve it until Ctrl-C."""
     from kvmig.fleet.supervisor import up as run
@@ -217,6 +225,7 @@ def up(
         keep_usage_days=keep_usage_days,
         allowed_origins=tuple(allowed_origins or ()),
         certificate=certificate_files(tls_cert, tls_key),
+        allow_commands=allow_commands,
     )
     check_settings(settings)
     if ray:

@@ -90,6 +90,7 @@ def model_view(one: dict[str, Any]) -> str:
         "files": files_line(one["files"]) if one["files"] else "",
         "engine": spec["engine"],
         "flags": shlex.join(spec["flags"]),
+        "command": shlex.join(spec.get("command", ())),
         "aliases": ", ".join(spec["aliases"]),
         "adapters": ", ".join(spec["adapters"]),
         "zero after": f"{wanted['zero_after_s']:g} s",

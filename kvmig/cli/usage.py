@@ -14,6 +14,8 @@ from kvmig.core.errors import ConfigError
 
 usage_app = typer.Typer(invoke_without_command=True)
 MOST_DAYS = 9999
+UNITS = ("characters", "seconds", "images")
+"""Columns of what is not counted in tokens, which the table shows where there is any."""
 
 
 @usage_app.callback()
@@ -30,13 +32,15 @@ def usage(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show calls and tokens, largest first: of all, or with a key of scope read of its user."""
+    """Show calls, their tokens, and their characters of speech, seconds of recordings and images;
+    largest first: of all, or with a key of scope read of its user."""
     if context.invoked_subcommand is not None:
         return
     today = datetime.now(UTC).date()
     first, last = day_of("--since", since, today), day_of("--until", until, today)
     answer = where.client().get("usage", by=by, since=first, until=last)
     columns = [*(one for one in by.split(",") if one), "calls", "prompt", "cached", "output"]
+    columns += [one for one in UNITS if as_csv or any(row[one] for row in answer["data"])]
     rows = [[one[name] for name in columns] for one in answer["data"]]
     if as_csv:
         writer = csv.writer(sys.stdout)

@@ -121,6 +121,11 @@ class ApiBackend:
         for one in specs:
             check_installed(parse_source(one.source))
             self.models.workers.check(one)
+            if one.engine == "command" and not self.settings.allow_commands:
+                raise ConfigError(
+                    f"model {one.name}: engine is 'command', must be vllm or transformers: this"
+                    " fleet runs no commands (kvmig up --allow-commands)"
+                )
         memory = self.models.memory
         on_gpus = memory.devices.there
         rows = await self.stored(self.store.models)

@@ -183,9 +183,12 @@ def counted(instances: Sequence[InstanceLoad]) -> int:
 
 def one_less_holds(instances: Sequence[InstanceLoad]) -> bool:
     """Whether the blocks of all but the largest instance hold the requests that are there, and what
-    these may still grow by."""
+    these may still grow by; without known blocks they count as held: such requests end where they
+    run."""
     used = sum(one.blocks_used for one in instances)
     most = max(one.blocks_total for one in instances)
+    if not most:
+        return True
     left = sum(one.blocks_total for one in instances) - most - used
     return left >= GROWTH * sum(one.running + one.waiting for one in instances)
 

@@ -15,7 +15,6 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from urllib.parse import quote
 
 import msgspec
 
@@ -45,7 +44,7 @@ from kvmig.fleet.capacity import (
     plan,
     why_not_parked,
 )
-from kvmig.fleet.deployment_words import gpu_words, words
+from kvmig.fleet.deployment_words import start_order
 from kvmig.fleet.deployments import DeploymentWatcher
 from kvmig.fleet.device_room import Places
 from kvmig.fleet.host_memory import MemoryBudget
@@ -72,7 +71,7 @@ from kvmig.fleet.managed_model import (
 from kvmig.fleet.model_places import ModelPlaces
 from kvmig.fleet.model_routes import classes_of, route_state
 from kvmig.fleet.model_workers import ModelWorkers
-from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Started, Stop
 from kvmig.fleet.place_choice import PlaceExplanation, with_places
 from kvmig.fleet.room_moves import RoomPlan
 from kvmig.fleet.schedule import floor_at
@@ -180,7 +179,7 @@ class ModelController:
             model.removed = name not in named
             if model.removed:
                 model.wanted = msgspec.structs.replace(model.wanted, on=False)
-        for engine in {one.spec.engine for one in named.values() if one.on}:
+        for engine in {one.spec.library for one in named.values() if one.on} - {""}:
             self._order(Load(engine))
         if self._has_begun:  # an order's answer waits until all proxies know
             self._tell_routes()
@@ -559,16 +558,15 @@ class ModelController:
         model.scaling = ScalingDecision(self._first(model))
         self.starts += 1
         self._order(
-            Start(
+            start_order(
+                wanted.spec,
                 deployment,
-                wanted.spec.engine,
-                (
-                    *words(wanted.spec, deployment, self._settings, units),
-                    *gpu_words(wanted.spec, claim, list(map(devices.ids, on_gpus))),
-                    *self.workers.words(wanted.spec, model.claim, nodes),
-                ),
+                self._settings,
                 msgspec.json.encode(note).decode(),
-                str(self._settings.log(quote(wanted.name, safe=""))),
+                units,
+                claim,
+                list(map(devices.ids, on_gpus)),
+                self.workers.words(wanted.spec, model.claim, nodes),
             )
         )
 
@@ -741,7 +739,7 @@ class ModelController:
             name=model.wanted.name,
             state=state,
             socket=model.note.socket if state == "ready" and model.note is not None else "",
-            served=model.wanted.name,
+            served=spec.served or model.wanted.name,
             why=life.why,
             retry_s=life.retry_at - life.since if state == "failed" else None,
             start_s=model.start_s,

@@ -1,13 +1,66 @@
-"""The command line of a model's deployment: a `kvmig.serve`. Pure."""
+"""The order that starts a model's deployment, and its command line. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import quote
 
-from kvmig.core.config import USUAL_MOST
+from kvmig.command.launch import CommandLaunch, encode_launch
+from kvmig.core.config import USUAL_MOST, instance_name
 from kvmig.fleet.device_claims import SHARE_FLAG, DeviceClaim
+from kvmig.fleet.orders import Start
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import WORKERS, ModelSpec, text_in
+
+
+def start_order(
+    spec: ModelSpec,
+    deployment: str,
+    settings: FleetSettings,
+    note: str,
+    units: Sequence[str],
+    claim: DeviceClaim | None,
+    places: Sequence[Sequence[str]],
+    workers: Sequence[str] = (),
+) -> Start:
+    """units, claim, places: as in `words` and `gpu_words`. note: comes back with what runs.
+    workers: flags that place its instances on these."""
+    log = str(settings.log(quote(spec.name, safe="")))
+    if spec.engine == "command":
+        launch = encode_launch(command_launch(spec, deployment, settings, len(units), places))
+        return Start(deployment, spec.library, (launch,), note, log, "command")
+    own = (*words(spec, deployment, settings, units), *gpu_words(spec, claim, places), *workers)
+    return Start(deployment, spec.library, own, note, log)
+
+
+def command_launch(
+    spec: ModelSpec,
+    deployment: str,
+    settings: FleetSettings,
+    placed: int,
+    places: Sequence[Sequence[str]],
+) -> CommandLaunch:
+    """The start document of a deployment that runs a command. placed: instances by a placement; 0:
+    none."""
+    return CommandLaunch(
+        model=spec.name,
+        command=spec.command,
+        source=spec.folder,
+        uds=str(settings.deployment(deployment)),
+        spool=str(settings.spools / deployment),
+        quotas=str(settings.quotas),
+        instances=placed or max(1, spec.least),
+        most=_most(spec),
+        health=spec.health,
+        memory=spec.memory,
+        gpu_memory=spec.gpu_memory,
+        gpus={instance_name(at): tuple(gpus) for at, gpus in enumerate(places)},
+        parallel=spec.parallel,
+        stream_usage=spec.stream_usage,
+        start_timeout_s=spec.instances.start_timeout_s,
+        shutdown_timeout_s=settings.shutdown_timeout_s,
+        hang_timeout_s=spec.hang_timeout_s,
+    )
 
 
 def _most(spec: ModelSpec) -> int:

@@ -64,6 +64,8 @@ def claim_of(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceClaim | No
     """What an instance claims; None: it uses no GPU. total: bytes of the largest GPU."""
     if spec.engine == "toy":
         return DeviceClaim(spec.gpu_memory, "gpu_memory", parked=spec.gpu_memory // 2)
+    if spec.engine == "command":  # what a command takes is what its user says
+        return DeviceClaim(spec.gpu_memory, "gpu_memory") if spec.gpu_memory else None
     if spec.engine == "transformers" and text_in(spec.flags, "--device") != "cuda":
         return None
     made = _before_it_runs(spec, known, total)

@@ -30,7 +30,8 @@ class RememberedSizes(NamedTuple):
 def sizes_key(spec: ModelSpec) -> str:
     """Everything of a specification that decides what an instance takes, as a short key: two models
     with one key take the same."""
-    parts = (spec.engine, spec.source, spec.flags, spec.workers, sorted(spec.adapters.items()))
+    words = spec.command or spec.flags
+    parts = (spec.engine, spec.source, words, spec.workers, sorted(spec.adapters.items()))
     return blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
 

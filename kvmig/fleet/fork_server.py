@@ -13,13 +13,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from kvmig.fleet.supervisor import PROXY, SERVER, UNIT
+from kvmig.fleet.supervisor import PROXY, SERVER, SMALL
 from kvmig.process.child import leave, say
 from kvmig.process.fork_server import ForkServerLoaded, send_news, serve
 from kvmig.process.forkable import make_forkable
 
 USED = (
-    SERVER, PROXY, UNIT, "sqlalchemy.dialects.sqlite.pysqlite",
+    SERVER, PROXY, *SMALL.values(), "sqlalchemy.dialects.sqlite.pysqlite",
     "uvicorn.protocols.http.httptools_impl",
 )  # fmt: skip
 

@@ -125,4 +125,4 @@ async def _drain_one(watched: DeploymentWatcher, staying: Sequence[str]) -> None
     """The one whose requests move fastest; the last one stays."""
     serving = [one for one in watched.told.data if one.state == "serving" and one.id in staying]
     if len(serving) > 1:
-        await watched.drain(min(serving, key=lambda one: one.blocks_used).id)
+        await watched.drain(min(serving, key=lambda one: (one.blocks_used, one.running)).id)

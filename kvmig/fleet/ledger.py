@@ -27,8 +27,9 @@ FIELDS = ("key", "user", "model", "day")
 """Fields by which sums can be grouped."""
 AT_ONCE = 500
 """Records of a transaction: SQLite takes as many variables, and orders wait for its end."""
-COUNTS = ("prompt", "cached", "output")
-"""Token counts of a call; cached ones are part of the prompt."""
+COUNTS = ("prompt", "cached", "output", "characters", "seconds", "images")
+"""Counts of a call: tokens, of which cached ones are part of the prompt, and what isn't counted in
+tokens."""
 SUMS = ("calls", *COUNTS)
 
 
@@ -99,7 +100,7 @@ def _merge(
     for one in rows:
         day = sums[_day(one.began), one.account, one.model]
         day["calls"] += one.seq not in before
-        known = before.get(one.seq, _Known("", 0, 0, 0))
+        known = before.get(one.seq, _Known())
         for name in COUNTS:
             day[name] += getattr(one, name) - getattr(known, name)
     upsert(connection, usage, ("source", "seq"), [_row(source, one) for one in rows])
@@ -118,10 +119,13 @@ def _merge(
 class _Known(NamedTuple):
     """What the ledger has of a call."""
 
-    status: str
-    prompt: int
-    cached: int
-    output: int
+    status: str = ""
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    characters: int = 0
+    seconds: int = 0
+    images: int = 0
 
 
 def _news(record: UsageRecord, known: _Known | None) -> UsageRecord | None:

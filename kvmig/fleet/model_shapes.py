@@ -30,7 +30,7 @@ def shape_of(spec: ModelSpec, device: str, part: Part, weights: int) -> MemorySh
 
 def weight_files(spec: ModelSpec) -> int:
     """Bytes of all weights as the engine holds them, by the headers of the model's files."""
-    if spec.engine == "toy":
+    if spec.engine in ("toy", "command"):
         return 0
     given = text_in(spec.flags, "--dtype")
     return weights_of(spec.folder, given or ("auto" if spec.engine == "vllm" else "float32"))

@@ -8,8 +8,9 @@ from typing import Literal
 import msgspec
 
 MESSAGE_BYTES = 1 << 20
-Program = Literal["serve", "unit"]
-"""What a deployment runs: a `kvmig.serve`, or the agent of a unit (`kvmig.sharing`)."""
+Program = Literal["serve", "unit", "command"]
+"""What a deployment runs: a `kvmig.serve`, the agent of a unit (`kvmig.sharing`), or another
+engine's servers (`kvmig.command`)."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

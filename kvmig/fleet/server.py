@@ -555,6 +555,8 @@ class FleetServer:
 
         sizes: whether to learn what the model takes of memory, too.
         """
+        if not spec.library:
+            return  # its command is nobody's to read
         name = secrets.token_hex(4)
         checking = self._checks[name] = asyncio.get_running_loop().create_future()
         own = (

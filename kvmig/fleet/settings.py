@@ -60,6 +60,8 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     """Origins of web pages that may call models; `*`: all."""
     certificate: CertificateFiles | None = None
     """Certificate of the port; None: it speaks plain HTTP."""
+    allow_commands: bool = False
+    """Whether admins may add models whose servers are programs of this host."""
 
     @property
     def scheme(self) -> str:

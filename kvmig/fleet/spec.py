@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,6 +16,8 @@ from typing import Any, Literal, get_args
 import msgspec
 import yaml
 
+from kvmig.command.launch import HANG_S, HEALTH
+from kvmig.command.template import check_template
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.schedule import ScheduledFloor, parse_cron, zone_of
 from kvmig.sources.source import parse_source
@@ -78,7 +81,14 @@ LEAST_UNIT = 1 << 20
 FLAG_BYTES = 1 << 16
 """Most bytes of all flags of a model."""
 
-Engine = Literal["vllm", "transformers", "toy"]
+COMMAND_ONLY: Mapping[str, object] = {
+    "command": (), "health": HEALTH, "served": "", "parallel": 0,
+    "stream_usage": True, "hang_timeout_s": HANG_S,
+}  # fmt: skip
+"""Fields that only models with `engine: command` have, with what they are without it."""
+HEALTH_PATH = re.compile(r"/[\x21-\x7e]{0,200}")
+
+Engine = Literal["vllm", "transformers", "toy", "command"]
 TargetKind = Literal["concurrency", "rps", "freeness"]
 Warm = Literal["none", "parked", "always"]
 PlacementStrategy = Literal["", "spread", "pack"]
@@ -108,6 +118,19 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     engine: Engine = "vllm"
     flags: tuple[str, ...] = ()
     """The engine's, and kvmig.serve's."""
+    command: tuple[str, ...] = ()
+    """The command line of a server of the OpenAI API, with engine command (see
+    `kvmig.command.template`)."""
+    health: str = HEALTH
+    """Path of that server that answers 200 once it takes calls."""
+    served: str = ""
+    """What that server calls the model; empty: by its name."""
+    parallel: int = 0
+    """Requests that such a server works for at once, at most; others wait. 0: as many as come."""
+    stream_usage: bool = True
+    """Whether that server takes `stream_options.include_usage`."""
+    hang_timeout_s: float = HANG_S
+    """Seconds without a sign of life until that server is ended, and started again."""
     instances: InstanceCounts = InstanceCounts()
     aliases: tuple[str, ...] = ()
     """Other names of the model."""
@@ -154,6 +177,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return number_in(self.flags, self.gpus_per_instance or 1, *WORKERS)
 
     @property
+    def library(self) -> str:
+        """The engine whose libraries its deployment needs; empty: none."""
+        return "" if self.engine == "command" else self.engine
+
+    @property
     def folder(self) -> str:
         """The folder of its source; no folder's name where its files are yet to be fetched."""
         return self.source.removeprefix(PATH)
@@ -180,12 +208,13 @@ def spec_of(given: Any) -> ModelSpec:
     for field, what in LATER.items():
         if field in given:
             raise ConfigError(f"model {who}: {field} is {given[field]!r:.100}: {what} comes later")
-    flags = given.get("flags")
-    if isinstance(flags, str):
-        try:
-            given = {**given, "flags": shlex.split(flags)}
-        except ValueError as error:
-            raise ConfigError(f"model {who}: flags is {flags!r:.100}: {error}") from error
+    for field in ("flags", "command"):
+        text = given.get(field)
+        if isinstance(text, str):
+            try:
+                given = {**given, field: shlex.split(text)}
+            except ValueError as error:
+                raise ConfigError(f"model {who}: {field} is {text!r:.100}: {error}") from error
     try:
         spec = msgspec.convert(given, ModelSpec)
     except msgspec.ValidationError as error:
@@ -225,7 +254,11 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         source = parse_source(spec.source)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    if spec.engine != "toy" and not source.is_remote:
+    if spec.engine == "command":
+        _check_command(where, spec)
+    else:
+        _check_no_command(where, spec)
+    if spec.engine not in ("toy", "command") and not source.is_remote:
         if not Path(spec.folder).is_dir() and Path(spec.folder).is_absolute():
             raise ConfigError(
                 f"{where}: source is {spec.folder!r:.200}, which is no folder here; {GET_ONE}"
@@ -236,8 +269,8 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     for name, folder in spec.adapters.items():
         _check_folder(f"{where}: adapters.{name}", folder)
     _check_instances(where, spec.instances)
-    if spec.warm == "parked" and spec.engine == "transformers":
-        raise ConfigError(f"{where}: warm is 'parked', must be none or always with transformers")
+    if spec.warm == "parked" and spec.engine in ("transformers", "command"):
+        raise ConfigError(f"{where}: warm is 'parked', must be none or always with {spec.engine}")
     _check_range(f"{where}: memory", spec.memory, 0, MOST_BYTES)
     _check_gpus(where, spec)
     _check_unit(where, spec)
@@ -247,6 +280,56 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)
     _check_flags(where, spec.flags)
     return spec
+
+
+def _check_command(where: str, spec: ModelSpec) -> None:
+    """What holds for a model whose server is another's program."""
+    try:
+        check_template(spec.command)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    program = spec.command[0]
+    if shutil.which(program) is None:
+        raise ConfigError(
+            f"{where}: command begins with {program!r:.200}, which is no program here"
+        )
+    if not parse_source(spec.source).is_remote and not Path(spec.folder).exists():
+        raise ConfigError(f"{where}: source is {spec.folder!r:.200}, which is not here; {GET_ONE}")
+    if not spec.memory:
+        raise ConfigError(
+            f"{where}: memory is 0, must be the bytes of the host's memory that an instance takes:"
+            " they can't be computed for a command"
+        )
+    if spec.gpus and not spec.gpu_memory:
+        raise ConfigError(
+            f"{where}: gpu_memory is 0, must be the bytes that an instance takes of each of gpus"
+        )
+    if not spec.share_prefixes:
+        raise ConfigError(
+            f"{where}: share_prefixes is false, must be true with engine command: kvmig can't keep"
+            " users apart in what another engine caches of their prompts"
+        )
+    if HEALTH_PATH.fullmatch(spec.health) is None:
+        raise ConfigError(
+            f"{where}: health is {spec.health!r:.100}, must be a path such as {HEALTH}"
+        )
+    _check_range(f"{where}: parallel", spec.parallel, 0, 1_000_000)
+    _check_range(f"{where}: hang_timeout_s", spec.hang_timeout_s, 1, MOST_S)
+    if spec.flags:
+        raise ConfigError(f"{where}: flags is given, must be left out: command has its own")
+    if spec.instances.target_kind == "freeness":
+        raise ConfigError(
+            f"{where}: instances.target_kind is 'freeness', must be concurrency or rps with engine"
+            " command"
+        )
+
+
+def _check_no_command(where: str, spec: ModelSpec) -> None:
+    for field, usual in COMMAND_ONLY.items():
+        if getattr(spec, field) != usual:
+            raise ConfigError(
+                f"{where}: {field} is given, must be left out: it is for engine command"
+            )
 
 
 def _check_gpus(where: str, spec: ModelSpec) -> None:

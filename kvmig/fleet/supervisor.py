@@ -37,6 +37,7 @@ from kvmig.fleet.orders import (
     DeploymentEnded,
     Load,
     News,
+    Program,
     Running,
     Start,
     Started,
@@ -72,7 +73,10 @@ from kvmig.rpc.unix_packets import QueuedPackets
 
 FORKS = "kvmig.fleet.fork_server"
 SERVE, QUICK_CHECK = "kvmig.serve", "kvmig.launcher.quick_check"
-UNIT = "kvmig.sharing.__main__"
+SMALL: Mapping[Program, str] = {
+    "unit": "kvmig.sharing.__main__", "command": "kvmig.command.__main__",
+}  # fmt: skip
+"""Modules of the programs that need no engine."""
 BEATS = "--heartbeat-descriptor"
 """Flag of a deployment: the descriptor's number follows as the last word."""
 SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
@@ -134,7 +138,7 @@ def only_one(settings: FleetSettings) -> Iterator[None]:
 
 @dataclass(eq=False)
 class RunningDeployment:
-    """A `kvmig.serve` that runs, or is just being started."""
+    """A deployment that runs, or is just being started."""
 
     start: Start
     lifeline: int = -1
@@ -164,6 +168,14 @@ def kill_group(process: ProcessPort | None) -> None:
     if process is not None and process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def module_of(program: Program, settings: FleetSettings) -> str:
+    """The module of a program that needs no engine. Raises StartupError for one that this fleet
+    does not run."""
+    if program == "command" and not settings.allow_commands:
+        raise StartupError("this fleet runs no commands (kvmig up --allow-commands)")
+    return SMALL[program]
 
 
 def running(deployments: Iterable[RunningDeployment]) -> Running:
@@ -519,10 +531,12 @@ class FleetSupervisor:
         deployment.log_from = size_of(Path(start.log))
         out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            begin = self._begin_unit if start.program == "unit" else self._started
-            deployment.process = await begin(
-                start.engine, (*start.words, BEATS), (stdin, out, out), heartbeats.descriptor
-            )
+            words, standard = (*start.words, BEATS), (stdin, out, out)
+            if start.program == "serve":
+                begun = self._started(start.engine, words, standard, heartbeats.descriptor)
+            else:
+                begun = self._begin_small(start.program, words, standard, heartbeats.descriptor)
+            deployment.process = await begun
         finally:
             os.close(stdin)
             os.close(out)
@@ -550,18 +564,23 @@ class FleetSupervisor:
             log.warning("%s; a deployment starts by itself, which takes longer", error)
         return await by_itself(SERVE, words, environment, standard, *more)
 
-    async def _begin_unit(
-        self, _: str, words: Sequence[str], standard: tuple[int, int, int], *more: int
+    async def _begin_small(
+        self,
+        program: Program,
+        words: Sequence[str],
+        standard: tuple[int, int, int],
+        *more: int,
     ) -> ProcessPort:
-        """A unit's agent, as `_started`. Raises OSError."""
-        environment = dict(os.environ)
+        """What needs no engine, as `_started`. Raises OSError, StartupError."""
+        module = module_of(program, self._settings)
+        environment = environment_of(self._settings)
         environment.pop(NOTIFY, None)  # the supervisor says itself that it lives
         try:
-            order = ForkOrder(UNIT, words, environment)
+            order = ForkOrder(module, words, environment)
             return await self._own_forks().carry_out(order, (*standard, *more))
         except StartupError as error:
-            log.warning("%s; a unit's agent starts by itself, which takes longer", error)
-        return await by_itself(UNIT, words, environment, standard, *more)
+            log.warning("%s; %s starts by itself, which takes longer", error, module)
+        return await by_itself(module, words, environment, standard, *more)
 
     async def _forked(
         self,

@@ -42,7 +42,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 12
+SCHEMA = 13
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
@@ -169,6 +169,9 @@ usage = Table(
     Column("prompt", BigInteger, nullable=False),
     Column("cached", BigInteger, nullable=False, server_default="0"),
     Column("output", BigInteger, nullable=False),
+    Column("characters", BigInteger, nullable=False, server_default="0"),
+    Column("seconds", BigInteger, nullable=False, server_default="0"),
+    Column("images", BigInteger, nullable=False, server_default="0"),
     Column("sequences", Integer, nullable=False),
     Column("moves", Integer, nullable=False, server_default="0"),
     Column("reruns", Integer, nullable=False),
@@ -186,6 +189,9 @@ usage_daily = Table(
     Column("prompt", BigInteger, nullable=False),
     Column("cached", BigInteger, nullable=False, server_default="0"),
     Column("output", BigInteger, nullable=False),
+    Column("characters", BigInteger, nullable=False, server_default="0"),
+    Column("seconds", BigInteger, nullable=False, server_default="0"),
+    Column("images", BigInteger, nullable=False, server_default="0"),
 )
 
 usage_pruned = Table(

@@ -136,6 +136,11 @@ class WorkerPool:
         """Raises ConfigError for a model that can't run on workers."""
         if not self.there:
             return
+        if spec.engine == "command":
+            raise ConfigError(
+                f"model {spec.name}: engine is 'command', must be vllm or transformers with `kvmig"
+                " up --ray`: a command's servers run on one host"
+            )
         for field in ("gpus", "gpus_per_instance", "gpu_memory", "unit"):
             if getattr(spec, field):
                 raise ConfigError(

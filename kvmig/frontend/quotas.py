@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 from collections.abc import Callable, Hashable, Sequence
-
-import msgspec
 
 from kvmig.accounts.allowances import TokenAllowance, TokenGrant, TokenRequest
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Span
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import NoInstance, QuotaUsedUp
+from kvmig.frontend.grant_link import AWAY, GrantLink
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.ports import OutputItem
 
-ANSWER_S = 5.0
-"""Timeout of one answer; the question is then asked again on another connection."""
-PATIENCE_S = 20.0
-"""Time that tokens are held for their grant, and that a new call waits for its first."""
-RETRY_S = 0.2
-RESERVED_S = 3.0
-"""Wait for what others have reserved: a call that ends gives back what it hasn't used within some
-two seconds."""
-AGAIN_S = 0.5
-
-AWAY = "nobody grants tokens of the API key's quota now, try again"
-
 Output = tuple[str, Span, OutputItem]
 """An instance's, as it came."""
-
-log = logging.getLogger(__name__)
 
 
 class QuotaClient:
@@ -48,10 +31,7 @@ class QuotaClient:
         self._cut = cut
         self.meter = meter
         self._source = source
-        self._path = path
-        self._numbers = itertools.count(1)
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._turn = asyncio.Lock()
+        self._link = GrantLink(path)
         self._asks: dict[TokenAllowance[Output], asyncio.Task[None]] = {}
         self.release: Callable[[Output], None] = lambda _: None
         """Takes what was held, once it is paid for."""
@@ -99,7 +79,7 @@ class QuotaClient:
         """Ask nothing more."""
         tasks = list(self._asks.values())
         await cancel_tasks(*tasks)
-        self._drop()
+        self._link.close()
 
     def _asked(self, allowance: TokenAllowance[Output], least: int) -> asyncio.Task[None]:
         """What asks for the call's next tokens, one after the other."""
@@ -131,11 +111,9 @@ class QuotaClient:
         self.end(held, allowance)
 
     async def _ask(self, allowance: TokenAllowance[Output], least: int) -> TokenGrant | None:
-        """The answer; None if there is none in PATIENCE_S."""
-        clock = asyncio.get_running_loop().time
-        reserved_until = clock() + RESERVED_S
+        """The answer; None if none comes in time."""
         ask = TokenRequest(
-            number=next(self._numbers),
+            number=self._link.next_number(),
             source=self._source,
             seq=allowance.seq,
             key=allowance.key,
@@ -144,42 +122,4 @@ class QuotaClient:
             want=max(least, allowance.wanted()),
             model=self.meter.model,
         )
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    async with self._turn:
-                        answer = await self._say(ask)
-                    if answer is None:
-                        await asyncio.sleep(RETRY_S)
-                    elif answer.again and clock() < reserved_until:
-                        await asyncio.sleep(AGAIN_S)
-                    else:
-                        return answer
-        except TimeoutError:
-            return None
-
-    async def _say(self, ask: TokenRequest) -> TokenGrant | None:
-        """One attempt."""
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                if self._streams is None:
-                    self._streams = await asyncio.open_unix_connection(self._path)
-                reader, writer = self._streams
-                writer.write(msgspec.json.encode(ask) + b"\n")
-                answer = msgspec.json.decode(await reader.readline(), type=TokenGrant)
-        except (OSError, msgspec.DecodeError) as error:  # a TimeoutError too
-            log.warning("quota: %s: %s", self._path, str(error) or "no answer")
-            self._drop()
-            return None
-        except asyncio.CancelledError:
-            self._drop()  # an answer may be on its way
-            raise
-        if answer.number != ask.number:
-            self._drop()
-            return None
-        return answer
-
-    def _drop(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
+        return await self._link.ask_for_tokens(ask)

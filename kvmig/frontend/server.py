@@ -22,6 +22,7 @@ from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.process.child import end_loading, say
 
 if TYPE_CHECKING:
+    from kvmig.frontend.meter import UsageMeter
     from kvmig.frontend.metrics import FrontendMetrics
     from kvmig.frontend.middleware import HttpState
     from kvmig.frontend.quotas import QuotaClient
@@ -186,7 +187,7 @@ class FrontEnd:
             await asyncio.sleep(0.05)
 
 
-def usage_writer(launch: FrontLaunch, model: str) -> UsageWriter | None:
+def usage_writer(launch: FrontLaunch, model: str) -> UsageWriter[UsageMeter] | None:
     """Writes what calls have used; None: no usage is wanted. model: its name in records."""
     from kvmig.frontend.meter import UsageMeter
     from kvmig.frontend.usage_writer import UsageWriter
@@ -199,7 +200,7 @@ def usage_writer(launch: FrontLaunch, model: str) -> UsageWriter | None:
 
 
 def quotas_of(
-    launch: FrontLaunch, usage: UsageWriter | None, cut: Callable[[Any, int], None]
+    launch: FrontLaunch, usage: UsageWriter[UsageMeter] | None, cut: Callable[[Any, int], None]
 ) -> QuotaClient | None:
     """Asks the server for tokens; None: calls may use as many as they like. cut: leaves the first
     tokens of what an instance sent."""

@@ -11,12 +11,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord, UsageSpool
 from kvmig.core.clock import Clock, monotonic
-from kvmig.frontend.meter import UsageMeter
 
 WRITE_S = 1.0
 """Pause between two writes: the counts that a killed front end may lose."""
@@ -35,11 +35,22 @@ RETRY_S = 0.5
 log = logging.getLogger(__name__)
 
 
-class UsageWriter:
+class RecordSource(Protocol):
+    """A meter, as far as it is written down."""
+
+    def take_records(self) -> list[UsageRecord]:
+        """Records of all calls of which something has changed since."""
+        ...
+
+
+Meter = TypeVar("Meter", bound=RecordSource)
+
+
+class UsageWriter(Generic[Meter]):
     """Writes what a meter counts into its spool, every second; `run` it as a task, then `close`."""
 
     def __init__(
-        self, meter: UsageMeter, path: Path, server: str = "", clock: Clock = monotonic
+        self, meter: Meter, path: Path, server: str = "", clock: Clock = monotonic
     ) -> None:
         """server: path of the socket of a server that takes what the disk doesn't; empty: there is
         none."""

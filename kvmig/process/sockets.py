@@ -5,12 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvmig.core.config import SEND_BYTES
-from kvmig.core.errors import ConfigError
+from kvmig.core.errors import ConfigError, StartupError
+
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives out by itself."""
+
+
+def free_port() -> int:
+    """Find a free TCP port of 127.0.0.1. Raises StartupError.
+
+    It is none that the kernel gives to a connection before the server binds it.
+    """
+    first = secrets.randbelow(len(PORTS))
+    ports: list[int] = [*PORTS[first:], *PORTS[:first]]
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise StartupError(f"no port of {PORTS[0]} to {PORTS[-1]} is free")
 
 
 def take_port(host: str | None, port: int, flag: str = "--port") -> socket.socket:

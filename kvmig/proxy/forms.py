@@ -58,6 +58,10 @@ class MultipartForm:
         except UnicodeDecodeError as error:
             raise bad(f"{name} is no UTF-8") from error
 
+    def files(self) -> list[bytes]:
+        """Return the contents of all files in it."""
+        return [one.data for one in self._parts if one.is_file]
+
     @property
     def content_type(self) -> bytes:
         """The content type of what `encode` returns."""

@@ -96,6 +96,8 @@ BODIES: list[tuple[str, dict[str, Any], int]] = [
     ("/cohere/v2/chat", {"messages": [{"role": "user", "content": "a"}], "n": 3}, 1),
     ("/v1/responses", {"input": "a", "n": 9}, 1),
     ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "n": 9}, 1),
+    ("/v1/images/generations", {"prompt": "a", "n": 3}, 3),
+    ("/v1/audio/speech", {"input": "a", "voice": "b", "n": 9}, 1),
 ]
 
 
@@ -107,7 +109,8 @@ def test_of_each_other_api(path: str, body: dict[str, Any], expected: int) -> No
 def test_each_route_that_works_is_counted() -> None:
     named = {path for path, *_ in BODIES} | {
         "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch",
-        "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/rerank",
+        "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/rerank", "/v1/images/edits",
+        "/v1/images/variations",
     }  # fmt: skip
     assert {one.path for one in CLIENT_ROUTES if one.works} <= named
 

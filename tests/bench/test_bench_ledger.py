@@ -10,7 +10,7 @@ import pytest
 from bench import ledger
 from bench.ledger import WRONG, Asked, Clients, Done, Fault, Nemesis, Row, delivered, judge, lost_of
 from kvmig.accounts.keys import QUOTA_WORDS
-from kvmig.frontend.quotas import AWAY
+from kvmig.frontend.grant_link import AWAY
 from kvmig_tools.fleet import FleetUp
 
 KILLED = Done("front end", 5.0)

@@ -20,8 +20,8 @@ import pytest
 
 from kvmig.engines.toy.script import ScriptFile, ToyScript
 from kvmig.models import BUNDLED
+from kvmig.process.sockets import free_port
 from kvmig_tools.nursery import ForkedServer, Nursery, forked_for
-from kvmig_tools.served import free_port
 from tests.support.leaks import orphans
 
 pytestmark = pytest.mark.server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvmig.accounts.keys import KeyIndex
 from kvmig.accounts.usage import UsageRecord, UsageSpool
@@ -103,6 +105,20 @@ async def add_model(api: Api, name: str = "qwen") -> None:
     body = {"name": name, "source": f"path:{api.folder}", "engine": "toy"}
     status, _ = await api.ask("POST", "models", body)
     assert status == 201
+
+
+async def test_a_command_is_refused_unless_the_fleet_was_started_for_that(api: Api) -> None:
+    body = {
+        "name": "other", "source": f"path:{api.folder}", "engine": "command", "memory": 1 << 20,
+        "command": f"{sys.executable} {{port}}", "share_prefixes": True,
+    }  # fmt: skip
+    status, sentence = said(await api.ask("POST", "models", body))
+    assert status == 400
+    assert "engine is 'command', must be vllm or transformers: this fleet runs no" in sentence
+    fleet = {"fleet": {"models": [body]}}
+    assert (await api.ask("POST", "apply", fleet))[0] == 400
+    api.backend.settings = replace(api.backend.settings, allow_commands=True)
+    assert (await api.ask("POST", "models", body))[0] == 201
 
 
 async def test_an_alias_is_set_shown_and_removed(api: Api) -> None:
@@ -332,8 +348,11 @@ async def test_a_key_with_the_scope_read_sees_its_own_users_keys_quotas_and_usag
     assert left == [("key", None, 1000, 970), ("user", "qwen", 300, 270)]
     assert [one["renewed_at"] is None for one in row["left"]] == [False, True]
     assert usage["data"] == [
-        {"user": "bea", "calls": 1, "prompt": 10, "cached": 0, "output": 20},
-    ]
+        {
+            "user": "bea", "calls": 1, "prompt": 10, "cached": 0, "output": 20, "characters": 0,
+            "seconds": 0, "images": 0,
+        },
+    ]  # fmt: skip
 
 
 async def test_a_key_with_the_scope_read_gives_no_orders_and_one_without_it_sees_nothing(

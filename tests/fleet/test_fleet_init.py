@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmig.core.errors import StartupError
 from kvmig.fleet import supervisor
 from kvmig.fleet.orders import CheckFlags, Deployed, Running, Start
 from kvmig.fleet.settings import FleetSettings
@@ -63,6 +64,15 @@ def test_the_next_server_hears_of_a_deployment_that_is_just_being_forked() -> No
     assert supervisor.running([supervisor.RunningDeployment(start)]) == Running(
         (Deployed("d1", "toy", "a note", 0),)
     )
+
+
+def test_a_command_of_the_catalogue_does_not_start_in_a_fleet_that_runs_none() -> None:
+    settings = FleetSettings(data="/d")
+    with pytest.raises(StartupError, match="this fleet runs no commands"):
+        supervisor.module_of("command", settings)
+    assert supervisor.module_of("unit", settings) == "kvmig.sharing.__main__"
+    allowed = FleetSettings(data="/d", allow_commands=True)
+    assert supervisor.module_of("command", allowed) == "kvmig.command.__main__"
 
 
 def test_without_a_log_there_is_none(tmp_path: Path) -> None:

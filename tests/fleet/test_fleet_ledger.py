@@ -24,7 +24,7 @@ from kvmig.accounts.usage import (
     UsageSpool,
     read_record,
 )
-from kvmig.fleet.ledger import AT_ONCE, merge, sums, take
+from kvmig.fleet.ledger import AT_ONCE, SUMS, merge, sums, take
 from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import usage
@@ -132,7 +132,7 @@ def test_a_merge_that_fails_changes_nothing_and_can_be_done_again(
         patch.setattr(ledger, "upsert", dies)
         with pytest.raises(RuntimeError):
             merge(store.database, path)
-    assert sums(store.database, ()) == [{"calls": 0, "prompt": 0, "cached": 0, "output": 0}]
+    assert sums(store.database, ()) == [dict.fromkeys(SUMS, 0)]
     assert merge(store.database, path).records == 100
     assert total(store) == (100, 0, 100)
 
@@ -308,3 +308,13 @@ def test_records_that_are_set_aside_are_kept_as_they_are(tmp_path: Path) -> None
         (3, b"7"),
     ]
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_not_counted_in_tokens_is_summed_too(store: FleetStore, tmp_path: Path) -> None:
+    path = tmp_path / "front-1.sqlite"
+    UsageSpool(path).write([record(1, characters=40), record(2, seconds=7, ended=1.0)])
+    merge(store.database, path)
+    UsageSpool(path).write([record(1, characters=90, ended=2.0), record(3, images=2, ended=2.0)])
+    merge(store.database, path)
+    (row,) = sums(store.database, ("model",))
+    assert (row["characters"], row["seconds"], row["images"]) == (90, 7, 2)

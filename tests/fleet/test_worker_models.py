@@ -241,6 +241,7 @@ async def test_a_lost_workers_instance_starts_elsewhere_after_a_lease(
         ({"gpus": ("0",)}, "gpus is given, must be left out with `kvmig up --ray`"),
         ({"unit": "u", "unit_memory": 1 << 30}, "unit is given, must be left out"),
         ({"instances": InstanceCounts(target_kind="freeness")}, "target_kind is 'freeness'"),
+        ({"engine": "command"}, "engine is 'command', must be vllm or transformers with"),
     ],
 )
 def test_what_only_one_host_has_is_refused_for_workers(more: dict[str, Any], sentence: str) -> None:

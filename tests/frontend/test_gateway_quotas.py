@@ -13,7 +13,7 @@ import pytest
 from kvmig.accounts.allowances import FIRST, TokenGrant, TokenRequest
 from kvmig.asgi.call import HttpCall
 from kvmig.core.errors import NoInstance, QuotaUsedUp
-from kvmig.frontend import quotas
+from kvmig.frontend import grant_link
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.quotas import QuotaClient
 
@@ -79,7 +79,7 @@ async def test_prompts_that_come_one_after_the_other_use_what_is_granted(tmp_pat
 async def test_what_is_reserved_is_asked_for_again_before_the_call_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quotas, "AGAIN_S", 0.01)
+    monkeypatch.setattr(grant_link, "AGAIN_S", 0.01)
     async with asking(tmp_path) as (made, granter):
 
         def later(ask: TokenRequest) -> TokenGrant:
@@ -99,7 +99,7 @@ async def test_what_is_reserved_is_asked_for_again_before_the_call_is_refused(
 async def test_a_call_is_refused_when_nobody_grants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quotas, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(grant_link, "PATIENCE_S", 0.1)
     made = QuotaClient(
         UsageMeter("a", lambda: 1.0), "front-1", str(tmp_path / "none"), lambda _, __: None
     )

@@ -51,7 +51,7 @@ class Now:
         return self.at
 
 
-def call_of(writer: UsageWriter) -> HttpCall:
+def call_of(writer: UsageWriter[UsageMeter]) -> HttpCall:
     """A call that is over."""
     call = HttpCall("c", "k")
     writer.meter.enter(call)
@@ -59,7 +59,7 @@ def call_of(writer: UsageWriter) -> HttpCall:
     return call
 
 
-def writer_in(folder: Path, server: str = "", now: Now | None = None) -> UsageWriter:
+def writer_in(folder: Path, server: str = "", now: Now | None = None) -> UsageWriter[UsageMeter]:
     meter = UsageMeter("a", lambda: 1.0)
     return UsageWriter(meter, folder / "front-1.sqlite", server, now or Now())
 

@@ -1,0 +1,207 @@
+"""What a server's answer says of its own use, and what stands for it where it says nothing. Pure.
+
+A usage of the server's counts as it is. Until it comes, and where none does, text counts: a token
+for every four bytes, rounded up, and of a stream one for every event with text at least.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from kvmig.asgi.route_table import ClientRoute
+from kvmig.command.call_plan import TOKEN_BYTES, CallPlan
+from kvmig.command.event_splitter import data_of
+
+
+class _Choice(msgspec.Struct):
+    text: Any = None
+    delta: Any = None
+    message: Any = None
+
+
+class _Answer(msgspec.Struct):
+    """An answer, or an event of one, of any API: what matters of it here."""
+
+    choices: list[_Choice] | None = None
+    usage: Any = None
+    type: Any = None
+    delta: Any = None
+    """Text, or Anthropic's part of a block."""
+    text: Any = None
+    message: Any = None
+    response: Any = None
+    output: Any = None
+    content: Any = None
+    data: Any = None
+    duration: Any = None
+    """Seconds of a recording."""
+
+
+_TEXTS = (
+    "content",
+    "reasoning_content",
+    "reasoning",
+    "refusal",
+    "text",
+    "thinking",
+    "partial_json",
+)
+_PROMPT = ("prompt_tokens", "input_tokens")
+_OUTPUT = ("completion_tokens", "output_tokens")
+_CACHED = ("prompt_tokens_details", "input_tokens_details")
+_ANTHROPIC_CACHE = ("cache_read_input_tokens", "cache_creation_input_tokens")
+
+
+class AnswerCount:
+    """The count of one call."""
+
+    def __init__(self, route: ClientRoute, plan: CallPlan, sequences: int) -> None:
+        self._route = route
+        self._sequences = sequences
+        self._estimated = plan.prompt
+        self.characters = plan.characters
+        self.seconds = plan.seconds
+        self.images = plan.images
+        self._prompt: int | None = None
+        self._output: int | None = None
+        self._text_bytes = 0
+        self._events = 0
+        self.cached = 0
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of its prompts."""
+        return self._estimated if self._prompt is None else self._prompt
+
+    @property
+    def output(self) -> int:
+        """Tokens of its answers."""
+        if self._route.charge != "tokens":
+            return 0
+        if self._output is not None:
+            return self._output
+        return max(self._events, -(-self._text_bytes // TOKEN_BYTES))
+
+    def take_whole(self, body: bytes, *, json: bool) -> None:
+        """An answer that is no stream. json: else it is text."""
+        found = _read(body) if json else None
+        if found is None:
+            self._text_bytes += len(body)
+            return
+        self._take_usage(found.usage)
+        self._take_units(found)
+        if self._output is None:
+            size = _text_size(found)
+            self._text_bytes += size if size or self._output_known(found) else len(body)
+
+    def take_event(self, event: bytes) -> bool:
+        """One event of a stream; whether it holds nothing but the usage."""
+        data = data_of(event)
+        if not data or data == b"[DONE]":
+            return False
+        found = _read(data)
+        if found is None:
+            self._text_bytes += len(data)
+            return False
+        nested = found.response if found.response is not None else found.message
+        usage = found.usage
+        if usage is None and isinstance(nested, dict):
+            usage = nested.get("usage")
+        # vLLM's continuous usage is of one choice: with several, only the sum at the end counts.
+        if not found.choices or self._sequences == 1:
+            self._take_usage(usage)
+        if (size := _text_size(found)) and not _repeats(found):
+            self._text_bytes += size
+            self._events += 1
+        return found.choices == [] and isinstance(found.usage, dict)
+
+    def take_text(self, part: bytes) -> None:
+        """A part of a stream that is no events."""
+        self._text_bytes += len(part)
+
+    def _output_known(self, found: _Answer) -> bool:
+        """Whether an answer without text has a form that is known."""
+        return found.choices is not None or found.data is not None
+
+    def _take_units(self, found: _Answer) -> None:
+        """Take what an answer says of images and seconds."""
+        if self.images and isinstance(found.data, list):
+            self.images = len(found.data)
+        duration: Any = found.duration
+        if isinstance(found.usage, dict):
+            duration = found.usage.get("seconds", duration)
+        if self._route.content != "audio":
+            return
+        try:
+            self.seconds = max(0, math.ceil(float(duration)))
+        except (TypeError, ValueError, OverflowError):
+            return  # it names none
+
+    def _take_usage(self, usage: Any) -> None:
+        if not isinstance(usage, dict):
+            return
+        prompt, output = _first(usage, _PROMPT), _first(usage, _OUTPUT)
+        if prompt is None and output is None and self._route.charge == "prompt":
+            prompt = _first(usage, ("total_tokens",))
+        if not prompt and not output:
+            return  # a server that counts nothing
+        if prompt is not None:
+            cached = sum(_first(usage, (name,)) or 0 for name in _ANTHROPIC_CACHE)
+            self._prompt = prompt + cached
+            self.cached = _first(usage, _ANTHROPIC_CACHE[:1]) or 0
+        if output is not None:
+            self._output = output
+        for name in _CACHED:
+            details = usage.get(name)
+            if isinstance(details, dict):
+                self.cached = _first(details, ("cached_tokens",)) or 0
+
+
+def _read(data: bytes) -> _Answer | None:
+    try:
+        return msgspec.json.decode(data, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _first(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    """The first of the fields that is a count."""
+    for name in names:
+        value = fields.get(name)
+        if type(value) is int and value >= 0:
+            return value
+    return None
+
+
+def _repeats(found: _Answer) -> bool:
+    """Whether an event shows again what earlier ones have."""
+    kind = found.type
+    return isinstance(kind, str) and kind.endswith((".done", ".completed"))
+
+
+def _text_size(found: _Answer) -> int:
+    """Bytes of the text in it."""
+    if found.choices:
+        return sum(
+            _size_of(one.text) + _size_of(one.delta) + _size_of(one.message)
+            for one in found.choices
+        )
+    parts = (found.delta, found.text, found.content, found.output)
+    return sum(_size_of(one) for one in parts)
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of text in a choice, a block, or a list of those."""
+    match value:
+        case str():
+            return len(value.encode(errors="replace"))
+        case list():
+            return sum(_size_of(one) for one in value)
+        case dict():
+            calls = value.get("tool_calls") or value.get("function") or value.get("arguments")
+            size = 0 if calls is None else len(msgspec.json.encode(calls))
+            return size + sum(_size_of(value.get(name)) for name in _TEXTS)
+    return 0

@@ -1,0 +1,82 @@
+"""What each call of a deployment has used, for its records. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvmig.accounts.usage import Status, UsageRecord
+from kvmig.asgi.call import HttpCall
+from kvmig.command.answer_count import AnswerCount
+
+
+@dataclass(eq=False)
+class CountedCall:
+    """One call, from its start to its last record."""
+
+    seq: int
+    began: float
+    """Unix time."""
+    entered: float
+    """The same by a steady clock."""
+    count: AnswerCount | None = None
+    """What its answer says; None: no server has it."""
+    attempts: int = 0
+    """Servers that got it."""
+    ttft_ms: float | None = None
+    failed: bool = False
+    """Whether its answer broke off."""
+
+
+class CallMeter:
+    """Counts for one deployment."""
+
+    def __init__(self, model: str, wall: Callable[[], float], clock: Callable[[], float]) -> None:
+        """model: its name in records. wall: Unix time. clock: a steady one."""
+        self.model = model
+        self._wall = wall
+        self._clock = clock
+        self._next = 1
+        self._calls: dict[HttpCall, CountedCall] = {}
+
+    def enter(self, call: HttpCall) -> CountedCall:
+        """The call's count, which begins now unless it has begun."""
+        found = self._calls.get(call)
+        if found is None:
+            found = self._calls[call] = CountedCall(self._next, self._wall(), self._clock())
+            self._next += 1
+        return found
+
+    def take_records(self) -> list[UsageRecord]:
+        """Records of all calls; those that are over are let go."""
+        records = [self._record(call, found) for call, found in self._calls.items()]
+        for call in [one for one in self._calls if one.over]:
+            del self._calls[call]
+        return records
+
+    def _record(self, call: HttpCall, found: CountedCall) -> UsageRecord:
+        count = None if call.refused else found.count
+        return UsageRecord(
+            seq=found.seq,
+            call_id=call.call_id,
+            account=call.account,
+            model=self.model,
+            began=found.began,
+            ended=self._wall() if call.over else None,
+            prompt=0 if count is None else count.prompt,
+            cached=0 if count is None else min(count.prompt, count.cached),
+            output=0 if count is None else count.output,
+            characters=0 if count is None else count.characters,
+            seconds=0 if count is None else count.seconds,
+            images=0 if count is None else count.images,
+            sequences=call.sequences,
+            reruns=max(0, found.attempts - 1),
+            ttft_ms=found.ttft_ms,
+            status=_status(call, found),
+        )
+
+
+def _status(call: HttpCall, found: CountedCall) -> Status:
+    if not call.over:
+        return "running"
+    return "finished" if call.answered and not (found.failed or call.refused) else "cut"

@@ -1,0 +1,172 @@
+"""What of a call changes before a server gets it, and what it may cost. Pure.
+
+The server's own numbers count (`answer_count`). To have them of a stream, it is asked for them,
+also where the client has not asked. Before there are any, a call is estimated by the bytes of its
+body: every token of a prompt has a byte of it at least, and four on the average.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from kvmig.asgi.route_table import ClientRoute
+from kvmig.command.recordings import seconds_of
+from kvmig.proxy.forms import form_of
+from kvmig.proxy.refusals import ProxyRefusal
+
+TOKEN_BYTES = 4
+"""Bytes of text that count as a token where the server gives no number of tokens."""
+MEDIA_TOKENS = 4096
+"""Tokens that one of a call's images, videos and recordings takes at most, as it is assumed."""
+OUTPUT_MOST = 16_384
+"""Tokens of an answer under a quota, where its call has no limit of its own."""
+TEMPLATE_TOKENS, TURN_TOKENS = 512, 32
+"""Tokens that a chat template adds to a conversation, and to each of its messages, at most."""
+_MEDIA = re.compile(rb'"data:[^"]{64,}"')
+_TURN = re.compile(rb'"role"')
+SPEECH, IMAGES = "/v1/audio/speech", "/v1/images/generations"
+_WITH_USAGE = ("/v1/completions", "/v1/chat/completions")
+_LIMITS: Mapping[str, tuple[str, ...]] = {
+    "/v1/completions": ("max_tokens",),
+    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+"""Fields that limit an answer, by path; the last one is set where there is none."""
+_USUAL_MOST = {"/v1/completions": 16, SPEECH: 0, IMAGES: MEDIA_TOKENS}
+"""Tokens of an answer whose call has no limit: for completions as OpenAI's API has it."""
+
+
+class CallPlan(NamedTuple):
+    """A call as a server gets it."""
+
+    body: bytes
+    streams: bool = False
+    """Whether its client wants a stream."""
+    hides_usage: bool = False
+    """Whether the stream's usage was asked for here, and isn't for the client."""
+    prompt: int = 0
+    """Tokens of its prompts, estimated."""
+    prompt_most: int = 0
+    """Tokens that they are at most."""
+    output_most: int = 0
+    """Tokens of all its answers at most; 0: it gets none that count."""
+    limits: tuple[str, ...] = ()
+    """Fields of the body that limit its answers."""
+    characters: int = 0
+    """Characters of text that it wants as speech."""
+    seconds: int = 0
+    """Seconds of its recording, estimated."""
+    images: int = 0
+    """Images that it wants."""
+
+
+def plan_call(
+    route: ClientRoute,
+    body: bytes,
+    kind: str = "",
+    *,
+    sequences: int,
+    prompts: int,
+    asks_usage: bool,
+) -> CallPlan:
+    """kind: the body's content type. sequences, prompts: as `call_work` counts them. asks_usage:
+    whether the server takes `stream_options.include_usage`."""
+    if route.model == "form":
+        return _plan_form(route, body, kind, sequences)
+    plain, media = _MEDIA.subn(b'""', body)
+    turns = len(_TURN.findall(plain))
+    added = MEDIA_TOKENS * media + TEMPLATE_TOKENS * prompts + TURN_TOKENS * turns
+    bound = len(plain) + added
+    plan = CallPlan(body, prompt=-(-len(plain) // TOKEN_BYTES), prompt_most=bound)
+    fields = fields_of(body)
+    if fields is None:  # the server says what is wrong
+        return plan
+    limits = _LIMITS.get(route.path, ())
+    each = min((n for one in limits if (n := _number(fields.get(one))) is not None), default=None)
+    most = 0
+    if route.charge == "tokens":
+        usual = _USUAL_MOST.get(route.path, OUTPUT_MOST)
+        most = (usual if each is None else each) * max(1, sequences)
+    streams = _decoded(fields.get("stream")) is True
+    changed = dict(fields)
+    if route.path == "/v1/responses":
+        changed.pop("request_id", None)  # the proxy's, for deployments that keep responses
+    hides = False
+    if streams and asks_usage and route.path in _WITH_USAGE:
+        options = _decoded(fields.get("stream_options"))
+        options = options if isinstance(options, dict) else {}
+        if options.get("include_usage") is not True:
+            hides = True
+            changed["stream_options"] = _raw({**options, "include_usage": True})
+    sent = body if changed == fields else msgspec.json.encode(changed)
+    return plan._replace(
+        body=sent,
+        streams=streams,
+        hides_usage=hides,
+        output_most=most,
+        limits=limits,
+        characters=_characters(fields) if route.path == SPEECH else 0,
+        images=sequences if route.path == IMAGES else 0,
+    )
+
+
+def limited(plan: CallPlan, tokens: int, sequences: int) -> CallPlan:
+    """The same plan, whose answers together have at most this number of tokens."""
+    fields = fields_of(plan.body)
+    if fields is None or not plan.limits:
+        return plan
+    each = max(1, tokens // max(1, sequences))
+    named = [one for one in plan.limits if _number(fields.get(one)) is not None]
+    for one in named or plan.limits[-1:]:
+        given = _number(fields.get(one))
+        fields[one] = _raw(each if given is None else min(given, each))
+    return plan._replace(body=msgspec.json.encode(fields), output_most=each * max(1, sequences))
+
+
+def fields_of(body: bytes) -> dict[str, Raw] | None:
+    """A JSON object's fields; None: it is none."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _plan_form(route: ClientRoute, body: bytes, kind: str, sequences: int) -> CallPlan:
+    """A call with a recording or with images, which go on as they are."""
+    plan = CallPlan(body, prompt_most=1, output_most=MEDIA_TOKENS * sequences)
+    if route.content == "image":
+        return plan._replace(images=sequences)
+    try:
+        files = form_of(body, kind).files()
+    except ProxyRefusal:  # the server says what is wrong
+        return plan
+    return plan._replace(seconds=sum(map(seconds_of, files)))
+
+
+def _characters(fields: Mapping[str, Raw]) -> int:
+    found = _decoded(fields.get("input"))
+    return len(found) if isinstance(found, str) else 0
+
+
+def _decoded(value: Raw | None) -> Any:
+    if value is None:
+        return None
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _number(value: Raw | None) -> int | None:
+    found = _decoded(value)
+    return found if type(found) is int and found >= 0 else None
+
+
+def _raw(value: object) -> Raw:
+    return Raw(msgspec.json.encode(value))
