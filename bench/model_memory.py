@@ -25,7 +25,7 @@ from bench import report
 from bench.report import Result
 from kvmig.core.errors import StartupError
 from kvmig_tools.fleet import FleetUp
-from tests.support.zoo import FAMILIES, make
+from tests.support.zoo import FAMILIES, SERVING_FLAGS, make
 
 FLAGS = ["--enforce-eager", "--max-model-len=1216"]
 QUICK = ("llama3", "gemma3", "deepseek-v2", "mamba2")
@@ -94,10 +94,11 @@ def named(family: str) -> str:
 
 def once(fleet: FleetUp, family: str, folder: Path, name: str) -> dict[str, Any]:
     """Evaluate, start, ask, measure and end it."""
-    spec: dict[str, Any] = {"name": name, "source": f"path:{folder}", "flags": FLAGS}
+    flags = [*FLAGS, *SERVING_FLAGS.get(family, ())]
+    spec: dict[str, Any] = {"name": name, "source": f"path:{folder}", "flags": flags}
     sizes = evaluated(fleet, spec)
     kv = max(KV_LEAST, int(KV_SPARE * sizes["request_bytes"]))
-    spec["flags"] = [*FLAGS, f"--kv-cache-memory-bytes={kv}"]
+    spec["flags"] = [*flags, f"--kv-cache-memory-bytes={kv}"]
     found = evaluated(fleet, spec)
     fleet.add(spec)
     calls = kv // (sizes["token_bytes"] * PROMPT) if sizes["token_bytes"] else 0

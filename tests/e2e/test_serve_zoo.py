@@ -14,7 +14,7 @@ from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
 from tests.support.streams import place, run_moved, run_unmoved, start_streams
-from tests.support.zoo import FAMILIES, make
+from tests.support.zoo import FAMILIES, SERVING_FLAGS, make
 
 # In each check tests/engines/vllm/test_zoo.py moves requests of three of them.
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -26,13 +26,6 @@ VLLMS = (
     "--max-num-seqs=8",
 )
 """So that it starts quickly; all of them are vLLM's."""
-SMALL_STEPS = "--max-num-batched-tokens=128"
-"""A larger step that passes the end of a block of Mamba 2 states ends vLLM 0.32 on a CPU."""
-FLAGS: dict[str, tuple[str, ...]] = {
-    "granite4": (SMALL_STEPS,),
-    "nemotron-h": (SMALL_STEPS,),
-    "paddleocr-vl": ('--limit-mm-per-prompt={"image": 0}',),
-}
 TOKENS = {"mamba2": 1000}
 """Of a stream that moves there and back, where 200 are over before."""
 PATH = "/v1/completions"
@@ -46,7 +39,7 @@ def family(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("zoo")
-    flags = [*VLLMS, *FLAGS.get(request.param, ())]
+    flags = [*VLLMS, *SERVING_FLAGS.get(request.param, ())]
     model = make(request.param, folder)
     with leaving_nothing(
         Served(flags, model=model, nursery=nursery, log=folder / "log"), no_traceback=True

@@ -23,6 +23,15 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _QWEN2 = {**_SMALL, "hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
 _WINDOWS = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
 
+_SMALL_STEPS = ("--max-num-batched-tokens=128",)
+"""A larger step that passes the end of a block of Mamba 2 states ends vLLM 0.32 on a CPU."""
+SERVING_FLAGS: dict[str, tuple[str, ...]] = {
+    "granite4": _SMALL_STEPS,
+    "nemotron-h": _SMALL_STEPS,
+    "paddleocr-vl": ('--limit-mm-per-prompt={"image": 0}',),
+}
+"""Flags without which `kvmig.serve` can't serve a family's checkpoint."""
+
 FAMILIES: dict[str, dict[str, Any]] = {
     # Llama 3 8B, with its vocabulary
     "llama3": {
