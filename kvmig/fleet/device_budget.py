@@ -149,7 +149,7 @@ class DeviceBudget:
         return next((one.name for one in self.watch.inventory.devices), "cpu")
 
     def _shape(self, spec: ModelSpec, weights: int) -> MemoryShape:
-        return shape_of(spec, self.device, "gpu", weights)
+        return shape_of(spec, self.device, "gpu", weights, self.sizes(spec))
 
     @property
     def _largest(self) -> int:

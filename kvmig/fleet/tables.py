@@ -237,6 +237,8 @@ measured_rests = Table(
     Column("family", Text, primary_key=True),
     Column("eager", Boolean, primary_key=True),
     Column("weights", BigInteger, primary_key=True, autoincrement=False),
+    Column("kinds", Text, nullable=False, server_default=""),
+    Column("vocabulary", BigInteger, nullable=False, server_default="0"),
     Column("rest", BigInteger, nullable=False),
     Column("model", Text, nullable=False),
     Column("at", Double, nullable=False),

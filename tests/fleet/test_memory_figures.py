@@ -52,6 +52,28 @@ def test_the_most_alike_one_counts_and_says_which_it_is_and_of_when() -> None:
     assert compiled.model == "compiled"
 
 
+def test_a_new_architecture_counts_as_one_with_like_layers_and_a_like_vocabulary() -> None:
+    figures = MemoryFigures(
+        [
+            found(9, "states", kinds=("Full", "Mamba"), vocabulary=2048),
+            found(7, "words", kinds=("Full",), vocabulary=128_000),
+            found(5, "more", kinds=("Full",), vocabulary=2048, family="Qwen"),
+            found(4, "less", kinds=("Full",), vocabulary=2048, family="Gemma"),
+        ]
+    )
+    for kinds, vocabulary, model in (
+        (("Mamba",), 128_000, "states"),
+        (("Full",), 200_000, "words"),
+        (("Full",), 3000, "more"),
+        (("Full", "Window"), 3000, "more"),
+        ((), 3000, "states"),
+    ):
+        shape = replace(SHAPE, family="new", kinds=kinds, vocabulary=vocabulary)
+        near = figures.nearest(shape)
+        assert near is not None
+        assert near.model == model, (kinds, vocabulary)
+
+
 def test_the_most_that_one_shape_took_counts_and_only_what_is_new_is_stored() -> None:
     figures = MemoryFigures()
     assert figures.learn(found(5))
@@ -69,13 +91,18 @@ def test_the_next_server_knows_what_was_measured_of_the_engines_that_are_there(
     store.open()
     try:
         database = store.database
-        for one in (found(5), found(6), found(7, weights=2000), found(8, engine="vllm 0.31.0")):
+        for one in (
+            found(5),
+            found(6, kinds=("Full", "Mamba"), vocabulary=2048),
+            found(7, weights=2000),
+            found(8, engine="vllm 0.31.0"),
+        ):
             store_figure(database, one)
         forget_engines(database, ["vllm 0.32.0", "transformers 5"])
         figures = MemoryFigures()
         figures.recall(stored_figures(database))
         assert sorted(one.rest for one in stored_figures(database)) == [6, 7]
-        assert figures.nearest(SHAPE) == found(6)
+        assert figures.nearest(SHAPE) == found(6, kinds=("Full", "Mamba"), vocabulary=2048)
         assert figures.take_new() == []
     finally:
         store.close()
