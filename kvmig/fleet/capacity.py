@@ -15,20 +15,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from kvmig.core.devices import in_gib
 from kvmig.fleet import device_room
 from kvmig.fleet.device_room import DeviceNeed, Strategy
 from kvmig.fleet.place_choice import PlaceExplanation, choose_places, explained, with_places
 from kvmig.fleet.room_moves import MovableInstance, RoomPlan, make_room
-from kvmig.fleet.worker_filters import admits, most_on, refused_node
+from kvmig.fleet.worker_filters import TINY, admits, most_on, refused_node
 from kvmig.fleet.worker_nodes import (
     LOCAL,
+    NO_AMOUNTS,
     InstanceNeed,
     InstancePlace,
     NodeRoom,
     Rooms,
     WorkerNode,
     room_now,
+    with_amounts,
 )
+from kvmig.launcher.ray_resources import amounts
 
 GIB = 1 << 30
 STAY = 4.0
@@ -90,6 +94,9 @@ class ResidentModel:
     on: Mapping[str, int] = field(default_factory=dict)
     """The bytes of `claim` by nodes; empty: all of them are of the local one."""
 
+    resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Amounts of what else it takes, by nodes."""
+
     @property
     def claims(self) -> Mapping[str, int]:
         """The bytes that it takes of each node's memory."""
@@ -118,6 +125,8 @@ class WaitingModel:
     """The source of its files."""
     strategy: Strategy | None = None
     """The strategy of its specification; None: that of the fleet counts."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of what else each instance takes, by Ray's names."""
     patience_s: float = 0.0
     """Seconds that others may move for it before its start; 0: none moves for it."""
 
@@ -126,7 +135,9 @@ class WaitingModel:
         """What one instance of a model that starts wants of its node."""
         wants = () if self.need is None else (self.need,)
         each = -(-self.claim // self.instances)
-        return InstanceNeed(self.name, each, wants, self.engine, self.selector, self.source)
+        return InstanceNeed(
+            self.name, each, wants, self.engine, self.selector, self.source, self.resources
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,57 +216,95 @@ def plan(
     others have room. moving: nodes that instances move from or to already, for the one that waits
     longest; none move besides, and no later one starts there.
     """
-    site = _Site(nodes, residents, strategy)
-    left = site.left
-    going: list[_Started] = []
-    refused, never = dict[str, str](), dict[str, str]()
-    placed = dict[str, tuple[InstancePlace, ...]]()
-    explanations = dict[str, tuple[PlaceExplanation, ...]]()
-    yielding: frozenset[str] = frozenset()
-    moves: RoomPlan | None = None
-    ahead: _RoomAhead | None = None
+    decision = _Decision(_Site(nodes, residents, strategy), now, movable, moving)
     for one in sorted(waiting, key=lambda one: (one.since, one.name)):
-        room = left if ahead is None else ahead.beside(left, one)
-        if (places := _places(room, one, site.strategy_of(one))) is not None:
-            if places:
-                placed[one.name] = places
-                why = explained(left, one.of_instance, places, site.strategy_of(one))
-                explanations[one.name] = why
-            left = _with_model(left, one, places)
-            if ahead is not None:
-                ahead.take(one, places)
-            going.append((one, places))
-        elif nowhere := _taken_nowhere(one, site):
-            refused[one.name] = nowhere
-        elif wrong := _too_large(one, site):
-            never[one.name] = wrong
+        decision.take(one)
+    return decision.made()
+
+
+class _Decision:
+    """What is decided so far, model by model."""
+
+    def __init__(
+        self, site: _Site, now: float, movable: Sequence[MovableInstance], moving: Set[str]
+    ) -> None:
+        self._site, self._now, self._movable, self._moving = site, now, movable, moving
+        self._left = site.left
+        self._going: list[_Started] = []
+        self._refused: dict[str, str] = {}
+        self._never: dict[str, str] = {}
+        self._explained: dict[str, tuple[PlaceExplanation, ...]] = {}
+        self._yielding: frozenset[str] = frozenset()
+        self._moves: RoomPlan | None = None
+        self._ahead: _RoomAhead | None = None
+
+    def take(self, one: WaitingModel) -> None:
+        """Decide about a model that waits; those that have waited longer come before."""
+        room = self._left if self._ahead is None else self._ahead.beside(self._left, one)
+        if (places := _places(room, one, self._site.strategy_of(one))) is not None:
+            self._start(one, places)
+        elif nowhere := _taken_nowhere(one, self._site):
+            self._refused[one.name] = nowhere
+        elif wrong := _too_large(one, self._site):
+            if self._site.may_grow:
+                self._refused[one.name] = _no_room(one, self._left)
+            else:
+                self._never[one.name] = wrong
         else:
-            for_good = not _fits(site.beside_pinned, one)
-            first = ahead is None
-            if first and not for_good:
-                stay = {one.name, *(other.name for other, _ in going)}
-                others = [other for other in residents if other.name not in stay]
-                yielding = _yielding(one, site, left, others, now)
-            if first and not (yielding or moving):
-                moves = _moves_for(one, left, movable)
-            doing = ""
-            if first and yielding:
-                doing = "idle models end"
-            elif first and (moving or moves is not None):
-                doing = "instances move"
-            if for_good and not doing:  # nobody waits for its turn
-                refused[one.name] = f"{_no_room(one, left)}, the rest is taken for good"
-                continue
-            refused[one.name] = _why(one, left, 0 if ahead is None else ahead.models, doing)
-            ahead = ahead or _RoomAhead(site, one.since, going, moves.nodes if moves else moving)
-            ahead.keep(one)
-    return CapacityPlan(
-        refused, never, yielding, placed, explanations, left, ahead is not None, moves
-    )
+            self._wait(one)
+
+    def made(self) -> CapacityPlan:
+        """The whole decision."""
+        return CapacityPlan(
+            self._refused,
+            self._never,
+            self._yielding,
+            {one.name: places for one, places in self._going if places},
+            self._explained,
+            self._left,
+            self._ahead is not None,
+            self._moves,
+        )
+
+    def _start(self, one: WaitingModel, places: tuple[InstancePlace, ...]) -> None:
+        if places:
+            strategy = self._site.strategy_of(one)
+            self._explained[one.name] = explained(self._left, one.of_instance, places, strategy)
+        self._left = _with_model(self._left, one, places)
+        if self._ahead is not None:
+            self._ahead.take(one, places)
+        self._going.append((one, places))
+
+    def _wait(self, one: WaitingModel) -> None:
+        site, left, first = self._site, self._left, self._ahead is None
+        for_good = not _fits(site.beside_pinned, one)
+        doing = self._making_room(one, for_good=for_good) if first else ""
+        if for_good and not doing:  # nobody waits for its turn
+            self._refused[one.name] = f"{_no_room(one, left)}, the rest is taken for good"
+            return
+        ahead = 0 if self._ahead is None else self._ahead.models
+        self._refused[one.name] = _why(one, left, ahead, doing)
+        if self._ahead is None:
+            moving = self._moving if self._moves is None else self._moves.nodes
+            self._ahead = _RoomAhead(site, one.since, self._going, moving)
+        self._ahead.keep(one)
+
+    def _making_room(self, one: WaitingModel, *, for_good: bool) -> str:
+        """Find out who ends or moves for the model that waits longest; empty: none does."""
+        if not for_good:
+            stay = {one.name, *(other.name for other, _ in self._going)}
+            others = [other for other in self._site.residents if other.name not in stay]
+            self._yielding = _yielding(one, self._site, self._left, others, self._now)
+            if self._yielding:
+                return "idle models end"
+        if not self._moving:
+            self._moves = _moves_for(one, self._left, self._movable)
+        return "instances move" if self._moving or self._moves is not None else ""
 
 
 # -- rooms
 
+NOTHING: Mapping[str, Mapping[str, float]] = {}
 _Started = tuple[WaitingModel, tuple[InstancePlace, ...]]
 """A model that starts or wakes now, and the places of its instances."""
 
@@ -298,9 +347,14 @@ def _with_model(
 
 
 def _given(
-    rooms: Rooms, memory: Mapping[str, int], held: Mapping[str, int], whose: Mapping[str, str]
+    rooms: Rooms,
+    memory: Mapping[str, int],
+    held: Mapping[str, int],
+    whose: Mapping[str, str],
+    resources: Mapping[str, Mapping[str, float]] = NOTHING,
 ) -> dict[str, NodeRoom]:
-    """The nodes that have more once these bytes are given back. memory: by nodes; held: by GPUs."""
+    """The nodes that have more once this is given back. memory, resources: by nodes; held: bytes by
+    GPUs."""
     devices: dict[str, dict[str, int]] = {}
     for gpu, size in held.items():
         if (name := whose.get(gpu)) is not None and size:
@@ -308,11 +362,17 @@ def _given(
                 devices[name] = dict(rooms[name].devices)
             devices[name][gpu] += size
     found = {}
-    for name in {*memory, *devices}:
+    for name in {*memory, *devices, *resources}:
         if (room := rooms.get(name)) is not None:
             size = room.memory + memory.get(name, 0)
-            found[name] = NodeRoom(room.node, size, devices.get(name, room.devices), room.counts)
+            more = with_amounts(room.resources, resources.get(name, NO_AMOUNTS))
+            left = devices.get(name, room.devices)
+            found[name] = NodeRoom(room.node, size, left, room.counts, more)
     return found
+
+
+def _negative(amounts: Mapping[str, float]) -> dict[str, float]:
+    return {name: -amount for name, amount in amounts.items()}
 
 
 def _fits(rooms: Rooms, one: WaitingModel, *, anywhere: bool = False) -> bool:
@@ -347,6 +407,11 @@ class _Site:
         }
         """What is free now."""
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether other nodes may come."""
+        return [one.name for one in self.nodes] != [LOCAL]
+
     def strategy_of(self, one: WaitingModel) -> Strategy:
         """The strategy by which the model's nodes are chosen."""
         return one.strategy or self._strategy
@@ -359,18 +424,28 @@ class _Site:
     @cached_property
     def whole(self) -> Rooms:
         """What there is, taken or not."""
-        return {one.name: NodeRoom(one, one.total, one.sizes, one.counts) for one in self.nodes}
+        return {
+            one.name: NodeRoom(one, one.total, one.sizes, one.counts, one.resources)
+            for one in self.nodes
+        }
 
     def beside(self, staying: Iterable[ResidentModel]) -> dict[str, NodeRoom]:
         """What is free while these stay, and all others have ended."""
-        empty = {one.name: NodeRoom(one, one.total, one.usable, one.counts) for one in self.nodes}
+        empty = {
+            one.name: NodeRoom(one, one.total, one.usable, one.counts, one.resources)
+            for one in self.nodes
+        }
         if not (every := list(staying)):
             return empty
         taken = Counter[str]()
+        resources: dict[str, Mapping[str, float]] = {}
         for one in every:
             taken.subtract(one.claims)
+            for name, taken_there in one.resources.items():
+                before = resources.get(name, NO_AMOUNTS)
+                resources[name] = with_amounts(before, _negative(taken_there))
         held = {gpu: -size for gpu, size in _held(every, lambda shared: True).items()}
-        return empty | _given(empty, taken, held, self.whose)
+        return empty | _given(empty, taken, held, self.whose, resources)
 
     @cached_property
     def beside_pinned(self) -> Rooms:
@@ -444,6 +519,10 @@ class _RoomAhead:
                     devices={
                         gpu: min(size, ahead.devices[gpu]) for gpu, size in room.devices.items()
                     },
+                    resources={
+                        one: min(amount, ahead.resources.get(one, 0.0))
+                        for one, amount in room.resources.items()
+                    },
                 )
         return found
 
@@ -509,7 +588,9 @@ class _RoomMade:
         sign = -1 if back else 1
         memory = {name: sign * size for name, size in other.claims.items()}
         of_gpus = {gpu: sign * size for gpu, size in held.items()}
-        for name, room in _given(self._rooms, memory, of_gpus, self._site.whose).items():
+        amounts = {n: _negative(one) for n, one in other.resources.items()} if back else None
+        given = _given(self._rooms, memory, of_gpus, self._site.whose, amounts or other.resources)
+        for name, room in given.items():
             if self._counts:
                 most = self._most_on(room)
                 self._most += most - self._on[name]
@@ -555,8 +636,9 @@ def _too_large(one: WaitingModel, site: _Site) -> str:
     if wrong := too_large(one.name, size, max((node.total for node in site.nodes), default=0)):
         return wrong
     if one.need is None:
-        return f"model {one.name} has {one.instances} instances: the workers don't hold them all"
-    devices = [gpu for node in site.nodes for gpu in node.devices]
+        return f"model {one.name} has {one.instances} instances: there is no room for all of them"
+    by_name = sorted(site.nodes, key=lambda node: node.name)
+    devices = [gpu for node in by_name for gpu in node.devices]
     if wrong := device_room.too_large(f"model {one.name}", one.need, devices):
         return wrong
     least = f"model {one.name} has {one.instances} instances, each of which needs"
@@ -599,6 +681,12 @@ def _no_room(one: WaitingModel, left: Rooms) -> str:
     rooms = [room for room in left.values() if admits(room.node, need)]
     size = one.claim if len(left) == 1 else need.memory
     most = max((room.memory for room in rooms), default=0)
+    for name, amount in need.resources.items():
+        free = max((max(0.0, room.resources.get(name, 0.0)) for room in rooms), default=0.0)
+        if amount > free + TINY:
+            return f"no room: it needs {amounts({name: amount})}, {amounts({name: free})} is free"
+    if size <= most and need.resources:
+        return f"no room: no worker has {in_gib(size)} and {amounts(need.resources)} free"
     if size <= most and one.need is not None:
         devices = {gpu: free for room in rooms for gpu, free in room.devices.items()}
         groups = [group for room in rooms for group in room.node.groups]

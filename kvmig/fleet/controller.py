@@ -70,7 +70,6 @@ from kvmig.fleet.managed_model import (
 )
 from kvmig.fleet.model_places import ModelPlaces
 from kvmig.fleet.model_routes import classes_of, route_state
-from kvmig.fleet.model_workers import ModelWorkers
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Started, Stop
 from kvmig.fleet.place_choice import PlaceExplanation, with_places
 from kvmig.fleet.room_moves import RoomPlan
@@ -78,7 +77,7 @@ from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.fleet.units import FleetUnits
-from kvmig.fleet.worker_nodes import LOCAL, InstancePlace, Rooms
+from kvmig.fleet.worker_nodes import InstancePlace, Rooms
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.placement.file import PlacedUnit
 from kvmig.proxy.messages import ModelRoute, ModelWanted, ProxyDemand
@@ -137,8 +136,6 @@ class ModelController:
         self._wall = wall
         self._orders = BackgroundTasks("models")
         self._models: dict[str, ManagedModel] = {}
-        self._workers = ModelWorkers(self.workers, self._models)
-        self.instances_on = self._workers.instances_on
         self._whose: dict[str, ManagedModel] = {}
         """Models by deployment."""
         self._proxies: dict[str, ConnectedProxy] = {}
@@ -150,7 +147,9 @@ class ModelController:
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
         self.units = FleetUnits(settings, order, memory.devices, clock, self._changed.set)
-        self.places = ModelPlaces(self._models, self.units, memory)
+        self.places = ModelPlaces(self._models, self.units, memory, self.workers)
+        self._workers = self.places.workers
+        self.instances_on = self._workers.instances_on
         self._mover = InstanceMover(
             self._models, self.places, memory.devices, self._orders, clock, self._note, wall
         )
@@ -400,7 +399,9 @@ class ModelController:
                         model.claimed,
                         since=life.since,
                         stay_s=STAY_S if model.start_s is None else STAY * model.start_s,
-                        ready=seen[name].ready or life.state == "stopping",
+                        ready=self.workers.there  # its node knows what is yet to come
+                        or seen[name].ready
+                        or life.state == "stopping",
                         idle_s=seen[name].idle_s,
                         priority=model.wanted.spec.priority,
                         kept=life.state in ("zero", "starting", "parking", "waking")
@@ -411,6 +412,8 @@ class ModelController:
                         parked=life.state == "parked",
                         held=model.held,
                         shared=self.units.shared(model.unit, units.get(model.unit, frozenset())),
+                        on=self.places.claims_on(model),
+                        resources=self.places.resources_on(model),
                     )
                 )
         starting = [
@@ -452,7 +455,8 @@ class ModelController:
         if model.deployment:  # it is parked, and wakes where it is
             more = max(0, model.claim * model.planned - model.claimed)
             of_gpus = model.places.more(model.instance_rows)
-            return WaitingModel(name, more, since, more=of_gpus, wakes_on={LOCAL: more})
+            of_nodes = self.places.more_on(model, more)
+            return WaitingModel(name, more, since, more=of_gpus, wakes_on=of_nodes)
         need, first = self.places.device_need(spec), self._first(model)
         if need is not None and (at := self._places_in(self._placed.get(name, ()))):
             need = replace(need, at=at)
@@ -466,6 +470,7 @@ class ModelController:
             selector=spec.worker_selector,
             source=spec.source,
             strategy=spec.placement_strategy or None,
+            resources=self.places.resources(spec),
             patience_s=patience_s(model),
         )
 
@@ -489,15 +494,17 @@ class ModelController:
         made, model = self._plan, self._models[name]
         return msgspec.structs.replace(
             seen,
-            no_room=made.refused.get(name, "") or self._why_no_worker(model),
+            no_room=made.refused.get(name, ""),
             never=made.never.get(name, ""),
-            no_park=why_not_parked(model.more_parked, made.spare()),
+            no_park=self._why_not_parked(model),
             yields=name in made.yielding or self._workers.wakes_elsewhere(model),
         )
 
-    def _why_no_worker(self, model: ManagedModel) -> str:
-        waits = model.asks_since is not None and not model.deployment
-        return self._workers.why_not(model, self._first(model)) if waits else ""
+    def _why_not_parked(self, model: ManagedModel) -> str:
+        """Why it ends where it would be parked; empty: it is parked."""
+        more = self.places.more_on(model, model.more_parked)
+        whys = (why_not_parked(size, self._plan.spare(name)) for name, size in more.items())
+        return next((why for why in whys if why), "")
 
     def _wish(self, model: ManagedModel) -> DesiredState:
         spec = model.wanted.spec
@@ -538,7 +545,7 @@ class ModelController:
         devices = self.memory.devices
         claim, places = devices.claim(wanted.spec), self._plan.places.get(wanted.name, ())
         on_gpus = [one.gpus for one in places if one.gpus]
-        nodes = self._workers.choose(model, self._first(model)).nodes
+        nodes = tuple(self.workers.node_id(one.node) for one in places if self.workers.there)
         note = DeploymentRecord(
             wanted.model_id,
             wanted.name,
@@ -552,8 +559,7 @@ class ModelController:
             {instance_name(at): node for at, node in enumerate(nodes)},
         )
         self._keep(model, deployment, note)
-        explained = () if nodes else self._plan.explained.get(wanted.name, ())
-        for at, why in enumerate(explained):
+        for at, why in enumerate(self._plan.explained.get(wanted.name, ())):
             self._keep_reason(model, instance_name(at), why)
         model.scaling = ScalingDecision(self._first(model))
         self.starts += 1
@@ -642,7 +648,8 @@ class ModelController:
             work = self._sets.set_instances(model, watched, order, places, why, names)
             model.ordering = self._orders.start(work, f"scale {model.wanted.name}")
         elif leaving or model.departing:
-            step = self._workers.leaving_step(model, leaving, decided.wanted)
+            no_room = self.places.no_room(model, self._plan.rooms)
+            step = self._workers.leaving_step(model, leaving, decided.wanted, no_room)
             if step.drained or step.removed or step.kept:
                 deadlines = self._workers.deadlines(model, step.drained)
                 work = self._sets.empty_workers(model, watched, step, deadlines)
@@ -698,8 +705,6 @@ class ModelController:
         They are its own from now on, whether or not their start succeeds. On a CPU their memory is
         its own since they are wanted.
         """
-        if self.workers.there:
-            return self._workers.take_places(model, most), ()
         on_cpu = self.places.device_need(model.wanted.spec) is None
         rooms = self._plan.rooms if on_cpu else self._free_rooms
         places, why = self.places.more_places(model, most, rooms)
@@ -707,6 +712,8 @@ class ModelController:
             left = with_places(self._plan.rooms, self.places.need(model), places)
             self._plan = replace(self._plan, rooms=left)
         model.places.coming = tuple(one.gpus for one in places if one.gpus)
+        if self.workers.there:
+            model.nodes.coming = tuple(self.workers.node_id(one.node) for one in places)
         return places, why
 
     def _keep_reason(self, model: ManagedModel, name: str, why: PlaceExplanation) -> None:

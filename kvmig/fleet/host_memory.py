@@ -124,7 +124,8 @@ class MemoryBudget:
 
     def check(self, spec: ModelSpec) -> None:
         """Raises ConfigError for a model that can never start, or be parked."""
-        self._check_selector(spec)
+        if self._workers is None:  # a worker with the labels may join later
+            self._check_selector(spec)
         self.devices.check(spec)
         if spec.warm == "parked":
             self._check_parks(spec)

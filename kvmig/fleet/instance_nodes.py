@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmig.core.api_records import InstanceRow
-from kvmig.fleet.node_choice import InstanceDemand, InstanceHold
+from kvmig.fleet.cluster_nodes import InstanceDemand, InstanceHold
 
 
 @dataclass(eq=False)
@@ -31,11 +31,13 @@ class InstanceNodes:
         ordered = [InstanceRow(id=name, state="starting") for name in self.by_instance]
         return rows or ordered
 
-    def holds(self, rows: Sequence[InstanceRow], demand: InstanceDemand) -> list[InstanceHold]:
+    def holds(
+        self, rows: Sequence[InstanceRow], demand: InstanceDemand, model: str = ""
+    ) -> list[InstanceHold]:
         """What instances take of nodes. rows: those that the deployment reports; demand: of each
-        of them."""
+        of them; model: its name."""
         found = [
-            InstanceHold(self.node_of(one), demand, one.state in ("serving", "draining"))
+            InstanceHold(self.node_of(one), demand, one.state in ("serving", "draining"), model)
             for one in self.rows(rows)
         ]
-        return found + [InstanceHold(one, demand, serves=False) for one in self.coming]
+        return found + [InstanceHold(one, demand, serves=False, model=model) for one in self.coming]

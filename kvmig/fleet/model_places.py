@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kvmig.core.api_records import InstanceRow
 from kvmig.fleet import device_room
 from kvmig.fleet.capacity import ResidentModel, free
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Strategy
@@ -15,6 +16,7 @@ from kvmig.fleet.device_watch import title_of
 from kvmig.fleet.evaluate import FitVerdict, on_host, verdict, without
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.model_workers import ModelWorkers
 from kvmig.fleet.place_choice import (
     PlaceExplanation,
     choose_places,
@@ -33,14 +35,21 @@ from kvmig.fleet.worker_nodes import (
     Rooms,
     WorkerNode,
 )
+from kvmig.fleet.worker_pool import WorkerPool
 
 
 class ModelPlaces:
     """The places of all models."""
 
     def __init__(
-        self, models: Mapping[str, ManagedModel], units: FleetUnits, memory: MemoryBudget
+        self,
+        models: Mapping[str, ManagedModel],
+        units: FleetUnits,
+        memory: MemoryBudget,
+        pool: WorkerPool,
     ) -> None:
+        self.workers = ModelWorkers(pool, models)
+        self._pool = pool
         self._models = models
         self._units = units
         self._memory = memory
@@ -60,22 +69,44 @@ class ModelPlaces:
         return self._memory.devices.watch.memory(claims, taken)
 
     def nodes(self) -> tuple[WorkerNode, ...]:
-        """The nodes with what is on them: this host."""
+        """The nodes with what is on them: the workers, or this host."""
+        return self.workers.nodes() if self._pool.there else (self._host(),)
+
+    def _host(self) -> WorkerNode:
+        """The host; where there are workers, all of them together."""
         host = self._memory.host()
-        return (
-            WorkerNode(
-                LOCAL,
-                host.total,
-                host.available,
-                self.devices(),
-                self._memory.labels,
-                instances=tuple(
-                    NodeInstance(name, gpus)
-                    for name, model in self._models.items()
-                    for gpus in model.instance_gpus
-                ),
+        return WorkerNode(
+            LOCAL,
+            host.total,
+            host.available,
+            self.devices(),
+            self._memory.labels,
+            instances=tuple(
+                NodeInstance(name, gpus)
+                for name, model in self._models.items()
+                for gpus in model.instance_gpus
             ),
         )
+
+    def claims_on(self, model: ManagedModel) -> Mapping[str, int]:
+        """The bytes that its instances take of the memory of each node."""
+        return self.workers.claims_on(model) if self._pool.there else {LOCAL: model.claimed}
+
+    def resources_on(self, model: ManagedModel) -> Mapping[str, Mapping[str, float]]:
+        """What else its instances take of each node."""
+        return self.workers.resources_on(model) if self._pool.there else {}
+
+    def more_on(self, model: ManagedModel, more: int) -> dict[str, int]:
+        """The parts of nodes in bytes that all instances together take more."""
+        claims = self.claims_on(model)
+        whole = sum(claims.values())
+        if not whole:
+            return dict.fromkeys(claims, more)
+        return {name: -(-more * size // whole) for name, size in claims.items()}
+
+    def worker_of(self, model: ManagedModel, row: InstanceRow) -> str:
+        """The name of the worker that an instance is on; empty: it is not known."""
+        return self._pool.name_of(model.nodes.node_of(row)) if self._pool.there else LOCAL
 
     def title(self, gpu: str) -> str:
         """What people call a GPU; one that isn't there keeps its UUID."""
@@ -101,8 +132,18 @@ class ModelPlaces:
         need = self.device_need(spec)
         wants = () if need is None else (need,)
         return InstanceNeed(
-            spec.name, model.claim, wants, spec.engine, spec.worker_selector, spec.source
+            spec.name,
+            model.claim,
+            wants,
+            spec.engine,
+            spec.worker_selector,
+            spec.source,
+            self.resources(spec),
         )
+
+    def resources(self, spec: ModelSpec) -> Mapping[str, float]:
+        """What else an instance takes of a node, by Ray's names."""
+        return self._pool.demand(spec, 0).resources if self._pool.there else {}
 
     def kv_bytes(self, spec: ModelSpec) -> int:
         """Bytes of the KV cache of an instance, all its workers together; 0: not known."""
@@ -132,6 +173,14 @@ class ModelPlaces:
         places = choose_places(rooms, need, count, strategy) or ()
         return places, explained(rooms, need, places, strategy)
 
+    def no_room(self, model: ManagedModel, rooms: Rooms) -> str:
+        """Say for each node why it takes no other instance of it; empty: one does."""
+        found = explain(rooms, self.need(model), self.strategy(model.wanted.spec))
+        if any(not one.refusals for one in found.nodes):
+            return ""
+        said = "; ".join(f"{one.node}: {one.refusals[0].why}" for one in found.nodes)
+        return f"no worker has room: {said}" if said else "no room: there is no worker"
+
     def explain_move(
         self, model: ManagedModel, place: InstancePlace, rooms: Rooms
     ) -> PlaceExplanation:
@@ -156,7 +205,7 @@ class ModelPlaces:
             if one.deployment and name != spec.name
         ]
         host, known = memory.host(), devices.known(spec)
-        (node,) = self.nodes()
+        node = self._host()
         node = replace(
             node,
             devices=tuple(without(spec.name, node.devices)),

@@ -3,14 +3,15 @@ models together."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvmig.core.api_records import InstanceRow
+from kvmig.fleet.cluster_nodes import InstanceHold
 from kvmig.fleet.leaving_instances import LeavingStep, leaving_step
 from kvmig.fleet.managed_model import ManagedModel
-from kvmig.fleet.node_choice import InstanceHold, NodeChoice
 from kvmig.fleet.worker_drain import InstanceOnWorker
-from kvmig.fleet.worker_nodes import InstancePlace
+from kvmig.fleet.worker_nodes import WorkerNode
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import Leaving
 
@@ -23,27 +24,33 @@ class ModelWorkers:
         self._pool = pool
         self._models = models
 
-    def choose(self, model: ManagedModel, count: int) -> NodeChoice:
-        """Choose nodes for `count` instances of it; none where models run on one host."""
-        pool = self._pool
-        if not pool.there:
-            return NodeChoice()
-        demand = pool.demand(model.wanted.spec, model.claim)
-        return pool.choose(demand, count, self._holds())
+    def nodes(self) -> tuple[WorkerNode, ...]:
+        """The workers, with what is left there of what the instances of all models take."""
+        found: list[InstanceHold] = []
+        for name, one in self._models.items():
+            if one.deployment:
+                demand = self._pool.demand(one.wanted.spec, one.claim)
+                found += one.nodes.holds(one.instance_rows, demand, name)
+        return self._pool.nodes(found)
 
-    def why_not(self, model: ManagedModel, count: int) -> str:
-        """Why no worker takes `count` instances of it; empty: workers do, or there is one host."""
-        choice = self.choose(model, count)
-        return choice.why if self._pool.there and not choice.nodes else ""
+    def claims_on(self, model: ManagedModel) -> dict[str, int]:
+        """The bytes that its instances take of each worker's memory, by name."""
+        each = model.claimed // max(1, model.planned)
+        return {name: each * count for name, count in self._instances_by_worker(model).items()}
 
-    def take_places(self, model: ManagedModel, most: int) -> Sequence[InstancePlace]:
-        """Choose where up to `most` more instances run, as many as fit; the nodes are its own from
-        now on."""
-        for count in range(most, 0, -1):
-            if nodes := self.choose(model, count).nodes:
-                model.nodes.coming = nodes
-                return [InstancePlace(self._pool.name_of(one)) for one in nodes]
-        return ()
+    def resources_on(self, model: ManagedModel) -> dict[str, dict[str, float]]:
+        """What else its instances take of each worker."""
+        each = self._pool.demand(model.wanted.spec, model.claim).resources
+        return {
+            name: {one: count * amount for one, amount in each.items()}
+            for name, count in self._instances_by_worker(model).items()
+        }
+
+    def _instances_by_worker(self, model: ManagedModel) -> Counter[str]:
+        rows = model.nodes.rows(model.instance_rows) if model.deployment else ()
+        nodes = [*(model.nodes.node_of(one) for one in rows), *model.nodes.coming]
+        names = (self._pool.name_of(one) for one in nodes)
+        return Counter(name for name in names if name)
 
     def wakes_elsewhere(self, model: ManagedModel) -> bool:
         """Whether it is parked on a worker that is drained, or was lost: then it ends, and starts
@@ -52,11 +59,11 @@ class ModelWorkers:
         return parked and bool(self._pool.leaving(model.nodes, model.instance_rows))
 
     def leaving_step(
-        self, model: ManagedModel, leaving: Mapping[str, Leaving], wanted: int
+        self, model: ManagedModel, leaving: Mapping[str, Leaving], wanted: int, no_room: str
     ) -> LeavingStep:
-        """What is ordered now of the instances that leave; the model keeps why others stay."""
+        """What is ordered now of the instances that leave; the model keeps why others stay.
+        no_room: why no worker takes another one; empty: one does."""
         model.departing &= {one.id for one in model.instance_rows}
-        no_room = self.why_not(model, 1)
         step = leaving_step(model.instance_rows, leaving, model.departing, wanted, no_room)
         model.stays = step.blocked
         return step
@@ -76,14 +83,6 @@ class ModelWorkers:
             for row in model.nodes.rows(model.instance_rows)
             if model.nodes.node_of(row) == node
         ]
-
-    def _holds(self) -> list[InstanceHold]:
-        found = []
-        for one in self._models.values():
-            if one.deployment:
-                demand = self._pool.demand(one.wanted.spec, one.claim)
-                found += one.nodes.holds(one.instance_rows, demand)
-        return found
 
 
 def _on_worker(model: ManagedModel, row: InstanceRow) -> InstanceOnWorker:

@@ -13,7 +13,6 @@ from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.place_choice import PlaceExplanation
 from kvmig.fleet.room_moves import RoomPlan
 from kvmig.fleet.store import NotThere, OrderActor
-from kvmig.fleet.worker_nodes import LOCAL
 
 Body = dict[str, Any]
 InstanceQuery = Annotated[str, Query(min_length=1, max_length=100)]
@@ -58,7 +57,7 @@ def places_api(
         kept = models.places.history.decision(model.deployment, instance)
         return {
             "instance": instance,
-            "worker": LOCAL,
+            "worker": models.places.worker_of(model, row),
             "gpus": [models.places.title(gpu) for gpu in model.places.gpus_of(row)],
             "at": None if kept is None else kept.at,
             "decision": None if kept is None else explanation_json(models, kept.explanation),

@@ -14,8 +14,13 @@ import msgspec
 from kvmig.fleet import device_room
 from kvmig.fleet.device_room import DeviceNeed
 from kvmig.fleet.worker_nodes import InstanceNeed, NodeRoom, WorkerNode
+from kvmig.launcher.ray_resources import amounts
 
-FilterName = Literal["ready", "cordon", "labels", "engine", "memory", "gpus", "gpu_memory", "peers"]
+FilterName = Literal[
+    "ready", "cordon", "labels", "engine", "memory", "resources", "gpus", "gpu_memory", "peers"
+]
+TINY = 1e-6
+"""Amounts that differ by less are equal."""
 
 
 class FilterRefusal(msgspec.Struct, frozen=True):
@@ -42,6 +47,9 @@ def most_on(room: NodeRoom, need: InstanceNeed, want: DeviceNeed | None, most: i
     """How many instances find room together on a node that is admitted, up to `most`."""
     if most * need.memory > room.memory:
         most = max(0, room.memory) // need.memory if need.memory else most
+    for name, amount in need.resources.items():
+        if amount > 0:
+            most = min(most, max(0, int((room.resources.get(name, 0.0) + TINY) / amount)))
     if want is None or most < 1:
         return most
     if not room.devices or max(room.devices.values()) < want.each:
@@ -67,6 +75,10 @@ def refusals(room: NodeRoom, need: InstanceNeed, *, holders: bool = False) -> li
                 max(0, room.memory),
             )
         )
+    for name, amount in need.resources.items():
+        if (free := room.resources.get(name, 0.0)) + TINY < amount:
+            there = f"{amounts({name: max(0.0, free)})} free of {amounts({name: amount})}"
+            found.append(FilterRefusal("resources", f"it has {there}"))
     of_gpus = [_refused_devices(room, want, holders) for want in need.wants]
     if None not in of_gpus:
         found += [one for one in of_gpus if one is not None]

@@ -9,7 +9,7 @@ made.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, groups_of
@@ -19,6 +19,7 @@ LOCAL = "local"
 NO_GPU = ""
 """Stands for a GPU in counts, for instances that have none."""
 NONE: Mapping[str, int] = {}
+NO_AMOUNTS: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class WorkerNode:
     files: frozenset[str] = frozenset()
     """Sources whose files are on its disk."""
     instances: tuple[NodeInstance, ...] = ()
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of what else instances take, by Ray's names."""
+    free_resources: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of these that are free now."""
 
     @cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -111,6 +116,8 @@ class InstanceNeed:
     """Labels that its node has."""
     source: str = ""
     """The source of its files; empty: no node has them before others."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of what else it takes, by Ray's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,8 @@ class NodeRoom:
     devices: Mapping[str, int]
     """Bytes of each GPU."""
     counts: PlacedCounts
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of what else instances take."""
 
     def with_instance(self, need: InstanceNeed, place: InstancePlace) -> NodeRoom:
         """What is left once this instance has started there."""
@@ -141,12 +150,26 @@ class NodeRoom:
         for gpu in place.gpus:
             left[gpu] -= place.each
         counts = self.counts.with_instance(NodeInstance(need.model, place.gpus))
-        return replace(self, memory=self.memory - need.memory, devices=left, counts=counts)
+        amounts = {name: -amount for name, amount in need.resources.items()}
+        return NodeRoom(
+            self.node,
+            self.memory - need.memory,
+            left,
+            counts,
+            with_amounts(self.resources, amounts),
+        )
+
+
+def with_amounts(have: Mapping[str, float], more: Mapping[str, float]) -> Mapping[str, float]:
+    """The sums of both."""
+    if not more:
+        return have
+    return {**have, **{name: have.get(name, 0.0) + amount for name, amount in more.items()}}
 
 
 def room_now(node: WorkerNode, memory: int) -> NodeRoom:
     """What is free on a node now. memory: bytes of its memory, as the models that run leave it."""
-    return NodeRoom(node, memory, node.frees, node.counts)
+    return NodeRoom(node, memory, node.frees, node.counts, node.free_resources)
 
 
 Rooms = Mapping[str, NodeRoom]

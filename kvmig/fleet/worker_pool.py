@@ -13,15 +13,10 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity
+from kvmig.fleet.cluster_nodes import InstanceDemand, InstanceHold, worker_nodes
 from kvmig.fleet.instance_nodes import InstanceNodes
-from kvmig.fleet.node_choice import (
-    InstanceDemand,
-    InstanceHold,
-    NodeChoice,
-    choose_nodes,
-    rooms_of,
-)
 from kvmig.fleet.spec import ModelSpec, text_in
+from kvmig.fleet.worker_nodes import WorkerNode
 from kvmig.fleet.workers import FleetWorker, Leaving, WorkerTable, WorkerWish
 from kvmig.launcher.node_reports import ClusterReport
 from kvmig.launcher.ray_resources import needs_of, parse_resources
@@ -100,11 +95,9 @@ class WorkerPool:
         usual = {} if on_gpus else {"CPU": float(self._threads * spec.workers)}
         return InstanceDemand(memory, needs_of(given or usual, spec.workers))
 
-    def choose(
-        self, demand: InstanceDemand, count: int, holds: Sequence[InstanceHold]
-    ) -> NodeChoice:
-        """Choose nodes for `count` instances. holds: all that run, or were ordered."""
-        return choose_nodes(demand, count, rooms_of(self.workers(), holds))
+    def nodes(self, holds: Sequence[InstanceHold]) -> tuple[WorkerNode, ...]:
+        """The workers, with what is left there. holds: all instances that run, or were ordered."""
+        return worker_nodes(self.workers(), holds)
 
     def leaving(self, nodes: InstanceNodes, rows: Sequence[InstanceRow]) -> Mapping[str, Leaving]:
         """Why instances are to be elsewhere, by name; only of those that are."""

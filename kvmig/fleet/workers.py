@@ -24,6 +24,7 @@ SILENT_S = 15.0
 """An agent without an answer for this time is silent: its worker gets no instance."""
 LEASE_S = 10.0
 """Time from the loss of a node until its instances start elsewhere."""
+CORDONED = "it is cordoned"
 NO_REPORT = "the Ray cluster does not answer"
 
 
@@ -70,7 +71,7 @@ class FleetWorker:
             return f"it is {self.state}{f': {self.why}' if self.why else ''}"
         if self.drained_at is not None:
             return "it is being drained"
-        return "it is cordoned" if self.cordoned else ""
+        return CORDONED if self.cordoned else ""
 
 
 class WorkerTable:

@@ -274,9 +274,9 @@ def test_memory_of_one_node_is_no_room_on_another() -> None:
     assert plan_on(nodes, [WaitingModel("a", 40, 90)], [full], NOW).places == {
         "a": (InstancePlace("w"),)
     }
-    assert (
-        "50 more than the 100" in plan_on(nodes, [WaitingModel("a", 150, 90)], [], NOW).never["a"]
-    )
+    large = plan_on(nodes, [WaitingModel("a", 150, 90)], [], NOW)
+    assert large.refused["a"].startswith("no room: it needs"), "a larger worker may come"
+    assert not large.never
 
 
 def test_a_model_that_wakes_does_so_on_its_node_even_if_that_is_cordoned() -> None:
@@ -286,6 +286,28 @@ def test_a_model_that_wakes_does_so_on_its_node_even_if_that_is_cordoned() -> No
     assert not on_nodes([wakes], [asleep], cordoned, node("x", 99)).refused
     beside = resident("b", {"w0": 4}, on={"w": 1})
     assert on_nodes([wakes], [asleep, beside], cordoned, node("x", 99)).yielding == {"b"}
+
+
+def test_what_else_instances_take_of_nodes_is_counted_and_given_back() -> None:
+    nodes = (
+        node("w", resources={"CPU": 4.0}, free_resources={"CPU": 1.0}),
+        node("x", resources={"CPU": 2.0}, free_resources={"CPU": 2.0}),
+    )
+    wanted = replace(WaitingModel("a", 1, 90), resources={"CPU": 2.0})
+    assert plan_on(nodes, [wanted], [], NOW).places == {"a": (InstancePlace("x"),)}
+    both = plan_on(nodes, [replace(wanted, claim=2, instances=2)], [], NOW)
+    assert both.refused["a"].startswith("no room: no worker has 0.00 GiB and 2 CPU free")
+    large = replace(wanted, resources={"CPU": 3.0})
+    held = ResidentModel(
+        "b", 1, since=0, stay_s=10, idle_s=50, on={"w": 1}, resources={"w": {"CPU": 3.0}}
+    )
+    found = plan_on(nodes, [large], [held], NOW)
+    assert found.yielding == {"b"}
+    assert found.refused["a"] == "no room: it needs 3 CPU, 2 CPU is free; idle models end for it"
+    for busy in (replace(held, kept=True), replace(held, pinned=True)):
+        assert not plan_on(nodes, [large], [busy], NOW).yielding
+    later = [large, replace(wanted, name="c", since=95)]
+    assert [one.node for one in plan_on(nodes, later, [held], NOW).places["c"]] == ["x"]
 
 
 def test_one_that_no_worker_takes_waits_and_keeps_nobody_else_out() -> None:

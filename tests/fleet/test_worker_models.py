@@ -146,7 +146,48 @@ async def test_on_nodes_with_gpus_an_instance_takes_a_gpu(bench: WorkerBench) ->
 async def test_the_resources_of_its_flags_are_its_own(bench: WorkerBench) -> None:
     bench.see(made_up_node("a"))
     bench.add(flags=("--ray-resources", '{"CPU": 5}'))
-    assert bench.model.life.why == ("no worker has room: worker-a: it has 4 CPU free of 5 CPU")
+    assert bench.model.life.why == "no room: it needs 5 CPU, 4 CPU is free"
+    (node,) = bench.models.why_not(bench.model).nodes
+    assert (node.node, node.refusals[0].why) == ("worker-a", "it has 4 CPU free of 5 CPU")
+
+
+async def test_only_a_worker_with_its_labels_gets_an_instance(bench: WorkerBench) -> None:
+    bench.pool.take_wishes([WorkerWish(name="worker-b", labels={"zone": "east"})])
+    bench.see(made_up_node("a", memory=64 * GIB), made_up_node("b"))
+    bench.add(worker_selector={"zone": "east"})
+    assert f"--instance-node=i0: {B}" in bench.start.words
+    kept = bench.models.places.history.decision(bench.model.deployment, "i0")
+    assert kept is not None
+    chosen, refused = kept.explanation.nodes
+    assert (chosen.node, chosen.chosen, refused.node) == ("worker-b", True, "worker-a")
+    assert refused.refusals[0].why == "it has no label zone, must have 'east'"
+
+
+async def test_an_idle_model_ends_on_the_worker_where_another_one_has_room_then(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"), made_up_node("b", total={"CPU": 1.0}, free={"CPU": 1.0}))
+    bench.add(flags=("--ray-resources", '{"CPU": 3}'))
+    assert f"--instance-node=i0: {A}" in bench.start.words
+    bench.serve(monkeypatch, row("i0", A))
+    bench.turn(1)
+    idle = ProxyDemand(0, 0.5, (ModelDemand("a", 0, 0, 0, 0.0),))
+    other = ModelSpec(
+        name="b", source="path:/models/b", engine="toy", flags=("--ray-resources", '{"CPU": 2}')
+    )
+    added = CatalogEntry("m2", "b", 1, True, other)
+    bench.models.take_catalogue([bench.model.wanted, added])
+    watched = bench.model.watched
+    assert watched is not None
+    watched.told = DeploymentEvent(0, data=(row("i0", A),))
+    bench.now += 60
+    bench.models.take_demand("p0", idle)
+    bench.models.take_want(ModelWanted("b"))
+    bench.models.reconcile()
+    waits = bench.models.shown("b")
+    assert waits is not None
+    assert waits.life.why == "no room: it needs 2 CPU, 1 CPU is free; idle models end for it"
+    assert bench.model.life.state == "emptying"
 
 
 async def test_a_cordoned_worker_gets_no_instance(bench: WorkerBench) -> None:
