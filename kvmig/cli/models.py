@@ -444,8 +444,8 @@ def set_placement(
     models: Annotated[
         Path | None,
         typer.Option(
-            help="The [[models]] that it was planned for: it is planned again when requests come"
-            " at other rates. Needs --costs."
+            help="File of the models that it was planned for: it is planned again when requests"
+            " come at other rates. Needs --costs."
         ),
     ] = None,
     costs: Annotated[

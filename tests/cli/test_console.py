@@ -535,10 +535,27 @@ def test_units_without_a_name_are_shown_as_instances_are_told_of_them(
     kvmig: Kvmig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unit = {"memory_bytes": 1000, "gpus": [2, 3], "models": [{"name": "qwen", "kv_bytes": 100}]}
-    told = {"state": "reached", "why": "", "placement": {"units": [unit]}, "lines": ["took 2 s"]}
+    told = {
+        "state": "reached", "why": "", "placement": {"units": [unit]}, "lines": ["took 2 s"],
+        "rates": {}, "planned": {}, "replan": "",
+    }  # fmt: skip
     monkeypatch.setattr(FleetClient, "get", lambda *_: told)
     shown = [line.split() for line in kvmig("placement", "show").splitlines()]
     assert shown == [["unit", "models"], ["0:2,3", "qwen"], ["took", "2", "s"], ["reached"]]
+    told |= {"rates": {"qwen": 2.5}, "planned": {"qwen": 1.0}, "replan": "not worth it"}
+    assert kvmig("placement", "show").splitlines()[-3:] == [
+        "qwen: 2.50 requests per second, planned for 1.00", "not worth it", "reached",
+    ]  # fmt: skip
+
+
+def test_a_placements_models_and_costs_are_given_together(kvmig: Kvmig) -> None:
+    file, models = kvmig.folder / "placement.toml", kvmig.folder / "models.toml"
+    file.write_text(UNIT)
+    models.write_text("[[models]]\nname = 'qwen'\nmodel = 'llama-7b'\nrate = 1\n")
+    order = ("placement", "set", str(file), "--models", str(models))
+    assert "--models and --costs must both be given" in kvmig.refused(*order, status=2)
+    device = kvmig.refused(*order, "--costs", "abacus", status=2)
+    assert "device is 'abacus', must be a100-80g or a .toml file" in device
 
 
 def test_a_placement_that_is_no_toml_is_named(kvmig: Kvmig) -> None:
