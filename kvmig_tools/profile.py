@@ -43,6 +43,9 @@ from kvmig_tools.sim.fit import (
 from kvmig_tools.stage_picture import picture_of
 
 HOP_MS = 1.0
+MOST_OFF = 15.0
+"""Median error of a fit, in percent, above which the times are worth little."""
+ADVICE = "The times scatter: measure where nothing else runs, or with more --repeats."
 
 
 def model_of(found: Measured, name: str, capacity: Capacity) -> tuple[CostModel, dict[str, Error]]:
@@ -144,6 +147,8 @@ def share_errors(name: str, device: DeviceCosts) -> Table:
         for part in ("prefill", "decode"):
             middle, high = getattr(cost.errors, part)
             shown.add_row(size, part, f"{middle:.1f} %", f"{high:.1f} %")
+            if middle > MOST_OFF:
+                shown.caption = ADVICE
     return shown
 
 

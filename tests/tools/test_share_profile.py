@@ -14,7 +14,7 @@ from kvmig.models import BUNDLED
 from kvmig.placement.step_costs import DeviceCosts, FitErrors, ModelCost, StepCost, load
 from kvmig_tools.cost_file import to_toml, with_model
 from kvmig_tools.cost_fit import ShareTimes, fit_step_cost
-from kvmig_tools.profile import main
+from kvmig_tools.profile import ADVICE, main, share_errors
 from kvmig_tools.share_profile import ProfiledDevice, own_device, points_of, shares_of
 from kvmig_tools.sim.fit import PromptTime, StepTime
 
@@ -117,6 +117,19 @@ def test_a_host_without_gpus_is_measured_as_its_cores() -> None:
 
 def test_batches_are_what_the_engine_runs_at_once() -> None:
     assert points_of(4, 1000) == [(1, 32), (1, 256), (2, 32), (2, 256), (4, 32)]
+
+
+def test_a_fit_that_is_far_off_comes_with_advice() -> None:
+    def shown(*middle: float) -> str | None:
+        fits = {
+            str(at): msgspec.structs.replace(KNOWN, errors=FitErrors((one, 30), (1, 2)))
+            for at, one in enumerate(middle, 1)
+        }
+        caption = share_errors("chat", device({"chat": ModelCost(1000, 64, fits)})).caption
+        return None if caption is None else str(caption)
+
+    assert shown(3, 14) is None
+    assert shown(3, 16) == ADVICE
 
 
 def test_nothing_starts_for_shares_that_cant_be(capsys: pytest.CaptureFixture[str]) -> None:
