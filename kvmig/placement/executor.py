@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import httpx
@@ -67,6 +68,8 @@ class ExecutorSettings(NamedTuple):
     bandwidth: float = 1e9
     """Bytes of KV cache a second that leave an instance."""
     patience_s: float = PATIENCE_S
+    nodes: Mapping[int, str] = MappingProxyType({})
+    """Ids of Ray nodes, by their numbers in the placement; none: deployments are on one host."""
 
 
 class CompletedWave(NamedTuple):
@@ -182,7 +185,7 @@ class PlacementExecutor:
         self._deployments = deployments
         self._settings = settings
         self._tell = tell
-        self._gpus = {one.called: [str(gpu) for gpu in one.gpus] for one in placement.units}
+        self._units = {one.called: one for one in placement.units}
         self._target: Leases | None = None
         self._shares: dict[Slot, float] = {}
         """Shares of the SMs for steps with decodes only, with which instances start."""
@@ -288,9 +291,12 @@ class PlacementExecutor:
             case "start":
                 share = self._shares.get((step.model, step.unit), 1.0)
                 asks = any(one.decode_share for one in seen.sharing(step.model))
-                gpus = self._gpus[step.unit]
-                own = own_flags(self._placement, step.model, len(gpus), step.quota)
-                await at.start(InstanceStart(step.unit, gpus, own, tenths(share) if asks else None))
+                unit = self._units[step.unit]
+                own = own_flags(self._placement, step.model, len(unit.gpus), step.quota)
+                node = self._settings.nodes.get(unit.node, "") if unit.gpus else ""
+                gpus = [] if node else [str(gpu) for gpu in unit.gpus]
+                percent = tenths(share) if asks else None
+                await at.start(InstanceStart(step.unit, gpus, own, percent, node))
             case "drain" | "gap":
                 instance = seen.instances[step.model, step.unit]
                 await at.drain_instance(instance, last=step.kind == "gap")
@@ -405,6 +411,14 @@ def parser() -> argparse.ArgumentParser:
         default=1e9,
         help="bytes of KV cache a second that leave an instance, all waiting included (1e9)",
     )
+    add(
+        "--node",
+        action="append",
+        default=[],
+        metavar="NUMBER=ID",
+        help="id of the Ray node that has this number in the placement, for deployments with --ray"
+        " (`ray list nodes`); may be given several times",
+    )
     add("--dry-run", action="store_true", help="print the waves; change nothing")
     return flags
 
@@ -421,7 +435,8 @@ async def _run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--deployment is {name}={url!r:.100}, must be NAME=http://HOST:PORT or NAME=/PATH"
             )
-    check(placement, list(named), where)
+    nodes = _nodes(args.node)
+    check(placement, list(named), where, nodes)
     for flag in ("--drain", "--request", "--bandwidth"):
         value = getattr(args, flag.removeprefix("--"))
         if not (math.isfinite(value) and value > 0):
@@ -433,7 +448,7 @@ async def _run(args: argparse.Namespace) -> int:
         it = PlacementExecutor(
             placement,
             deployments,
-            ExecutorSettings(start_s, args.drain, args.request, args.bandwidth),
+            ExecutorSettings(start_s, args.drain, args.request, args.bandwidth, nodes=nodes),
             lambda line: print(line, flush=True),
         )
         if args.dry_run:
@@ -459,6 +474,17 @@ def _named(flag: str, given: Sequence[str], what: str) -> dict[str, str]:
             raise ConfigError(f"{flag} is {words!r:.100}, but {name} was given before")
         found[name] = value
     return found
+
+
+def _nodes(given: Sequence[str]) -> dict[int, str]:
+    """Parse NUMBER=ID. Raises ConfigError."""
+    found = _named("--node", given, "ID")
+    for number in found:
+        if not number.isdecimal():
+            raise ConfigError(
+                f"--node is {number!r:.100}=..., must be a node's number, = and an id"
+            )
+    return {int(number): node for number, node in found.items()}
 
 
 def _seconds(given: Sequence[str], known: Mapping[str, str]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
@@ -39,8 +39,11 @@ class ObservedPlacement(NamedTuple):
         return [memory for slot, memory in self.shared.items() if slot[0] == model]
 
 
-def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
-    """Whether a placement is one of these deployments by hand. Raises ConfigError."""
+def check(
+    placement: Placement, deployments: Sequence[str], where: str, nodes: Collection[int] = ()
+) -> None:
+    """Whether a placement is one of these deployments by hand. nodes: those of which the id is
+    known. Raises ConfigError."""
     models = placement.models()
     for name in models:
         if name not in deployments:
@@ -52,10 +55,10 @@ def check(placement: Placement, deployments: Sequence[str], where: str) -> None:
         if name not in models:
             raise ConfigError(f"{where}: deployment {name} has no place, must have one at least")
     for unit in placement.units:
-        if unit.gpus and unit.node:
+        if unit.gpus and unit.node not in nodes and (unit.node or nodes):
+            known = ", ".join(map(str, sorted(nodes))) or "0: instances get GPUs of one host"
             raise ConfigError(
-                f"{where}: unit {unit.called}: node is {unit.node}, must be 0: instances get GPUs"
-                " of one host"
+                f"{where}: unit {unit.called}: node is {unit.node}, must be {known} (--node)"
             )
     for unit in () if placement.elastic else placement.units:
         for one in () if unit.gpus else unit.models:

@@ -17,6 +17,8 @@ class InstanceStart(msgspec.Struct, frozen=True, omit_defaults=True):
     flags: str = ""
     decode_share: int | None = None
     """Percent of the device for steps with decodes only; None: as the deployment has it."""
+    node: str = ""
+    """Id of its Ray node, whose GPUs Ray chooses; empty: the deployment's host."""
 
 
 def own_flags(placement: Placement, model: str, gpus: int, kv_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -228,6 +228,9 @@ def test_gpus_of_another_node_are_refused() -> None:
     away = replace(on_gpus("a@0").units[0], node=1)
     with pytest.raises(ConfigError, match="node is 1, must be 0: instances get GPUs of one host"):
         check(Placement([away]), ["a"], "p.toml")
+    check(Placement([away]), ["a"], "p.toml", [1])
+    with pytest.raises(ConfigError, match=r"node is 1, must be 0, 2 \(--node\)"):
+        check(Placement([away]), ["a"], "p.toml", [2, 0])
 
 
 def test_a_wave_is_over_when_who_comes_serves_and_who_leaves_is_gone() -> None:
@@ -368,7 +371,7 @@ class Site:
 
 @asynccontextmanager
 async def replacing(
-    site: Site, target: Placement, said: list[str]
+    site: Site, target: Placement, said: list[str], nodes: Mapping[int, str] | None = None
 ) -> AsyncIterator[PlacementExecutor]:
     deployments = {name: DeploymentClient(name, f"http://{name}") for name in site.rows}
     for name, one in deployments.items():
@@ -376,7 +379,7 @@ async def replacing(
         one._http = httpx.AsyncClient(
             transport=httpx.MockTransport(site.carry_out), base_url=f"http://{name}"
         )
-    settings = ExecutorSettings(dict.fromkeys(site.rows, 1.0), patience_s=2.0)
+    settings = ExecutorSettings(dict.fromkeys(site.rows, 1.0), patience_s=2.0, nodes=nodes or {})
     yield PlacementExecutor(target, deployments, settings, said.append)
     for one in deployments.values():
         await one.close()
@@ -434,6 +437,15 @@ async def test_where_sizes_are_mixed_an_instance_starts_with_those_of_its_place(
             "flags": "--tensor-parallel-size=2 --kv-cache-memory-bytes=200",
         }
     ]
+
+
+async def test_an_instance_starts_on_the_ray_node_of_its_unit() -> None:
+    site, said = Site(u0="a"), list[str]()
+    units = on_gpus("a@0", "a@1").units
+    away = Placement([units[0], replace(units[1], node=1, gpus=[0])])
+    async with replacing(site, away, said, {0: "aa", 1: "bb"}) as it:
+        await it.run()
+    assert site.starts == [{"unit": "u1", "gpus": [], "node": "bb"}]
 
 
 async def test_where_all_places_are_alike_an_instance_starts_as_its_deployment_has_it() -> None:
@@ -585,6 +597,7 @@ async def test_a_placement_without_a_way_is_refused_before_anything_is_done() ->
         (("--start", "c=1"), "--start is c='1', must be a or b"),
         (("--drain", "nan"), "--drain is nan, must be a number above 0"),
         (("--request", "-1"), "--request is -1, must be a number above 0"),
+        (("--node", "one=aa"), "--node is 'one'=..., must be a node's number, = and an id"),
         (("--bandwidth", "0"), "--bandwidth is 0, must be a number above 0"),
         (("--deployment", "c=http://h"), "deployment c has no place"),
     ],
