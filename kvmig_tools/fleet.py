@@ -45,10 +45,19 @@ class FleetUp:
 
     def start(self) -> None:
         """Return once it serves."""
+        self.begin()
+        self.says(f"serving on {self.url}")
+
+    def begin(self) -> None:
+        """Return once its process is there."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def says(self, sentence: str) -> None:
+        """Return once its output has it."""
+        assert self.process is not None
         deadline = time.monotonic() + START_S
-        while f"serving on {self.url}" not in self.log.read_text():
+        while sentence not in self.log.read_text():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise StartupError(self.log.read_text()[-3000:])
             time.sleep(0.02)
@@ -69,11 +78,14 @@ class FleetUp:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._api.close()
         if error is not None:
             print(self.log.read_text()[-4000:], file=sys.stderr)
-        assert self.process is not None
-        if self.process.poll() is None:
+        self.end()
+
+    def end(self) -> None:
+        """Be gone, with all that was started."""
+        self._api.close()
+        if self.process is not None and self.process.poll() is None:
             self.stop()
 
     @property

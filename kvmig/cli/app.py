@@ -195,6 +195,14 @@ def up(
             " holder run any program of this host.",
         ),
     ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby",
+            help="Wait while another host serves the fleet of the same PostgreSQL database, and"
+            " take over when that host is gone. Give it on each of the hosts.",
+        ),
+    ] = False,
 ) -> None:
     """Start a fleet and serve it until Ctrl-C."""
     from kvmig.fleet.supervisor import up as run
@@ -226,6 +234,7 @@ def up(
         allowed_origins=tuple(allowed_origins or ()),
         certificate=certificate_files(tls_cert, tls_key),
         allow_commands=allow_commands,
+        standby=standby,
     )
     check_settings(settings)
     if ray:

@@ -21,7 +21,15 @@ from sqlalchemy.engine import Connection
 from kvmig.accounts.usage import HandOver, SpooledRecord, UsageRecord, UsageSpool
 from kvmig.fleet.pruned import among
 from kvmig.fleet.quotas import settle
-from kvmig.fleet.tables import FleetDatabase, api_keys, upsert, usage, usage_daily, users
+from kvmig.fleet.tables import (
+    FleetDatabase,
+    api_keys,
+    take_turn,
+    upsert,
+    usage,
+    usage_daily,
+    users,
+)
 
 FIELDS = ("key", "user", "model", "day")
 """Fields by which sums can be grouped."""
@@ -62,6 +70,7 @@ def merge(
     tokens: Mapping[str, int] = {}
     if records:
         with database.transaction() as connection:
+            take_turn(connection)
             tokens = _merge(connection, file.source, records, over)
     file.forget(one for one in kept if one.record and (over or one.record.ended is not None))
     unread = [one for one in kept if one.record is None]
@@ -74,6 +83,7 @@ def take(database: FleetDatabase, handed: HandOver) -> Mapping[str, int]:
     Raises StoreError.
     """
     with database.transaction() as connection:
+        take_turn(connection)
         return _merge(connection, handed.source, handed.records)
 
 

@@ -52,7 +52,14 @@ class CheckFlags(msgspec.Struct, frozen=True, tag="Check"):
     """Whether to print what the model takes of memory, too."""
 
 
-Order = Start | Stop | Load | CheckFlags
+class StepDown(msgspec.Struct, frozen=True, tag=True):
+    """The order to end all here: another host's server leads the fleet."""
+
+    leader: str
+    """Name of that host."""
+
+
+Order = Start | Stop | Load | CheckFlags | StepDown
 
 
 class Deployed(msgspec.Struct, frozen=True):
@@ -104,7 +111,11 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
     """What the model takes, as `kvmig.core.model_sizes` has it; empty: it isn't known."""
 
 
-News = Running | Started | DeploymentEnded | Checked
+class LeaveLead(msgspec.Struct, frozen=True, tag=True):
+    """The supervisor's request to let another host's server lead: all ends here."""
+
+
+News = Running | Started | DeploymentEnded | Checked | LeaveLead
 
 
 def encode(message: Order | News) -> bytes:

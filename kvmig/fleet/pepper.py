@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+from hashlib import blake2b
 from pathlib import Path
 
+from sqlalchemy import select
+from sqlalchemy.engine import Connection
+
 from kvmig.accounts.keys import PEPPER_BYTES
-from kvmig.fleet.tables import DatabaseUnusable, StoreError
+from kvmig.fleet.tables import DatabaseUnusable, StoreError, meta
 
 
 def read_pepper(path: Path, *, make: bool) -> bytes:
@@ -35,6 +39,26 @@ def read_pepper(path: Path, *, make: bool) -> bytes:
     if len(pepper) != PEPPER_BYTES:
         raise DatabaseUnusable(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
     return pepper
+
+
+def kept_pepper(connection: Connection) -> bytes | None:
+    """What a database shows of the pepper of its keys; None: it has no keys yet."""
+    kept: bytes | None = connection.scalar(select(meta.c.value).where(meta.c.name == "pepper"))
+    return kept
+
+
+def shown_pepper(pepper: bytes) -> bytes:
+    """What a database keeps of a pepper, which can't be had from it."""
+    return blake2b(b"pepper", key=pepper).digest()
+
+
+def check_pepper(path: Path, pepper: bytes, kept: bytes, database: str) -> None:
+    """Raises DatabaseUnusable for one that isn't the database's. kept: what that shows of it."""
+    if not secrets.compare_digest(kept, shown_pepper(pepper)):
+        raise DatabaseUnusable(
+            f"{path} isn't the pepper of the fleet's database {database}: put back the one that was"
+            " saved with it"
+        )
 
 
 def _sync(path: Path) -> None:

@@ -37,6 +37,7 @@ from kvmig.fleet.tables import (
     StoreError,
     api_keys,
     grants,
+    take_turn,
     upsert,
     usage,
     usage_daily,
@@ -74,6 +75,7 @@ def grant(database: FleetDatabase, key: KeyGrant, ask: TokenRequest) -> TokenGra
     if not quotas:
         return TokenGrant(ask.number, given)
     with database.transaction() as connection:
+        take_turn(connection)
         if _is_over(connection, ask):
             return TokenGrant(ask.number, 0, OVER)
         for one in quotas:
@@ -177,6 +179,7 @@ def sweep(database: FleetDatabase) -> int:
         usage.c.source == grants.c.source, usage.c.seq == grants.c.seq, usage.c.ended.is_not(None)
     )
     with database.transaction() as connection:
+        take_turn(connection)
         return int(connection.execute(delete(grants).where(ended)).rowcount)
 
 
@@ -185,6 +188,7 @@ def give_back(database: FleetDatabase, sources: Collection[str]) -> int:
     the ledger has all that will ever be known of them. How many calls. Raises StoreError.
     """
     with database.transaction() as connection:
+        take_turn(connection)
         return int(connection.execute(delete(grants).where(grants.c.source.in_(sources))).rowcount)
 
 

@@ -18,7 +18,7 @@ from sqlalchemy import bindparam, delete, exists, insert, select
 from kvmig.core.clock import monotonic
 from kvmig.fleet.pruned import remember
 from kvmig.fleet.store import OrderActor
-from kvmig.fleet.tables import FleetDatabase, StoreError, audit, grants, usage
+from kvmig.fleet.tables import FleetDatabase, StoreError, audit, grants, take_turn, usage
 
 AT_ONCE = 2_000
 """Rows of a transaction: others wait for its end."""
@@ -53,6 +53,7 @@ def prune(database: FleetDatabase, before: str, actor: OrderActor | None, now: f
         .limit(AT_ONCE)
     )
     with database.transaction() as connection:
+        take_turn(connection)
         rows = [(source, seq) for source, seq in connection.execute(wanted)]
         if not rows:
             return 0

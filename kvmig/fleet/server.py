@@ -11,10 +11,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import math
 import os
 import secrets
-import shutil
 import socket
 import sys
 import time
@@ -30,8 +28,8 @@ import uvloop
 from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, limited_by
 from kvmig.accounts.limits import SpendBucket
-from kvmig.accounts.usage import HandOver, SpoolDamaged, SpooledRecord, UsageSpool
-from kvmig.core.background import BackgroundTasks, keep_running
+from kvmig.accounts.usage import HandOver
+from kvmig.core.background import BackgroundTasks, cancel_tasks, keep_running
 from kvmig.core.clock import monotonic
 from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError, StartupError
@@ -48,19 +46,30 @@ from kvmig.fleet.device_watch import LOOK_TIMEOUT_S, DeviceWatch
 from kvmig.fleet.disk import disks_of
 from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
 from kvmig.fleet.host_memory import MemoryBudget
-from kvmig.fleet.ledger import AT_ONCE, MergedRecords, merge, sums, take
+from kvmig.fleet.ledger import sums, take
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.model_shapes import engine_of
-from kvmig.fleet.orders import MESSAGE_BYTES, Checked, CheckFlags, News, Order, encode, news_of
+from kvmig.fleet.orders import (
+    MESSAGE_BYTES,
+    Checked,
+    CheckFlags,
+    LeaveLead,
+    News,
+    Order,
+    StepDown,
+    encode,
+    news_of,
+)
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
-from kvmig.fleet.setaside import keep_records, keep_spool
-from kvmig.fleet.settings import FleetSettings, ServerLaunch
+from kvmig.fleet.settings import ServerLaunch
 from kvmig.fleet.spec import Engine, ModelSpec
+from kvmig.fleet.spool_merger import SpoolMerger
+from kvmig.fleet.standby import LeaderHeartbeat, StandbyServer, host_name, leave_lead
 from kvmig.fleet.store import FleetStore
-from kvmig.fleet.tables import StoreError
+from kvmig.fleet.tables import FleetDatabase, StoreError
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.process.child import (
     StartAnnouncement,
@@ -97,8 +106,6 @@ KNOWN_S = 3.0
 """Wait for proxies to apply a change before its order is answered."""
 LOOK_S = 1.0
 """Wait for the reports of deployments that an earlier server started."""
-MERGE_S = 1.0
-"""Pause between two looks at what front ends have counted."""
 NO_DEVICES = DeviceInventory()
 SWEEP_S = 60.0
 """Pause between two looks for tokens that were granted to calls that have ended."""
@@ -138,14 +145,26 @@ class WithoutSignals(uvicorn.Server):
 class FleetServer:
     """Make it inside a running event loop; `start` it, then `close` it."""
 
-    def __init__(self, settings: FleetSettings, to_init: socket.socket) -> None:
+    def __init__(self, launch: ServerLaunch, to_init: socket.socket) -> None:
         """to_init: its end of the socket to init; closed with this."""
-        self._settings = settings
-        self._store = FleetStore(settings.database_url, settings.path("pepper"))
+        self._settings = settings = launch.settings
+        self._running = launch.running
+        pepper, host = settings.path("pepper"), host_name(settings)
+        self._store = FleetStore(settings.database_url, pepper, host=host)
+        self._ledger = self._store.database
+        """The database of usage and grants. All servers change that of PostgreSQL."""
+        if self._ledger.path is None:
+            self._ledger = FleetDatabase(settings.database_url, leads=False)
         self._thread = ThreadPoolExecutor(1, "store")
         self._set_aside = self._store.set_aside
-        self._aside = settings.path("set-aside")
-        """Folder of usage that can't be read."""
+        self._merger = SpoolMerger(
+            settings,
+            self._ledger,
+            self._thread,
+            self._set_aside,
+            lambda deployment: self._models.is_over(deployment),  # noqa: PLW0108  it is made below
+            self._tell_spent,
+        )
         self._version = 0
         self._grants: dict[str, KeyGrant] = {}
         self._grants_by_id: dict[str, KeyGrant] = {}
@@ -218,6 +237,7 @@ class FleetServer:
         self._watching: asyncio.Task[None] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         """Task that watches the workers; None: there is one host."""
@@ -226,11 +246,21 @@ class FleetServer:
         self._keeping: asyncio.Task[None] | None = None
         """Task that deletes old rows; None: rows of the ledger stay."""
         self._http: uvicorn.Server | None = None
+        self._heartbeat: LeaderHeartbeat | None = None
+        """The sign of life for standbys; None: there can be no standby."""
+        self.retiring = asyncio.Event()
+        """Set when another server is to lead."""
+        self._deposed = False
+        """Whether another server leads already."""
+        self._leads = True
 
     async def start(self) -> None:
-        """Return once calls are taken. Raises KvmigError; `close` it then, too."""
+        """Return once calls are taken; a standby's are once no other server leads.
+
+        Raises KvmigError; `close` it then, too.
+        """
         stored = self._backend.stored
-        await stored(self._store.open)
+        await self._lead()
         await self._look_at_gpus()
         await self._recall_sizes()
         if (key := await stored(self._store.first_admin_key)) is not None:
@@ -256,7 +286,8 @@ class FleetServer:
         await self._links.open()
         self._turning = asyncio.create_task(self._models.run(), name="models")
         self._watching = asyncio.create_task(keep_running(self._watch.run, "GPUs"), name="GPUs")
-        self._counting = asyncio.create_task(self._count(), name="usage")
+        self._counting = asyncio.create_task(self._merger.run(), name="usage")
+        self._sweeping = asyncio.create_task(self._sweep(), name="grants")
         self._fetching = asyncio.create_task(self._files.run(), name="model files")
         if self._settings.ray:
             self._joining = asyncio.create_task(self._cluster.run(), name="workers")
@@ -264,6 +295,40 @@ class FleetServer:
             keeping = self._backend.retention.run(days)
             self._keeping = asyncio.create_task(keeping, name="retention")
         await self._serve(take_path(str(self._settings.api)))
+
+    async def _lead(self) -> None:
+        """Take the database. Raises StoreError."""
+        if self._settings.standby:
+            merger = SpoolMerger(
+                self._settings,
+                self._ledger,
+                self._thread,
+                self._set_aside,
+                lambda deployment: deployment not in self._running,
+            )
+            merging = asyncio.create_task(keep_running(merger.run, "usage"), name="usage")
+            try:
+                await StandbyServer(self._settings, self._led_by).wait(self._open)
+            finally:
+                await cancel_tasks(merging)
+        else:
+            await self._open()
+        self._deposed = False
+        self.retiring.clear()
+        database = self._store.database
+        if database.path is None:
+            self._heartbeat = LeaderHeartbeat(self._settings, database.token, self._led_by)
+            self._heartbeat.start()
+
+    async def _open(self) -> None:
+        """Raises StoreError."""
+        await self._backend.stored(self._store.open)
+
+    def _led_by(self, leader: str) -> None:
+        """Another host's server leads. leader: the host's name."""
+        self._deposed = True
+        self._order(StepDown(leader))
+        self.retiring.set()
 
     async def _recall_sizes(self) -> None:
         """Take what earlier servers knew of models' sizes. Raises StoreError."""
@@ -301,80 +366,29 @@ class FleetServer:
                 raise StartupError("its HTTP server has stopped")
             await asyncio.sleep(0.01)
 
-    async def _count(self) -> None:
-        """Merge what front ends have counted, every MERGE_S, until cancelled."""
-        swept = -math.inf
-        while True:
-            await asyncio.sleep(MERGE_S)
-            if monotonic() - swept > SWEEP_S:
-                swept = monotonic()
-                await asyncio.to_thread(self._disks.warn_full_disks)
-                await self._sweep()
-            for folder in sorted(self._settings.spools.iterdir()):
-                over = self._models.is_over(folder.name)  # it writes nothing any more
-                try:
-                    for path in sorted(folder.glob("*.sqlite")):
-                        try:
-                            await self._take_spool(path, over)
-                        except SpoolDamaged as error:
-                            await self._set_spool_aside(path, error)
-                    if over:
-                        await asyncio.to_thread(remove_empty, folder)
-                except (StoreError, OSError) as error:
-                    log.warning("usage in %s waits to be counted: %s", folder, error)
-
     async def _sweep(self) -> None:
-        try:
-            if found := await self._backend.stored(sweep, self._store.database):
-                log.warning("%d calls that had ended were granted tokens: taken back", found)
-            await self._sweep_sources()
-        except StoreError as error:
-            log.warning("grants of ended calls stay for now: %s", error)
+        """Take back, every SWEEP_S, what was granted to calls that have ended, until cancelled."""
+        while True:
+            await asyncio.to_thread(self._disks.warn_full_disks)
+            try:
+                if found := await self._backend.stored(sweep, self._ledger):
+                    log.warning("%d calls that had ended were granted tokens: taken back", found)
+                await self._sweep_sources()
+            except StoreError as error:
+                log.warning("grants of ended calls stay for now: %s", error)
+            await asyncio.sleep(SWEEP_S)
 
     async def _sweep_sources(self) -> None:
         """Give back what is granted to front ends that have no spool, at two looks: such are gone.
 
         Their questions may have waited here longer than they lived. Raises StoreError.
         """
-        database = self._store.database
-        idle = await self._backend.stored(idle_sources, database)
-        spools = {UsageSpool(path).source for path in self._settings.spools.glob("*/*.sqlite")}
+        idle = await self._backend.stored(idle_sources, self._ledger)
+        spools = self._merger.sources
         gone, self._spoolless = self._spoolless & (idle - spools), idle - spools
         if gone:
-            calls = await self._backend.stored(give_back, database, gone)
+            calls = await self._backend.stored(give_back, self._ledger, gone)
             log.warning("%d calls of front ends that are gone had grants: taken back", calls)
-
-    async def _take_spool(self, path: Path, over: bool) -> None:
-        """Raises StoreError, OSError."""
-        spool = UsageSpool(path)
-        left = spool.left  # before it is read: who ends last has written all by then
-        await self._merge(path, over or left)
-        if over or left:
-            await self._backend.stored(give_back, self._store.database, [spool.source])
-        if left and not await asyncio.to_thread(spool.rows, most=1):
-            await asyncio.to_thread(spool.remove)
-
-    async def _set_spool_aside(self, path: Path, why: SpoolDamaged) -> None:
-        """What it held is lost to the ledger. Its front end begins another one. Raises OSError."""
-        into = await asyncio.to_thread(keep_spool, self._aside, path)
-        self._set_aside.add("spool", str(into), why)
-
-    async def _set_records_aside(self, path: Path, unread: Sequence[SpooledRecord]) -> None:
-        """Raises OSError."""
-        into = await asyncio.to_thread(keep_records, self._aside, path.stem, unread)
-        for one in unread:
-            self._set_aside.add("record", f"{one.seq} of {into}", one.why)
-        await asyncio.to_thread(UsageSpool(path).forget, unread)
-
-    async def _merge(self, spool: Path, over: bool) -> None:
-        """Merge the whole spool. Raises StoreError, OSError."""
-        merged = MergedRecords(AT_ONCE, {}, 0)
-        while merged.records == AT_ONCE:
-            database = self._store.database
-            merged = await self._backend.stored(merge, database, spool, over, merged.last)
-            await self._tell_spent(merged.tokens)
-            if merged.unread:
-                await self._set_records_aside(spool, merged.unread)
 
     async def _tell_spent(self, tokens: Mapping[str, int]) -> None:
         """Let proxies know what was used of limits. tokens: by keys' ids. Raises StoreError."""
@@ -391,7 +405,7 @@ class FleetServer:
                     bucket.per_minute = tpm
                     bucket.spend(tokens[key.key_id], now)
                     owed[whose.id] = bucket.level
-        changed = await self._backend.stored(left, self._store.database, keys, time.time())
+        changed = await self._backend.stored(left, self._ledger, keys, time.time())
         self._left.update(changed)
         if owed or changed:
             self._links.send_to_all(SpentLimits(owed=owed, left=changed))
@@ -401,11 +415,11 @@ class FleetServer:
         key = self._grants_by_id.get(ask.key)
         if key is None:
             return TokenGrant(ask.number, 0, BAD_KEY.message)
-        return await self._backend.stored(grant, self._store.database, key, ask)
+        return await self._backend.stored(grant, self._ledger, key, ask)
 
     async def _take(self, handed: HandOver) -> None:
         """See `QuotaSocket`."""
-        tokens = await self._backend.stored(take, self._store.database, handed)
+        tokens = await self._backend.stored(take, self._ledger, handed)
         await self._tell_spent(tokens)
 
     async def ended(self) -> None:
@@ -413,26 +427,48 @@ class FleetServer:
         assert self._turning is not None
         assert self._serving is not None
         assert self._counting is not None
+        assert self._sweeping is not None
         assert self._fetching is not None
-        tasks = [self._turning, self._serving, self._counting, self._fetching]
+        tasks = [self._turning, self._serving, self._counting, self._sweeping, self._fetching]
         tasks += [one for one in (self._keeping, self._joining) if one is not None]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         done.pop().result()
 
+    async def retire(self) -> None:
+        """Lead no more. Calls that run on this host are granted tokens and counted until `close`:
+        call it where another server is to lead."""
+        await self._end_leading()
+        await self._leave_database()
+
     async def close(self) -> None:
         """End all but the deployments, which run on."""
+        await cancel_tasks(self._counting)
+        retired = not self._leads
+        await self._end_leading()
+        if retired:
+            await self._merger.merge_all()  # what its last calls have used
+        await self._links.close()
+        await self._quotas.close()
+        self._init.close()
+        await self._leave_database()
+        if self._ledger is not self._store.database:
+            await self._backend.stored(self._ledger.close)
+        self._thread.shutdown()
+
+    async def _end_leading(self) -> None:
+        """End what decides; without effect for one that has ended it."""
+        if not self._leads:
+            return
+        self._leads = False
         self._backend.retention.close()
-        for task in (
+        await cancel_tasks(
             self._turning,
-            self._counting,
+            self._sweeping,
             self._keeping,
             self._watching,
             self._fetching,
             self._joining,
-        ):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        )
         await self._files.close()
         if self._http is not None:
             self._http.should_exit = True
@@ -441,11 +477,18 @@ class FleetServer:
         await self._backend.replacer.close()
         await self._models.close()
         await self._learned.close()
-        await self._links.close()
-        await self._quotas.close()
-        self._init.close()
+
+    async def _leave_database(self) -> None:
+        """Let another server have it; without effect for one that has left it."""
+        if (heartbeat := self._heartbeat) is not None:
+            await heartbeat.close()
+            self._heartbeat = None
+        if heartbeat is not None and self.retiring.is_set() and not self._deposed:
+            try:
+                await self._backend.stored(leave_lead, self._store.database)
+            except StoreError as error:  # a standby waits for the silence then
+                log.warning("the database is not left in order: %s", error)
         await self._backend.stored(self._store.close)
-        self._thread.shutdown()
 
     async def reload(self) -> None:
         """Take the catalogue and the keys as the database has them now. Raises StoreError."""
@@ -513,7 +556,7 @@ class FleetServer:
                     version=self._next(), changed=keys.granted, removed=keys.revoked
                 )
             )
-            changed = await stored(left, self._store.database, keys.granted, time.time())
+            changed = await stored(left, self._ledger, keys.granted, time.time())
             self._left.update(changed)
             self._links.send_to_all(SpentLimits(left=changed))
 
@@ -545,7 +588,9 @@ class FleetServer:
         self._init.order(order)
 
     def _hear_init(self, news: News) -> None:
-        if not isinstance(news, Checked):
+        if isinstance(news, LeaveLead):
+            self.retiring.set()
+        elif not isinstance(news, Checked):
             self._models.take_news(news)
         elif (checking := self._checks.pop(news.check, None)) and not checking.done():
             checking.set_result(news)
@@ -602,12 +647,6 @@ class FleetServer:
                 self._heard.set()
 
 
-def remove_empty(folder: Path) -> None:
-    """Remove the spools of a deployment that has ended, once all is counted. Raises OSError."""
-    if not any(UsageSpool(path).rows(most=1) for path in folder.glob("*.sqlite")):
-        shutil.rmtree(folder)
-
-
 def keep_key(path: Path, key: str) -> None:
     """Write it where only this user reads it."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
@@ -616,22 +655,33 @@ def keep_key(path: Path, key: str) -> None:
 
 async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -> None:
     """Serve until init wants an end, or has ended. Raises KvmigError."""
-    server = FleetServer(launch.settings, socket.socket(fileno=init))
+    server = FleetServer(launch, socket.socket(fileno=init))
     stopped = asyncio.create_task(until_stopped())
     try:
-        await server.start()
+        starting = asyncio.create_task(server.start(), name="start")
+        await asyncio.wait((stopped, starting), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            await cancel_tasks(starting)
+            return
+        starting.result()
         gc.freeze()  # or garbage waits until there is a quarter as much of it as of libraries
         gc.collect()
         announce(announced, StartAnnouncement(endpoint="server"))
         beating = asyncio.create_task(send_heartbeats(heartbeat), name="heartbeats")
         trimming = asyncio.create_task(keep_running(keep_small, "heap"), name="heap")
         ended = asyncio.create_task(server.ended())
-        await asyncio.wait((stopped, ended), return_when=asyncio.FIRST_COMPLETED)
-        beating.cancel()
-        trimming.cancel()
+        retiring = asyncio.create_task(server.retiring.wait())
+        await asyncio.wait((stopped, ended, retiring), return_when=asyncio.FIRST_COMPLETED)
+        retiring.cancel()
         if ended.done():
             ended.result()
         ended.cancel()
+        server.retiring.set()  # a server that is stopped leaves the lead
+        if not stopped.done():
+            await server.retire()
+            await stopped
+        beating.cancel()
+        trimming.cancel()
     finally:
         stopped.cancel()
         await server.close()

@@ -63,6 +63,9 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     allow_commands: bool = False
     """Whether admins may add models whose servers are programs of this host."""
 
+    standby: bool = False
+    """Whether this host waits while the server of another one leads, and takes over from it."""
+
     @property
     def scheme(self) -> str:
         """How clients' URLs begin."""
@@ -156,6 +159,16 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
                 f"--allowed-origins is {origin!r:.150}, must be as https://chat.example.com, or *"
                 " for all; given several times for several"
             )
+    if settings.standby and settings.ray:
+        raise ConfigError(
+            f"--ray is {settings.ray!r:.100}, must not be given together with --standby"
+        )
+    if settings.standby and not settings.database.startswith("postgresql"):
+        given = repr(settings.database[:100]) if settings.database else "SQLite's file"
+        raise ConfigError(
+            f"--standby is given, --database is {given}, must be PostgreSQL: a file has one server,"
+            " on its own host"
+        )
     if settings.certificate is not None:
         load_certificate(settings.certificate)
     longest = settings.path("run", "d-" + "0" * 8 + ".sock")
@@ -206,3 +219,5 @@ class ServerLaunch(msgspec.Struct, frozen=True):
     """What init tells the server (JSON, on stdin)."""
 
     settings: FleetSettings
+    running: tuple[str, ...] = ()
+    """Deployments that run when it starts."""

@@ -11,7 +11,6 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -30,7 +29,7 @@ from kvmig.accounts.keys import (
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.limit_changes import changed, check_models, named_of
-from kvmig.fleet.pepper import read_pepper
+from kvmig.fleet.pepper import check_pepper, kept_pepper, read_pepper, shown_pepper
 from kvmig.fleet.setaside import SetAside, converted
 from kvmig.fleet.spec import (
     NAME,
@@ -46,7 +45,6 @@ from kvmig.fleet.spec import (
     standing_for,
 )
 from kvmig.fleet.tables import (
-    DatabaseUnusable,
     FleetDatabase,
     StoreError,
     aliases,
@@ -153,12 +151,14 @@ class FleetStore:
         *,
         wait_s: float = 5.0,
         clock: Callable[[], float] = time.time,
+        host: str = "",
     ) -> None:
         """pepper: file of the secret under which keys are hashed; made if there are no keys yet.
 
-        wait_s: for a lock that another program has. Raises ConfigError.
+        wait_s: for a lock that another program has. host: name of the server's host, for other
+        servers. Raises ConfigError.
         """
-        self.database = FleetDatabase(url, wait_s)
+        self.database = FleetDatabase(url, wait_s, host=host)
         self._pepper_file = pepper
         self._pepper = b""
         self._clock = clock
@@ -599,16 +599,13 @@ class FleetStore:
     def _checked_pepper(self) -> bytes:
         """The pepper, which must be the one that the database's keys are hashed under."""
         with self.database.transaction() as connection:
-            kept = connection.scalar(select(meta.c.value).where(meta.c.name == "pepper"))
+            kept = kept_pepper(connection)
             pepper = read_pepper(self._pepper_file, make=kept is None)
-            shown = blake2b(b"pepper", key=pepper).digest()
             if kept is None:
+                shown = shown_pepper(pepper)
                 connection.execute(insert(meta).values(name="pepper", value=shown))
-            elif not secrets.compare_digest(kept, shown):
-                raise DatabaseUnusable(
-                    f"{self._pepper_file} isn't the pepper of the fleet's database"
-                    f" {self.database.name}: put back the one that was saved with it"
-                )
+            else:
+                check_pepper(self._pepper_file, pepper, kept, self.database.name)
         return pepper
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvmig.core.background import keep_running
+from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.model_sizes import sizes_in
 from kvmig.fleet.orders import (
@@ -35,12 +35,14 @@ from kvmig.fleet.orders import (
     CheckFlags,
     Deployed,
     DeploymentEnded,
+    LeaveLead,
     Load,
     News,
     Program,
     Running,
     Start,
     Started,
+    StepDown,
     Stop,
     encode,
     order_of,
@@ -57,7 +59,7 @@ from kvmig.process.fork_server import (
     join,
 )
 from kvmig.process.kept_child import KeptChild
-from kvmig.process.sockets import raise_open_files, take_long, take_port
+from kvmig.process.sockets import WAITING_CLIENTS, raise_open_files, take_long, take_port
 from kvmig.process.supervisor import (
     ChildProcess,
     HeartbeatPipe,
@@ -101,6 +103,10 @@ LOG_BYTES = 10_000_000
 """A log that is longer is kept as NAME.log.1, and begins anew."""
 LOG_LOOK_S = 5.0
 LAST_BYTES = 4096
+STANDBY_S = 10 * 365 * 86400.0
+"""Time that a standby's server waits for the lead."""
+STEPPED_DOWN = 3
+"""Exit code where another host's server leads."""
 
 log = logging.getLogger(__name__)
 
@@ -110,12 +116,22 @@ def up(settings: FleetSettings) -> int:
     quiet("init")
     raise_open_files()
     make_folders(settings)
+    with only_one(settings):
+        while True:
+            status = _run_once(settings)
+            if status != STEPPED_DOWN or not settings.standby:
+                return status
+
+
+def _run_once(settings: FleetSettings) -> int:
+    """Serve until a signal, or until another host leads; the exit code. Raises ConfigError."""
+    listens = not settings.standby
     with contextlib.ExitStack() as held:
-        held.enter_context(only_one(settings))
-        sock = held.enter_context(take_port(settings.host, settings.port))
+        sock = held.enter_context(take_port(settings.host, settings.port, listens=listens))
         hub = None
         if settings.hub_port:
-            hub = held.enter_context(take_port(HUB_HOST, settings.hub_port, "--hub-port"))
+            hub = take_port(HUB_HOST, settings.hub_port, "--hub-port", listens=listens)
+            held.enter_context(hub)
         return asyncio.run(FleetSupervisor(settings, sock, hub).run())
 
 
@@ -316,8 +332,8 @@ class FleetSupervisor:
     def __init__(
         self, settings: FleetSettings, sock: socket.socket, hub: socket.socket | None = None
     ) -> None:
-        """sock: listening; where clients connect to. hub: the same for the mirror; None: there is
-        none."""
+        """sock: where clients connect to. hub: the same for the mirror; None: there is none. Those
+        of a standby don't listen yet."""
         self._settings = settings
         self._sock = sock
         self._hub = hub
@@ -330,13 +346,19 @@ class FleetSupervisor:
         """Our end of the socket to the server that lives now."""
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
+        self._serves = False
+        """Whether this host's server has led since its start."""
+        self._stepped_down = False
+        """Whether another host's server leads."""
 
     async def run(self) -> int:
-        """Run until a signal."""
+        """Run until a signal, or until another host leads."""
         loop = asyncio.get_running_loop()
         for name in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(name, self._signalled)
-        server = KeptChild("the server", self._begin_server, READY_S)
+        standby = self._settings.standby
+        ready_s = STANDBY_S if standby else READY_S
+        server = KeptChild("the server", self._begin_server, ready_s)
         proxies = [
             KeptChild(f"proxy {number}", partial(self._begin_proxy, number), READY_S)
             for number in range(self._settings.proxies)
@@ -347,31 +369,70 @@ class FleetSupervisor:
         self._task(keep_running(self._turn_logs, "logs"), "logs")
         self._task(keep_running(self._nurseries.watch, "nurseries"), "nurseries")
         try:
-            await server.start()
-            await asyncio.gather(*(proxy.start() for proxy in proxies))
-            host, port = self._sock.getsockname()[:2]
-            url = f"{self._settings.scheme}://{host}:{port}"
-            say(f"serving on {url}, files are in {self._settings.data}")
-            if self._settings.hub_port:
-                say(f"a mirror of the hub: HF_ENDPOINT=http://{HUB_HOST}:{self._settings.hub_port}")
-            self._task(keep_running(notify_manager, "signs of life"), "signs of life")
-            await self._stop.wait()
-            return 0
+            if standby:  # a standby is ready, too
+                self._task(keep_running(notify_manager, "signs of life"), "signs of life")
+            if await self._leads(server):
+                await self._serve(proxies)
+                if not standby:
+                    self._task(keep_running(notify_manager, "signs of life"), "signs of life")
+                await self._stop.wait()
         except StartupError as error:
             say(str(error))
             return 1
         finally:
             say("stopping")
-            await self._end([*proxies, server])
+            await self._end(proxies, server)
+        return STEPPED_DOWN if self._stepped_down else 0
+
+    async def _leads(self, server: KeptChild) -> bool:
+        """Start the server, which may wait for the lead; False: a signal came first.
+
+        Raises StartupError.
+        """
+        stop = asyncio.create_task(self._stop.wait())
+        starting = asyncio.create_task(server.start())
+        try:
+            await asyncio.wait((stop, starting), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+            return starting.done()
+        finally:
+            await cancel_tasks(stop, starting)
+
+    async def _serve(self, proxies: list[KeptChild]) -> None:
+        """Let clients in. Raises StartupError."""
+        self._serves = True
+        host, port = self._sock.getsockname()[:2]
+        for one in filter(None, (self._sock, self._hub)):
+            try:
+                one.listen(WAITING_CLIENTS)
+            except OSError as error:
+                at = "{}:{}".format(*one.getsockname()[:2])
+                raise StartupError(f"{at} can't be used: {error}") from error
+        await asyncio.gather(*(proxy.start() for proxy in proxies))
+        url = f"{self._settings.scheme}://{host}:{port}"
+        say(f"serving on {url}, files are in {self._settings.data}")
+        if self._settings.hub_port:
+            say(f"a mirror of the hub: HF_ENDPOINT=http://{HUB_HOST}:{self._settings.hub_port}")
 
     def _signalled(self) -> None:
+        self._stepped_down = False  # it will not wait for the lead
         (self._at_once if self._stop.is_set() else self._stop).set()
 
-    async def _end(self, kept: list[KeptChild]) -> None:
+    def _patience_s(self) -> float:
+        """Time for a process to end in order."""
+        return 0.0 if self._at_once.is_set() else self._settings.shutdown_timeout_s + GRACE_S
+
+    async def _end(self, proxies: list[KeptChild], server: KeptChild) -> None:
         """End clients' streams, then the rest; nothing is left behind."""
         timeout_s = self._settings.shutdown_timeout_s
-        for one in kept:  # proxies first: their streams may end
-            await one.stop(0.0 if self._at_once.is_set() else timeout_s + GRACE_S)
+        for one in filter(None, (self._sock, self._hub)):
+            one.close()  # or clients that connect now would wait for nothing
+        if self._settings.standby:
+            self._tell(LeaveLead())  # it counts what calls use until all have ended
+        await asyncio.gather(*(one.stop(self._patience_s()) for one in proxies))
+        if not self._settings.standby:
+            await server.stop(self._patience_s())
         for deployment in self._deployments.values():
             deployment.end()
         waits = [one.done.wait() for one in self._deployments.values()]
@@ -380,6 +441,7 @@ class FleetSupervisor:
                 await asyncio.gather(*waits)
         for deployment in self._deployments.values():
             deployment.kill()
+        await server.stop(self._patience_s())
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -404,7 +466,8 @@ class FleetSupervisor:
         self._forget_server()
         with theirs:
             spawn = partial(self._fork, SERVER, (theirs.fileno(), heartbeat))
-            child = await ChildProcess.start("the server", spawn, ServerLaunch(self._settings))
+            launch = ServerLaunch(self._settings, tuple(self._deployments))
+            child = await ChildProcess.start("the server", spawn, launch)
         self._server = QueuedPackets(
             ours, MESSAGE_BYTES, self._hear, self._forget_server, "news for the server"
         )
@@ -476,6 +539,12 @@ class FleetSupervisor:
                     self._task(self._end_deployment(found, kill), f"end of {deployment}")
             case CheckFlags() as check:
                 self._task(self._check(check), "check of flags")
+            case StepDown(leader) if self._serves:
+                say(f"{leader} leads the fleet now: all ends here, and this host waits")
+                self._stepped_down = True
+                self._stop.set()
+            case StepDown():
+                pass  # a standby's, which waits
             case Load(engine):
                 self._task(self._load(engine), f"nursery of {engine}")
 

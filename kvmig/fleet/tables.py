@@ -1,8 +1,10 @@
 """The tables of a fleet's database, and how its two kinds are opened: SQLite and PostgreSQL.
 
 Times are Unix seconds. Rows of `audit` are only ever added, which triggers see to; the id of the
-newest one is the catalogue's version. One server at a time has the database: a lock on a file
-beside SQLite's, an advisory lock that PostgreSQL ties to the one connection.
+newest one is the catalogue's version. One server at a time leads, and has the catalogue: by a lock
+on a file beside SQLite's, by an advisory lock that PostgreSQL ties to the one connection. Each
+leader has a token, greater than those before it. A connection that is made again takes the lock
+only while no other server has led in between.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from sqlalchemy import (
     delete,
     event,
     inspect,
+    select,
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
@@ -42,12 +45,14 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 14
+SCHEMA = 15
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
 LOCK_KEY = 0x6B766D6967
 """Number of PostgreSQL's advisory lock."""
+LEDGER_KEY = 0x6B766D6968
+"""The same, of the lock of transactions that change the ledger."""
 LOCK_NOT_AVAILABLE = "55P03"
 """PostgreSQL's code."""
 READING = "kvmig_reading"
@@ -55,6 +60,11 @@ READING = "kvmig_reading"
 QUICK_CHECK_BYTES = 64 << 20
 """SQLite files up to this size are read whole at the start."""
 CONNECT_S = 5
+STATEMENT_S = 30.0
+"""Timeout of a statement in PostgreSQL."""
+DEAD_S = 10.0
+"""A connection is over when its other end acknowledges nothing for this time: the host, or the
+network, is gone."""
 
 
 class StoreError(KvmigError):
@@ -66,6 +76,10 @@ class StoreError(KvmigError):
 
 class DatabaseUnusable(StoreError, ConfigError):
     """Nor will it do it later: it is damaged, read-only, of a newer kvmig, or something else's."""
+
+
+class LeadershipLost(StoreError):
+    """Another server leads: this one changes nothing any more."""
 
 
 class GarbledJson:
@@ -244,6 +258,16 @@ measured_rests = Table(
     Column("at", Double, nullable=False),
 )
 
+leadership = Table(
+    "leadership",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("token", BigInteger, nullable=False),
+    Column("beat", BigInteger, nullable=False),
+    Column("host", Text, nullable=False),
+)
+"""One row, see `kvmig.fleet.leadership.LeaderRow`."""
+
 model_files = Table(
     "model_files",
     metadata,
@@ -292,16 +316,42 @@ def upsert(
     )
 
 
-class FleetDatabase:
-    """A fleet's database, open in this process alone. `open` it, then `close` it."""
+def take_turn(connection: Connection) -> None:
+    """Wait until no other server changes the ledger, and let none until this transaction's end.
 
-    def __init__(self, url: str, wait_s: float = 5.0) -> None:
-        """wait_s: for a lock that another program has. Raises ConfigError."""
+    SQLite has one writer by itself.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LEDGER_KEY})
+
+
+class FleetDatabase:
+    """A fleet's database. `open` it, then `close` it; one that doesn't lead is closed only."""
+
+    def __init__(
+        self,
+        url: str,
+        wait_s: float = 5.0,
+        *,
+        host: str = "",
+        leads: bool = True,
+        statement_s: float = STATEMENT_S,
+    ) -> None:
+        """wait_s: for a lock that another program has. host: name of the server's host.
+
+        leads: whether it has the lock of the fleet's one leader. Without it, in PostgreSQL only, it
+        is for reading, and for the ledger. statement_s: timeout of a statement in PostgreSQL.
+        Raises ConfigError.
+        """
         self._url = _checked_url(url)
         self._wait_s = wait_s
+        self._host = host
         self._lock: IO[Any] | None = None
         self._file_lock: IO[Any] | None = None
-        self._engine = _engine(self._url, wait_s)
+        self.token = 0
+        """The leader's token; 0: it doesn't lead."""
+        leader = (lambda: self.token) if leads else None
+        self._engine = _engine(self._url, wait_s, statement_s, leader)
         self.name = self._url.render_as_string() if self.path is None else str(self.path)
 
     @property
@@ -316,6 +366,7 @@ class FleetDatabase:
 
         A file that can't be used is left as it is.
         """
+        self.token = 0
         try:
             if self.path is not None:
                 self._lock = _take_lock(self.path)
@@ -330,6 +381,8 @@ class FleetDatabase:
                 attempt = connection.begin_nested()  # SQLite begins to write in a read-only file
                 connection.execute(delete(meta))
                 attempt.rollback()
+                token = _take_lead(connection, self._host)
+            self.token = token
         except BaseException:
             self.close()
             raise
@@ -401,10 +454,15 @@ def _checked_url(url: str) -> URL:
     return found
 
 
-def _engine(url: URL, wait_s: float) -> Engine:
-    """Create an engine of one connection, so that the writer holds PostgreSQL's lock."""
+def _engine(
+    url: URL, wait_s: float, statement_s: float, leader: Callable[[], int] | None
+) -> Engine:
+    """Create an engine of one connection, so that the writer holds PostgreSQL's lock.
+
+    leader: the writer's token; None: connections take no lock.
+    """
     lite = url.get_backend_name() == "sqlite"
-    arguments: dict[str, Any] = {"timeout": wait_s} if lite else {"connect_timeout": CONNECT_S}
+    arguments: dict[str, Any] = {"timeout": wait_s} if lite else _connection_limits(statement_s)
     try:
         engine = create_engine(
             url, pool_size=1, max_overflow=0, pool_pre_ping=not lite, connect_args=arguments,
@@ -419,7 +477,8 @@ def _engine(url: URL, wait_s: float) -> Engine:
 
         @event.listens_for(engine, "connect")
         def set_up(connection: Any, _record: object) -> None:
-            _set_up_postgres(connection, url.render_as_string(), wait_s)
+            name = url.render_as_string()
+            _set_up_postgres(connection, name, wait_s, statement_s, leader)
 
     return engine
 
@@ -503,7 +562,25 @@ def _check_file(path: Path) -> None:
 # -- PostgreSQL
 
 
-def _set_up_postgres(connection: Any, name: str, wait_s: float) -> None:
+def _connection_limits(statement_s: float) -> dict[str, int]:
+    """libpq's limits for a network that takes what is sent and gives no sign."""
+    dead_s = min(DEAD_S, statement_s)
+    return {
+        "connect_timeout": round(min(CONNECT_S, statement_s)),
+        "keepalives_idle": round(dead_s / 2),
+        "keepalives_interval": 1,
+        "keepalives_count": round(dead_s / 2),
+        "tcp_user_timeout": round(1000 * dead_s),
+    }
+
+
+def _set_up_postgres(
+    connection: Any,
+    name: str,
+    wait_s: float,
+    statement_s: float,
+    leader: Callable[[], int] | None,
+) -> None:
     """Time limits, and the lock; whoever has it says in `application_name` who that is."""
     wait = f"{1000 * wait_s:.0f}"
     try:
@@ -511,10 +588,16 @@ def _set_up_postgres(connection: Any, name: str, wait_s: float) -> None:
             for setting, value in (
                 ("application_name", f"kvmig server {os.getpid()}"),
                 ("lock_timeout", wait),
-                ("statement_timeout", "30000"),
+                ("statement_timeout", f"{1000 * statement_s:.0f}"),
+                ("tcp_keepalives_idle", f"{DEAD_S / 2:.0f}"),  # or the lock outlives its host
+                ("tcp_keepalives_interval", "1"),
+                ("tcp_keepalives_count", f"{DEAD_S / 2:.0f}"),
             ):
                 cursor.execute("SELECT set_config(%s, %s, false)", (setting, value))
             connection.commit()
+            if leader is None:
+                return
+            _check_leader(cursor, leader())  # before the wait for a lock that will not come
             try:  # a server that has just been killed has it a moment longer
                 cursor.execute("SELECT pg_advisory_lock(%s)", (LOCK_KEY,))
             except Exception as error:
@@ -523,10 +606,21 @@ def _set_up_postgres(connection: Any, name: str, wait_s: float) -> None:
                 connection.rollback()
                 said = f"the fleet's database {name} is in use by {_holder(cursor)}"
                 raise StoreError(said) from error
+            _check_leader(cursor, leader())
         connection.commit()
     except BaseException:
         connection.close()
         raise
+
+
+def _check_leader(cursor: Any, token: int) -> None:
+    """Raises LeadershipLost if another server has led since this one does. token: 0: it doesn't."""
+    if not token:
+        return
+    cursor.execute("SELECT token, host FROM leadership WHERE id = 1")
+    row = cursor.fetchone()
+    if row is None or row[0] != token:
+        raise LeadershipLost(f"{(row and row[1]) or 'another server'} leads the fleet now")
 
 
 def _holder(cursor: Any) -> str:
@@ -537,6 +631,23 @@ def _holder(cursor: Any) -> str:
     )
     row = cursor.fetchone()
     return "another server" if row is None else " at ".join(str(one) for one in row if one)
+
+
+# -- the leader
+
+
+def _take_lead(connection: Connection, host: str) -> int:
+    """Note that this server leads; its token."""
+    before, now = int(connection.scalar(select(leadership.c.token)) or 0), 0
+    if connection.dialect.name == "postgresql":
+        # A replica that takes over may lack the newest token, which must not be used twice.
+        now = connection.scalar(
+            text("SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint")
+        )
+    token = max(before + 1, now)
+    row = {"id": 1, "token": token, "beat": 0, "host": host}
+    upsert(connection, leadership, ("id",), [row])
+    return token
 
 
 # -- the schema

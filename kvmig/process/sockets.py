@@ -31,9 +31,18 @@ def free_port() -> int:
     raise StartupError(f"no port of {PORTS[0]} to {PORTS[-1]} is free")
 
 
-def take_port(host: str | None, port: int, flag: str = "--port") -> socket.socket:
+WAITING_CLIENTS = 1024
+"""Connections that the kernel accepts before a process does."""
+
+
+def take_port(
+    host: str | None, port: int, flag: str = "--port", *, listens: bool = True
+) -> socket.socket:
     """Bind `host`:`port`, before anything slow starts. Raises ConfigError naming both, and the flag
-    that gave the port."""
+    that gave the port.
+
+    listens: whether clients may connect already.
+    """
     address = host or "127.0.0.1"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -42,7 +51,8 @@ def take_port(host: str | None, port: int, flag: str = "--port") -> socket.socke
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
     try:
         sock.bind((address, port))
-        sock.listen(1024)
+        if listens:
+            sock.listen(WAITING_CLIENTS)
     except (OSError, OverflowError) as error:
         sock.close()
         raise ConfigError(f"{flag} {port} on {address} can't be used: {error}") from error

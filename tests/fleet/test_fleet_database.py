@@ -23,7 +23,7 @@ from kvmig.accounts.keys import KeyTerms
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import migrations
 from kvmig.fleet.store import FleetStore
-from kvmig.fleet.tables import SCHEMA, DatabaseUnusable, StoreError, metadata
+from kvmig.fleet.tables import SCHEMA, DatabaseUnusable, LeadershipLost, StoreError, metadata
 from tests.support import postgres
 from tests.support.fleet_stores import ANNA, Place
 
@@ -364,7 +364,7 @@ def test_a_transaction_that_postgres_cuts_is_not_half_done(
 
 
 def test_another_server_may_take_over_what_postgres_cut(postgres_place: Place) -> None:
-    """The lock goes with the connection: the first server doesn't write without it."""
+    """The lock goes with the connection: the first server never writes again."""
     with opened(postgres_place) as first:
         with (
             pytest.raises(StoreError, match="can't be used"),
@@ -372,10 +372,21 @@ def test_another_server_may_take_over_what_postgres_cut(postgres_place: Place) -
         ):
             connection.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
         with opened(postgres_place) as second:
-            with pytest.raises(StoreError, match="is in use by kvmig server"):
+            with pytest.raises(LeadershipLost, match="another server leads the fleet now"):
                 first.add_model(postgres_place.spec(), ANNA)
             second.add_model(postgres_place.spec(), ANNA)
-        assert len(first.models()) == 1
+        with pytest.raises(LeadershipLost):
+            first.models()
+    with opened(postgres_place) as third:
+        assert len(third.models()) == 1
+
+
+def test_a_token_is_greater_than_all_before_it(place: Place) -> None:
+    tokens = []
+    for _ in range(3):
+        with opened(place) as store:
+            tokens.append(store.database.token)
+    assert tokens == sorted(set(tokens))
 
 
 def test_no_postgres_at_all_is_one_sentence(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.ray_launcher import LlumletActor
 from kvmig.migrator import SyncMigrator
 from kvmig.process.fork_server import ForkServerClient, ForkServerPool
+from kvmig.process.kept_child import KeptChild
 from kvmig.rpc.messages import RpcMessage
 from kvmig.rpc.zmq_sockets import RpcClient, RpcServer
 from kvmig.sharing.step_scheduler import StepScheduler
@@ -231,8 +232,8 @@ class OwnSupervisor(FleetSupervisor):
         return running(self._deployments.values())
 
     async def end(self) -> None:
-        """End all that it has started."""
-        await self._end([])
+        """End all that it has started; it has no server."""
+        await self._end([], KeptChild("the server", self._begin_server, 0.0))
 
 
 def loop_of(migrator: SyncMigrator) -> asyncio.AbstractEventLoop:
