@@ -133,8 +133,9 @@ class HubClient:
         *,
         abroad: bool = True,
     ) -> AsyncIterator[httpx.Response]:
-        """An answer without an error. abroad: redirects are followed to other hosts, too, which get
-        no token. Raises HubRefusal, PlaceGone."""
+        """An answer without an error. abroad: redirects with a host are followed, too; another host
+        gets no token. Without, such a redirect is the answer: it describes a large file. Raises
+        HubRefusal, PlaceGone."""
         first = url
         for _ in range(MOST_HOPS):
             own = {**headers, "accept-encoding": "identity"}
@@ -142,8 +143,11 @@ class HubClient:
                 own["authorization"] = authorization
             try:
                 async with self._client.stream(method, url, headers=own) as answer:
-                    to = urljoin(url, answer.headers.get("location", ""))
-                    leads = answer.has_redirect_location and (abroad or same_origin(first, to))
+                    location = answer.headers.get("location", "")
+                    to = urljoin(url, location)
+                    leads = answer.has_redirect_location and (
+                        abroad or not urlsplit(location).netloc
+                    )
                     if not leads:
                         if answer.is_error:
                             raise await _refusal(answer)

@@ -167,6 +167,14 @@ def test_lists_and_answers_lead_no_client_past_the_mirror(
     assert client.snapshot(mirror) == small_model(LARGE)
 
 
+def test_a_hub_that_keeps_large_files_at_its_own_address_is_mirrored_too(
+    hub: ModelHub, mirror: MirrorThread
+) -> None:
+    hub.large_files = hub.url
+    assert mirror.get(weights_path(hub)).content == small_model(LARGE)[WEIGHTS]
+    assert len(mirror.blobs) == 1
+
+
 def test_a_part_of_a_file_is_sent(hub: ModelHub, mirror: MirrorThread, client: Client) -> None:
     client.snapshot(mirror)
     data = small_model(LARGE)[WEIGHTS]

@@ -41,7 +41,10 @@ def test_three_mirrors_download_each_file_once_and_go_on_without_one_of_them(
 ) -> None:
     ports = [free_port() for _ in range(3)]
     peers = [f"http://127.0.0.1:{port}" for port in ports]
-    mirrors = [MirrorProcess(hub, tmp_path / f"m{port}", port, peers) for port in ports]
+    mirrors = [
+        MirrorProcess(hub, tmp_path / f"m{port}", own, peers)
+        for port, own in zip(ports, peers, strict=True)
+    ]
     try:
         for one in mirrors:
             one.wait_ready()

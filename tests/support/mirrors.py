@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -100,13 +101,16 @@ class MirrorThread:
 class MirrorProcess:
     """`kvmig mirror`."""
 
-    def __init__(self, hub: ModelHub, folder: Path, port: int, peers: list[str]) -> None:
-        self.own = f"http://127.0.0.1:{port}"
-        words = [f"--peer={one}" for one in peers if one != self.own]
+    def __init__(
+        self, hub: ModelHub, folder: Path, own: str, peers: list[str], enter: Sequence[str] = ()
+    ) -> None:
+        """own: its URL. peers: all of them. enter: words that start a command on its host."""
+        host, _, port = own.removeprefix("http://").partition(":")
+        words = [f"--peer={one}" for one in peers if one != own]
         self._process = subprocess.Popen(
             [
-                sys.executable, "-m", "kvmig", "mirror", f"--hub={hub.url}", f"--folder={folder}",
-                f"--port={port}", f"--url={self.own}", *words,
+                *enter, sys.executable, "-m", "kvmig", "mirror", f"--hub={hub.url}",
+                f"--folder={folder}", f"--host={host}", f"--port={port}", f"--url={own}", *words,
             ],
             stderr=subprocess.PIPE,
             env={**os.environ, "KVMIG_SECRET": SECRET},

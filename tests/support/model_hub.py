@@ -69,7 +69,8 @@ class HubFaults:
 class ModelHub:
     """Serves until the end of the block."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """host: address to listen on; this host's own has another name for large files."""
         self.models: dict[str, HubModel] = {}
         self.faults = HubFaults()
         self.asked: list[tuple[str, str, str]] = []
@@ -86,10 +87,11 @@ class ModelHub:
             pass
 
         Handler.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((host, 0), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
+        self.large_files = f"http://{'localhost' if host == '127.0.0.1' else host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
 
     def __enter__(self) -> Self:
@@ -244,7 +246,7 @@ class HubHandler(BaseHTTPRequestHandler):
         digest = hashlib.sha256(data).hexdigest()
         own |= {"x-xet-hash": digest, "link": '</api/xet>; rel="xet-auth"'}
         own |= {"x-linked-etag": f'"{digest}"', "x-linked-size": str(len(data))}
-        there = f"http://localhost:{self.hub.port}/cdn/{digest}/{name}"
+        there = f"{self.hub.large_files}/cdn/{digest}/{name}"
         own["location"] = self.hub.faults.leads_to or there
         self._say(302, own, b"")
 

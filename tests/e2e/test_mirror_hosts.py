@@ -1,0 +1,82 @@
+"""Mirrors on three hosts with networks of their own: one download, also without one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, snapshot_download
+
+from tests.support.mirrors import MirrorProcess
+from tests.support.model_hub import ModelHub, small_model
+from tests.support.network import Network, NoNetwork
+
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+LARGE = 20_000_000
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    try:
+        made = Network(3)
+    except NoNetwork as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    with closing(made):
+        yield made
+
+
+@pytest.fixture
+def hub(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with ModelHub(network.outside) as made:
+        yield made
+
+
+@pytest.fixture
+def mirrors(network: Network, hub: ModelHub, tmp_path: Path) -> Iterator[list[MirrorProcess]]:
+    urls = [f"http://{one.address}:8090" for one in network.hosts]
+    made = [
+        MirrorProcess(hub, tmp_path / f"m{at}", url, urls, network.hosts[at].enter)
+        for at, url in enumerate(urls)
+    ]
+    try:
+        for one in made:
+            one.wait_ready()
+        yield made
+    finally:
+        for one in made:
+            one.end()
+
+
+def snapshot(mirror: MirrorProcess, cache: Path, name: str) -> dict[str, bytes]:
+    found = snapshot_download(name, endpoint=mirror.url, cache_dir=cache, token=False)
+    root = Path(found)
+    return {
+        str(one.relative_to(root)): one.read_bytes() for one in root.rglob("*") if one.is_file()
+    }
+
+
+def test_three_hosts_get_a_model_by_one_download_and_go_on_when_one_of_them_is_cut_off(
+    network: Network, hub: ModelHub, mirrors: list[MirrorProcess], tmp_path: Path
+) -> None:
+    files = small_model(LARGE)
+    hub.add("org/first", files)
+    with ThreadPoolExecutor(3) as threads:
+        jobs = [
+            threads.submit(snapshot, one, tmp_path / f"c{at}", "org/first")
+            for at, one in enumerate(mirrors)
+        ]
+        assert all(job.result(60) == files for job in jobs)
+    assert hub.sent == sum(map(len, files.values()))
+
+    network.isolate(network.hosts[0])
+    second = small_model(LARGE + 1)
+    hub.add("org/second", second)
+    before = hub.sent
+    assert snapshot(mirrors[1], tmp_path / "d1", "org/second") == second
+    assert snapshot(mirrors[2], tmp_path / "d2", "org/second") == second
+    assert hub.sent - before == LARGE + 1, "the small files are those of the first model"
