@@ -270,7 +270,7 @@ def _published_table(found: Found) -> list[str]:
         "### As published",
         "",
         "Each cell: simulated / published. Axis: the mean of rate x throughput, the figure's own."
-        " Then requests a second, and the share of requests in time (SLO scale 8).",
+        " Then requests per second, and the share of requests in time (SLO scale 8).",
         "",
         "| alpha | rate | "
         + " | ".join(f"{one} axis | req/s | in time %" for one in PAPERS)
@@ -294,7 +294,7 @@ def _corrected_table(found: Found) -> list[str]:
     lines = [
         "### Corrected, with the baselines that the paper leaves out",
         "",
-        "Each cell: axis, requests a second, % in time (SLO scale 8).",
+        "Each cell: axis, requests per second, % in time (SLO scale 8).",
         "",
         "| alpha | rate | offered | " + " | ".join(SYSTEMS) + " |",
         "|" + "---|" * (3 + len(SYSTEMS)),

@@ -156,6 +156,20 @@ def test_figure_7s_published_placements_hold_every_model_once(load: int, system:
     assert all(estimator.unit(unit) is not None for unit in plan)
 
 
+def test_longer_runs_of_figure_7_have_a_table_and_a_figure_of_their_own() -> None:
+    rows = rows_of_figure_7()
+    assert "figure_7_kvmig_axis_times_best_other_long" not in figure7.summary(rows)
+    long = [
+        msgspec.structs.replace(one, long=True, axis=one.axis * (2 if one.system == "kvmig" else 1))
+        for one in rows
+        if not one.as_published and one.load in figure7.LONG_LOADS
+    ]
+    found = figure7.summary(rows + long)
+    assert found["figure_7_kvmig_axis_times_best_other_long"] == pytest.approx(3)
+    assert found["figure_7_kvmig_axis_times_best_other_least"] == pytest.approx(1.5)
+    assert figure7.page(rows + long).count("\n| 7.1 |") == 3
+
+
 def test_figure_7_as_published_has_no_error_and_muxserve_above_both() -> None:
     found = figure7.summary(rows_of_figure_7())
     assert found["figure_7_requests_error_worst"] == pytest.approx(0)
