@@ -33,6 +33,7 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore
 from tests.support.fleet_stores import Place, idle_files
+from tests.support.gguf_files import LLAMA, gguf_file
 
 
 class Kvmig:
@@ -727,3 +728,11 @@ def test_without_a_cluster_the_host_is_the_only_worker(kvmig: Kvmig) -> None:
         sentence = kvmig.refused("worker", *order)
         assert sentence.startswith("kvmig: worker local is this host, the only one")
     assert "there is no worker 'w'" in kvmig.refused("worker", "show", "w")
+
+
+def test_a_gguf_file_is_evaluated_by_its_header(kvmig: Kvmig, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(gguf_file(LLAMA, 8192))
+    words = ("model", "evaluate", "tiny", f"path:{tmp_path}", "--engine", "toy", "--json")
+    found = json.loads(kvmig(*words))
+    assert found["weights_bytes"] == found["files_bytes"] == 8192
+    assert found["token_bytes"] == 16 * 8 * 128 * 2
