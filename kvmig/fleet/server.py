@@ -58,12 +58,14 @@ from kvmig.fleet.orders import (
     LeaveLead,
     News,
     Order,
+    Start,
     StepDown,
     encode,
     news_of,
 )
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
+from kvmig.fleet.read_ahead import WeightsReader, weights_folder
 from kvmig.fleet.settings import ServerLaunch
 from kvmig.fleet.spec import Engine, ModelSpec
 from kvmig.fleet.spool_merger import SpoolMerger
@@ -203,6 +205,7 @@ class FleetServer:
             time.time,
         )
         self._learned = BackgroundTasks("sizes of models")
+        self._weights = WeightsReader()
         self._init = InitLink(to_init, self._hear_init)
         self._disks = disks_of(settings.path(), self._store.database.path)
         self._figures: dict[str, str] = {}
@@ -477,6 +480,7 @@ class FleetServer:
         await self._backend.replacer.close()
         await self._models.close()
         await self._learned.close()
+        await self._weights.close()
 
     async def _leave_database(self) -> None:
         """Let another server have it; without effect for one that has left it."""
@@ -586,6 +590,8 @@ class FleetServer:
 
     def _order(self, order: Order) -> None:
         self._init.order(order)
+        if isinstance(order, Start) and (folder := weights_folder(order)):
+            self._weights.begin(folder)
 
     def _hear_init(self, news: News) -> None:
         if isinstance(news, LeaveLead):
