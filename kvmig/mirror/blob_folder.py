@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ class HeldBlob(msgspec.Struct):
 class BlobFolder:
     """`open` it, then `close` it. Its methods may look at the disk."""
 
-    def __init__(self, root: Path, most_bytes: int, pins: frozenset[str]) -> None:
+    def __init__(
+        self, root: Path, most_bytes: int, pins: frozenset[str], evicted: Callable[[], None]
+    ) -> None:
         """most_bytes: of all files together; 0: no limit but the disk's. pins: repositories whose
-        files stay."""
+        files stay. evicted: called for each file that goes to make room."""
         self.root = root
         self._most = most_bytes
         self.pins = pins
@@ -45,7 +48,7 @@ class BlobFolder:
         self._coming: dict[str, int] = {}
         """Sizes of the files that come."""
         self._lock = FolderLock(root / "mirror.lock", f"the folder {root}")
-        self.evicted = 0
+        self._evicted = evicted
 
     def open(self) -> None:
         """Take what is there. Raises ConfigError where another mirror uses it, OSError."""
@@ -117,7 +120,7 @@ class BlobFolder:
                 return found.refused
             for name in found.evicted:
                 self.remove(name)
-                self.evicted += 1
+                self._evicted()
             self._coming[etag] = size
             return ""
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 class MirrorMetrics:
     """The metrics of one mirror."""
 
-    def __init__(self, stored_bytes: Callable[[], float], evicted: Callable[[], float]) -> None:
+    def __init__(self, stored_bytes: Callable[[], float]) -> None:
         registry = self._registry = CollectorRegistry()
         self.files = Counter(
             "kvmig_hub_files",
@@ -43,8 +43,9 @@ class MirrorMetrics:
         )
         Gauge("kvmig_hub_stored_bytes", "Size of the files that are here.", registry=registry
               ).set_function(stored_bytes)  # fmt: skip
-        Gauge("kvmig_hub_evicted_files", "Files that went to make room, since the start.",
-              registry=registry).set_function(evicted)  # fmt: skip
+        self.evicted = Counter(
+            "kvmig_hub_evicted", "Files that went to make room.", registry=registry
+        )
 
     def text(self) -> bytes:
         """Write all of them in Prometheus's text format."""

@@ -47,8 +47,8 @@ class MirrorServer(HttpTask):
         """sock: listening; closed by `stop`."""
         super().__init__(sock, lambda: self._uvicorn)
         pins = frozenset((*settings.pins, *settings.prefetch))
-        folder = BlobFolder(Path(settings.folder), settings.most_bytes, pins)
-        metrics = MirrorMetrics(lambda: folder.size, lambda: folder.evicted)
+        metrics = MirrorMetrics(lambda: folder.size)
+        folder = BlobFolder(Path(settings.folder), settings.most_bytes, pins, metrics.evicted.inc)
         holders, peers = HolderBook(), None
         if settings.peers:
             book = PeerBook(settings.url, settings.peers)

@@ -427,7 +427,7 @@ def test_files_go_by_their_last_use_and_pinned_ones_stay(
         mirror.get(path("d"))
         kept = {one[:1].decode() for one in mirror.blobs.values()}
         assert kept == {"a", "b", "d"}
-        assert mirror.figure("kvmig_hub_evicted_files") == 1
+        assert mirror.figure("kvmig_hub_evicted_total") == 1
     with MirrorThread(hub, tmp_path / "m", most_bytes=3_500_000, pins=("org/a",)) as mirror:
         mirror.get(path("c"))
         kept = {one[:1].decode() for one in mirror.blobs.values()}

@@ -36,6 +36,7 @@ def snapshot(url: str, cache: Path, name: str = NAME, token: Any = False) -> dic
     }
 
 
+@pytest.mark.long
 def test_three_mirrors_download_each_file_once_and_go_on_without_one_of_them(
     hub: ModelHub, tmp_path: Path
 ) -> None:
