@@ -15,6 +15,7 @@ import typer
 from kvmig.cli.common import Json, done, patience, said, show, table_of, time_of, where
 from kvmig.cli.files import files_app, pull_files
 from kvmig.cli.names import typed_source
+from kvmig.cli.placement_rates import show_rates
 from kvmig.cli.places import why_not_model
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import size_text
@@ -32,6 +33,7 @@ placement_app = typer.Typer(
 
 model_app.add_typer(files_app, name="files")
 model_app.command("pull")(pull_files)
+placement_app.command("rates")(show_rates)
 model_app.command("why-not")(why_not_model)
 
 CHECKING = (

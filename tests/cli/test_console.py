@@ -24,6 +24,8 @@ from kvmig.accounts.keys import KeyIndex
 from kvmig.cli import app as console
 from kvmig.cli.client import KEY, FleetClient
 from kvmig.cli.common import day_of
+from kvmig.cli.placement_rates import loads_of, models_file, seconds_of
+from kvmig.core.errors import ConfigError
 from kvmig.fleet import supervisor
 from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.catalogue import CatalogueReader
@@ -32,6 +34,7 @@ from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore
+from kvmig.placement.problem import ModelLoad, models_of
 from tests.support.fleet_stores import Place, idle_files
 from tests.support.gguf_files import LLAMA, gguf_file
 
@@ -557,6 +560,30 @@ def test_a_placements_models_and_costs_are_given_together(kvmig: Kvmig) -> None:
     assert "--models and --costs must both be given" in kvmig.refused(*order, status=2)
     device = kvmig.refused(*order, "--costs", "abacus", status=2)
     assert "device is 'abacus', must be a100-80g or a .toml file" in device
+
+
+def used(model: str, calls: int, prompt: int = 0, output: int = 0) -> dict[str, Any]:
+    return {"model": model, "calls": calls, "prompt": prompt, "output": output, "cached": 0}
+
+
+def test_rates_and_lengths_of_calls_are_a_models_file() -> None:
+    loads = loads_of([used("b", 50, 5000, 0), used("a", 100, 1600, 800), used("c", 0)], 200.0)
+    assert loads == [
+        ModelLoad("a", "a", 0.5, 16.0, 8.0), ModelLoad("b", "b", 0.25, 100.0, 1.0),
+    ]  # fmt: skip
+    assert models_of(models_file(loads), "text") == loads
+
+
+def test_days_without_a_call_have_no_rates(kvmig: Kvmig) -> None:
+    assert "no model had calls in these days" in kvmig.refused("placement", "rates", status=2)
+
+
+def test_the_seconds_of_days_end_now() -> None:
+    noon = datetime(2026, 11, 2, 12, tzinfo=UTC).timestamp()
+    assert seconds_of("2026-11-01", "2026-11-02", noon) == 1.5 * 86400
+    assert seconds_of("2026-10-01", "2026-10-01", noon) == 86400
+    with pytest.raises(ConfigError, match="--since is 2026-11-03, must be a day until 2026-11-02"):
+        seconds_of("2026-11-03", "2026-11-02", noon)
 
 
 def test_a_placement_that_is_no_toml_is_named(kvmig: Kvmig) -> None:
