@@ -5,7 +5,7 @@ Without `kvmig up --ray` there is one host, and nothing here decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -34,17 +34,15 @@ class WorkerPool:
         threads: int = 1,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
-        changed: Callable[[], None] = lambda: None,
     ) -> None:
         """address: of the Ray cluster; empty: there is none. threads: of an instance on a CPU.
 
-        clock: steady. wall: Unix time. changed: called when a worker has come, gone, or changed.
+        clock: steady. wall: Unix time.
         """
         self.address = address
         self._threads = threads
         self._clock = clock
         self._wall = wall
-        self._changed = changed
         self._table = WorkerTable()
 
     @property
@@ -55,12 +53,10 @@ class WorkerPool:
     def take_report(self, report: ClusterReport | None) -> None:
         """Take what is seen of the cluster; None: nothing is."""
         self._table.take_report(report, self._clock())
-        self._changed()
 
     def take_wishes(self, wishes: Sequence[WorkerWish]) -> None:
         """Take what is wanted of workers."""
         self._table.take_wishes(wishes)
-        self._changed()
 
     def workers(self) -> list[FleetWorker]:
         """Every worker, by name."""
@@ -68,7 +64,8 @@ class WorkerPool:
 
     def node_id(self, name: str) -> str:
         """The id of a worker's node; empty: it has none now."""
-        return next((one.node for one in self.workers() if one.name == name), "")
+        worker = self._table.named(name)
+        return "" if worker is None else worker.node
 
     def name_of(self, node: str) -> str:
         """The name of the worker with this node; empty: there is none."""
@@ -91,8 +88,7 @@ class WorkerPool:
             given = parse_resources(text_in(spec.flags, RESOURCES))
         except ConfigError:  # of an earlier kvmig; its deployment says so when it starts
             given = {}
-        on_gpus = any(one.resources.get("GPU") for one in self.workers())
-        usual = {} if on_gpus else {"CPU": float(self._threads * spec.workers)}
+        usual = {} if self._table.has_gpus else {"CPU": float(self._threads * spec.workers)}
         return InstanceDemand(memory, needs_of(given or usual, spec.workers))
 
     def nodes(self, holds: Sequence[InstanceHold]) -> tuple[WorkerNode, ...]:

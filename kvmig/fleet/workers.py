@@ -84,40 +84,54 @@ class WorkerTable:
         """When nodes were first seen to be lost, by id."""
         self._names: dict[str, str] = {}
         """Names that nodes were first seen under, by id: they keep them."""
+        self._by_name: dict[str, FleetWorker] = {}
+        self._by_node: dict[str, FleetWorker] = {}
+        self.has_gpus = False
+        """Whether a worker has GPUs, by Ray's word."""
 
     def take_wishes(self, wishes: Iterable[WorkerWish]) -> None:
         """Replace what is wanted."""
         self._wishes = {one.name: one for one in wishes}
+        self._put_together()
 
     def take_report(self, report: ClusterReport | None, now: float) -> None:
         """Replace what is seen. None: nothing is. now: of any steady clock."""
-        if report is None or report.failed:
-            self._report = None
-            return
-        self._report = report
-        self._names = names_of(report.nodes, self._names)
-        for one in report.nodes:
+        self._report = None if report is None or report.failed else report
+        if self._report is not None:
+            self._names = names_of(self._report.nodes, self._names)
+        for one in self._nodes():
             if not one.alive:
                 self._lost_at.setdefault(one.node_id, now)
+        self._put_together()
 
     def workers(self) -> list[FleetWorker]:
         """Every worker, by its name: also one that is away, and something is wanted of."""
+        return list(self._by_name.values())
+
+    def named(self, name: str) -> FleetWorker | None:
+        """The worker of this name; None: there is none."""
+        return self._by_name.get(name)
+
+    def node(self, node: str) -> FleetWorker | None:
+        """The worker with this node; None: there is none."""
+        return self._by_node.get(node)
+
+    def _put_together(self) -> None:
+        """Make the workers once for many questions: each model asks for them in each round."""
         found: dict[str, FleetWorker] = {}
-        for one in sorted(self._nodes(), key=lambda one: one.alive):
-            found[self._names[one.node_id]] = self._worker(one)  # who is alive comes last
+        self._by_node = {one.node_id: self._worker(one) for one in self._nodes()}
+        for one in sorted(self._nodes(), key=lambda one: one.alive):  # who is alive comes last
+            found[self._names[one.node_id]] = self._by_node[one.node_id]
         for name, wish in self._wishes.items():
             if name not in found:
                 found[name] = _wanted(self._away(name), wish)
-        return [found[name] for name in sorted(found)]
+        self._by_name = {name: found[name] for name in sorted(found)}
+        self.has_gpus = any(one.resources.get("GPU") for one in found.values())
 
     def _away(self, name: str) -> FleetWorker:
         if self._report is None:
             return FleetWorker(name, state="unknown", why=NO_REPORT)
         return FleetWorker(name, state="lost", why="no node has this name")
-
-    def node(self, node: str) -> FleetWorker | None:
-        """The worker with this node; None: there is none."""
-        return next((self._worker(one) for one in self._nodes() if one.node_id == node), None)
 
     def leaving(self, node: str, now: float) -> Leaving:
         """Why instances of this node are to be elsewhere; empty: they stay."""
