@@ -21,6 +21,7 @@ from kvmig.fleet.controller import ModelController
 from kvmig.fleet.lifecycle import State
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.tables import StoreError
+from kvmig.fleet.workers import FleetWorker, WorkerState
 from kvmig.proxy.exposition import Part, merged, parsed
 
 SCRAPE_S = 2.0
@@ -72,6 +73,7 @@ class FleetMetrics:
         ]
         own = [
             *of_models(every),
+            *of_workers(self.models.workers.workers()),
             *of_usage(usage),
             self._misses(),
             of_set_aside(self.set_aside()),
@@ -148,6 +150,23 @@ def of_models(models: Iterable[ManagedModel]) -> list[Metric]:
         for (way, reason), count in one.scaled.items():
             scaled.add_metric([name, way, reason], count)
     return [state, desired, ready, claim, entered, evicted, scaled]
+
+
+def of_workers(workers: Iterable[FleetWorker]) -> list[Metric]:
+    """What is seen and wanted of each; none on one host."""
+    state = GaugeMetricFamily(
+        "kvmig_worker_state", "1 for the state that it is in.", labels=["worker", "state"]
+    )
+    takes = GaugeMetricFamily(
+        "kvmig_worker_takes_instances",
+        "1 where new instances may start: it is ready, and neither cordoned nor drained.",
+        labels=["worker"],
+    )
+    for one in workers:
+        for each in get_args(WorkerState):
+            state.add_metric([one.name, each], one.state == each)
+        takes.add_metric([one.name], not one.refusal)
+    return [state, takes]
 
 
 def of_set_aside(count: Mapping[str, int]) -> Metric:

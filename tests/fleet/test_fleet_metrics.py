@@ -13,9 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvmig.fleet import metrics
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
-from kvmig.fleet.metrics import FleetMetrics
+from kvmig.fleet.metrics import FleetMetrics, of_workers
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.tables import StoreError
+from kvmig.fleet.worker_pool import WorkerPool
+from kvmig.fleet.workers import FleetWorker
 from kvmig.proxy.exposition import merged, parsed
 
 STEPS = """# HELP steps_total Steps.
@@ -58,6 +60,7 @@ class Serving(ModelController):
     """Two models, each with a socket."""
 
     def __init__(self, folder: Path) -> None:
+        self.workers = WorkerPool()
         self.found = [made(name, str(folder / name)) for name in "ab"]
 
     def every(self) -> list[ManagedModel]:
@@ -152,3 +155,11 @@ async def test_usage_is_told_by_model(tmp_path: Path) -> None:
     text = (await FleetMetrics(models, lambda: (), used).text()).decode()
     assert 'kvmig_usage_tokens_total{kind="output",model="a"} 20.0' in text
     assert 'kvmig_usage_calls_total{model="a"} 2.0' in text
+
+
+def test_a_worker_is_in_one_state_and_a_cordoned_one_takes_no_instances() -> None:
+    ready = FleetWorker("a", state="ready")
+    state, takes = of_workers([ready, FleetWorker("b", state="ready", cordoned=True)])
+    shown = {(one.labels["worker"], one.labels["state"]) for one in state.samples if one.value == 1}
+    assert shown == {("a", "ready"), ("b", "ready")}
+    assert {one.labels["worker"]: one.value for one in takes.samples} == {"a": 1, "b": 0}
