@@ -427,17 +427,14 @@ class ModelController:
                 assert model.asks_since is not None
                 waiting.append(self._waiting(model, model.asks_since))
         nodes, strategy = self.places.nodes(), self.memory.devices.strategy
-        fixed = bool(self._placed) or self.workers.there  # a placement says where they are
-        movable = [] if fixed else self._mover.movable()
+        movable = [] if self._placed else self._mover.movable()  # a placement says where they are
         made = plan(nodes, waiting, residents, now, strategy, movable, self._mover.nodes)
         return self.units.admit(made, starting, self._wanted_specs())
 
     def moves_for(self, model: ManagedModel) -> RoomPlan | None:
         """Moves that would make room for another instance now; None: there are none, or one is
         being carried out."""
-        if self._placed or self.workers.there:
-            return None
-        return self._mover.moves_for(model, self._plan.rooms)
+        return None if self._placed else self._mover.moves_for(model, self._plan.rooms)
 
     def _in_units(self) -> dict[str, frozenset[str]]:
         """The models that run in units, or wait for their start there."""

@@ -17,7 +17,7 @@ from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_places import ModelPlaces
 from kvmig.fleet.place_choice import PlaceExplanation
 from kvmig.fleet.room_moves import MovableInstance, RoomMove, RoomPlan, make_room
-from kvmig.fleet.worker_nodes import LOCAL, InstancePlace, Rooms
+from kvmig.fleet.worker_nodes import InstancePlace, Rooms
 
 START_S = 10.0
 """Assumed start time of an instance whose model has not been seen to start."""
@@ -69,7 +69,7 @@ class InstanceMover:
         return [
             one
             for model in self._models.values()
-            if _may_move(model, now)
+            if _may_move(model, now) and not self._places.leaves(model)
             for one in _movable_of(model, self._places)
         ]
 
@@ -88,10 +88,12 @@ class InstanceMover:
             assert model.watched is not None
             model.moving, model.moved_at = move, self._clock()
             model.places.coming = (move.to_gpus,) if move.to_gpus else ()
+            node = self._places.node_id(move.to_node)
+            model.nodes.coming = (node,) if node else ()
             self._note(model, f"instance {move.instance} moves so that another model has room")
             place = InstancePlace(move.to_node, move.to_gpus)
             why = self._places.explain_move(model, place, rooms)
-            work = self._move(model, model.watched, move, why)
+            work = self._move(model, model.watched, move, node, why)
             model.ordering = self._orders.start(work, f"move of {move.model}")
 
     async def _move(
@@ -99,13 +101,17 @@ class InstanceMover:
         model: ManagedModel,
         watched: DeploymentWatcher,
         move: RoomMove,
+        node: str,
         why: PlaceExplanation,
     ) -> None:
+        """Carry a move out. node: the id of the new node; empty: there is one host."""
         try:
-            (name,) = await watched.add(1, self._devices.ids(move.to_gpus))
+            (name,) = await watched.add(1, self._devices.ids(move.to_gpus), node)
             if move.to_gpus:
                 model.places.by_instance[name] = move.to_gpus
-            model.places.coming = ()
+            if node:
+                model.nodes.by_instance[name] = node
+            model.places.coming, model.nodes.coming = (), ()
             self._places.history.keep(model.deployment, name, self._wall(), why)
             try:
                 await watched.wait_serving(name, model.wanted.spec.instances.start_timeout_s)
@@ -117,7 +123,7 @@ class InstanceMover:
             self._note(model, f"instance {move.instance} has not moved: {error}")
             await asyncio.sleep(PAUSE_S)
         finally:
-            model.places.coming, model.moving = (), None
+            model.places.coming, model.nodes.coming, model.moving = (), (), None
 
 
 def _may_move(model: ManagedModel, now: float) -> bool:
@@ -137,12 +143,14 @@ def _movable_of(model: ManagedModel, places: ModelPlaces) -> Iterator[MovableIns
     need, kv = places.need(model), places.kv_bytes(model.wanted.spec)
     for row in model.instance_rows:
         gpus = model.places.gpus_of(row)
-        if row.unmovable or bool(gpus) != bool(need.wants):
+        node = places.worker_of(model, row)
+        if row.unmovable or not node or bool(gpus and need.wants) != bool(need.wants):
             continue
+        gpus = gpus if need.wants else ()  # on workers Ray gives them out
         each = model.places.size_of(row.id) if gpus else 0
         whole = each * len(gpus) if gpus else need.memory
         share = row.blocks_used / row.blocks_total if row.blocks_total else 0.0
         used = min(whole, int(share * (kv or whole)))
         start_s = START_S if model.start_s is None else model.start_s
-        place = InstancePlace(LOCAL, gpus, each)
+        place = InstancePlace(node, gpus, each)
         yield MovableInstance(row.id, place, need, start_s, min(whole, kv or used), used)

@@ -104,6 +104,14 @@ class ModelPlaces:
             return dict.fromkeys(claims, more)
         return {name: -(-more * size // whole) for name, size in claims.items()}
 
+    def node_id(self, name: str) -> str:
+        """The id of a worker's node, as deployments have it; empty: there is one host."""
+        return self._pool.node_id(name) if self._pool.there else ""
+
+    def leaves(self, model: ManagedModel) -> bool:
+        """Whether a worker of its instances is drained, or was lost."""
+        return bool(self._pool.leaving(model.nodes, model.instance_rows))
+
     def worker_of(self, model: ManagedModel, row: InstanceRow) -> str:
         """The name of the worker that an instance is on; empty: it is not known."""
         return self._pool.name_of(model.nodes.node_of(row)) if self._pool.there else LOCAL

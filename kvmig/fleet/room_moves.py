@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from kvmig.fleet.place_choice import choose_places, with_places
-from kvmig.fleet.worker_filters import admits
+from kvmig.fleet.worker_filters import TINY, admits
 from kvmig.fleet.worker_nodes import NO_GPU, InstanceNeed, InstancePlace, NodeRoom, Rooms
 from kvmig.placement.moves import (
     ModelNeeds,
@@ -171,11 +171,11 @@ def _emptied(
 ) -> Iterator[tuple[int, str, tuple[str, ...], int]]:
     """Places of a node that could be emptied far enough: the bytes that they miss, node, GPUs, and
     bytes of each."""
-    name, memory = room.node.name, max(0, need.memory - room.memory)
-    if memory and memory > sum(one.need.memory for one in movable):
+    name = room.node.name
+    if not _could_be_left(room, need, movable):
         return
     if not need.wants:
-        yield memory, name, (), 0
+        yield max(0, need.memory - room.memory), name, (), 0
         return
     largest = max(room.node.sizes.values(), default=0)
     wants = [want for want in need.wants if want.each <= largest and not want.at]
@@ -204,51 +204,79 @@ def _emptied(
                 yield sum(map(short.__getitem__, gpus)), name, ordered, each
 
 
+def _could_be_left(room: NodeRoom, need: InstanceNeed, movable: Sequence[MovableInstance]) -> bool:
+    """Whether its memory and other resources are enough once all have left it."""
+    memory = need.memory - room.memory
+    if memory > 0 and memory > sum(one.need.memory for one in movable):
+        return False
+    for name, amount in need.resources.items():
+        others = sum(one.need.resources.get(name, 0.0) for one in movable)
+        if amount > room.resources.get(name, 0.0) + others + TINY:
+            return False
+    return True
+
+
+_Part = tuple[int, str]
+"""A GPU (0), the node's memory (1) or another resource (2), by its name."""
+
+
 def _leaving(
     room: NodeRoom, need: InstanceNeed, place: InstancePlace, movable: Sequence[MovableInstance]
 ) -> tuple[MovableInstance, ...] | None:
     """The instances that leave a place; None: not enough can. movable: on its node, the cheapest
     first."""
-    short = {gpu: place.each - room.devices[gpu] for gpu in place.gpus}
-    memory = need.memory - room.memory
+    lacks: dict[_Part, float] = {(0, gpu): place.each - room.devices[gpu] for gpu in place.gpus}
+    lacks[1, ""] = need.memory - room.memory
+    for name, amount in need.resources.items():
+        lacks[2, name] = amount - room.resources.get(name, 0.0)
     rest, chosen = list(movable), list[MovableInstance]()
     while len(chosen) <= MOST_MOVES:
-        worst = max(short, key=lambda gpu: (short[gpu], gpu), default=None)
-        if worst is None or short[worst] <= 0:
-            if memory <= 0:
-                return tuple(chosen)
-            here = rest
-            gain, wanted = [one.need.memory for one in here], memory
-        else:
-            here = [one for one in rest if worst in one.place.gpus]
-            gain, wanted = [one.place.each for one in here], short[worst]
+        missing = [part for part, amount in lacks.items() if amount > TINY]
+        if not missing:
+            return tuple(chosen)
+        # Of GPUs the one that misses most, then memory, then the rest.
+        worst = min(missing, key=lambda part: (part[0], -lacks[part], part))
+        here = [(one, gain) for one in rest if (gain := _gives(one).get(worst, 0.0)) > 0]
         if not here:
             return None
-        enough = [one for one, size in zip(here, gain, strict=True) if size >= wanted]
-        leaves = enough[0] if enough else here[gain.index(max(gain))]
+        enough = [one for one, gain in here if gain + TINY >= lacks[worst]]
+        leaves = enough[0] if enough else max(here, key=lambda one: one[1])[0]
         chosen.append(leaves)
         rest.remove(leaves)
-        memory -= leaves.need.memory
-        for gpu in leaves.place.gpus:
-            if gpu in short:
-                short[gpu] -= leaves.place.each
+        for part, amount in _gives(leaves).items():
+            if part in lacks:
+                lacks[part] -= amount
     return None
+
+
+def _gives(one: MovableInstance) -> dict[_Part, float]:
+    """What an instance gives back of its node when it leaves."""
+    found: dict[_Part, float] = {(0, gpu): one.place.each for gpu in one.place.gpus}
+    found[1, ""] = one.need.memory
+    found.update({(2, name): amount for name, amount in one.need.resources.items()})
+    return found
 
 
 def _through(rooms: Rooms, need: InstanceNeed, hole: _Hole) -> RoomPlan | None:
     """The plan by which they leave the hole; None: there is none."""
-    # Nobody moves onto the hole's GPUs. Its memory is needed once the others have left.
-    left: Rooms = with_places(rooms, replace(need, memory=0), [hole.place])
+    # Nobody moves onto the hole's GPUs. What else it needs, it needs once the others have left.
+    left = with_places(rooms, replace(need, memory=0, resources={}), [hole.place])
+    here = hole.place.node
     to: list[InstancePlace] = []
     for one in hole.leaving:
-        places = choose_places(left, one.need, 1, "pack")
+        elsewhere = {name: room for name, room in left.items() if name != here or one.place.gpus}
+        places = choose_places(elsewhere, one.need, 1, "pack")
         if not places:
             return None
         to += places
         left = with_places(left, one.need, places)
-    given_back = sum(one.need.memory for one in hole.leaving)
-    if left[hole.place.node].memory + given_back < need.memory:
+    after = left[here]
+    if after.memory + sum(one.need.memory for one in hole.leaving) < need.memory:
         return None
+    for name, amount in need.resources.items():
+        given_back = sum(one.need.resources.get(name, 0.0) for one in hole.leaving)
+        if after.resources.get(name, 0.0) + given_back + TINY < amount:
+            return None
     took = _seconds(rooms, need, hole, to)
     if took is None:
         return None

@@ -211,3 +211,27 @@ async def test_a_node_that_was_cut_off_is_fenced_when_it_comes_back(
     streams = await forty(spread)
     spread.hold(None)
     await all_whole(streams)
+
+
+async def test_an_instance_moves_under_streams_so_that_a_model_has_a_whole_node(
+    spread: ToyFleet, nodes: NamedNodes
+) -> None:
+    (gone,) = (name for name in NAMES if workers(spread)[name]["state"] == "lost")
+    nodes.add(gone)
+    await until_yes(lambda: workers(spread)[gone]["state"] == "ready")
+    streams = await forty(spread)
+    for name in ("wide", "wider"):  # each takes both CPUs of a node
+        flags = ["--ray-resources", '{"CPU": 2}']
+        spread.add_toy(name, flags=flags, instances={"min": 1})
+        await asyncio.to_thread(spread.until, f"models/{name}", serving=1)
+    events = [one["what"] for one in spread.get("models/a")["events"]]
+    assert sum("moves so that another model has room" in one for one in events) == 1
+    assert len(places(spread)) == 4
+    assert len(set(places(spread))) == 3
+    spread.hold(None)
+    await all_whole(streams)
+    (instance, *_) = (
+        one["instance"] for one in workers(spread)[gone]["instances"] if one["model"] == "wide"
+    )
+    found = spread.get(f"why/wide?instance={instance}")
+    assert (found["worker"], found["decision"]["nodes"][0]["node"]) == (gone, gone)

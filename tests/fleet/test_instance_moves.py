@@ -71,7 +71,9 @@ async def soon() -> None:
 async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BusyFleet]:
     made = BusyFleet(tmp_path / "data")
 
-    async def add(_: DeploymentWatcher, count: int, gpus: Sequence[str] = ()) -> set[str]:
+    async def add(
+        _: DeploymentWatcher, count: int, gpus: Sequence[str] = (), node: str = ""
+    ) -> set[str]:
         made.orders.append((count, tuple(gpus)))
         if made.refused:
             raise StartupError(made.refused)

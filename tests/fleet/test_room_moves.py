@@ -103,6 +103,23 @@ def test_memory_of_a_node_is_made_room_in_too() -> None:
     assert make_room(rooms({"w": (70, [])}, *there), InstanceNeed("new", 60), there, 60) is None
 
 
+def test_what_else_a_node_has_is_made_room_in_too() -> None:
+    cpus = {"CPU": 2.0}
+    need = InstanceNeed("a", 1, resources=cpus)
+    there = [MovableInstance("i0", InstancePlace("w"), need, 5.0)]
+    site = {
+        name: room_now(
+            WorkerNode(name, 9, 9, resources={"CPU": total}, free_resources={"CPU": free}), 8
+        )
+        for name, total, free in (("w", 4.0, 2.0), ("x", 2.0, 2.0))
+    }
+    found = make_room(site, InstanceNeed("new", 1, resources={"CPU": 4.0}), there, 60)
+    assert moved(found) == [("a", "x", ())]
+    assert make_room(site, InstanceNeed("new", 1, resources={"CPU": 5.0}), there, 60) is None
+    only = {name: room for name, room in site.items() if name == "w"}
+    assert make_room(only, InstanceNeed("new", 1, resources={"CPU": 4.0}), there, 60) is None
+
+
 def test_nothing_moves_in_vain() -> None:
     there = movable("a", "w", "w0"), movable("b", "w", "w1")
     site = rooms({"w": (9, [10, 10])}, *there)

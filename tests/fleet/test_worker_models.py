@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,45 @@ async def test_only_a_worker_with_its_labels_gets_an_instance(bench: WorkerBench
     chosen, refused = kept.explanation.nodes
     assert (chosen.node, chosen.chosen, refused.node) == ("worker-b", True, "worker-a")
     assert refused.refusals[0].why == "it has no label zone, must have 'east'"
+
+
+async def test_a_busy_model_moves_to_another_worker_where_that_makes_room(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"))
+    bench.add(flags=("--ray-resources", '{"CPU": 2}'))
+    bench.see(made_up_node("a"), made_up_node("b", total={"CPU": 2.0}, free={"CPU": 2.0}))
+    bench.serve(monkeypatch, row("i0", A))
+    bench.turn(1)
+    flags = ("--ray-resources", '{"CPU": 4}')
+    large = ModelSpec(name="b", source="path:/models/b", engine="toy", flags=flags)
+    added = CatalogEntry("m2", "b", 1, True, large)
+    bench.models.take_catalogue([bench.model.wanted, added])
+    bench.models.take_want(ModelWanted("b"))
+    watched = bench.model.watched
+    assert watched is not None
+
+    async def add(count: int, gpus: Any = (), node: str = "") -> set[str]:
+        bench.asked.append(("add", node))
+        watched.take_event(DeploymentEvent(1, data=(row("i0", A), row("i9", B, "starting"))))
+        return {"i9"}
+
+    monkeypatch.setattr(watched, "add", add)
+    bench.turn()
+    waits = bench.models.shown("b")
+    assert waits is not None
+    assert waits.life.why == "no room: it needs 4 CPU, 2 CPU is free; instances move for it"
+    await asyncio.sleep(0)
+    assert bench.asked == [("add", B)]
+    assert bench.model.nodes.node_of(row("i9", "")) == B
+    watched.take_event(DeploymentEvent(1, data=(row("i0", A), row("i9", B))))
+    assert bench.model.ordering is not None
+    await bench.model.ordering
+    assert bench.asked == [("add", B), ("drain", "i0", None)]
+    watched.take_event(DeploymentEvent(1, data=(row("i9", B),)))
+    bench.turn()
+    starts = [one for one in bench.ordered if isinstance(one, Start)]
+    assert f"--instance-node=i0: {A}" in starts[-1].words
 
 
 async def test_an_idle_model_ends_on_the_worker_where_another_one_has_room_then(
