@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from kvmig import __version__
+from kvmig.accounts.people import LoginTerms
 from kvmig.cli.accounts import key_app, user_app
 from kvmig.cli.chat import chat, run_model
 from kvmig.cli.client import KEY
@@ -25,6 +26,7 @@ from kvmig.cli.common import (
     where,
 )
 from kvmig.cli.files import pull_files
+from kvmig.cli.login import log_in
 from kvmig.cli.mirror import mirror_hub
 from kvmig.cli.models import (
     CHECKING,
@@ -195,6 +197,32 @@ def up(
             " holder run any program of this host.",
         ),
     ] = False,
+    oidc_issuer: Annotated[
+        str,
+        typer.Option(help="URL of an identity provider (OpenID Connect) for `kvmig login`."),
+    ] = "",
+    oidc_client_id: Annotated[
+        str, typer.Option(help="Client id of this fleet at the identity provider.")
+    ] = "",
+    oidc_admin_group: Annotated[
+        list[str] | None,
+        typer.Option(help="Group whose people are admins. May be given several times."),
+    ] = None,
+    oidc_user_group: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Group whose people may log in (default: all people). May be given several times."
+        ),
+    ] = None,
+    oidc_groups_claim: Annotated[
+        str, typer.Option(help="Claim of a token that lists a person's groups.")
+    ] = "groups",
+    oidc_name_claim: Annotated[
+        str, typer.Option(help="Claim of a token that names a person.")
+    ] = "preferred_username",
+    oidc_key_hours: Annotated[
+        float, typer.Option(help="Hours that a key from `kvmig login` is valid.")
+    ] = 12.0,
     standby: Annotated[
         bool,
         typer.Option(
@@ -234,6 +262,15 @@ def up(
         allowed_origins=tuple(allowed_origins or ()),
         certificate=certificate_files(tls_cert, tls_key),
         allow_commands=allow_commands,
+        login=login_terms(
+            oidc_issuer,
+            oidc_client_id,
+            groups_claim=oidc_groups_claim,
+            name_claim=oidc_name_claim,
+            user_groups=tuple(oidc_user_group or ()),
+            admin_groups=tuple(oidc_admin_group or ()),
+            key_hours=oidc_key_hours,
+        ),
         standby=standby,
     )
     check_settings(settings)
@@ -245,6 +282,15 @@ def up(
     status = run(settings)
     if status:
         raise typer.Exit(status)
+
+
+def login_terms(issuer: str, client_id: str, **more: Any) -> LoginTerms | None:
+    """How people log in; None: not at all. Raises ConfigError."""
+    if client_id and not issuer:
+        raise ConfigError(
+            f"--oidc-client-id is {client_id!r:.200}, must be given together with --oidc-issuer"
+        )
+    return LoginTerms(issuer=issuer, client_id=client_id, **more) if issuer else None
 
 
 def placement_of(text: str) -> Strategy:
@@ -330,6 +376,7 @@ def backup(
 app.command()(chat)
 app.command("run")(run_model)
 app.command("ps")(list_running)
+app.command("login")(log_in)
 app.command("pull")(pull_files)
 app.command("rm")(remove_model)
 app.command("mirror")(mirror_hub)

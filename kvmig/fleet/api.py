@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvmig.accounts.keys import KeyGrant, KeyIndex, KeyTerms, ModelQuota, quotas_of
+from kvmig.accounts.people import LoginRefused
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
@@ -35,7 +36,9 @@ from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.files_api import catalogue_api, files_api
 from kvmig.fleet.gguf_sizes import gguf_sizes
+from kvmig.fleet.identity_provider import IdentityProvider, ProviderAway
 from kvmig.fleet.ledger import FIELDS, sums
+from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
@@ -86,6 +89,8 @@ class ApiBackend:
     """The whole fleet's, as Prometheus reads them."""
     files: ModelFiles
     catalogue: CatalogueReader
+    provider: IdentityProvider | None = None
+    """Vouches for people who log in."""
     replacer: PlacementController = field(init=False)
     workers: FleetWorkers = field(init=False)
     retention: UsageRetention = field(init=False)
@@ -179,6 +184,7 @@ def make_app(backend: ApiBackend) -> FastAPI:
         placement_api(backend, caller),
         places_api(backend.models, backend.row, caller),
         workers_api(backend.workers, caller),
+        login_api(backend.provider, backend.store, backend.stored, backend.changed),
     ):
         app.include_router(api, prefix=PREFIX)
     return app
@@ -736,6 +742,8 @@ STATUS: dict[type[Exception], HTTPStatus] = {
     NameTaken: HTTPStatus.CONFLICT,
     StoreError: HTTPStatus.SERVICE_UNAVAILABLE,
     ReplaceFailed: HTTPStatus.SERVICE_UNAVAILABLE,
+    LoginRefused: HTTPStatus.FORBIDDEN,
+    ProviderAway: HTTPStatus.BAD_GATEWAY,
 }
 
 

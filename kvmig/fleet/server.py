@@ -46,6 +46,7 @@ from kvmig.fleet.device_watch import LOOK_TIMEOUT_S, DeviceWatch
 from kvmig.fleet.disk import disks_of
 from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
 from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.identity_provider import IdentityProvider
 from kvmig.fleet.ledger import sums, take
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.metrics import FleetMetrics
@@ -233,6 +234,9 @@ class FleetServer:
             self._metrics.text,
             self._files,
             CatalogueReader(settings.catalogue, monotonic),
+            None
+            if settings.login is None
+            else IdentityProvider(settings.login, monotonic, time.time),
         )
         self._checks: dict[str, asyncio.Future[Checked]] = {}
         """Flags that are being checked."""
@@ -477,6 +481,8 @@ class FleetServer:
             self._http.should_exit = True
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
+        if self._backend.provider is not None:
+            await self._backend.provider.close()
         await self._backend.replacer.close()
         await self._models.close()
         await self._learned.close()

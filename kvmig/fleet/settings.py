@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvmig.accounts.people import LoginTerms, check_terms
 from kvmig.asgi.certificate import load_certificate
 from kvmig.core.config import CertificateFiles
 from kvmig.core.errors import ConfigError
@@ -62,7 +63,8 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     """Certificate of the port; None: it speaks plain HTTP."""
     allow_commands: bool = False
     """Whether admins may add models whose servers are programs of this host."""
-
+    login: LoginTerms | None = None
+    """How people log in; None: they get their keys from admins."""
     standby: bool = False
     """Whether this host waits while the server of another one leads, and takes over from it."""
 
@@ -169,6 +171,8 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
             f"--standby is given, --database is {given}, must be PostgreSQL: a file has one server,"
             " on its own host"
         )
+    if settings.login is not None:
+        check_terms(settings.login)
     if settings.certificate is not None:
         load_certificate(settings.certificate)
     longest = settings.path("run", "d-" + "0" * 8 + ".sock")

@@ -103,6 +103,8 @@ class UserRow(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     limits: Limits = Limits()
     """Limits of all keys together."""
+    subject: str = ""
+    """The person of an identity provider; empty: of none."""
 
 
 class KeyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -377,12 +379,12 @@ class FleetStore:
             found = connection.execute(select(users).order_by(users.c.name)).mappings()
             return self.set_aside.readable("user", found, _user_row)
 
-    def add_user(self, name: str, role: str, actor: OrderActor) -> UserRow:
-        """Raises Taken, ConfigError."""
+    def add_user(self, name: str, role: str, actor: OrderActor, *, subject: str = "") -> UserRow:
+        """subject: see `UserRow`. Raises Taken, ConfigError."""
         if not NAME.fullmatch(name):
             raise ConfigError(f"name is {name!r:.150}, must be {NAMES}")
         with self.database.transaction() as connection:
-            return self._add_user(connection, name, _checked_role(role), actor)
+            return self._add_user(connection, name, _checked_role(role), actor, subject)
 
     def set_user(
         self,
@@ -514,13 +516,14 @@ class FleetStore:
             return KeyChanges(_version(connection), tuple(granted), revoked)
 
     def _add_user(
-        self, connection: Connection, name: str, role: Role, actor: OrderActor
+        self, connection: Connection, name: str, role: Role, actor: OrderActor, subject: str = ""
     ) -> UserRow:
         if connection.execute(select(users.c.id).where(users.c.name == name)).first():
             raise NameTaken(f"a user {name!r} is there already")
         row = UserRow(
-            user_id=_new_id(), name=name, role=role, disabled=False, created=self._clock()
-        )
+            user_id=_new_id(), name=name, role=role, disabled=False, created=self._clock(),
+            subject=subject,
+        )  # fmt: skip
         fields = msgspec.to_builtins(row)
         connection.execute(insert(users).values(id=fields.pop("user_id"), **fields))
         self._note(connection, actor, SpecChange("add", "user", name, None, {"role": role}))
@@ -714,6 +717,7 @@ def _user_row(row: RowMapping) -> UserRow:
         disabled=row["disabled"],
         created=row["created"],
         limits=converted(row, "limits", Limits),
+        subject=row["subject"],
     )
 
 

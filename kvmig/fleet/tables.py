@@ -45,7 +45,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 15
+SCHEMA = 16
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
@@ -111,6 +111,7 @@ users = Table(
     Column("disabled", Boolean, nullable=False),
     Column("created", Double, nullable=False),
     Column("limits", JSON, nullable=False, server_default="{}"),
+    Column("subject", Text, nullable=False, server_default=""),
 )
 
 api_keys = Table(

@@ -72,6 +72,9 @@ from kvmig.proxy.relay import (
 )
 
 FLEET = "/kvmig/"
+LOGIN = "/kvmig/v2/login"
+"""The server's one path without a key."""
+LOGIN_BYTES = 1 << 16
 """Prefix of the paths that the server answers."""
 GREETING = msgspec.json.encode(
     {
@@ -226,6 +229,8 @@ class ProxyApp:
             call.method, call.headers
         ):
             await self._answer_preflight(call)
+        elif call.path == LOGIN:
+            await self._log_in(call)
         else:
             await self._let_in(call)
 
@@ -293,12 +298,12 @@ class ProxyApp:
             raise refused(no_model(where.listed))
         await call.answer(HTTPStatus.OK, msgspec.json.encode(answer))
 
-    async def _read(self, call: ProxiedCall, visit: AdmittedCall, rules: BodyRules) -> bytes:
+    async def _read(self, call: ProxiedCall, visit: AdmittedCall | None, rules: BodyRules) -> bytes:
         """The call's body, which takes room of the key's user until it is written to a deployment.
 
         Raises Gone, Refused, or the gateway's Refused.
         """
-        grant = self.directory.current(visit.prefix)
+        grant = None if visit is None else self.directory.current(visit.prefix)
         headers = MutableHeaders(raw=call.scope["headers"])
         call.body = self.budget.enter("" if grant is None else grant.user_id)
         message = await gateway.read_body(rules, call.body, headers, call.receive_part)
@@ -321,12 +326,21 @@ class ProxyApp:
         else:
             await self._relay(call, upstream, "", [])
 
+    async def _log_in(self, call: ProxiedCall) -> None:
+        """A person without a key asks the server for one."""
+        why = "a login needs no more"
+        rules = BodyRules(LOGIN_BYTES, self.config.body_timeout_s, None, why, LOGIN_BYTES)
+        await self._pass_order(call, await self._read(call, None, rules))
+
     async def _ask_server(self, call: ProxiedCall, visit: AdmittedCall) -> None:
         most = min(ROOM, self.config.max_body)
         why = "an order to the server needs no more"
         rules = BodyRules(most, self.config.body_timeout_s, None, why, self.config.max_body)
         content = await self._read(call, visit, rules)
         call.patience_s = ORDER_S
+        await self._pass_order(call, content)
+
+    async def _pass_order(self, call: ProxiedCall, content: bytes) -> None:
         headers = _passed(call, (FORWARDED, KVMIG))
         headers.append((b"x-forwarded-for", call.address.encode()))
         call.set_request(target(call.path, call.scope["query_string"]), headers, content)

@@ -1,0 +1,146 @@
+"""The identity provider (OpenID Connect) that vouches for people: is a token its own?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from joserfc import jwt
+from joserfc.errors import BadSignatureError, ExpiredTokenError, InvalidKeyIdError, JoseError
+from joserfc.jwk import KeySet
+
+from kvmig.accounts.people import LoginRefused, LoginTerms
+from kvmig.core.clock import Clock
+from kvmig.core.errors import KvmigError
+
+DISCOVERY = "/.well-known/openid-configuration"
+ALGORITHMS = ("RS256", "PS256", "ES256", "EdDSA")
+"""Signatures that are taken: all by a private key, which only the provider has."""
+TIMEOUT_S = 5.0
+MOST_BYTES = 1 << 20
+"""Longest answer."""
+KNOWN_S = 3600.0
+"""How long the provider's keys are known."""
+ANEW_S = 30.0
+"""Pause between two looks for keys because of a token: anyone may send one."""
+SKEW_S = 60
+"""Most that the provider's clock may differ."""
+
+
+class ProviderAway(KvmigError):
+    """The identity provider doesn't answer, or not as OpenID Connect says."""
+
+
+class IdentityProvider:
+    """Make it inside a running event loop; `close` it."""
+
+    def __init__(self, terms: LoginTerms, clock: Clock, wall: Clock) -> None:
+        """clock: steady. wall: Unix time."""
+        self.terms = terms
+        self._clock = clock
+        self._wall = wall
+        self._keys: KeySet | None = None
+        self._read_at = 0.0
+        self._reading = asyncio.Lock()
+        self._http = httpx.AsyncClient(timeout=TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+    async def claims(self, token: str) -> Mapping[str, Any]:
+        """What an ID token says, which is for this fleet, and the provider's own.
+
+        Raises LoginRefused, ProviderAway.
+        """
+        keys, fresh = await self._known()
+        found = self._decoded(token, keys)
+        if found is None and not fresh and (changed := await self._anew()) is not None:
+            found = self._decoded(token, changed)
+        if found is None:
+            raise LoginRefused("the token is not signed by the identity provider")
+        self._check(found)
+        return found
+
+    def _decoded(self, token: str, keys: KeySet) -> dict[str, Any] | None:
+        """What a token says; None: none of the keys has signed it. Raises LoginRefused."""
+        try:
+            return dict(jwt.decode(token, keys, algorithms=list(ALGORITHMS)).claims)
+        except (BadSignatureError, InvalidKeyIdError):
+            return None
+        except (JoseError, ValueError) as error:
+            raise LoginRefused(f"the token can't be read: {error}") from error
+
+    def _check(self, claims: dict[str, Any]) -> None:
+        """Raises LoginRefused."""
+        registry = jwt.JWTClaimsRegistry(
+            now=int(self._wall()),
+            leeway=SKEW_S,
+            iss={"essential": True, "value": self.terms.issuer},
+            aud={"essential": True, "value": self.terms.client_id},
+            exp={"essential": True},
+            iat={"essential": True},
+        )
+        try:
+            registry.validate(claims)
+        except ExpiredTokenError as error:
+            raise LoginRefused("the token has expired: log in again") from error
+        except JoseError as error:
+            raise LoginRefused(f"the token is not for this fleet: {error.description}") from error
+        party = claims.get("azp")
+        if party is not None and party != self.terms.client_id:
+            raise LoginRefused("the token is not for this fleet: Invalid claim: 'azp'")
+
+    async def _known(self) -> tuple[KeySet, bool]:
+        """The provider's keys, and whether they were read just now. Raises ProviderAway."""
+        async with self._reading:
+            if self._keys is not None and self._clock() - self._read_at < KNOWN_S:
+                return self._keys, False
+            return await self._read(), True
+
+    async def _anew(self) -> KeySet | None:
+        """Read the keys once more, which may have changed; None: that was done just before.
+
+        Raises ProviderAway.
+        """
+        async with self._reading:
+            if self._clock() - self._read_at < ANEW_S:
+                return None
+            return await self._read()
+
+    async def _read(self) -> KeySet:
+        """Raises ProviderAway."""
+        told = await self._get(self.terms.issuer.rstrip("/") + DISCOVERY)
+        if told.get("issuer") != self.terms.issuer:
+            raise ProviderAway(
+                f"the identity provider calls itself {told.get('issuer')!r:.200}, --oidc-issuer is"
+                f" {self.terms.issuer!r:.200}"
+            )
+        where = told.get("jwks_uri")
+        if not isinstance(where, str):
+            raise ProviderAway("the identity provider names no jwks_uri")
+        try:
+            self._keys = KeySet.import_key_set(await self._get(where))
+        except (JoseError, ValueError, KeyError, TypeError) as error:
+            raise ProviderAway(f"the keys at {where:.200} can't be read: {error}") from error
+        self._read_at = self._clock()
+        return self._keys
+
+    async def _get(self, url: str) -> Any:
+        """A JSON object. Raises ProviderAway."""
+        try:
+            async with self._http.stream("GET", url) as answer:
+                answer.raise_for_status()
+                came = b""
+                async for part in answer.aiter_bytes():
+                    came += part
+                    if len(came) > MOST_BYTES:
+                        raise ProviderAway(f"{url:.200} answers more than {MOST_BYTES} bytes")
+            found = httpx.Response(200, content=came).json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise ProviderAway(f"{url:.200} can't be read: {error!r}") from error
+        if not isinstance(found, dict):
+            raise ProviderAway(f"{url:.200} is no JSON object")
+        return found
