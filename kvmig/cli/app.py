@@ -37,6 +37,7 @@ from kvmig.cli.models import (
     remove_model,
 )
 from kvmig.cli.places import instance_app
+from kvmig.cli.rollouts import CanaryOption, DeadlineOption, HoldOption, rollout_body
 from kvmig.cli.usage import usage_app
 from kvmig.cli.workers import worker_app
 from kvmig.core.errors import ConfigError
@@ -328,6 +329,9 @@ def apply(
         bool,
         typer.Option("--prune", help="Also remove models and aliases that are not in the file."),
     ] = False,
+    canary: CanaryOption = "",
+    hold: HoldOption = 60.0,
+    deadline: DeadlineOption = None,
     as_json: Json = False,
 ) -> None:
     """Apply a file to the catalogue of models and aliases."""
@@ -340,6 +344,7 @@ def apply(
         "folder": str(file.absolute().parent),
         "dry_run": dry_run,
         "prune": prune,
+        "rollout": rollout_body(canary, hold, deadline),
     }
     with patience(CHECKING):
         answer = where.client().post("apply", body)

@@ -17,6 +17,15 @@ from kvmig.cli.files import files_app, pull_files
 from kvmig.cli.names import typed_source
 from kvmig.cli.placement_rates import show_rates
 from kvmig.cli.places import why_not_model
+from kvmig.cli.rollouts import (
+    CanaryOption,
+    DeadlineOption,
+    HoldOption,
+    rollout_app,
+    rollout_body,
+    rollout_line,
+    show_history,
+)
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import size_text
 from kvmig.placement.file import Placement
@@ -32,9 +41,11 @@ placement_app = typer.Typer(
 )
 
 model_app.add_typer(files_app, name="files")
+model_app.add_typer(rollout_app, name="rollout")
 model_app.command("pull")(pull_files)
 placement_app.command("rates")(show_rates)
 model_app.command("why-not")(why_not_model)
+model_app.command("history")(show_history)
 
 CHECKING = (
     "the engine checks the flags and the model's configuration; the first check loads the engine's"
@@ -101,6 +112,7 @@ def model_view(one: dict[str, Any]) -> str:
         "GPUs": ", ".join(f"{gpu['gpu']}: {gpu['bytes']} bytes" for gpu in one["gpus"]),
         "no room": "; ".join(one["no_room"]),
         "revision": f"{one['revision']}{', takes effect at the next start' * one['stale']}",
+        "roll-out": rollout_line(one["rollout"]),
     }
     lines = [f"{name:<11} {value}" for name, value in pairs.items() if value]
     events = [
@@ -310,22 +322,32 @@ def set_model(
     source: Annotated[
         str | None, typer.Option(help="Folder with the weights as path:FOLDER, or hf:ORG/NAME.")
     ] = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option(help="Folder of another vLLM for its instances; empty: the installed one."),
+    ] = None,
     zero_after: Annotated[
         float | None, typer.Option(help="Seconds without a request before it stops.")
     ] = None,
+    canary: CanaryOption = "",
+    hold: HoldOption = 60.0,
+    deadline: DeadlineOption = None,
     as_json: Json = False,
 ) -> None:
-    """Change a model. New flags and a new source take effect at its next start."""
+    """Change a model. New flags and a new source roll out while it serves."""
     client = where.client()
     spec = client.get(f"models/{quote(name)}")["spec"]
     if flags is not None:
         spec["flags"] = shlex.split(flags)
     if source is not None:
         spec["source"] = typed_source(source)
+    if vllm is not None:
+        spec["vllm"] = vllm and str(Path(vllm).absolute())
     if zero_after is not None:
         spec["instances"]["zero_after_s"] = zero_after
     with patience(CHECKING):
-        client.post("apply", {"fleet": {"models": [spec]}})
+        rollout = rollout_body(canary, hold, deadline)
+        client.post("apply", {"fleet": {"models": [spec]}, "rollout": rollout})
     show_rows(client.get(f"models/{quote(name)}"), as_json)
 
 

@@ -286,13 +286,16 @@ class RestartInstances(RpcMessage, frozen=True, tag=True):
     """Front end to the launcher: start these again, one after the other, each once it is drained.
 
     instances: none: all that serve. deadline_s: as in DrainInstance, of each. tree: folder of the
-    engine that they are from then on, empty: the installed one; None: as they were.
+    engine that they are from then on, empty: the installed one; None: as they were. flags: of the
+    engine, that they have from then on behind those of all, and so do all that start later; None:
+    as they were.
     """
 
     call_id: int
     instances: tuple[str, ...] = ()
     deadline_s: float | None = None
     tree: str | None = None
+    flags: str | None = None
 
 
 class SetGuarantee(RpcMessage, frozen=True, tag=True):
@@ -367,6 +370,8 @@ class ClusterMember(msgspec.Struct, frozen=True):
     """Whether an order has ended its process: that it is gone is no fault."""
     node: str = ""
     """Id of the Ray node that it was ordered to; empty: to none."""
+    flags: str = ""
+    """Flags that it has behind those of all."""
 
 
 class Members(RpcMessage, frozen=True, tag=True):

@@ -89,6 +89,9 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     unit: Annotated[
         str, Meta(description="Name of where it is in a placement; empty: nobody said.")
     ] = ""
+    flags: Annotated[
+        str, Meta(description="Flags of the engine that it has besides those of all.")
+    ] = ""
     pid: Annotated[
         int, Meta(description="Id of its process on its host; 0 while it isn't connected.")
     ] = 0

@@ -45,6 +45,7 @@ from kvmig.fleet.placement_controller import DesiredPlacement, PlacementControll
 from kvmig.fleet.places_api import places_api
 from kvmig.fleet.quotas import left
 from kvmig.fleet.retention import UsageRetention, day_before, prune
+from kvmig.fleet.rollout_api import RolloutBody, rollout_api, standing, terms_of
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
@@ -178,6 +179,7 @@ def make_app(backend: ApiBackend) -> FastAPI:
         fleet_api(backend, caller),
         usage_api(backend, caller, Depends(reader)),
         accounts_api(backend, caller, Depends(reader)),
+        rollout_api(backend, caller, time.time),
         models_api(backend, caller),
         files_api(backend.files, caller),
         catalogue_api(backend.catalogue, caller),
@@ -202,7 +204,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
             "address": f"{settings.scheme}://{settings.host}:{settings.port}",
             **({} if settings.certificate is None else {"certificate": settings.certificate.cert}),
             "models": len(await backend.stored(store.models)),
-            "proxies": models.connected,
+            "proxies": models.reports.connected,
             "starts": models.starts,
             "memory_bytes": models.memory.host().total,
             "claimed_bytes": models.claimed,
@@ -230,9 +232,10 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def apply(body: ApplyBody, actor: OrderActor = caller) -> Body:
         """Make the catalogue what a file says."""
         fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
+        terms = terms_of(body.rollout)
         await backend.checked(fleet.models, alone=body.prune)
         changes = await backend.stored(
-            store.apply, fleet, actor, dry_run=body.dry_run, prune=body.prune
+            store.apply, fleet, actor, dry_run=body.dry_run, prune=body.prune, terms=terms
         )
         if not body.dry_run:
             await backend.changed()
@@ -535,7 +538,7 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
 def started_as(spec: ModelSpec) -> tuple[object, ...]:
     """What decides a deployment's command line."""
     own = spec.engine, spec.source, spec.flags, spec.adapters, spec.instances
-    return (*own, spec.workers, spec.unit)
+    return (*own, spec.workers, spec.unit, spec.vllm)
 
 
 # -- what comes
@@ -548,6 +551,9 @@ class ApplyBody(StrictBody):
     folder: str = Field(default="", description="What relative paths in it mean; empty: nothing.")
     dry_run: bool = False
     prune: bool = False
+    rollout: RolloutBody | None = Field(
+        default=None, description="How changed models roll out; null: at once."
+    )
 
 
 class ScaleBody(StrictBody):
@@ -667,8 +673,8 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
             "state": model.life.state,
             "why": model.life.why,
             "serving": model.serving,
-            "running": models.running(row.name),
-            "held": models.waiting_requests(row.name),
+            "running": models.reports.running(row.name),
+            "held": models.reports.held(row.name),
             "start_s": model.start_s,
         }
     held = {} if model is None else model.held
@@ -680,7 +686,8 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
         "spec": msgspec.to_builtins(row.spec),
         "stale": model is not None
         and model.note is not None
-        and (model.former or model.note.revision != row.revision),
+        and (model.former or not model.is_newest),
+        "rollout": msgspec.to_builtins(standing(models, row.name)),
         "gpus": [
             {"gpu": titles.get(uuid, uuid), "uuid": uuid, "bytes": size}
             for uuid, size in held.items()

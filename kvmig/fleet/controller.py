@@ -14,7 +14,7 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -29,6 +29,7 @@ from kvmig.fleet.autoscale import (
     DemandSample,
     ObservedDemand,
     ScalingDecision,
+    ScalingOrder,
     counted,
     decide,
     next_order,
@@ -69,13 +70,15 @@ from kvmig.fleet.managed_model import (
     ModelEvent,
 )
 from kvmig.fleet.model_places import ModelPlaces
-from kvmig.fleet.model_routes import classes_of, route_state
+from kvmig.fleet.model_routes import classes_of, route_state, sockets_of
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Started, Stop
 from kvmig.fleet.place_choice import PlaceExplanation, with_places
+from kvmig.fleet.proxy_reports import ProxyReports
+from kvmig.fleet.rollout_controller import Keep, ModelRollouts, can_gather
 from kvmig.fleet.room_moves import RoomPlan
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import PATH, ModelSpec
+from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.units import FleetUnits
 from kvmig.fleet.worker_nodes import InstancePlace, Rooms
 from kvmig.fleet.worker_pool import WorkerPool
@@ -94,15 +97,6 @@ log = logging.getLogger(__name__)
 Explanations = tuple[PlaceExplanation, ...]
 
 
-@dataclass(eq=False)
-class ConnectedProxy:
-    """What a proxy has said."""
-
-    version: int = 0
-    running: Mapping[str, int] = field(default_factory=dict)
-    held: Mapping[str, int] = field(default_factory=dict)
-
-
 class ModelController:
     """Make it inside a running event loop; `run` it as a task."""
 
@@ -117,12 +111,13 @@ class ModelController:
         measured: Callable[[ModelSpec], object] = lambda spec: None,
         missing: Callable[[str], MissingFiles | None] = lambda source: None,
         workers: WorkerPool | None = None,
+        keep: Keep = lambda model_id, plan, done: None,
     ) -> None:
         """order: to init. tell: proxies of changed routes and of names that are gone; the version.
 
         memory: of the host. clock: steady. wall: Unix time. measured: called when more is known of
         what a model takes of GPUs. missing: why a model with this source can't start yet. workers:
-        None: there is one host.
+        None: there is one host. keep: stores how far a roll-out is.
         """
         self.memory = memory
         self.workers = workers or WorkerPool()
@@ -138,7 +133,7 @@ class ModelController:
         self._models: dict[str, ManagedModel] = {}
         self._whose: dict[str, ManagedModel] = {}
         """Models by deployment."""
-        self._proxies: dict[str, ConnectedProxy] = {}
+        self.reports = ProxyReports()
         self._routes: dict[str, ModelRoute] = {}
         self._has_begun = False  # the rounds; before the first, nobody knows what runs
         self._plan = CapacityPlan()
@@ -155,6 +150,9 @@ class ModelController:
         )
         self._sets = InstanceOrders(self.places, self.workers, memory.devices, self._note, wall)
         self._measures = InstanceMeasures(self._models, memory, wall, self._note, measured)
+        self.rollouts = ModelRollouts(
+            self._models, keep, wall, self._note, self._measures.take_claim, self.running
+        )
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
         self._told = False  # by init, what runs
@@ -167,15 +165,17 @@ class ModelController:
         for name, one in named.items():
             model = self._models.get(name)
             if model is None:
-                model = self._models[name] = ManagedModel(one)
-            before, model.wanted = model.wanted.spec, one
-            if before.source != one.spec.source and model.life.state == "failed":
+                model = self._models[name] = ManagedModel(one, key=name)
+            before, model.wanted = model.wanted.spec, self.rollouts.take_entry(one)
+            spec = model.wanted.spec
+            if before.source != spec.source and model.life.state == "failed":
                 model.life = ModelStatus(since=self._clock())  # what failed was something else
-            if before != one.spec or not model.claim:
+            if before != spec or not model.claim:
                 self._measures.take_claim(model)
                 model.card = msgspec.structs.replace(model.card, reach=None)  # it may have another
-        for name, model in self._models.items():
-            model.removed = name not in named
+        self.rollouts.forget_others(named.keys())
+        for model in self._models.values():
+            model.removed = model.wanted.name not in named
             if model.removed:
                 model.wanted = msgspec.structs.replace(model.wanted, on=False)
         for engine in {one.spec.library for one in named.values() if one.on} - {""}:
@@ -195,7 +195,7 @@ class ModelController:
         match news:
             case Running(deployments):
                 self._told = True
-                for one in deployments:
+                for one in self.rollouts.in_order(deployments):
                     try:
                         self.units.adopt(one) if one.program == "unit" else self._adopt(one)
                     except msgspec.DecodeError as error:  # of another kvmig; nobody knows whose
@@ -213,37 +213,24 @@ class ModelController:
 
     def take_want(self, want: ModelWanted) -> None:
         """Take a proxy's message that a request waits for the model."""
-        if (model := self._models.get(want.model)) is not None:
+        if (model := self.rollouts.front(want.model)) is not None:
             model.asked_until = self._clock() + WANT_S
             self._changed.set()
 
     def take_demand(self, proxy: str, demand: ProxyDemand) -> None:
         """Take a proxy's report of what it relays and holds."""
-        known = self._proxies.setdefault(proxy, ConnectedProxy())
-        known.version = demand.version
-        known.running = {one.model: one.running for one in demand.models}
-        known.held = {one.model: one.held for one in demand.models}
+        self.reports.take_report(proxy, demand)
         now = self._clock()
         for one in demand.models:
-            if (model := self._models.get(one.model)) is not None:
+            if (model := self.rollouts.at(one.model, one.socket)) is not None:
                 model.window.add(DemandSample(now, demand.seconds, one.request_s, one.arrivals))
                 if one.arrivals or one.request_s:  # also what came and went between two looks
                     model.busy_at = now
         self._changed.set()
 
-    def known_to_all(self, version: int, proxies: int = 0) -> bool:
-        """Whether every connected proxy knows of that version. proxies: how many must be connected;
-        one that isn't yet, to a server that has just started, serves by what it knew."""
-        connected = self._proxies.values()
-        return len(connected) >= proxies and all(one.version >= version for one in connected)
-
     def folders(self) -> set[str]:
         """Folders that deployments were started from."""
         return {one.note.folder for one in self._models.values() if one.note is not None}
-
-    def forget_proxy(self, proxy: str) -> None:
-        """Forget a proxy that is gone, or whose link is."""
-        self._proxies.pop(proxy, None)
 
     def is_over(self, deployment: str) -> bool:
         """Whether it has ended."""
@@ -251,7 +238,7 @@ class ModelController:
 
     def wake(self, name: str) -> None:
         """Start it now, whatever failed before."""
-        model = self._models[name]
+        model = self.rollouts.front(name) or self._models[name]
         model.asked_until = math.inf
         model.life = awake(model.life, self._clock())
         self._changed.set()
@@ -263,30 +250,22 @@ class ModelController:
         return list(self._routes.values())
 
     @property
-    def connected(self) -> int:
-        """Proxies that have said something."""
-        return len(self._proxies)
-
-    def running(self, name: str) -> int:
-        """Requests that proxies relay to the model now."""
-        return sum(one.running.get(name, 0) for one in self._proxies.values())
-
-    def waiting_requests(self, name: str) -> int:
-        """Requests that wait for its start."""
-        return sum(one.held.get(name, 0) for one in self._proxies.values())
-
-    @property
     def claimed(self) -> int:
         """Bytes that all deployments take."""
         return sum(model.claimed for model in self._models.values())
 
     def every(self) -> list[ManagedModel]:
-        """The models that there are."""
-        return list(self._models.values())
+        """The models that there are; of those that roll out the deployment that has the name."""
+        return [one for key, one in self._models.items() if key == one.wanted.name]
 
     def shown(self, name: str) -> ManagedModel | None:
         """One as it stands, for people."""
         return self._models.get(name)
+
+    def running(self, model: ManagedModel) -> int:
+        """Requests that its deployment has."""
+        told = 0 if model.watched is None else model.watched.told.live
+        return max(told, self.reports.running_at(model.wanted.name, model.socket))
 
     # -- rounds
 
@@ -328,11 +307,14 @@ class ModelController:
         self._has_begun = True
         now = self._clock()
         self._measures.measure()
+        self.rollouts.blocked = dict.fromkeys(self._placed, "a placement sets its instances")
+        self.rollouts.reconcile()
         seen = {name: self._seen(model, now) for name, model in self._models.items()}
         self._plan = self._make_room(seen, now)
         for name, model in list(self._models.items()):
             self._live(model, self._with_room(name, seen[name]), now)
-            if model.removed and model.life.state == "zero" and not model.deployment:
+            over = model.removed or (model.retires and name != model.wanted.name)
+            if over and model.life.state == "zero" and not model.deployment:
                 del self._models[name]
         self._tell_routes()
         self.units.reconcile(self._in_units())
@@ -340,6 +322,8 @@ class ModelController:
             self._mover.begin(self._plan.moves, self._plan.rooms)
         for model in self._models.values():
             self._scale(model, now)
+            self._gather(model)
+            self._roll(model)
 
     def _live(self, model: ManagedModel, seen: ObservedState, now: float) -> None:
         before = model.life
@@ -361,9 +345,8 @@ class ModelController:
                 self._order(Stop(model.deployment, kill=action == "kill"))
 
     def _seen(self, model: ManagedModel, now: float) -> ObservedState:
-        name = model.wanted.name
-        told = 0 if model.watched is None else model.watched.told.live
-        running, held = max(told, self.running(name)), self.waiting_requests(name)
+        name, running = model.wanted.name, self.running(model)
+        held = self.reports.held(name) if self.rollouts.front(name) is model else 0
         if running or held:
             model.busy_at = now
         ended, model.ended = model.ended, None
@@ -378,8 +361,7 @@ class ModelController:
             wanted=bool(held) or now < model.asked_until,
             running=running,
             idle_s=now - model.busy_at,
-            unrouted=len(self._proxies) >= self._settings.proxies
-            and self.known_to_all(model.unrouted_at),
+            unrouted=self.reports.known_to_all(model.unrouted_at, self._settings.proxies),
         )
 
     def _make_room(self, seen: Mapping[str, ObservedState], now: float) -> CapacityPlan:
@@ -416,13 +398,12 @@ class ModelController:
                         resources=self.places.resources_on(model),
                     )
                 )
-        starting = [
-            model.wanted.spec for model in self._models.values() if model.asks_since is not None
-        ]
+        asking_now = [one for one in self._models.values() if one.asks_since is not None]
+        starting = [model.wanted.spec for model in asking_now]
         opening = {spec.unit: spec.name for spec in reversed(starting)}
         """The models with which their units are placed; the others of a unit wait for that."""
-        for spec in starting:
-            model = self._models[spec.name]
+        for model in asking_now:
+            spec = model.wanted.spec
             if not spec.unit or self.units.has_place(spec.unit) or opening[spec.unit] == spec.name:
                 assert model.asks_since is not None
                 waiting.append(self._waiting(model, model.asks_since))
@@ -448,7 +429,7 @@ class ModelController:
         return [model.wanted.spec for model in self._models.values() if model.wanted.on]
 
     def _waiting(self, model: ManagedModel, since: float) -> WaitingModel:
-        name, spec = model.wanted.name, model.wanted.spec
+        name, spec = model.key, model.wanted.spec
         if model.deployment:  # it is parked, and wakes where it is
             more = max(0, model.claim * model.planned - model.claimed)
             of_gpus = model.places.more(model.instance_rows)
@@ -506,8 +487,11 @@ class ModelController:
     def _wish(self, model: ManagedModel) -> DesiredState:
         spec = model.wanted.spec
         return DesiredState(
-            on=model.wanted.on and not model.former,
-            least=max(spec.least, self._floor(spec), len(self._placed.get(spec.name, ()))),
+            on=model.wanted.on and not model.former and not model.retires,
+            overdue=model.overdue,
+            least=max(
+                spec.least, self._floor(spec), len(self._placed.get(spec.name, ())), model.stands_by
+            ),
             parks=spec.warm == "parked",
             zero_after_s=spec.instances.zero_after_s,
             start_timeout_s=spec.instances.start_timeout_s,
@@ -540,7 +524,7 @@ class ModelController:
         socket = str(self._settings.deployment(deployment))
         units = [one.called for one in self._placed.get(wanted.name, ())]
         devices = self.memory.devices
-        claim, places = devices.claim(wanted.spec), self._plan.places.get(wanted.name, ())
+        claim, places = devices.claim(wanted.spec), self._plan.places.get(model.key, ())
         on_gpus = [one.gpus for one in places if one.gpus]
         nodes = tuple(self.workers.node_id(one.node) for one in places if self.workers.there)
         note = DeploymentRecord(
@@ -554,9 +538,10 @@ class ModelController:
             self.units.arena(wanted.spec.unit),
             wanted.spec.folder,
             {instance_name(at): node for at, node in enumerate(nodes)},
+            wanted.spec,
         )
         self._keep(model, deployment, note)
-        for at, why in enumerate(self._plan.explained.get(wanted.name, ())):
+        for at, why in enumerate(self._plan.explained.get(model.key, ())):
             self._keep_reason(model, instance_name(at), why)
         model.scaling = ScalingDecision(self._first(model))
         self.starts += 1
@@ -575,12 +560,8 @@ class ModelController:
 
     def _adopt(self, one: Deployed) -> None:
         note = msgspec.json.decode(one.note, type=DeploymentRecord)
-        model = self._models.get(note.model)
-        if model is None:  # it was removed, and its requests end first
-            spec = ModelSpec(name=note.model, source=PATH)
-            gone = CatalogEntry(note.model_id, note.model, note.revision, on=False, spec=spec)
-            model = self._models[note.model] = ManagedModel(gone, removed=True)
-        if model.deployment:  # two of one model: only one can have been ordered on purpose
+        model = self.rollouts.home_of(note)
+        if model is None or model.deployment:  # only one can have been ordered on purpose
             self._order(Stop(one.deployment))
             return
         self._keep(model, one.deployment, note)
@@ -590,6 +571,7 @@ class ModelController:
 
     def _keep(self, model: ManagedModel, deployment: str, note: DeploymentRecord) -> None:
         model.deployment, model.note = deployment, note
+        model.rolled_last = model.cant_roll = None
         model.watched = DeploymentWatcher(note.socket, self._changed.set)
         model.busy_at = self._clock()
         model.places = InstancePlaces(
@@ -659,6 +641,7 @@ class ModelController:
             model.life.state == "serving"
             and spec.instances.target_kind != "freeness"
             and spec.name not in self._placed
+            and not model.rolls
             and counted(watched.told.data) > 0
         )
 
@@ -716,34 +699,58 @@ class ModelController:
     def _keep_reason(self, model: ManagedModel, name: str, why: PlaceExplanation) -> None:
         self.places.history.keep(model.deployment, name, self._wall(), why)
 
+    def _gather(self, model: ManagedModel) -> None:
+        """Let the streams of a deployment that gets no new ones move onto as few instances as hold
+        them; each instance that is empty then ends."""
+        if model.watched is not None and can_gather(model):
+            names, less = [one.id for one in model.instance_rows], ScalingOrder(-1, ())
+            work = self._sets.set_instances(model, model.watched, less, (), (), names)
+            model.ordering = self._orders.start(work, f"gather {model.wanted.name}")
+
+    def _roll(self, model: ManagedModel) -> None:
+        """Let one more instance be as all are to be."""
+        step = self.rollouts.next_roll(model)
+        if step is None or model.watched is None:
+            return
+        places: Sequence[InstancePlace] = ()
+        why: Explanations = ()
+        if not step.instance and self._more(model) > 0:
+            places, why = self._take_places(model, 1)
+        if step.instance or places:  # else nothing has room for one more now
+            work = self._sets.roll_instance(model, model.watched, step, places, why)
+            model.ordering = self._orders.start(work, f"roll {model.wanted.name}")
+
     # -- routes
 
     def _tell_routes(self) -> None:
-        routes = {
-            name: self._route(model) for name, model in self._models.items() if not model.removed
-        }
+        routes = {one.wanted.name: self._route(one) for one in self.every() if not one.removed}
         changed = [one for name, one in routes.items() if self._routes.get(name) != one]
         gone = [name for name in self._routes if name not in routes]
         if not changed and not gone:
             return
         before, self._routes = self._routes, routes
         version = self._tell(changed, gone)
-        for name, was in before.items():
-            now = routes.get(name)
-            if was.state == "ready" and (now is None or now.state != "ready"):
-                self._models[name].unrouted_at = version
+        unrouted = sockets_of(before.values()) - sockets_of(routes.values())
+        for model in self._models.values():
+            if model.socket in unrouted:
+                model.unrouted_at = version
 
-    def _route(self, model: ManagedModel) -> ModelRoute:
+    def _route(self, own: ManagedModel) -> ModelRoute:
+        name = own.wanted.name
+        model = self.rollouts.front(name) or own
         spec, life = model.wanted.spec, model.life
         ready = model.serving > 0 and not model.former
-        state = route_state(model.wanted.on, life, ready, self._clock())
+        state = route_state(own.wanted.on, life, ready, self._clock())
         if ready and model.watched is not None and model.watched.card is not None:
             model.card = model.watched.card
+        beside, share = self.rollouts.share(name)
         return ModelRoute(
-            name=model.wanted.name,
+            name=name,
             state=state,
-            socket=model.note.socket if state == "ready" and model.note is not None else "",
-            served=spec.served or model.wanted.name,
+            socket=model.socket if state == "ready" else "",
+            next_socket=beside if state == "ready" else "",
+            next_percent=share if state == "ready" else 0,
+            served=spec.served or name,
             why=life.why,
             retry_s=life.retry_at - life.since if state == "failed" else None,
             start_s=model.start_s,
@@ -757,5 +764,8 @@ class ModelController:
         )
 
     def _note(self, model: ManagedModel, what: str) -> None:
-        self.events.append(ModelEvent(self._wall(), model.wanted.name, what))
-        log.info("%s: %s", model.wanted.name, what)
+        name = model.wanted.name
+        if model.key != name:
+            what = f"revision {model.key.removeprefix(name)[1:]}: {what}"
+        self.events.append(ModelEvent(self._wall(), name, what))
+        log.info("%s: %s", name, what)

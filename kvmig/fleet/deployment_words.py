@@ -76,7 +76,7 @@ def words(
     spec: ModelSpec, deployment: str, settings: FleetSettings, units: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """A deployment's command line behind `kvmig.serve`. units: of its instances, in a placement."""
-    instances = spec.instances
+    instances, first = spec.instances, len(units) or max(1, spec.least)
     own = [
         spec.folder,
         f"--engine={spec.engine}",
@@ -88,7 +88,8 @@ def words(
         "--end-with-stdin",
         "--front-apart",
         "--front-ends=1",
-        f"--instances={len(units) or max(1, spec.least)}",
+        f"--instances={first}",
+        *(f"--instance-vllm={instance_name(at)}: {spec.vllm}" for at in range(first) if spec.vllm),
         *(f"--instance-unit=i{at}: {unit}" for at, unit in enumerate(units)),
         f"--max-instances={_most(spec)}",
         f"--start-timeout={instances.start_timeout_s:g}",

@@ -15,6 +15,7 @@ from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow, ModelBody
 from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.errors import StartupError
+from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.proxy.messages import ModelCard
 
 RETRY_S = 0.05
@@ -105,13 +106,22 @@ class DeploymentWatcher:
         await self._http.aclose()
         self.take_event(DeploymentEvent())  # who waits for an instance waits no more
 
-    async def add(self, count: int, gpus: Sequence[str] = (), node: str = "") -> set[str]:
+    async def add(
+        self,
+        count: int,
+        gpus: Sequence[str] = (),
+        node: str = "",
+        start: RolledStart | None = None,
+    ) -> set[str]:
         """Start `count` instances more; their names. `told` has them then.
 
         gpus: ids of those that each gets; none: the deployment chooses. node: id of the Ray node
-        that they run on; empty: none. Raises StartupError with its own sentence.
+        that they run on; empty: none. start: as what; None: as it starts others. Raises
+        StartupError with its own sentence.
         """
         body: dict[str, object] = {"count": count}
+        if start is not None:
+            body |= start._asdict()
         if gpus:
             body["gpus"] = list(gpus)
         if node:
@@ -155,8 +165,25 @@ class DeploymentWatcher:
                 f"instance {instance} does not serve within {timeout_s:g} s"
             ) from error
 
+    async def restart(self, step: RollStep) -> None:
+        """Let an instance's requests go elsewhere, then start it again as something else; `told`
+        says that they leave then. All that start later have its flags, too.
+
+        Raises StartupError with its own sentence.
+        """
+        instance = step.instance
+        before = self._row_of(instance)
+        body = {"instances": [instance], "deadline_s": step.deadline_s, **step.start._asdict()}
+        await self._order("POST", f"{ADMIN}/instances/restart", json=body)
+        await self._until({instance}, lambda: self._row_of(instance) != before)
+
     def _state_of(self, instance: str) -> str | None:
         return next((one.state for one in self.told.data if one.id == instance), None)
+
+    def _row_of(self, instance: str) -> tuple[str, str, str, int] | None:
+        """What a restart changes of it, however soon it is over."""
+        rows = (one for one in self.told.data if one.id == instance)
+        return next(((one.state, one.flags, one.vllm, one.pid) for one in rows), None)
 
     async def park(self) -> None:
         """Let it give the memory of its KV caches back; `told` shows it soon.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvmig.core.clock import Clock
 from kvmig.core.errors import StartupError
 from kvmig.fleet.autoscale import ScalingOrder
 from kvmig.fleet.deployments import DeploymentWatcher
 from kvmig.fleet.device_budget import DeviceBudget
+from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.fleet.leaving_instances import LeavingStep
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_places import ModelPlaces
@@ -59,7 +61,9 @@ class InstanceOrders:
                     await watched.drain(instance)
                 await asyncio.sleep(PAUSE_S)
             elif places:
-                await self._add(model, watched, places, why)
+                vllm = model.wanted.spec.vllm
+                start = RolledStart(vllm=vllm) if vllm else None
+                await self._add(model, watched, places, why, start)
             else:
                 await _drain_one(watched, staying)
         except StartupError as error:
@@ -74,15 +78,17 @@ class InstanceOrders:
         watched: DeploymentWatcher,
         places: Sequence[InstancePlace],
         why: Sequence[PlaceExplanation],
+        start: RolledStart | None,
     ) -> None:
         reasons = iter(why)
+        add = watched.add if start is None else partial(watched.add, start=start)
         if not (self._workers.there or places[0].gpus):
-            for name in sorted(await watched.add(len(places))):
+            for name in sorted(await add(len(places))):
                 self._keep_reason(model, name, next(reasons, None))
             return
         for place in places:
             node = self._workers.node_id(place.node)
-            for name in await watched.add(1, self._devices.ids(place.gpus), node):
+            for name in await add(1, self._devices.ids(place.gpus), node):
                 if place.gpus:
                     model.places.by_instance[name] = place.gpus
                 if node:
@@ -90,6 +96,29 @@ class InstanceOrders:
                 self._keep_reason(model, name, next(reasons, None))
             model.places.coming = model.places.coming[1:]
             model.nodes.coming = model.nodes.coming[1:]
+
+    async def roll_instance(
+        self,
+        model: ManagedModel,
+        watched: DeploymentWatcher,
+        step: RollStep,
+        places: Sequence[InstancePlace],
+        why: Sequence[PlaceExplanation],
+    ) -> None:
+        """Let one instance be started as something else; places: of one that is added for that."""
+        try:
+            if step.instance:
+                self._note(model, f"instance {step.instance} starts again with {step.start}")
+                await watched.restart(step)
+                model.rolled_last = step
+            else:
+                await self._add(model, watched, places, why, step.start)
+        except StartupError as error:
+            self._note(model, f"instances: {error}")
+            model.cant_roll = (step.start, str(error))
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            model.places.coming, model.nodes.coming = (), ()
 
     def _keep_reason(self, model: ManagedModel, name: str, why: PlaceExplanation | None) -> None:
         if why is not None:

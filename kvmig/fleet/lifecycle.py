@@ -54,6 +54,8 @@ class DesiredState(Struct, frozen=True):
     shutdown_timeout_s: float = 30.0
     parks: bool = False
     """Whether it is parked where it would end."""
+    overdue: bool = False
+    """Whether its requests have had their time: those that are left end with it."""
 
 
 class ObservedState(Struct, frozen=True):
@@ -244,7 +246,7 @@ def _emptying(
     stays = _wanted(wish, seen) and (not seen.yields or seen.running > 0 or wish.least > 0)
     if stays:
         return _to(life, _up(seen), now), None
-    if not seen.unrouted or seen.running:
+    if not seen.unrouted or (seen.running and not wish.overdue):
         return life, None
     if wish.parks and wish.on and not seen.yields:
         if seen.parked:  # by a server before this one

@@ -15,10 +15,13 @@ import msgspec
 from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.autoscale import DemandWindow, ScalingDecision, ScalingRule
 from kvmig.fleet.deployments import DeploymentWatcher
+from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.fleet.instance_nodes import InstanceNodes
 from kvmig.fleet.instance_places import InstancePlaces
 from kvmig.fleet.lifecycle import ModelStatus, State
 from kvmig.fleet.orders import DeploymentEnded
+from kvmig.fleet.rollout import instance_start, need_of
+from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.room_moves import RoomMove
 from kvmig.fleet.spec import ModelSpec
 from kvmig.proxy.messages import ModelCard
@@ -36,6 +39,8 @@ class CatalogEntry(msgspec.Struct, frozen=True):
     revision: int
     on: bool
     spec: ModelSpec
+    rollout: StoredRollout | None = None
+    """How far it is on its way to this revision; None: it is there."""
 
 
 class DeploymentRecord(msgspec.Struct, frozen=True):
@@ -57,6 +62,8 @@ class DeploymentRecord(msgspec.Struct, frozen=True):
     """The folder with its weights."""
     nodes: Mapping[str, str] = {}
     """Ids of the Ray nodes of its first instances, by name."""
+    spec: ModelSpec | None = None
+    """What it was started as; None: by a kvmig that didn't say."""
 
 
 class MissingFiles(msgspec.Struct, frozen=True):
@@ -81,6 +88,20 @@ class ManagedModel:
     """A model of the fleet."""
 
     wanted: CatalogEntry
+    key: str = ""
+    """Its name; of a deployment beside another one of the same model, with the revision."""
+    retires: bool = False
+    """Whether it gets no new requests, and ends after those that it has."""
+    overdue: bool = False
+    """Whether these have had their time."""
+    rolls: bool = False
+    """Whether its instances are to start again as something else, one after the other."""
+    rolled_last: RollStep | None = None
+    """What was asked for last."""
+    cant_roll: tuple[RolledStart, str] | None = None
+    """As what its instances can't be started, and why."""
+    stands_by: bool = False
+    """Whether it has an instance though nobody wants it: requests are to come to it."""
     claim: int = 0
     """Bytes of an instance."""
     parked_claim: int = 0
@@ -150,6 +171,11 @@ class ManagedModel:
         return 0 if self.watched is None else self.watched.serving
 
     @property
+    def serves(self) -> bool:
+        """Whether it takes requests."""
+        return self.life.state == "serving" and self.serving > 0
+
+    @property
     def former(self) -> bool:
         """Whether what runs is of a removed model that had this name; it ends first."""
         return self.note is not None and self.note.model_id != self.wanted.model_id
@@ -161,8 +187,24 @@ class ManagedModel:
 
     @property
     def is_newest(self) -> bool:
-        """Whether what runs is the newest revision."""
-        return self.note is not None and self.note.revision == self.wanted.revision
+        """Whether what runs is as it would be started now, or its instances can become so."""
+        if self.note is None:
+            return False
+        if self.note.spec is None:
+            return self.note.revision == self.wanted.revision
+        return need_of(self.note.spec, self.wanted.spec) in ("nothing", "roll")
+
+    @property
+    def instance_start(self) -> RolledStart | None:
+        """As what its instances are to be started; None: they can't become what is wanted."""
+        if self.note is None or self.note.spec is None:
+            return None
+        return instance_start(self.note.spec, self.wanted.spec)
+
+    @property
+    def socket(self) -> str:
+        """The path of its deployment's; empty: there is none."""
+        return "" if self.note is None else self.note.socket
 
     @property
     def planned(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from kvmig.core.errors import ConfigError
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.fleet.lifecycle import ModelStatus
 from kvmig.launcher.flags import priority_classes
-from kvmig.proxy.messages import RouteState
+from kvmig.proxy.messages import ModelRoute, RouteState
 
 
 @lru_cache(maxsize=1024)
@@ -23,6 +24,11 @@ def classes_of(flags: tuple[str, ...]) -> tuple[PriorityClass, ...]:
         return priority_classes(given)
     except ConfigError:  # the deployment doesn't start, and says why
         return (NORMAL,)
+
+
+def sockets_of(routes: Iterable[ModelRoute]) -> set[str]:
+    """The deployments that new calls go to."""
+    return {socket for one in routes for socket in (one.socket, one.next_socket) if socket}
 
 
 def route_state(on: bool, life: ModelStatus, ready: bool, now: float) -> RouteState:

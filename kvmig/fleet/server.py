@@ -67,6 +67,9 @@ from kvmig.fleet.orders import (
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
 from kvmig.fleet.read_ahead import WeightsReader, weights_folder
+from kvmig.fleet.rollout import RolloutPlan
+from kvmig.fleet.rollout_figures import figures_of
+from kvmig.fleet.rollout_table import StoredRollout, finish_rollout, keep_step
 from kvmig.fleet.settings import ServerLaunch
 from kvmig.fleet.spec import Engine, ModelSpec
 from kvmig.fleet.spool_merger import SpoolMerger
@@ -110,6 +113,8 @@ KNOWN_S = 3.0
 LOOK_S = 1.0
 """Wait for the reports of deployments that an earlier server started."""
 NO_DEVICES = DeviceInventory()
+JUDGE_S = 1.0
+"""Pause between two looks at the calls of models that roll out."""
 SWEEP_S = 60.0
 """Pause between two looks for tokens that were granted to calls that have ended."""
 
@@ -195,6 +200,7 @@ class FleetServer:
             measured=lambda spec: self._learned.start(self._remember(spec)),
             missing=lambda source: self._files.missing(source),  # noqa: PLW0108  it is made below
             workers=workers,
+            keep=self._keep_step,
         )
         self._files = ModelFiles(
             settings,
@@ -245,6 +251,7 @@ class FleetServer:
         self._serving: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
+        self._judging: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         """Task that watches the workers; None: there is one host."""
@@ -295,6 +302,7 @@ class FleetServer:
         self._watching = asyncio.create_task(keep_running(self._watch.run, "GPUs"), name="GPUs")
         self._counting = asyncio.create_task(self._merger.run(), name="usage")
         self._sweeping = asyncio.create_task(self._sweep(), name="grants")
+        self._judging = asyncio.create_task(keep_running(self._judge, "roll-outs"), name="judge")
         self._fetching = asyncio.create_task(self._files.run(), name="model files")
         if self._settings.ray:
             self._joining = asyncio.create_task(self._cluster.run(), name="workers")
@@ -471,6 +479,7 @@ class FleetServer:
         await cancel_tasks(
             self._turning,
             self._sweeping,
+            self._judging,
             self._keeping,
             self._watching,
             self._fetching,
@@ -524,7 +533,7 @@ class FleetServer:
                 log.warning("the size of model %s is not known: %s", spec.name, error)
 
     async def _reload_catalogue(self) -> None:
-        rows, aliases = await self._backend.stored(self._store.catalogue)
+        rows, aliases, rollouts = await self._backend.stored(self._store.catalogue)
         named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
         if (every := {**named, **aliases}) != self._aliases:
             self._aliases = every
@@ -532,10 +541,21 @@ class FleetServer:
         await self._files.take_models({row.name: row.spec.source for row in rows})
         self._models.take_catalogue(
             CatalogEntry(
-                row.model_id, row.name, row.revision, row.on, self._files.resolved(row.spec)
+                row.model_id,
+                row.name,
+                row.revision,
+                row.on,
+                self._files.resolved(row.spec),
+                self._resolved(rollouts.get(row.model_id)),
             )
             for row in rows
         )
+
+    def _resolved(self, stored: StoredRollout | None) -> StoredRollout | None:
+        """The same with the folder of what it began from, where that was downloaded."""
+        if stored is None:
+            return None
+        return msgspec.structs.replace(stored, base_spec=self._files.resolved(stored.base_spec))
 
     async def _changed(self) -> None:
         """Take what an order changed, and wait until all proxies know it.
@@ -546,7 +566,7 @@ class FleetServer:
         version, proxies = self._version, self._settings.proxies
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
-                while not self._models.known_to_all(version, proxies):
+                while not self._models.reports.known_to_all(version, proxies):
                     self._heard.clear()
                     await self._heard.wait()
 
@@ -644,6 +664,34 @@ class FleetServer:
         except StoreError as error:
             log.warning("the sizes of model %s are not stored: %s", spec.name, error)
 
+    def _keep_step(self, model_id: str, plan: RolloutPlan, done: bool) -> None:
+        self._learned.start(self._store_step(model_id, plan, done), "a roll-out's step")
+
+    async def _store_step(self, model_id: str, plan: RolloutPlan, done: bool) -> None:
+        """Store how far a roll-out is, for the next server."""
+        try:
+            await self._backend.stored(
+                finish_rollout if done else keep_step, self._store.database, model_id, plan
+            )
+        except StoreError as error:  # the next server takes this step once more
+            log.warning("a roll-out's step is not stored: %s", error)
+
+    async def _judge(self) -> None:
+        """Compare the calls of old and new deployments, every JUDGE_S, until cancelled."""
+        while True:
+            await asyncio.sleep(JUDGE_S)
+            try:
+                for one in self._models.rollouts.both():
+                    found = [
+                        await self._backend.stored(
+                            figures_of, self._ledger, self._settings.spools / each, one.since
+                        )
+                        for each in (one.old, one.new)
+                    ]
+                    self._models.rollouts.judge(one, *found)
+            except StoreError as error:
+                log.warning("the calls of roll-outs are not compared now: %s", error)
+
     def _hear(self, proxy: str, message: ProxyNews | None) -> None:
         match message:
             case ModelWanted():
@@ -655,7 +703,7 @@ class FleetServer:
                 self._figures[proxy] = text
             case None:
                 self._figures.pop(proxy, None)
-                self._models.forget_proxy(proxy)
+                self._models.reports.forget(proxy)
                 self._heard.set()
 
 

@@ -29,7 +29,7 @@ NAMES = (
 )
 RESERVED_PARTS = {"", ".", "v1"}
 """Refused parts of a name, between slashes: in paths as /models/NAME/v1/... they end the name."""
-RESERVED_ENDS = ("/logs", "/scale", "/switch", "/wake")
+RESERVED_ENDS = ("/logs", "/rollout", "/scale", "/switch", "/wake")
 """Ends of a name that are refused: orders to a model have paths as /kvmig/v2/models/NAME/wake."""
 PATH = "path:"
 LATER = {
@@ -63,6 +63,7 @@ OURS = {
     "--engine": "engine",
     "--ray": "of `kvmig up`",
     "--instance-node": "the fleet's own",
+    "--instance-vllm": "vllm",
 }
 """Flags that a spec says otherwise."""
 MOST_S = 7 * 86400.0
@@ -131,6 +132,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Whether that server takes `stream_options.include_usage`."""
     hang_timeout_s: float = HANG_S
     """Seconds without a sign of life until that server is ended, and started again."""
+    vllm: str = ""
+    """Folder of the build of vLLM that its instances are; empty: the installed one."""
     instances: InstanceCounts = InstanceCounts()
     aliases: tuple[str, ...] = ()
     """Other names of the model."""
@@ -268,6 +271,10 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         raise ConfigError(f"{where}: adapters is given, must be left out: {spec.engine} has none")
     for name, folder in spec.adapters.items():
         _check_folder(f"{where}: adapters.{name}", folder)
+    if spec.vllm and spec.engine != "vllm":
+        raise ConfigError(f"{where}: vllm is given, must be left out: engine is {spec.engine}")
+    if spec.vllm:
+        _check_folder(f"{where}: vllm", spec.vllm)
     _check_instances(where, spec.instances)
     if spec.warm == "parked" and spec.engine in ("transformers", "command"):
         raise ConfigError(f"{where}: warm is 'parked', must be none or always with {spec.engine}")
@@ -541,6 +548,8 @@ def _absolute(given: Any, folder: Path) -> Any:
     source = found.get("source")
     if isinstance(source, str) and source.startswith(PATH):
         found["source"] = PATH + str(folder / source.removeprefix(PATH))
+    if isinstance(vllm := found.get("vllm"), str) and vllm:
+        found["vllm"] = str(folder / vllm)
     adapters = found.get("adapters")
     if isinstance(adapters, dict) and all(isinstance(one, str) for one in adapters.values()):
         found["adapters"] = {name: str(folder / one) for name, one in adapters.items()}

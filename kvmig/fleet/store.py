@@ -30,6 +30,8 @@ from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.limit_changes import changed, check_models, named_of
 from kvmig.fleet.pepper import check_pepper, kept_pepper, read_pepper, shown_pepper
+from kvmig.fleet.rollout import AT_ONCE, RolloutTerms
+from kvmig.fleet.rollout_table import StoredRollout, begin_rollout, read_rollouts
 from kvmig.fleet.setaside import SetAside, converted
 from kvmig.fleet.spec import (
     NAME,
@@ -242,10 +244,12 @@ class FleetStore:
             wanted = _with_specs().where(models.c.name == name).order_by(revisions.c.n.desc())
             return [_model_row(row) for row in connection.execute(wanted).mappings()]
 
-    def catalogue(self) -> tuple[list[ModelRow], Mapping[str, Mapping[str, int]]]:
-        """The models, by name, and the aliases with weights."""
+    def catalogue(
+        self,
+    ) -> tuple[list[ModelRow], Mapping[str, Mapping[str, int]], Mapping[str, StoredRollout]]:
+        """The models, by name, the aliases with weights, and the roll-outs, by models' ids."""
         with self.database.transaction(reading=True) as connection:
-            return self._models(connection), _aliases(connection)
+            return self._models(connection), _aliases(connection), read_rollouts(connection)
 
     def fleet(self) -> FleetFile:
         """The whole catalogue, as a file would say it."""
@@ -253,17 +257,24 @@ class FleetStore:
             return _fleet(connection)
 
     def apply(
-        self, fleet: FleetFile, actor: OrderActor, *, prune: bool = False, dry_run: bool = False
+        self,
+        fleet: FleetFile,
+        actor: OrderActor,
+        *,
+        prune: bool = False,
+        dry_run: bool = False,
+        terms: RolloutTerms = AT_ONCE,
     ) -> list[SpecChange]:
         """Make the catalogue as the file says; return what that changes (or would: dry_run).
 
-        prune: remove what the file doesn't name. Raises ConfigError.
+        prune: remove what the file doesn't name. terms: how changed models roll out. Raises
+        ConfigError.
         """
         with self.database.transaction(reading=dry_run) as connection:
             old = _fleet(connection)
             found = changes(old, merged(old, fleet, prune=prune))
             if not dry_run:
-                self._change(connection, found, actor)
+                self._change(connection, found, actor, terms)
             return found
 
     def add_model(self, spec: ModelSpec, actor: OrderActor) -> ModelRow:
@@ -347,7 +358,11 @@ class FleetStore:
         return _model(connection, spec.name)
 
     def _change(
-        self, connection: Connection, found: Iterable[SpecChange], actor: OrderActor
+        self,
+        connection: Connection,
+        found: Iterable[SpecChange],
+        actor: OrderActor,
+        terms: RolloutTerms = AT_ONCE,
     ) -> None:
         """Aliases are taken away before models, and made after them."""
         now, notes = self._clock(), list(found)
@@ -360,6 +375,8 @@ class FleetStore:
                 connection.execute(delete(models).where(models.c.name == change.name))
             elif change.kind == "model":
                 _revise(connection, change.name, change.after, actor.name, now)
+                if change.before is not None:
+                    begin_rollout(connection, change.name, terms, now)
         ids: dict[str, str] = {
             name: key for key, name in connection.execute(select(models.c.id, models.c.name))
         }

@@ -149,6 +149,21 @@ revisions = Table(
     Column("created", Double, nullable=False),
 )
 
+rollouts = Table(
+    "rollouts",
+    metadata,
+    Column("model_id", ForeignKey("models.id", ondelete="CASCADE"), primary_key=True),
+    Column("base", Integer, nullable=False),
+    Column("target", Integer, nullable=False),
+    Column("canary", JSON, nullable=False),
+    Column("hold_s", Double, nullable=False),
+    Column("deadline_s", Double),
+    Column("step", Integer, nullable=False),
+    Column("since", Double, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("why", Text, nullable=False),
+)
+
 aliases = Table(
     "aliases",
     metadata,

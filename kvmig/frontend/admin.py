@@ -181,7 +181,7 @@ def instances_api(
         wanted = body or RestartBody()
         names = await launcher.order(
             lambda call_id: RestartInstances(
-                call_id, tuple(wanted.instances), wanted.deadline_s, wanted.vllm
+                call_id, tuple(wanted.instances), wanted.deadline_s, wanted.vllm, wanted.flags
             )
         )
         return answer(Listing(data=listed(names)), HTTPStatus.ACCEPTED)
@@ -320,4 +320,9 @@ class RestartBody(StrictBody):
         default=None,
         description="Folder of the vLLM that they are from then on, on the server's disk; empty: "
         "the installed one; null: each as it was.",
+    )
+    flags: str | None = Field(
+        default=None,
+        description="vLLM's flags that they have from then on besides those of all, and so do all "
+        "that start later; null: each as it was.",
     )

@@ -84,6 +84,7 @@ def cluster_rows(
                 vllm=member.tree,
                 unit=member.unit,
                 node=member.node,
+                flags=member.flags,
             )
         )
     return [replace(row, model=model) for row in (*joined, *rows.values())]

@@ -200,16 +200,11 @@ class InstanceManager:
         wanted = [self._find(name) for name in dict.fromkeys(order.instances)] or serving
         coming = self._weights_of(self._shapes.argv)
         if len(serving) < 2:
-            verb = "instance serves" if len(serving) == 1 else "instances serve"
-            few = f"{len(serving)} {verb}, must be 2 or more"
-            if coming_up := [
-                one.name for one in self._instances.values() if one.state == "starting"
-            ]:
-                few += f" (starting: {', '.join(coming_up)}; wait for them)"
-            raise OrderRefused("conflict", f"{few}{_no_room(serving, coming)}")
+            raise OrderRefused("conflict", self._few(serving, coming))
         if idle := [one.name for one in wanted if one.state != "serving"]:
             raise OrderRefused("conflict", f"instance {idle[0]} doesn't serve")
-        before = trees = self._shapes.trees
+        before, later = self._shapes.trees, self._shapes.later
+        trees = before
         tree: str | None = None
         if order.tree is not None:
             try:
@@ -217,18 +212,21 @@ class InstanceManager:
             except ConfigError as error:
                 raise OrderRefused("invalid", f"vllm is {error}") from error
             trees = before.after(tree, order.instances)
+        shapes = self._flagged([one.name for one in wanted], order.flags)
         try:
             self._launcher.renew(trees.usual)
         except StartupError as error:
             raise OrderRefused("conflict", str(error)) from error
         self._shapes.trees = trees
+        if order.flags is not None:
+            self._shapes.later = order.flags
 
         async def roll() -> None:
-            stopped = await self._roll(wanted, deadline, tree)
+            stopped = await self._roll(wanted, deadline, tree, shapes)
             say(f"rolling restart: {stopped or 'done'}")
             if not stopped:
                 return
-            self._shapes.trees = before
+            self._shapes.trees, self._shapes.later = before, later
             if trees.usual != before.usual:
                 try:
                     self._launcher.renew(before.usual)
@@ -240,8 +238,34 @@ class InstanceManager:
         self.changed()
         return tuple(one.name for one in wanted)
 
+    def _few(self, serving: Sequence[ManagedInstance], coming: str) -> str:
+        """Why so few instances can't start again one after the other."""
+        verb = "instance serves" if len(serving) == 1 else "instances serve"
+        few = f"{len(serving)} {verb}, must be 2 or more"
+        names = [one.name for one in self._instances.values() if one.state == "starting"]
+        if names:
+            few += f" (starting: {', '.join(names)}; wait for them)"
+        return f"{few}{_no_room(serving, coming)}"
+
+    def _flagged(self, names: Sequence[str], flags: str | None) -> Mapping[str, InstanceShape]:
+        """What instances are with other flags; none: each is as it was. Raises OrderRefused."""
+        if flags is None:
+            return {}
+        before, self._shapes.later = self._shapes.later, flags
+        try:
+            shapes = {name: self._shapes.shape_of(name) for name in names}
+        except ConfigError as error:
+            raise OrderRefused("invalid", str(error)) from error
+        finally:
+            self._shapes.later = before
+        return shapes
+
     async def _roll(
-        self, instances: Sequence[ManagedInstance], deadline: DrainDeadline, tree: str | None
+        self,
+        instances: Sequence[ManagedInstance],
+        deadline: DrainDeadline,
+        tree: str | None,
+        shapes: Mapping[str, InstanceShape],
     ) -> str:
         """The place and reason of a stop; empty: it didn't stop."""
         await self._launcher.renewed()  # all serve until then
@@ -249,7 +273,9 @@ class InstanceManager:
             if self._instances.get(instance.name) is not instance:
                 return f"stopped (instance {instance.name} was taken out)"
             try:
-                renewed = instance.restart(deadline, tree)
+                shape = shapes.get(instance.name)
+                own = None if shape is None else shape.own
+                renewed = instance.restart(deadline, tree, self._shapes.argv, own)
             except OrderRefused as refused:
                 return f"stopped ({refused})"
             if failed := await renewed:  # it may take as long as a drain and a start
@@ -337,6 +363,7 @@ class InstanceManager:
             secret=self._secret,
             config=config,
             engine_argv=[*self._shapes.argv, *shape.own],
+            own_flags=shape.own,
             engine_tree=shape.tree,
             gpus=gpus,
             unit=unit,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -47,6 +49,26 @@ class DrainDeadline(NamedTuple):
     seconds: float
     ends: bool = False
     """Whether requests whose weights no other instance has end then."""
+
+
+class EngineStart(NamedTuple):
+    """As what an instance's engine is started."""
+
+    tree: str
+    argv: tuple[str, ...]
+    own: tuple[str, ...]
+    """Those flags that not all instances have."""
+
+    @classmethod
+    def from_launch(cls, launch: LlumletLaunch) -> EngineStart:
+        """As what it is started now."""
+        return cls(launch.engine_tree, tuple(launch.engine_argv), launch.own_flags)
+
+    def applied_to(self, launch: LlumletLaunch) -> LlumletLaunch:
+        """The same instance, started so."""
+        return replace(
+            launch, engine_tree=self.tree, engine_argv=list(self.argv), own_flags=self.own
+        )
 
 
 class InstanceOwner(Protocol):
@@ -100,10 +122,10 @@ class ManagedInstance:
         self._leaving = False
         self._renewing: asyncio.Future[str] | None = None
         """Result of its restart: empty, or why it failed."""
-        self._next_tree = launch.engine_tree
-        """The build of the engine that it will be once its process has started again by order."""
+        self._next = EngineStart.from_launch(launch)
+        """What it will be when its process starts again as it was told."""
         self._fallback: LlumletLaunch | None = None
-        """What it was before, until it has served on another tree."""
+        """What it was before, until it has served as what it is now."""
         self._ordered = False
         """Whether its process ends, or has ended, by order."""
         self._empty = asyncio.Event()
@@ -126,6 +148,7 @@ class ManagedInstance:
             launch.unit,
             self._ordered,
             launch.node,
+            shlex.join(launch.own_flags),
         )
 
     async def close(self) -> None:
@@ -161,14 +184,25 @@ class ManagedInstance:
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(self._drain(), name=f"drain of {self.name}")
 
-    def restart(self, deadline: DrainDeadline, tree: str | None = None) -> asyncio.Future[str]:
+    def restart(
+        self,
+        deadline: DrainDeadline,
+        tree: str | None = None,
+        argv: Sequence[str] = (),
+        own: tuple[str, ...] | None = None,
+    ) -> asyncio.Future[str]:
         """Let its requests go elsewhere, then start it again; "" once it serves, or why not.
 
-        tree: of the engine that it is then; where that can't start it comes back as it was. None:
-        as it is. Raises OrderRefused.
+        tree: of the engine that it is then; None: as it is. own: the flags that it has then, behind
+        `argv`, which all have; None: as it is. Where it can't start so it comes back as it was.
+        Raises OrderRefused.
         """
         self.drain(deadline, leave=False)
-        self._next_tree = self._launch.engine_tree if tree is None else tree
+        self._next = EngineStart.from_launch(self._launch)
+        if tree is not None:
+            self._next = self._next._replace(tree=tree)
+        if own is not None:
+            self._next = self._next._replace(argv=(*argv, *own), own=own)
         self._renewed("it was told so again")
         self._renewing = asyncio.get_running_loop().create_future()
         self._want("draining", "starts again when it is empty")
@@ -208,7 +242,7 @@ class ManagedInstance:
             if how == RENEWED:
                 self._become_next()
                 continue
-            if self._fallback is not None:  # it has never served on this tree
+            if self._fallback is not None:  # it has never served so
                 self._fall_back(how)
                 continue
             if not self.first_start.done():  # it would fail in the same way again
@@ -228,19 +262,22 @@ class ManagedInstance:
             await asyncio.sleep(pause_s)
 
     def _become_next(self) -> None:
-        before, tree = self._launch, self._next_tree
+        before, then = self._launch, self._next
         engine = ""
-        if tree != before.engine_tree:
-            self._launch, self._fallback = replace(before, engine_tree=tree), before
-            engine = f", with {_engine(tree)}"
+        if then != EngineStart.from_launch(before):
+            self._launch, self._fallback = then.applied_to(before), before
+            flags = f", with {shlex.join(then.own) or 'no flags of its own'}"
+            engine = flags if then.own != before.own_flags else f", with {_engine(then.tree)}"
         say(f"instance {self.name} starts again, as it was told{engine}")
 
     def _fall_back(self, how: str) -> None:
         assert self._fallback is not None
-        tree, self._launch, self._fallback = self._launch.engine_tree, self._fallback, None
-        failed = (
-            f"it can't be {_engine(tree)} ({how}), and is {_engine(self._launch.engine_tree)} again"
-        )
+        tried, self._launch, self._fallback = self._launch, self._fallback, None
+        before = self._launch
+        failed = f"it can't start with {shlex.join(tried.own_flags)} ({how}), and is as before"
+        if tried.engine_tree != before.engine_tree:
+            now = _engine(before.engine_tree)
+            failed = f"it can't be {_engine(tried.engine_tree)} ({how}), and is {now} again"
         say(f"instance {self.name}: {failed}")
         self._renewed(failed)
 

@@ -186,6 +186,8 @@ class InstanceShapes:
         """
         self.argv = list(argv)
         self.trees = trees
+        self.later = ""
+        """Flags that instances get behind all others which start from now on without words."""
         self._check_tree = check_tree
         self._own = dict(own)
         self._parse = parse
@@ -206,12 +208,12 @@ class InstanceShapes:
         return checked_tree(folder, self._check_tree)
 
     def _of(self, name: str, words: str) -> InstanceShape:
-        if not words and name in self._started:
+        if not words and not self.later and name in self._started:
             return self._started[name]
         try:
-            own = (*self._own.get(name, ()), *shlex.split(words))
+            own = (*self._own.get(name, ()), *shlex.split(words or self.later))
         except ValueError as error:
-            raise ConfigError(f"flags is {words!r}: {error}") from error
+            raise ConfigError(f"flags is {words or self.later!r}: {error}") from error
         shape = _shape(self._parse([*self.argv, *own]), own)
         alike = next(iter(self._started.values()))
         if self._units:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from hashlib import blake2b
 from http import HTTPStatus
 from math import ceil
 from typing import Literal, NamedTuple
@@ -19,6 +20,8 @@ BEAT_S = 10.0
 """Pause between two SSE keep-alives of a held stream."""
 TRY_S = 0.25
 """Pause between two tries to reach a deployment whose route is ready."""
+STAYS = 100
+"""A draw that is above every share."""
 SOON_S = 5.0
 """Retry-After for clients, where no better time is known."""
 
@@ -51,6 +54,8 @@ class PendingRequest:
     """Sequences that the request asks for."""
     works: bool = True
     """Whether an engine works for it, and so may be started for it."""
+    draw: int = STAYS
+    """Decides which of two deployments gets it, 0 to 99; STAYS: never the one beside."""
     account: str = ""
     """The account, which may have as much of the room as it leaves; empty: unknown."""
     share: BodyShare | None = None
@@ -143,7 +148,7 @@ def decide(
         return ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, message, "model_starting", again_s)
     retry_s = 0.0 if waiter.tried is None else waiter.tried + TRY_S - now
     if route.state == "ready" and route.socket and retry_s <= 0:
-        return ForwardCall(route.socket)
+        return ForwardCall(socket_of(route, waiter.draw))
     waits_s = min(left_s, retry_s) if retry_s > 0 else left_s
     if not waiter.beats:
         return WaitForRoute(waits_s, beat=False)
@@ -152,6 +157,16 @@ def decide(
     if due_s <= 0:
         return WaitForRoute(min(waits_s, BEAT_S), beat=True)
     return WaitForRoute(min(waits_s, due_s), beat=False)
+
+
+def drawn(call_id: str) -> int:
+    """The draw of a call, 0 to 99: the same call draws the same again."""
+    return int.from_bytes(blake2b(call_id.encode(), digest_size=8).digest(), "big") % STAYS
+
+
+def socket_of(route: ModelRoute, draw: int) -> str:
+    """The deployment that a call goes to, of a route that is ready."""
+    return route.next_socket if draw < route.next_percent else route.socket
 
 
 def left_s(route: ModelRoute, waiter: PendingRequest, now: float) -> int | None:
@@ -179,40 +194,51 @@ State = Literal["running", "held", "over"]
 
 
 class RequestCounts:
-    """Requests by model."""
+    """Requests by model and deployment."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, _Count] = {}
+        self._counts: dict[tuple[str, str], _Count] = {}
 
-    def count_arrival(self, model: str, now: float) -> CountedRequest:
-        """One more."""
-        self._count(model, now).arrivals += 1
-        return CountedRequest(self, model)
-
-    def move(self, model: str, before: State, after: State, now: float) -> None:
-        """A request goes from one state to another."""
-        count = self._count(model, now)
+    def move(
+        self,
+        model: str,
+        socket: str,
+        before: State,
+        after: State,
+        now: float,
+        *,
+        first: bool = False,
+    ) -> None:
+        """A request at a deployment goes from one state to another. first: it has just come."""
+        count = self._count((model, socket), now)
+        count.arrivals += first
         count.running += (after == "running") - (before == "running")
         count.held += (after == "held") - (before == "held")
 
     def demands(self, now: float) -> tuple[ModelDemand, ...]:
         """The demands since the last call; models without any are left out, and forgotten."""
         found = []
-        for model in list(self._counts):
-            one = self._count(model, now)
+        for model, socket in list(self._counts):
+            one = self._count((model, socket), now)
             if one.running or one.held or one.arrivals or one.request_s:
-                found.append(ModelDemand(model, one.running, one.held, one.arrivals, one.request_s))
+                found.append(
+                    ModelDemand(model, one.running, one.held, one.arrivals, one.request_s, socket)
+                )
                 one.arrivals, one.request_s = 0, 0.0
             else:
-                del self._counts[model]
+                del self._counts[model, socket]
         return tuple(found)
 
     def states(self) -> dict[str, tuple[int, int]]:
         """Running and held, by model."""
-        return {model: (one.running, one.held) for model, one in self._counts.items()}
+        found: dict[str, tuple[int, int]] = {}
+        for (model, _), one in self._counts.items():
+            running, held = found.get(model, (0, 0))
+            found[model] = (running + one.running, held + one.held)
+        return found
 
-    def _count(self, model: str, now: float) -> _Count:
-        count = self._counts.setdefault(model, _Count(at=now))
+    def _count(self, where: tuple[str, str], now: float) -> _Count:
+        count = self._counts.setdefault(where, _Count(at=now))
         count.tick(now)
         return count
 
@@ -223,10 +249,20 @@ class CountedRequest:
     def __init__(self, counts: RequestCounts, model: str) -> None:
         self._counts = counts
         self._model = model
+        self._socket = ""
+        self._came = False
         self.state: State = "over"
 
-    def set_state(self, state: State, now: float) -> None:
-        """Change the request's state. Without effect for the same state again."""
-        if state != self.state:
-            self._counts.move(self._model, self.state, state, now)
-            self.state = state
+    def set_state(self, state: State, now: float, socket: str = "") -> None:
+        """Change the request's state. Without effect for the same state again.
+
+        socket: the deployment that it is relayed to.
+        """
+        where = self._socket if state == "over" else socket
+        if state == self.state and where == self._socket and self._came:
+            return
+        if where != self._socket:
+            self._counts.move(self._model, self._socket, self.state, "over", now)
+            self.state = "over"
+        self._counts.move(self._model, where, self.state, state, now, first=not self._came)
+        self.state, self._socket, self._came = state, where, True

@@ -41,6 +41,7 @@ from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
 from kvmig.proxy.activator import (
+    STAYS,
     CountedRequest,
     ForwardCall,
     PendingRequest,
@@ -48,6 +49,7 @@ from kvmig.proxy.activator import (
     RequestCounts,
     WaitForRoute,
     decide,
+    drawn,
     left_s,
 )
 from kvmig.proxy.admission import AdmittedCall, CallAdmission
@@ -361,7 +363,7 @@ class ProxyApp:
         counts = (
             self.counts if waiter.works else RequestCounts()
         )  # what doesn't work keeps no model up
-        counted = counts.count_arrival(waiter.model, self._clock())
+        counted = CountedRequest(counts, waiter.model)
         try:
             upstream = await self._reach(call, waiter, counted)
             self._make_request(call, visit)
@@ -432,9 +434,16 @@ class ProxyApp:
             since=self._clock(),
             beats=body.stream,
             works=where.route.works,
+            draw=self._draw(call, where),
             sequences=sequences_of(where.route, content),
             account=grant.user_id,
         )
+
+    def _draw(self, call: ProxiedCall, where: CallTarget) -> int:
+        """Decides which of two deployments gets the call. One that stores its answer, or asks for
+        one, stays: answers are not at the one beside."""
+        stored = where.path == RESPONSES or where.answer_id
+        return STAYS if stored else drawn(call.call_id)
 
     def _reach_before(self, visit: AdmittedCall, where: CallTarget) -> ModelReach | None:
         """What of the body is of use, as far as that can be known before it is there."""
@@ -542,9 +551,8 @@ class ProxyApp:
                 route = self.directory.routes.get(waiter.model)
                 match decide(route, waiter, self._clock()):
                     case ForwardCall(socket):
-                        counted.set_state(
-                            "running", self._clock()
-                        )  # before anything of it is on its way
+                        # Before anything of it is on its way.
+                        counted.set_state("running", self._clock(), socket)
                         upstream = await _connect(socket)
                         if upstream is not None and not call.gone and call.cut is None:
                             return upstream

@@ -66,8 +66,13 @@ class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
     get the reason. off: it isn't served."""
     socket: str = ""
     """Path of its deployment's; empty unless it is ready."""
+    next_socket: str = ""
+    """Path of the socket of a deployment beside it, which takes over some of the new calls; empty:
+    none does."""
+    next_percent: int = 0
+    """How many of 100 new calls go there."""
     served: str = ""
-    """What the deployment calls it."""
+    """What the deployments call it."""
     why: str = ""
     """Why it has failed; empty otherwise."""
     start_s: float | None = None
@@ -174,7 +179,7 @@ class ModelWanted(msgspec.Struct, frozen=True, tag="Want"):
 
 
 class ModelDemand(msgspec.Struct, frozen=True):
-    """The demand of one model, since the last message."""
+    """The demand of one model at one of its deployments, since the last message."""
 
     model: str
     running: int
@@ -184,6 +189,8 @@ class ModelDemand(msgspec.Struct, frozen=True):
     arrivals: int
     request_s: float
     """Requests that ran or waited, times how long."""
+    socket: str = ""
+    """The deployment that they are relayed to; empty: they go to none yet."""
 
 
 class ProxyDemand(msgspec.Struct, frozen=True, tag="Demand"):

@@ -5,87 +5,23 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvmig.accounts.keys import KeyIndex
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.api_records import InstanceRow
-from kvmig.core.errors import ConfigError
-from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.callers import FORWARDED
-from kvmig.fleet.catalogue import CatalogueReader
-from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent
-from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.managed_model import CatalogEntry
-from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
-from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import StoreError
-from tests.support.fleet_stores import Place, idle_files
-
-
-class Api:
-    """Calls of the API."""
-
-    def __init__(self, place: Place) -> None:
-        settings = FleetSettings(data=str(place.folder))
-        self.folder = place.folder
-        self.store = FleetStore(place.url, place.folder / "pepper", wait_s=0.2)
-        self.keys = KeyIndex(b"")
-        self.changes = 0
-        self.models = ModelController(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
-        self.backend = ApiBackend(
-            settings,
-            self.store,
-            ThreadPoolExecutor(1),
-            self.models,
-            self._changed,
-            self._check,
-            lambda: self.keys,
-            self._metrics,
-            idle_files(settings, self.store, lambda *args: self.backend.stored(*args)),
-            CatalogueReader("", time.monotonic),
-        )
-        app = make_app(self.backend)
-        self._http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
-        )
-
-    async def _check(self, spec: ModelSpec, sizes: bool) -> None:
-        """As an engine that knows no --nonsense."""
-        if "--nonsense" in spec.flags:
-            raise ConfigError(f"model {spec.name}: unrecognized arguments: --nonsense")
-
-    async def _metrics(self) -> bytes:
-        return b"kvmig_model_ready 1\n"
-
-    async def _changed(self) -> None:
-        self.changes += 1
-        told = await self.backend.stored(self.store.key_changes)
-        self.keys = KeyIndex(self.store.pepper, told.granted)
-
-    async def ask(
-        self, method: str, path: str, body: Any = None, **headers: str
-    ) -> tuple[int, dict[str, Any]]:
-        answer = await self._http.request(
-            method, f"/kvmig/v2/{path}", json=body, headers={**headers}
-        )
-        return answer.status_code, answer.json()
-
-    async def close(self) -> None:
-        await self._http.aclose()
-        await self.backend.stored(self.store.close)
-        await self.models.close()
-        self.backend.thread.shutdown()
+from tests.support.fleet_api import Api, said
+from tests.support.fleet_stores import Place
 
 
 @pytest.fixture
@@ -94,11 +30,6 @@ async def api(place: Place) -> AsyncIterator[Api]:
     await made.backend.stored(made.store.open)
     yield made
     await made.close()
-
-
-def said(answer: tuple[int, dict[str, Any]]) -> tuple[int, str]:
-    status, body = answer
-    return status, body["error"]["message"]
 
 
 async def add_model(api: Api, name: str = "qwen") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,107 +16,16 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.priorities import NORMAL
 from kvmig.fleet.capacity import HostCapacity
-from kvmig.fleet.controller import WANT_S, ModelController
+from kvmig.fleet.controller import WANT_S
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
-from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, MissingFiles
 from kvmig.fleet.model_routes import classes_of
-from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Start, Started, Stop
+from kvmig.fleet.orders import DeploymentEnded, Load, Running, Started, Stop
 from kvmig.fleet.schedule import ScheduledFloor
-from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
-from kvmig.proxy.messages import ModelDemand, ModelRoute, ModelWanted, ProxyDemand
-
-
-def served(name: str) -> InstanceRow:
-    return InstanceRow(id=name, state="serving", blocks_total=1000)
-
-
-class Bench:
-    """Models with everything around them made up; time is the test's."""
-
-    def __init__(self, folder: Path) -> None:
-        self.now = 1000.0
-        self.model_id = "m1"
-        self.ordered: list[Order] = []
-        self.told: list[tuple[Sequence[ModelRoute], Sequence[str]]] = []
-        self.folder = folder
-        self.learned: list[ModelSpec] = []
-        self.missing: dict[str, MissingFiles] = {}
-        """By source."""
-        self.models = ModelController(
-            FleetSettings(data=str(folder)),
-            self.ordered.append,
-            self._tell,
-            MemoryBudget(),
-            lambda: self.now,
-            lambda: self.now,
-            self.learned.append,
-            missing=self.missing.get,
-        )
-
-    def _tell(self, routes: Sequence[ModelRoute], gone: Sequence[str]) -> int:
-        self.told.append((routes, gone))
-        return len(self.told)
-
-    def catalogue(self, *specs: ModelSpec, on: bool = True) -> None:
-        self.models.take_catalogue(
-            CatalogEntry(self.model_id, one.name, 1, on, one) for one in specs
-        )
-        self.turn()
-
-    def turn(self, seconds: float = 0.0) -> None:
-        self.now += seconds
-        self.models.reconcile()
-
-    def demand(self, version: int | None = None, running: int = 0, held: int = 0) -> None:
-        """Of the only proxy, of the last half second."""
-        total = running + held
-        of_model = ModelDemand("a", running, held, 0, total * 0.5)
-        seen = len(self.told) if version is None else version
-        self.models.take_demand("p0", ProxyDemand(seen, 0.5, (of_model,)))
-
-    def serve(self, instances: int = 1, live: int = 0) -> None:
-        """Its deployment tells that so many instances serve."""
-        rows = tuple(served(f"i{one}") for one in range(instances))
-        self.watched.told = DeploymentEvent(live, data=rows)
-
-    @property
-    def watched(self) -> DeploymentWatcher:
-        """Its deployment."""
-        model = self.models.shown("a")
-        assert model is not None
-        assert model.watched is not None
-        return model.watched
-
-    def states_after(self, *seconds: float) -> list[str]:
-        """Of its route, after each time that passes."""
-        states: list[str] = []
-        for each in seconds:
-            self.turn(each)
-            states.append(self.route.state)
-        return states
-
-    async def ordered_all(self) -> None:
-        """Until its deployment was asked for what was decided."""
-        model = self.models.shown("a")
-        assert model is not None
-        assert model.ordering is not None
-        await model.ordering
-
-    @property
-    def started(self) -> list[Start]:
-        return [one for one in self.ordered if isinstance(one, Start)]
-
-    @property
-    def stopped(self) -> list[Stop]:
-        return [one for one in self.ordered if isinstance(one, Stop)]
-
-    @property
-    def route(self) -> ModelRoute:
-        """As told last."""
-        return next(one for routes, _ in reversed(self.told) for one in routes)
+from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
+from tests.support.model_bench import Bench, deployed, served, spec
 
 
 @pytest.fixture
@@ -124,10 +33,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     made = Bench(tmp_path)
     yield made
     await made.models.close()
-
-
-def spec(source: str = "path:/models/a", **more: Any) -> ModelSpec:
-    return ModelSpec(name="a", source=source, engine="toy", **more)
 
 
 async def test_a_model_that_nobody_wants_is_cold_and_its_engine_is_loaded(bench: Bench) -> None:
@@ -359,7 +264,7 @@ async def test_a_request_that_came_and_went_between_two_looks_keeps_it(bench: Be
 
 async def test_without_its_proxy_it_does_not_stop(bench: Bench) -> None:
     await serving(bench, instances=InstanceCounts(zero_after_s=60))
-    bench.models.forget_proxy("p0")
+    bench.models.reports.forget("p0")
     bench.turn(60)
     bench.turn(60)
     assert bench.stopped == []
@@ -401,10 +306,6 @@ async def test_a_server_takes_over_what_another_one_has_started(bench: Bench) ->
     bench.turn()
     assert (bench.route.state, bench.route.socket) == ("ready", note.socket)
     assert bench.started == []
-
-
-def deployed(name: str, note: DeploymentRecord) -> Deployed:
-    return Deployed(name, "toy", msgspec.json.encode(note).decode(), 7)
 
 
 async def test_nothing_is_started_before_it_is_known_what_runs(bench: Bench) -> None:

@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_read_is_named_and_the_others_are_there(
     with store.database.transaction() as connection:
         bad = update(revisions).where(revisions.c.model_id == ids["bad"])
         connection.execute(bad.values(spec=wrong))
-    rows, _ = store.catalogue()
+    rows, _, _ = store.catalogue()
     assert [one.name for one in rows] == ["one", "two"]
     assert [one.name for one in store.models()] == ["one", "two"]
     assert store.set_aside.count == {"model": 1}

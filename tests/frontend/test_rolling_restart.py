@@ -244,3 +244,62 @@ async def test_an_instance_is_added_as_another_build() -> None:
         await it.link.order(lambda number: AddInstances(number, 1, tree="/new"))
         await it.hears(i0="serving", i1="serving", i2="serving")
         assert trees(it) == {"i0": "", "i1": "", "i2": "/new"}
+
+
+async def restart_with(it: World, flags: str, *names: str) -> tuple[str, ...]:
+    return await it.link.order(lambda number: RestartInstances(number, names, flags=flags))
+
+
+async def test_all_start_again_with_other_flags_and_so_does_one_that_comes_later() -> None:
+    async with world(max_instances=3) as it:
+        await restart_with(it, "--seed 7")
+        await until(lambda: "rolling restart: done" in it.said)
+        await it.link.order(lambda number: AddInstances(number))
+        await until(lambda: len(it.launcher.starts) == 5)
+        argvs = [one.launch.engine_argv for one in it.launcher.starts]
+        assert argvs == [["MODEL"]] * 2 + [["MODEL", "--seed", "7"]] * 3
+        await it.hears(i0="serving", i1="serving", i2="serving")
+        assert {one.flags for one in it.front.members} == {"--seed 7"}
+
+
+async def test_flags_take_the_place_of_those_of_an_earlier_restart() -> None:
+    async with world() as it:
+        for flags in ("--seed 7", "--seed 8", ""):
+            await restart_with(it, flags)
+            await until(lambda: "rolling restart: done" in it.said)
+            it.said.clear()
+        argvs = [one.launch.engine_argv[1:] for one in it.launcher.starts[2:]]
+        assert argvs == [["--seed", "7"]] * 2 + [["--seed", "8"]] * 2 + [[]] * 2
+
+
+async def test_one_that_can_not_start_with_other_flags_is_as_before_and_so_are_all() -> None:
+    async with world(max_instances=3) as it:
+        it.launcher.bad_flag = "--seed"
+        await restart_with(it, "--seed 7")
+        await until(lambda: any("rolling restart: stopped" in said for said in it.said))
+        (stop,) = (said for said in it.said if "rolling restart: stopped" in said)
+        assert "at instance i0 (it can't start with --seed 7 (" in stop
+        assert "and is as before)" in stop
+        await it.hears(i0="serving", i1="serving")
+        await it.link.order(lambda number: AddInstances(number))
+        await until(lambda: len(it.launcher.starts) == 5)
+        assert it.launcher.starts[-1].launch.engine_argv == ["MODEL"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--bad", "unrecognized arguments: --bad"),
+        ("'", "No closing quotation"),
+        ("--block-size 64", "--block-size is 64 with 1 workers, must be left"),
+    ],
+)
+async def test_flags_that_instances_can_not_have_are_refused_and_nothing_starts_again(
+    flags: str, sentence: str
+) -> None:
+    async with world() as it:
+        with pytest.raises(OrderFailed, match=sentence):
+            await restart_with(it, flags)
+        await restart(it)
+        await until(lambda: "rolling restart: done" in it.said)
+        assert [one.launch.engine_argv for one in it.launcher.starts] == [["MODEL"]] * 4

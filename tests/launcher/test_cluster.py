@@ -143,6 +143,8 @@ class FakeLauncher:
         """Of the last renewal."""
         self.bad_tree = ""
         """Nothing starts on it."""
+        self.bad_flag = ""
+        """Nor with it."""
         self.weights = "old"
         """On disk."""
 
@@ -162,7 +164,9 @@ class FakeLauncher:
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
         if self.bug is not None:
             raise self.bug
-        broken = "no such name" if self.bad_tree and launch.engine_tree == self.bad_tree else ""
+        bad = self.bad_tree and launch.engine_tree == self.bad_tree
+        bad = bad or self.bad_flag in launch.engine_argv
+        broken = "no such name" if bad else ""
         self.starts.append(Process(launch, broken or self.broken, self.weights))
         return self.starts[-1]
 

@@ -116,11 +116,13 @@ class Holding(RuleBasedStateMachine):
         refused = self.hold.enter(one, ModelRoute(name=model, state="cold", max_held=self.MAX_HELD))
         fits = len(here) < self.MAX_HELD and taken + size <= self.MOST_BYTES
         assert (refused is None) == fits
-        counted = self.counts.count_arrival(model, self.now)
+        counted = CountedRequest(self.counts, model)
         self.arrived += 1
         if refused is None:
             counted.set_state("held", self.now)
             self.inside.append((one, counted))
+        else:
+            counted.set_state("over", self.now)
 
     @precondition(lambda self: self.inside)
     @rule(which=st.integers(0, 50), runs=st.booleans())

@@ -1,0 +1,376 @@
+"""The deployments of models that roll out: which is the model's own, which stands beside it.
+
+A model has one `ManagedModel` under its name. While it rolls out there is another one, of the new
+revision, under a key of its own; it starts, serves and ends by the same rules. When the old one has
+ended, the new one gets the name. A deployment that no roll-out wants any more, since somebody went
+back or on to yet another revision, gets no new requests and ends after those that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from kvmig.core.clock import Clock
+from kvmig.fleet.autoscale import counted, one_less_holds
+from kvmig.fleet.flag_rolls import RolledStart, RollStep, has_rolled, next_roll, why_failed
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
+from kvmig.fleet.orders import Deployed
+from kvmig.fleet.rollout import (
+    CallFigures,
+    RolloutPlan,
+    RolloutView,
+    advance,
+    gives_way,
+    is_overdue,
+    need_of,
+    stopped,
+    takes_all,
+    with_live_fields,
+    worse,
+)
+from kvmig.fleet.spec import PATH, ModelSpec
+
+Keep = Callable[[str, RolloutPlan, bool], None]
+"""Stores how far the roll-out of a model, by its id, is; or that it is done."""
+
+
+BESIDE = "@"
+"""In the key of a deployment beside a model's own, and in no model's name."""
+
+
+def key_of(name: str, revision: int) -> str:
+    """The key of a deployment beside a model's own."""
+    return f"{name}{BESIDE}{revision}"
+
+
+class RunningRollout(NamedTuple):
+    """A roll-out whose two deployments get calls."""
+
+    name: str
+    since: float
+    """Unix time of the present step."""
+    old: str
+    """The deployment."""
+    new: str
+
+
+class ModelRollouts:
+    """Knows which of the controller's models is what."""
+
+    def __init__(
+        self,
+        models: dict[str, ManagedModel],
+        keep: Keep,
+        wall: Clock,
+        note: Callable[[ManagedModel, str], None],
+        added: Callable[[ManagedModel], None],
+        running: Callable[[ManagedModel], int],
+    ) -> None:
+        """models: the controller's, by their keys; changed here. wall: Unix time. note: writes down
+        what was decided. added: takes the sizes of a model that is new, or another. running: how
+        many requests one has."""
+        self._models = models
+        self._keep = keep
+        self._wall = wall
+        self._note = note
+        self._added = added
+        self._running = running
+        self._newest: dict[str, CatalogEntry] = {}
+        self._plans: dict[str, RolloutPlan] = {}
+        self._bases: dict[str, ModelSpec] = {}
+        """What those began from."""
+        self._figures: dict[str, tuple[CallFigures, CallFigures]] = {}
+        """Of the old deployment's calls and the new one's, in the present step."""
+        self._done: dict[str, int] = {}
+        """The revisions that models were rolled out to last, by models' ids: that it is done may
+        not be stored yet."""
+        self.blocked: Mapping[str, str] = {}
+        """Why models can't have two deployments now, by name."""
+
+    # -- the catalogue
+
+    def take_entry(self, one: CatalogEntry) -> CatalogEntry:
+        """Take a model of the catalogue; what is wanted of its own deployment."""
+        stored, name = one.rollout, one.name
+        self._newest[name] = one
+        if stored is None or self._done.get(one.model_id) == stored.plan.target:
+            self._drop(name)
+            return one
+        known, plan = self._plans.get(name), stored.plan
+        if known is None or (known.base, known.target) != (plan.base, plan.target):
+            self._drop(name)
+            known = None
+        if known is not None and known.state == "stopped" and plan.state == "running":
+            model = self._models[name]
+            model.rolled_last, model.cant_roll = None, None  # it is tried again
+        # A step that was decided here may not be stored yet.
+        if known is None or plan.since >= known.since:
+            self._plans[name] = plan
+        self._bases[name] = stored.base_spec
+        if (beside := self.beside(name)) is not None:
+            beside.wanted = one
+            self._added(beside)
+        return self._own_entry(name)
+
+    def _own_entry(self, name: str) -> CatalogEntry:
+        """What is wanted of the deployment that a roll-out began from: to be as it is, or, where
+        instances start again one after the other, to be as the newest revision says."""
+        newest, plan = self._newest[name], self._plans[name]
+        if self.is_roll(name) and plan.state != "stopped":
+            return replace(newest, rollout=None)
+        spec = with_live_fields(self._bases[name], newest.spec)
+        return replace(newest, revision=plan.base, spec=spec, rollout=None)
+
+    def is_roll(self, name: str) -> bool:
+        """Whether a model that rolls out does so by its instances, one after the other."""
+        return need_of(self._bases[name], self._newest[name].spec) == "roll"
+
+    def forget_others(self, names: Collection[str]) -> None:
+        """Forget the roll-outs of models that are not in the catalogue any more."""
+        for name in self._newest.keys() - set(names):
+            del self._newest[name]
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        self._plans.pop(name, None)
+        self._bases.pop(name, None)
+        self._figures.pop(name, None)
+
+    # -- which is which
+
+    def plan(self, name: str) -> RolloutPlan | None:
+        """The roll-out of a model; None: it has none."""
+        return self._plans.get(name)
+
+    def beside(self, name: str) -> ManagedModel | None:
+        """The new deployment of a model that rolls out; None: there is none."""
+        plan = self._plans.get(name)
+        return None if plan is None else self._models.get(key_of(name, plan.target))
+
+    def front(self, name: str) -> ManagedModel | None:
+        """The deployment that calls wait for, if they have to wait."""
+        model = self._models.get(name)
+        return self.beside(name) if model is not None and model.retires else model
+
+    def share(self, name: str) -> tuple[str, int]:
+        """The socket of the deployment beside a model's own, and how many of 100 new calls go
+        there; none once it gets all of them, or while it doesn't serve."""
+        plan, beside = self._plans.get(name), self.beside(name)
+        if plan is None or beside is None or not beside.serves or self.front(name) is beside:
+            return "", 0
+        return (beside.socket, plan.share) if plan.share else ("", 0)
+
+    def at(self, name: str, socket: str) -> ManagedModel | None:
+        """The deployment that has this socket, or else the one that calls wait for."""
+        for one in self._models.values():
+            if socket and one.socket == socket and one.wanted.name == name:
+                return one
+        return self.front(name)
+
+    def both(self) -> list[RunningRollout]:
+        """The roll-outs in which both deployments get calls, or have got some."""
+        found = []
+        for name, plan in self._plans.items():
+            model, beside = self._models.get(name), self.beside(name)
+            if plan.share and model is not None and beside is not None:
+                found.append(RunningRollout(name, plan.since, model.deployment, beside.deployment))
+        return found
+
+    def judge(self, one: RunningRollout, old: CallFigures, new: CallFigures) -> None:
+        """Take what became of the calls of this step; of an earlier step it counts no more."""
+        plan = self._plans.get(one.name)
+        if plan is not None and plan.since == one.since:
+            self._figures[one.name] = (old, new)
+
+    def figures(self, name: str) -> tuple[CallFigures, CallFigures] | None:
+        """What was taken last; None: nothing in this step."""
+        return self._figures.get(name)
+
+    # -- what runs already
+
+    def in_order(self, deployed: Iterable[Deployed]) -> Sequence[Deployed]:
+        """Those first that are their models' own."""
+
+        def is_other(one: Deployed) -> bool:
+            try:
+                note = msgspec.json.decode(one.note, type=DeploymentRecord)
+            except msgspec.DecodeError:
+                return True
+            model = self._models.get(note.model)
+            if model is None or note.spec is None:
+                return False
+            return need_of(note.spec, model.wanted.spec) not in ("nothing", "roll")
+
+        return sorted(deployed, key=is_other)
+
+    def home_of(self, note: DeploymentRecord) -> ManagedModel | None:
+        """The place of a deployment that runs; None: another one has it."""
+        name, plan = note.model, self._plans.get(note.model)
+        model = self._models.get(name)
+        if model is None:  # it was removed, and its requests end first
+            model = self._models[name] = ManagedModel(_gone(note), key=name, removed=True)
+        same = note.model_id == model.wanted.model_id
+        aims = plan is not None and note.revision == plan.target and not self.is_roll(name)
+        if same and plan is not None and aims:
+            beside = self.beside(name) or self._add(name, plan)
+            return None if beside.deployment else beside
+        if not model.deployment:
+            return model
+        key = key_of(name, note.revision)
+        if note.spec is None or not same or key in self._models:
+            return None
+        retired = self._models[key] = ManagedModel(_gone(note), key=key, retires=True)
+        return retired
+
+    # -- rounds
+
+    def reconcile(self) -> None:
+        """Take each roll-out a step on, and say what each deployment is to be."""
+        for name in list(self._plans):
+            if name not in self.blocked:
+                self._step(name, self._plans[name])
+        wanted = {
+            key_of(name, plan.target)
+            for name, plan in self._plans.items()
+            if not self.is_roll(name)
+        }
+        for key, model in self._models.items():
+            if BESIDE in key and key not in wanted:
+                model.retires, model.stands_by = True, False
+            elif BESIDE not in key and key not in self._plans:
+                model.retires = model.overdue = False
+            model.rolls = self._rolls(model)
+
+    def _step(self, name: str, plan: RolloutPlan) -> None:
+        model, beside, now = self._models[name], self.beside(name), self._wall()
+        old_ended = _has_ended(model, plan)
+        if self.is_roll(name):
+            self._step_of_roll(name, plan, old_ended)
+            return
+        if plan.state != "stopped" and beside is None and not old_ended:
+            beside = self._add(name, plan)
+        seen = RolloutView(
+            old_ended=old_ended,
+            new_ready=beside is not None and beside.serves,
+            new_failed=""
+            if beside is None or beside.life.state != "failed"
+            else f"revision {plan.target} can't start: {beside.life.why}",
+            worse=worse(*self._figures[name]) if name in self._figures else "",
+        )
+        after = advance(plan, seen, now)
+        if after is None:
+            self._finish(name, plan, beside)
+            return
+        if after != plan:
+            self._change(name, plan, after)
+        model.retires = takes_all(after, new_ready=seen.new_ready) or gives_way(
+            after,
+            no_room=beside is not None and beside.life.state == "waiting",
+            running=self._running(model),
+            now=now,
+        )
+        model.overdue = model.retires and is_overdue(after, now)
+        if beside is not None:
+            beside.stands_by = after.state != "stopped"
+            beside.retires = not beside.stands_by
+
+    def _step_of_roll(self, name: str, plan: RolloutPlan, old_ended: bool) -> None:
+        """Instances start again one after the other; `next_roll` says which."""
+        model = self._models[name]
+        model.retires = model.overdue = False
+        start = model.instance_start
+        if plan.state == "stopped":
+            return
+        if old_ended or (start is not None and has_rolled(model.instance_rows, start)):
+            if plan.state == "running":
+                self._finish(name, plan, None)
+            return
+        if start is not None and (why := _why_not(model, start)):
+            self._change(name, plan, stopped(plan, why, self._wall()))
+            model.wanted = self._own_entry(name)
+
+    def next_roll(self, model: ManagedModel) -> RollStep | None:
+        """Which of a deployment's instances is to start again as something else now, if any."""
+        start, plan = model.instance_start, self._plans.get(model.wanted.name)
+        busy = model.ordering is not None and not model.ordering.done()
+        if not model.rolls or start is None or busy or _why_not(model, start):
+            return None
+        deadline_s = None if plan is None else plan.deadline_s
+        return next_roll(model.instance_rows, start, deadline_s)
+
+    def _rolls(self, model: ManagedModel) -> bool:
+        """Whether some of its instances are to start again as something else, and may now."""
+        start, name = model.instance_start, model.wanted.name
+        plan, rows = self._plans.get(name), model.instance_rows
+        if start is None or not rows or has_rolled(rows, start) or name in self.blocked:
+            return False
+        paused = plan is not None and plan.state == "paused"
+        return model.life.state == "serving" and not model.retires and not paused
+
+    def _change(self, name: str, plan: RolloutPlan, after: RolloutPlan) -> None:
+        model = self._models[name]
+        self._plans[name] = after
+        self._figures.pop(name, None)
+        self._keep(model.wanted.model_id, after, False)
+        said = f"{after.share} % of new requests go to revision {after.target}"
+        if after.state != plan.state:
+            said = f"the roll-out has {after.state}: {after.why}"
+        self._note(model, said)
+
+    def _finish(self, name: str, plan: RolloutPlan, beside: ManagedModel | None) -> None:
+        """The new deployment, if there is one, is the model's own from now on."""
+        model = self._models[name]
+        if beside is not None:
+            del self._models[beside.key]
+            beside.key, beside.stands_by = name, False
+            self._models[name] = model = beside
+        elif model.life.state == "failed":  # what failed was something else
+            model.life = replace(model.life, state="zero", failures=0, retry_at=0.0, why="")
+        model.retires = model.overdue = False
+        model.wanted = replace(self._newest[name], rollout=None)
+        self._drop(name)
+        self._done[model.wanted.model_id] = plan.target
+        self._added(model)
+        self._keep(model.wanted.model_id, plan, True)
+        self._note(model, f"revision {plan.target} is rolled out")
+
+    def _add(self, name: str, plan: RolloutPlan) -> ManagedModel:
+        key = key_of(name, plan.target)
+        made = self._models[key] = ManagedModel(self._newest[name], key=key)
+        self._added(made)
+        return made
+
+
+def _has_ended(model: ManagedModel, plan: RolloutPlan) -> bool:
+    """Whether nothing of the old one runs, and nothing of it is to start again, as after a crash.
+    One that can't start any more is over, too, before calls are compared with its own."""
+    life = model.life
+    clean = life.state == "zero" and not life.why and not life.failures
+    fails = life.state == "failed" and plan.step < 0
+    return not model.deployment and (model.retires or clean or fails)
+
+
+def _why_not(model: ManagedModel, start: RolledStart) -> str:
+    """Why a deployment's instances can't be started so; empty: they can, as far as is known."""
+    if model.cant_roll is not None and model.cant_roll[0] == start:
+        return model.cant_roll[1]
+    return why_failed(model.instance_rows, start, model.rolled_last)
+
+
+def can_gather(model: ManagedModel) -> bool:
+    """Whether a deployment that gets no new requests can do with an instance less now."""
+    rows = model.instance_rows
+    busy = model.ordering is not None and not model.ordering.done()
+    settled = all(one.state in ("serving", "failed") for one in rows)
+    ends = model.retires and model.life.state == "emptying"
+    return ends and settled and not busy and counted(rows) > 1 and one_less_holds(rows)
+
+
+def _gone(note: DeploymentRecord) -> CatalogEntry:
+    """The entry of a deployment that is to end."""
+    spec = note.spec or ModelSpec(name=note.model, source=PATH)
+    return CatalogEntry(note.model_id, note.model, note.revision, on=False, spec=spec)

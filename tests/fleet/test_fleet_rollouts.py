@@ -1,0 +1,427 @@
+"""Roll-outs as the server carries them out: two deployments of a model, and where calls go."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from kvmig.core.api_records import InstanceRow
+from kvmig.fleet.capacity import HostCapacity
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
+from kvmig.fleet.orders import DeploymentEnded, Running, Start, Stop
+from kvmig.fleet.rollout import CallFigures, RolloutPlan, RolloutTerms, begun
+from kvmig.fleet.rollout_table import StoredRollout
+from kvmig.fleet.spec import InstanceCounts, ModelSpec
+from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
+from tests.support.model_bench import Bench, deployed, served, silence, spec
+
+OLD = spec("path:/old")
+NEW = spec("path:/new")
+
+
+class RolloutBench(Bench):
+    """A model of which two deployments may be there."""
+
+    def entry(
+        self, new: ModelSpec = NEW, revision: int = 2, plan: RolloutPlan | None = None
+    ) -> CatalogEntry:
+        stored = None if plan is None else StoredRollout(plan, OLD)
+        return CatalogEntry(self.model_id, "a", revision, True, new, stored)
+
+    def roll(self, new: ModelSpec = NEW, **terms: Any) -> RolloutPlan:
+        """A new revision is there."""
+        plan = begun(RolloutTerms(**terms), 1, 2, self.now)
+        self.models.take_catalogue([self.entry(new, plan=plan)])
+        self.turn()
+        return plan
+
+    def of(self, key: str) -> ManagedModel:
+        model = self.models.shown(key)
+        assert model is not None
+        return model
+
+    def there(self, key: str, instances: int = 1) -> None:
+        """That deployment tells that so many instances serve."""
+        watched = self.of(key).watched
+        assert watched is not None
+        rows = tuple(served(f"i{one}") for one in range(instances))
+        watched.told = DeploymentEvent(0, data=rows)
+
+    def say(self, version: int | None = None, **running: int) -> None:
+        """The only proxy says how many calls each deployment has: `old`, `new`."""
+        sockets = {"old": self.old, "new": self.new if "new" in running else ""}
+        models = tuple(
+            ModelDemand("a", count, 0, 0, count * 0.5, sockets[one])
+            for one, count in running.items()
+        )
+        seen = len(self.told) if version is None else version
+        self.models.take_demand("p0", ProxyDemand(seen, 0.5, models))
+
+    @property
+    def old(self) -> str:
+        """The socket of what was started first."""
+        return self.socket(0)
+
+    @property
+    def new(self) -> str:
+        return self.socket(1)
+
+    def socket(self, number: int) -> str:
+        return msgspec.json.decode(self.started[number].note, type=DeploymentRecord).socket
+
+    def end(self, number: int, how: str = "exit code 0") -> None:
+        """A deployment has ended."""
+        self.models.take_news(DeploymentEnded(self.started[number].deployment, how))
+        self.turn()
+
+    @property
+    def where(self) -> tuple[str, str, int]:
+        """Where new calls go, as told last."""
+        route = self.route
+        return route.socket, route.next_socket, route.next_percent
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RolloutBench]:
+    silence(monkeypatch)
+    made = RolloutBench(tmp_path)
+    made.models.take_catalogue([made.entry(OLD, 1)])
+    made.models.take_want(ModelWanted("a"))
+    made.turn()
+    made.there("a")
+    made.turn(1)
+    made.say()
+    yield made
+    await made.models.close()
+
+
+def start_rolled(bench: RolloutBench, **terms: Any) -> None:
+    """The new one serves."""
+    bench.roll(**terms)
+    bench.there("a@2")
+    bench.turn(1)
+    bench.turn()
+
+
+async def test_another_source_starts_beside_and_the_old_one_serves_on(bench: RolloutBench) -> None:
+    bench.roll()
+    assert [one.words[0] for one in bench.started] == ["/old", "/new"]
+    assert bench.where == (bench.old, "", 0)
+    assert bench.stopped == []
+
+
+async def test_new_calls_shift_step_by_step(bench: RolloutBench) -> None:
+    start_rolled(bench, canary=(10, 50), hold_s=60)
+    assert bench.where == (bench.old, bench.new, 10)
+    bench.turn(60)
+    assert bench.where == (bench.old, bench.new, 50)
+    bench.turn(60)
+    bench.turn()
+    assert bench.where == (bench.new, "", 0)
+    assert [one.share for _, one, _ in bench.kept] == [10, 50, 100]
+
+
+async def test_the_old_one_ends_when_its_streams_have_and_the_new_one_is_the_model(
+    bench: RolloutBench,
+) -> None:
+    bench.say(old=2)
+    start_rolled(bench)
+    assert bench.where == (bench.new, "", 0)
+    bench.say(version=0)
+    bench.turn(1)
+    assert bench.stopped == [], "a proxy may still send calls there"
+    bench.say(old=2, new=1)
+    bench.turn(600)
+    assert bench.stopped == [], "two streams run"
+    bench.say(new=1)
+    bench.turn(1)
+    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    bench.end(0)
+    bench.turn()
+    assert bench.of("a").socket == bench.new
+    assert bench.models.shown("a@2") is None
+    assert bench.kept[-1][2], "it is stored that it is done"
+    assert bench.where == (bench.new, "", 0)
+    assert len(bench.started) == 2
+
+
+async def test_streams_that_are_left_at_the_deadline_end_with_their_deployment(
+    bench: RolloutBench,
+) -> None:
+    bench.say(old=2)
+    start_rolled(bench, deadline_s=100)
+    bench.say(old=2)
+    bench.turn(98)
+    assert bench.stopped == []
+    bench.say(old=2)
+    bench.turn(3)
+    assert bench.stopped == [Stop(bench.started[0].deployment)]
+
+
+async def test_one_that_can_not_start_leaves_all_calls_at_the_old_one(bench: RolloutBench) -> None:
+    bench.roll(canary=(10,))
+    bench.end(1, "out of memory")
+    bench.turn(1)
+    bench.say(old=1)
+    bench.turn(600)
+    plan = bench.models.rollouts.plan("a")
+    assert plan is not None
+    assert (plan.state, plan.why) == ("stopped", "revision 2 can't start: out of memory")
+    assert bench.where == (bench.old, "", 0)
+    assert len(bench.started) == 2, "it is not tried again"
+
+
+async def test_one_that_is_worse_gets_no_more_calls_and_its_streams_end_where_they_are(
+    bench: RolloutBench,
+) -> None:
+    start_rolled(bench, canary=(10,))
+    (both,) = bench.models.rollouts.both()
+    good, bad = CallFigures(100, 0, 50.0, 100), CallFigures(100, 30, 50.0, 100)
+    bench.models.rollouts.judge(both, good, bad)
+    bench.say(old=1, new=1)
+    bench.turn(1)
+    assert bench.where == (bench.old, "", 0)
+    bench.say(old=1, new=1)
+    bench.turn(600)
+    assert bench.stopped == []
+    bench.say(old=1)
+    bench.turn(1)
+    assert bench.stopped == [Stop(bench.started[1].deployment)]
+
+
+async def test_figures_of_an_earlier_step_do_not_count(bench: RolloutBench) -> None:
+    start_rolled(bench, canary=(10, 50), hold_s=5)
+    (both,) = bench.models.rollouts.both()
+    bench.turn(5)
+    bad = CallFigures(100, 100, 50.0, 100)
+    bench.models.rollouts.judge(both, CallFigures(), bad)
+    bench.turn(1)
+    assert bench.where == (bench.old, bench.new, 50)
+
+
+async def test_going_back_ends_the_new_one_after_its_streams(bench: RolloutBench) -> None:
+    start_rolled(bench, canary=(10,))
+    bench.say(old=1, new=1)
+    bench.models.take_catalogue([bench.entry(OLD, 3)])
+    bench.turn(1)
+    bench.turn()
+    assert bench.where == (bench.old, "", 0)
+    bench.say(old=1, new=1)
+    bench.turn(60)
+    assert bench.stopped == []
+    bench.say(old=1)
+    bench.turn(1)
+    assert bench.stopped == [Stop(bench.started[1].deployment)]
+    bench.end(1)
+    bench.turn()
+    assert bench.models.shown("a@2") is None
+    assert len(bench.started) == 2
+
+
+async def test_yet_another_revision_takes_the_place_of_the_one_on_its_way(
+    bench: RolloutBench,
+) -> None:
+    start_rolled(bench, canary=(10,))
+    bench.say(old=1, new=1)
+    plan = begun(RolloutTerms(), 1, 3, bench.now)
+    bench.models.take_catalogue([bench.entry(spec("path:/newer"), 3, plan)])
+    bench.turn(1)
+    bench.turn()
+    assert [one.words[0] for one in bench.started] == ["/old", "/new", "/newer"]
+    assert bench.where == (bench.old, "", 0)
+    bench.say(old=1, new=1)
+    bench.turn(1)
+    assert bench.stopped == [], "the second one still answers"
+
+
+async def test_a_change_that_takes_effect_at_once_does_so_on_both(bench: RolloutBench) -> None:
+    plan = bench.roll(canary=(10,))
+    changed = replace(NEW, priority=7)
+    bench.models.take_catalogue([bench.entry(changed, 3, plan)])
+    bench.turn(1)
+    assert bench.route.priority == 7
+    assert len(bench.started) == 2
+
+
+async def test_an_old_one_that_crashes_comes_back_as_it_was(bench: RolloutBench) -> None:
+    start_rolled(bench, canary=(10,))
+    bench.end(0, "killed")
+    bench.models.take_want(ModelWanted("a"))
+    bench.turn(1)
+    assert [one.words[0] for one in bench.started] == ["/old", "/new", "/old"]
+
+
+async def test_calls_go_back_to_the_old_one_while_the_new_one_does_not_serve(
+    bench: RolloutBench,
+) -> None:
+    bench.say(old=1)
+    start_rolled(bench)
+    bench.say(old=1)
+    assert bench.where == (bench.new, "", 0)
+    watched = bench.of("a@2").watched
+    assert watched is not None
+    watched.told = DeploymentEvent(data=(InstanceRow(id="i0", state="starting"),))
+    bench.turn(1)
+    bench.models.take_want(ModelWanted("a"))
+    bench.turn()
+    assert bench.where == (bench.old, "", 0)
+    bench.there("a@2")
+    bench.turn(1)
+    bench.turn()
+    assert bench.where == (bench.new, "", 0)
+    assert bench.stopped == []
+
+
+async def test_nothing_that_runs_needs_no_second_deployment(tmp_path: Path) -> None:
+    bench = RolloutBench(tmp_path)
+    bench.models.take_catalogue([bench.entry(OLD, 1)])
+    bench.turn()
+    bench.roll()
+    assert bench.started == []
+    assert bench.kept[-1][2]
+    bench.models.take_want(ModelWanted("a"))
+    bench.turn()
+    assert [one.words[0] for one in bench.started] == ["/new"]
+    await bench.models.close()
+
+
+async def test_without_room_for_both_it_says_so_and_waits_until_the_old_one_is_idle(
+    bench: RolloutBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = bench.of("a").claim
+    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(claim, claim))
+    bench.models.take_catalogue([bench.entry(replace(OLD, instances=InstanceCounts(min=1)), 1)])
+    bench.say(old=1)
+    bench.roll(replace(NEW, instances=InstanceCounts(min=1)))
+    bench.say(old=1)
+    bench.turn(60)
+    assert len(bench.started) == 1
+    assert bench.of("a@2").life.why.startswith("no room")
+    bench.say()
+    bench.turn(1)
+    bench.say()
+    bench.turn(1)
+    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    bench.end(0)
+    bench.turn()
+    assert bench.started[-1].words[0] == "/new"
+    assert bench.of("a").socket == bench.new
+
+
+async def test_streams_gather_on_as_few_old_instances_as_hold_them(
+    bench: RolloutBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained: list[str] = []
+
+    async def drain(_: DeploymentWatcher, instance: str) -> None:
+        drained.append(instance)
+
+    monkeypatch.setattr(DeploymentWatcher, "drain", drain)
+    start_rolled(bench)
+    for instances in (3, 2, 1):
+        bench.say(old=1)
+        bench.there("a", instances)
+        bench.turn(1)
+        ordering = bench.of("a").ordering
+        assert ordering is not None
+        await ordering
+    assert len(drained) == 2
+    assert bench.stopped == []
+
+
+def next_server(
+    bench: RolloutBench, plan: RolloutPlan | None, revision: int = 2
+) -> ModelController:
+    """Another server takes over what runs, in any order."""
+    after = Bench(bench.folder)
+    after.now = bench.now
+    bench.told, bench.ordered = after.told, after.ordered
+    bench.models = after.models
+    entry = bench.entry(NEW if plan is not None or revision == 2 else OLD, revision, plan)
+    bench.models.take_catalogue([entry])
+    return bench.models
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_the_next_server_goes_on_with_the_step_that_was_stored(
+    bench: RolloutBench, turned: bool
+) -> None:
+    start_rolled(bench, canary=(10,))
+    started, plan = bench.started, bench.kept[-1][1]
+    running = [
+        deployed(one.deployment, msgspec.json.decode(one.note, type=DeploymentRecord))
+        for one in started
+    ]
+    await bench.models.close()
+    models = next_server(bench, plan)
+    models.take_news(Running(tuple(running[::-1] if turned else running)))
+    old, new = (msgspec.json.decode(one.note, type=DeploymentRecord).socket for one in running)
+    bench.turn()
+    bench.there("a")
+    bench.there("a@2")
+    bench.turn(1)
+    bench.turn()
+    assert bench.where == (old, new, 10)
+    assert [one for one in bench.ordered if isinstance(one, Start | Stop)] == []
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_the_next_server_ends_one_that_nobody_wants_any_more_after_its_streams(
+    bench: RolloutBench, turned: bool
+) -> None:
+    start_rolled(bench, canary=(10,))
+    running = [
+        deployed(one.deployment, msgspec.json.decode(one.note, type=DeploymentRecord))
+        for one in bench.started
+    ]
+    await bench.models.close()
+    models = next_server(bench, None, 3)
+    models.take_news(Running(tuple(running[::-1] if turned else running)))
+    old, new = (msgspec.json.decode(one.note, type=DeploymentRecord).socket for one in running)
+    bench.turn()
+    bench.there("a")
+    bench.there("a@2")
+    bench.turn(1)
+    busy = ModelDemand("a", 1, 0, 0, 0.5, new)
+    models.take_demand("p0", ProxyDemand(len(bench.told), 0.5, (busy,)))
+    bench.turn(1)
+    assert bench.where == (old, "", 0)
+    assert bench.stopped == []
+    models.take_demand("p0", ProxyDemand(len(bench.told), 0.5))
+    bench.turn(1)
+    bench.turn(1)
+    assert bench.stopped == [Stop(running[1].deployment)]
+
+
+async def test_one_that_is_done_does_not_begin_again_while_that_is_not_stored(
+    bench: RolloutBench,
+) -> None:
+    plan = bench.roll()
+    bench.there("a@2")
+    bench.turn(1)
+    bench.say()
+    bench.turn(1)
+    bench.end(0)
+    bench.turn()
+    assert bench.of("a").socket == bench.new
+    bench.models.take_catalogue([bench.entry(plan=plan)])
+    bench.turn()
+    assert bench.of("a").socket == bench.new
+    assert len(bench.started) == 2
+
+
+async def test_while_a_placement_sets_its_instances_it_waits_and_says_so(
+    bench: RolloutBench,
+) -> None:
+    bench.models.place({"a": []})
+    bench.roll()
+    bench.turn(60)
+    assert len(bench.started) == 1
+    assert bench.models.rollouts.blocked == {"a": "a placement sets its instances"}

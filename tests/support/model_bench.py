@@ -1,0 +1,140 @@
+"""A fleet's models with everything around them made up; time is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvmig.core.api_records import InstanceRow
+from kvmig.fleet.controller import ModelController
+from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
+from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
+from kvmig.fleet.orders import Deployed, Order, Start, Stop
+from kvmig.fleet.rollout import RolloutPlan
+from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.spec import ModelSpec
+from kvmig.proxy.messages import ModelDemand, ModelRoute, ProxyDemand
+
+
+def served(name: str) -> InstanceRow:
+    return InstanceRow(id=name, state="serving", blocks_total=1000)
+
+
+def silence(patch: pytest.MonkeyPatch) -> None:
+    """Whatever a deployment tells, the test says."""
+
+    async def nothing(_: DeploymentWatcher) -> None: ...
+
+    patch.setattr(DeploymentWatcher, "_follow", nothing)
+
+
+class Bench:
+    """Models with everything around them made up; time is the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 1000.0
+        self.model_id = "m1"
+        self.ordered: list[Order] = []
+        self.told: list[tuple[Sequence[ModelRoute], Sequence[str]]] = []
+        self.folder = folder
+        self.learned: list[ModelSpec] = []
+        self.missing: dict[str, MissingFiles] = {}
+        """By source."""
+        self.kept: list[tuple[str, RolloutPlan, bool]] = []
+        """Steps of roll-outs that were stored: of which model, and whether they were the last."""
+        self.models = ModelController(
+            FleetSettings(data=str(folder)),
+            self.ordered.append,
+            self._tell,
+            MemoryBudget(),
+            lambda: self.now,
+            lambda: self.now,
+            self.learned.append,
+            missing=self.missing.get,
+            keep=self.keep,
+        )
+
+    def keep(self, model_id: str, plan: RolloutPlan, done: bool) -> None:
+        """A step of a roll-out is stored."""
+        self.kept.append((model_id, plan, done))
+
+    @property
+    def every(self) -> list[ManagedModel]:
+        """The models, with deployments that stand beside others."""
+        return list(self.models._models.values())
+
+    def _tell(self, routes: Sequence[ModelRoute], gone: Sequence[str]) -> int:
+        self.told.append((routes, gone))
+        return len(self.told)
+
+    def catalogue(self, *specs: ModelSpec, on: bool = True) -> None:
+        self.models.take_catalogue(
+            CatalogEntry(self.model_id, one.name, 1, on, one) for one in specs
+        )
+        self.turn()
+
+    def turn(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.models.reconcile()
+
+    def demand(self, version: int | None = None, running: int = 0, held: int = 0) -> None:
+        """Of the only proxy, of the last half second."""
+        total, model = running + held, self.models.shown("a")
+        socket = "" if model is None else model.socket
+        of_model = ModelDemand("a", running, held, 0, total * 0.5, socket)
+        seen = len(self.told) if version is None else version
+        self.models.take_demand("p0", ProxyDemand(seen, 0.5, (of_model,)))
+
+    def serve(self, instances: int = 1, live: int = 0) -> None:
+        """Its deployment tells that so many instances serve."""
+        rows = tuple(served(f"i{one}") for one in range(instances))
+        self.watched.told = DeploymentEvent(live, data=rows)
+
+    @property
+    def watched(self) -> DeploymentWatcher:
+        """Its deployment."""
+        model = self.models.shown("a")
+        assert model is not None
+        assert model.watched is not None
+        return model.watched
+
+    def states_after(self, *seconds: float) -> list[str]:
+        """Of its route, after each time that passes."""
+        states: list[str] = []
+        for each in seconds:
+            self.turn(each)
+            states.append(self.route.state)
+        return states
+
+    async def ordered_all(self) -> None:
+        """Until its deployment was asked for what was decided."""
+        model = self.models.shown("a")
+        assert model is not None
+        assert model.ordering is not None
+        await model.ordering
+
+    @property
+    def started(self) -> list[Start]:
+        return [one for one in self.ordered if isinstance(one, Start)]
+
+    @property
+    def stopped(self) -> list[Stop]:
+        return [one for one in self.ordered if isinstance(one, Stop)]
+
+    @property
+    def route(self) -> ModelRoute:
+        """As told last."""
+        return next(one for routes, _ in reversed(self.told) for one in routes)
+
+
+def spec(source: str = "path:/models/a", **more: Any) -> ModelSpec:
+    return ModelSpec(name="a", source=source, engine="toy", **more)
+
+
+def deployed(name: str, note: DeploymentRecord) -> Deployed:
+    return Deployed(name, "toy", msgspec.json.encode(note).decode(), 7)
