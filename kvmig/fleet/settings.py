@@ -161,6 +161,11 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
                 f"--allowed-origins is {origin!r:.150}, must be as https://chat.example.com, or *"
                 " for all; given several times for several"
             )
+    if settings.memory and settings.ray:
+        raise ConfigError(
+            f"--memory is {settings.memory}, must be left out with --ray: the free memory of each"
+            " worker counts"
+        )
     if settings.standby and settings.ray:
         raise ConfigError(
             f"--ray is {settings.ray!r:.100}, must not be given together with --standby"

@@ -17,7 +17,7 @@ from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
 from kvmig.fleet.orders import Order, Running, Start
-from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.settings import FleetSettings, check_settings
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import LEASE_S, WorkerWish
@@ -150,6 +150,12 @@ async def test_the_resources_of_its_flags_are_its_own(bench: WorkerBench) -> Non
     assert bench.model.life.why == "no room: it needs 5 CPU, 4 CPU is free"
     (node,) = bench.models.why_not(bench.model).nodes
     assert (node.node, node.refusals[0].why) == ("worker-a", "it has 4 CPU free of 5 CPU")
+
+
+def test_a_limit_of_all_memory_is_refused_on_workers(tmp_path: Path) -> None:
+    settings = FleetSettings(data=str(tmp_path), ray="10.0.0.1:6379", memory=1 << 30)
+    with pytest.raises(ConfigError, match="--memory is 1073741824, must be left out with --ray"):
+        check_settings(settings)
 
 
 async def test_only_a_worker_with_its_labels_gets_an_instance(bench: WorkerBench) -> None:
