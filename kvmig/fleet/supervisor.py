@@ -14,7 +14,6 @@ import fcntl
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -47,6 +46,7 @@ from kvmig.fleet.orders import (
     encode,
     order_of,
 )
+from kvmig.fleet.process_logs import last_of, last_sentence, size_of, turn_log
 from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
 from kvmig.mirror.settings import MirrorSettings
 from kvmig.process.child import quiet, say
@@ -99,12 +99,11 @@ PROBE_S = 10.0
 """Pause between two probes of a nursery."""
 MISSED = 2
 """Looks in a row that find that it does not; then it is ended."""
-LOG_BYTES = 10_000_000
-"""A log that is longer is kept as NAME.log.1, and begins anew."""
 LOG_LOOK_S = 5.0
-LAST_BYTES = 4096
 STANDBY_S = 10 * 365 * 86400.0
 """Time that a standby's server waits for the lead."""
+AGAIN_S = 2.0
+"""Pause before a standby's server that has died starts again."""
 STEPPED_DOWN = 3
 """Exit code where another host's server leads."""
 
@@ -385,10 +384,25 @@ class FleetSupervisor:
         return STEPPED_DOWN if self._stepped_down else 0
 
     async def _leads(self, server: KeptChild) -> bool:
-        """Start the server, which may wait for the lead; False: a signal came first.
+        """Start the server, a standby's again and again until it leads; False: a signal came first.
 
         Raises StartupError.
         """
+        while True:
+            try:
+                return await self._started_server(server)
+            except StartupError as error:
+                if not self._settings.standby:
+                    raise
+                say(f"{error}, again in {AGAIN_S:g} s")
+            await server.stop(0.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_S):
+                    await self._stop.wait()
+                    return False
+
+    async def _started_server(self, server: KeptChild) -> bool:
+        """Start the server once; False: a signal came first. Raises StartupError."""
         stop = asyncio.create_task(self._stop.wait())
         starting = asyncio.create_task(server.start())
         try:
@@ -740,42 +754,3 @@ async def lives(process: ProcessPort, heartbeats: HeartbeatPipe | None) -> str:
     kill_group(process)
     await process.wait()
     return how
-
-
-def size_of(path: Path) -> int:
-    """Size in bytes; 0 if there is no such file."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def last_sentence(path: Path, begin: int) -> str:
-    """What a process said last of its own: its last line that begins with "kvmig: ".
-
-    begin: where its lines begin, unless the log was begun anew meanwhile.
-    """
-    try:
-        with path.open("rb") as file:
-            size = size_of(path)
-            file.seek(max(begin if begin <= size else 0, size - LAST_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return last_of(lines)
-
-
-def last_of(lines: Sequence[str]) -> str:
-    """The last sentence of kvmig's own."""
-    said = [line.removeprefix("kvmig: ") for line in lines if line.startswith("kvmig: ")]
-    return said[-1] if said else ""
-
-
-def turn_log(path: Path) -> None:
-    """Begin it anew if it is too long. Whoever writes appends, so goes on at its new end.
-
-    Raises OSError.
-    """
-    if path.stat().st_size > LOG_BYTES:
-        shutil.copyfile(path, path.with_suffix(".log.1"))
-        os.truncate(path, 0)

@@ -24,6 +24,7 @@ def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.long
 async def test_a_fleet_with_a_certificate_serves_https_alone(tmp_path: Path) -> None:
     authority = Authority.make()
     files = authority.write(tmp_path)

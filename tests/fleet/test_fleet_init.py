@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvmig.core.errors import StartupError
-from kvmig.fleet import supervisor
+from kvmig.fleet import process_logs, supervisor
 from kvmig.fleet.orders import CheckFlags, Deployed, Running, Start
+from kvmig.fleet.process_logs import last_sentence, size_of, turn_log
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.supervisor import last_sentence, size_of, turn_log
 from tests.support.inside import OwnSupervisor
 from tests.support.waiting import until
 
@@ -82,7 +82,7 @@ def test_without_a_log_there_is_none(tmp_path: Path) -> None:
 def test_a_long_log_is_kept_once_and_begun_anew_for_who_appends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "LOG_BYTES", 10)
+    monkeypatch.setattr(process_logs, "LOG_BYTES", 10)
     log = tmp_path / "qwen2.5.log"
     with log.open("a") as file:
         file.write("a line that is long\n")
