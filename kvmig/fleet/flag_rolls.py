@@ -25,7 +25,7 @@ Group = tuple[str, tuple[str, ...]]
 
 
 def grouped(flags: Sequence[str]) -> list[Group]:
-    """Each flag with its values."""
+    """Group each flag with its values."""
     groups: list[Group] = []
     for word in flags:
         if word.startswith("--") or not groups:
@@ -55,7 +55,7 @@ def behind(flags: Sequence[str]) -> str:
 
 
 class RolledStart(NamedTuple):
-    """As what the instances of a deployment are to be started."""
+    """The flags and the vLLM with which the instances of a deployment are to start."""
 
     flags: str = ""
     """Behind the flags that the deployment was started with."""
@@ -108,7 +108,7 @@ def next_roll(
 
 
 def start_of_instance(one: FlaggedInstance) -> RolledStart:
-    """As what it was started. A placement may have given it other flags, too."""
+    """Flags and vLLM of its last start. A placement may have given it other flags, too."""
     return RolledStart(behind(shlex.split(one.flags)), one.vllm)
 
 
@@ -123,7 +123,7 @@ def has_rolled(instances: Sequence[FlaggedInstance], start: RolledStart) -> bool
 def why_failed(
     instances: Sequence[FlaggedInstance], start: RolledStart, tried: RollStep | None
 ) -> str:
-    """Why instances can't be started so; empty: nobody knows. tried: what was asked for last, which
+    """Why instances can't be started so; empty: not known. tried: what was asked for last, which
     is over once all instances serve."""
     for one in instances:
         if one.state == "failed" and start_of_instance(one) == start:

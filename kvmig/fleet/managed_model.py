@@ -89,7 +89,7 @@ class ManagedModel:
 
     wanted: CatalogEntry
     key: str = ""
-    """Its name; of a deployment beside another one of the same model, with the revision."""
+    """The name; of a deployment next to another one of the same model, with the revision."""
     retires: bool = False
     """Whether it gets no new requests, and ends after those that it has."""
     overdue: bool = False
@@ -99,9 +99,9 @@ class ManagedModel:
     rolled_last: RollStep | None = None
     """What was asked for last."""
     cant_roll: tuple[RolledStart, str] | None = None
-    """As what its instances can't be started, and why."""
+    """The start that its instances can't make, and why."""
     stands_by: bool = False
-    """Whether it has an instance though nobody wants it: requests are to come to it."""
+    """Whether it has an instance without demand: requests are to come to it."""
     claim: int = 0
     """Bytes of an instance."""
     parked_claim: int = 0
@@ -196,7 +196,7 @@ class ManagedModel:
 
     @property
     def instance_start(self) -> RolledStart | None:
-        """As what its instances are to be started; None: they can't become what is wanted."""
+        """The start of its instances that is wanted; None: they can't become what is wanted."""
         if self.note is None or self.note.spec is None:
             return None
         return instance_start(self.note.spec, self.wanted.spec)

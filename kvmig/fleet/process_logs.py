@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LOG_BYTES = 10_000_000
-"""A log that is longer is kept as NAME.log.1, and begins anew."""
+"""A log that is longer is kept as NAME.log.1, and an empty one begins."""
 LAST_BYTES = 4096
 
 
@@ -23,7 +23,7 @@ def size_of(path: Path) -> int:
 def last_sentence(path: Path, begin: int) -> str:
     """What a process said last of its own: its last line that begins with "kvmig: ".
 
-    begin: where its lines begin, unless the log was begun anew meanwhile.
+    begin: where its lines begin, unless another log was begun meanwhile.
     """
     try:
         with path.open("rb") as file:
@@ -42,7 +42,7 @@ def last_of(lines: Sequence[str]) -> str:
 
 
 def turn_log(path: Path) -> None:
-    """Begin it anew if it is too long. Whoever writes appends, so goes on at its new end.
+    """Begin another one if it is too long. Writers append, so they go on at its new end.
 
     Raises OSError.
     """

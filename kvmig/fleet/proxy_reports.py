@@ -57,7 +57,7 @@ class ProxyReports:
         )
 
     def running_at(self, name: str, socket: str) -> int:
-        """Those of them that go to one of its deployments."""
+        """The running requests that go to one of its deployments."""
         return sum(one.running[name, socket] for one in self._proxies.values())
 
     def held(self, name: str) -> int:

@@ -5,7 +5,7 @@
                     '------- it fails, or is worse: stopped, 0 % ---.     the old one's streams end
                                                                     '-> the old one has all again
 
-A deployment of the new revision stands beside the old one. A call goes to one of them and ends
+A deployment of the new revision stands next to the old one. A call goes to one of them and ends
 there: no stream changes its weights. What the old deployment must do, and where calls go, follows
 from the roll-out and from what is seen; the roll-out itself is all that is stored.
 """
@@ -26,7 +26,7 @@ from kvmig.fleet.spec import ModelSpec
 RolloutState = Literal["running", "paused", "stopped"]
 Need = Literal["nothing", "roll", "beside", "start"]
 """What a change takes: nothing; that instances start again one after the other; another deployment
-beside the one that runs; or the next start, since there can't be two."""
+next to the one that runs; or the next start, since there can't be two."""
 
 HOLD_S = 60.0
 MOST_STEPS = 20
@@ -34,20 +34,20 @@ MOST_S = 7 * 86400.0
 CALLS = 20
 """Calls at each deployment from which on they are compared."""
 MORE_CUT = 0.1
-"""By how much the share of calls that were cut may be larger at the new deployment."""
+"""The most by which the share of cut calls may be larger at the new deployment."""
 MOST_CUT = 0.5
 """The share of cut calls that is too large in any case."""
 SLOWER = 1.5
 """Times the old deployment's median time to the first token that the new one's may be."""
 SLOWER_MS = 100.0
-"""And by how many milliseconds more: below that it is noise."""
+"""Milliseconds by which it must be slower, too: below that it is noise."""
 
 
 class RolloutTerms(Struct, frozen=True, kw_only=True):
     """How a roll-out goes, as an order says."""
 
     canary: tuple[int, ...] = ()
-    """Of 100 new calls, those that the new deployment gets, step by step; 100 comes last."""
+    """The calls of 100 that the new deployment gets, step by step; 100 comes last."""
     hold_s: float = HOLD_S
     """Seconds from one step to the next."""
     deadline_s: float | None = None
@@ -55,7 +55,7 @@ class RolloutTerms(Struct, frozen=True, kw_only=True):
 
 
 AT_ONCE = RolloutTerms()
-"""All new calls go to the new deployment once it serves."""
+"""The steps without a canary: all new calls go to the new deployment once it serves."""
 
 
 class RolloutPlan(Struct, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class RolloutPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> int:
-        """Of 100 new calls, those that the new deployment is to get while it serves."""
+        """The calls of 100 that the new deployment is to get while it serves."""
         return 0 if self.step < 0 else self.canary[self.step]
 
 
@@ -90,7 +90,7 @@ class RolloutView(Struct, frozen=True):
     new_failed: str = ""
     """Why the new deployment can't start; empty: it can."""
     worse: str = ""
-    """Why the new one is worse than the old one; empty: it isn't, or nobody knows yet."""
+    """Why the new one is worse than the old one; empty: it isn't, or that isn't known yet."""
 
 
 class CallFigures(Struct, frozen=True):
@@ -98,7 +98,7 @@ class CallFigures(Struct, frozen=True):
 
     ended: int = 0
     cut: int = 0
-    """Those of them whose client got an error, or left."""
+    """The calls whose client got an error, or left."""
     ttft_ms: float | None = None
     """Median time to the first token."""
     timed: int = 0
@@ -132,8 +132,8 @@ def need_of(old: ModelSpec, new: ModelSpec) -> Need:
 
 
 def instance_start(started: ModelSpec, wanted: ModelSpec) -> RolledStart | None:
-    """As what the instances of a deployment that was started as the one are to be started, to be as
-    the other says; None: they can't become that."""
+    """The start that turns the instances of a deployment, which was started as the one, into what
+    the other wants; None: they can't become that."""
     need = need_of(started, wanted)
     if need not in ("nothing", "roll"):
         return None
@@ -220,7 +220,7 @@ def _next_step(plan: RolloutPlan, now: float) -> RolloutPlan:
 
 
 def stopped(plan: RolloutPlan, why: str, now: float) -> RolloutPlan:
-    """The same with all new calls at the old deployment, until somebody decides."""
+    """The same with all new calls at the old deployment, until an order comes."""
     return replace(plan, state="stopped", step=-1, since=now, why=why)
 
 
@@ -242,7 +242,7 @@ def resumed(plan: RolloutPlan, now: float) -> RolloutPlan:
 
 
 def promoted(plan: RolloutPlan, now: float) -> RolloutPlan:
-    """The same with the next step at once, whatever the time. Raises ConfigError."""
+    """The same with the next step at once, at any time. Raises ConfigError."""
     if plan.state == "stopped":
         raise ConfigError("the roll-out is stopped, must be running or paused (resume it)")
     if plan.share == 100:

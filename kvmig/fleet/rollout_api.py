@@ -65,7 +65,7 @@ class RolloutBackend(Protocol):
 
 
 class RolloutSide(msgspec.Struct, frozen=True):
-    """One of the two deployments."""
+    """The state of one of the two deployments."""
 
     revision: int
     state: str
@@ -89,7 +89,7 @@ class RolloutStatus(msgspec.Struct, frozen=True):
     rolled: int
     """Instances that have started again; beside: 0."""
     share: int
-    """Of 100 new requests, those that go to the new deployment."""
+    """The new requests of 100 that go to the new deployment."""
     canary: tuple[int, ...]
     hold_s: float
     deadline_s: float | None
@@ -97,7 +97,7 @@ class RolloutStatus(msgspec.Struct, frozen=True):
     """Unix time at which the step began."""
     old: RolloutSide
     new: RolloutSide | None
-    """None: there is none yet, or any more."""
+    """The new deployment; None: there is none yet, or any more."""
 
 
 class RolloutBody(StrictBody):

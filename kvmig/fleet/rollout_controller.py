@@ -1,8 +1,8 @@
-"""The deployments of models that roll out: which is the model's own, which stands beside it.
+"""The deployments of models that roll out: which is the model's own, which stands next to it.
 
 A model has one `ManagedModel` under its name. While it rolls out there is another one, of the new
 revision, under a key of its own; it starts, serves and ends by the same rules. When the old one has
-ended, the new one gets the name. A deployment that no roll-out wants any more, since somebody went
+ended, the new one gets the name. A deployment that no roll-out wants any more, since an order went
 back or on to yet another revision, gets no new requests and ends after those that it has.
 """
 
@@ -39,11 +39,11 @@ Keep = Callable[[str, RolloutPlan, bool], None]
 
 
 BESIDE = "@"
-"""In the key of a deployment beside a model's own, and in no model's name."""
+"""A mark in the key of a deployment next to a model's own, and in no model's name."""
 
 
 def key_of(name: str, revision: int) -> str:
-    """The key of a deployment beside a model's own."""
+    """The key of a deployment next to a model's own."""
     return f"{name}{BESIDE}{revision}"
 
 
@@ -84,7 +84,7 @@ class ModelRollouts:
         self._bases: dict[str, ModelSpec] = {}
         """What those began from."""
         self._figures: dict[str, tuple[CallFigures, CallFigures]] = {}
-        """Of the old deployment's calls and the new one's, in the present step."""
+        """Figures of the calls of the old deployment and of the new one, in the present step."""
         self._done: dict[str, int] = {}
         """The revisions that models were rolled out to last, by models' ids: that it is done may
         not be stored yet."""
@@ -157,7 +157,7 @@ class ModelRollouts:
         return self.beside(name) if model is not None and model.retires else model
 
     def share(self, name: str) -> tuple[str, int]:
-        """The socket of the deployment beside a model's own, and how many of 100 new calls go
+        """The socket of the deployment next to a model's own, and how many of 100 new calls go
         there; none once it gets all of them, or while it doesn't serve."""
         plan, beside = self._plans.get(name), self.beside(name)
         if plan is None or beside is None or not beside.serves or self.front(name) is beside:
@@ -193,7 +193,7 @@ class ModelRollouts:
     # -- what runs already
 
     def in_order(self, deployed: Iterable[Deployed]) -> Sequence[Deployed]:
-        """Those first that are their models' own."""
+        """The deployments, those first that are their models' own."""
 
         def is_other(one: Deployed) -> bool:
             try:
@@ -229,7 +229,7 @@ class ModelRollouts:
     # -- rounds
 
     def reconcile(self) -> None:
-        """Take each roll-out a step on, and say what each deployment is to be."""
+        """Take each roll-out a step on, and decide what each deployment is to be."""
         for name in list(self._plans):
             if name not in self.blocked:
                 self._step(name, self._plans[name])
@@ -279,7 +279,7 @@ class ModelRollouts:
             beside.retires = not beside.stands_by
 
     def _step_of_roll(self, name: str, plan: RolloutPlan, old_ended: bool) -> None:
-        """Instances start again one after the other; `next_roll` says which."""
+        """Let instances start again one after the other; `next_roll` chooses which."""
         model = self._models[name]
         model.retires = model.overdue = False
         start = model.instance_start

@@ -155,7 +155,7 @@ def _plan(row: RowMapping) -> RolloutPlan:
 
 
 def _spec(connection: Connection, model_id: str, number: int) -> ModelSpec | None:
-    """None: there is no such revision, or it is of another kvmig."""
+    """The revision's specification; None: there is no such one, or it is of another kvmig."""
     found = connection.scalar(
         select(revisions.c.spec).where(revisions.c.model_id == model_id, revisions.c.n == number)
     )

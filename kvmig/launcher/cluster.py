@@ -239,7 +239,7 @@ class InstanceManager:
         return tuple(one.name for one in wanted)
 
     def _few(self, serving: Sequence[ManagedInstance], coming: str) -> str:
-        """Why so few instances can't start again one after the other."""
+        """Why this few instances can't start again one after the other."""
         verb = "instance serves" if len(serving) == 1 else "instances serve"
         few = f"{len(serving)} {verb}, must be 2 or more"
         names = [one.name for one in self._instances.values() if one.state == "starting"]

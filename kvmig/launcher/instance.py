@@ -52,16 +52,16 @@ class DrainDeadline(NamedTuple):
 
 
 class EngineStart(NamedTuple):
-    """As what an instance's engine is started."""
+    """The build and the flags with which an instance's engine starts."""
 
     tree: str
     argv: tuple[str, ...]
     own: tuple[str, ...]
-    """Those flags that not all instances have."""
+    """The flags that not all instances have."""
 
     @classmethod
     def from_launch(cls, launch: LlumletLaunch) -> EngineStart:
-        """As what it is started now."""
+        """Build and flags of its present start."""
         return cls(launch.engine_tree, tuple(launch.engine_argv), launch.own_flags)
 
     def applied_to(self, launch: LlumletLaunch) -> LlumletLaunch:
@@ -123,7 +123,7 @@ class ManagedInstance:
         self._renewing: asyncio.Future[str] | None = None
         """Result of its restart: empty, or why it failed."""
         self._next = EngineStart.from_launch(launch)
-        """What it will be when its process starts again as it was told."""
+        """What it will be when its process has started again by order."""
         self._fallback: LlumletLaunch | None = None
         """What it was before, until it has served as what it is now."""
         self._ordered = False

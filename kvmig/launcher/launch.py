@@ -25,7 +25,7 @@ class LlumletLaunch(SecretStruct, frozen=True, kw_only=True):
     engine_argv: list[str]
     """MODEL and the engine's flags."""
     own_flags: tuple[str, ...] = ()
-    """Those of them that not all instances have."""
+    """The flags that not all instances have."""
     engine_tree: str = ""
     """Folder whose build of the engine goes before the installed one; empty: none does."""
     gpus: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ class PendingRequest:
     works: bool = True
     """Whether an engine works for it, and so may be started for it."""
     draw: int = STAYS
-    """Decides which of two deployments gets it, 0 to 99; STAYS: never the one beside."""
+    """Decides which of two deployments gets it, 0 to 99; STAYS: never the new one."""
     account: str = ""
     """The account, which may have as much of the room as it leaves; empty: unknown."""
     share: BodyShare | None = None

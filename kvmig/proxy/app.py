@@ -441,7 +441,7 @@ class ProxyApp:
 
     def _draw(self, call: ProxiedCall, where: CallTarget) -> int:
         """Decides which of two deployments gets the call. One that stores its answer, or asks for
-        one, stays: answers are not at the one beside."""
+        one, stays: answers are not at the new one."""
         stored = where.path == RESPONSES or where.answer_id
         return STAYS if stored else drawn(call.call_id)
 

@@ -67,7 +67,7 @@ class ModelRoute(msgspec.Struct, frozen=True, kw_only=True):
     socket: str = ""
     """Path of its deployment's; empty unless it is ready."""
     next_socket: str = ""
-    """Path of the socket of a deployment beside it, which takes over some of the new calls; empty:
+    """Path of the socket of a new deployment, which takes over some of the new calls; empty:
     none does."""
     next_percent: int = 0
     """How many of 100 new calls go there."""

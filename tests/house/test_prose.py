@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from scripts import prose
 
 
@@ -25,6 +29,22 @@ def test_a_risen_and_a_fallen_count_are_found() -> None:
     risen, fallen = prose.changes({"docs": {"anew": 2, "tell": 2}}, held)
     assert risen == ["docs, 'anew': 2, was 1"]
     assert fallen == ["docs, 'tell': 2, was 3"]
+
+
+def test_a_risen_count_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = tmp_path / "prose.json"
+    held.write_text('{"docs": {"tell": 1}, "kvmig": {}}')
+    monkeypatch.setattr(prose, "TARGET", held)
+    told = prose.Place("docs", "tell", "page.md:1", "told")
+    monkeypatch.setattr(prose, "places", lambda: iter([told, told]))
+    assert prose.main(["--write"]) == 1
+    assert "docs, 'tell': 2, was 1" in capsys.readouterr().err
+    assert held.read_text() == '{"docs": {"tell": 1}, "kvmig": {}}'
+    monkeypatch.setattr(prose, "places", lambda: iter(()))
+    assert prose.main(["--write"]) == 0
+    assert prose.accepted()["docs"]["tell"] == 0
 
 
 def test_wording_is_found_across_lines_but_not_in_code() -> None:
