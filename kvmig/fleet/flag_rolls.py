@@ -112,6 +112,12 @@ def start_of_instance(one: FlaggedInstance) -> RolledStart:
     return RolledStart(behind(shlex.split(one.flags)), one.vllm)
 
 
+def has_others(instances: Sequence[FlaggedInstance], start: RolledStart) -> bool:
+    """Whether an instance was started otherwise. One that only starts again, or is drained, does
+    not count: the number of instances is decided as ever."""
+    return any(one.state != "failed" and start_of_instance(one) != start for one in instances)
+
+
 def has_rolled(instances: Sequence[FlaggedInstance], start: RolledStart) -> bool:
     """Whether all instances serve, and were started so."""
     live = [one for one in instances if one.state != "failed"]

@@ -16,7 +16,14 @@ from msgspec.structs import replace
 
 from kvmig.core.clock import Clock
 from kvmig.fleet.autoscale import counted, one_less_holds
-from kvmig.fleet.flag_rolls import RolledStart, RollStep, has_rolled, next_roll, why_failed
+from kvmig.fleet.flag_rolls import (
+    RolledStart,
+    RollStep,
+    has_others,
+    has_rolled,
+    next_roll,
+    why_failed,
+)
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
 from kvmig.fleet.orders import Deployed
 from kvmig.fleet.rollout import (
@@ -306,7 +313,7 @@ class ModelRollouts:
         """Whether some of its instances are to start again as something else, and may now."""
         start, name = model.instance_start, model.wanted.name
         plan, rows = self._plans.get(name), model.instance_rows
-        if start is None or not rows or has_rolled(rows, start) or name in self.blocked:
+        if start is None or name in self.blocked or not has_others(rows, start):
             return False
         paused = plan is not None and plan.state == "paused"
         return model.life.state == "serving" and not model.retires and not paused

@@ -14,6 +14,7 @@ from kvmig.fleet.flag_rolls import (
     behind,
     can_roll,
     grouped,
+    has_others,
     has_rolled,
     next_roll,
     why_failed,
@@ -27,6 +28,13 @@ START = RolledStart(SEQS)
 
 def row(name: str, flags: str = "", state: str = "serving", used: int = 0) -> InstanceRow:
     return InstanceRow(id=name, state=state, flags=flags, blocks_used=used, detail="no room")
+
+
+def test_an_instance_that_only_starts_or_is_drained_has_nothing_to_become() -> None:
+    """Else nothing would decide the number of instances until it serves."""
+    same = [row("i0", SEQS), row("i1", SEQS, "starting"), row("i2", SEQS, "draining")]
+    assert not has_others(same, START)
+    assert has_others([*same, row("i3")], START)
 
 
 def test_flags_are_grouped_with_their_values() -> None:
