@@ -1,7 +1,8 @@
 """What a server's answer says of its own use, and what stands for it where it says nothing. Pure.
 
-A usage of the server's counts as it is. Until it comes, and where none does, text counts: a token
-for every four bytes, rounded up, and of a stream one for every event with text at least.
+A usage of the server's counts as it is, and text that comes after it counts beside it until the
+next usage. Where there is none yet, text counts: a token for every four bytes, rounded up, and of a
+stream one for every event with text at least.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import math
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
+from kvmig.accounts.usage import MOST_COUNT
 from kvmig.asgi.route_table import ClientRoute
 from kvmig.command.call_plan import TOKEN_BYTES, CallPlan
 from kvmig.command.event_splitter import data_of
@@ -35,7 +38,8 @@ class _Answer(msgspec.Struct):
     response: Any = None
     output: Any = None
     content: Any = None
-    data: Any = None
+    data: Raw = Raw()
+    """Embeddings or images, which are large and are not decoded."""
     duration: Any = None
     """Seconds of a recording."""
 
@@ -81,9 +85,8 @@ class AnswerCount:
         """Tokens of its answers."""
         if self._route.charge != "tokens":
             return 0
-        if self._output is not None:
-            return self._output
-        return max(self._events, -(-self._text_bytes // TOKEN_BYTES))
+        later = max(self._events, -(-self._text_bytes // TOKEN_BYTES))
+        return min(MOST_COUNT, (self._output or 0) + later)
 
     def take_whole(self, body: bytes, *, json: bool) -> None:
         """An answer that is no stream. json: else it is text."""
@@ -110,12 +113,12 @@ class AnswerCount:
         usage = found.usage
         if usage is None and isinstance(nested, dict):
             usage = nested.get("usage")
-        # vLLM's continuous usage is of one choice: with several, only the sum at the end counts.
-        if not found.choices or self._sequences == 1:
-            self._take_usage(usage)
         if (size := _text_size(found)) and not _repeats(found):
             self._text_bytes += size
             self._events += 1
+        # vLLM's continuous usage is of one choice: with several, only the sum at the end counts.
+        if not found.choices or self._sequences == 1:
+            self._take_usage(usage)
         return found.choices == [] and isinstance(found.usage, dict)
 
     def take_text(self, part: bytes) -> None:
@@ -124,21 +127,23 @@ class AnswerCount:
 
     def _output_known(self, found: _Answer) -> bool:
         """Whether an answer without text has a form that is known."""
-        return found.choices is not None or found.data is not None
+        return found.choices is not None or bool(bytes(found.data))
 
     def _take_units(self, found: _Answer) -> None:
         """Take what an answer says of images and seconds."""
-        if self.images and isinstance(found.data, list):
-            self.images = len(found.data)
+        if self.images and (images := _length(found.data)) is not None:
+            self.images = images
         duration: Any = found.duration
         if isinstance(found.usage, dict):
             duration = found.usage.get("seconds", duration)
         if self._route.content != "audio":
             return
         try:
-            self.seconds = max(0, math.ceil(float(duration)))
+            seconds = math.ceil(float(duration))
         except (TypeError, ValueError, OverflowError):
             return  # it names none
+        if 0 <= seconds <= MOST_COUNT:
+            self.seconds = seconds
 
     def _take_usage(self, usage: Any) -> None:
         if not isinstance(usage, dict):
@@ -150,10 +155,11 @@ class AnswerCount:
             return  # a server that counts nothing
         if prompt is not None:
             cached = sum(_first(usage, (name,)) or 0 for name in _ANTHROPIC_CACHE)
-            self._prompt = prompt + cached
+            self._prompt = min(MOST_COUNT, prompt + cached)
             self.cached = _first(usage, _ANTHROPIC_CACHE[:1]) or 0
         if output is not None:
             self._output = output
+            self._text_bytes = self._events = 0  # it counts them
         for name in _CACHED:
             details = usage.get(name)
             if isinstance(details, dict):
@@ -168,12 +174,20 @@ def _read(data: bytes) -> _Answer | None:
 
 
 def _first(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    """The first of the fields that is a count."""
+    """The first of the fields that is a count, which the ledger takes."""
     for name in names:
         value = fields.get(name)
-        if type(value) is int and value >= 0:
+        if type(value) is int and 0 <= value <= MOST_COUNT:
             return value
     return None
+
+
+def _length(value: Raw) -> int | None:
+    """Items of a list; None: it is none."""
+    try:
+        return len(msgspec.json.decode(value, type=list[Raw]))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _repeats(found: _Answer) -> bool:

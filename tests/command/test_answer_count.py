@@ -171,3 +171,45 @@ def test_speech_counts_its_characters_and_its_text_as_a_prompt() -> None:
     count = counting("/v1/audio/speech", characters=40)
     count.take_text(b"")
     assert (count.characters, *counted(count)) == (40, 10, 0, 0)
+
+
+def test_a_message_that_is_cut_counts_the_text_after_its_first_usage() -> None:
+    count = counting("/v1/messages")
+    first = {"input_tokens": 3, "output_tokens": 1}
+    count.take_event(event({"type": "message_start", "message": {"usage": first}}))
+    for _ in range(50):
+        count.take_event(event({"type": "content_block_delta", "delta": {"text": "abc"}}))
+    assert counted(count) == (3, 0, 51)
+
+
+def test_a_stream_of_which_the_first_usage_has_no_answer_yet_is_not_free() -> None:
+    count = counting()
+    count.take_event(chunk("", usage={"prompt_tokens": 4, "completion_tokens": 0}))
+    for _ in range(5):
+        count.take_event(chunk(" a"))
+    assert counted(count) == (4, 0, 5)
+
+
+@pytest.mark.parametrize("lie", [-1, 2**53 + 1, 10**30, 1.5, True, "7", None])
+def test_a_number_that_no_ledger_takes_is_no_usage(lie: Any) -> None:
+    count = counting()
+    answer = {
+        "choices": [{"message": {"content": "a" * 9}}],
+        "usage": {"prompt_tokens": lie, "completion_tokens": lie},
+    }
+    count.take_whole(json.dumps(answer).encode(), json=True)
+    assert counted(count) == (10, 0, 3)
+
+
+@pytest.mark.parametrize("lie", [1e300, "1e300", "NaN", -4, "Infinity"])
+def test_seconds_that_no_recording_has_are_not_believed(lie: Any) -> None:
+    count = counting("/v1/audio/transcriptions", prompt=0, seconds=5)
+    count.take_whole(json.dumps({"text": "a", "duration": lie}).encode(), json=True)
+    assert count.seconds == 5
+
+
+def test_the_cached_prompt_of_a_message_stays_within_what_the_ledger_takes() -> None:
+    count = counting("/v1/messages")
+    usage = {"input_tokens": 2**53, "cache_read_input_tokens": 2**53, "output_tokens": 1}
+    count.take_event(event({"type": "message_start", "message": {"usage": usage}}))
+    assert count.prompt == 2**53
