@@ -1,7 +1,7 @@
 """What a server's answer says of its own use, and what stands for it where it says nothing. Pure.
 
-A usage of the server's counts as it is, and text that comes after it counts beside it until the
-next usage. Where there is none yet, text counts: a token for every four bytes, rounded up, and of a
+A usage of the server's counts as it is, and text that comes after it is added until the next
+usage. Where there is none yet, text counts: a token for every four bytes, rounded up, and of a
 stream one for every event with text at least.
 """
 

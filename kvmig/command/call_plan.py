@@ -7,6 +7,7 @@ body: every token of a prompt has a byte of it at least, and four on the average
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -31,13 +32,26 @@ _MEDIA = re.compile(rb'"data:[^"]{64,}"')
 _TURN = re.compile(rb'"role"')
 SPEECH, IMAGES = "/v1/audio/speech", "/v1/images/generations"
 _WITH_USAGE = ("/v1/completions", "/v1/chat/completions")
+_CHAT = ("max_completion_tokens", "max_tokens")
 _LIMITS: Mapping[str, tuple[str, ...]] = {
     "/v1/completions": ("max_tokens",),
-    "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
+    "/v1/chat/completions": _CHAT,
+    "/v1/chat/completions/batch": _CHAT,
+    "/cohere/v2/chat": ("max_tokens",),
+    "/invocations": _CHAT,
+    "/inference/v1/generate": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
     "/v1/messages": ("max_tokens",),
 }
 """Fields that limit an answer, by path; the last one is set where there is none."""
+_OTHER_LIMITS = ("n_predict", "max_new_tokens")
+"""Fields that limit an answer for some servers, which prefer them."""
+_WITHIN: Mapping[str, str] = {"/inference/v1/generate": "sampling_params"}
+"""The object in which these fields are, by path; elsewhere they are the body's."""
+LIMIT_MOST = 2**31
+"""Tokens of an answer that a call may name; a larger number counts as this one."""
+_LONGEST = 40
+"""Characters of a number that is read."""
 _USUAL_MOST = {"/v1/completions": 16, SPEECH: 0, IMAGES: MEDIA_TOKENS}
 """Tokens of an answer whose call has no limit: for completions as OpenAI's API has it."""
 
@@ -56,8 +70,12 @@ class CallPlan(NamedTuple):
     """Tokens that they are at most."""
     output_most: int = 0
     """Tokens of all its answers at most; 0: it gets none that count."""
+    output_least: int = 0
+    """Tokens of answers without which it is not worth a start: all, where nothing limits them."""
     limits: tuple[str, ...] = ()
-    """Fields of the body that limit its answers."""
+    """Fields that limit its answers."""
+    limits_in: str = ""
+    """The field of the body that holds those; empty: the body itself."""
     characters: int = 0
     """Characters of text that it wants as speech."""
     seconds: int = 0
@@ -88,7 +106,9 @@ def plan_call(
     if fields is None:  # the server says what is wrong
         return plan
     limits = _LIMITS.get(route.path, ())
-    each = min((n for one in limits if (n := _number(fields.get(one))) is not None), default=None)
+    within = _WITHIN.get(route.path, "")
+    holder = _object(fields.get(within)) if within else fields
+    each = min((n for one in limits if (n := _number(holder.get(one))) is not None), default=None)
     most = 0
     if route.charge == "tokens":
         usual = _USUAL_MOST.get(route.path, OUTPUT_MOST)
@@ -110,7 +130,9 @@ def plan_call(
         streams=streams,
         hides_usage=hides,
         output_most=most,
+        output_least=most if _unlimited(route) else min(most, sequences),
         limits=limits,
+        limits_in=within,
         characters=_characters(fields) if route.path == SPEECH else 0,
         images=sequences if route.path == IMAGES else 0,
     )
@@ -122,10 +144,13 @@ def limited(plan: CallPlan, tokens: int, sequences: int) -> CallPlan:
     if fields is None or not plan.limits:
         return plan
     each = max(1, tokens // max(1, sequences))
-    named = [one for one in plan.limits if _number(fields.get(one)) is not None]
-    for one in named or plan.limits[-1:]:
-        given = _number(fields.get(one))
-        fields[one] = _raw(each if given is None else min(given, each))
+    holder = _object(fields.get(plan.limits_in)) if plan.limits_in else fields
+    named = [one for one in plan.limits if _is_given(holder.get(one))] or plan.limits[-1:]
+    for one in (*named, *(other for other in _OTHER_LIMITS if _is_given(holder.get(other)))):
+        given = _number(holder.get(one))
+        holder[one] = _raw(each if given is None else min(given, each))
+    if plan.limits_in:
+        fields[plan.limits_in] = _raw(holder)
     return plan._replace(body=msgspec.json.encode(fields), output_most=each * max(1, sequences))
 
 
@@ -139,7 +164,8 @@ def fields_of(body: bytes) -> dict[str, Raw] | None:
 
 def _plan_form(route: ClientRoute, body: bytes, kind: str, sequences: int) -> CallPlan:
     """A call with a recording or with images, which go on as they are."""
-    plan = CallPlan(body, prompt_most=1, output_most=MEDIA_TOKENS * sequences)
+    most = MEDIA_TOKENS * sequences
+    plan = CallPlan(body, prompt_most=1, output_most=most, output_least=min(most, sequences))
     if route.content == "image":
         return plan._replace(images=sequences)
     try:
@@ -163,9 +189,30 @@ def _decoded(value: Raw | None) -> Any:
         return None
 
 
+def _object(value: Raw | None) -> dict[str, Raw]:
+    return (None if value is None else fields_of(bytes(value))) or {}
+
+
+def _is_given(value: Raw | None) -> bool:
+    return value is not None and bytes(value).strip() != b"null"
+
+
+def _unlimited(route: ClientRoute) -> bool:
+    """Whether its answers are text that no field limits."""
+    return route.path not in (*_LIMITS, SPEECH, IMAGES)
+
+
 def _number(value: Raw | None) -> int | None:
+    """A count as servers take it: also as text, or with a point. None: it is none."""
     found = _decoded(value)
-    return found if type(found) is int and found >= 0 else None
+    if isinstance(found, str):
+        try:
+            found = float(found[:_LONGEST])
+        except ValueError:
+            return None
+    if not isinstance(found, int | float) or not 0 <= found < math.inf:
+        return None
+    return min(LIMIT_MOST, int(found))
 
 
 def _raw(value: object) -> Raw:

@@ -172,7 +172,7 @@ class CommandRelay:
             seq=counted.seq,
             key=call.account,
             began=counted.began,
-            least=plan.prompt_most + min(plan.output_most, sequences),
+            least=plan.prompt_most + plan.output_least,
             want=plan.prompt_most + plan.output_most,
             model=self._meter.model,
         )
@@ -181,8 +181,6 @@ class CommandRelay:
             raise CallRefused(HTTPStatus.SERVICE_UNAVAILABLE, AWAY)
         if not granted.tokens:
             raise CallRefused(HTTPStatus.TOO_MANY_REQUESTS, granted.why)
-        if not plan.output_most:
-            return plan
         return limited(plan, granted.tokens - plan.prompt_most, sequences)
 
     def begin_answer(self, call: HttpCall, counted: CountedCall | None) -> None:

@@ -115,6 +115,55 @@ def test_a_granted_call_gets_no_more_than_its_grant() -> None:
     assert sent(plan) == {"messages": [], "max_completion_tokens": 7}
 
 
+@pytest.mark.parametrize("given", ["500", 500.0, "500.0", 10**30, 1e300, -1, "many", True, [5]])
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_of_any_spelling_is_no_way_past_a_grant(field: str, given: Any) -> None:
+    plan = limited(planned("/v1/chat/completions", messages=[], **{field: given}), 100, 1)
+    fields = sent(plan)
+    assert fields[field] in (1, 100)
+    assert type(fields[field]) is int
+
+
+@pytest.mark.parametrize("field", ["n_predict", "max_new_tokens"])
+def test_a_limit_of_another_engines_own_is_no_way_past_a_grant(field: str) -> None:
+    large: dict[str, Any] = {"prompt": "a", "max_tokens": 500, field: 9000}
+    plan = limited(planned(**large), 100, 1)
+    assert sent(plan) == {"prompt": "a", "max_tokens": 100, field: 100}
+    small: dict[str, Any] = {"prompt": "a", field: 5}
+    plan = limited(planned(**small), 16, 1)
+    assert sent(plan) == {"prompt": "a", "max_tokens": 16, field: 5}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/invocations", "/v1/chat/completions/batch", "/cohere/v2/chat", "/v1/messages"],
+)
+def test_every_route_of_answers_gets_no_more_than_its_grant(path: str) -> None:
+    plan = planned(path, messages=[], max_tokens=50_000)
+    assert (plan.output_most, plan.output_least) == (50_000, 1)
+    assert sent(limited(plan, 100, 1))["max_tokens"] == 100
+    assert sent(limited(planned(path, messages=[]), 100, 1))["max_tokens"] == 100
+
+
+def test_a_limit_among_sampling_parameters_is_kept_to_too() -> None:
+    path = "/inference/v1/generate"
+    plan = planned(path, token_ids=[1], sampling_params={"max_tokens": 50_000, "seed": 1})
+    assert plan.output_most == 50_000
+    assert sent(limited(plan, 100, 1))["sampling_params"] == {"max_tokens": 100, "seed": 1}
+    plan = limited(planned(path, token_ids=[1]), 100, 1)
+    assert sent(plan)["sampling_params"] == {"max_tokens": 100}
+
+
+@pytest.mark.parametrize("path", ["/v1/systemone", "/generative_scoring"])
+def test_a_call_whose_answer_nothing_limits_needs_all_of_its_grant(path: str) -> None:
+    plan = planned(path, items=["a"])
+    assert plan.output_least == plan.output_most == OUTPUT_MOST
+
+
+def test_the_most_tokens_of_a_call_are_a_number_that_a_quota_can_take() -> None:
+    assert planned(prompt="a", max_tokens=10**30).output_most == 2**31
+
+
 def test_speech_is_counted_by_its_characters() -> None:
     plan = planned("/v1/audio/speech", input="Grüße", voice="a")
     assert (plan.characters, plan.output_most) == (5, 0)

@@ -326,7 +326,7 @@ async def test_a_call_with_a_quota_gets_what_is_granted_at_once(tmp_path: Path) 
             ask_ = msgspec.json.decode(line, type=TokenRequest)
             asked.append(ask_)
             tokens = ask_.least + 3 if ask_.model == "toy" else 0
-            given = TokenGrant(ask_.number, tokens if len(asked) == 1 else 0, "used up")
+            given = TokenGrant(ask_.number, tokens if len(asked) != 2 else 0, "used up")
             writer.write(msgspec.json.encode(given) + b"\n")
         writer.close()
 
@@ -335,6 +335,10 @@ async def test_a_call_with_a_quota_gets_what_is_granted_at_once(tmp_path: Path) 
         async with server, site.client(**{"x-kvmig-quota": "1"}) as http:
             answer = await http.post(COMPLETIONS, json=ask(500))
             refused = await http.post(COMPLETIONS, json=ask(500))
+            chat = {"model": "toy", "messages": [], "max_tokens": 0, "max_completion_tokens": 500}
+            await http.post("/v1/chat/completions", json=chat)
+        (bodies,) = site.script.asked().values()
+        assert bodies[-1]["max_completion_tokens"] == 3
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert refused.status_code == 429
         assert "used up" in refused.json()["error"]["message"]
