@@ -172,6 +172,15 @@ async def test_nothing_moves_for_one_that_fits(fleet: BusyFleet) -> None:
     assert fleet.start_of("serve").note.count("GPU-0") == 1
 
 
+async def test_a_model_that_rolls_out_does_not_move(fleet: BusyFleet) -> None:
+    await fleet.begin()
+    fleet.turn()
+    fleet.model("a").rolls = True
+    found = fleet.models.moves_for(fleet.model("c"))
+    assert found is not None
+    assert [one.model for one in found.moves] == ["b"]
+
+
 async def test_what_would_move_is_shown_before_anything_waits(fleet: BusyFleet) -> None:
     await fleet.begin()
     fleet.turn()
