@@ -84,7 +84,7 @@ def write(file: Path) -> None:
     made.add_token_list([words[number] for number in range(config["vocab_size"])])
     kinds = (gguf.TokenType.CONTROL, gguf.TokenType.NORMAL)
     made.add_token_types([kinds[number not in special] for number in range(config["vocab_size"])])
-    made.add_token_merges([])
+    made.add_token_merges([f"{words[0]} {words[1]}"])  # of two bytes that no text has; one must be
     made.add_bos_token_id(config["bos_token_id"])
     made.add_eos_token_id(config["eos_token_id"])
     made.add_add_bos_token(True)
