@@ -216,8 +216,9 @@ def rollout_api(backend: RolloutBackend, caller: Any, wall: Clock) -> APIRouter:
             await backend.checked([spec])
             await backend.stored(store.apply, FleetFile((spec,)), actor, terms=terms)
         else:
-            beside = models.rollouts.beside(name)
-            if body.action == "promote" and (beside is None or not beside.serves):
+            going, beside = models.rollouts.plan(name), models.rollouts.beside(name)
+            ready = beside is not None and beside.serves
+            if body.action == "promote" and going is not None and not ready:
                 raise NameTaken(f"the new deployment of model {name} doesn't serve")
             change, by = CHANGES[body.action], (actor.name, actor.address)
             await backend.stored(change_rollout, store.database, name, change, by, wall())

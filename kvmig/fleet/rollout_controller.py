@@ -40,6 +40,7 @@ from kvmig.fleet.rollout import (
     worse,
 )
 from kvmig.fleet.spec import PATH, ModelSpec
+from kvmig.sources.source import is_remote
 
 Keep = Callable[[str, RolloutPlan, bool], None]
 """Stores how far the roll-out of a model, by its id, is; or that it is done."""
@@ -225,7 +226,7 @@ class ModelRollouts:
         if same and plan is not None and aims:
             beside = self.beside(name) or self._add(name, plan)
             return None if beside.deployment else beside
-        if not model.deployment:
+        if not model.deployment and not (same and _is_left(note, model.wanted)):
             return model
         key = key_of(name, note.revision)
         if note.spec is None or not same or key in self._models:
@@ -375,6 +376,13 @@ def can_gather(model: ManagedModel) -> bool:
     settled = all(one.state in ("serving", "failed") for one in rows)
     ends = model.retires and model.life.state == "emptying"
     return ends and settled and not busy and counted(rows) > 1 and one_less_holds(rows)
+
+
+def _is_left(note: DeploymentRecord, wanted: CatalogEntry) -> bool:
+    """Whether a deployment is left of a roll-out that has ended."""
+    if note.spec is None or note.revision == wanted.revision or is_remote(wanted.spec.source):
+        return False  # what it is to be is not known as long as its files aren't
+    return need_of(note.spec, wanted.spec) == "beside"
 
 
 def _gone(note: DeploymentRecord) -> CatalogEntry:
