@@ -605,8 +605,10 @@ class ModelController:
         watched = model.watched
         if watched is None or not self._scales(model, watched):
             return
-        before = model.scaling or taken_over(watched.told.data, now)
         leaving = self.workers.leaving(model.nodes, watched.told.data)
+        if model.rolls and not leaving:  # a lost one is replaced first, or the roll-out would wait
+            return
+        before = model.scaling or taken_over(watched.told.data, now)
         staying = [one for one in watched.told.data if one.id not in leaving]
         rule, demand = model.rule, self._demand(model, watched, staying, now)
         model.scaling = decided = decide(before, rule, demand, now)
@@ -641,7 +643,6 @@ class ModelController:
             model.life.state == "serving"
             and spec.instances.target_kind != "freeness"
             and spec.name not in self._placed
-            and not model.rolls
             and counted(watched.told.data) > 0
         )
 

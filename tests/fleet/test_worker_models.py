@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError
@@ -320,6 +321,24 @@ async def test_a_lost_workers_instance_starts_elsewhere_after_a_lease(
     assert await bench.orders() == [("add", B)]
     bench.serve(monkeypatch, row("i0", A, "starting"), row("i1", B, "starting"))
     assert await bench.orders() == [("drain", "i0", None)]
+
+
+async def test_a_lost_workers_instance_is_replaced_also_while_a_roll_out_is_under_way(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"), made_up_node("b"))
+    bench.add(instances=InstanceCounts(min=2, max=2))
+    rolled = replace(row("i1", B), flags="--max-num-seqs=9")
+    bench.serve(monkeypatch, row("i0", A), rolled)
+    assert await bench.orders() == []
+    bench.turn(1)
+    assert bench.model.rolls
+    bench.model.ordering, bench.asked = None, []  # the restart is not what is tested
+    bench.see(made_up_node("a", alive=False), made_up_node("b"))
+    bench.serve(monkeypatch, row("i0", A, "starting"), rolled)
+    assert await bench.orders() == []
+    bench.now += LEASE_S
+    assert await bench.orders() == [("add", B)]
 
 
 @pytest.mark.parametrize(
