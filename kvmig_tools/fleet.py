@@ -40,6 +40,8 @@ class FleetUp:
             "--shutdown-timeout=5", *flags,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
+        self._said = 0
+        """Bytes of the log from earlier starts."""
         transport = httpx.HTTPTransport(uds=str(self.folder / "run" / "api.sock"))
         self._api = httpx.Client(transport=transport, base_url="http://x", timeout=PATIENCE_S)
 
@@ -51,13 +53,14 @@ class FleetUp:
     def begin(self) -> None:
         """Return once its process is there."""
         with self.log.open("ab") as log:
+            self._said = log.tell()
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
 
     def says(self, sentence: str) -> None:
-        """Return once its output has it."""
+        """Return once the output of this start has it."""
         assert self.process is not None
         deadline = time.monotonic() + START_S
-        while sentence not in self.log.read_text():
+        while sentence.encode() not in self.log.read_bytes()[self._said :]:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise StartupError(self.log.read_text()[-3000:])
             time.sleep(0.02)
