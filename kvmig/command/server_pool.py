@@ -28,6 +28,7 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import instance_name
 from kvmig.core.errors import StartupError
 from kvmig.process.child import say
+from kvmig.process.port_owners import strangers_at
 from kvmig.process.sockets import free_port
 from kvmig.process.supervisor import deaths_in_a_row, first_of, restart_pause
 
@@ -299,6 +300,7 @@ class ServerPool:
                     raise StartupError(f"{late} within {launch.start_timeout_s:g} s") from error
                 if how:
                     raise StartupError(f"{words[0]} ended before it was ready ({how})")
+                await _check_owner(instance)
                 ready_at.append(self._clock())
                 instance.heard_at = self._clock()
                 if instance.state != "draining":
@@ -353,6 +355,16 @@ def environment_of(gpus: Sequence[str]) -> dict[str, str]:
     if gpus:
         found |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return found
+
+
+async def _check_owner(instance: ServerInstance) -> None:
+    """Raises StartupError where another user's process has taken the port before the server."""
+    if instance.address.startswith("/"):
+        return
+    port = instance.address.rpartition(":")[2]
+    if others := await asyncio.to_thread(strangers_at, int(port), instance.pid, os.getuid()):
+        users = ", ".join(map(str, sorted(others)))
+        raise StartupError(f"port {port} belongs to a process of another user ({users})")
 
 
 def remove_socket(address: str) -> None:
