@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
-_DATA = re.compile(rb"^data: ?(.*)$", re.MULTILINE)
+_END = re.compile(rb"\n\r\n|\n\n|\r\r")
+_DATA = re.compile(rb"(?:^|[\r\n])data: ?([^\r\n]*)")
 MOST_BYTES = 16 << 20
 """Most bytes of one event."""
 
@@ -40,4 +40,4 @@ class EventSplitter:
 
 def data_of(event: bytes) -> bytes:
     """The event's data; empty: it has none, as a comment."""
-    return b"\n".join(line.rstrip(b"\r") for line in _DATA.findall(event))
+    return b"\n".join(_DATA.findall(event))

@@ -209,6 +209,30 @@ def test_a_header_that_names_more_than_there_is_is_not_believed() -> None:
     assert seconds_of(bytes(data)) <= 2
 
 
+def test_a_header_that_names_no_frames_does_not_make_a_recording_free() -> None:
+    data = bytearray(recording(9))
+    data[40:44] = bytes(4)
+    assert seconds_of(bytes(data)) == 10
+
+
+@given(st.integers(0, 43), st.binary(min_size=1, max_size=8))
+def test_a_recording_with_any_header_is_counted(at: int, put: bytes) -> None:
+    data = bytearray(recording(1))
+    data[at : at + len(put)] = put
+    assert seconds_of(bytes(data)) >= 1
+
+
+@given(st.integers(1, 100))
+def test_a_recording_of_which_only_the_beginning_came_is_counted(size: int) -> None:
+    assert seconds_of(recording(1)[:size]) >= 1
+
+
+def test_a_header_whose_chunk_is_longer_than_the_file_is_no_failure() -> None:
+    data = bytearray(recording(1))
+    data[36:44] = b"LIST" + (0x7FFFFFFF).to_bytes(4, "little")
+    assert seconds_of(bytes(data)) >= 1
+
+
 def test_a_form_that_cannot_be_read_is_the_servers_to_refuse() -> None:
     plan = plan_call(
         route("/v1/audio/transcriptions"), b"x", "text/plain", sequences=1, prompts=1,

@@ -12,7 +12,7 @@ from kvmig.command.event_splitter import EventSplitter, EventTooLarge, data_of
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from([b"data: {}", b": note", b'event: a\ndata: {"b": 1}', b"data: a\r\nid: 1"]),
-        st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r"]),
+        st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n", b"\r\n\n"]),
     )
 )
 
@@ -41,3 +41,4 @@ def test_an_event_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.Monkey
 def test_the_data_of_an_event_is_read_without_its_other_fields() -> None:
     assert data_of(b'event: a\r\ndata: {"b":\r\ndata: 1}\r\n\r\n') == b'{"b":\n1}'
     assert data_of(b": a comment\n\n") == b""
+    assert data_of(b"event: a\rdata: 1\rdata:2\r\r") == b"1\n2"
