@@ -320,8 +320,10 @@ async def test_a_server_that_is_never_ready_fails_the_deployment_with_a_sentence
 
 async def test_a_call_with_a_quota_gets_what_is_granted_at_once(tmp_path: Path) -> None:
     asked: list[TokenRequest] = []
+    writers: list[asyncio.StreamWriter] = []
 
     async def grant(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         while line := await reader.readline():
             ask_ = msgspec.json.decode(line, type=TokenRequest)
             asked.append(ask_)
@@ -337,6 +339,9 @@ async def test_a_call_with_a_quota_gets_what_is_granted_at_once(tmp_path: Path) 
             refused = await http.post(COMPLETIONS, json=ask(500))
             chat = {"model": "toy", "messages": [], "max_tokens": 0, "max_completion_tokens": 500}
             await http.post("/v1/chat/completions", json=chat)
+            for one in writers:
+                one.close()
+                await one.wait_closed()
         (bodies,) = site.script.asked().values()
         assert bodies[-1]["max_completion_tokens"] == 3
         assert answer.json()["usage"]["completion_tokens"] == 4
