@@ -21,7 +21,7 @@ from kvmig.asgi.request_body import RETRY_AFTER
 from kvmig.asgi.route_table import ClientRoute, find_route
 from kvmig.command.answer_count import AnswerCount
 from kvmig.command.call_meter import CallMeter, CountedCall
-from kvmig.command.call_plan import CallPlan, fields_of, limited, plan_call
+from kvmig.command.call_plan import IMAGES, SPEECH, CallPlan, fields_of, limited, plan_call
 from kvmig.command.event_splitter import EventSplitter, EventTooLarge
 from kvmig.command.server_call import ServerCall
 from kvmig.command.server_pool import ServerInstance, ServerPool
@@ -261,12 +261,12 @@ class _Attempt:
         )
         self._relay.note_sign_of_life(self._instance)
         self._call.rendered()
-        if head.events and head.status == HTTPStatus.OK:
+        if is_read_by_events(head):
             await self._relay_events(server, head, send)
         elif _kept(head):
             await self._relay_whole(server, head, send)
         else:
-            await self._relay_parts(server, head, [], send, text=_is_text(head))
+            await self._relay_parts(server, head, [], send, text=is_text(head, self._route))
 
     async def _begin(self, head: AnswerHead, send: Send, length: int | None = None) -> None:
         self._began = True
@@ -341,8 +341,17 @@ def _kept(head: AnswerHead) -> bool:
     return b"json" in head.get(b"content-type").lower()
 
 
-def _is_text(head: AnswerHead) -> bool:
-    return head.get(b"content-type").lower().startswith(b"text/")
+def is_read_by_events(head: AnswerHead) -> bool:
+    """Whether the answer is a stream of events that can be read here: none that is compressed."""
+    plain = head.get(b"content-encoding").lower() in (b"", b"identity")
+    return head.events and head.status == HTTPStatus.OK and plain
+
+
+def is_text(head: AnswerHead, route: ClientRoute) -> bool:
+    """Whether the bytes of an answer that is not read count as text: all do that are no media."""
+    if route.path in (SPEECH, IMAGES) or route.content == "image":
+        return False
+    return not head.get(b"content-type").lower().startswith((b"audio/", b"image/", b"video/"))
 
 
 def _check_plan(route: ClientRoute, body: bytes) -> None:
