@@ -146,6 +146,8 @@ class CapacityPlan:
 
     refused: Mapping[str, str] = field(default_factory=dict)
     """Reasons why waiting models don't start now. All others start."""
+    barred: frozenset[str] = frozenset()
+    """Those of them that no node would take now, however much room it had."""
     never: Mapping[str, str] = field(default_factory=dict)
     """Reasons why waiting models can't start at all."""
     yielding: frozenset[str] = frozenset()
@@ -232,6 +234,7 @@ class _Decision:
         self._left = site.left
         self._going: list[_Started] = []
         self._refused: dict[str, str] = {}
+        self._barred: set[str] = set()
         self._never: dict[str, str] = {}
         self._explained: dict[str, tuple[PlaceExplanation, ...]] = {}
         self._yielding: frozenset[str] = frozenset()
@@ -245,6 +248,7 @@ class _Decision:
             self._start(one, places)
         elif nowhere := _taken_nowhere(one, self._site):
             self._refused[one.name] = nowhere
+            self._barred.add(one.name)
         elif wrong := _too_large(one, self._site):
             if self._site.may_grow:
                 self._refused[one.name] = _no_room(one, self._left)
@@ -257,6 +261,7 @@ class _Decision:
         """The whole decision."""
         return CapacityPlan(
             self._refused,
+            frozenset(self._barred),
             self._never,
             self._yielding,
             {one.name: places for one, places in self._going if places},

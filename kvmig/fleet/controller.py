@@ -466,10 +466,12 @@ class ModelController:
         return None if model.deployment else self._missing(model.wanted.spec.source)
 
     def _with_room(self, name: str, seen: ObservedState) -> ObservedState:
-        if (lacks := self._lacks(self._models[name])) is not None:
+        made, model = self._plan, self._models[name]
+        if (lacks := self._lacks(model)) is not None:
+            model.lacks_room = False
             reason = {"never" if lacks.failed else "no_room": lacks.why}
             return msgspec.structs.replace(seen, **reason)
-        made, model = self._plan, self._models[name]
+        model.lacks_room = name in made.refused and name not in made.barred
         return msgspec.structs.replace(
             seen,
             no_room=made.refused.get(name, ""),

@@ -145,6 +145,8 @@ class ManagedModel:
     """Whether the catalogue has it no more; it is forgotten once nothing runs."""
     asks_since: float | None = None
     """Time since which it would start, or wake, if it had room."""
+    lacks_room: bool = False
+    """Whether it waits for room, and for nothing else that keeps it from its start."""
     refused: str = ""
     """Why it was not parked, or did not wake."""
     unrouted_at: int = 0

@@ -277,7 +277,7 @@ class ModelRollouts:
             self._change(name, plan, after)
         model.retires = takes_all(after, new_ready=seen.new_ready) or gives_way(
             after,
-            no_room=beside is not None and beside.life.state == "waiting",
+            no_room=beside is not None and beside.lacks_room,
             running=self._running(model),
             now=now,
         )
@@ -315,6 +315,8 @@ class ModelRollouts:
         start, name = model.instance_start, model.wanted.name
         plan, rows = self._plans.get(name), model.instance_rows
         if start is None or name in self.blocked or not has_others(rows, start):
+            return False
+        if _why_not(model, start):  # its number of instances is decided as ever
             return False
         paused = plan is not None and plan.state == "paused"
         return model.life.state == "serving" and not model.retires and not paused
@@ -357,9 +359,11 @@ def _has_ended(model: ManagedModel, plan: RolloutPlan) -> bool:
     """Whether nothing of the old one runs, and nothing of it is to start again, as after a crash.
     One that can't start any more is over, too, before calls are compared with its own."""
     life = model.life
-    clean = life.state == "zero" and not life.why and not life.failures
-    fails = life.state == "failed" and plan.step < 0
-    return not model.deployment and (model.retires or clean or fails)
+    if model.deployment or life.state not in ("zero", "failed"):
+        return False
+    if life.state == "failed":
+        return plan.step < 0
+    return model.retires or not (life.why or life.failures)
 
 
 def _why_not(model: ManagedModel, start: RolledStart) -> str:

@@ -199,6 +199,20 @@ async def test_an_order_that_is_refused_stops_it_with_the_deployments_sentence(
     assert (stopped.state, stopped.why) == ("stopped", "--max-num-seqs is too small")
 
 
+async def test_where_they_can_not_become_what_they_were_their_number_is_decided_as_ever(
+    bench: RollBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.has("", FLAGS)
+    bench.change(OLD, revision=3)
+
+    async def refuse(*_: object) -> None:
+        raise StartupError("no device is left")
+
+    monkeypatch.setattr(DeploymentWatcher, "restart", refuse)
+    await bench.rounds(60)
+    assert len(bench.flags) == 1
+
+
 async def test_a_paused_one_goes_on_when_it_is_resumed(bench: RollBench) -> None:
     bench.has("", "", "")
     plan = roll(bench)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
 from kvmig.fleet.orders import DeploymentEnded, Running, Start, Stop
 from kvmig.fleet.rollout import CallFigures, RolloutPlan, RolloutTerms, begun
 from kvmig.fleet.rollout_table import StoredRollout
@@ -313,6 +314,41 @@ async def test_without_room_for_both_it_says_so_and_waits_until_the_old_one_is_i
     bench.turn()
     assert bench.started[-1].words[0] == "/new"
     assert bench.of("a").socket == bench.new
+
+
+async def test_the_old_one_serves_on_while_the_new_ones_files_are_on_their_way(
+    bench: RolloutBench,
+) -> None:
+    bench.missing["hf:org/new"] = MissingFiles("its files are 5 % here", failed=False)
+    bench.roll(spec("hf:org/new"), deadline_s=1)
+    for _ in range(5):
+        bench.say(old=0)
+        bench.turn(1)
+    assert bench.of("a@2").life.why == "its files are 5 % here"
+    assert bench.where == (bench.old, "", 0)
+    assert bench.stopped == []
+
+
+async def test_the_connection_to_the_old_one_is_closed_once_that_has_ended(
+    bench: RolloutBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    watched = bench.of("a").watched
+    assert watched is not None
+
+    async def close() -> None:
+        closed.append("old")
+
+    monkeypatch.setattr(watched, "close", close)
+    start_rolled(bench)
+    for _ in range(3):
+        bench.say(old=0, new=1)
+        bench.turn(1)
+    bench.end(0)
+    bench.turn(1)
+    await asyncio.sleep(0)
+    assert bench.of("a").socket == bench.new
+    assert closed == ["old"]
 
 
 async def test_streams_gather_on_as_few_old_instances_as_hold_them(

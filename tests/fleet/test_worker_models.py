@@ -18,6 +18,8 @@ from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
 from kvmig.fleet.orders import Order, Running, Start
+from kvmig.fleet.rollout import RolloutTerms, begun
+from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.settings import FleetSettings, check_settings
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.worker_pool import WorkerPool
@@ -355,3 +357,23 @@ def test_what_only_one_host_has_is_refused_for_workers(more: dict[str, Any], sen
     with pytest.raises(ConfigError, match=sentence):
         WorkerPool("auto").check(spec)
     WorkerPool().check(spec)
+
+
+async def test_a_roll_out_whose_new_deployment_no_worker_may_take_leaves_the_old_one(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"))
+    bench.add()
+    bench.serve(monkeypatch, row("i0", A))
+    bench.turn(1)
+    bench.pool.take_wishes([WorkerWish(name="worker-a", cordoned=True)])
+    before = bench.model.wanted.spec
+    stored = StoredRollout(begun(RolloutTerms(deadline_s=5), 1, 2, bench.now), before)
+    new = replace(before, source="path:/models/new")
+    bench.models.take_catalogue([CatalogEntry("m1", "a", 2, True, new, stored)])
+    for _ in range(8):
+        bench.turn(1)
+    assert bench.model.life.state == "serving"
+    beside = bench.models.rollouts.beside("a")
+    assert beside is not None
+    assert beside.life.why == "no room: no worker takes it now: of 1, 1 cordoned"
