@@ -147,7 +147,7 @@ class CapacityPlan:
     refused: Mapping[str, str] = field(default_factory=dict)
     """Reasons why waiting models don't start now. All others start."""
     barred: frozenset[str] = frozenset()
-    """Those of them that no node would take now, however much room it had."""
+    """Waiting models that no node would take now, with any room."""
     never: Mapping[str, str] = field(default_factory=dict)
     """Reasons why waiting models can't start at all."""
     yielding: frozenset[str] = frozenset()
