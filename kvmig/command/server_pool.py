@@ -31,6 +31,7 @@ from kvmig.process.child import say
 from kvmig.process.port_owners import strangers_at
 from kvmig.process.sockets import free_port
 from kvmig.process.supervisor import deaths_in_a_row, first_of, restart_pause
+from kvmig.process.unix_connections import connect_unix
 
 LOOK_S = 0.2
 """Pause between two looks whether a server is ready."""
@@ -38,6 +39,8 @@ PROBE_S = 5.0
 """Pause between two looks whether it still is."""
 ANSWER_S = 10.0
 """Timeout of an answer to such a look."""
+CONNECT_S = 10.0
+"""Timeout of a connection for a call."""
 MOST_RESTARTS = 5
 """Restarts in a row of a server that dies soon after each; then it has failed."""
 SOCKET_BYTES = 107
@@ -92,14 +95,15 @@ class ServerInstance:
 
     async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> asyncio.Protocol | None:
         """A connection to it; None: it takes none."""
-        loop = asyncio.get_running_loop()
         try:
             if self.address.startswith("/"):
-                _, made = await loop.create_unix_connection(protocol, self.address)
-            else:
-                host, _, port = self.address.rpartition(":")
-                _, made = await loop.create_connection(protocol, host, int(port))
-        except OSError:
+                return await connect_unix(protocol, self.address, CONNECT_S)
+            host, _, port = self.address.rpartition(":")
+            async with asyncio.timeout(CONNECT_S):
+                _, made = await asyncio.get_running_loop().create_connection(
+                    protocol, host, int(port)
+                )
+        except OSError:  # a TimeoutError, too
             return None
         return made
 

@@ -40,6 +40,7 @@ from kvmig.asgi.request_body import UNREAD_BYTES, BodyRules, check_whole, rules_
 from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
+from kvmig.process.unix_connections import connect_unix
 from kvmig.proxy.activator import (
     STAYS,
     CountedRequest,
@@ -74,10 +75,11 @@ from kvmig.proxy.relay import (
 )
 
 FLEET = "/kvmig/"
+"""Prefix of the paths that the server answers."""
 LOGIN = "/kvmig/v2/login"
 """The server's one path without a key."""
 LOGIN_BYTES = 1 << 16
-"""Prefix of the paths that the server answers."""
+"""Bytes of a body there, at most."""
 GREETING = msgspec.json.encode(
     {
         "what": "the door of a kvmig fleet: an OpenAI API, for programs",
@@ -102,6 +104,8 @@ SWEEP_S = 0.5
 """Pause between two looks for calls whose keys have expired."""
 ORDER_S = 0.5
 """Wait for the server's answer to a call whose key it has revoked: an order may be its own end."""
+CONNECT_S = 1.0
+"""Timeout of one try to connect to a deployment; a call waits for its turn after it."""
 LOOK_S = 5.0
 """Pause between two looks at the route of a deployment that has not begun its answer."""
 RESPONSES = "/v1/responses"
@@ -712,12 +716,10 @@ def _starting(route: ModelRoute, waiter: PendingRequest, now: float) -> str:
 
 async def _connect(path: str) -> UpstreamCall | None:
     """A connection to a deployment; None if it isn't there."""
-    loop = asyncio.get_running_loop()
     try:
-        _, upstream = await loop.create_unix_connection(UpstreamCall, path)
+        return await connect_unix(UpstreamCall, path, CONNECT_S)
     except OSError:
         return None
-    return upstream
 
 
 def _passed(call: ProxiedCall, dropped: tuple[bytes, ...]) -> list[tuple[bytes, bytes]]:
