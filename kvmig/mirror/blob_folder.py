@@ -125,7 +125,10 @@ class BlobFolder:
             return ""
 
     def _find_room(self, etag: str, size: int) -> RoomFound:
-        parts = {one.name: one.stat().st_size for one in (self.root / "coming").iterdir()}
+        parts = dict[str, int]()
+        for one in (self.root / "coming").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it is whole now, or was dropped
+                parts[one.name] = one.stat().st_size
         there = parts.pop(etag, 0)
         others = {name: whole for name, whole in self._coming.items() if name != etag}
         held = [

@@ -13,9 +13,7 @@ FULL_S = 0.02
 ProtocolT = TypeVar("ProtocolT", bound=asyncio.Protocol)
 
 
-async def connect_unix(
-    make: Callable[[], ProtocolT], path: str, timeout_s: float
-) -> ProtocolT:
+async def connect_unix(make: Callable[[], ProtocolT], path: str, timeout_s: float) -> ProtocolT:
     """Connect to a server, and return the connection's protocol. While the server's queue is full,
     it is tried again: such a server is busy, not gone. Raises OSError, also after the timeout."""
     # An event loop takes a full queue for a connection that is under way, or leaves its handle.
@@ -23,7 +21,7 @@ async def connect_unix(
     try:
         sock.setblocking(False)
         async with asyncio.timeout(timeout_s):
-            while not _connects(sock, path):
+            while not _connects(sock, path):  # noqa: ASYNC110 - nobody announces a place
                 await asyncio.sleep(FULL_S)
         loop = asyncio.get_running_loop()
         _, protocol = await loop.create_unix_connection(make, sock=sock)

@@ -185,10 +185,15 @@ class CallAdmission:
             if (left := self._left.get(one.id)) is not None
         ]
 
+    def end_requests(self, visit: AdmittedCall) -> None:
+        """Count its requests as over, if they aren't yet."""
+        limiters, visit.limiters = visit.limiters, ()
+        for one in limiters:
+            one.end_requests(visit.sequences)
+
     def end_call(self, visit: AdmittedCall) -> None:
         """End the visit."""
-        for one in visit.limiters:
-            one.end_requests(visit.sequences)
+        self.end_requests(visit)
         visits = self._visits[visit.prefix]
         visits.remove(visit)
         if not visits:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -370,6 +371,8 @@ class ProxyApp:
         counted = CountedRequest(counts, waiter.model)
         try:
             upstream = await self._reach(call, waiter, counted)
+            if not call.background:  # one counts as long as the deployment works for it
+                upstream.before_last = partial(self.admission.end_requests, visit)
             self._make_request(call, visit)
             await self._relay(call, upstream, waiter.model, self._cold_start(waiter))
         finally:

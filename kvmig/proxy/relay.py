@@ -204,6 +204,8 @@ class UpstreamCall(asyncio.Protocol):
         """Bytes."""
         self.watch: Callable[[bytes], None] | None = None
         """Sees what of the body goes by."""
+        self.before_last: Callable[[], None] | None = None
+        """Called before the client gets the last of a body, and may send its next call."""
         self._method = "GET"
         self._transport: asyncio.Transport | None = None
         self._before = bytearray()
@@ -244,8 +246,11 @@ class UpstreamCall(asyncio.Protocol):
         self.passed += len(data)
         if self.watch is not None:
             self.watch(data)
+        ended = self.framing.ended and not isinstance(self.framing, CloseFraming)
+        if ended and self.before_last is not None:
+            self.before_last()
         self._client.write(data)
-        if self.framing.ended and not isinstance(self.framing, CloseFraming):
+        if ended:
             self._end()
 
     def _look_for_head(self) -> None:

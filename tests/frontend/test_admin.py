@@ -73,9 +73,8 @@ async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
             "blocks_limit": 100,
             "running": 1, "waiting": 0, "freeness": 90.0, "migrations_in": 0, "migrations_out": 0,
             "staging_used": 0, "detail": "", "unmovable": "", "weights": "", "numerics": "n",
-            "vllm": "", "unit": "", "shared": None, "pid": 7, "host": "here", "gpus": ["1"],
-            "beside_kv": 5,
-            "times": None,
+            "vllm": "", "flags": "", "unit": "", "shared": None, "pid": 7, "host": "here",
+            "node": "", "gpus": ["1"], "block_bytes": 0, "beside_kv": 5, "times": None,
         }  # fmt: skip
         assert second["freeness"] is None
 

@@ -13,6 +13,13 @@ import uvloop
 from kvmig.process.unix_connections import connect_unix
 
 
+class Client(asyncio.Protocol):
+    """Keeps its connection."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[socket.socket]:
     """A server with as many clients as may wait: one."""
@@ -28,8 +35,8 @@ def full(tmp_path: Path) -> Iterator[socket.socket]:
 def test_a_client_waits_for_a_place_in_a_full_queue(full: socket.socket) -> None:
     async def connect() -> None:
         accepting = asyncio.create_task(asyncio.to_thread(full.accept))
-        protocol = await connect_unix(asyncio.Protocol, full.getsockname(), 10)
-        assert isinstance(protocol, asyncio.Protocol)
+        client = await connect_unix(Client, full.getsockname(), 10)
+        client.transport.close()
         (await accepting)[0].close()
 
     uvloop.run(connect())
