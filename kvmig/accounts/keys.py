@@ -165,6 +165,8 @@ class KeyDenied(NamedTuple):
 
 BAD_KEY = KeyDenied(HTTPStatus.UNAUTHORIZED, "no such API key", "invalid_api_key")
 EXPIRED = KeyDenied(HTTPStatus.UNAUTHORIZED, "the API key has expired", "expired_api_key")
+EXPIRED_S = 86400.0
+"""Time for which an expired key is called so; then it is as one that was never there."""
 
 
 def new_key(pepper: bytes) -> NewKey:
@@ -241,6 +243,16 @@ def allows(
     if model is not None and grant.models is not None and model not in grant.models:
         return no_model(model)
     return None
+
+
+def is_forgotten(grant: KeyGrant, now: float) -> bool:
+    """Whether a key expired EXPIRED_S ago, or earlier."""
+    return grant.expires is not None and now >= grant.expires + EXPIRED_S
+
+
+def remembered(grants: Iterable[KeyGrant], now: float) -> list[KeyGrant]:
+    """The grants of keys that are not forgotten."""
+    return [one for one in grants if not is_forgotten(one, now)]
 
 
 def quota_used_up(quota: AppliedQuota, anew: float | None) -> KeyDenied:

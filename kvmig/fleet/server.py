@@ -26,7 +26,7 @@ import uvicorn
 import uvloop
 
 from kvmig.accounts.allowances import TokenGrant, TokenRequest
-from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, limited_by
+from kvmig.accounts.keys import BAD_KEY, KeyGrant, KeyIndex, is_forgotten, limited_by
 from kvmig.accounts.limits import SpendBucket
 from kvmig.accounts.usage import HandOver
 from kvmig.core.background import BackgroundTasks, cancel_tasks, keep_running
@@ -574,19 +574,20 @@ class FleetServer:
         stored = self._backend.stored
         keys = await stored(self._store.key_changes, self._keys_version)
         self._keys_version = keys.version
-        self._keys.update(keys.granted, keys.revoked)
-        for prefix in keys.revoked:
+        now = time.time()
+        forgotten = [one.prefix for one in self._grants.values() if is_forgotten(one, now)]
+        removed = (*keys.revoked, *forgotten)
+        self._keys.update(keys.granted, removed)
+        for prefix in removed:
             if (gone := self._grants.pop(prefix, None)) is not None:
                 del self._grants_by_id[gone.key_id]
         self._grants.update((one.prefix, one) for one in keys.granted)
         self._grants_by_id.update((one.key_id, one) for one in keys.granted)
-        if keys.granted or keys.revoked:
+        if keys.granted or removed:
             self._links.send_to_all(
-                messages.KeyUpdates(
-                    version=self._next(), changed=keys.granted, removed=keys.revoked
-                )
+                messages.KeyUpdates(version=self._next(), changed=keys.granted, removed=removed)
             )
-            changed = await stored(left, self._ledger, keys.granted, time.time())
+            changed = await stored(left, self._ledger, keys.granted, now)
             self._left.update(changed)
             self._links.send_to_all(SpentLimits(left=changed))
 

@@ -25,6 +25,7 @@ from kvmig.accounts.keys import (
     NewKey,
     check_terms,
     new_key,
+    remembered,
 )
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.copies import copy_sqlite
@@ -527,7 +528,7 @@ class FleetStore:
         with self.database.transaction(reading=True) as connection:
             rows = connection.execute(wanted).mappings().all()
             valid = [row for row in rows if row["revoked_at"] is None and not row["disabled"]]
-            granted = self.set_aside.readable("key", valid, _grant)
+            granted = remembered(self.set_aside.readable("key", valid, _grant), self._clock())
             known = {one.prefix for one in granted}  # one that can't be read lets nobody in
             revoked = tuple(row["prefix"] for row in rows if row["prefix"] not in known)
             return KeyChanges(_version(connection), tuple(granted), revoked)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import delete, text, update
 
-from kvmig.accounts.keys import KeyIndex, KeyTerms
+from kvmig.accounts.keys import EXPIRED_S, KeyIndex, KeyTerms
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import FleetFile
 from kvmig.fleet.store import FleetStore, KeyRow, NameTaken, NotThere, OrderActor
@@ -289,6 +289,17 @@ def test_a_rotated_key_may_live_a_while(store: FleetStore, place: Place) -> None
     new, _ = store.rotate_key(old.prefix, ANNA, keep_s=60)
     ends = {one.prefix: one.expires for one in store.key_changes().granted}
     assert ends == {old.prefix: place.now + 60, new.prefix: None}
+
+
+def test_a_key_that_expired_a_day_ago_is_known_to_nobody(store: FleetStore, place: Place) -> None:
+    """People who log in get a new key each day."""
+    row, _ = beas(store, expires=place.now + 60)
+    place.now += 60 + EXPIRED_S - 1
+    assert [one.prefix for one in store.key_changes().granted] == [row.prefix]
+    place.now += 1
+    told = store.key_changes()
+    assert (told.granted, told.revoked) == ((), (row.prefix,))
+    assert store.keys("bea") == [row]
 
 
 def test_an_expired_key_is_not_rotated(store: FleetStore, place: Place) -> None:
