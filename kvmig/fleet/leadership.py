@@ -21,8 +21,8 @@ LOOK_S = 0.25
 SILENT_S = 1.5
 """A leader that was seen to beat has lost the lead after this time without a beat."""
 UNSEEN_S = 6.0
-"""The same for one that wasn't seen to beat since the database was away, or since this standby
-began: it may be about to connect again."""
+"""The same for one that wasn't seen to beat since the database was away, since this standby began,
+or since it leads: it may be about to connect."""
 GAP_S = 1.0
 """Time between two looks that counts as silence at most: before it, too much may have happened."""
 
@@ -47,7 +47,7 @@ class StandbyWatch:
         self._looked_at = 0.0
         self._silent_s = 0.0
         self._beats = False
-        """Whether the leader was seen to beat since the database was away."""
+        """Whether this leader was seen to beat since the database was away."""
 
     def take_row(self, row: LeaderRow | None, now: float) -> Chance:
         """What a look has found. row: None: no server has ever led. now: of a steady clock."""
@@ -56,8 +56,7 @@ class StandbyWatch:
         if row is None or row.host in ("", self._host):
             return "free"
         if row != before:
-            same_leader = before is not None and before.token == row.token
-            self._beats = self._beats or same_leader
+            self._beats = before is not None and before.token == row.token
             self._silent_s = 0.0
         elif gap_s <= GAP_S:
             self._silent_s += gap_s

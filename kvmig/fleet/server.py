@@ -335,6 +335,11 @@ class FleetServer:
             self._heartbeat = LeaderHeartbeat(self._settings, database.token, self._led_by)
             self._heartbeat.start()
 
+    @property
+    def deposed(self) -> bool:
+        """Whether another server leads in place of this one."""
+        return self._deposed
+
     async def _open(self) -> None:
         """Raises StoreError."""
         await self._backend.stored(self._store.open)
@@ -727,6 +732,8 @@ async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -
         starting.result()
         gc.freeze()  # or garbage waits until there is a quarter as much of it as of libraries
         gc.collect()
+        if server.deposed:  # init would let clients in, and has passed over its order to step down
+            raise StartupError("another host's server has taken over while this one started")
         announce(announced, StartAnnouncement(endpoint="server"))
         beating = asyncio.create_task(send_heartbeats(heartbeat), name="heartbeats")
         trimming = asyncio.create_task(keep_running(keep_small, "heap"), name="heap")

@@ -129,6 +129,9 @@ class LeaderHeartbeat:
             except StoreError as error:  # no server can lead by a database that is away
                 log.info("no beat: %s", error)
                 continue
+            except Exception:  # without beats another server leads, and this one learns nothing
+                log.exception("a beat failed, and the next one comes")
+                continue
             if leader:
                 self._loop.call_soon_threadsafe(self._deposed, leader)
                 return

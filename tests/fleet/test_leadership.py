@@ -85,6 +85,17 @@ def test_another_leader_begins_with_all_its_time() -> None:
     assert watch.take_row(LeaderRow(6, 0, B), SILENT_S + LOOK_S) == "none"
 
 
+def test_another_leader_that_was_never_seen_to_beat_has_more_time() -> None:
+    """A third host has seen the one before it beat."""
+    watch = StandbyWatch("c:/data")
+    watch.take_row(LeaderRow(5, 1, A), 0.0)
+    watch.take_row(LeaderRow(5, 2, A), LOOK_S)
+    watch.take_row(LeaderRow(6, 0, B), 2 * LOOK_S)
+    found = looks(watch, LeaderRow(6, 0, B), UNSEEN_S, 2 * LOOK_S)
+    assert found[-1] == "silent"
+    assert set(found[:-1]) == {"none"}
+
+
 class MadeUpDatabase:
     """One lock, which a session has until it ends, and the leader's row."""
 

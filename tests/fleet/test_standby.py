@@ -143,6 +143,23 @@ async def test_a_standby_leads_at_once_when_the_lead_is_left(place: Place) -> No
     other.close()
 
 
+async def test_a_beat_that_fails_is_not_the_last_one(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([RuntimeError("unforeseen")])
+
+    def beat(database: FleetDatabase, token: int) -> str:
+        for error in failures:
+            raise error
+        return raise_beat(database, token)
+
+    monkeypatch.setattr(standby, "raise_beat", beat)
+    a = host(place, "a")
+    async with leading(a, place):
+        with looking(a) as database:
+            await until(lambda: (row := leader_of(database)) is not None and row.beat > 0)
+
+
 LEADER = """
 import sys, time, asyncio
 from pathlib import Path
