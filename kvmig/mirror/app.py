@@ -220,7 +220,8 @@ class MirrorAnswer:
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the status and the headers."""
         self._begun = True
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        # Some hubs say in UTF-8 what is wrong; httpx has decoded it.
+        raw = [(name.encode("latin-1"), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
     async def send(self, piece: bytes) -> None:

@@ -22,6 +22,8 @@ from huggingface_hub.utils._http import default_client_factory
 from kvmig.sources.file_list import SourceFailure
 from kvmig.sources.source import NEAR_HOSTS
 
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""Addresses that a network translates to those of IPv4 in their last bytes (RFC 6052)."""
 FIRST: ContextVar[str] = ContextVar("first", default="")
 """The URL that this thread's call began with; empty: none that is checked."""
 MOST_BYTES: ContextVar[int] = ContextVar("most", default=0)
@@ -41,11 +43,21 @@ def may_follow(first: str, url: str) -> bool:
 def leads_inside(first: Iterable[str], addresses: Iterable[str]) -> bool:
     """Whether some of these addresses are of this host or its network, and the first host's were
     not. Addresses of a link, where clouds keep secrets, are never led to."""
-    found = [ipaddress.ip_address(one) for one in addresses]
+    found = [reached_address(one) for one in addresses]
     if any(one.is_link_local for one in found):
         return True
     inside = any(not one.is_global for one in found)
-    return inside and all(ipaddress.ip_address(one).is_global for one in first)
+    return inside and all(reached_address(one).is_global for one in first)
+
+
+def reached_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address that a connection reaches: some of IPv6 only contain one of IPv4."""
+    found = ipaddress.ip_address(address)
+    if isinstance(found, ipaddress.IPv4Address):
+        return found
+    if found in NAT64:
+        return ipaddress.IPv4Address(found.packed[-4:])
+    return found.ipv4_mapped or found.sixtofour or found
 
 
 def addresses_of(host: str) -> list[str]:

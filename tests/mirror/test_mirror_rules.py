@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message
 
 from kvmig.core.errors import ConfigError
 from kvmig.mirror.addresses import FileAddress, ListAddress, address_of, is_plain
+from kvmig.mirror.app import MirrorAnswer
 from kvmig.mirror.facts import STALE_S, AccessBook, FileFacts, may_use_stale, use_of
 from kvmig.mirror.hub_client import without_xet
 from kvmig.mirror.peers import DOWN_S, HolderBook, PeerBook, ranked
@@ -218,3 +220,13 @@ def test_bad_settings_are_refused_by_flag(given: dict[str, object], said: str) -
     with pytest.raises(ConfigError, match=said.split(", must")[0].replace("(", r"\(")) as error:
         check_settings(MirrorSettings(folder="/m", **given))  # type: ignore[arg-type]
     assert said in str(error.value)
+
+
+async def test_what_a_hub_says_in_utf_8_reaches_the_client() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await MirrorAnswer(send, head=False).whole(404, {"x-error-message": "没有这个模型"}, b"")
+    assert (b"x-error-message", "没有这个模型".encode()) in sent[0]["headers"]

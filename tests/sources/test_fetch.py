@@ -484,6 +484,11 @@ PUBLIC, PRIVATE, LINK = "93.184.216.34", "10.0.0.7", "169.254.169.254"
         (["127.0.0.1"], [PRIVATE], False),
         ([PRIVATE], [LINK], True),
         ([PRIVATE], ["fe80::1"], True),
+        ([PRIVATE], [f"::ffff:{LINK}"], True),
+        ([PRIVATE], ["64:ff9b::a9fe:a9fe"], True),
+        ([PUBLIC], ["64:ff9b::a00:7"], True),
+        ([PUBLIC], ["64:ff9b::5db8:d822"], False),
+        ([PUBLIC], ["2002:a00:7::1"], True),
         ([], [PRIVATE], True),
     ],
 )
