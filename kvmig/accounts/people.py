@@ -63,6 +63,9 @@ def check_terms(terms: LoginTerms) -> LoginTerms:
             f"--oidc-client-id is {terms.client_id!r:.200}, must be the fleet's id at the identity"
             " provider"
         )
+    for flag, groups in (("admin", terms.admin_groups), ("user", terms.user_groups)):
+        if not all(groups):
+            raise ConfigError(f"--oidc-{flag}-group is '', must be the name of a group")
     if not 0 < terms.key_hours <= 24 * 31:
         raise ConfigError(
             f"--oidc-key-hours is {terms.key_hours:g}, must be more than 0, up to 744"

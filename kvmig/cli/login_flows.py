@@ -124,7 +124,7 @@ def by_browser(client: OAuth2Client, provider: Mapping[str, Any]) -> str:
         print(f"Open {page}", file=sys.stderr)
         came = redirected(listening)
     if why := parse_qs(urlsplit(came).query).get("error"):
-        raise CallFailure(f"the identity provider refuses: {why[0]:.200}")
+        raise CallFailure(f"the identity provider refuses: {why[0]!r:.200}")
     found = client.fetch_token(
         provider["token_endpoint"],
         authorization_response=client.redirect_uri.rstrip("/") + came,

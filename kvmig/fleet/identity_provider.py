@@ -18,7 +18,15 @@ from kvmig.core.errors import KvmigError
 DISCOVERY = "/.well-known/openid-configuration"
 ALGORITHMS = ("RS256", "PS256", "ES256", "EdDSA")
 """Signatures that are taken: all by a private key, which only the provider has."""
+OTHER_TOKENS = "+jwt"
+"""End of the type of tokens that the provider signs for something else (RFC 8725): `at+jwt` lets
+programs call a service, and its audience may be this fleet's, too."""
 TIMEOUT_S = 5.0
+"""Timeout of a connection, and of each pause in an answer."""
+READ_S = 10.0
+"""Timeout of both answers together that the keys are read from."""
+AWAY_S = 5.0
+"""Pause after a failure: people without a key have the provider asked."""
 MOST_BYTES = 1 << 20
 """Longest answer."""
 KNOWN_S = 3600.0
@@ -43,6 +51,9 @@ class IdentityProvider:
         self._wall = wall
         self._keys: KeySet | None = None
         self._read_at = 0.0
+        self._tried_at = 0.0
+        self._why = ""
+        """Why the keys could not be read at the last try; empty: they could."""
         self._reading = asyncio.Lock()
         self._http = httpx.AsyncClient(timeout=TIMEOUT_S)
 
@@ -67,11 +78,15 @@ class IdentityProvider:
     def _decoded(self, token: str, keys: KeySet) -> dict[str, Any] | None:
         """What a token says; None: none of the keys has signed it. Raises LoginRefused."""
         try:
-            return dict(jwt.decode(token, keys, algorithms=list(ALGORITHMS)).claims)
+            found = jwt.decode(token, keys, algorithms=list(ALGORITHMS))
         except (BadSignatureError, InvalidKeyIdError):
             return None
-        except (JoseError, ValueError) as error:
+        except (JoseError, ValueError, TypeError) as error:  # a TypeError of a head that is amiss
             raise LoginRefused(f"the token can't be read: {error}") from error
+        kind = str(found.header.get("typ", ""))
+        if kind.lower().endswith(OTHER_TOKENS):
+            raise LoginRefused(f"the token's type is {kind!r:.50}, must be that of an ID token")
+        return dict(found.claims)
 
     def _check(self, claims: dict[str, Any]) -> None:
         """Raises LoginRefused."""
@@ -95,10 +110,15 @@ class IdentityProvider:
 
     async def _known(self) -> tuple[KeySet, bool]:
         """The provider's keys, and whether they were read just now. Raises ProviderAway."""
+        if (known := self._fresh()) is not None:
+            return known, False
         async with self._reading:
-            if self._keys is not None and self._clock() - self._read_at < KNOWN_S:
-                return self._keys, False
+            if (known := self._fresh()) is not None:  # another token's look has brought them
+                return known, False
             return await self._read(), True
+
+    def _fresh(self) -> KeySet | None:
+        return self._keys if self._clock() - self._read_at < KNOWN_S else None
 
     async def _anew(self) -> KeySet | None:
         """Read the keys once more, which may have changed; None: that was done just before.
@@ -106,11 +126,29 @@ class IdentityProvider:
         Raises ProviderAway.
         """
         async with self._reading:
-            if self._clock() - self._read_at < ANEW_S:
+            if self._clock() - self._tried_at < ANEW_S:
                 return None
             return await self._read()
 
     async def _read(self) -> KeySet:
+        """Raises ProviderAway, also if the last try has failed just before."""
+        if self._why and self._clock() - self._tried_at < AWAY_S:
+            raise ProviderAway(self._why)
+        try:
+            async with asyncio.timeout(READ_S):
+                self._keys = await self._fetch()
+        except TimeoutError as error:
+            self._why = f"{self.terms.issuer:.200} does not answer within {READ_S:g} s"
+            raise ProviderAway(self._why) from error
+        except ProviderAway as error:
+            self._why = str(error)
+            raise
+        finally:
+            self._tried_at = self._clock()
+        self._why, self._read_at = "", self._tried_at
+        return self._keys
+
+    async def _fetch(self) -> KeySet:
         """Raises ProviderAway."""
         told = await self._get(self.terms.issuer.rstrip("/") + DISCOVERY)
         if told.get("issuer") != self.terms.issuer:
@@ -121,12 +159,12 @@ class IdentityProvider:
         where = told.get("jwks_uri")
         if not isinstance(where, str):
             raise ProviderAway("the identity provider names no jwks_uri")
+        if self.terms.issuer.startswith("https:") and not where.startswith("https:"):
+            raise ProviderAway(f"its keys are at {where:.200}, must be at a URL with https://")
         try:
-            self._keys = KeySet.import_key_set(await self._get(where))
+            return KeySet.import_key_set(await self._get(where))
         except (JoseError, ValueError, KeyError, TypeError) as error:
             raise ProviderAway(f"the keys at {where:.200} can't be read: {error}") from error
-        self._read_at = self._clock()
-        return self._keys
 
     async def _get(self, url: str) -> Any:
         """A JSON object. Raises ProviderAway."""

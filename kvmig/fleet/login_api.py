@@ -12,9 +12,11 @@ from pydantic import Field
 
 from kvmig.accounts.keys import KeyTerms, Scope
 from kvmig.accounts.people import LoggedIn, LoginRefused, person_of
+from kvmig.accounts.used_tokens import UsedTokens
 from kvmig.asgi.strict_body import StrictBody
+from kvmig.core.errors import KvmigError
 from kvmig.fleet.callers import FORWARDED
-from kvmig.fleet.identity_provider import IdentityProvider
+from kvmig.fleet.identity_provider import SKEW_S, IdentityProvider
 from kvmig.fleet.store import FleetStore, KeyRow, NotThere, OrderActor
 
 MOST_TOKEN = 32_768
@@ -42,7 +44,7 @@ def login_api(
 ) -> APIRouter:
     """Routes without a key. provider: None: people get keys from admins only. stored: runs a method
     of the store. changed: to be awaited after a change."""
-    api = APIRouter(prefix="/login")
+    api, used = APIRouter(prefix="/login"), UsedTokens()
 
     def known() -> IdentityProvider:
         if provider is None:
@@ -59,10 +61,17 @@ def login_api(
     async def log_in(body: LoginBody, request: Request) -> Body:
         """A key for the person that an ID token speaks of."""
         its = known()
-        person = person_of(await its.claims(body.id_token), its.terms)
-        actor = OrderActor(f"{person.name} (login)", request.headers.get(FORWARDED, ""))
-        expires = time.time() + 3600 * its.terms.key_hours
-        row, shown = await stored(key_for, store, person, expires, actor)
+        claims = await its.claims(body.id_token)
+        person, now = person_of(claims, its.terms), time.time()
+        if not used.take_token(body.id_token, claims["exp"] + SKEW_S, now):
+            raise LoginRefused("the token has been used: log in again")
+        expires = now + 3600 * its.terms.key_hours
+        address = request.headers.get(FORWARDED, "")
+        try:
+            row, shown = await stored(key_for, store, person, expires, address)
+        except KvmigError:  # it has given no key
+            used.give_back(body.id_token)
+            raise
         await changed()
         shown_row: Body = msgspec.to_builtins(row)
         return {"key": shown, "role": person.role, **shown_row}
@@ -71,11 +80,13 @@ def login_api(
 
 
 def key_for(
-    store: FleetStore, person: LoggedIn, expires: float, actor: OrderActor
+    store: FleetStore, person: LoggedIn, expires: float, address: str
 ) -> tuple[KeyRow, str]:
-    """A new key of the person's user, who is made at the first time. Raises LoginRefused,
-    ConfigError, StoreError."""
+    """A new key of the person's user, who is made at the first time. address: for the audit, as the
+    user's name is: a token may have another one each time. Raises LoginRefused, ConfigError,
+    StoreError."""
     user = next((one for one in store.users() if one.subject == person.subject), None)
+    actor = OrderActor(f"{person.name if user is None else user.name} (login)", address)
     if user is None:
         user = store.add_user(person.name, person.role, actor, subject=person.subject)
     if user.disabled:

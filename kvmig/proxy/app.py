@@ -81,6 +81,10 @@ LOGIN = "/kvmig/v2/login"
 """The server's one path without a key."""
 LOGIN_BYTES = 1 << 16
 """Bytes of a body there, at most."""
+LOGINS = 16
+"""Calls without a key that the server gets at once; one more is refused."""
+PEOPLE = "people"
+"""Account of the bodies of all calls without a key; no user's id is like it."""
 GREETING = msgspec.json.encode(
     {
         "what": "the door of a kvmig fleet: an OpenAI API, for programs",
@@ -148,6 +152,7 @@ class ProxyApp:
         self._clock = clock
         self._closed = False
         self._turns: dict[PendingRequest, asyncio.Future[None]] = {}
+        self._logins = 0
         self._sweeping: asyncio.TimerHandle | None = None
 
     # -- what the server tells, and hears
@@ -312,7 +317,8 @@ class ProxyApp:
         """
         grant = None if visit is None else self.directory.current(visit.prefix)
         headers = MutableHeaders(raw=call.scope["headers"])
-        call.body = self.budget.enter("" if grant is None else grant.user_id)
+        account = PEOPLE if visit is None else ""
+        call.body = self.budget.enter(account if grant is None else grant.user_id)
         message = await gateway.read_body(rules, call.body, headers, call.receive_part)
         if message is None:
             raise ClientGone
@@ -337,7 +343,15 @@ class ProxyApp:
         """A person without a key asks the server for one."""
         why = "a login needs no more"
         rules = BodyRules(LOGIN_BYTES, self.config.body_timeout_s, None, why, LOGIN_BYTES)
-        await self._pass_order(call, await self._read(call, None, rules))
+        content = await self._read(call, None, rules)
+        if self._logins >= LOGINS:
+            sentence = "too many people log in at once, try again"
+            raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "logins_full", 1.0)
+        self._logins += 1
+        try:
+            await self._pass_order(call, content)
+        finally:
+            self._logins -= 1
 
     async def _ask_server(self, call: ProxiedCall, visit: AdmittedCall) -> None:
         most = min(ROOM, self.config.max_body)

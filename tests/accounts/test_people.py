@@ -60,6 +60,8 @@ def test_a_name_becomes_a_users_name() -> None:
         ({"issuer": "http://id.example.com"}, "--oidc-issuer is .*, must be a URL with https://"),
         ({"issuer": "https://id.example.com/?a=b"}, "--oidc-issuer is .*, must be a URL"),
         ({"client_id": ""}, "--oidc-client-id is '', must be"),
+        ({"admin_groups": ("ops", "")}, "--oidc-admin-group is '', must be the name of a group"),
+        ({"user_groups": ("",)}, "--oidc-user-group is '', must be the name of a group"),
         ({"key_hours": 0}, "--oidc-key-hours is 0, must be more than 0"),
         ({"key_hours": 1000}, "--oidc-key-hours is 1000, must be"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -15,8 +16,9 @@ from fastapi import FastAPI
 from joserfc.jwk import ECKey
 
 from kvmig.accounts.people import LoginTerms
+from kvmig.fleet import identity_provider
 from kvmig.fleet.api import STATUS, answer_with
-from kvmig.fleet.identity_provider import IdentityProvider
+from kvmig.fleet.identity_provider import AWAY_S, IdentityProvider, ProviderAway
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.store import FleetStore
 from tests.support.fleet_stores import ANNA, Place
@@ -127,6 +129,31 @@ async def test_a_person_does_not_become_a_user_whom_an_admin_has_made(
     assert refused == (409, "a user 'admin' is there already")
 
 
+async def test_the_audit_names_the_user_whatever_the_token_calls_the_person(
+    logins: Logins, site: ProviderSite
+) -> None:
+    logins.store.first_admin_key()
+    await logins.log_in(site.token())
+    await logins.log_in(site.token(preferred_username="admin"))
+    newest = logins.store.audit()[0]
+    assert (newest.action, newest.actor) == ("key.add", "bea (login)")
+
+
+async def test_a_token_gives_one_key(logins: Logins, site: ProviderSite) -> None:
+    token = site.token()
+    assert (await logins.log_in(token))[0] == 200
+    logins.changes = 0
+    assert await logins.refused(token) == (403, "the token has been used: log in again")
+    assert len(logins.store.keys()) == 1
+
+
+async def test_a_token_that_gave_no_key_is_taken_again(logins: Logins, site: ProviderSite) -> None:
+    token = site.token()
+    logins.store.add_user("bea", "user", ANNA)
+    assert (await logins.log_in(token))[0] == 409
+    assert (await logins.log_in(token))[0] == 409
+
+
 async def test_two_people_of_one_name_are_not_one_user(logins: Logins, site: ProviderSite) -> None:
     await logins.log_in(site.token())
     logins.changes = 0
@@ -190,6 +217,28 @@ async def test_a_token_without_a_signature_is_refused(logins: Logins, site: Prov
     assert status == 403
 
 
+@pytest.mark.parametrize("wrong", [{"crit": 1}, {"crit": [["x"]]}, {"kid": [1]}, {"typ": 1}])
+async def test_a_token_with_a_head_that_is_amiss_is_refused(
+    logins: Logins, site: ProviderSite, wrong: dict[str, Any]
+) -> None:
+    _, body, signature = site.token().split(".")
+    head = json.dumps({"alg": "ES256", "kid": site.key.kid, **wrong}).encode()
+    shown = base64.urlsafe_b64encode(head).rstrip(b"=").decode()
+    status, said = await logins.refused(f"{shown}.{body}.{signature}")
+    assert (status, said[:23]) == (403, "the token can't be read")
+
+
+@pytest.mark.parametrize("kind", ["at+jwt", "application/at+jwt", "logout+JWT"])
+async def test_a_token_that_the_provider_signed_for_something_else_is_refused(
+    logins: Logins, site: ProviderSite, kind: str
+) -> None:
+    site.kind = kind
+    refused = await logins.refused(site.token())
+    assert refused == (403, f"the token's type is {kind!r}, must be that of an ID token")
+    site.kind = "JWT"
+    assert (await logins.log_in(site.token()))[0] == 200
+
+
 async def test_keys_that_the_provider_has_changed_are_read_again(
     logins: Logins, site: ProviderSite, clock: Clock
 ) -> None:
@@ -220,6 +269,54 @@ async def test_a_provider_that_cannot_be_used_is_named(
     status, said = await logins.refused(site.token())
     assert status == 502
     assert sentence in said
+
+
+async def test_a_provider_that_failed_is_asked_again_after_a_pause(
+    logins: Logins, site: ProviderSite, clock: Clock
+) -> None:
+    site.told = {"jwks_uri": None}
+    failed = await logins.refused(site.token())
+    site.told = {}
+    assert await logins.refused(site.token()) == failed, "people without a key can't flood it"
+    clock.now += AWAY_S
+    assert (await logins.log_in(site.token()))[0] == 200
+
+
+async def test_a_provider_that_does_not_answer_holds_nobody_up_for_long(
+    logins: Logins, site: ProviderSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity_provider, "READ_S", 0.1)
+    site.slow_s = 0.3
+    status, said = await logins.refused(site.token())
+    assert (status, said) == (502, f"{site.issuer} does not answer within 0.1 s")
+
+
+async def test_known_keys_are_used_while_the_provider_is_looked_at_for_a_forged_token(
+    logins: Logins, site: ProviderSite, clock: Clock
+) -> None:
+    assert (await logins.log_in(site.token()))[0] == 200
+    clock.now += 31
+    site.slow_s = 1.5
+    forged = asyncio.create_task(logins.log_in(ProviderSite(issuer=site.issuer).token()))
+    await asyncio.sleep(0.2)  # it waits for the provider now
+    async with asyncio.timeout(1):
+        assert (await logins.log_in(site.token()))[0] == 200
+    site.slow_s = 0.0
+    assert (await forged)[0] == 403
+
+
+async def test_keys_of_a_provider_with_tls_come_by_tls(monkeypatch: pytest.MonkeyPatch) -> None:
+    issuer = "https://id.example.com"
+    told = {"issuer": issuer, "jwks_uri": "http://id.example.com/keys"}
+
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=told))
+    client = httpx.AsyncClient(transport=transport)
+    monkeypatch.setattr("kvmig.fleet.identity_provider.httpx.AsyncClient", lambda **_: client)
+    terms = LoginTerms(issuer=issuer, client_id=CLIENT)
+    provider = IdentityProvider(terms, Clock(), time.time)
+    with pytest.raises(ProviderAway, match="must be at a URL with https://"):
+        await provider.claims("x")
+    await provider.close()
 
 
 async def test_without_a_provider_nobody_logs_in(sqlite_place: Place) -> None:

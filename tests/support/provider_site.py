@@ -54,6 +54,10 @@ class ProviderSite:
     """Other claims of all tokens."""
     told: dict[str, Any] = field(default_factory=dict)
     """Other fields of what it says of itself."""
+    kind: str = ""
+    """Type of its tokens; empty: they have none."""
+    slow_s: float = 0.0
+    """Time before each answer."""
     key_looks: int = 0
     """How often its keys were read."""
     _codes: dict[str, str] = field(default_factory=dict)
@@ -63,9 +67,11 @@ class ProviderSite:
         """An ID token. claims: None: it has none of the name."""
         now = int(time.time())
         own = {"iss": self.issuer, "aud": CLIENT, "iat": now, "exp": now + 300}
+        own["jti"] = secrets.token_hex(8)
         every = {**own, **self.person, **self.claims, **claims}
         kept = {name: value for name, value in every.items() if value is not None}
-        return jwt.encode({"alg": "ES256", "kid": self.key.kid}, kept, self.key)
+        head = {"alg": "ES256", "kid": self.key.kid, **({"typ": self.kind} if self.kind else {})}
+        return jwt.encode(head, kept, self.key)
 
     def get(self, path: str, query: dict[str, str]) -> Answer:
         match path:
@@ -123,6 +129,7 @@ def provider_site() -> Iterator[ProviderSite]:
             """Print nothing."""
 
         def do_GET(self) -> None:
+            time.sleep(site.slow_s)
             parts = urlsplit(self.path)
             query = {name: values[0] for name, values in parse_qs(parts.query).items()}
             self._answer(*site.get(parts.path, query))

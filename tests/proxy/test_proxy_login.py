@@ -1,0 +1,52 @@
+"""The one path without a key: who logs in takes nothing from those who have one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.proxy_site import Deployment, Got, says_ok, site
+from tests.support.waiting import until
+
+LOGIN = "/kvmig/v2/login"
+
+
+async def test_people_who_log_in_leave_room_for_users(tmp_path: Path) -> None:
+    async with site(tmp_path, max_body=10_000) as door, door.deployment():
+        _, first = await door.connect(door.call(b"x" * 39_000, path=LOGIN)[:-1])
+        await until(lambda: door.door.budget.used > 38_000)
+        reader, second = await door.connect(door.call(b"x" * 39_000, path=LOGIN)[:-1])
+        async with asyncio.timeout(8):
+            assert b" 429 " in await reader.readline()
+        large = json.dumps({"model": "count", "prompt": "x" * 9000}).encode()
+        assert (await door.ask(large)).status_code == 200
+        for one in (first, second):
+            one.close()
+        await until(lambda: not door.door.budget.used)
+
+
+async def test_few_people_at_once_have_the_server_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.proxy.app.LOGINS", 2)
+    goes_on = asyncio.Event()
+
+    async def later(got: Got) -> None:
+        await goes_on.wait()
+        await says_ok(got)
+
+    server = Deployment(f"{tmp_path}/api", later)
+    await server.open()
+    async with site(tmp_path) as door:
+        asked = [asyncio.create_task(door.ask({}, LOGIN)) for _ in range(2)]
+        await until(lambda: len(server.got) == 2)
+        async with asyncio.timeout(5):
+            refused = await door.ask({}, LOGIN)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "logins_full")
+        goes_on.set()
+        assert [(await one).status_code for one in asked] == [200, 200]
+        assert (await door.ask({}, LOGIN)).status_code == 200
+    await server.close()
