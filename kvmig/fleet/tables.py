@@ -65,6 +65,9 @@ STATEMENT_S = 30.0
 DEAD_S = 10.0
 """A connection is over when its other end acknowledges nothing for this time: the host, or the
 network, is gone."""
+IDLE_S = 10.0
+"""A transaction ends when its server does nothing for this time: one that stands still, but whose
+host acknowledges all, has locks that other hosts' servers wait for."""
 
 
 class StoreError(KvmigError):
@@ -605,6 +608,7 @@ def _set_up_postgres(
                 ("application_name", f"kvmig server {os.getpid()}"),
                 ("lock_timeout", wait),
                 ("statement_timeout", f"{1000 * statement_s:.0f}"),
+                ("idle_in_transaction_session_timeout", f"{1000 * min(IDLE_S, statement_s):.0f}"),
                 ("tcp_keepalives_idle", f"{DEAD_S / 2:.0f}"),  # or the lock outlives its host
                 ("tcp_keepalives_interval", "1"),
                 ("tcp_keepalives_count", f"{DEAD_S / 2:.0f}"),

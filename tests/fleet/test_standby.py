@@ -10,14 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
-from kvmig.fleet import standby
+from kvmig.fleet import standby, tables
 from kvmig.fleet.leadership import BEAT_S, LeaderRow
 from kvmig.fleet.ledger import merge, sums
 from kvmig.fleet.settings import FleetSettings, check_settings
@@ -31,7 +32,14 @@ from kvmig.fleet.standby import (
     raise_beat,
 )
 from kvmig.fleet.store import FleetStore
-from kvmig.fleet.tables import DatabaseUnusable, FleetDatabase, LeadershipLost, StoreError
+from kvmig.fleet.tables import (
+    DatabaseUnusable,
+    FleetDatabase,
+    LeadershipLost,
+    StoreError,
+    leadership,
+    take_turn,
+)
 from tests.support import postgres
 from tests.support.fleet_stores import ANNA, Place
 from tests.support.waiting import until
@@ -140,6 +148,42 @@ async def test_a_standby_leads_at_once_when_the_lead_is_left(place: Place) -> No
         async with asyncio.timeout(5):
             await task
     assert [row.name for row in other.users()] == ["bea"]
+    other.close()
+
+
+def test_a_leader_that_stands_still_within_a_beat_is_followed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "IDLE_S", 0.2)
+    a, b = host(place, "a"), host(place, "b")
+    one, other = store_of(a, place), store_of(b, place)
+    one.open()
+    # What the one that stands still does at last, is refused.
+    with looking(a) as beats, suppress(StoreError), beats.transaction() as connection:
+        connection.execute(update(leadership).values(beat=leadership.c.beat + 1))
+        with looking(b) as database:
+            row = leader_of(database)
+            assert row is not None
+            assert end_session(database, row)
+        other.open()
+    assert other.database.token > one.database.token
+    one.close()
+    other.close()
+
+
+def test_a_server_that_stands_still_in_the_ledger_holds_up_no_other_hosts(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "IDLE_S", 0.2)
+    still, other = (FleetDatabase(place.url, leads=False) for _ in range(2))
+    turns = []
+    with suppress(StoreError), still.transaction() as connection:
+        take_turn(connection)
+        with other.transaction() as others:
+            take_turn(others)
+            turns.append("other")
+    assert turns == ["other"]
+    still.close()
     other.close()
 
 
