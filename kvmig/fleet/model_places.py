@@ -140,7 +140,7 @@ class ModelPlaces:
         need = self.device_need(spec)
         wants = () if need is None else (need,)
         return InstanceNeed(
-            spec.name,
+            model.key,
             model.claim,
             wants,
             spec.engine,

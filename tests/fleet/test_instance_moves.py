@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.instance_moves import AGAIN_S
-from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.orders import Start
+from kvmig.fleet.rollout import RolloutTerms, begun
+from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.spec import InstanceCounts
 from tests.fleet.test_fleet_units import GIB, Fleet
 
@@ -179,6 +182,36 @@ async def test_a_model_that_rolls_out_does_not_move(fleet: BusyFleet) -> None:
     found = fleet.models.moves_for(fleet.model("c"))
     assert found is not None
     assert [one.model for one in found.moves] == ["b"]
+
+
+async def test_of_two_deployments_the_one_moves_whose_instance_was_chosen(
+    fleet: BusyFleet,
+) -> None:
+    fleet.put("a", 6 * GIB)
+    fleet.want("a")
+    fleet.say("a", "i0")
+    fleet.turn()
+    old = fleet.specs["a"]
+    new = replace(old, source="path:/models/new")
+    stored = StoredRollout(begun(RolloutTerms(canary=(10,)), 1, 2, fleet.now), old)
+    large = replace(old, name="c", gpu_memory=15 * GIB)
+    wanted = [
+        CatalogEntry("m-a", "a", 2, True, new, stored),
+        CatalogEntry("m-c", "c", 1, True, large),
+    ]
+    fleet.models.take_catalogue(wanted)
+    fleet.turn()
+    watched = fleet.model("a@2").watched
+    assert watched is not None
+    row = InstanceRow(id="i0", state="serving", blocks_total=100, blocks_used=1)
+    watched.take_event(DeploymentEvent(1, data=(row,)))  # less is to move than at the old one
+    fleet.turn()
+    fleet.turn()
+    held = fleet.held()
+    assert held == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"a@2": 6 * GIB}}
+    found = fleet.models.moves_for(fleet.model("c"))
+    assert found is not None
+    assert [one.model for one in found.moves] == ["a@2"]
 
 
 async def test_what_would_move_is_shown_before_anything_waits(fleet: BusyFleet) -> None:
