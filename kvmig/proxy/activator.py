@@ -148,7 +148,9 @@ def decide(
         return ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, message, "model_starting", again_s)
     retry_s = 0.0 if waiter.tried is None else waiter.tried + TRY_S - now
     if route.state == "ready" and route.socket and retry_s <= 0:
-        return ForwardCall(socket_of(route, waiter.draw))
+        # A new deployment that has died gets no call twice, also while no server says so.
+        draw = waiter.draw if waiter.tried is None else STAYS
+        return ForwardCall(socket_of(route, draw))
     waits_s = min(left_s, retry_s) if retry_s > 0 else left_s
     if not waiter.beats:
         return WaitForRoute(waits_s, beat=False)

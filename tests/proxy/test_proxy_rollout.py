@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvmig.proxy.activator import (
     STAYS,
+    TRY_S,
     CountedRequest,
     ForwardCall,
     PendingRequest,
@@ -43,6 +44,11 @@ def test_a_call_that_went_to_the_new_one_goes_there_at_every_larger_share(
 
 def test_a_call_that_must_stay_never_goes_to_the_new_one() -> None:
     assert goes_to(100, STAYS) == "old"
+
+
+def test_a_call_that_did_not_reach_the_new_one_goes_to_the_old_one() -> None:
+    waiter = PendingRequest("a", 0, 10, 0.0, beats=False, draw=0, tried=0.0)
+    assert decide(route(99), waiter, TRY_S) == ForwardCall("old")
 
 
 def test_the_same_call_draws_the_same_again_and_calls_draw_evenly() -> None:
@@ -81,6 +87,16 @@ async def test_a_share_of_the_calls_goes_to_the_deployment_beside(tmp_path: Path
         wanted = sum(drawn(f"call-{number}") < 30 for number in range(60))
         assert 0 < wanted < 60
         assert (len(new.got), len(old.got)) == (wanted, 60 - wanted)
+
+
+async def test_calls_go_to_the_old_deployment_if_the_new_one_has_died_and_no_server_says_so(
+    tmp_path: Path,
+) -> None:
+    async with site(tmp_path) as door, door.deployment() as old:
+        door.ready(next_socket=f"{tmp_path}/nobody", next_percent=99)
+        for number in range(3):
+            await door.ask(headers={"x-request-id": f"call-{number}"})
+        assert len(old.got) == 3
 
 
 async def test_a_response_that_is_stored_stays_at_the_old_deployment(tmp_path: Path) -> None:
