@@ -212,6 +212,8 @@ class DeploymentWatcher:
 
     async def _order(self, method: str, path: str, **more: Any) -> bytes:
         """Returns the answer's body."""
+        if self._http.is_closed:
+            raise StartupError("it has ended")
         try:
             answer = await self._http.request(method, path, timeout=ORDER_S, **more)
         except httpx.HTTPError as error:

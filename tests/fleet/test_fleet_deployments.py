@@ -126,6 +126,15 @@ async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_i
         await watched.add(1)
 
 
+async def test_one_that_is_followed_no_more_is_asked_for_nothing(
+    deployment: tuple[Deployment, DeploymentWatcher],
+) -> None:
+    _, watched = deployment
+    await watched.close()
+    with pytest.raises(StartupError, match="it has ended"):
+        await watched.drain("i0")
+
+
 async def test_a_deployment_whose_event_can_not_be_read_is_followed_on(
     deployment: tuple[Deployment, DeploymentWatcher], caplog: pytest.LogCaptureFixture
 ) -> None:
