@@ -188,6 +188,11 @@ class PlacementController:
                     f"placement: model {name} is {model.life.state}, must serve (kvmig model wake "
                     f"{name})"
                 )
+            if self._models.rollouts.beside(name) is not None:
+                raise ConfigError(
+                    f"placement: model {name} rolls out to another deployment, must have ended that"
+                    f" (kvmig model rollout status {name})"
+                )
             if model.unit:
                 raise ConfigError(
                     f"placement: model {name} is in unit {model.unit} by its specification, must"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -215,14 +216,17 @@ def rollout_api(backend: RolloutBackend, caller: Any, wall: Clock) -> APIRouter:
                 raise ConfigError(f"model {name} is as that revision already")
             await backend.checked([spec])
             await backend.stored(store.apply, FleetFile((spec,)), actor, terms=terms)
+            await backend.changed()
         else:
             going, beside = models.rollouts.plan(name), models.rollouts.beside(name)
             ready = beside is not None and beside.serves
             if body.action == "promote" and going is not None and not ready:
                 raise NameTaken(f"the new deployment of model {name} doesn't serve")
             change, by = CHANGES[body.action], (actor.name, actor.address)
-            await backend.stored(change_rollout, store.database, name, change, by, wall())
-        await backend.changed()
+            with models.rollouts.hold(name):
+                await asyncio.sleep(0)  # a step that was just taken is written first
+                await backend.stored(change_rollout, store.database, name, change, by, wall())
+                await backend.changed()
         return shown(name)
 
     return api

@@ -8,7 +8,9 @@ back or on to yet another revision, gets no new requests and ends after those th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -96,6 +98,8 @@ class ModelRollouts:
         self._done: dict[str, int] = {}
         """The revisions that models were rolled out to last, by models' ids: that it is done may
         not be stored yet."""
+        self._held = Counter[str]()
+        """Orders that are being carried out, by models' names."""
         self.blocked: Mapping[str, str] = {}
         """Why models can't have two deployments now, by name."""
 
@@ -201,19 +205,21 @@ class ModelRollouts:
     # -- what runs already
 
     def in_order(self, deployed: Iterable[Deployed]) -> Sequence[Deployed]:
-        """The deployments, those first that are their models' own."""
+        """The deployments, those first that are their models' own, then those that models roll out
+        to."""
 
-        def is_other(one: Deployed) -> bool:
+        def rank(one: Deployed) -> tuple[bool, bool]:
             try:
                 note = msgspec.json.decode(one.note, type=DeploymentRecord)
             except msgspec.DecodeError:
-                return True
-            model = self._models.get(note.model)
+                return True, True
+            model, plan = self._models.get(note.model), self._plans.get(note.model)
             if model is None or note.spec is None:
-                return False
-            return need_of(note.spec, model.wanted.spec) not in ("nothing", "roll")
+                return False, True
+            is_other = need_of(note.spec, model.wanted.spec) not in ("nothing", "roll")
+            return is_other, plan is None or note.revision != plan.target
 
-        return sorted(deployed, key=is_other)
+        return sorted(deployed, key=rank)
 
     def home_of(self, note: DeploymentRecord) -> ManagedModel | None:
         """The place of a deployment that runs; None: another one has it."""
@@ -222,10 +228,12 @@ class ModelRollouts:
         if model is None:  # it was removed, and its requests end first
             model = self._models[name] = ManagedModel(_gone(note), key=name, removed=True)
         same = note.model_id == model.wanted.model_id
-        aims = plan is not None and note.revision == plan.target and not self.is_roll(name)
-        if same and plan is not None and aims:
+        if same and plan is not None and self._is_aim(name, plan, note):
             beside = self.beside(name) or self._add(name, plan)
-            return None if beside.deployment else beside
+            if not beside.deployment:
+                return beside
+            if note.revision == plan.target:
+                return None
         if not model.deployment and not (same and _is_left(note, model.wanted)):
             return model
         key = key_of(name, note.revision)
@@ -234,12 +242,31 @@ class ModelRollouts:
         retired = self._models[key] = ManagedModel(_gone(note), key=key, retires=True)
         return retired
 
+    def _is_aim(self, name: str, plan: RolloutPlan, note: DeploymentRecord) -> bool:
+        """Whether a deployment is what a model rolls out to. It was started as a later revision
+        where one has come since that changes no start."""
+        if self.is_roll(name):
+            return False
+        if note.revision == plan.target or note.spec is None:
+            return note.revision == plan.target
+        return need_of(note.spec, self._newest[name].spec) == "nothing"
+
     # -- rounds
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Let a roll-out take no step while an order to it is carried out: one of both would be
+        lost."""
+        self._held[name] += 1
+        try:
+            yield
+        finally:
+            self._held[name] -= 1
 
     def reconcile(self) -> None:
         """Take each roll-out a step on, and decide what each deployment is to be."""
         for name in list(self._plans):
-            if name not in self.blocked:
+            if name not in self.blocked and not self._held[name]:
                 self._step(name, self._plans[name])
         wanted = {
             key_of(name, plan.target)
@@ -255,7 +282,7 @@ class ModelRollouts:
 
     def _step(self, name: str, plan: RolloutPlan) -> None:
         model, beside, now = self._models[name], self.beside(name), self._wall()
-        old_ended = _has_ended(model, plan)
+        old_ended = _has_ended(model, plan) or _has_lost_its_room(model, beside)
         if self.is_roll(name):
             self._step_of_roll(name, plan, old_ended)
             return
@@ -356,14 +383,26 @@ class ModelRollouts:
 
 
 def _has_ended(model: ManagedModel, plan: RolloutPlan) -> bool:
-    """Whether nothing of the old one runs, and nothing of it is to start again, as after a crash.
-    One that can't start any more is over, too, before calls are compared with its own."""
-    life = model.life
+    """Whether nothing of the old one runs, and nothing of it is to start again.
+
+    Below 100 % it does when it is wanted: after a crash, or where its host has ended all. One that
+    can't start any more is over, too, before calls are compared with its own.
+    """
+    life, wanted = model.life, model.wanted
     if model.deployment or life.state not in ("zero", "failed"):
         return False
     if life.state == "failed":
         return plan.step < 0
-    return model.retires or not (life.why or life.failures)
+    if model.retires or life.why or life.failures:
+        return model.retires
+    starts_again = wanted.on and wanted.spec.least > 0
+    return plan.share == 100 or (plan.step < 0 and not starts_again)
+
+
+def _has_lost_its_room(model: ManagedModel, beside: ManagedModel | None) -> bool:
+    """Whether the old one has ended and has no room any more, while the new one serves."""
+    waits = not model.deployment and model.life.state == "waiting" and model.lacks_room
+    return waits and beside is not None and beside.serves
 
 
 def _why_not(model: ManagedModel, start: RolledStart) -> str:

@@ -408,6 +408,82 @@ async def test_the_next_server_goes_on_with_the_step_that_was_stored(
     assert [one for one in bench.ordered if isinstance(one, Start | Stop)] == []
 
 
+async def test_the_next_server_knows_the_new_one_by_its_start_if_it_is_of_a_later_revision(
+    bench: RolloutBench,
+) -> None:
+    start_rolled(bench, canary=(10,))
+    first, second = (
+        msgspec.json.decode(one.note, type=DeploymentRecord) for one in bench.started
+    )
+    _, plan, _ = bench.kept[-1]
+    await bench.models.close()
+    models = next_server(bench, plan, 3)  # a change that took effect at once has come since
+    running = deployed("d2", replace(second, revision=3)), deployed("d1", first)
+    models.take_news(Running(running))
+    bench.turn()
+    bench.there("a")
+    bench.there("a@2")
+    bench.turn(1)
+    bench.turn()
+    assert bench.where == (first.socket, second.socket, 10)
+    assert [one for one in bench.ordered if isinstance(one, Start | Stop)] == []
+
+
+async def test_where_all_has_ended_the_next_server_starts_both_and_keeps_the_share(
+    bench: RolloutBench,
+) -> None:
+    start_rolled(bench, canary=(10,))
+    _, plan, _ = bench.kept[-1]
+    await bench.models.close()
+    models = next_server(bench, plan)
+    models.take_news(Running(()))
+    models.take_want(ModelWanted("a"))
+    bench.turn()
+    assert [one.words[0] for one in bench.started] == ["/old", "/new"]
+    bench.there("a")
+    bench.there("a@2")
+    bench.turn(1)
+    bench.turn()
+    assert bench.where == (bench.old, bench.new, 10)
+
+
+async def test_where_all_has_ended_before_the_new_one_served_the_old_one_starts_first(
+    bench: RolloutBench,
+) -> None:
+    plan = bench.roll()
+    await bench.models.close()
+    models = next_server(bench, plan)
+    least = InstanceCounts(min=1)
+    models.take_catalogue([bench.entry(replace(NEW, instances=least), plan=plan)])
+    models.take_news(Running(()))
+    bench.turn()
+    assert [one.words[0] for one in bench.started] == ["/old", "/new"]
+
+
+async def test_an_old_one_that_has_no_room_any_more_leaves_all_calls_to_the_new_one(
+    bench: RolloutBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_rolled(bench, canary=(10,), hold_s=600)
+    bench.end(0)
+    assert bench.where != (bench.new, "", 0)
+    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(bench.of("a").claim, 0))
+    for _ in range(3):
+        bench.models.take_want(ModelWanted("a"))
+        bench.turn(1)
+    assert bench.where == (bench.new, "", 0)
+    assert bench.kept[-1][2], "it is done"
+
+
+async def test_no_step_is_taken_while_an_order_is_carried_out(bench: RolloutBench) -> None:
+    start_rolled(bench, canary=(10,), hold_s=60)
+    with bench.models.rollouts.hold("a"):
+        bench.turn(60)
+        assert bench.where == (bench.old, bench.new, 10)
+    bench.turn()
+    bench.turn()
+    assert bench.where == (bench.new, "", 0)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 async def test_the_next_server_ends_one_that_nobody_wants_any_more_after_its_streams(
     bench: RolloutBench, turned: bool
