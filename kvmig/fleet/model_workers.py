@@ -49,8 +49,9 @@ class ModelWorkers:
     def _instances_by_worker(self, model: ManagedModel) -> Counter[str]:
         rows = model.nodes.rows(model.instance_rows) if model.deployment else ()
         nodes = [*(model.nodes.node_of(one) for one in rows), *model.nodes.coming]
-        names = (self._pool.name_of(one) for one in nodes)
-        return Counter(name for name in names if name)
+        named = ((node, self._pool.name_of(node)) for node in nodes)
+        # The name of a node that was lost may be another one's by now.
+        return Counter(name for node, name in named if name and self._pool.node_id(name) == node)
 
     def wakes_elsewhere(self, model: ManagedModel) -> bool:
         """Whether it is parked on a worker that is drained, or was lost: then it ends, and starts

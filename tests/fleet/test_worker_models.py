@@ -27,6 +27,7 @@ from kvmig.fleet.workers import LEASE_S, WorkerWish
 from kvmig.launcher.node_reports import NodeReport
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
 from tests.support.made_up_nodes import GIB, cluster_of, made_up_node, node_id
+from tests.support.model_bench import silence
 
 A, B = node_id("a"), node_id("b")
 
@@ -115,7 +116,8 @@ def drain(name: str = "worker-a", until: float | None = None) -> WorkerWish:
 
 
 @pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[WorkerBench]:
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerBench]:
+    silence(monkeypatch)  # what a deployment tells, the test says
     made = WorkerBench(tmp_path)
     yield made
     await made.models.close()
@@ -338,6 +340,20 @@ async def test_a_lost_workers_instance_is_replaced_also_while_a_roll_out_is_unde
     bench.model.ordering, bench.asked = None, []  # the restart is not what is tested
     bench.see(made_up_node("a", alive=False), made_up_node("b"))
     bench.serve(monkeypatch, row("i0", A, "starting"), rolled)
+    assert await bench.orders() == []
+    bench.now += LEASE_S
+    assert await bench.orders() == [("add", B)]
+
+
+async def test_a_worker_that_comes_back_with_its_name_has_room_for_what_it_had(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(made_up_node("a"))
+    bench.add(memory=5 * GIB)
+    bench.serve(monkeypatch, row("i0", A))
+    assert await bench.orders() == []
+    bench.see(made_up_node("a", alive=False), made_up_node("b", name="worker-a"))
+    bench.serve(monkeypatch, row("i0", A, "starting"))
     assert await bench.orders() == []
     bench.now += LEASE_S
     assert await bench.orders() == [("add", B)]
