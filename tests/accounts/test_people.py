@@ -48,6 +48,11 @@ def test_a_person_who_may_not_log_in_hears_why(claims: dict[str, Any], sentence:
         person_of(claims, TERMS)
 
 
+def test_a_provider_of_this_host_needs_no_certificate() -> None:
+    for issuer in ("http://127.0.0.1:8080", "http://localhost/realms/a", "http://localhost:1/"):
+        assert check_terms(LoginTerms(issuer=issuer, client_id="kvmig")).issuer == issuer
+
+
 def test_a_name_becomes_a_users_name() -> None:
     claims = {"sub": "1", "groups": ["ops"], "preferred_username": "bea@example.com"}
     assert person_of(claims, TERMS).name == "bea_example.com"
@@ -58,6 +63,8 @@ def test_a_name_becomes_a_users_name() -> None:
     [
         ({"issuer": "id.example.com"}, "--oidc-issuer is 'id.example.com', must be a URL"),
         ({"issuer": "http://id.example.com"}, "--oidc-issuer is .*, must be a URL with https://"),
+        ({"issuer": "http://localhost.example.com"}, "--oidc-issuer is .*, must be a URL"),
+        ({"issuer": "http://127.0.0.1@id.example.com"}, "--oidc-issuer is .*, must be a URL"),
         ({"issuer": "https://id.example.com/?a=b"}, "--oidc-issuer is .*, must be a URL"),
         ({"client_id": ""}, "--oidc-client-id is '', must be"),
         ({"admin_groups": ("ops", "")}, "--oidc-admin-group is '', must be the name of a group"),
