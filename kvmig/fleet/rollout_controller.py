@@ -178,10 +178,13 @@ class ModelRollouts:
 
     def at(self, name: str, socket: str) -> ManagedModel | None:
         """The deployment that has this socket, or else the one that calls wait for."""
-        for one in self._models.values():
-            if socket and one.socket == socket and one.wanted.name == name:
-                return one
-        return self.front(name)
+        own = self._models.get(name)
+        if not socket:
+            return self.front(name)
+        if own is not None and own.socket == socket:  # as of nearly all models
+            return own
+        found = (one for one in self._models.values() if one.socket == socket)
+        return next((one for one in found if one.wanted.name == name), self.front(name))
 
     def both(self) -> list[RunningRollout]:
         """The roll-outs in which both deployments get calls, or have got some."""
