@@ -669,13 +669,14 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
     """A model as the API shows it."""
     now = {"state": "zero", "why": "", "serving": 0, "running": 0, "held": 0, "start_s": None}
     if model is not None:
+        front = models.rollouts.front(row.name) or model
         now = {
-            "state": model.life.state,
-            "why": model.life.why,
-            "serving": model.serving,
+            "state": front.life.state,
+            "why": front.life.why,
+            "serving": front.serving,
             "running": models.reports.running(row.name),
             "held": models.reports.held(row.name),
-            "start_s": model.start_s,
+            "start_s": front.start_s,
         }
     held = {} if model is None else model.held
     titles = {one.id: one.title for one in (models.places.devices() if held else ())}

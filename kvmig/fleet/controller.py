@@ -258,6 +258,10 @@ class ModelController:
         """The models that there are; of those that roll out the deployment that has the name."""
         return [one for key, one in self._models.items() if key == one.wanted.name]
 
+    def fronts(self) -> list[ManagedModel]:
+        """The models that there are; of those that roll out the deployment that calls wait for."""
+        return [self.rollouts.front(one.wanted.name) or one for one in self.every()]
+
     def shown(self, name: str) -> ManagedModel | None:
         """One as it stands, for people."""
         return self._models.get(name)

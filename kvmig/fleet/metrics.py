@@ -60,7 +60,7 @@ class FleetMetrics:
             return self._text
 
     async def _make(self) -> bytes:
-        every, usage = self.models.every(), await self._used()
+        every, usage = self.models.fronts(), await self._used()
         sockets = {
             one.wanted.name: one.note.socket
             for one in every

@@ -63,7 +63,7 @@ class Serving(ModelController):
         self.workers = WorkerPool()
         self.found = [made(name, str(folder / name)) for name in "ab"]
 
-    def every(self) -> list[ManagedModel]:
+    def fronts(self) -> list[ManagedModel]:
         return self.found
 
 

@@ -351,6 +351,15 @@ async def test_the_connection_to_the_old_one_is_closed_once_that_has_ended(
     assert closed == ["old"]
 
 
+async def test_people_are_shown_the_deployment_that_new_calls_go_to(bench: RolloutBench) -> None:
+    assert bench.models.fronts() == [bench.of("a")]
+    bench.say(old=1)
+    start_rolled(bench)
+    assert bench.of("a").life.state == "emptying"
+    (front,) = bench.models.fronts()
+    assert (front.key, front.life.state) == ("a@2", "serving")
+
+
 async def test_streams_gather_on_as_few_old_instances_as_hold_them(
     bench: RolloutBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
