@@ -711,7 +711,8 @@ class ModelController:
         them; each instance that is empty then ends."""
         if model.watched is not None and can_gather(model):
             names, less = [one.id for one in model.instance_rows], ScalingOrder(-1, ())
-            work = self._sets.set_instances(model, model.watched, less, (), (), names)
+            leaving = self.workers.leaving(model.nodes, model.instance_rows)
+            work = self._sets.set_instances(model, model.watched, less, (), (), names, leaving)
             model.ordering = self._orders.start(work, f"gather {model.wanted.name}")
 
     def _roll(self, model: ManagedModel) -> None:

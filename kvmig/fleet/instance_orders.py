@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from kvmig.core.clock import Clock
@@ -49,10 +49,12 @@ class InstanceOrders:
         places: Sequence[InstancePlace],
         why: Sequence[PlaceExplanation],
         staying: Sequence[str],
+        first: Collection[str] = (),
     ) -> None:
         """Carry out one step. Another instance takes the place of a failed one later.
 
-        places: of the instances that are added. staying: the instances of which one may be drained.
+        places: of the instances that are added. staying: the instances of which one may be drained,
+        first: those of them that go before the others.
         """
         try:
             if order.failed:
@@ -65,7 +67,7 @@ class InstanceOrders:
                 start = RolledStart(vllm=vllm) if vllm else None
                 await self._add(model, watched, places, why, start)
             else:
-                await _drain_one(watched, staying)
+                await _drain_one(watched, staying, first)
         except StartupError as error:
             self._note(model, f"instances: {error}")
             await asyncio.sleep(PAUSE_S)
@@ -150,8 +152,11 @@ class InstanceOrders:
             await asyncio.sleep(PAUSE_S)
 
 
-async def _drain_one(watched: DeploymentWatcher, staying: Sequence[str]) -> None:
-    """The one whose requests move fastest; the last one stays."""
+async def _drain_one(
+    watched: DeploymentWatcher, staying: Sequence[str], first: Collection[str]
+) -> None:
+    """Drain the instance whose requests move fastest; the last one stays."""
     serving = [one for one in watched.told.data if one.state == "serving" and one.id in staying]
     if len(serving) > 1:
-        await watched.drain(min(serving, key=lambda one: (one.blocks_used, one.running)).id)
+        goes = min(serving, key=lambda one: (one.id not in first, one.blocks_used, one.running))
+        await watched.drain(goes.id)

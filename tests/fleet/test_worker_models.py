@@ -393,3 +393,26 @@ async def test_a_roll_out_whose_new_deployment_no_worker_may_take_leaves_the_old
     beside = bench.models.rollouts.beside("a")
     assert beside is not None
     assert beside.life.why == "no room: no worker takes it now: of 1, 1 cordoned"
+
+
+async def test_what_a_roll_out_leaves_gathers_away_from_a_worker_that_is_drained(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = node_id("c")
+    bench.see(made_up_node("a"), made_up_node("b"), made_up_node("c"))
+    bench.add(instances=InstanceCounts(min=2, max=2))
+    bench.serve(monkeypatch, replace(row("i0", A), blocks_used=9), row("i1", B))
+    bench.turn(1)
+    before = bench.model.wanted.spec
+    plan = replace(begun(RolloutTerms(), 1, 2, bench.now), step=0)
+    new = replace(before, source="path:/models/new")
+    entry = CatalogEntry("m1", "a", 2, True, new, StoredRollout(plan, before))
+    bench.models.take_catalogue([entry])
+    bench.turn(1)
+    beside = bench.models.rollouts.beside("a")
+    assert beside is not None
+    assert beside.watched is not None
+    beside.watched.told = DeploymentEvent(0, data=(row("i0", c), row("i1", c)))
+    bench.turn(1)
+    bench.pool.take_wishes([drain()])
+    assert await bench.orders() == [("drain", "i0", None)]
