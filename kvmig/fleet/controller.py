@@ -625,6 +625,7 @@ class ModelController:
         order = next_order(staying, decided.wanted)
         if model.is_ordering:
             return
+        self._workers.forget_departed(model, leaving)
         places: Sequence[InstancePlace] = ()
         why: Explanations = ()
         if order is not None and order.more > 0 and not order.failed:

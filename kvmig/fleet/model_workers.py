@@ -59,12 +59,18 @@ class ModelWorkers:
         parked = model.life.state == "parked"
         return parked and bool(self._pool.leaving(model.nodes, model.instance_rows))
 
+    def forget_departed(self, model: ManagedModel, leaving: Mapping[str, Leaving]) -> None:
+        """Forget which instances were drained for their workers' sake and are gone, or serve on
+        where they are to stay, since the order has failed."""
+        model.departing &= {
+            one.id for one in model.instance_rows if one.state == "draining" or one.id in leaving
+        }
+
     def leaving_step(
         self, model: ManagedModel, leaving: Mapping[str, Leaving], wanted: int, no_room: str
     ) -> LeavingStep:
         """What is ordered now of the instances that leave; the model keeps why others stay.
         no_room: why no worker takes another one; empty: one does."""
-        model.departing &= {one.id for one in model.instance_rows}
         step = leaving_step(model.instance_rows, leaving, model.departing, wanted, no_room)
         model.stays = step.blocked
         return step

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
-from kvmig.core.errors import ConfigError
+from kvmig.core.errors import ConfigError, StartupError
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.host_memory import MemoryBudget
@@ -309,6 +309,26 @@ async def test_what_is_drained_serves_again_when_its_worker_is_uncordoned(
     bench.pool.take_wishes([])
     bench.serve(monkeypatch, row("i0", A, "draining"), row("i1", B))
     assert await bench.orders() == [("keep", "i0")]
+
+
+async def test_one_whose_drain_was_refused_is_taken_away_later_like_any_other(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(instance: str, deadline_s: float | None = None) -> None:
+        raise StartupError("not now")
+
+    monkeypatch.setattr("kvmig.fleet.instance_orders.PAUSE_S", 0.0)
+    bench.see(made_up_node("a"), made_up_node("b"))
+    bench.pool.take_wishes([drain()])
+    bench.add()
+    bench.serve(monkeypatch, row("i0", A), row("i1", B))
+    monkeypatch.setattr(bench.model.watched, "drain", refuse)
+    assert await bench.orders() == []
+    bench.pool.take_wishes([])
+    bench.serve(monkeypatch, row("i0", A), row("i1", B))
+    assert await bench.orders() == [("drain", "i0", None)], "one is enough"
+    bench.serve(monkeypatch, row("i0", A, "draining"), row("i1", B))
+    assert await bench.orders() == []
 
 
 async def test_a_lost_workers_instance_starts_elsewhere_after_a_lease(
