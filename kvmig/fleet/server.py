@@ -277,13 +277,13 @@ class FleetServer:
         stored = self._backend.stored
         await self._lead()
         await self._look_at_gpus()
-        await self._recall_sizes()
         if (key := await stored(self._store.first_admin_key)) is not None:
             keep_key(self._settings.path("admin-key"), key)
             say(f"the first admin's key is in {self._settings.path('admin-key')}")
         self._keys = KeyIndex(self._store.pepper)
         await self._backend.workers.recall()
         await self._files.start()
+        await self._recall_sizes()  # by the folders of files that were downloaded
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:
             try:
@@ -355,8 +355,9 @@ class FleetServer:
         """Take what earlier servers knew of models' sizes. Raises StoreError."""
         stored, database = self._backend.stored, self._store.database
         memory = self._models.memory
-        specs = [self._files.resolved(row.spec) for row in await stored(self._store.models)]
-        await stored(forget_others, database, specs)
+        rows, _, rollouts = await stored(self._store.catalogue)
+        known = [row.spec for row in rows] + [one.base_spec for one in rollouts.values()]
+        await stored(forget_others, database, [self._files.resolved(spec) for spec in known])
         for one in await stored(remembered, database):
             memory.devices.recall(one)
         await stored(forget_engines, database, [engine_of(one) for one in get_args(Engine)])
