@@ -285,7 +285,7 @@ class ModelRollouts:
 
     def _step(self, name: str, plan: RolloutPlan) -> None:
         model, beside, now = self._models[name], self.beside(name), self._wall()
-        old_ended = _has_ended(model, plan) or _has_lost_its_room(model, beside)
+        old_ended = _has_ended(model, plan) or _waits_for_nothing(model, beside)
         if self.is_roll(name):
             self._step_of_roll(name, plan, old_ended)
             return
@@ -402,9 +402,10 @@ def _has_ended(model: ManagedModel, plan: RolloutPlan) -> bool:
     return plan.share == 100 or (plan.step < 0 and not starts_again)
 
 
-def _has_lost_its_room(model: ManagedModel, beside: ManagedModel | None) -> bool:
-    """Whether the old one has ended and has no room any more, while the new one serves."""
-    waits = not model.deployment and model.life.state == "waiting" and model.lacks_room
+def _waits_for_nothing(model: ManagedModel, beside: ManagedModel | None) -> bool:
+    """Whether the old one has ended and has no room or no files to start again, while the new one
+    serves."""
+    waits = not model.deployment and model.life.state == "waiting"
     return waits and beside is not None and beside.serves
 
 

@@ -483,6 +483,18 @@ async def test_an_old_one_that_has_no_room_any_more_leaves_all_calls_to_the_new_
     assert bench.kept[-1][2], "it is done"
 
 
+async def test_an_old_one_whose_files_are_gone_leaves_all_calls_to_the_new_one(
+    bench: RolloutBench,
+) -> None:
+    start_rolled(bench, canary=(10,), hold_s=600)
+    bench.missing["path:/old"] = MissingFiles("its files are not looked up yet", failed=False)
+    bench.end(0)
+    for _ in range(3):
+        bench.models.take_want(ModelWanted("a"))
+        bench.turn(1)
+    assert bench.where == (bench.new, "", 0)
+
+
 async def test_no_step_is_taken_while_an_order_is_carried_out(bench: RolloutBench) -> None:
     start_rolled(bench, canary=(10,), hold_s=60)
     with bench.models.rollouts.hold("a"):
