@@ -229,7 +229,7 @@ class ModelRollouts:
         name, plan = note.model, self._plans.get(note.model)
         model = self._models.get(name)
         if model is None:  # it was removed, and its requests end first
-            model = self._models[name] = ManagedModel(_gone(note), key=name, removed=True)
+            model = self._models[name] = self._leftover(note, name, removed=True)
         same = note.model_id == model.wanted.model_id
         if same and plan is not None and self._is_aim(name, plan, note):
             beside = self.beside(name) or self._add(name, plan)
@@ -242,8 +242,17 @@ class ModelRollouts:
         key = key_of(name, note.revision)
         if note.spec is None or not same or key in self._models:
             return None
-        retired = self._models[key] = ManagedModel(_gone(note), key=key, retires=True)
+        retired = self._models[key] = self._leftover(note, key, retires=True)
         return retired
+
+    def _leftover(
+        self, note: DeploymentRecord, key: str, *, removed: bool = False, retires: bool = False
+    ) -> ManagedModel:
+        """A deployment that is to end after its streams, with what it takes until then."""
+        made = ManagedModel(_gone(note), key=key, removed=removed, retires=retires)
+        if note.spec is not None:
+            self._added(made)
+        return made
 
     def _is_aim(self, name: str, plan: RolloutPlan, note: DeploymentRecord) -> bool:
         """Whether a deployment is what a model rolls out to. It was started as a later revision

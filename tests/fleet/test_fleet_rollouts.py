@@ -519,6 +519,7 @@ async def test_the_next_server_ends_one_that_nobody_wants_any_more_after_its_str
     models.take_news(Running(tuple(running[::-1] if turned else running)))
     old, new = (msgspec.json.decode(one.note, type=DeploymentRecord).socket for one in running)
     bench.turn()
+    assert bench.of("a@2").claimed == bench.of("a").claimed > 0, "both take memory"
     bench.there("a")
     bench.there("a@2")
     bench.turn(1)
