@@ -215,8 +215,10 @@ def rollout_api(backend: RolloutBackend, caller: Any, wall: Clock) -> APIRouter:
             if spec == row.spec:
                 raise ConfigError(f"model {name} is as that revision already")
             await backend.checked([spec])
-            await backend.stored(store.apply, FleetFile((spec,)), actor, terms=terms)
-            await backend.changed()
+            with models.rollouts.hold(name):
+                await asyncio.sleep(0)  # as below
+                await backend.stored(store.apply, FleetFile((spec,)), actor, terms=terms)
+                await backend.changed()
         else:
             going, beside = models.rollouts.plan(name), models.rollouts.beside(name)
             ready = beside is not None and beside.serves

@@ -114,6 +114,8 @@ KNOWN_S = 3.0
 LOOK_S = 1.0
 """Wait for the reports of deployments that an earlier server started."""
 NO_DEVICES = DeviceInventory()
+DONE_S = 2.0
+"""Pause before it is stored again that a roll-out is done, which could not be stored."""
 JUDGE_S = 1.0
 """Pause between two looks at the calls of models that roll out."""
 SWEEP_S = 60.0
@@ -690,12 +692,17 @@ class FleetServer:
 
     async def _store_step(self, model_id: str, plan: RolloutPlan, done: bool) -> None:
         """Store how far a roll-out is, for the next server."""
-        try:
-            await self._backend.stored(
-                finish_rollout if done else keep_step, self._store.database, model_id, plan
-            )
-        except StoreError as error:  # the next server takes this step once more
-            log.warning("a roll-out's step is not stored: %s", error)
+        while True:
+            try:
+                await self._backend.stored(
+                    finish_rollout if done else keep_step, self._store.database, model_id, plan
+                )
+                return
+            except StoreError as error:
+                log.warning("a roll-out's step is not stored: %s", error)
+            if not done:
+                return  # the next server takes this step once more
+            await asyncio.sleep(DONE_S)  # or the next change would begin from what is no more
 
     async def _judge(self) -> None:
         """Compare the calls of old and new deployments, every JUDGE_S, until cancelled."""
