@@ -315,7 +315,9 @@ class RestartBody(StrictBody):
     instances: list[str] = Field(
         default=[], max_length=MOST, description="Their ids; none: all that serve."
     )
-    deadline_s: float | None = Field(default=None, ge=0, description="Of each drain, as there.")
+    deadline_s: float | None = Field(
+        default=None, ge=0, allow_inf_nan=False, description="Of each drain, as there."
+    )
     vllm: str | None = Field(
         default=None,
         description="Folder of the vLLM that they are from then on, on the server's disk; empty: "

@@ -17,7 +17,7 @@ from kvmig.controlplane.messages import OrderDone, SetGuarantee
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.engines.base import EngineLoad
-from kvmig.frontend.admin import AddBody, admin_api
+from kvmig.frontend.admin import AddBody, DrainBody, RestartBody, admin_api
 from kvmig.frontend.inventory import cluster_rows
 from kvmig.frontend.struct_answers import add_schemas
 from kvmig.rpc.messages import RpcMessage
@@ -307,3 +307,10 @@ async def test_the_api_is_documented() -> None:
 def test_an_order_for_more_instances_than_anybody_has_is_refused() -> None:
     with pytest.raises(ValidationError, match="less than or equal to 10000"):
         AddBody(count=10**30)
+
+
+@pytest.mark.parametrize("body", [DrainBody, RestartBody])
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, -1.0])
+def test_a_deadline_is_a_number_of_seconds(body: type[RestartBody], seconds: float) -> None:
+    with pytest.raises(ValidationError, match="deadline_s"):
+        body.model_validate({"deadline_s": seconds})
