@@ -13,9 +13,7 @@ from kvmig.core.errors import ConfigError, KvmigError
 
 MOST_SUBJECT = 255
 """Characters of a subject, by OpenID Connect Core 1.0, section 2."""
-ISSUER = re.compile(
-    r"https://[^/?#\s]+[^?#\s]*|http://(127\.0\.0\.1|localhost)(:\d+)?(/[^?#\s]*)?"
-)
+ISSUER = re.compile(r"https://[^/?#\s]+[^?#\s]*|http://(127\.0\.0\.1|localhost)(:\d+)?(/[^?#\s]*)?")
 UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 """What a user's name doesn't have."""
 

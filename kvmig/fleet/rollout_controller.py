@@ -41,7 +41,9 @@ from kvmig.fleet.rollout import (
     with_live_fields,
     worse,
 )
+from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.spec import PATH, ModelSpec
+from kvmig.fleet.store import ModelRow
 from kvmig.sources.source import is_remote
 
 Keep = Callable[[str, RolloutPlan, bool], None]
@@ -55,6 +57,26 @@ BESIDE = "@"
 def key_of(name: str, revision: int) -> str:
     """The key of a deployment next to a model's own."""
     return f"{name}{BESIDE}{revision}"
+
+
+def sources_of(
+    rows: Iterable[ModelRow],
+    rollouts: Mapping[str, StoredRollout],
+    resolved: Callable[[ModelSpec], ModelSpec],
+) -> dict[str, str]:
+    """The sources of all models, by name; and of what models roll out from, by its key, where its
+    files were downloaded: it may start again.
+
+    rollouts: by models' ids. resolved: the specification with the folder of such files.
+    """
+    found = {}
+    for row in rows:
+        found[row.name] = row.spec.source
+        if (stored := rollouts.get(row.model_id)) is not None:
+            base = stored.base_spec
+            if base.source not in (row.spec.source, resolved(base).source):
+                found[key_of(row.name, stored.plan.base)] = base.source
+    return found
 
 
 class RunningRollout(NamedTuple):

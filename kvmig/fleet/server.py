@@ -68,7 +68,7 @@ from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
 from kvmig.fleet.read_ahead import WeightsReader, weights_folder
 from kvmig.fleet.rollout import RolloutPlan
-from kvmig.fleet.rollout_controller import key_of
+from kvmig.fleet.rollout_controller import sources_of
 from kvmig.fleet.rollout_figures import figures_of
 from kvmig.fleet.rollout_table import StoredRollout, finish_rollout, keep_step
 from kvmig.fleet.settings import ServerLaunch
@@ -547,15 +547,7 @@ class FleetServer:
         if (every := {**named, **aliases}) != self._aliases:
             self._aliases = every
             self._links.send_to_all(AliasTable(version=self._next(), aliases=every))
-        await self._files.take_models(
-            {row.name: row.spec.source for row in rows}
-            | {
-                key_of(row.name, found.plan.base): found.base_spec.source
-                for row in rows
-                if (found := rollouts.get(row.model_id)) is not None
-                and self._has_files(found.base_spec, row.spec)
-            }
-        )
+        await self._files.take_models(sources_of(rows, rollouts, self._files.resolved))
         self._models.take_catalogue(
             CatalogEntry(
                 row.model_id,
@@ -567,11 +559,6 @@ class FleetServer:
             )
             for row in rows
         )
-
-    def _has_files(self, base: ModelSpec, newest: ModelSpec) -> bool:
-        """Whether what a roll-out began from has other files, which were downloaded: it may start
-        again."""
-        return base.source not in (newest.source, self._files.resolved(base).source)
 
     def _resolved(self, stored: StoredRollout | None) -> StoredRollout | None:
         """The same with the folder of what it began from, where that was downloaded."""

@@ -18,8 +18,10 @@ from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
 from kvmig.fleet.orders import DeploymentEnded, Running, Start, Stop
 from kvmig.fleet.rollout import CallFigures, RolloutPlan, RolloutTerms, begun
+from kvmig.fleet.rollout_controller import sources_of
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
+from kvmig.fleet.store import ModelRow
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
 from tests.support.model_bench import Bench, deployed, served, silence, spec
 
@@ -421,9 +423,7 @@ async def test_the_next_server_knows_the_new_one_by_its_start_if_it_is_of_a_late
     bench: RolloutBench,
 ) -> None:
     start_rolled(bench, canary=(10,))
-    first, second = (
-        msgspec.json.decode(one.note, type=DeploymentRecord) for one in bench.started
-    )
+    first, second = (msgspec.json.decode(one.note, type=DeploymentRecord) for one in bench.started)
     _, plan, _ = bench.kept[-1]
     await bench.models.close()
     models = next_server(bench, plan, 3)  # a change that took effect at once has come since
@@ -503,6 +503,28 @@ async def test_no_step_is_taken_while_an_order_is_carried_out(bench: RolloutBenc
     bench.turn()
     bench.turn()
     assert bench.where == (bench.new, "", 0)
+
+
+def test_files_of_what_a_model_rolls_out_from_stay_once_they_are_here() -> None:
+    base, newest = spec("hf:org/old"), spec("hf:org/new")
+    row = ModelRow(
+        model_id="m1",
+        name="a",
+        revision=2,
+        on=True,
+        author="x",
+        created=0.0,
+        changed=0.0,
+        spec=newest,
+    )
+    stored = StoredRollout(begun(RolloutTerms(), 1, 2, 0), base)
+
+    def resolved(one: ModelSpec) -> ModelSpec:
+        return replace(one, source="path:/files/1")
+
+    found = sources_of([row], {"m1": stored}, resolved)
+    assert found == {"a": "hf:org/new", "a@1": "hf:org/old"}
+    assert sources_of([row], {"m1": stored}, lambda one: one) == {"a": "hf:org/new"}
 
 
 @pytest.mark.parametrize("turned", [False, True])
