@@ -12,11 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
 from kvmig.fleet.orders import DeploymentEnded, Running, Start, Stop
+from kvmig.fleet.placement_controller import PlacementController
 from kvmig.fleet.rollout import CallFigures, RolloutPlan, RolloutTerms, begun
 from kvmig.fleet.rollout_controller import sources_of
 from kvmig.fleet.rollout_table import StoredRollout
@@ -571,6 +573,19 @@ async def test_one_that_is_done_does_not_begin_again_while_that_is_not_stored(
     bench.turn()
     assert bench.of("a").socket == bench.new
     assert len(bench.started) == 2
+
+
+async def test_a_placement_is_refused_while_a_model_has_two_deployments(
+    bench: RolloutBench,
+) -> None:
+    async def store(_: object) -> None: ...
+
+    start_rolled(bench, canary=(10,))
+    placer = PlacementController(bench.models, store)
+    model = {"name": "a", "kv_bytes": 1, "held_bytes": 1}
+    given = {"units": [{"name": "left", "memory_bytes": 1 << 30, "models": [model]}]}
+    with pytest.raises(ConfigError, match="model a rolls out to another deployment"):
+        await placer.accept_placement(given, None)
 
 
 async def test_while_a_placement_sets_its_instances_it_waits_and_says_so(
