@@ -49,6 +49,18 @@ def stand_by(leader: ToyFleet, other: ToyFleet) -> None:
     other.says(f"{leader.folder} leads, this host takes over when it is gone")
 
 
+@contextmanager
+def two_hosts(cluster: postgres.Cluster, folder: Path) -> Iterator[tuple[ToyFleet, ToyFleet, str]]:
+    """One that serves the model count, one that stands by, and the first one's key."""
+    database = cluster.new()
+    a, b = host(folder / "a", database), host(folder / "b", database)
+    with ended(a, b):
+        a.start()
+        a.add_toy("count")
+        stand_by(a, b)
+        yield a, b, a.key
+
+
 async def serves(fleet: ToyFleet, key: str, seconds: float) -> float:
     """Seconds until a client of this host is answered."""
     began = time.monotonic()
@@ -90,13 +102,7 @@ async def until_counted(fleet: ToyFleet, wanted: int) -> Any:
 async def test_a_standby_takes_over_from_a_host_that_dies(
     postgres_cluster: postgres.Cluster, tmp_path: Path
 ) -> None:
-    database = postgres_cluster.new()
-    a, b = host(tmp_path / "a", database), host(tmp_path / "b", database)
-    with ended(a, b):
-        a.start()
-        a.add_toy("count")
-        key = a.key
-        stand_by(a, b)
+    with two_hosts(postgres_cluster, tmp_path) as (a, b, key):
         (waiting,) = b.processes("kvmig.fleet.server")
         os.kill(waiting, signal.SIGKILL)
         b.says("the server died while starting (killed by SIGKILL), again in 2 s")
@@ -124,13 +130,7 @@ async def test_a_standby_takes_over_from_a_host_that_dies(
 async def test_a_host_that_ends_in_order_finishes_its_streams_while_the_other_one_serves(
     postgres_cluster: postgres.Cluster, tmp_path: Path
 ) -> None:
-    database = postgres_cluster.new()
-    a, b = host(tmp_path / "a", database), host(tmp_path / "b", database)
-    with ended(a, b):
-        a.start()
-        a.add_toy("count")
-        key = a.key
-        stand_by(a, b)
+    with two_hosts(postgres_cluster, tmp_path) as (a, b, key):
         (stream,) = await hold_streams(a, ask("count", 40))
         assert a.process is not None
         a.process.send_signal(signal.SIGTERM)
@@ -147,13 +147,7 @@ async def test_a_host_that_ends_in_order_finishes_its_streams_while_the_other_on
 async def test_a_leader_that_stands_still_is_followed_and_ends_what_it_has(
     postgres_cluster: postgres.Cluster, tmp_path: Path
 ) -> None:
-    database = postgres_cluster.new()
-    a, b = host(tmp_path / "a", database), host(tmp_path / "b", database)
-    with ended(a, b):
-        a.start()
-        a.add_toy("count")
-        key = a.key
-        stand_by(a, b)
+    with two_hosts(postgres_cluster, tmp_path) as (a, b, key):
         await asyncio.sleep(1)
         (stream,) = await hold_streams(a, ask("count", 40))
         (server,) = a.processes("kvmig.fleet.server")
