@@ -1,7 +1,7 @@
 """Run every check of the house in three lanes beside each other, and say how each went.
 
-`--lint` stops before the tests. Of the long tests each run takes a sixth, another one with each
-commit (scripts/long_slices.py); `--slice K` takes that sixth, `--long` all of them, and `--record`
+`--lint` stops before the tests. Of the long tests each run takes a twelfth, another one with each
+commit (scripts/long_slices.py); `--slice K` takes the Kth, `--long` all of them, and `--record`
 keeps how long they took. A failed check doesn't keep the next from running. What a check prints
 comes whole, when it ends.
 
@@ -65,7 +65,7 @@ LONG_ENVIRONMENT = {**ENVIRONMENT, "KVMIG_HYPOTHESIS": "patient"}
 
 @dataclass(frozen=True)
 class Check:
-    """One command, or the tests that a mark expression picks: at_once files beside each other."""
+    """One command, or the tests that a mark expression picks."""
 
     name: str
     command: tuple[str, ...] = ("pytest", "-q")
@@ -78,7 +78,6 @@ class Check:
     """Which of the files of tests, whatever folder they are in."""
     but: str = "-"
     """Which of them not."""
-    at_once: int = 1
     must_pass: bool = True
     """Otherwise it only reports."""
     tree: str = ""
@@ -126,7 +125,6 @@ ALL_ON_NEXT = Check(
     f"all tests of the adapter on vLLM {NEXT}",
     ("pytest", "-q", *(str(path) for path in sorted((ROOT / "tests").rglob("test_vllm_*.py")))),
     marks="not server and not alone",  # its front end wants packages that the installed one doesn't
-    at_once=2,
     tree=NEXT,
 )
 CONFORMS = ("--pyargs", "kvmig.testing", "--engine", "kvmig.engines.vllm:factory", "-W", "ignore")
@@ -183,18 +181,15 @@ LIGHTS = tuple(
     replace(LIGHT, name=f"{LIGHT.name}, {names}", files=f"test_[{names}]*.py")
     for names in ("fp-r", "g-os-z", "a-e")  # the longest first: lanes end together
 )
-LONG_AGAIN = (ALL_ON_NEXT, CONFORMS_ON_NEXT, CONFORMS_ON_V2, ALL_ON_V2, NEXT_ON_V2)
-"""Tests that run on the installed vLLM, and its model runner V1, too."""
+LONG_AGAIN = (ALL_ON_V2, CONFORMS_ON_V2, CONFORMS_ON_NEXT, NEXT_ON_V2, ALL_ON_NEXT)
+"""Tests that run on the installed vLLM, and its model runner V1, too. Those on another version come
+last: it may have to be fetched first."""
 ALONE = (Check("tests that measure", marks="alone and not long", naming="alone"),)
 LONG_MARKED = (
-    Check("long tests on servers", marks="server and long", naming="server"),
-    Check("long tests on engines", marks="engine and long", naming="engine", at_once=2),
-    Check(
-        "long tests without engines",
-        marks=f"{NEITHER} and long",
-        sparing=KINDS_OF_TESTS,
-        at_once=2,
-    ),
+    Check("long tests on servers", marks="server and long", naming="server", but=FLEET_FILES),
+    Check("long tests on fleets", marks="server and long", naming="server", files=FLEET_FILES),
+    Check("long tests on engines", marks="engine and long", naming="engine"),
+    Check("long tests without engines", marks=f"{NEITHER} and long", sparing=KINDS_OF_TESTS),
 )
 LONG = (*LONG_MARKED, *LONG_AGAIN, *LONG_ORDERS)
 LONG_NAMES = frozenset(check.name for check in LONG)
@@ -316,8 +311,7 @@ class Runner:
 
     def _tested(self, check: Check, folder: Path) -> Outcome:
         began = time.monotonic()
-        beside = ("-n", str(check.at_once), "--dist", "loadfile") if check.at_once > 1 else ()
-        status, first = self._pytest(check, beside, folder, "first")
+        status, first = self._pytest(check, (), folder, "first")
         seconds = time.monotonic() - began
         failed = failed_in(first)
         if status != SOME_FAILED or not 0 < len(failed) <= may_be_flaky(len(first)):
@@ -398,13 +392,11 @@ def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     return "\n".join([*lines, f"{verdict}; tests: {numbers}; {seconds:.0f} s."])
 
 
-def part_of_long(slices: LongSlices, number: int) -> list[Check]:
+def part_of_long(slices: LongSlices, number: int) -> tuple[Check, ...]:
     """What a slice takes of the long checks; lanes run them beside each other."""
-    return [
-        replace(check, slice=number, at_once=1)
-        for check in sorted(LONG, key=lambda one: one.tree)  # another version may have to come
-        if number in slices.homes_of(check.name)
-    ]
+    return tuple(
+        replace(check, slice=number) for check in LONG if number in slices.homes_of(check.name)
+    )
 
 
 def long_tests(outcomes: Sequence[Outcome], number: int | None) -> str:
@@ -443,8 +435,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lint", action="store_true", help="no tests")
     long = parser.add_mutually_exclusive_group()
-    long.add_argument("--long", action="store_true", help="all long tests, not a sixth")
-    long.add_argument("--slice", type=int, choices=range(SLICES), help="which sixth of them")
+    long.add_argument("--long", action="store_true", help="all long tests, not a twelfth")
+    long.add_argument("--slice", type=int, choices=range(SLICES), help="which twelfth of them")
     parser.add_argument("--record", action="store_true", help=f"write {SECONDS.name}")
     options = parser.parse_args()
     began = time.monotonic()
@@ -454,7 +446,8 @@ def main() -> int:
             outcomes = runner.lane(LINT)
         else:
             number = number_of_commit(ROOT) if options.slice is None else options.slice
-            part = [] if options.long else part_of_long(assign_slices(read_seconds()), number)
+            slices = assign_slices(read_seconds())
+            part = LONG if options.long else part_of_long(slices, number)
             parts = [  # one process each: a second one would import and collect the same again
                 SERVERS,
                 (FETCH, *DRIFT, *ENGINES),
@@ -465,7 +458,7 @@ def main() -> int:
             ]
             with ThreadPoolExecutor(LANES) as pool:
                 beside = [outcome for part in pool.map(runner.lane, parts) for outcome in part]
-            outcomes = [*beside, *runner.lane((*ALONE, *LONG) if options.long else ALONE)]
+            outcomes = [*beside, *runner.lane(ALONE)]
             if options.record:
                 record_long_tests(outcomes)
             print(long_tests(outcomes, None if options.long else number))
