@@ -19,8 +19,10 @@ from kvmig.asgi.problems import problem
 from kvmig.asgi.route_table import ClientRoute
 from kvmig.core.config import HttpConfig
 
-DISCARD_S = 2.0
-"""Longest time for what comes of a body that is refused."""
+DISCARD_S = 30.0
+"""Longest time for what comes of a body that is refused, and..."""
+DISCARD_PAUSE_S = 2.0
+"""... the longest in which nothing comes. A client on a slow line or a busy machine still sends."""
 RETRY_AFTER = {"Retry-After": str(RETRY_AFTER_S)}
 
 UNREAD_BYTES = 1 << 20
@@ -165,7 +167,8 @@ async def discard(receive: Receive, most: int, within_s: float = DISCARD_S) -> N
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while left > 0:
-                message = await receive()
+                async with asyncio.timeout(DISCARD_PAUSE_S):
+                    message = await receive()
                 left -= len(message.get("body", b""))
                 if not message.get("more_body", False):
                     return
