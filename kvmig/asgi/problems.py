@@ -22,6 +22,9 @@ from kvmig.core.errors import KvmigError
 MOST = 100
 """Characters of a value in an error's sentence."""
 
+NOT_TAKEN_HEADER = "x-kvmig-not-taken"
+"""Of an answer to a call that a stopping server has not looked at: another one can serve it."""
+
 
 class Problem(BaseModel):
     """What went wrong."""

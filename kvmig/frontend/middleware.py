@@ -29,7 +29,7 @@ from kvmig.asgi.connection import SCOPE
 from kvmig.asgi.error_forms import api_of
 from kvmig.asgi.error_stage import ErrorStage
 from kvmig.asgi.priority import PRIORITY, UnknownPriority, checked_body, checked_header
-from kvmig.asgi.problems import denial, problem, shorten_value
+from kvmig.asgi.problems import NOT_TAKEN_HEADER, denial, problem, shorten_value
 from kvmig.asgi.request_body import (
     RETRY_AFTER,
     UNREAD_BYTES,
@@ -276,7 +276,8 @@ def check_open(state: HttpState, path: str) -> None:
     sentence = why_closed(state)
     if sentence is None or (path.startswith(ADMIN) and not state.closed):
         return
-    raise HttpRejection(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=RETRY_AFTER))
+    headers = {**RETRY_AFTER, NOT_TAKEN_HEADER: "1"} if state.closed else RETRY_AFTER
+    raise HttpRejection(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=headers))
 
 
 def check_stalls(state: HttpState, payer: str) -> None:

@@ -67,6 +67,10 @@ class PendingRequest:
     tried: float | None = None
     """When the deployment could not be reached."""
 
+    def leave_queue(self, now: float) -> None:
+        """Its deployment has not taken the call: it is tried a little later, and may wait again."""
+        self.number, self.share, self.tried = 0, None, now
+
 
 class PendingRequests:
     """The requests that wait, within bounds."""

@@ -37,6 +37,7 @@ from kvmig.asgi.call import HttpCall
 from kvmig.asgi.call_work import sequences_of
 from kvmig.asgi.error_stage import ErrorStage
 from kvmig.asgi.priority import PRIORITY
+from kvmig.asgi.problems import NOT_TAKEN_HEADER
 from kvmig.asgi.request_body import UNREAD_BYTES, BodyRules, check_whole, rules_of
 from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.core.clock import Clock, monotonic
@@ -64,7 +65,7 @@ from kvmig.proxy.messages import Down, ModelDemand, ModelRoute, RouteChanges, Sp
 from kvmig.proxy.metrics import DoorMetrics
 from kvmig.proxy.near_names import near_names
 from kvmig.proxy.priority_choice import ChosenPriority, choose_class
-from kvmig.proxy.refusals import ProxyRefusal, bad, refused
+from kvmig.proxy.refusals import CallNotTaken, ProxyRefusal, bad, refused
 from kvmig.proxy.relay import (
     OWN,
     AnswerHead,
@@ -100,6 +101,9 @@ ACCOUNT = b"x-kvmig-account"
 TENANT = b"x-kvmig-tenant"
 QUOTA = b"x-kvmig-quota"
 KVMIG = b"x-kvmig-"
+NOT_TAKEN = NOT_TAKEN_HEADER.encode()
+KEPT_BYTES = 1 << 16
+"""Bytes of a body that is kept until the answer begins, so that the call may be sent again."""
 KEY_HEADERS = (b"authorization", b"x-api-key")
 NOT_PASSED = OWN | {
     b"content-length", b"expect", b"forwarded", b"transfer-encoding", b"x-real-ip",
@@ -384,11 +388,17 @@ class ProxyApp:
         )  # what doesn't work keeps no model up
         counted = CountedRequest(counts, waiter.model)
         try:
-            upstream = await self._reach(call, waiter, counted)
-            if not call.background:  # one counts as long as the deployment works for it
-                upstream.before_last = partial(self.admission.end_requests, visit)
-            self._make_request(call, visit)
-            await self._relay(call, upstream, waiter.model, self._cold_start(waiter))
+            while True:
+                upstream = await self._reach(call, waiter, counted)
+                if not call.background:  # one counts as long as the deployment works for it
+                    upstream.before_last = partial(self.admission.end_requests, visit)
+                self._make_request(call, visit)
+                try:
+                    await self._relay(call, upstream, waiter.model, self._cold_start(waiter))
+                except CallNotTaken:
+                    waiter.leave_queue(self._clock())
+                else:
+                    return
         finally:
             counted.set_state("over", self._clock())
 
@@ -520,7 +530,8 @@ class ProxyApp:
         """Ask the deployment, with what holds for the key at this moment."""
         assert call.errand is not None
         path, passed, content = call.errand
-        call.errand = None
+        if len(content) > KEPT_BYTES:
+            call.errand = None
         call.granted = self.admission.has_quota(visit)
         if call.granted:
             passed = [*passed, (QUOTA, b"1")]
@@ -668,7 +679,7 @@ class ProxyApp:
         model: str,
         own: list[tuple[bytes, bytes]],
     ) -> None:
-        """See `_relay`."""
+        """See `_relay`. Raises CallNotTaken for a call that may go to another deployment."""
         call.connection.on_lost = call.hang_up = upstream.abort
         try:
             upstream.send(call.method, *call.asking, written=call.give_body_back)
@@ -680,6 +691,9 @@ class ProxyApp:
                 sentence = f"{model or 'the server'} broke off before it answered: {error}"
                 status = HTTPStatus.SERVICE_UNAVAILABLE
                 raise ProxyRefusal(status, sentence, "deployment_ended", 1.0) from error
+            if head.get(NOT_TAKEN) and call.errand is not None:
+                raise CallNotTaken
+            call.errand = None
             if call.beats and not (
                 head.status == 200 and isinstance(upstream.framing, ChunkedFraming)
             ):

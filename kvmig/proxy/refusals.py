@@ -29,6 +29,10 @@ class ProxyRefusal(Exception):
         self.headers = headers
 
 
+class CallNotTaken(Exception):
+    """The deployment stops and has not looked at the call: another one can serve it."""
+
+
 def bad(message: str, code: str = "invalid_request") -> ProxyRefusal:
     """400."""
     return ProxyRefusal(HTTPStatus.BAD_REQUEST, message, code)

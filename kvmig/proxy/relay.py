@@ -19,10 +19,10 @@ HEAD_BYTES = 1 << 16
 OWN = frozenset(
     {
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
-        b"proxy-connection", b"te", b"trailer", b"upgrade", b"x-request-id",
+        b"proxy-connection", b"te", b"trailer", b"upgrade", b"x-kvmig-not-taken", b"x-request-id",
     }
 )  # fmt: skip
-"""Headers of one connection only, and the one that the proxy sets."""
+"""Headers of one connection only, what is said to the proxy, and the one that the proxy sets."""
 CROSS_ORIGIN = b"access-control-"
 """Begins headers for browsers, which are the proxy's to set."""
 LAST_CHUNK = b"0\r\n\r\n"

@@ -203,6 +203,7 @@ async def test_what_the_middleware_refuses_has_the_apis_form(
     finally:
         app.state.kvmig.closed = False
     assert answer.status_code == 503
+    assert answer.headers["x-kvmig-not-taken"] == "1"
     assert answer.json() == {
         "type": "error",
         "error": {

@@ -107,14 +107,19 @@ def false_peer() -> Iterator[FalsePeer]:
     made.close()
 
 
+def beside(peer: FalsePeer, digest: str) -> dict[str, Any]:
+    """Settings of a mirror whose peer is asked for that blob first."""
+    port = free_port()
+    while ranked(digest, [own := f"http://127.0.0.1:{port}", peer.url])[0] == own:
+        port = free_port()
+    return {"port": port, "url": own, "peers": (peer.url,), "secret": SECRET}
+
+
 def test_what_another_mirror_sends_wrong_is_not_kept_and_comes_from_the_hub(
     hub: ModelHub, tmp_path: Path, false_peer: FalsePeer
 ) -> None:
-    own = f"http://127.0.0.1:{(port := free_port())}"
     digest = hashlib.sha256(small_model(LARGE)[WEIGHTS]).hexdigest()
-    while ranked(digest, [own, false_peer.url])[0] == own:
-        own = f"http://127.0.0.1:{(port := free_port())}"
-    more = {"port": port, "url": own, "peers": (false_peer.url,), "secret": SECRET}
+    more = beside(false_peer, digest)
     with MirrorThread(hub, tmp_path / "m", **more) as mirror:
         assert snapshot(mirror.url, tmp_path / "c") == small_model(LARGE)
         assert mirror.blobs[digest] == small_model(LARGE)[WEIGHTS]
@@ -126,8 +131,7 @@ def test_no_token_goes_to_another_mirror(
     hub: ModelHub, tmp_path: Path, false_peer: FalsePeer
 ) -> None:
     hub.models[NAME].gated = True
-    own = f"http://127.0.0.1:{(port := free_port())}"
-    more = {"port": port, "url": own, "peers": (false_peer.url,), "secret": SECRET}
+    more = beside(false_peer, hashlib.sha256(small_model(LARGE)[WEIGHTS]).hexdigest())
     with MirrorThread(hub, tmp_path / "m", **more) as mirror:
         assert snapshot(mirror.url, tmp_path / "c", token=TOKEN) == small_model(LARGE)
     assert false_peer.headers, "it was asked"

@@ -13,7 +13,7 @@ import pytest
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.proxy import activator
 from kvmig.proxy.messages import ModelRoute
-from tests.support.proxy_site import EVENT, Deployment, Got, Site, site
+from tests.support.proxy_site import EVENT, Deployment, Got, Site, says_ok, site
 from tests.support.waiting import until
 
 HIGH, LOW = PriorityClass("high", -1), PriorityClass("low", 9)
@@ -356,3 +356,45 @@ async def test_a_proxy_that_stops_holds_nobody(tmp_path: Path) -> None:
         call = await one_waits(door)
         door.door.close()
         assert (await call).status_code == 503
+
+
+async def stops(got: Got) -> None:
+    got.head("x-kvmig-not-taken: 1", "content-length: 0", status="503 Service Unavailable")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_call_that_a_stopping_deployment_does_not_take_goes_to_the_next_one(
+    tmp_path: Path, *, streams: bool
+) -> None:
+    body = {"model": "count", "stream": streams}
+    async with site(tmp_path) as door, door.deployment(stops) as old:
+        call = ask(door, body)
+        await until(lambda: len(old.got) >= 1)
+        new = Deployment(f"{tmp_path}/next", events if streams else says_ok)
+        await new.open()
+        door.tell(ModelRoute(name="count", state="ready", socket=new.path))
+        answer = await call
+        await new.close()
+    assert answer.status_code == 200
+    assert old.got[0].body == new.got[0].body
+    assert "x-kvmig-not-taken" not in answer.headers
+
+
+async def test_a_call_that_no_deployment_takes_ends_when_a_start_would_have_been_over(
+    tmp_path: Path,
+) -> None:
+    async with site(tmp_path) as door, door.deployment(stops, start_timeout_s=0.6) as old:
+        answer = await door.ask()
+    assert answer.status_code == 503
+    assert 1 <= len(old.got) <= 4, "it is asked again at intervals"
+
+
+async def test_a_large_call_that_is_not_taken_is_refused_since_nobody_keeps_it(
+    tmp_path: Path,
+) -> None:
+    large = {"model": "count", "prompt": "x" * 100_000}
+    async with site(tmp_path) as door, door.deployment(stops) as old:
+        answer = await door.ask(large)
+    assert answer.status_code == 503
+    assert len(old.got) == 1
+    assert "x-kvmig-not-taken" not in answer.headers
