@@ -41,6 +41,7 @@ from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
+from kvmig.fleet.pages import fleet_pages
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.places_api import places_api
 from kvmig.fleet.quotas import left
@@ -52,6 +53,8 @@ from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotT
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
 from kvmig.fleet.workers_api import FleetWorkers, workers_api
+from kvmig.pages.rendering import PREFIX as PAGES
+from kvmig.pages.session import ClosedSessions, PageSessions
 from kvmig.placement.executor import ReplaceFailed
 from kvmig.proxy.messages import QuotaLeft
 from kvmig.sources.origins import check_installed
@@ -157,8 +160,8 @@ class ApiBackend:
         return shown | {"files": msgspec.to_builtins(files)}
 
 
-def make_app(backend: ApiBackend) -> FastAPI:
-    """The application."""
+def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastAPI:
+    """The application. sessions: of the page's people; None: logging in is not possible."""
 
     async def actor(request: Request) -> OrderActor:
         return who_calls(request, backend.keys(), time.time())
@@ -189,6 +192,7 @@ def make_app(backend: ApiBackend) -> FastAPI:
         login_api(backend.provider, backend.store, backend.stored, backend.changed),
     ):
         app.include_router(api, prefix=PREFIX)
+    app.mount(PAGES, fleet_pages(app, PREFIX, backend.keys, sessions or ClosedSessions()))
     return app
 
 

@@ -2,6 +2,8 @@
 
 A call by the server's own socket is its user's, who needs no key. One that the proxy relays needs a
 key with the scope `admin`, or to read what belongs to the key's own user, with the scope `read`.
+The page's calls come from within this process, with the grant of the key that its person has logged
+in with.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from kvmig.fleet.store import OrderActor
 
 FORWARDED = "x-forwarded-for"
 """The proxy says by it for whom it speaks; clients' own are dropped there."""
+GRANT = "kvmig.grant"
+"""Entry of the ASGI scope of the page's calls: the KeyGrant. No client can set it."""
 
 
 def who_calls(request: Request, keys: KeyIndex, now: float) -> OrderActor:
@@ -42,8 +46,10 @@ def _granted(request: Request, keys: KeyIndex, now: float, scope: Scope) -> KeyG
         if "origin" in request.headers:
             raise HTTPException(HTTPStatus.FORBIDDEN, "the API's socket is not for web pages")
         return None
-    scheme, _, presented = request.headers.get("authorization", "").partition(" ")
-    grant = keys.find(presented) if scheme.lower() == "bearer" else None
+    grant: KeyGrant | None = request.scope.get(GRANT)
+    if grant is None:
+        scheme, _, presented = request.headers.get("authorization", "").partition(" ")
+        grant = keys.find(presented) if scheme.lower() == "bearer" else None
     if grant is None:
         raise HTTPException(BAD_KEY.status, BAD_KEY.message)
     wanted: Scope = "admin" if "admin" in grant.scopes else scope

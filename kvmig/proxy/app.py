@@ -81,15 +81,20 @@ FLEET = "/kvmig/"
 LOGIN = "/kvmig/v2/login"
 """The server's one path without a key."""
 LOGIN_BYTES = 1 << 16
-"""Bytes of a body there, at most."""
+"""Bytes of a body there, and of a form of the page, at most."""
 LOGINS = 16
 """Calls without a key that the server gets at once; one more is refused."""
+PAGE = "/ui/"
+"""Prefix of the page's paths. Its people have no key here: the server finds their session."""
+PAGES = 128
+"""Calls of the page that the server gets at once; one more is refused. Each open page is one."""
 PEOPLE = "people"
 """Account of the bodies of all calls without a key; no user's id is like it."""
 GREETING = msgspec.json.encode(
     {
         "what": "the door of a kvmig fleet: an OpenAI API, for programs",
         "models": "/v1/models",
+        "page": "/ui/",
         "key": "authorization: Bearer kv-...",
     }
 )
@@ -157,6 +162,7 @@ class ProxyApp:
         self._closed = False
         self._turns: dict[PendingRequest, asyncio.Future[None]] = {}
         self._logins = 0
+        self._pages = 0
         self._sweeping: asyncio.TimerHandle | None = None
 
     # -- what the server tells, and hears
@@ -247,11 +253,13 @@ class ProxyApp:
             await self._answer_preflight(call)
         elif call.path == LOGIN:
             await self._log_in(call)
+        elif call.path.startswith(PAGE) or call.path == PAGE[:-1]:
+            await self._show_page(call)
         else:
             await self._let_in(call)
 
     def _is_for_pages(self, call: ProxiedCall) -> bool:
-        return not call.path.startswith(FLEET) and call.path != "/metrics"
+        return not call.path.startswith((FLEET, PAGE)) and call.path != "/metrics"
 
     async def _answer_preflight(self, call: ProxiedCall) -> None:
         """A browser asks, without a key, whether a page may call."""
@@ -356,6 +364,20 @@ class ProxyApp:
             await self._pass_order(call, content)
         finally:
             self._logins -= 1
+
+    async def _show_page(self, call: ProxiedCall) -> None:
+        """A person's browser asks the server for a page, or sends a form of one."""
+        why = "a form of the page has no more"
+        rules = BodyRules(LOGIN_BYTES, self.config.body_timeout_s, None, why, LOGIN_BYTES)
+        content = await self._read(call, None, rules)
+        if self._pages >= PAGES:
+            sentence = "too many pages are open at once, close one or try again"
+            raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "pages_full", 1.0)
+        self._pages += 1
+        try:
+            await self._pass_order(call, content)
+        finally:
+            self._pages -= 1
 
     async def _ask_server(self, call: ProxiedCall, visit: AdmittedCall) -> None:
         most = min(ROOM, self.config.max_body)

@@ -40,7 +40,7 @@ class Block:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Block())
 """
-EXTRAS = ("vllm", "torch", "transformers", "jinja2", "psutil", "ray", "nixl", "triton", "cupy")
+EXTRAS = ("vllm", "torch", "transformers", "psutil", "ray", "nixl", "triton", "cupy")
 
 
 def plain(name: str) -> str:

@@ -17,13 +17,14 @@ from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore
+from kvmig.pages.session import PageSessions
 from tests.support.fleet_stores import Place, idle_files
 
 
 class Api:
     """Calls of the API."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, sessions: PageSessions | None = None) -> None:
         settings = FleetSettings(data=str(place.folder))
         self.folder = place.folder
         self.store = FleetStore(place.url, place.folder / "pepper", wait_s=0.2)
@@ -42,7 +43,7 @@ class Api:
             idle_files(settings, self.store, lambda *args: self.backend.stored(*args)),
             CatalogueReader("", time.monotonic),
         )
-        app = make_app(self.backend)
+        app = make_app(self.backend, sessions)
         self._http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
         )
@@ -67,6 +68,14 @@ class Api:
             method, f"/kvmig/v2/{path}", json=body, headers={**headers}
         )
         return answer.status_code, answer.json()
+
+    async def browse(
+        self, path: str, form: dict[str, str] | None = None, **headers: str
+    ) -> httpx.Response:
+        """A page, or what comes of a form. path: below /ui/."""
+        sent = {"accept": "text/html", "x-forwarded-for": "10.0.0.9", **headers}
+        method = "GET" if form is None else "POST"
+        return await self._http.request(method, f"/ui/{path}", data=form, headers=sent)
 
     def model(self, **more: Any) -> dict[str, Any]:
         """A toy's specification."""

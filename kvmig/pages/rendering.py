@@ -1,0 +1,30 @@
+"""Templates become HTML. All values are escaped; a name that a template lacks is an error."""
+
+from __future__ import annotations
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from kvmig import __version__
+
+PREFIX = "/ui"
+"""The path of the pages."""
+
+
+def _environment() -> Environment:
+    found = Environment(
+        loader=PackageLoader("kvmig.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals |= {"ui": PREFIX, "version": __version__}
+    return found
+
+
+_TEMPLATES = _environment()
+
+
+def render(template: str, **values: object) -> str:
+    """The HTML of a template. template: a file of `templates/`, without `.html`."""
+    return _TEMPLATES.get_template(f"{template}.html").render(values)
