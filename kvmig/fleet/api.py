@@ -41,7 +41,7 @@ from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
-from kvmig.fleet.pages import fleet_pages
+from kvmig.fleet.pages.app import fleet_pages
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.places_api import places_api
 from kvmig.fleet.quotas import left

@@ -1,4 +1,4 @@
-"""A fleet's page at /ui/: its routes, which call those of `kvmig.fleet.api` in this process."""
+"""The application of the pages: its routes call those of `kvmig.fleet.api` in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvmig.accounts.keys import KeyIndex
-from kvmig.fleet.page_backend import FleetPages
+from kvmig.fleet.pages.backend import FleetPages
 from kvmig.pages.api_calls import ApiCaller
 from kvmig.pages.session import PageSessions
 from kvmig.pages.site import NavigationLink, PageSite

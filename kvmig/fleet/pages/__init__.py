@@ -1,0 +1,1 @@
+"""A fleet's pages at /ui/. What pages share is in `kvmig.pages`."""
