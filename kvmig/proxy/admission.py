@@ -41,10 +41,6 @@ from kvmig.proxy.messages import QuotaLeft, SpentLimits
 class KnownKeys(Protocol):
     """Keys as they are now."""
 
-    def grant(self, presented: str) -> KeyGrant | None:
-        """The grant of a presented key."""
-        ...
-
     def current(self, prefix: str) -> KeyGrant | None:
         """The present grant of a key that was presented before."""
         ...
@@ -114,10 +110,16 @@ class CallAdmission:
     # -- one call
 
     def enter(
-        self, key: str, address: str, scope: Scope | None, cut: Callable[[KeyDenied], None]
+        self,
+        grant: KeyGrant | None,
+        address: str,
+        scope: Scope | None,
+        cut: Callable[[KeyDenied], None],
     ) -> AdmittedCall | KeyDenied:
-        """A call's head has come; who is let in must `end_call`."""
-        grant = self._keys.grant(key)
+        """A call's head has come; who is let in must `end_call`.
+
+        grant: of its key, or of its session's key; None: there is none.
+        """
         if grant is None:
             return BAD_KEY
         visit = AdmittedCall(grant.prefix, address, scope, cut)

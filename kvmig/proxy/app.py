@@ -53,7 +53,6 @@ from kvmig.proxy.activator import (
     WaitForRoute,
     decide,
     drawn,
-    left_s,
 )
 from kvmig.proxy.admission import AdmittedCall, CallAdmission
 from kvmig.proxy.call import NOTHING, ClientGone, ProxiedCall, on_lost_nothing
@@ -64,6 +63,7 @@ from kvmig.proxy.exposition import merged, parsed
 from kvmig.proxy.messages import Down, ModelDemand, ModelRoute, RouteChanges, SpentLimits
 from kvmig.proxy.metrics import DoorMetrics
 from kvmig.proxy.near_names import near_names
+from kvmig.proxy.page_calls import PAGES, LoginRedirect, PageEntry, VisitorCall, is_page
 from kvmig.proxy.priority_choice import ChosenPriority, choose_class
 from kvmig.proxy.refusals import CallNotTaken, ProxyRefusal, bad, refused
 from kvmig.proxy.relay import (
@@ -75,6 +75,7 @@ from kvmig.proxy.relay import (
     UpstreamProtocolError,
     error_of,
 )
+from kvmig.proxy.shown_routes import shown_row, shown_start
 
 FLEET = "/kvmig/"
 """Prefix of the paths that the server answers."""
@@ -84,17 +85,13 @@ LOGIN_BYTES = 1 << 16
 """Bytes of a body there, and of a form of the page, at most."""
 LOGINS = 16
 """Calls without a key that the server gets at once; one more is refused."""
-PAGE = "/ui/"
-"""Prefix of the page's paths. Its people have no key here: the server finds their session."""
-PAGES = 128
-"""Calls of the page that the server gets at once; one more is refused. Each open page is one."""
 PEOPLE = "people"
 """Account of the bodies of all calls without a key; no user's id is like it."""
 GREETING = msgspec.json.encode(
     {
         "what": "the door of a kvmig fleet: an OpenAI API, for programs",
         "models": "/v1/models",
-        "page": "/ui/",
+        "page": PAGES,
         "key": "authorization: Bearer kv-...",
     }
 )
@@ -109,7 +106,8 @@ KVMIG = b"x-kvmig-"
 NOT_TAKEN = NOT_TAKEN_HEADER.encode()
 KEPT_BYTES = 1 << 16
 """Bytes of a body that is kept until the answer begins, so that the call may be sent again."""
-KEY_HEADERS = (b"authorization", b"x-api-key")
+KEY_HEADERS = (b"authorization", b"x-api-key", b"cookie", b"x-csrf-token")
+"""Headers that say who calls: no deployment gets them."""
 NOT_PASSED = OWN | {
     b"content-length", b"expect", b"forwarded", b"transfer-encoding", b"x-real-ip",
 }  # fmt: skip
@@ -162,7 +160,7 @@ class ProxyApp:
         self._closed = False
         self._turns: dict[PendingRequest, asyncio.Future[None]] = {}
         self._logins = 0
-        self._pages = 0
+        self._pages = PageEntry(directory, clock, wall)
         self._sweeping: asyncio.TimerHandle | None = None
 
     # -- what the server tells, and hears
@@ -242,7 +240,10 @@ class ProxyApp:
         elif call.path == LIVE_PATH:
             await call.answer(HTTPStatus.OK, b"")
         elif call.method == "GET" and call.path == "/":
-            await call.answer(HTTPStatus.OK, GREETING)
+            if "text/html" in call.headers.get("accept", ""):
+                await call.answer(HTTPStatus.SEE_OTHER, b"", headers={"location": PAGES})
+            else:
+                await call.answer(HTTPStatus.OK, GREETING)
         elif call.connection.too_many:
             call.limits = [(b"connection", b"close")]
             sentence = "this proxy has as many clients as its open files are for (ulimit -Hn)"
@@ -253,13 +254,28 @@ class ProxyApp:
             await self._answer_preflight(call)
         elif call.path == LOGIN:
             await self._log_in(call)
-        elif call.path.startswith(PAGE) or call.path == PAGE[:-1]:
-            await self._show_page(call)
+        elif is_page(call.path):
+            await self._serve_page(call)
         else:
             await self._let_in(call)
 
     def _is_for_pages(self, call: ProxiedCall) -> bool:
-        return not call.path.startswith((FLEET, PAGE)) and call.path != "/metrics"
+        own = call.path.startswith(FLEET) or is_page(call.path)
+        return not own and call.path != "/metrics"
+
+    async def _serve_page(self, call: ProxiedCall) -> None:
+        """A browser's call, which has a session in place of a key. Raises Refused."""
+        way = self._pages.judge(
+            call.method, call.path, call.scope["query_string"], call.headers, call.address
+        )
+        if isinstance(way, LoginRedirect):
+            await call.answer(HTTPStatus.SEE_OTHER, b"", headers={"location": way.location})
+        elif isinstance(way, VisitorCall):
+            await self._log_in(call)
+        else:
+            call.session_key, call.path = way.prefix, way.path
+            with self._pages.open.entered(way):
+                await self._let_in(call)
 
     async def _answer_preflight(self, call: ProxiedCall) -> None:
         """A browser asks, without a key, whether a page may call."""
@@ -272,12 +288,16 @@ class ProxyApp:
     async def _let_in(self, call: ProxiedCall) -> None:
         """Raises Refused, 401 or 403, for a key that isn't good for the call."""
         scope: KeyScope | None = "infer"
-        if call.path.startswith(FLEET):
+        if call.path.startswith(FLEET) or is_page(call.path):
             scope = None
         elif call.path == "/metrics":
             scope = "admin"
+        prefix, known = call.session_key, self.directory
         visit = self.admission.enter(
-            call.key, call.address, scope, lambda why: call.cut_off(refused(why))
+            known.current(prefix) if prefix else known.grant(call.key),
+            call.address,
+            scope,
+            lambda why: call.cut_off(refused(why)),
         )
         if isinstance(visit, KeyDenied):
             raise refused(visit)
@@ -309,7 +329,7 @@ class ProxyApp:
     async def _list(self, call: ProxiedCall, visit: AdmittedCall, where: CallTarget) -> None:
         grant = self.directory.current(visit.prefix)
         assert grant is not None  # nothing was waited for
-        rows = {name: _listed(name, route) for name, route in self.directory.names(grant)}
+        rows = {name: shown_row(name, route) for name, route in self.directory.names(grant)}
         if where.model is not None:
             if where.model not in rows:
                 raise refused(no_model(where.model))
@@ -352,7 +372,7 @@ class ProxyApp:
             await self._relay(call, upstream, "", [])
 
     async def _log_in(self, call: ProxiedCall) -> None:
-        """A person without a key asks the server for one."""
+        """A person without a key, or without a session, asks the server."""
         why = "a login needs no more"
         rules = BodyRules(LOGIN_BYTES, self.config.body_timeout_s, None, why, LOGIN_BYTES)
         content = await self._read(call, None, rules)
@@ -364,20 +384,6 @@ class ProxyApp:
             await self._pass_order(call, content)
         finally:
             self._logins -= 1
-
-    async def _show_page(self, call: ProxiedCall) -> None:
-        """A person's browser asks the server for a page, or sends a form of one."""
-        why = "a form of the page has no more"
-        rules = BodyRules(LOGIN_BYTES, self.config.body_timeout_s, None, why, LOGIN_BYTES)
-        content = await self._read(call, None, rules)
-        if self._pages >= PAGES:
-            sentence = "too many pages are open at once, close one or try again"
-            raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "pages_full", 1.0)
-        self._pages += 1
-        try:
-            await self._pass_order(call, content)
-        finally:
-            self._pages -= 1
 
     async def _ask_server(self, call: ProxiedCall, visit: AdmittedCall) -> None:
         most = min(ROOM, self.config.max_body)
@@ -620,7 +626,7 @@ class ProxyApp:
                         counted.set_state("held", self._clock())
                         if beat:
                             waiter.beaten = self._clock()
-                            call.send_keepalive(_starting(route, waiter, self._clock()))
+                            call.send_keepalive(shown_start(route, waiter, self._clock()))
                         await self._turn(call, waiter, seconds)
                     case ProxyRefusal() as why:
                         raise why
@@ -742,29 +748,6 @@ class ProxyApp:
 def _no_answer(answer_id: str) -> ProxyRefusal:
     sentence = f"no response {answer_id[:150]!r}"
     return ProxyRefusal(HTTPStatus.NOT_FOUND, sentence, "response_not_found")
-
-
-def _listed(name: str, route: ModelRoute) -> dict[str, Any]:
-    """The model's row of OpenAI's list, with its deployment's card, and kvmig's own fields."""
-    row: dict[str, Any] = {
-        "id": name,
-        "object": "model",
-        "created": route.card.created,
-        "owned_by": route.card.owned_by,
-    }
-    if route.card.max_model_len is not None:
-        row["max_model_len"] = route.card.max_model_len
-    if name in route.adapters:
-        row["parent"] = route.name
-    return {**row, "kvmig": {"state": route.state, "start_s": route.start_s}}
-
-
-def _starting(route: ModelRoute, waiter: PendingRequest, now: float) -> str:
-    if route.why:
-        return f"{route.state}: {route.why}"
-    left = left_s(route, waiter, now)
-    waited = f"starting, {now - waiter.since:.0f} s so far"
-    return waited if left is None else f"{waited}, some {left} s left"
 
 
 async def _connect(path: str) -> UpstreamCall | None:

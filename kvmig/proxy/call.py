@@ -112,6 +112,8 @@ class ProxiedCall:
         """What its body takes of the room for bodies, until all of it is written."""
         self.granted = False
         """Whether the server grants its tokens."""
+        self.session_key = ""
+        """Prefix of the key of the page's session that it is of; empty: it has a key of its own."""
         self.numbers = EventNumbers()
         self.beats = 0
         """Signs of life that were sent; from the first on the answer is a stream."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.keys import KeyIndex as KnownKeys
+from kvmig.accounts.page_sessions import SessionCookies
 from kvmig.asgi.body_bounds import ModelReach, widest
 from kvmig.proxy.answer_ids import model_of_answer, new_answer_id
 from kvmig.proxy.messages import (
@@ -39,6 +40,8 @@ class ModelDirectory:
         self._pepper = b""
         self._grants: dict[str, KeyGrant] = {}
         self._keys = KnownKeys(b"")
+        self.cookies = SessionCookies(b"")
+        """The rules of the page's sessions; without keys they find none."""
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._adapters: dict[str, str] = {}
         self._reaches: dict[tuple[str, ...] | None, ModelReach | None] = {}
@@ -51,6 +54,8 @@ class ModelDirectory:
         match message:
             case FleetSnapshot():
                 changed = set(self.routes) | {route.name for route in message.routes}
+                if message.pepper != self._pepper:
+                    self.cookies = SessionCookies(message.pepper)
                 self._pepper = message.pepper
                 self._grants = {grant.prefix: grant for grant in message.keys}
                 self._keys = KnownKeys(message.pepper, message.keys)
