@@ -66,7 +66,7 @@ def refusal_view(name: str, one: dict[str, Any]) -> str:
     taken = any(node["chosen"] for node in one["nodes"])
     said_first = "another instance finds a worker" if taken else "no worker takes another instance"
     state = f"{one['state']} ({one['why']})" if one["why"] else one["state"]
-    moves = move_lines(one["moves"]) if one["moves"] else []
+    moves = move_lines(one["moves"]) if one["moves"] else one["moving"]
     return "\n".join([f"{name} is {state}; {said_first}", *decision_lines(one), *moves])
 
 

@@ -285,7 +285,9 @@ class _Decision:
         for_good = not _fits(site.beside_pinned, one)
         doing = self._making_room(one, for_good=for_good) if first else ""
         if for_good and not doing:  # nobody waits for its turn
-            self._refused[one.name] = f"{_no_room(one, left)}, the rest is taken for good"
+            moves = self._moving or self._moves is not None
+            rest = "; instances move now" if moves else ", the rest is taken for good"
+            self._refused[one.name] = f"{_no_room(one, left)}{rest}"
             return
         ahead = 0 if self._ahead is None else self._ahead.models
         self._refused[one.name] = _why(one, left, ahead, doing)
@@ -619,9 +621,9 @@ def _moves_for(
     one: WaitingModel, left: Rooms, movable: Sequence[MovableInstance]
 ) -> RoomPlan | None:
     """The moves that make room for a model; None: there are none."""
-    if _waking(one) or one.instances > 1:
+    if _waking(one):
         return None
-    return make_room(left, one.of_instance, movable, one.patience_s)
+    return make_room(left, one.of_instance, movable, one.patience_s, one.instances)
 
 
 def _may_end(one: ResidentModel, now: float) -> bool:

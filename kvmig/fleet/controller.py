@@ -311,6 +311,7 @@ class ModelController:
         self._has_begun = True
         now = self._clock()
         self._measures.measure()
+        self._mover.settle()
         self.rollouts.blocked = dict.fromkeys(self._placed, "a placement sets its instances")
         self.rollouts.reconcile()
         seen = {name: self._seen(model, now) for name, model in self._models.items()}
@@ -417,9 +418,16 @@ class ModelController:
         return self.units.admit(made, starting, self._wanted_specs())
 
     def moves_for(self, model: ManagedModel) -> RoomPlan | None:
-        """Moves that would make room for another instance now; None: there are none, or one is
-        being carried out."""
-        return None if self._placed else self._mover.moves_for(model, self._plan.rooms)
+        """Moves that would make room for its first instances, or for another one, now; None: there
+        are none, or one is being carried out."""
+        if self._placed:
+            return None
+        instances = 1 if model.deployment else self._first(model)
+        return self._mover.moves_for(model, self._plan.rooms, instances)
+
+    def moves_under_way(self) -> list[str]:
+        """What moves now to make room, in words; it names models."""
+        return self._mover.lines()
 
     def _in_units(self) -> dict[str, frozenset[str]]:
         """The models that run in units, or wait for their start there."""

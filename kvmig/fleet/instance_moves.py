@@ -1,12 +1,14 @@
-"""An instance that moves so that another model has room: which may, and how it is done.
+"""Instances that move so that another model has room: which may, and how it is done.
 
-Another instance starts at the new place first; then the old one is drained: its requests move.
+Another instance starts at the new place first; then the old one is drained: its requests move. Of a
+model of which several move, all new ones serve before an old one is drained.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import Clock
@@ -23,6 +25,8 @@ START_S = 10.0
 """Assumed start time of an instance whose model has not been seen to start."""
 AGAIN_S = 300.0
 """A model's instances move for others at most once in this time."""
+FAILED_AGAIN_S = 30.0
+"""The same after a move that has failed; twice as long after each further one."""
 PAUSE_S = 10.0
 """Pause after a move that has failed."""
 
@@ -30,6 +34,15 @@ PAUSE_S = 10.0
 def patience_s(model: ManagedModel) -> float:
     """Seconds that instances of others may move for it, before those who wait give up."""
     return model.wanted.spec.instances.start_timeout_s - (model.start_s or 0.0)
+
+
+class _OrderedMove(NamedTuple):
+    """A move with all that its order needs."""
+
+    move: RoomMove
+    node: str
+    """Id of the new node; empty: there is one host."""
+    why: PlaceExplanation
 
 
 class InstanceMover:
@@ -58,8 +71,31 @@ class InstanceMover:
     @property
     def nodes(self) -> frozenset[str]:
         """The nodes that instances move from or to now."""
-        moves = (model.moving for model in self._models.values())
-        return frozenset(name for one in moves if one for name in (one.node, one.to_node))
+        moves = (one for model in self._models.values() for one in model.moving)
+        return frozenset(name for one in moves for name in (one.node, one.to_node))
+
+    def settle(self) -> None:
+        """Forget moves that are over. A drain may take long where a request can't move: after some
+        time it holds up no other move."""
+        now = self._clock()
+        for model in self._models.values():
+            if model.moving and not model.is_ordering:
+                leaves = {one.id for one in model.instance_rows if one.state == "draining"}
+                there = leaves & {one.instance for one in model.moving}
+                if not there or now >= model.moves_at:
+                    model.moving = ()
+
+    def lines(self) -> list[str]:
+        """What moves now, and what for. It names models: for admins only."""
+        return [
+            f"{model.wanted.name}/{one.instance} moves from {self._words(one.node, one.gpus)} to"
+            f" {self._words(one.to_node, one.to_gpus)} to make room: {_waits_for(model, one)}"
+            for model in self._models.values()
+            for one in model.moving
+        ]
+
+    def _words(self, node: str, gpus: Sequence[str]) -> str:
+        return ", ".join((node, *map(self._places.title, gpus)))
 
     def movable(self) -> list[MovableInstance]:
         """The instances that may move now; none while one does."""
@@ -73,57 +109,93 @@ class InstanceMover:
             for one in _movable_of(model, self._places)
         ]
 
-    def moves_for(self, model: ManagedModel, rooms: Rooms) -> RoomPlan | None:
-        """Moves that would make room for another instance of a model; None: there are none."""
+    def moves_for(self, model: ManagedModel, rooms: Rooms, instances: int) -> RoomPlan | None:
+        """Moves that would make room for this number of instances of a model; None: there are
+        none."""
         need = self._places.need(model)
         movable = [one for one in self.movable() if one.need.model != need.model]
-        return make_room(rooms, need, movable, patience_s(model))
+        return make_room(rooms, need, movable, patience_s(model), instances)
 
     def begin(self, found: RoomPlan, rooms: Rooms) -> None:
         """Begin moves that make room. rooms: what is free before them."""
         if any(self._models[one.model].life.state != "serving" for one in found.moves):
             return  # one has begun to end since
-        for move in found.moves:
-            model = self._models[move.model]
+        for name in dict.fromkeys(one.model for one in found.moves):
+            model = self._models[name]
             assert model.watched is not None
-            model.moving, model.moved_at = move, self._clock()
-            model.places.coming = (move.to_gpus,) if move.to_gpus else ()
-            node = self._places.node_id(move.to_node)
-            model.nodes.coming = (node,) if node else ()
-            self._note(model, f"instance {move.instance} moves so that another model has room")
-            place = InstancePlace(move.to_node, move.to_gpus)
-            why = self._places.explain_move(model, place, rooms)
-            work = self._move(model, model.watched, move, node, why)
-            model.ordering = self._orders.start(work, f"move of {move.model}")
+            moves = tuple(one for one in found.moves if one.model == name)
+            ordered = [self._ordered(model, one, rooms) for one in moves]
+            model.moving, model.moves_at = moves, self._clock() + AGAIN_S
+            model.places.coming = tuple(one.to_gpus for one in moves if one.to_gpus)
+            model.nodes.coming = tuple(one.node for one in ordered if one.node)
+            work = self._move(model, model.watched, ordered)
+            model.ordering = self._orders.start(work, f"moves of {name}")
+
+    def _ordered(self, model: ManagedModel, move: RoomMove, rooms: Rooms) -> _OrderedMove:
+        self._note(model, f"instance {move.instance} moves so that another model has room")
+        place = InstancePlace(move.to_node, move.to_gpus)
+        why = self._places.explain_move(model, place, rooms)
+        return _OrderedMove(move, self._places.node_id(move.to_node), why)
 
     async def _move(
-        self,
-        model: ManagedModel,
-        watched: DeploymentWatcher,
-        move: RoomMove,
-        node: str,
-        why: PlaceExplanation,
+        self, model: ManagedModel, watched: DeploymentWatcher, ordered: Sequence[_OrderedMove]
     ) -> None:
-        """Carry a move out. node: the id of the new node; empty: there is one host."""
+        """Carry moves out."""
+        names: list[str] = []
         try:
-            (name,) = await watched.add(1, self._devices.ids(move.to_gpus), node)
-            if move.to_gpus:
-                model.places.by_instance[name] = move.to_gpus
-            if node:
-                model.nodes.by_instance[name] = node
-            model.places.coming, model.nodes.coming = (), ()
-            self._places.history.keep(model.deployment, name, self._wall(), why)
-            try:
+            for one in ordered:
+                name = await self._add(model, watched, one)
+                names.append(name)
+            for name in names:
                 await watched.wait_serving(name, model.wanted.spec.instances.start_timeout_s)
-            except StartupError:
-                await watched.drain(name)
-                raise
-            await watched.drain(move.instance)
+            for one in ordered:
+                await watched.drain(one.move.instance)
+                del names[0]  # it has taken the place of this one
+            model.failed_moves = 0
         except StartupError as error:
-            self._note(model, f"instance {move.instance} has not moved: {error}")
+            which = ", ".join(one.move.instance for one in ordered)
+            self._note(model, f"instance {which} has not moved: {error}")
+            pause_s = min(FAILED_AGAIN_S * 2**model.failed_moves, AGAIN_S)
+            model.failed_moves += 1
+            model.moves_at = self._clock() + pause_s
+            await self._take_back(model, watched, names)
             await asyncio.sleep(PAUSE_S)
+            model.moving = ()
         finally:
-            model.places.coming, model.nodes.coming, model.moving = (), (), None
+            model.places.coming, model.nodes.coming = (), ()
+
+    async def _add(self, model: ManagedModel, watched: DeploymentWatcher, one: _OrderedMove) -> str:
+        """Start an instance at the new place; its name."""
+        gpus = one.move.to_gpus
+        (name,) = await watched.add(1, self._devices.ids(gpus), one.node)
+        if gpus:
+            model.places.by_instance[name] = gpus
+            model.places.coming = model.places.coming[1:]
+        if one.node:
+            model.nodes.by_instance[name] = one.node
+            model.nodes.coming = model.nodes.coming[1:]
+        self._places.history.keep(model.deployment, name, self._wall(), one.why)
+        return name
+
+    async def _take_back(
+        self, model: ManagedModel, watched: DeploymentWatcher, names: Sequence[str]
+    ) -> None:
+        """Drain instances that were started in vain."""
+        for name in names:
+            try:
+                await watched.drain(name)
+            except StartupError as error:
+                self._note(model, f"instance {name} stays: {error}")
+
+
+def _waits_for(model: ManagedModel, move: RoomMove) -> str:
+    """What the move of an instance waits for."""
+    row = next((one for one in model.instance_rows if one.id == move.instance), None)
+    if row is None:
+        return "it has ended"
+    if row.state == "draining":
+        return f"its {row.running + row.waiting} requests leave"
+    return "another instance starts there first"
 
 
 def _may_move(model: ManagedModel, now: float) -> bool:
@@ -133,7 +205,7 @@ def _may_move(model: ManagedModel, now: float) -> bool:
         and not (model.unit or model.former or model.is_ordering or model.rolls)
         and model.is_newest
         and spec.instances.target_kind != "freeness"
-        and now - model.moved_at >= AGAIN_S
+        and now >= model.moves_at
         and len(rows) == model.desired
         and all(row.state == "serving" for row in rows)
     )

@@ -137,10 +137,12 @@ class ManagedModel:
     starts: deque[float] = field(default_factory=lambda: deque(maxlen=STARTS))
     """Seconds that its last starts took."""
     ordering: asyncio.Task[None] | None = None
-    moving: RoomMove | None = None
-    """An instance that moves so that another model has room."""
-    moved_at: float = -math.inf
-    """When one was last ordered to."""
+    moving: tuple[RoomMove, ...] = ()
+    """Instances that move so that another model has room, until they are gone."""
+    moves_at: float = -math.inf
+    """Time from which on others may move."""
+    failed_moves: int = 0
+    """Moves in a row that have failed."""
     removed: bool = False
     """Whether the catalogue has it no more; it is forgotten once nothing runs."""
     asks_since: float | None = None

@@ -35,14 +35,17 @@ def places_api(
     async def why_not(name: str, _: OrderActor = caller) -> Body:
         """Explain where another instance of a model would go now: each worker with its score, or
         with every filter that refuses it, in bytes. `why`: what else keeps the model from starting.
-        `moves`: those of other models' instances that would make room."""
+        `moves`: those of other models' instances that would make room. `moving`: those that are
+        under way, and what they wait for."""
         model = await model_of(name)
         found = models.why_not(model)
-        moves = models.moves_for(model) if found.chosen is None else None
+        waits = model.life.state == "waiting" or found.chosen is None
+        moves = models.moves_for(model) if waits else None
         return {
             "state": model.life.state,
             "why": model.life.why,
             "moves": None if moves is None else moves_json(models, moves),
+            "moving": models.moves_under_way(),
         } | explanation_json(models, found)
 
     @api.get("/why/{name:path}")

@@ -2,8 +2,9 @@
 
 Where neither a parked nor an idle model may end, others can still make room: an instance starts
 again elsewhere, the requests of the old one move there, and it ends. A hole is a place that is
-large enough for the waiting instance once some instances have left it. Those that leave need a
-place each in addition to all that is there, as they come before the old ones go. The planner of
+large enough for a waiting instance once some instances have left it. Those that leave need a place
+each in addition to all that is there, as they come before the old ones go. For a model of several
+instances one hole after the other is made, until each has a place. The planner of
 `kvmig.placement.moves` decides whether each step on the way is legal, and how long it takes; what
 it refuses is not done.
 """
@@ -15,9 +16,16 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvmig.fleet.place_choice import choose_places, with_places
+from kvmig.fleet.place_choice import choose_places, most_instances, with_places
 from kvmig.fleet.worker_filters import TINY, admits
-from kvmig.fleet.worker_nodes import NO_GPU, InstanceNeed, InstancePlace, NodeRoom, Rooms
+from kvmig.fleet.worker_nodes import (
+    NO_GPU,
+    InstanceNeed,
+    InstancePlace,
+    NodeRoom,
+    Rooms,
+    with_amounts,
+)
 from kvmig.placement.moves import (
     ModelNeeds,
     MoveUnit,
@@ -31,6 +39,8 @@ from kvmig.placement.moves import (
 
 MOST_MOVES = 4
 """Instances that move for one that waits, at most."""
+MOST_MADE = 4
+"""Holes that are made for the instances of one model, at most."""
 MOST_HOLES = 16
 """Holes that are looked at, those that miss least first."""
 
@@ -68,11 +78,11 @@ class RoomMove(msgspec.Struct, frozen=True):
 
 
 class RoomPlan(msgspec.Struct, frozen=True):
-    """Moves that make room for an instance."""
+    """Moves that make room for the instances of a model."""
 
     node: str
     gpus: tuple[str, ...]
-    """The place that it gets."""
+    """The place that is made first."""
     moves: tuple[RoomMove, ...]
     seconds: float
     """Seconds until the last one is over."""
@@ -89,22 +99,35 @@ class RoomPlan(msgspec.Struct, frozen=True):
 
 
 def make_room(
-    rooms: Rooms, need: InstanceNeed, movable: Sequence[MovableInstance], most_s: float
+    rooms: Rooms,
+    need: InstanceNeed,
+    movable: Sequence[MovableInstance],
+    most_s: float,
+    instances: int = 1,
 ) -> RoomPlan | None:
-    """The moves with the least bytes after which the instance has a place; None: there are none.
+    """The moves with the least bytes after which all instances have a place; None: there are none.
 
-    rooms: what is free now. most_s: seconds that the moves may take.
+    rooms: what is free now, where not all of them have one. most_s: seconds that the moves may
+    take. Of several places each is made with the least bytes, given those that were made before.
     """
-    best: RoomPlan | None = None
-    for hole in _holes(rooms, need, movable):
-        if best is not None and hole.size >= best.cost_bytes:
-            break  # those that follow move more
-        found = _through(rooms, need, hole)
-        if found is None or found.seconds > most_s:
-            continue
-        if best is None or found.cost_bytes < best.cost_bytes:
-            best = found
-    return best
+    made, took = _RoomMade(rooms, rooms), 0.0
+    fit = 0 if instances == 1 else most_instances(rooms, need, instances)
+    while fit < instances and len(made.holes) < MOST_MADE:
+        kept = choose_places(made.after, need, fit, "pack") or ()
+        found = _one_more(rooms, need, made, kept, movable, most_s)
+        if found is None:
+            return None
+        (made, took), fit = found, fit + 1
+    if fit < instances or not made.leaving:
+        return None
+    moves = tuple(
+        RoomMove(
+            one.need.model, one.instance, one.place.node, one.place.gpus, there.node, there.gpus,
+            _load(one), one.used,
+        )
+        for one, there in zip(made.leaving, made.to, strict=True)
+    )  # fmt: skip
+    return RoomPlan(made.holes[0].place.node, made.holes[0].place.gpus, moves, took)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +154,117 @@ def _load(one: MovableInstance) -> int:
 
 def _cost(one: MovableInstance) -> int:
     return _load(one) + one.used
+
+
+@dataclass(frozen=True, slots=True)
+class _RoomMade:
+    """The holes that are made so far."""
+
+    arrived: Rooms
+    """What is free once the others have started elsewhere, and the old ones are still there."""
+    after: Rooms
+    """What is free once those have ended."""
+    holes: tuple[_Hole, ...] = ()
+    to: tuple[InstancePlace, ...] = ()
+    """The places to which they go that leave, in their order."""
+
+    @property
+    def leaving(self) -> list[MovableInstance]:
+        """The instances that leave."""
+        return [one for hole in self.holes for one in hole.leaving]
+
+    def with_hole(self, hole: _Hole, to: Sequence[InstancePlace]) -> _RoomMade:
+        """The same with one more. to: where those go that leave it."""
+        arrived, after = self.arrived, self.after
+        for one, place in zip(hole.leaving, to, strict=True):
+            arrived = with_places(arrived, one.need, [place])
+            after = with_places(after, one.need, [place])
+        after = _without(after, hole.leaving)
+        return _RoomMade(arrived, after, (*self.holes, hole), (*self.to, *to))
+
+
+def _without(rooms: Rooms, leaving: Sequence[MovableInstance]) -> Rooms:
+    """What is free once these have ended."""
+    left = dict(rooms)
+    for one in leaving:
+        room = left[one.place.node]
+        devices = dict(room.devices)
+        for gpu in one.place.gpus:
+            devices[gpu] += one.place.each
+        memory, more = room.memory + one.need.memory, one.need.resources
+        resources = with_amounts(room.resources, more)
+        left[one.place.node] = replace(room, memory=memory, devices=devices, resources=resources)
+    return left
+
+
+def _one_more(
+    rooms: Rooms,
+    need: InstanceNeed,
+    made: _RoomMade,
+    kept: Sequence[InstancePlace],
+    movable: Sequence[MovableInstance],
+    most_s: float,
+) -> tuple[_RoomMade, float] | None:
+    """The same with a hole more, of the least bytes, and the seconds that all take; None: there is
+    none. kept: the places of instances that have one by then."""
+    best: tuple[_RoomMade, float] | None = None
+    cost = 0
+    gone = made.leaving
+    rest = [one for one in movable if one not in gone] if gone else movable
+    then = with_places(made.after, need, kept)
+    reserved = _reserve(made.arrived, need, kept)
+    for hole in _holes(then, need, rest):
+        if best is not None and hole.size >= cost:
+            break  # those that follow move more
+        if (to := _leave(reserved, need, hole)) is None:
+            continue
+        found, places = made.with_hole(hole, to), [*kept, hole.place]
+        if not _all_fit(found.after, need, places):
+            continue
+        took = _seconds(rooms, need, found, places)
+        if took is not None and took <= most_s:
+            best, cost = (found, took), hole.size
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    """What instances that move may have."""
+
+    rooms: Rooms
+    closed: frozenset[str] = frozenset()
+    """Nodes whose memory is kept for the instance that waits, once others have left it."""
+
+
+def _reserve(rooms: Rooms, need: InstanceNeed, kept: Sequence[InstancePlace]) -> _Reserved:
+    """What the places leave that are kept. Those that others have yet to leave take no
+    memory before."""
+    left, closed = dict(rooms), set[str]()
+    for place in kept:
+        after = left[place.node].with_instance(need, place)
+        if not _holds(after, place):
+            closed.add(place.node)
+            after = left[place.node].with_instance(_of_gpus(need), place)
+        left[place.node] = after
+    return _Reserved(left, frozenset(closed))
+
+
+def _of_gpus(need: InstanceNeed) -> InstanceNeed:
+    """What it needs of GPUs alone."""
+    return replace(need, memory=0, resources={})
+
+
+def _holds(after: NodeRoom, place: InstancePlace) -> bool:
+    """Whether a node had room. after: what is left of it."""
+    if after.memory < 0 or any(after.devices[gpu] < 0 for gpu in place.gpus):
+        return False
+    return all(amount >= -TINY for amount in after.resources.values())
+
+
+def _all_fit(rooms: Rooms, need: InstanceNeed, places: Sequence[InstancePlace]) -> bool:
+    """Whether instances have room at all of these places."""
+    left = with_places(rooms, need, places)
+    return all(_holds(left[one.node], one) for one in places)
 
 
 def _holes(rooms: Rooms, need: InstanceNeed, movable: Sequence[MovableInstance]) -> list[_Hole]:
@@ -257,68 +391,56 @@ def _gives(one: MovableInstance) -> dict[_Part, float]:
     return found
 
 
-def _through(rooms: Rooms, need: InstanceNeed, hole: _Hole) -> RoomPlan | None:
-    """The plan by which they leave the hole; None: there is none."""
-    # Nobody moves onto the hole's GPUs. What else it needs, it needs once the others have left.
-    left = with_places(rooms, replace(need, memory=0, resources={}), [hole.place])
-    here = hole.place.node
+def _leave(reserved: _Reserved, need: InstanceNeed, hole: _Hole) -> list[InstancePlace] | None:
+    """The places to which those go that leave the hole; None: there are none for all of them."""
+    # No instance moves onto the hole's GPUs. All else is needed once the others have left.
+    left = with_places(reserved.rooms, _of_gpus(need), [hole.place])
+    closed = reserved.closed | {hole.place.node}
     to: list[InstancePlace] = []
     for one in hole.leaving:
-        elsewhere = {name: room for name, room in left.items() if name != here or one.place.gpus}
-        places = choose_places(elsewhere, one.need, 1, "pack")
+        open_to = {name: room for name, room in left.items() if name not in closed}
+        places = choose_places(left if one.place.gpus else open_to, one.need, 1, "pack")
         if not places:
             return None
         to += places
         left = with_places(left, one.need, places)
-    after = left[here]
-    if after.memory + sum(one.need.memory for one in hole.leaving) < need.memory:
-        return None
-    for name, amount in need.resources.items():
-        given_back = sum(one.need.resources.get(name, 0.0) for one in hole.leaving)
-        if after.resources.get(name, 0.0) + given_back + TINY < amount:
-            return None
-    took = _seconds(rooms, need, hole, to)
-    if took is None:
-        return None
-    moves = tuple(
-        RoomMove(
-            one.need.model, one.instance, one.place.node, one.place.gpus, there.node, there.gpus,
-            _load(one), one.used,
-        )
-        for one, there in zip(hole.leaving, to, strict=True)
-    )  # fmt: skip
-    return RoomPlan(hole.place.node, hole.place.gpus, moves, took)
+    return to
 
 
 # -- proven by the planner of placements
 
 
 def _seconds(
-    rooms: Rooms, need: InstanceNeed, hole: _Hole, to: Sequence[InstancePlace]
+    rooms: Rooms, need: InstanceNeed, made: _RoomMade, wanted: Sequence[InstancePlace]
 ) -> float | None:
-    """How long the moves take; None: the planner knows no legal way."""
-    unit_of = _units([*(one.place for one in hole.leaving), *to, hole.place])
-    moved = zip(hole.leaving, to, strict=True)
+    """How long the moves take; None: the planner knows no legal way. wanted: places of the
+    instances that wait."""
+    leaving = made.leaving
+    touched = {part for one in (*(one.place for one in leaving), *made.to) for part in _parts(one)}
+    wanted = [one for one in wanted if one == made.holes[-1].place or _parts(one) & touched]
+    unit_of = _units([*(one.place for one in leaving), *made.to, *wanted])
+    moved = list(zip(leaving, made.to, strict=True))
     if any(unit_of[one.place] == unit_of[there] for one, there in moved):
         return None  # a unit has one instance of each model: the planner could not see the move
     memory = _free_in(rooms, unit_of)
     now, target = dict[Slot, PlacedLease](), dict[Slot, PlacedLease]()
     models = {}
-    for number, (one, there) in enumerate(zip(hole.leaving, to, strict=True)):
+    for number, (one, there) in enumerate(moved):
         name = f"{number} {one.need.model}"  # each instance for itself
         now[name, unit_of[one.place]] = PlacedLease(one.kv, min(one.kv, one.used))
         target[name, unit_of[there]] = PlacedLease(one.kv)
         models[name] = ModelNeeds(_load(one), 0, one.start_s)
         memory[unit_of[one.place]] += _size(one.need, one.place)
-    waits = f"{len(models)} {need.model}"
-    target[waits, unit_of[hole.place]] = PlacedLease(0)
-    models[waits] = ModelNeeds(_size(need, hole.place), 0, 0.0)
+    for place in wanted:
+        waits = f"{len(models)} {need.model}"
+        target[waits, unit_of[place]] = PlacedLease(0)
+        models[waits] = ModelNeeds(_size(need, place), 0, 0.0)
     units = {name: MoveUnit(size) for name, size in memory.items()}
     found = plan(PlacementSite(units, models), now, target)
     return None if isinstance(found, PlanRefused) else seconds(found)
 
 
-def _resources(place: InstancePlace) -> set[tuple[str, str]]:
+def _parts(place: InstancePlace) -> set[tuple[str, str]]:
     """The GPUs of a place, or the node's memory."""
     return {(place.node, gpu) for gpu in place.gpus or (NO_GPU,)}
 
@@ -327,14 +449,14 @@ def _units(places: Sequence[InstancePlace]) -> dict[InstancePlace, str]:
     """The names of the units that places are in: GPUs that some instance has together are one."""
     groups: list[set[tuple[str, str]]] = []
     for one in places:
-        touched = [group for group in groups if group & _resources(one)]
+        touched = [group for group in groups if group & _parts(one)]
         apart = [group for group in groups if group not in touched]
-        groups = [*apart, _resources(one).union(*touched)]
+        groups = [*apart, _parts(one).union(*touched)]
     return {
         one: " ".join(sorted(f"{node}/{gpu}" for node, gpu in group))
         for one in places
         for group in groups
-        if _resources(one) <= group
+        if _parts(one) <= group
     }
 
 
@@ -342,7 +464,7 @@ def _free_in(rooms: Rooms, unit_of: Mapping[InstancePlace, str]) -> dict[str, in
     """Bytes that are free in each unit."""
     parts: dict[str, set[tuple[str, str]]] = {}
     for one, unit in unit_of.items():
-        parts.setdefault(unit, set()).update(_resources(one))
+        parts.setdefault(unit, set()).update(_parts(one))
     return {
         unit: sum(
             max(0, rooms[node].devices[gpu] if gpu else rooms[node].memory) for node, gpu in found

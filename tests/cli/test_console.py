@@ -274,7 +274,7 @@ def test_why_an_instance_is_where_it_is_and_why_a_model_is_nowhere(
     def get(_: FleetClient, path: str, **query: str) -> object:
         asked.append((path, query))
         if path.startswith("why-not/"):
-            return {"state": "waiting", "why": "no room", "moves": MOVES} | DECISION
+            return {"state": "waiting", "why": "no room", "moves": MOVES, "moving": []} | DECISION
         kept = DECISION if query["instance"] == "i0" else None
         return {
             "instance": query["instance"], "worker": "w1", "gpus": ["GPU 0", "GPU 1"],

@@ -321,6 +321,10 @@ def test_one_that_no_worker_takes_waits_and_keeps_nobody_else_out() -> None:
     assert plan_on([], wanted, [], NOW).refused["b"] == "no room: there is no worker"
 
 
+def pinned_(models: list[ResidentModel]) -> list[ResidentModel]:
+    return [replace(one, kept=False, pinned=True) for one in models]
+
+
 def test_an_instance_moves_where_none_may_end_and_others_wait_for_that() -> None:
     stays = [resident(name, {f"{at}0": 4}, on={at: 1}, kept=True) for name, at in ("bw", "cx")]
     nodes = with_claims([node("w", 10), node("x", 10)], stays)
@@ -341,8 +345,15 @@ def test_an_instance_moves_where_none_may_end_and_others_wait_for_that() -> None
     )
     assert elsewhere.moves is not None
     assert set(elsewhere.places) == ({"d"} if "y" not in elsewhere.moves.nodes else set())
-    for gone in (replace(first, patience_s=1), replace(first, instances=2)):
+    for gone in (replace(first, patience_s=1), replace(first, claim=2, instances=2)):
         assert plan_on(nodes, [gone], stays, NOW, "spread", movable).moves is None
+    two = replace(first, claim=2, instances=2)
+    with_y = plan_on([*nodes, node("y", 4, 4)], [two], stays, NOW, "spread", movable)
+    assert with_y.moves is not None
+    assert {one.to_node for one in with_y.moves.moves} == {"y"}
+    large = WaitingModel("e", 1, 3, DeviceNeed(9))
+    beside = plan_on(nodes, [first, large], pinned_(stays), NOW, "spread", movable)
+    assert beside.refused["e"].endswith("; instances move now"), "nothing is taken for good yet"
     under_way = plan_on(
         nodes, [first, waiting("d", 5, 2)], stays, NOW, "spread", movable, frozenset("wx")
     )
@@ -350,7 +361,7 @@ def test_an_instance_moves_where_none_may_end_and_others_wait_for_that() -> None
     assert under_way.refused["a"].endswith("; instances move for it")
     idle = [replace(one, kept=False) for one in stays]
     assert plan_on(nodes, [first], idle, NOW, "spread", movable).moves is None, "one ends instead"
-    pinned = [replace(one, kept=False, pinned=True) for one in stays]
+    pinned = pinned_(stays)
     assert plan_on(nodes, [first], pinned, NOW, "spread", movable).moves is not None
     for_good = plan_on(nodes, [first], pinned, NOW, "spread", [])
     assert for_good.refused["a"].endswith("the rest is taken for good")

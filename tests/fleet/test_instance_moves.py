@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
-from kvmig.fleet.instance_moves import AGAIN_S
+from kvmig.fleet.instance_moves import AGAIN_S, FAILED_AGAIN_S
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.orders import Start
 from kvmig.fleet.rollout import RolloutTerms, begun
@@ -80,11 +81,20 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         made.orders.append((count, tuple(gpus)))
         if made.refused:
             raise StartupError(made.refused)
-        made.say("a", "i0", starting=["i1"])
-        return {"i1"}
+        rows = made.model("a").instance_rows
+        name = f"i{len(rows)}"
+        before = [one.id for one in rows if one.state == "serving"]
+        coming = [one.id for one in rows if one.state == "starting"]
+        made.say("a", *before, starting=[*coming, name])
+        return {name}
 
-    async def drain(_: DeploymentWatcher, instance: str) -> None:
+    async def drain(watched: DeploymentWatcher, instance: str) -> None:
         made.orders.append(instance)
+        rows = tuple(
+            msgspec.structs.replace(one, state="draining", running=2) if one.id == instance else one
+            for one in watched.told.data
+        )
+        watched.take_event(DeploymentEvent(1, data=rows))
 
     monkeypatch.setattr(DeploymentWatcher, "add", add)
     monkeypatch.setattr(DeploymentWatcher, "drain", drain)
@@ -116,9 +126,14 @@ async def test_an_instance_moves_away_and_the_one_that_waits_has_its_gpu(fleet: 
     assert fleet.orders == [(1, ("1",)), "i0"], "its requests move"
     fleet.turn()
     assert fleet.taken(Start) == []
+    assert fleet.model("c").life.why.endswith("14.0 GiB is free; instances move for it")
+    (line,) = fleet.models.moves_under_way()
+    assert line.endswith("to make room: its 2 requests leave")
+    assert fleet.orders == [(1, ("1",)), "i0"], "nothing else moves until it is gone"
     fleet.say("a", "i1")
     fleet.turn()
     assert fleet.start_of("serve").note.count("GPU-0") == 1
+    assert fleet.models.moves_under_way() == []
     assert "instance i0 moves so that another model has room" in events_of(fleet, "a")
     kept = fleet.models.places.history.decision(fleet.model("a").deployment, "i1")
     assert kept is not None
@@ -151,7 +166,7 @@ async def test_a_new_instance_that_fails_is_taken_out_and_the_old_one_serves_on(
     fleet.say("a", "i0")
     await soon()
     assert fleet.orders == [(1, ("1",)), "i1"]
-    assert fleet.model("a").moving is None
+    assert fleet.model("a").moving == ()
 
 
 async def test_a_move_is_over_when_its_deployment_is_gone(fleet: BusyFleet) -> None:
@@ -159,11 +174,66 @@ async def test_a_move_is_over_when_its_deployment_is_gone(fleet: BusyFleet) -> N
     fleet.want("c")
     await soon()
     model = fleet.model("a")
-    assert model.moving is not None
+    assert model.moving
     assert model.watched is not None
     await model.watched.close()
     await soon()
-    assert model.moving is None
+    assert model.moving == ()
+
+
+async def test_a_drain_that_does_not_end_keeps_nobody_waiting_for_ever(fleet: BusyFleet) -> None:
+    await fleet.begin(instances=InstanceCounts(min=1))
+    fleet.want("c")
+    await soon()
+    fleet.say("a", "i0", "i1")
+    await soon()
+    fleet.turn()
+    assert fleet.models.moves_under_way()
+    fleet.turn(AGAIN_S)
+    assert fleet.models.moves_under_way() == []
+
+
+async def test_two_instances_of_a_model_move_together_and_both_serve_before_one_is_drained(
+    fleet: BusyFleet,
+) -> None:
+    fleet.put("a", 4 * GIB, instances=InstanceCounts(min=2, max=2))
+    fleet.turn()
+    watched = fleet.model("a").watched
+    assert watched is not None
+    await watched.looked.wait()
+    fleet.say("a", "i0", "i1")
+    fleet.turn()
+    fleet.taken(Start)
+    model = fleet.model("a")
+    model.places.by_instance |= {"i0": ("GPU-0",), "i1": ("GPU-0",)}
+    fleet.put("c", 19 * GIB, gpus=("0",))
+    fleet.want("c")
+    await soon()
+    assert fleet.orders == [(1, ("1",)), (1, ("1",))]
+    assert fleet.held() == {"GPU-0": {"a": 8 * GIB}, "GPU-1": {"a": 8 * GIB}}
+    fleet.say("a", "i0", "i1", "i2", starting=["i3"])
+    await soon()
+    assert len(fleet.orders) == 2, "one of the new ones doesn't serve yet"
+    fleet.say("a", "i0", "i1", "i2", "i3")
+    await soon()
+    assert fleet.orders[2:] == ["i0", "i1"]
+    fleet.say("a", "i2", "i3")
+    fleet.turn()
+    assert fleet.start_of("serve").note.count("GPU-0") == 1
+
+
+async def test_a_move_that_has_failed_is_tried_again_before_one_that_was_made(
+    fleet: BusyFleet,
+) -> None:
+    await fleet.begin(instances=InstanceCounts(min=1))
+    fleet.refused = "no memory"
+    fleet.want("c")
+    await soon()
+    fleet.refused = ""
+    fleet.turn()
+    await soon()
+    model = fleet.model("a")
+    assert model.moves_at == pytest.approx(fleet.now + FAILED_AGAIN_S, abs=1.0)
 
 
 async def test_nothing_moves_for_one_that_fits(fleet: BusyFleet) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed
-from kvmig.fleet.room_moves import MovableInstance, RoomPlan, make_room
+from kvmig.fleet.place_choice import choose_places
+from kvmig.fleet.room_moves import MOST_MADE, MovableInstance, RoomPlan, make_room
 from kvmig.fleet.worker_nodes import InstanceNeed, InstancePlace, Rooms, WorkerNode, room_now
 
 
@@ -133,6 +135,46 @@ def test_nothing_moves_in_vain() -> None:
     assert make_room(tight, needs(8), there, 60) is None, "both need memory for a while"
 
 
+def test_a_model_of_several_instances_gets_a_place_for_each() -> None:
+    there = movable("a", "w", "w0"), movable("b", "x", "x0", kv=3)
+    site = rooms({"w": (9, [10]), "x": (9, [10]), "y": (9, [4, 4])}, *there)
+    found = make_room(site, needs(8), there, 60, 2)
+    assert found is not None
+    assert {(name, to) for name, to, _ in moved(found)} == {("a", "y"), ("b", "y")}
+    assert (found.node, found.cost_bytes) == ("x", 5), "the cheaper place is made first"
+    assert make_room(site, needs(8), there, 60, 3) is None, "there is no third one"
+    alone = rooms({"w": (9, [10]), "x": (9, [10]), "y": (9, [4])}, *there)
+    assert make_room(alone, needs(8), there, 60, 2) is None, "one would move in vain"
+    assert make_room(alone, needs(8), there, 60, 1) is not None
+
+
+def test_nobody_moves_to_a_place_that_an_instance_has_already() -> None:
+    there = (movable("a", "w", "w0"),)
+    site = rooms({"w": (9, [10]), "x": (9, [10])}, *there)
+    assert make_room(site, needs(8), there, 60, 2) is None
+    assert make_room(site, needs(6), there, 60, 2) is None, "both have a place now"
+    more = rooms({"w": (9, [10]), "x": (9, [10, 4])}, *there)
+    assert moved(make_room(more, needs(8), there, 60, 2)) == [("a", "x", ("x1",))]
+
+
+def test_a_node_that_others_leave_for_one_instance_takes_none_that_leaves_for_the_next() -> None:
+    there = movable("a", "w", memory=4), movable("b", "x", memory=4)
+    need = InstanceNeed("new", 9)
+    assert make_room(rooms({"w": (12, []), "x": (12, [])}, *there), need, there, 60, 2) is None
+    site = rooms({"w": (12, []), "x": (12, []), "y": (4, []), "z": (4, [])}, *there)
+    assert {to for _, to, _ in moved(make_room(site, need, there, 60, 2))} == {"y", "z"}
+
+
+def test_only_so_many_places_are_made() -> None:
+    names = [f"m{at}" for at in range(MOST_MADE + 1)]
+    there = [movable(name, name, f"{name}0") for name in names]
+    site = rooms({**{name: (9, [10]) for name in names}, "y": (99, [4] * len(names))}, *there)
+    found = make_room(site, needs(8), there, 60, MOST_MADE)
+    assert found is not None
+    assert len(found.moves) == MOST_MADE
+    assert make_room(site, needs(8), there, 60, MOST_MADE + 1) is None
+
+
 @st.composite
 def sites(draw: st.DrawFn) -> tuple[dict[str, tuple[int, list[int]]], list[MovableInstance]]:
     there = {
@@ -155,16 +197,17 @@ def sites(draw: st.DrawFn) -> tuple[dict[str, tuple[int, list[int]]], list[Movab
     return there, found
 
 
-@given(sites(), st.integers(0, 12), st.integers(1, 2), st.integers(0, 21))
+@given(sites(), st.integers(0, 12), st.integers(1, 2), st.integers(0, 21), st.integers(1, 3))
 def test_at_each_step_of_a_plan_nothing_has_more_than_there_is(
     site: tuple[dict[str, tuple[int, list[int]]], list[MovableInstance]],
     each: int,
     devices: int,
     memory: int,
+    count: int,
 ) -> None:
     there, instances = site
-    left = rooms(there, *instances)
-    found = make_room(left, needs(each, devices, memory), instances, 1000)
+    left, need = rooms(there, *instances), needs(each, devices, memory)
+    found = make_room(left, need, instances, 1000, count)
     if found is None:
         return
     free = {gpu: size for room in left.values() for gpu, size in room.devices.items()}
@@ -185,4 +228,9 @@ def test_at_each_step_of_a_plan_nothing_has_more_than_there_is(
     assert len(set(found.gpus)) == devices
     assert all(free[gpu] >= each for gpu in found.gpus)
     assert host[found.node] >= memory
-    assert len({move.model for move in found.moves}) == len(found.moves)
+    assert len({move.model for move in found.moves}) == len(found.moves) > 0
+    after = {
+        name: replace(room, memory=host[name], devices={gpu: free[gpu] for gpu in room.devices})
+        for name, room in left.items()
+    }
+    assert choose_places(after, need, count) is not None
