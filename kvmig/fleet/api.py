@@ -42,6 +42,7 @@ from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.pages.app import fleet_pages
+from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.places_api import places_api
 from kvmig.fleet.quotas import left
@@ -54,7 +55,7 @@ from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
 from kvmig.fleet.workers_api import FleetWorkers, workers_api
 from kvmig.pages.rendering import PREFIX as PAGES
-from kvmig.pages.session import ClosedSessions, PageSessions
+from kvmig.pages.session import PageSessions
 from kvmig.placement.executor import ReplaceFailed
 from kvmig.proxy.messages import QuotaLeft
 from kvmig.sources.origins import check_installed
@@ -161,7 +162,7 @@ class ApiBackend:
 
 
 def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastAPI:
-    """The application. sessions: of the page's people; None: logging in is not possible."""
+    """The application. sessions: of the page's people; None: those that they log in to."""
 
     async def actor(request: Request) -> OrderActor:
         return who_calls(request, backend.keys(), time.time())
@@ -192,7 +193,9 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
         login_api(backend.provider, backend.store, backend.stored, backend.changed),
     ):
         app.include_router(api, prefix=PREFIX)
-    app.mount(PAGES, fleet_pages(app, PREFIX, backend.keys, sessions or ClosedSessions()))
+    tls = backend.settings.certificate is not None
+    own = FleetSessions(backend.keys, lambda: backend.store.pepper, time.time, tls=tls)
+    app.mount(PAGES, fleet_pages(app, PREFIX, backend.keys, own, sessions))
     return app
 
 

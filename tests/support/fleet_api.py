@@ -43,10 +43,19 @@ class Api:
             idle_files(settings, self.store, lambda *args: self.backend.stored(*args)),
             CatalogueReader("", time.monotonic),
         )
+        self._http = self._client(sessions)
+
+    def _client(self, sessions: PageSessions | None) -> httpx.AsyncClient:
         app = make_app(self.backend, sessions)
-        self._http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
-        )
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://x")
+
+    async def restart(self) -> None:
+        """Go on with the next application; the client keeps its cookies."""
+        cookies = self._http.cookies
+        await self._http.aclose()
+        self._http = self._client(None)
+        self._http.cookies = cookies
 
     async def _check(self, spec: ModelSpec, sizes: bool) -> None:
         """As an engine that knows no --nonsense."""

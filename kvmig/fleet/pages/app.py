@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 
 from kvmig.accounts.keys import KeyIndex
 from kvmig.fleet.pages.backend import FleetPages
+from kvmig.fleet.pages.login import login_routes
+from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.pages.api_calls import ApiCaller
 from kvmig.pages.session import PageSessions
 from kvmig.pages.site import NavigationLink, PageSite
@@ -21,12 +23,17 @@ LINKS = (NavigationLink("/", "Fleet"),)
 
 
 def fleet_pages(
-    api: ASGIApp, prefix: str, keys: Callable[[], KeyIndex], sessions: PageSessions
+    api: ASGIApp,
+    prefix: str,
+    keys: Callable[[], KeyIndex],
+    own: FleetSessions,
+    sessions: PageSessions | None = None,
 ) -> Starlette:
     """The application. api: answers the API's paths, which begin with `prefix`. keys: those that
-    let calls in now."""
-    pages = FleetPages(PageSite(sessions, LINKS), ApiCaller(api, prefix), keys)
-    return pages.site.make_app(overview_routes(pages))
+    let calls in now. own: the sessions that people log in to. sessions: those that pages look for;
+    None: the same."""
+    pages = FleetPages(PageSite(sessions or own, LINKS), ApiCaller(api, prefix), keys)
+    return pages.site.make_app([*overview_routes(pages), *login_routes(pages.site, own)])
 
 
 def overview_routes(pages: FleetPages) -> list[Route]:

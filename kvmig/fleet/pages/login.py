@@ -1,0 +1,63 @@
+"""Log-in and log-out."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvmig.accounts.keys import KeyDenied
+from kvmig.fleet.pages.sessions import FleetSessions, address_of
+from kvmig.pages.rendering import PREFIX
+from kvmig.pages.site import PageSite, go_to
+
+MOST_KEY = 200
+"""Characters that are taken for a key."""
+MOST_FIELDS = 4
+OWN_PATH = re.compile(rf"{PREFIX}(/[\w.~%:@+,/-]*(\?[\w.~%:@+,/?&=-]*)?)", re.ASCII)
+"""A path of the page, which cannot be taken for another site's address."""
+
+
+def login_routes(site: PageSite, sessions: FleetSessions) -> list[Route]:
+    """The routes."""
+
+    def form(
+        request: Request, target: str, refused: str = "", status: HTTPStatus = HTTPStatus.OK
+    ) -> Response:
+        values = {"title": "Log in", "target": target, "refused": refused}
+        return site.page(request, "login", values, status)
+
+    async def show(request: Request) -> Response:
+        return form(request, own_path(request.query_params.get("next", "")))
+
+    async def log_in(request: Request) -> Response:
+        fields = await request.form(max_files=0, max_fields=MOST_FIELDS)
+        target = own_path(str(fields.get("next", "")))
+        key = str(fields.get("key", "")).strip()[:MOST_KEY]
+        session = sessions.log_in(key, address_of(request))
+        if isinstance(session, KeyDenied):
+            return form(request, target, session.message, session.status)
+        answer = go_to(target)
+        answer.headers["set-cookie"] = sessions.set_cookie(session)
+        return answer
+
+    async def log_out(request: Request) -> Response:
+        await site.read_form(request)
+        answer = go_to("/login")
+        answer.headers["set-cookie"] = sessions.clear_cookie()
+        return answer
+
+    return [
+        Route("/login", show),
+        Route("/login", log_in, methods=["POST"]),
+        Route("/logout", log_out, methods=["POST"]),
+    ]
+
+
+def own_path(given: str) -> str:
+    """Where to go after the log-in, below the prefix: what the query says, if that is a page."""
+    found = OWN_PATH.fullmatch(given)
+    return "/" if found is None else found[1]
