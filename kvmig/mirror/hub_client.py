@@ -17,7 +17,8 @@ from kvmig.mirror.blob_download import OpenedContent
 from kvmig.mirror.blob_folder import is_digest
 from kvmig.mirror.errors import HubRefusal, PlaceGone
 from kvmig.mirror.facts import FileFacts, ListFacts
-from kvmig.sources.hops import refusal_of
+from kvmig.mirror.hub_transport import CHAIN, HubTransport
+from kvmig.sources.hops import CallChain
 
 TIMEOUT_S = 30.0
 """Timeout of a connection, and of each pause in an answer."""
@@ -39,7 +40,9 @@ class HubClient:
         self._wall = wall
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(TIMEOUT_S, pool=None), limits=limits, follow_redirects=False
+            transport=HubTransport(limits),
+            timeout=httpx.Timeout(TIMEOUT_S, pool=None),
+            follow_redirects=False,
         )
 
     async def close(self) -> None:
@@ -136,13 +139,15 @@ class HubClient:
         """An answer without an error. abroad: redirects with a host are followed, too; another host
         gets no token. Without, such a redirect is the answer: it describes a large file. Raises
         HubRefusal, PlaceGone."""
-        first = url
+        first, chain = url, CallChain(url)
         for _ in range(MOST_HOPS):
             own = {**headers, "accept-encoding": "identity"}
             if authorization and same_origin(first, url):
                 own["authorization"] = authorization
             try:
-                async with self._client.stream(method, url, headers=own) as answer:
+                async with self._client.stream(
+                    method, url, headers=own, extensions={CHAIN: chain}
+                ) as answer:
                     location = answer.headers.get("location", "")
                     to = urljoin(url, location)
                     leads = answer.has_redirect_location and (
@@ -155,7 +160,7 @@ class HubClient:
                         return
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise gone(url, error) from error
-            if why := await asyncio.to_thread(refusal_of, first, to):
+            if why := chain.refusal_of(to):
                 raise PlaceGone(why)
             url = to
         raise PlaceGone(f"{first} leads on and on")

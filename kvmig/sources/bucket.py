@@ -10,7 +10,14 @@ from typing import Any
 import fsspec
 
 from kvmig.sources.digested_file import DigestedFile
-from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, state_of
+from kvmig.sources.file_list import (
+    MOST_FILES,
+    FileList,
+    RemoteFile,
+    SourceFailure,
+    check_listed,
+    state_of,
+)
 from kvmig.sources.source import ModelSource
 
 PIECE_BYTES = 8 << 20
@@ -43,7 +50,9 @@ class BucketOrigin:
     def list_files(self) -> FileList:
         """See `FilesOrigin`."""
         with self._reported():
-            found = self._files.find(self._root, detail=True)
+            # One more than may be: a bucket may have millions, and s3fs ends its list there.
+            found = self._files.find(self._root, detail=True, max_items=MOST_FILES + 1)
+        check_listed(str(self._source), len(found), MOST_FILES + 1)
         if not found:
             raise SourceFailure(f"{self._source} has no files", lasting=True)
         files = tuple(self._listed(path, one) for path, one in sorted(found.items()))

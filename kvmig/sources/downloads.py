@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any, BinaryIO, cast
 
-from huggingface_hub import constants
+from huggingface_hub import constants, set_client_factory
 from huggingface_hub.file_download import http_get
 
 from kvmig.sources.digested_file import DigestedFile
 from kvmig.sources.file_list import RemoteFile, SourceFailure
 from kvmig.sources.hops import begun_at
+from kvmig.sources.http_client import make_client
+
+set_client_factory(make_client)
 
 constants.DOWNLOAD_CHUNK_SIZE = 64 << 10
 """A cut loses what came of a piece, and only whole ones count as progress: the library's own are of

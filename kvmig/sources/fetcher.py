@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-import httpx
 import httpx2
 import msgspec
 
@@ -50,6 +50,8 @@ SECRETS = (
     "MODELSCOPE_API_TOKEN",
 )  # fmt: skip
 """Environment variables whose values no report has."""
+MOST_MEMORY = 2 << 30
+"""Bytes that this process may take, however long an answer is."""
 
 
 class FetcherProcess:
@@ -131,9 +133,12 @@ def reported(source: str, run: Callable[[], FetchWhole | FetchHeads]) -> LastRep
         return run()
     except SourceFailure as error:
         return FetchFailed(str(error), error.lasting)
-    except (httpx.HTTPError, httpx2.HTTPError, OSError, ValueError) as error:
+    except (httpx2.HTTPError, OSError, ValueError) as error:
         said = " ".join(str(error).split()) or "no reason given"
         return FetchFailed(f"{source}: {said[:500]} ({type(error).__name__})")
+    except MemoryError:
+        said = f"what it answers takes more than {MOST_MEMORY} bytes of memory"
+        return FetchFailed(f"{source}: {said}", lasting=True)
     except (LookupError, TypeError, AttributeError) as error:  # libraries take an answer as it is
         log.exception("an answer for %s", source)
         kind = type(error).__name__
@@ -157,6 +162,13 @@ def plain(text: str) -> str:
     return "".join(one if one.isprintable() else " " for one in text[:MOST_WHY])
 
 
+def bound_memory() -> None:
+    """Let this process have MOST_MEMORY bytes, unless it may only have fewer."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or hard > MOST_MEMORY:
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, hard))
+
+
 def main() -> int:
     """Fetch; the exit code."""
     reports = os.fdopen(os.dup(1), "wb")
@@ -168,6 +180,7 @@ def main() -> int:
     except StartupError as error:
         say(str(error))
         return 2
+    bound_memory()
     process = FetcherProcess(sys.stdin.buffer, reports)
     last = process.run(launch)
     process.report(last)

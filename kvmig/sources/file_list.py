@@ -104,6 +104,15 @@ def check_count(source: str, count: int) -> None:
         )
 
 
+def check_listed(source: str, count: int, most: int) -> None:
+    """Raises SourceFailure for a list that its place ends at this many files: there may be more."""
+    if count >= most:
+        raise SourceFailure(
+            f"{source} has {most} files or more, fewer are fetched: name a folder with one model",
+            lasting=True,
+        )
+
+
 def _check_apart(source: str, names: Sequence[str]) -> None:
     """Raises SourceFailure where two files would have one place on the disk."""
     folders = {str(above) for one in names for above in PurePosixPath(one).parents}

@@ -28,7 +28,8 @@ from kvmig.sources.file_list import (
     check_count,
     check_name,
 )
-from kvmig.sources.hops import at_most, begun_at
+from kvmig.sources.hops import begun_at
+from kvmig.sources.http_client import at_most
 from kvmig.sources.source import ModelSource
 
 LIST_S = 60.0

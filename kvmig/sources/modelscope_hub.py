@@ -1,6 +1,7 @@
 """Files of ModelScope: listed by its own package, with a SHA-256 each.
 
-Of public models: no token is sent with a download."""
+Of public models: no token is sent with a download. ModelScope ends a list at a number of files; its
+package would then ask folder by folder, up to thousands of times. Models have fewer files."""
 
 from __future__ import annotations
 
@@ -8,12 +9,16 @@ import os
 from urllib.parse import quote_plus
 
 from huggingface_hub.errors import HfHubHTTPError
+
+os.environ["MODELSCOPE_REPO_TREE_MAX_REQUESTS"] = "1"  # read when the package is imported
+
 from modelscope_hub import HubApi, get_default_config
+from modelscope_hub.constants import REPO_FILES_TRUNCATION_LIMIT
 from modelscope_hub.errors import HubError
 
 from kvmig.sources.digested_file import DigestedFile
 from kvmig.sources.downloads import PLAIN_HEADERS, read_range, read_rest
-from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, state_of
+from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, check_listed, state_of
 from kvmig.sources.source import ModelSource
 
 MAIN = "master"
@@ -43,6 +48,7 @@ class ModelscopeOrigin:
             )
         except HubError as error:
             raise SourceFailure(f"{self._source}: {error}", lasting=True) from error
+        check_listed(str(self._source), len(found), REPO_FILES_TRUNCATION_LIMIT)
         files = tuple(
             RemoteFile(one.path, int(one.size), f"sha256:{one.sha256}" if one.sha256 else "")
             for one in found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from html.parser import HTMLParser
-from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
-import httpx
+import httpx2
 from huggingface_hub.errors import HfHubHTTPError
 
 from kvmig.sources.digested_file import DigestedFile
@@ -21,7 +20,8 @@ from kvmig.sources.file_list import (
     check_name,
     state_of,
 )
-from kvmig.sources.hops import begun_at, check_hop
+from kvmig.sources.hops import begun_at
+from kvmig.sources.http_client import CheckedTransport
 from kvmig.sources.source import ModelSource
 
 TIMEOUT_S = 30.0
@@ -85,7 +85,7 @@ class WebOrigin:
             files = tuple(self._file(client, one) for one in urls)
         return FileList(state_of(files), files)
 
-    def _below(self, client: httpx.Client, page: str, depth: int) -> list[str]:
+    def _below(self, client: httpx2.Client, page: str, depth: int) -> list[str]:
         found: list[str] = []
         self._folders += 1
         if self._folders > MOST_FOLDERS:
@@ -107,12 +107,12 @@ class WebOrigin:
                 raise SourceFailure(f"{self._source} has too many files", lasting=True)
         return found
 
-    def _file(self, client: httpx.Client, url: str) -> RemoteFile:
+    def _file(self, client: httpx2.Client, url: str) -> RemoteFile:
         name = unquote(url.removeprefix(self._base))
         check_name(str(self._source), name)
         with _answer(client, "HEAD", url) as answer:
             size = answer.headers.get("content-length", "")
-            tag = answer.headers.get("etag") or answer.headers.get("last-modified", "")
+            tag = answer.headers.get("etag") or answer.headers.get("last-modified") or ""
         if not size.isdecimal():
             raise SourceFailure(f"{url} says no size", lasting=True)
         self._urls[name] = url
@@ -142,20 +142,22 @@ class WebOrigin:
 
 
 @contextmanager
-def _client(url: str) -> Iterator[httpx.Client]:
+def _client(url: str) -> Iterator[httpx2.Client]:
     """A client for calls that begin at this URL's host."""
-    hooks: dict[str, list[Callable[..., Any]]] = {"request": [check_hop]}
     with (
         begun_at(url),
-        httpx.Client(
-            follow_redirects=True, timeout=TIMEOUT_S, headers=PLAIN_HEADERS, event_hooks=hooks
+        httpx2.Client(
+            transport=CheckedTransport(),
+            follow_redirects=True,
+            timeout=TIMEOUT_S,
+            headers=PLAIN_HEADERS,
         ) as client,
     ):
         yield client
 
 
 @contextmanager
-def _answer(client: httpx.Client, method: str, url: str) -> Iterator[httpx.Response]:
+def _answer(client: httpx2.Client, method: str, url: str) -> Iterator[httpx2.Response]:
     """An answer without an error, closed at the end of the block. Raises SourceFailure."""
     with client.stream(method, url) as answer:
         if answer.is_error:

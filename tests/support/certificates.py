@@ -58,10 +58,13 @@ class Authority:
         begins: timedelta = timedelta(days=-1),
         ends: timedelta = timedelta(days=1),
         password: bytes | None = None,
+        host: str = "",
     ) -> CertificateFiles:
-        """The files of a new certificate. begins, ends: when it is valid, from now."""
+        """The files of a new certificate. begins, ends: when it is valid, from now. host: a name
+        that it is for, too."""
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names += [x509.DNSName(host)] if host else []
         made = (
             x509.CertificateBuilder(
                 self.certificate.subject,
@@ -71,7 +74,7 @@ class Authority:
             )
             .not_valid_before(now + begins)
             .not_valid_after(now + ends)
-            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .sign(self.key, hashes.SHA256())
         )
         cert, own = folder / f"{name}.pem", folder / f"{name}.key"
