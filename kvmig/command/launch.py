@@ -38,6 +38,8 @@ class CommandLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs of the first instances, by name."""
     parallel: int = 0
     """Calls that a server works for at once, at most; 0: as many as come."""
+    pass_environment: tuple[str, ...] = ()
+    """Variables of the environment that servers get beyond the usual ones."""
     stream_usage: bool = True
     """Whether the server takes `stream_options.include_usage`."""
     start_timeout_s: float = 600.0

@@ -20,6 +20,7 @@ import httpx
 from kvmig.asgi.errors import OrderFailed
 from kvmig.command.call_turns import CallTurns
 from kvmig.command.launch import CommandLaunch
+from kvmig.command.server_environment import server_environment
 from kvmig.command.server_process import ServerProcess
 from kvmig.command.template import filled, uses
 from kvmig.core.api_records import InstanceRow
@@ -46,8 +47,6 @@ MOST_RESTARTS = 5
 SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 UNMOVABLE = "another engine's requests can't be moved: they end where they run"
-NOT_PASSED = ("KVMIG_", "NOTIFY_SOCKET")
-"""Beginnings of environment variables that servers don't get."""
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +149,9 @@ class ServerPool:
 
     def start(self) -> None:
         """Begin with the first instances."""
+        for name in self._launch.pass_environment:
+            if name not in os.environ:
+                say(f"pass_environment has {name}, which `kvmig up` doesn't have")
         for at in range(self._launch.instances):
             self._begin(self._launch.gpus.get(instance_name(at), ()))
 
@@ -291,7 +293,8 @@ class ServerPool:
         launch = self._launch
         instance.address = self._new_address(instance)
         words = filled(launch.command, self._values(instance))
-        process = await ServerProcess.start(words, environment_of(instance.gpus))
+        environment = server_environment(os.environ, launch.pass_environment, instance.gpus)
+        process = await ServerProcess.start(words, environment)
         try:
             instance.pid = process.pid
             client = client_of(instance.address)
@@ -351,14 +354,6 @@ class ServerPool:
             raise StartupError(f"{path} is longer than the {SOCKET_BYTES} bytes of a Unix socket")
         remove_socket(path)
         return path
-
-
-def environment_of(gpus: Sequence[str]) -> dict[str, str]:
-    """The environment of a server: the fleet's, without what is the fleet's own."""
-    found = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED)}
-    if gpus:
-        found |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return found
 
 
 async def _check_owner(instance: ServerInstance) -> None:

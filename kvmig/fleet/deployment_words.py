@@ -56,6 +56,7 @@ def command_launch(
         gpu_memory=spec.gpu_memory,
         gpus={instance_name(at): tuple(gpus) for at, gpus in enumerate(places)},
         parallel=spec.parallel,
+        pass_environment=spec.pass_environment,
         stream_usage=spec.stream_usage,
         start_timeout_s=spec.instances.start_timeout_s,
         shutdown_timeout_s=settings.shutdown_timeout_s,

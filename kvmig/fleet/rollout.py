@@ -117,7 +117,7 @@ def start_of(spec: ModelSpec) -> tuple[object, ...]:
         spec.engine, spec.source, spec.flags, tuple(sorted(spec.adapters.items())),
         spec.share_prefixes, spec.gpus, spec.workers, spec.gpu_memory, spec.unit, spec.vllm,
         spec.command, spec.health, spec.served, spec.parallel, spec.stream_usage,
-        spec.hang_timeout_s, numbers,
+        spec.hang_timeout_s, tuple(sorted(spec.pass_environment)), numbers,
     )  # fmt: skip
 
 
@@ -157,6 +157,7 @@ def with_live_fields(old: ModelSpec, new: ModelSpec) -> ModelSpec:
         parallel=old.parallel,
         stream_usage=old.stream_usage,
         hang_timeout_s=old.hang_timeout_s,
+        pass_environment=old.pass_environment,
         adapters=old.adapters,
         share_prefixes=old.share_prefixes,
         gpus=old.gpus,

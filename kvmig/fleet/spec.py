@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from kvmig.command.launch import HANG_S, HEALTH
+from kvmig.command.server_environment import check_named
 from kvmig.command.template import check_template
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.schedule import ScheduledFloor, parse_cron, zone_of
@@ -84,7 +85,7 @@ FLAG_BYTES = 1 << 16
 
 COMMAND_ONLY: Mapping[str, object] = {
     "command": (), "health": HEALTH, "served": "", "parallel": 0,
-    "stream_usage": True, "hang_timeout_s": HANG_S,
+    "stream_usage": True, "hang_timeout_s": HANG_S, "pass_environment": (),
 }  # fmt: skip
 """Fields that only models with `engine: command` have, with what they are without it."""
 HEALTH_PATH = re.compile(r"/[\x21-\x7e]{0,200}")
@@ -132,6 +133,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Whether that server takes `stream_options.include_usage`."""
     hang_timeout_s: float = HANG_S
     """Seconds without a sign of life until that server is ended, and started again."""
+    pass_environment: tuple[str, ...] = ()
+    """Environment variables of `kvmig up` that such a server gets beyond the usual ones."""
     vllm: str = ""
     """Folder of the build of vLLM that its instances are; empty: the installed one."""
     instances: InstanceCounts = InstanceCounts()
@@ -322,6 +325,7 @@ def _check_command(where: str, spec: ModelSpec) -> None:
         )
     _check_range(f"{where}: parallel", spec.parallel, 0, 1_000_000)
     _check_range(f"{where}: hang_timeout_s", spec.hang_timeout_s, 1, MOST_S)
+    check_named(where, spec.pass_environment)
     if spec.flags:
         raise ConfigError(f"{where}: flags is given, must be left out: command has its own")
     if spec.instances.target_kind == "freeness":

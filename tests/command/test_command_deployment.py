@@ -22,13 +22,22 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.server
 
 COMPLETIONS = "/v1/completions"
+SECRETS = (
+    "HF_TOKEN", "HF_ENDPOINT", "AWS_SECRET_ACCESS_KEY", "OTEL_EXPORTER_OTLP_HEADERS",
+    "KVMIG_SECRET", "HTTPS_PROXY", "NVIDIA_API_KEY",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandSite]:
     folder = tmp_path_factory.mktemp("site")
-    with CommandSite(folder, instances=2, hang_timeout_s=3.0) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*SECRETS, "OMP_NUM_THREADS", "AWS_PROFILE"):
+            patch.setenv(name, "1")
+        with CommandSite(
+            folder, instances=2, hang_timeout_s=3.0, pass_environment=("AWS_PROFILE", "GONE")
+        ) as made:
+            yield made
 
 
 @pytest.fixture
@@ -66,6 +75,17 @@ async def test_an_answer_and_its_usage_are_the_servers(site: CommandSite) -> Non
     assert answer.json()["choices"][0]["text"] == text_of(5)
     record = await record_of(site, "whole")
     assert (record.prompt, record.output, record.status, record.account) == (3, 5, "finished", "k")
+
+
+def test_a_server_gets_no_secret_of_the_fleet_that_its_specification_does_not_name(
+    site: CommandSite,
+) -> None:
+    for row in site.rows():
+        found = psutil.Process(row["pid"]).environ()
+        assert not found.keys() & {*SECRETS, "GONE"}
+        assert (found["AWS_PROFILE"], found["OMP_NUM_THREADS"]) == ("1", "1")
+        assert found["PATH"] == os.environ["PATH"]
+    assert "pass_environment has GONE, which `kvmig up` doesn't have" in site.log.read_text()
 
 
 async def test_a_stream_is_counted_by_a_usage_that_its_client_does_not_see(

@@ -61,6 +61,9 @@ def test_a_model_may_be_a_file(tmp_path: Path) -> None:
         ({"flags": "--a"}, "flags is given, must be left out: command has its own"),
         ({"health": "health"}, "health is 'health', must be a path such as /health"),
         ({"hang_timeout_s": 0}, "hang_timeout_s is 0, must be 1 to 604800"),
+        ({"pass_environment": ["a b"]}, "pass_environment has 'a b', must be names of environment"),
+        ({"pass_environment": ["KVMIG_SECRET"]}, "'KVMIG_SECRET', which is the fleet's own"),
+        ({"pass_environment": ["A"] * 101}, "pass_environment has 101 names, must have 100 at"),
         ({"warm": "parked"}, "warm is 'parked', must be none or always with command"),
         ({"instances": {"target_kind": "freeness"}}, "must be concurrency or rps with engine"),
         ({"unit": "u", "unit_memory": GIB}, "engine is command, must be vllm in a unit"),
@@ -74,7 +77,13 @@ def test_what_is_wrong_is_said_by_name(wrong: dict[str, Any], sentence: str) -> 
 
 
 @pytest.mark.parametrize(
-    "more", [{"command": "a {port}"}, {"health": "/v1/models"}, {"served": "b"}]
+    "more",
+    [
+        {"command": "a {port}"},
+        {"health": "/v1/models"},
+        {"served": "b"},
+        {"pass_environment": ["HF_TOKEN"]},
+    ],
 )
 def test_other_engines_have_no_fields_of_a_command(more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
@@ -85,12 +94,15 @@ def test_other_engines_have_no_fields_of_a_command(more: dict[str, Any]) -> None
 
 
 def test_its_deployment_is_told_all_that_it_must_know() -> None:
-    spec = spec_of(given(instances={"min": 2, "max": 3}, gpu_memory=GIB))
+    spec = spec_of(
+        given(instances={"min": 2, "max": 3}, gpu_memory=GIB, pass_environment=["HF_TOKEN"])
+    )
     settings = FleetSettings(data="/d", shutdown_timeout_s=7)
     order = start_order(spec, "abcd", settings, "note", (), None, [("0",), ("1", "2")])
     assert (order.program, order.engine, order.log) == ("command", "", "/d/logs/other.log")
     launch = decode_launch(order.words[0])
     assert launch.command == spec.command
+    assert launch.pass_environment == ("HF_TOKEN",)
     assert (launch.model, launch.source, launch.instances) == ("other", str(Path.cwd()), 2)
     assert launch.gpus == {"i0": ("0",), "i1": ("1", "2")}
     assert (launch.uds, launch.spool) == ("/d/run/d-abcd.sock", "/d/spools/abcd")
