@@ -24,6 +24,7 @@ from kvmig.asgi.problems import denial, problem
 from kvmig.command.server_pool import UNMOVABLE, ServerInstance, ServerPool
 from kvmig.core.api_records import InstanceRow, Listing, ModelBody
 from kvmig.core.clock import monotonic
+from kvmig.core.order_fence import TOKEN_HEADER, OrderFence, OrderToken
 
 PREFIX = "/kvmig/v1"
 LOOK_S = 0.2
@@ -64,6 +65,7 @@ class AdminRoutes:
         self._live = live
         self._closed = closed
         self._registry = registry
+        self._fence = OrderFence()
 
     def routes(self) -> list[Route]:
         """Return every route."""
@@ -87,6 +89,14 @@ class AdminRoutes:
         async def guarded(request: Request) -> Response:
             if (denied := self._rule(request.headers)) is not None:
                 return denial(denied)
+            if (given := request.headers.get(TOKEN_HEADER)) is not None:
+                await request.body()  # nothing is waited for between the fence and the order
+                try:
+                    why = self._fence.refuse(OrderToken.parse(given))
+                except ValueError as error:
+                    return problem(HTTPStatus.BAD_REQUEST, str(error), TOKEN_HEADER)
+                if why:
+                    return problem(HTTPStatus.CONFLICT, why)
             try:
                 return await endpoint(request)
             except GatewayError as error:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.core.errors import KvmigError
+from kvmig.core.order_fence import NO_TOKEN, OrderToken
 from kvmig.core.start_times import StartTimes
 from kvmig.engines.base import EngineLoad, RequestState
 from kvmig.kvtransfer.report import MigrationReport
@@ -245,7 +246,7 @@ class AddInstances(RpcMessage, frozen=True, tag=True):
     runs on, as CUDA_VISIBLE_DEVICES has them; none: the launcher chooses. unit: name of where they
     are in a placement. decode_share: percent of the device for their steps with decodes only; 0: as
     --unit-shares has it. node: id of the Ray node that they run on; empty:
-    Ray chooses.
+    Ray chooses. token: of this and other orders, see `kvmig.core.order_fence`.
     """
 
     call_id: int
@@ -256,6 +257,7 @@ class AddInstances(RpcMessage, frozen=True, tag=True):
     unit: str = ""
     decode_share: int = 0
     node: str = ""
+    token: OrderToken = NO_TOKEN
 
 
 class DrainInstance(RpcMessage, frozen=True, tag=True):
@@ -273,6 +275,7 @@ class DrainInstance(RpcMessage, frozen=True, tag=True):
     leave: bool = False
     now: bool = False
     last: bool = False
+    token: OrderToken = NO_TOKEN
 
 
 class StopDrain(RpcMessage, frozen=True, tag=True):
@@ -280,6 +283,7 @@ class StopDrain(RpcMessage, frozen=True, tag=True):
 
     call_id: int
     instance: str
+    token: OrderToken = NO_TOKEN
 
 
 class RestartInstances(RpcMessage, frozen=True, tag=True):
@@ -296,6 +300,15 @@ class RestartInstances(RpcMessage, frozen=True, tag=True):
     deadline_s: float | None = None
     tree: str | None = None
     flags: str | None = None
+    token: OrderToken = NO_TOKEN
+
+
+class RaiseFence(RpcMessage, frozen=True, tag=True):
+    """Front end to the launcher: carry out no order with an earlier token any more. The launcher
+    refuses it if its own token is an earlier one."""
+
+    call_id: int
+    token: OrderToken
 
 
 class SetGuarantee(RpcMessage, frozen=True, tag=True):
@@ -341,6 +354,7 @@ LifecycleMessage = (
     | DrainInstance
     | StopDrain
     | RestartInstances
+    | RaiseFence
     | SetGuarantee
     | OrderDone
     | Evacuate

@@ -112,12 +112,14 @@ class ModelController:
         missing: Callable[[str], MissingFiles | None] = lambda source: None,
         workers: WorkerPool | None = None,
         keep: Keep = lambda model_id, plan, done: None,
+        term: Callable[[], int] = lambda: 0,
     ) -> None:
         """order: to init. tell: proxies of changed routes and of names that are gone; the version.
 
         memory: of the host. clock: steady. wall: Unix time. measured: called when more is known of
         what a model takes of GPUs. missing: why a model with this source can't start yet. workers:
-        None: there is one host. keep: stores how far a roll-out is.
+        None: there is one host. keep: stores how far a roll-out is. term: of this server, for its
+        orders.
         """
         self.memory = memory
         self.workers = workers or WorkerPool()
@@ -126,6 +128,7 @@ class ModelController:
         """Deployments that were started by this server."""
         self._settings = settings
         self._order = order
+        self._term = term
         self._tell = tell
         self._clock = clock
         self._wall = wall
@@ -586,7 +589,7 @@ class ModelController:
     def _keep(self, model: ManagedModel, deployment: str, note: DeploymentRecord) -> None:
         model.deployment, model.note = deployment, note
         model.rolled_last = model.cant_roll = None
-        model.watched = DeploymentWatcher(note.socket, self._changed.set)
+        model.watched = DeploymentWatcher(note.socket, self._changed.set, self._term())
         model.busy_at = self._clock()
         model.places = InstancePlaces(
             dict(note.gpus),

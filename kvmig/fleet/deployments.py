@@ -15,6 +15,7 @@ from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow, ModelBody
 from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.errors import StartupError
+from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.proxy.messages import ModelCard
 
@@ -70,8 +71,9 @@ class CommittedMove(msgspec.Struct, frozen=True):
 class DeploymentWatcher:
     """Make it inside a running event loop; it follows the deployment's events until `close`."""
 
-    def __init__(self, socket: str, changed: Callable[[], None]) -> None:
-        """socket: its path. changed: called after each of its events."""
+    def __init__(self, socket: str, changed: Callable[[], None], term: int = 0) -> None:
+        """socket: its path. changed: called after each of its events. term: of the server, see
+        `kvmig.core.order_fence`."""
         self.told = DeploymentEvent()
         self.card: ModelCard | None = None
         """The answer on its model, once it serves and was asked."""
@@ -81,6 +83,9 @@ class DeploymentWatcher:
         """The last of them."""
         self.looked = asyncio.Event()
         """Set once an event of it has come, or it isn't there."""
+        self.token = OrderToken(term)
+        """The token of orders now. What is known here was said after the deployment had refused all
+        earlier ones."""
         self._changed = changed
         self._heard = asyncio.Event()
         """Set by each event of it."""
@@ -91,6 +96,11 @@ class DeploymentWatcher:
         )
         self._learning: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._follow(), name=f"events of {socket}")
+
+    @property
+    def order_headers(self) -> dict[str, str]:
+        """Headers of an order that is given now."""
+        return {TOKEN_HEADER: str(self.token)} if self.token.term else {}
 
     @property
     def serving(self) -> int:
@@ -215,18 +225,33 @@ class DeploymentWatcher:
         if self._http.is_closed:
             raise StartupError("it has ended")
         try:
-            answer = await self._http.request(method, path, timeout=ORDER_S, **more)
+            answer = await self._http.request(
+                method, path, timeout=ORDER_S, headers=self.order_headers, **more
+            )
         except httpx.HTTPError as error:
+            await self._renew_contact()
             raise StartupError(f"it doesn't answer: {error!r}") from error
+        if answer.is_server_error:
+            await self._renew_contact()
         if answer.is_error:
             raise StartupError(sentence_of(answer))
         return answer.content
 
+    async def _renew_contact(self) -> None:
+        """Connect again where an order may be carried out late: the next contact shows whether."""
+        task = self._task
+        await cancel_tasks(task)
+        if self._task is task and not self._http.is_closed:
+            self.take_event(DeploymentEvent())
+            self._task = asyncio.create_task(self._follow(), name=task.get_name())
+
     async def _follow(self) -> None:
         while True:
             pause_s = RETRY_S
+            self.token = self.token._replace(contact=self.token.contact + 1)
+            events = self._http.stream("GET", f"{ADMIN}/events", headers=self.order_headers)
             try:
-                async with self._http.stream("GET", f"{ADMIN}/events") as answer:
+                async with events as answer:
                     if answer.is_success:
                         await self._hear(answer)
             except (httpx.HTTPError, OSError):

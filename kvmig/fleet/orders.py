@@ -13,7 +13,14 @@ Program = Literal["serve", "unit", "command"]
 engine's servers (`kvmig.command`)."""
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class ServerOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all orders."""
+
+    term: int = 0
+    """The term of the server that gives it, see `kvmig.core.order_fence`."""
+
+
+class Start(ServerOrder, frozen=True, tag=True):
     """An order to the supervisor: start a program with these words."""
 
     deployment: str
@@ -28,20 +35,20 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     program: Program = "serve"
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class Stop(ServerOrder, frozen=True, tag=True):
     """An order to the supervisor: let a deployment end; kill: at once."""
 
     deployment: str
     kill: bool = False
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class Load(ServerOrder, frozen=True, tag=True):
     """An order to the supervisor: have the engine's libraries loaded, for deployments will come."""
 
     engine: str
 
 
-class CheckFlags(msgspec.Struct, frozen=True, tag="Check"):
+class CheckFlags(ServerOrder, frozen=True, tag="Check"):
     """An order to the supervisor: let the engine's own parser read these words."""
 
     check: str
@@ -52,11 +59,13 @@ class CheckFlags(msgspec.Struct, frozen=True, tag="Check"):
     """Whether to print what the model takes of memory, too."""
 
 
-class StepDown(msgspec.Struct, frozen=True, tag=True):
+class StepDown(ServerOrder, frozen=True, tag=True):
     """The order to end all here: another host's server leads the fleet."""
 
     leader: str
     """Name of that host."""
+    leads: int = 0
+    """The term of its server: what servers before it have ordered is refused from now on."""
 
 
 Order = Start | Stop | Load | CheckFlags | StepDown

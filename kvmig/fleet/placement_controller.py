@@ -352,7 +352,10 @@ class _Site:
             if model is None or model.note is None:
                 raise ReplaceFailed(f"model {name} doesn't run")
             units = wanted.units.get(model.deployment)
-            self._deployments[name] = DeploymentClient(name, model.note.socket, units=units)
+            headers = None if model.watched is None else model.watched.order_headers
+            self._deployments[name] = DeploymentClient(
+                name, model.note.socket, units=units, headers=headers
+            )
 
     async def __aenter__(self) -> Mapping[str, DeploymentClient]:
         return self._deployments

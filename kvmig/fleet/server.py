@@ -47,6 +47,7 @@ from kvmig.fleet.disk import disks_of
 from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.identity_provider import IdentityProvider
+from kvmig.fleet.leadership import LeaderRow
 from kvmig.fleet.ledger import sums, take
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.metrics import FleetMetrics
@@ -204,6 +205,7 @@ class FleetServer:
             missing=lambda source: self._files.missing(source),  # noqa: PLW0108  it is made below
             workers=workers,
             keep=self._keep_step,
+            term=lambda: self._store.database.token,
         )
         self._files = ModelFiles(
             settings,
@@ -347,10 +349,10 @@ class FleetServer:
         """Raises StoreError."""
         await self._backend.stored(self._store.open)
 
-    def _led_by(self, leader: str) -> None:
-        """Another host's server leads. leader: the host's name."""
+    def _led_by(self, leader: LeaderRow) -> None:
+        """Another host's server leads."""
         self._deposed = True
-        self._order(StepDown(leader))
+        self._order(StepDown(leader.host or "another server", leads=leader.token))
         self.retiring.set()
 
     async def _recall_sizes(self) -> None:
@@ -625,7 +627,7 @@ class FleetServer:
         return self._version
 
     def _order(self, order: Order) -> None:
-        self._init.order(order)
+        self._init.order(msgspec.structs.replace(order, term=self._store.database.token))
         if isinstance(order, Start) and (folder := weights_folder(order)):
             self._weights.begin(folder)
 

@@ -54,15 +54,15 @@ def leader_of(database: FleetDatabase) -> LeaderRow | None:
         return None if row is None else LeaderRow(*row)
 
 
-def raise_beat(database: FleetDatabase, token: int) -> str:
-    """Show that the leader lives. Returns the name of the one that leads in its place; empty: none
-    does. Raises StoreError."""
+def raise_beat(database: FleetDatabase, token: int) -> LeaderRow | None:
+    """Show that the leader lives. Returns the one that leads in its place; None: none does. Raises
+    StoreError."""
     mine = leadership.c.token == token
     with database.transaction() as connection:
         beat = update(leadership).where(mine).values(beat=leadership.c.beat + 1)
         if connection.execute(beat).rowcount:
-            return ""
-        return str(connection.scalar(select(leadership.c.host)) or "another server")
+            return None
+    return leader_of(database) or LeaderRow(token + 1, 0, "")
 
 
 def leave_lead(database: FleetDatabase) -> None:
@@ -104,9 +104,9 @@ class LeaderHeartbeat:
     a leader. `start` it, then `close` it."""
 
     def __init__(
-        self, settings: FleetSettings, token: int, deposed: Callable[[str], object]
+        self, settings: FleetSettings, token: int, deposed: Callable[[LeaderRow], object]
     ) -> None:
-        """deposed: called on the event loop, with the name of the server that leads now."""
+        """deposed: called on the event loop, with the server that leads now."""
         self._database = look_database(settings)
         self._token = token
         self._deposed = deposed
@@ -132,7 +132,7 @@ class LeaderHeartbeat:
             except Exception:  # without beats another server leads, and this one learns nothing
                 log.exception("a beat failed, and the next one comes")
                 continue
-            if leader:
+            if leader is not None:
                 self._loop.call_soon_threadsafe(self._deposed, leader)
                 return
 
@@ -140,14 +140,15 @@ class LeaderHeartbeat:
 class StandbyServer:
     """Waits until this server may lead."""
 
-    def __init__(self, settings: FleetSettings, led_by: Callable[[str], None]) -> None:
-        """led_by: called with the name of each other host that is seen to lead.
+    def __init__(self, settings: FleetSettings, led_by: Callable[[LeaderRow], None]) -> None:
+        """led_by: called with each server of another host that is seen to lead.
 
         Raises ConfigError.
         """
         self._settings = settings
         self._led_by = led_by
-        self._leader = ""
+        self._leader = 0
+        """The term of the leader that was seen last."""
         self._database = look_database(settings)
         self._watch = StandbyWatch(host_name(settings))
         self._said = ""
@@ -180,9 +181,9 @@ class StandbyServer:
         chance = self._watch.take_row(row, monotonic())
         if row is None or chance == "free":
             return True
-        if row.host != self._leader:
-            self._leader = row.host
-            self._led_by(row.host)
+        if row.token != self._leader:
+            self._leader = row.token
+            self._led_by(row)
         if chance == "none":
             self._say(f"standby: {row.host} leads, this host takes over when it is gone")
         else:

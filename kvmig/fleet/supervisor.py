@@ -28,6 +28,7 @@ from pathlib import Path
 from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.model_sizes import sizes_in
+from kvmig.core.order_fence import OrderFence, OrderToken
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
     Checked,
@@ -343,6 +344,8 @@ class FleetSupervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: QueuedPackets | None = None
         """Our end of the socket to the server that lives now."""
+        self._fence = OrderFence()
+        """The fence of servers' orders. No file keeps it: servers and deployments end with init."""
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
         self._serves = False
@@ -545,7 +548,11 @@ class FleetSupervisor:
             self._server = None
 
     def _hear(self, packet: bytes) -> None:
-        match order_of(packet):
+        order = order_of(packet)
+        if why := self._fence.refuse(OrderToken(order.term)):
+            log.warning("%s is not carried out: %s", type(order).__name__, why)
+            return
+        match order:
             case Start() as start:
                 self._task(self._deploy(start), f"deployment {start.deployment}")
             case Stop(deployment, kill):
@@ -553,7 +560,8 @@ class FleetSupervisor:
                     self._task(self._end_deployment(found, kill), f"end of {deployment}")
             case CheckFlags() as check:
                 self._task(self._check(check), "check of flags")
-            case StepDown(leader) if self._serves:
+            case StepDown(leader, leads) if self._serves:
+                self._fence.refuse(OrderToken(leads))
                 say(f"{leader} leads the fleet now: all ends here, and this host waits")
                 self._stepped_down = True
                 self._stop.set()

@@ -18,6 +18,7 @@ from kvmig.asgi.strict_body import StrictBody
 from kvmig.controlplane.messages import AddInstances, DrainInstance, RestartInstances, StopDrain
 from kvmig.core.api_records import InstanceRow, Listing, ModelBody, ReachBody
 from kvmig.frontend.launcher_link import LauncherLink
+from kvmig.frontend.order_tokens import GivenToken, RaiseOrderFence, fenced_by
 from kvmig.frontend.router import RECENT, Router
 from kvmig.frontend.struct_answers import (
     INSTANCES,
@@ -46,12 +47,13 @@ def admin_api(
     rows: Callable[[], list[InstanceRow]],
     model: str,
     rule: Rule,
+    raise_fence: RaiseOrderFence,
     reach: ModelReach | None = None,
 ) -> APIRouter:
     """Routes that show the model, instances, requests and migrations, and move a request.
 
-    rows: of all instances, now. model: the served model's name. rule: who may call them. reach: of
-    the model; None: it isn't known.
+    rows: of all instances, now. model: the served model's name. rule: who may call them.
+    raise_fence: the launcher's. reach: of the model; None: it isn't known.
     """
     errors: Responses = {status: {"model": ErrorBody} for status in (400, 404, 409, 503, 504)}
     api = APIRouter(
@@ -61,6 +63,7 @@ def admin_api(
         route_class=guarded(rule, tuple(MigrationBody.model_fields)),
     )
     changing = APIRouter(route_class=guarded(rule, tuple(ChangeBody.model_fields)))
+    fenced = [fenced_by(raise_fence)]
 
     @api.get("/model", responses=shows(MODEL))
     async def served() -> Response:
@@ -72,7 +75,7 @@ def admin_api(
         """The instances and their load."""
         return answer(Listing(data=rows()))
 
-    @changing.patch("/instances/{name}", responses=errors | shows(INSTANCES))
+    @changing.patch("/instances/{name}", responses=errors | shows(INSTANCES), dependencies=fenced)
     async def change(name: str, body: ChangeBody) -> Response:
         """Guarantee an instance this much of its unit's KV cache from now on.
 
@@ -87,7 +90,7 @@ def admin_api(
         """The live requests, in order of arrival."""
         return answer(Listing(data=await router.requests()))
 
-    @api.post("/migrations", responses=errors | shows(MIGRATION))
+    @api.post("/migrations", responses=errors | shows(MIGRATION), dependencies=fenced)
     async def migrate(body: MigrationBody) -> Response:
         """Move a request and wait for the end: 200 with the report, also when it was aborted.
 
@@ -96,7 +99,7 @@ def admin_api(
         report = await router.migrate(body.request_id, body.destination, inexact=body.inexact)
         return answer(shown_report(report))
 
-    @api.post("/park", responses=errors | shows(INSTANCES))
+    @api.post("/park", responses=errors | shows(INSTANCES), dependencies=fenced)
     async def park() -> Response:
         """Give the memory of all KV caches back that isn't yet; without requests only.
 
@@ -105,7 +108,7 @@ def admin_api(
         await router.park()
         return answer(Listing(data=rows()))
 
-    @api.post("/unpark", responses=errors | shows(INSTANCES))
+    @api.post("/unpark", responses=errors | shows(INSTANCES), dependencies=fenced)
     async def unpark() -> Response:
         """Let each parked instance answer its canary, as at its start, before clients' requests.
 
@@ -146,6 +149,7 @@ def instances_api(
         responses=errors | shows(INSTANCES, HTTPStatus.CREATED),
     )
     async def add(
+        token: GivenToken,
         body: AddBody | None = None,
         wait_s: Annotated[float, Query(ge=0, le=MOST_WAIT_S, allow_inf_nan=False)] = 0.0,
     ) -> Response:
@@ -164,6 +168,7 @@ def instances_api(
                 wanted.unit,
                 wanted.decode_share or 0,
                 wanted.node,
+                token,
             )
         )
         deadline = asyncio.get_running_loop().time() + wait_s
@@ -176,12 +181,17 @@ def instances_api(
     @restarting.post(
         "/instances/restart", status_code=HTTPStatus.ACCEPTED, responses=errors | accepted
     )
-    async def restart(body: RestartBody | None = None) -> Response:
+    async def restart(token: GivenToken, body: RestartBody | None = None) -> Response:
         """Start them again, one after the other, each once its requests have gone elsewhere."""
         wanted = body or RestartBody()
         names = await launcher.order(
             lambda call_id: RestartInstances(
-                call_id, tuple(wanted.instances), wanted.deadline_s, wanted.vllm, wanted.flags
+                call_id,
+                tuple(wanted.instances),
+                wanted.deadline_s,
+                wanted.vllm,
+                wanted.flags,
+                token,
             )
         )
         return answer(Listing(data=listed(names)), HTTPStatus.ACCEPTED)
@@ -191,6 +201,7 @@ def instances_api(
     )
     async def remove(
         name: str,
+        token: GivenToken,
         now: bool = False,
         last: bool = False,
         deadline_s: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
@@ -200,23 +211,27 @@ def instances_api(
         `last`: also if no other one serves; it serves until nothing runs on it.
         """
         names = await launcher.order(
-            lambda call_id: DrainInstance(call_id, name, deadline_s, leave=True, now=now, last=last)
+            lambda call_id: DrainInstance(
+                call_id, name, deadline_s, leave=True, now=now, last=last, token=token
+            )
         )
         return answer(Listing(data=listed(names)), HTTPStatus.ACCEPTED)
 
     @draining.post(
         "/instances/{name}/drain", status_code=HTTPStatus.ACCEPTED, responses=errors | accepted
     )
-    async def drain(name: str, body: DrainBody | None = None) -> Response:
+    async def drain(name: str, token: GivenToken, body: DrainBody | None = None) -> Response:
         """Let its requests go elsewhere; it stays, and takes no new ones."""
         deadline_s = (body or DrainBody()).deadline_s
-        names = await launcher.order(lambda call_id: DrainInstance(call_id, name, deadline_s))
+        names = await launcher.order(
+            lambda call_id: DrainInstance(call_id, name, deadline_s, token=token)
+        )
         return answer(Listing(data=listed(names)), HTTPStatus.ACCEPTED)
 
     @draining.delete("/instances/{name}/drain", responses=errors | shows(INSTANCES))
-    async def stop_drain(name: str) -> Response:
+    async def stop_drain(name: str, token: GivenToken) -> Response:
         """Let a draining instance serve again."""
-        names = await launcher.order(lambda call_id: StopDrain(call_id, name))
+        names = await launcher.order(lambda call_id: StopDrain(call_id, name, token))
         return answer(Listing(data=listed(names)))
 
     api = APIRouter(prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS)

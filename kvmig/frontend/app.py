@@ -39,9 +39,10 @@ def extend(
     def rows() -> list[InstanceRow]:
         return cluster_rows(rows_of_router(), membership.members, model)
 
-    app.include_router(admin_api(router, rows, model, http.access.admin, http.reach))
-    app.include_router(instances_api(launcher, rows, http.access.admin))
-    app.include_router(events_api(router, rows, http.access.admin, closed=lambda: http.closed))
+    rule, fence = http.access.admin, launcher.raise_fence
+    app.include_router(admin_api(router, rows, model, rule, fence, http.reach))
+    app.include_router(instances_api(launcher, rows, rule))
+    app.include_router(events_api(router, rows, rule, lambda: http.closed, fence))
     exposition = MetricsExposition(
         http.registry,
         http.priorities,

@@ -17,6 +17,7 @@ from kvmig.asgi.problems import PROBLEMS, guarded
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.clock import monotonic
 from kvmig.frontend.admin import PREFIX
+from kvmig.frontend.order_tokens import RaiseOrderFence, fenced_by
 from kvmig.frontend.router import Router
 from kvmig.frontend.struct_answers import shown_report
 
@@ -31,8 +32,9 @@ def events_api(
     rows: Callable[[], list[InstanceRow]],
     rule: Rule,
     closed: Callable[[], bool],
+    raise_fence: RaiseOrderFence,
 ) -> APIRouter:
-    """The route; rows, rule as in `admin_api`. closed: whether the server stops."""
+    """The route; rows, rule, raise_fence as in `admin_api`. closed: whether the server stops."""
     api = APIRouter(
         prefix=PREFIX, tags=["kvmig"], responses=PROBLEMS, route_class=guarded(rule, ())
     )
@@ -59,7 +61,7 @@ def events_api(
                     await router.fleet.parking.wait()
         yield event("closed", {})
 
-    @api.get("/events", response_class=StreamingResponse)
+    @api.get("/events", response_class=StreamingResponse, dependencies=[fenced_by(raise_fence)])
     async def events() -> StreamingResponse:
         """`instances` now and whenever one changes, at least every 5 s; `migration` as each ends.
 

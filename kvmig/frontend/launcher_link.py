@@ -15,10 +15,12 @@ from kvmig.controlplane.messages import (
     Members,
     MessagesRefused,
     OrderDone,
+    RaiseFence,
 )
 from kvmig.core.background import BackgroundTasks, cancel_tasks
 from kvmig.core.config import instance_number
 from kvmig.core.errors import PeerError, StartupError, TransportError
+from kvmig.core.order_fence import NO_TOKEN, OrderToken
 from kvmig.core.patience import wait_for_answer
 from kvmig.frontend.router import Router
 from kvmig.rpc.messages import RpcMessage
@@ -80,6 +82,14 @@ class LauncherLink:
         if done.refused:
             raise OrderFailed(done.refused, done.error)
         return done.instances
+
+    async def raise_fence(self, token: OrderToken) -> None:
+        """Let no order with an earlier token be carried out from now on.
+
+        Raises OrderFailed if this one is an earlier one itself, or LauncherGone.
+        """
+        if token != NO_TOKEN:
+            await self.order(lambda call_id: RaiseFence(call_id, token))
 
     async def close(self) -> None:
         """Disconnect."""

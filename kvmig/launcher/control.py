@@ -17,16 +17,18 @@ from kvmig.controlplane.messages import (
     MessagesRefused,
     OrderDone,
     OrderRefused,
+    RaiseFence,
     RestartInstances,
     StopDrain,
 )
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.errors import PeerError, StartupError, TransportError
+from kvmig.core.order_fence import OrderFence
 from kvmig.launcher.cluster import InstanceManager
 from kvmig.rpc.messages import Hello, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcServer
 
-Order = AddInstances | DrainInstance | StopDrain | RestartInstances
+Order = AddInstances | DrainInstance | StopDrain | RestartInstances | RaiseFence
 
 TELL_S = 1.0
 """Pause between two reports of refusals."""
@@ -45,6 +47,8 @@ class ControlServer:
         self._cluster = cluster
         self._fronts: list[bytes] = []
         self._open = False
+        self._fence = OrderFence()
+        """Here, as front ends end and start again."""
         try:
             self._server = RpcServer(
                 secret,
@@ -118,7 +122,11 @@ class ControlServer:
             return OrderDone(order.call_id, (), "failed", f"the launcher failed: {error!r}")
 
     def _carry_out(self, order: Order) -> tuple[str, ...]:
+        if why := self._fence.refuse(order.token):
+            raise OrderRefused("conflict", why)
         match order:
+            case RaiseFence():
+                return ()
             case AddInstances():
                 return self._cluster.add(order)
             case DrainInstance():

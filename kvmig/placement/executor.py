@@ -85,17 +85,22 @@ class DeploymentClient:
     """The admin API of one `kvmig.serve`. Make it inside a running event loop; `close` it."""
 
     def __init__(
-        self, name: str, at: str, key: str = "", units: Mapping[str, str] | None = None
+        self,
+        name: str,
+        at: str,
+        key: str = "",
+        units: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """at: http://HOST:PORT, or the path of its Unix socket. key: of its admin API. units: of
-        instances that say none."""
+        instances that say none. headers: of all requests."""
         self.name = name
         self._units = units or {}
         path = at.startswith("/")
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=at if path else None, verify=at[:5] == "https"),
             base_url="http://deployment" if path else at.rstrip("/"),
-            headers={"authorization": f"Bearer {key}"} if key else {},
+            headers={**(headers or {}), **({"authorization": f"Bearer {key}"} if key else {})},
             timeout=ORDER_S,
         )
 

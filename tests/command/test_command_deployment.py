@@ -261,6 +261,11 @@ async def test_orders_that_another_engine_cannot_carry_out_are_refused_by_name(
     assert site.ask("POST", "/kvmig/v1/instances", {"count": 99}).status_code == 409
     assert site.ask("POST", "/kvmig/v1/instances", {"count": 0}).status_code == 400
     assert site.ask("POST", "/kvmig/v1/instances", {"cuont": 1}).status_code == 400
+    assert site.ask("GET", "/kvmig/v1/instances", token="6.1").status_code == 200
+    late = site.ask("POST", "/kvmig/v1/instances", {"count": 1}, token="5.7")
+    assert late.status_code == 409
+    assert "is of an earlier server of the fleet" in late.json()["error"]["message"]
+    assert site.ask("POST", "/kvmig/v1/instances", {"count": 1}, token="x").status_code == 400
     assert [one["unmovable"] for one in site.rows()] == [
         "another engine's requests can't be moved: they end where they run"
     ] * 2

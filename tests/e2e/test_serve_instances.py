@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from kvmig.core.order_fence import TOKEN_HEADER
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
@@ -150,6 +151,33 @@ async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(
             counted(end, 100 * n)
     assert second in Footprint.of(several).named("kvmig.frontend.process_main")
     await asyncio.to_thread(assert_server_is_empty, several)  # those of the dead were aborted
+
+
+async def test_a_late_order_of_an_earlier_server_of_the_fleet_is_refused_by_any_front_end(
+    several: Toys,
+) -> None:
+    there = await rows(several)
+    async with httpx.AsyncClient(base_url=f"{several.url}/kvmig/v1/", verify=False) as client:
+        begun = {TOKEN_HEADER: "6.1"}
+        async with client.stream("GET", "events", headers=begun) as events:
+            assert events.status_code == 200
+    late = {TOKEN_HEADER: "5.7"}
+    for method, path in (
+        ("POST", "instances"), ("DELETE", "instances/i0"), ("POST", "instances/i0/drain"),
+        ("DELETE", "instances/i0/drain"), ("POST", "instances/restart"), ("POST", "park"),
+        ("POST", "unpark"), ("GET", "events"),
+    ):  # fmt: skip
+        for _ in range(4):  # some reach the other front end
+            answer = await call(several, method, path, headers=late)
+            assert answer.status_code == 409, (method, path, answer.text)
+            assert "is of an earlier server of the fleet" in answer.text
+    assert {name: one["state"] for name, one in (await rows(several)).items()} == {
+        name: one["state"] for name, one in there.items()
+    }
+    unread = await call(several, "POST", "park", headers={TOKEN_HEADER: "six"})
+    assert unread.status_code == 400
+    assert "must be TERM.CONTACT" in unread.text
+    assert (await call(several, "POST", "unpark", headers=begun)).status_code == 200
 
 
 async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: Toys) -> None:

@@ -12,6 +12,7 @@ import pytest
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
+from kvmig.core.order_fence import TOKEN_HEADER
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.proxy.messages import ModelCard
 from tests.support.waiting import until
@@ -29,6 +30,10 @@ class Deployment:
         self.nonsense = 0
         """Events that can't be read, before the others."""
         self.handlers: list[asyncio.Task[None]] = []
+        self.tokens: list[tuple[str, str]] = []
+        """Last word of the path and the token of each request that has one."""
+        self.deaf = False
+        """Whether it answers no order."""
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.handlers.append(asyncio.create_task(self._answer(reader, writer)))
@@ -38,6 +43,9 @@ class Deployment:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 method, path, _ = head.split(" ", 2)
+                if f"{TOKEN_HEADER}: " in head:
+                    token = head.split(f"{TOKEN_HEADER}: ")[1].split("\r\n")[0]
+                    self.tokens.append((path.rsplit("/", 1)[1], token))
                 if path.endswith("/events"):
                     writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
                     await self._events(reader, writer)
@@ -51,6 +59,8 @@ class Deployment:
                         b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
                     )
                     continue
+                if self.deaf:
+                    return
                 if method == "POST":
                     length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
                     count = msgspec.json.decode(await reader.readexactly(length))["count"]
@@ -93,7 +103,7 @@ class Deployment:
 async def deployment(tmp_path: Path) -> AsyncIterator[tuple[Deployment, DeploymentWatcher]]:
     made, socket = Deployment(), str(tmp_path / "d.sock")
     async with await asyncio.start_unix_server(made.accept, socket):
-        watched = DeploymentWatcher(socket, lambda: None)
+        watched = DeploymentWatcher(socket, lambda: None, term=17)
         await asyncio.wait_for(watched.looked.wait(), 10)
         yield made, watched
         await watched.close()
@@ -153,3 +163,28 @@ async def test_a_deployment_that_serves_is_asked_what_its_model_is_like(
     await until(lambda: watched.card)
     reach = ModelReach(4096, 64, media=False)
     assert watched.card == ModelCard(created=17, owned_by="vllm", max_model_len=4096, reach=reach)
+
+
+async def test_an_order_has_the_token_of_the_contact_that_it_was_decided_by(
+    deployment: tuple[Deployment, DeploymentWatcher],
+) -> None:
+    made, watched = deployment
+    await watched.add(1)
+    await watched.drain("i1")
+    assert made.tokens == [("events", "17.1"), ("instances", "17.1"), ("i1", "17.1")]
+
+
+async def test_after_an_order_without_an_answer_another_contact_begins(
+    deployment: tuple[Deployment, DeploymentWatcher],
+) -> None:
+    """The order may be carried out late, and then what is known is too old for another one."""
+    made, watched = deployment
+    made.deaf = True
+    with pytest.raises(StartupError, match="it doesn't answer"):
+        await watched.add(1)
+    made.deaf = False
+    await until(lambda: watched.serving)
+    await watched.add(1)
+    assert made.tokens == [
+        ("events", "17.1"), ("instances", "17.1"), ("events", "17.2"), ("instances", "17.2"),
+    ]  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.fleet import process_logs, supervisor
-from kvmig.fleet.orders import CheckFlags, Deployed, Running, Start
+from kvmig.fleet.orders import CheckFlags, Deployed, Running, Start, StepDown, Stop
 from kvmig.fleet.process_logs import last_sentence, size_of, turn_log
 from kvmig.fleet.settings import FleetSettings
 from tests.support.inside import OwnSupervisor
@@ -64,6 +64,34 @@ def test_the_next_server_hears_of_a_deployment_that_is_just_being_forked() -> No
     assert supervisor.running([supervisor.RunningDeployment(start)]) == Running(
         (Deployed("d1", "toy", "a note", 0),)
     )
+
+
+async def test_what_an_earlier_server_orders_is_not_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployed: list[str] = []
+
+    class Noting(OwnSupervisor):
+        """A supervisor that only notes what it is to start."""
+
+        async def _deploy(self, start: Start) -> None:
+            deployed.append(start.deployment)
+
+    def start(name: str, term: int) -> Start:
+        return Start(name, "toy", (), "", "/log", term=term)
+
+    with socket.socket() as sock:
+        one = Noting(FleetSettings(data=str(tmp_path)), sock)
+        one.lead()
+        one.carry_out(start("d1", 5))
+        one.carry_out(StepDown("b:/data", leads=6, term=5))
+        one.carry_out(start("d2", 5))
+        one.carry_out(Stop("d1", term=5))
+        await until(lambda: deployed)
+        await asyncio.sleep(0)
+    assert deployed == ["d1"]
+    assert "Start is not carried out: the order is of an earlier server" in caplog.text
+    assert "Stop is not carried out" in caplog.text
 
 
 def test_a_command_of_the_catalogue_does_not_start_in_a_fleet_that_runs_none() -> None:

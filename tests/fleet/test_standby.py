@@ -71,7 +71,7 @@ def looking(settings: FleetSettings) -> Iterator[FleetDatabase]:
 @asynccontextmanager
 async def leading(settings: FleetSettings, place: Place) -> AsyncIterator[FleetStore]:
     """A leader that beats."""
-    store, deposed = store_of(settings, place), list[str]()
+    store, deposed = store_of(settings, place), list[LeaderRow]()
     store.open()
     heartbeat = LeaderHeartbeat(settings, store.database.token, deposed.append)
     heartbeat.start()
@@ -82,7 +82,7 @@ async def leading(settings: FleetSettings, place: Place) -> AsyncIterator[FleetS
         store.close()
 
 
-async def waiting(settings: FleetSettings, store: FleetStore, seen: list[str]) -> None:
+async def waiting(settings: FleetSettings, store: FleetStore, seen: list[LeaderRow]) -> None:
     """A standby, until its store is open."""
 
     async def lead() -> None:
@@ -117,14 +117,17 @@ def test_a_leader_that_is_followed_hears_of_it_and_writes_nothing_more(place: Pl
     token = one.database.token
     one.add_user("bea", "user", ANNA)
     with looking(host(place, "b")) as database:
-        assert raise_beat(database, token) == ""
+        assert raise_beat(database, token) is None
         row = leader_of(database)
         assert row is not None
         assert (row.token, row.beat) == (token, 1)
         assert not end_session(database, row._replace(beat=0)), "it has beaten since"
         assert end_session(database, row)
         other.open()
-        assert raise_beat(database, token) == standby.host_name(host(place, "b"))
+        successor = raise_beat(database, token)
+        assert successor is not None
+        assert successor.host == standby.host_name(host(place, "b"))
+        assert successor.token == other.database.token > token
     with pytest.raises(LeadershipLost, match="b leads the fleet now"):
         one.add_user("carl", "user", ANNA)
     other.add_user("dora", "user", ANNA)
@@ -135,14 +138,14 @@ def test_a_leader_that_is_followed_hears_of_it_and_writes_nothing_more(place: Pl
 
 
 async def test_a_standby_leads_at_once_when_the_lead_is_left(place: Place) -> None:
-    a, b, seen = host(place, "a"), host(place, "b"), list[str]()
+    a, b, seen = host(place, "a"), host(place, "b"), list[LeaderRow]()
     async with leading(a, place) as store:
         store.add_user("bea", "user", ANNA)
         b = host(place, "b")  # with the pepper
         other = store_of(b, place)
         task = asyncio.create_task(waiting(b, other, seen))
         await until(lambda: seen)
-        assert seen == [standby.host_name(a)]
+        assert [one.host for one in seen] == [standby.host_name(a)]
         await asyncio.to_thread(leave_lead, store.database)
         await asyncio.to_thread(store.close)
         async with asyncio.timeout(5):
@@ -192,7 +195,7 @@ async def test_a_beat_that_fails_is_not_the_last_one(
 ) -> None:
     failures = iter([RuntimeError("unforeseen")])
 
-    def beat(database: FleetDatabase, token: int) -> str:
+    def beat(database: FleetDatabase, token: int) -> LeaderRow | None:
         for error in failures:
             raise error
         return raise_beat(database, token)
@@ -256,7 +259,7 @@ async def test_a_leader_that_is_killed_or_stands_still_loses_no_order_and_does_n
     with leader_process(a, place) as process:
         assert process.stdout is not None
         said = [process.stdout.readline().strip() for _ in range(50)]
-        b, seen = host(place, "b"), list[str]()
+        b, seen = host(place, "b"), list[LeaderRow]()
         other = store_of(b, place)
         task = asyncio.create_task(waiting(b, other, seen))
         await until(lambda: seen)
@@ -286,7 +289,7 @@ async def test_a_leader_that_is_killed_or_stands_still_loses_no_order_and_does_n
 async def test_a_database_that_restarts_leaves_the_leader_in_place(
     place: Place, postgres_cluster: postgres.Cluster
 ) -> None:
-    a, seen = host(place, "a"), list[str]()
+    a, seen = host(place, "a"), list[LeaderRow]()
     async with leading(a, place) as store:
         token = store.database.token
         b = host(place, "b")

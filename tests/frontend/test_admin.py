@@ -16,6 +16,7 @@ from kvmig.asgi.access import access
 from kvmig.controlplane.messages import OrderDone, SetGuarantee
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.config import ClusterConfig, SchedulerConfig
+from kvmig.core.order_fence import OrderToken
 from kvmig.engines.base import EngineLoad
 from kvmig.frontend.admin import AddBody, DrainBody, RestartBody, admin_api
 from kvmig.frontend.inventory import cluster_rows
@@ -24,6 +25,10 @@ from kvmig.rpc.messages import RpcMessage
 from kvmig.sharing.messages import InUnit
 from tests.support.fake_llumlet import Cluster, cluster
 from tests.support.waiting import until
+
+
+async def raise_fence(token: OrderToken) -> None:
+    """In place of the launcher, which no fleet's server has asked before."""
 
 
 @asynccontextmanager
@@ -38,7 +43,7 @@ async def served(
             return cluster_rows(it.router.fleet.rows(), [], "the model")
 
         rule = access(keys, "", "127.0.0.1").admin
-        app.include_router(admin_api(it.router, rows, "the model", rule))
+        app.include_router(admin_api(it.router, rows, "the model", rule, raise_fence))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost/kvmig/v1"

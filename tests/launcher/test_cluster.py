@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,6 +32,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.config import ClusterConfig, LifecycleConfig, RayConfig, UnitConfig
 from kvmig.core.errors import ConfigError, StartupError, TransportError
+from kvmig.core.order_fence import OrderToken
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import EngineLoad
 from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink, News
@@ -42,7 +44,7 @@ from kvmig.launcher.control import ControlServer
 from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.shapes import InstanceShape, InstanceShapes
 from kvmig.process.supervisor import ProcessHandle
-from kvmig.rpc.messages import Hello
+from kvmig.rpc.messages import Hello, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcServer
 from kvmig.sharing.messages import InUnit
 from tests.support.fake_llumlet import Front, decode
@@ -282,6 +284,32 @@ async def test_added_instances_take_free_names_and_are_seen_starting() -> None:
         assert await it.link.order(lambda number: AddInstances(number, 2)) == ("i2", "i3")
         assert any(states.get("i3") == "starting" for states in it.front.history)
         await it.hears(i0="serving", i1="serving", i2="serving", i3="serving")
+
+
+def numbered(order: RpcMessage, call_id: int) -> RpcMessage:
+    return msgspec.structs.replace(order, call_id=call_id)
+
+
+async def test_an_order_of_an_earlier_server_is_refused_whichever_front_end_passes_it() -> None:
+    async with world(max_instances=4) as it:
+        await it.link.raise_fence(OrderToken(6, 1))
+        other = LauncherLink(it.control.endpoint, SECRET, "front-2", Told().hear)
+        await until(lambda: client_of(other) is not None)
+        for late in (
+            AddInstances(0, token=OrderToken(5, 9)),
+            DrainInstance(0, "i0", token=OrderToken(5, 9)),
+            RestartInstances(0, token=OrderToken(6)),
+            StopDrain(0, "i0", OrderToken(1, 1)),
+        ):
+            with pytest.raises(OrderFailed, match=r"must be 6\.1 or higher"):
+                await other.order(functools.partial(numbered, late))
+        with pytest.raises(OrderFailed, match="is of an earlier server"):
+            await other.raise_fence(OrderToken(5, 10))
+        await it.hears(i0="serving", i1="serving")
+        await other.order(lambda number: AddInstances(number, token=OrderToken(6, 1)))
+        await other.order(AddInstances)
+        await it.hears(i0="serving", i1="serving", i2="serving", i3="serving")
+        await other.close()
 
 
 async def test_an_instance_keeps_its_place_in_a_placement_when_it_starts_again() -> None:

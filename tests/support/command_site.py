@@ -15,6 +15,7 @@ import httpx
 
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.command.launch import CommandLaunch, encode_launch
+from kvmig.core.order_fence import TOKEN_HEADER
 from tests.support.waiting import until, wait_until
 
 TOY = (sys.executable, "-m", "tests.support.toy_openai", "--name", "{name}", "--script")
@@ -126,11 +127,12 @@ class CommandSite:
         self.process.stdin.close()
         return self.process.wait(END_S)
 
-    def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        """Of its admin API."""
+    def ask(self, method: str, path: str, body: Any = None, token: str = "") -> httpx.Response:
+        """Of its admin API. token: of a fleet's server; empty: none."""
         transport = httpx.HTTPTransport(uds=self.launch.uds)
         with httpx.Client(transport=transport, base_url="http://x", timeout=30) as client:
-            return client.request(method, path, json=body)
+            headers = {TOKEN_HEADER: token} if token else {}
+            return client.request(method, path, json=body, headers=headers)
 
     def client(self, **headers: str) -> httpx.AsyncClient:
         """As the door speaks, for the key `k`."""

@@ -202,6 +202,10 @@ class OwnSupervisor(FleetSupervisor):
     def _tell(self, news: News) -> None:
         self.news.append(news)
 
+    def lead(self) -> None:
+        """Be as after the server's start."""
+        self._serves = True
+
     def carry_out(self, order: Order) -> None:
         """Take it as from the server."""
         self._hear(encode(order))
