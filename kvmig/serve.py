@@ -46,6 +46,7 @@ from kvmig.launcher.front_end_count import usual_front_ends
 from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
 from kvmig.launcher.gpu_division import GpuNeed, asked, divide
 from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
+from kvmig.launcher.instance_spans import InstanceSpans
 from kvmig.launcher.launch import LlumletLauncher
 from kvmig.launcher.local import LocalHost
 from kvmig.launcher.ray_launcher import RayLauncher
@@ -68,6 +69,8 @@ from kvmig.process.fork_server import HANDED, NO_FORKS, SharedForks
 from kvmig.process.nvml import missing_devices
 from kvmig.process.sockets import listening_at, raise_open_files, take_port
 from kvmig.sharing.unit_state import fetch_unit
+from kvmig.tracing.collector import check_packages, open_collector
+from kvmig.tracing.settings import settings_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
         forks = SharedForks(config.engine, handed) if shares else None
         secret = cluster_secret(os.environ)
         admin_key = os.environ.pop(ADMIN_KEY, "")
+        check_packages(settings_of(os.environ))
         if config.allow_untested_vllm:
             os.environ[ALLOW_UNTESTED] = "1"  # all processes of the cluster inherit it
         kind.prepare()
@@ -380,6 +384,10 @@ class ClusterServer:
         self._stop = asyncio.Event()
         self._at_once = asyncio.Event()
         self._exit_code = 0
+        self._traces = open_collector(settings_of(os.environ), "launcher")
+        if self._traces is not None:
+            model = (args.served_model_name or [args.model])[0]
+            cluster.on_change.append(InstanceSpans(self._traces.tracer, model).observe)
 
     async def run(self) -> int:
         """Serve until a signal; returns the exit code."""
@@ -404,6 +412,8 @@ class ClusterServer:
                 await self._control.close()
             await self._cluster.stop()
             await cancel_tasks(self._beating)
+            if self._traces is not None:
+                await self._traces.close()
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()

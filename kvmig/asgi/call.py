@@ -14,6 +14,7 @@ from kvmig.asgi.answer_room import AnswerRoom, part
 from kvmig.asgi.answer_usage import CallUsage
 from kvmig.asgi.body_budget import BodyShare
 from kvmig.asgi.error_forms import ApiError
+from kvmig.tracing.calls import CallTrace
 
 
 class BackgroundWork(Protocol):
@@ -59,6 +60,7 @@ class HttpCall:
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
         "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media",
         "over", "priority", "quota", "request_ids", "room", "sequences", "status", "tenant", "told",
+        "trace",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +86,8 @@ class HttpCall:
         """Account whose stalls of the event loop its own are; empty: its work isn't timed."""
         self.media: HeldResource | None = None
         """What its images, audio and video take, until they go to the engine with the prompt."""
+        self.trace: CallTrace | None = None
+        """The call's span; None: there are no traces."""
         self.request_ids: set[str] = set()
         self.priority: int | None = None
         """Number of its class in its header, which goes before all else; None: it has none."""
@@ -220,6 +224,12 @@ def current_call_id() -> str:
     """The x-request-id of that call; empty outside of one."""
     call = current_call.get()
     return "" if call is None else call.call_id
+
+
+def current_trace_id() -> str:
+    """The id of that call's trace, where it is sampled."""
+    call = current_call.get()
+    return "" if call is None or call.trace is None else call.trace.sampled_id
 
 
 CALL_ID = "x-request-id"

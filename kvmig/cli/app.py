@@ -46,6 +46,8 @@ from kvmig.fleet.device_room import Strategy
 from kvmig.fleet.settings import FleetSettings, certificate_files, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
 from kvmig.launcher.environment import cores
+from kvmig.tracing.collector import check_packages
+from kvmig.tracing.settings import settings_of
 
 __all__ = ["FleetAddress", "app", "main"]
 
@@ -236,6 +238,7 @@ def up(
     """Start a fleet and serve it until Ctrl-C."""
     from kvmig.fleet.supervisor import up as run
 
+    check_packages(settings_of(os.environ))
     for secret in (DATABASE, KEY):  # models' processes need neither
         os.environ.pop(secret, None)
     if threads > cores():

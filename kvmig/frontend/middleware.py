@@ -44,6 +44,7 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
 from kvmig.core.priorities import PriorityClass
 from kvmig.frontend.background import OpenAnswer
+from kvmig.frontend.call_spans import CallSpans, end_call
 from kvmig.frontend.load_shedding import LoadShedding
 from kvmig.frontend.loop_use import LARGE_BYTES, LoopUse
 
@@ -82,6 +83,8 @@ class HttpState:
     """Whether calls without a proxy's word have keys of their own."""
     reach: ModelReach | None = None
     """What the model can use; None: it isn't known, and bounds nothing."""
+    traces: CallSpans | None = None
+    """Makes the spans of calls that engines work for; None: there are none."""
     budget: BodyBudget = field(init=False)
     """Room for bodies of calls whose prompts the engine doesn't have yet."""
     shedding: LoadShedding = field(init=False)
@@ -197,6 +200,8 @@ class HttpMiddleware:
                 call.end_background()
             current_call.reset(token)
             call.end_call()
+            if call.trace is not None:
+                end_call(call.trace, call)
 
     async def _serve(
         self,
@@ -235,6 +240,9 @@ class HttpMiddleware:
             await refused.answer(scope, receive, stage.send)
             return
         if found is not None and found.route.works:
+            if state.traces is not None:
+                call.trace = state.traces.begin(call, found.route, headers.raw)
+                call.trace.replace_headers(headers.raw)
             state.begin_work(call)
             shedding, clock, account = state.shedding, state.clock, call.account
             call.enter(lambda by: shedding.hold(priority, by, clock(), account), sequences)

@@ -297,8 +297,16 @@ class RequestOwnership:
         request.unplaced_since, request.placed = None, self.clock()
         request.splicer.restart(instance)
         self.observer.ran_again(tokens)
+        trace_id = ""
+        if (traces := self.table.traces) is not None:
+            traces.ran_again(request, instance, tokens, request.placed)
+            trace_id = traces.trace_id(request.run_id)
         log.warning(
-            "request %s runs again on %s from token %d", request.run_id, instance, len(known)
+            "request %s runs again on %s from token %d%s",
+            request.run_id,
+            instance,
+            len(known),
+            f" trace_id={trace_id}" if trace_id else "",
         )
 
     # -- ends before the last token

@@ -42,6 +42,8 @@ class OutputBatch:
     meta: object = None
     cached: Mapping[str, int] = field(default_factory=dict)
     """Prompt tokens that the prefix cache had, for runs whose first tokens these are."""
+    queued: Mapping[str, float] = field(default_factory=dict)
+    """Seconds in the instance's queue, for the same runs, where the engine measures them."""
 
 
 class OutputDecoder(Protocol):

@@ -83,6 +83,8 @@ class LiveRequest:
     """When the first token came, in the router's clock."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache of the first run had."""
+    queued_s: float = 0.0
+    """Time in the queue of the instance of the first run, as far as the instance measured it."""
     begun: EngineArithmetic = NOT_BEGUN
     """Weights and numerics of the first token: the request goes on under no other weights."""
     output_token_ids: list[int] = field(default_factory=list)
@@ -247,12 +249,28 @@ class RequestObserver(Protocol):
         """The request has left the table. failed: its client gets an error."""
 
 
+class RunObserver(RequestObserver, Protocol):
+    """Learns of each run, too: `kvmig.frontend.request_traces.RequestTraces`."""
+
+    def lost_run(self, request: LiveRequest, run_id: str, now: float) -> None:
+        """The run is given up, and the request has no instance until the next one."""
+
+    def ran_again(self, request: LiveRequest, instance: str, tokens: int, now: float) -> None:
+        """The next run is on its way to an instance, which recomputes that number of tokens."""
+
+    def trace_id(self, run_id: str) -> str:
+        """The id of a run's trace; empty: it has none."""
+
+
 class RequestTable:
     """Live requests by id, and the ids of those that ended lately."""
 
-    def __init__(self, meter: RequestObserver | None = None) -> None:
-        """meter: learns of every request."""
+    def __init__(
+        self, meter: RequestObserver | None = None, traces: RunObserver | None = None
+    ) -> None:
+        """meter: learns of every request. traces: learns of each run, too; None: none are made."""
         self._meter = meter
+        self.traces = traces
         self.live: dict[str, LiveRequest] = {}
         """Live requests by request id; read only."""
         self.runs: dict[str, LiveRequest] = {}
@@ -277,6 +295,8 @@ class RequestTable:
             request.call.submitted(request.request_id)
         if self._meter is not None:
             self._meter.began(request)
+        if self.traces is not None:
+            self.traces.began(request)
 
     def remove(self, request_id: str, *, failed: bool = False) -> LiveRequest | None:
         """Forget an ended request; None if it isn't here. failed: its client gets an error."""
@@ -288,6 +308,8 @@ class RequestTable:
             request.call.ended(request_id)
         if self._meter is not None:
             self._meter.ended(request, failed)
+        if self.traces is not None:
+            self.traces.ended(request, failed)
         names = {request.call_id, request.external_id}
         for name in names:
             self._calls[name].discard(request_id)
@@ -302,9 +324,12 @@ class RequestTable:
 
     def next_run(self, request: LiveRequest, now: float) -> None:
         """Give the present run up: nothing of it counts any more, and no instance has the next."""
-        del self.runs[request.run_id]
+        lost = request.run_id
+        del self.runs[lost]
         request.run += 1
         self.runs[request.run_id] = request
+        if self.traces is not None:
+            self.traces.lost_run(request, lost, now)
         request.moved_to = request.destination = None
         request.reconnected = set()
         if request.unplaced_since is None:

@@ -70,6 +70,7 @@ from kvmig.frontend.ports import (
     RouterObserver,
 )
 from kvmig.frontend.quotas import Output, QuotaClient
+from kvmig.frontend.request_traces import RequestTraces
 from kvmig.frontend.requests import (
     LiveRequest,
     RequestTable,
@@ -115,13 +116,15 @@ class Router:
         observer: RouterObserver | None = None,
         meter: UsageMeter | None = None,
         quotas: QuotaClient | None = None,
+        traces: RequestTraces | None = None,
         clock: Clock = monotonic,
         lost_after_s: float = 10.0,
         fence_timeout_s: float = FENCE_TIMEOUT_S,
     ) -> None:
         """name: of this front end; it counts what happens to its own requests.
 
-        meter: counts what its calls use. quotas: pays for calls whose keys have one.
+        meter: counts what its calls use. quotas: pays for calls whose keys have one. traces: makes
+        their spans; None: there are none.
         """
         self.fleet = InstancePool(name, secret, config, clock, lost_after_s, self)
         self.reports: deque[MigrationReport] = deque(maxlen=RECENT)
@@ -133,7 +136,8 @@ class Router:
         self._observer = observer = observer or RouterObserver()
         self._clock = clock
         self._fence_timeout_s = fence_timeout_s
-        self._table = RequestTable(meter)
+        self._table = RequestTable(meter, traces)
+        self._traces = traces
         self._questions = PendingCalls(self.fleet.send)
         self._streams = RequestStreams(
             self._table, sink, decode, self.fleet, observer, clock, quotas
@@ -510,6 +514,8 @@ class Router:
         """Take the report of a migration, by hand or by policy, of any front end's request."""
         report, request = message.report, self._table.runs.get(message.report.request_id)
         if report.reason not in _NEVER_BEGAN:
+            if self._traces is not None:
+                self._traces.migrated(report)
             if request is not None:
                 report = replace(report, request_id=request.request_id)
             self.reports.append(report)

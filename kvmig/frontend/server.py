@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 import time
 from argparse import Namespace
@@ -20,6 +21,9 @@ from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.heap import keep_small
 from kvmig.launcher.front_ends import FrontLaunch
 from kvmig.process.child import end_loading, say
+from kvmig.tracing.collector import open_collector
+from kvmig.tracing.logs import show_trace_ids
+from kvmig.tracing.settings import settings_of
 
 if TYPE_CHECKING:
     from kvmig.frontend.meter import UsageMeter
@@ -58,11 +62,13 @@ class FrontEnd:
         """
         from prometheus_client import REGISTRY
 
+        from kvmig.asgi.call import current_trace_id
         from kvmig.frontend.isolation import PromptSalts
         from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink
         from kvmig.frontend.loop_watch import LoopWatch
         from kvmig.frontend.metrics import FrontendMetrics
         from kvmig.frontend.openai.base import openai_server
+        from kvmig.frontend.request_traces import RequestTraces
         from kvmig.frontend.router import Router
 
         self._launch = launch
@@ -77,6 +83,9 @@ class FrontEnd:
         self._model = names[0]
         self._usage = usage_writer(launch, self._model)
         self._quotas = quotas_of(launch, self._usage, self._server.cut)
+        self._traces = open_collector(settings_of(os.environ), launch.name)
+        if self._traces is not None:
+            self._hide_trace_ids = show_trace_ids(current_trace_id)
         self._router = Router(
             launch.name,
             launch.secret,
@@ -86,6 +95,7 @@ class FrontEnd:
             observer=metrics,
             meter=None if self._usage is None else self._usage.meter,
             quotas=self._quotas,
+            traces=None if self._traces is None else RequestTraces(),
         )
         self._http = self._http_state(metrics)
         if args.api_key and launch.admin_key:  # the server's own look comes after ours
@@ -102,6 +112,7 @@ class FrontEnd:
     def _http_state(self, metrics: FrontendMetrics) -> HttpState:
         from prometheus_client import REGISTRY
 
+        from kvmig.frontend.call_spans import CallSpans
         from kvmig.frontend.middleware import HttpState
 
         config, fleet, keys = self._launch.config, self._router.fleet, self._args.api_key
@@ -118,6 +129,8 @@ class FrontEnd:
         if self._usage is not None:
             state.begin_work = self._usage.meter.enter
             state.uncounted = self._usage.refusal
+        if self._traces is not None:
+            state.traces = CallSpans(self._traces.tracer, self._model)
         return state
 
     async def start(self) -> None:
@@ -180,6 +193,9 @@ class FrontEnd:
             await cancel_tasks(self._writing)
             assert self._usage is not None
             await self._usage.close()  # nothing is counted any more
+        if self._traces is not None:
+            self._hide_trace_ids()
+            await self._traces.close()
         self._sock.close()
 
     async def _empty(self) -> None:

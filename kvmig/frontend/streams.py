@@ -99,6 +99,7 @@ class RequestStreams:
         for run_id, tokens in batch.cached.items():
             if (request := runs.get(run_id)) is not None and request.first_at is None:
                 request.cached_tokens = min(tokens, request.prompt_tokens)
+                request.queued_s = batch.queued.get(run_id, 0.0)
         items = batch.items
         for span, item in zip(outputs.spans, items, strict=True):
             request = runs.get(span.request_id)

@@ -67,6 +67,9 @@ class StageReport(msgspec.Struct, frozen=True):
     chunks: Annotated[
         list[ChunkTimes], Meta(description="The first 64 chunks, in the order in which they went.")
     ] = msgspec.field(default_factory=list)
+    began_ms: Annotated[
+        float | None, Meta(description="Since the migration began; null: it isn't known.")
+    ] = None
 
 
 class Downtime(msgspec.Struct, frozen=True):
@@ -87,6 +90,9 @@ class Downtime(msgspec.Struct, frozen=True):
             description="Until the destination's first step ended; null when the request ended "
             "before, or didn't decode yet."
         ),
+    ] = None
+    began_ms: Annotated[
+        float | None, Meta(description="Since the migration began; null: it isn't known.")
     ] = None
 
 

@@ -61,7 +61,8 @@ class MigrationTimeline:
     ) -> None:
         """A live stage of `blocks` ended; `parts` and `chunks` may still grow until the report."""
         ms = (self._clock() - since) * 1e3
-        self._stages.append(StageReport(blocks, nbytes, ms, parts, chunks))
+        began_ms = (since - self._began) * 1e3
+        self._stages.append(StageReport(blocks, nbytes, ms, parts, chunks, began_ms))
 
     def mark(self, part: Part) -> None:
         """A part of the pause begins."""
@@ -77,7 +78,10 @@ class MigrationTimeline:
         if len(self._marks) < 2:
             return None
         ms = {part: (end - begin) * 1e3 for (part, begin), (_, end) in pairwise(self._marks)}
-        return Downtime(ms["drain"], ms.get("tail copy", 0.0), ms.get("commit", 0.0), first_token)
+        began_ms = (self._marks[0][1] - self._began) * 1e3
+        return Downtime(
+            ms["drain"], ms.get("tail copy", 0.0), ms.get("commit", 0.0), first_token, began_ms
+        )
 
     def committed(self, first_token: float | None) -> MigrationReport:
         """The report of a migration that was committed."""

@@ -20,6 +20,7 @@ from kvmig.controlplane.messages import (
 )
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import StartupError, TransportError
+from kvmig.launcher.instance_spans import EMPTY
 from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher
 from kvmig.process.child import say
 from kvmig.process.supervisor import ProcessHandle, deaths_in_a_row, first_of, restart_pause
@@ -357,7 +358,7 @@ class ManagedInstance:
             self._wanted = SetState("serving")
             self._empty.set()
         else:
-            self._set("draining", "it is empty")
+            self._set("draining", EMPTY)
 
     async def _leave_last(self) -> None:
         """Drain the only instance, for which no other can take what comes: only when it is empty,

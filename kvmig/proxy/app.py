@@ -59,6 +59,7 @@ from kvmig.proxy.call import NOTHING, ClientGone, ProxiedCall, on_lost_nothing
 from kvmig.proxy.calls import CallBody, CallTarget, asked, body_of, check_encoding, target
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import FoundModel, ModelDirectory
+from kvmig.proxy.door_trace import DoorTrace
 from kvmig.proxy.exposition import merged, parsed
 from kvmig.proxy.messages import Down, ModelDemand, ModelRoute, RouteChanges, SpentLimits
 from kvmig.proxy.metrics import DoorMetrics
@@ -76,6 +77,7 @@ from kvmig.proxy.relay import (
     error_of,
 )
 from kvmig.proxy.shown_routes import shown_row, shown_start
+from kvmig.tracing.calls import CallTracer
 
 FLEET = "/kvmig/"
 """Prefix of the paths that the server answers."""
@@ -138,12 +140,13 @@ class ProxyApp:
         number: int = 0,
         tallies: AccountTallies | None = None,
         cross_origin: CrossOrigin | None = None,
+        traces: CallTracer | None = None,
     ) -> None:
         """api: path of the server's HTTP socket. want: asks the server for a cold model.
 
         age_s: of what is known. wall: Unix time. number: of the proxy, among those that share the
         port. tallies: of all these; None: it is alone. cross_origin: which web pages may call;
-        None: none.
+        None: none. traces: makes the spans of calls for models; None: there are none.
         """
         self.directory = directory
         self.config = config
@@ -153,6 +156,7 @@ class ProxyApp:
         self.metrics = DoorMetrics(self.counts, age_s)
         self.admission = CallAdmission(directory, clock, wall, tallies)
         self._number = number
+        self._traces = traces
         self._cross_origin = cross_origin or CrossOrigin()
         self._api = api
         self._want = want
@@ -216,12 +220,12 @@ class ProxyApp:
         try:
             await self._serve(call)
         except ProxyRefusal as why:
-            self.count_refused(why.status)
+            self._note_status(call, why.status)
             if not call.gone:
                 comes = call.cycle.more_body and "expect" not in call.headers
                 await call.refuse(why, UNREAD_BYTES if comes else 0)
         except gateway.HttpRejection as no_body:
-            self.count_refused(no_body.answer.status_code)
+            self._note_status(call, no_body.answer.status_code)
             if no_body.unread and "expect" not in call.headers:
                 await gateway.discard(receive, no_body.unread)
             stage = ErrorStage(call.api, HttpCall(call.call_id), send, worded=True)
@@ -232,6 +236,13 @@ class ProxyApp:
         finally:
             call.over = True
             call.give_body_back()
+            if call.trace is not None:
+                call.trace.end(gone=call.gone)
+
+    def _note_status(self, call: ProxiedCall, status: int) -> None:
+        self.count_refused(status)
+        if call.trace is not None:
+            call.trace.status = status
 
     async def _serve(self, call: ProxiedCall) -> None:
         if call.path == "/health":
@@ -409,7 +420,13 @@ class ProxyApp:
         self._check_limits(
             call, visit, *self.admission.check_limits(visit)
         )  # before it uploads its body
+        if self._traces is not None and where.route is not None:
+            call.trace = DoorTrace.begin(
+                self._traces, where.route, call.scope["headers"], call.call_id, visit.prefix
+            )
         waiter = await self._prepare(call, visit, where)
+        if call.trace is not None:
+            call.trace.name_model(waiter.model)
         self._check_limits(call, visit, *self.admission.begin(visit, waiter.sequences))
         counts = (
             self.counts if waiter.works else RequestCounts()
@@ -563,6 +580,8 @@ class ProxyApp:
         call.granted = self.admission.has_quota(visit)
         if call.granted:
             passed = [*passed, (QUOTA, b"1")]
+        if call.trace is not None:
+            passed = call.trace.replace_headers(passed)
         call.set_request(path, passed, content)
 
     def _choose_class(
@@ -624,6 +643,8 @@ class ProxyApp:
                         assert route is not None
                         self._stay(call, waiter, route)
                         counted.set_state("held", self._clock())
+                        if call.trace is not None:
+                            call.trace.hold(route.state)
                         if beat:
                             waiter.beaten = self._clock()
                             call.send_keepalive(shown_start(route, waiter, self._clock()))
@@ -632,6 +653,8 @@ class ProxyApp:
                         raise why
         finally:
             self.hold.remove_request(waiter)
+            if call.trace is not None:
+                call.trace.end_hold()
 
     def _stay(self, call: ProxiedCall, waiter: PendingRequest, route: ModelRoute) -> None:
         """Queue the request, if it isn't queued yet. Raises Refused."""
@@ -740,6 +763,8 @@ class ProxyApp:
             await call.pass_on(upstream)
             self.metrics.relayed.inc(upstream.passed)
             self.metrics.requests.labels(model, head.status).inc()
+            if call.trace is not None:
+                call.trace.status = head.status
             call.end(upstream, head.events)
         finally:
             call.connection.on_lost = on_lost_nothing  # the connection's next call has its own

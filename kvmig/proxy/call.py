@@ -20,6 +20,7 @@ from kvmig.asgi.connection import HttpConnection
 from kvmig.asgi.error_forms import EventNumbers, api_of
 from kvmig.asgi.route_table import Api
 from kvmig.proxy.calls import error_body, error_event, heartbeat, unnamed
+from kvmig.proxy.door_trace import DoorTrace
 from kvmig.proxy.refusals import ProxyRefusal
 from kvmig.proxy.relay import (
     LAST_CHUNK,
@@ -131,6 +132,8 @@ class ProxiedCall:
         """Headers with limits."""
         self.cross_origin: list[tuple[bytes, bytes]] = []
         """Headers of all its answers, for the browser of a page that calls."""
+        self.trace: DoorTrace | None = None
+        """The call's spans; None: there are none."""
         self.chunks = scope["http_version"] != "1.0"
         """Whether its client knows chunks."""
 

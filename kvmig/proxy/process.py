@@ -39,6 +39,9 @@ from kvmig.proxy.messages import (
     SpentLimits,
 )
 from kvmig.proxy.shared_tallies import SharedTallies
+from kvmig.tracing.calls import CallTracer
+from kvmig.tracing.collector import open_collector
+from kvmig.tracing.settings import settings_of
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,11 @@ class ProxyServer(HttpTask):
         self._link: ServerLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._tallies = SharedTallies(Path(launch.tallies)) if launch.tallies else None
+        settings = settings_of(os.environ)
+        self._collector = open_collector(settings, launch.name)
+        traces: CallTracer | None = None
+        if settings is not None and self._collector is not None:
+            traces = CallTracer(self._collector.tracer, trusts=settings.parents == "trust")
         self.door = ProxyApp(
             ModelDirectory(),
             launch.http,
@@ -81,6 +89,7 @@ class ProxyServer(HttpTask):
             number=launch.number,
             tallies=self._tallies or OwnTallies(since=monotonic()),
             cross_origin=CrossOrigin(launch.allowed_origins),
+            traces=traces,
         )
         self._certificate = CertificateWatch(launch.certificate) if launch.certificate else None
         if (own := self._certificate) is not None:
@@ -115,6 +124,8 @@ class ProxyServer(HttpTask):
             await self._link.close()
         if self._tallies is not None:
             self._tallies.close()
+        if self._collector is not None:
+            await self._collector.close()
 
     def _watched(self) -> list[tuple[str, Callable[[], Coroutine[None, None, None]]]]:
         """What watches the certificate."""

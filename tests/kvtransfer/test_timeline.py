@@ -17,9 +17,9 @@ PARTS: list[Part] = ["drain", "tail copy", "commit"]
     ("marked", "downtime"),
     [
         (0, None),
-        (1, Downtime(1000.0, 0.0, 0.0, None)),
-        (2, Downtime(1000.0, 1000.0, 0.0, None)),
-        (3, Downtime(1000.0, 1000.0, 1000.0, None)),
+        (1, Downtime(1000.0, 0.0, 0.0, None, 1000.0)),
+        (2, Downtime(1000.0, 1000.0, 0.0, None, 1000.0)),
+        (3, Downtime(1000.0, 1000.0, 1000.0, None, 1000.0)),
     ],
 )
 def test_a_pause_ends_in_whatever_part_it_was(marked: int, downtime: Downtime | None) -> None:
@@ -39,4 +39,4 @@ def test_a_part_counts_once_the_next_one_has_begun() -> None:
     timeline.mark("drain")
     assert timeline.downtime() is None
     timeline.mark("tail copy")
-    assert timeline.downtime() == Downtime(1000.0, 0.0, 0.0, None)
+    assert timeline.downtime() == Downtime(1000.0, 0.0, 0.0, None, 1000.0)

@@ -28,6 +28,7 @@ from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import ModelDirectory
 from kvmig.proxy.messages import FleetSnapshot, ModelRoute, RouteChanges
+from kvmig.tracing.calls import CallTracer
 from tests.support.certificates import Authority
 
 PEPPER = b"p" * 32
@@ -225,19 +226,20 @@ async def site(
     wall: Clock = time.time,
     pages: tuple[str, ...] = (),
     authority: Authority | None = None,
+    traces: CallTracer | None = None,
     **limits: Any,
 ) -> AsyncIterator[Site]:
     """A door with one key that may use everything, and `grants`; it knows no models.
 
     pages: origins of web pages that may call. authority: signs the door's certificate; None: it
-    speaks plain HTTP.
+    speaks plain HTTP. traces: makes spans; None: there are none.
     """
     shown, grant = key(scopes=("infer", "read", "admin"))
     wanted: list[str] = []
     api = str(folder / "api")
     door = ProxyApp(
         ModelDirectory(), HttpConfig(**limits), api, wanted.append, clock=clock, wall=wall,
-        cross_origin=CrossOrigin(pages),
+        cross_origin=CrossOrigin(pages), traces=traces,
     )  # fmt: skip
     door.apply(FleetSnapshot(version=1, pepper=PEPPER, keys=(grant, *grants)))
     sock = socket.create_server(("127.0.0.1", 0))

@@ -22,12 +22,15 @@ from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.config import ClusterConfig, HttpConfig, MigrationConfig
 from kvmig.core.priorities import PriorityClass
 from kvmig.frontend.app import extend
+from kvmig.frontend.call_spans import CallSpans
 from kvmig.frontend.launcher_link import InstanceMembership, LauncherLink
 from kvmig.frontend.metrics import FrontendMetrics
 from kvmig.frontend.middleware import HttpMiddleware, HttpState
 from kvmig.frontend.openai.generation import GenerationBackend, RequestQueues, decode_outputs
 from kvmig.frontend.openai.routes import openai_api
+from kvmig.frontend.request_traces import RequestTraces
 from kvmig.frontend.router import Router
+from kvmig.tracing.spans import SpanTracer
 from tests.support.byte_tokens import Bytes
 
 if TYPE_CHECKING:
@@ -75,8 +78,9 @@ async def stubbed_front(
     http: HttpConfig,
     priorities: tuple[PriorityClass, ...] = ClusterConfig().priorities,
     api_keys: Sequence[str] = (),
+    tracer: SpanTracer | None = None,
 ) -> AsyncIterator[Stubbed]:
-    """Started, and ended."""
+    """Started, and ended. tracer: makes spans; None: there are none."""
     small = MigrationConfig(staging_buffers=1, chunk_bytes=4096)
     config = ClusterConfig(migration=small, http=http, priorities=priorities)
     metronome, registry = Metronome(), CollectorRegistry()
@@ -85,7 +89,10 @@ async def stubbed_front(
     await llumlet.start()
     metrics = FrontendMetrics(registry, priorities)
     queues = RequestQueues()
-    router = Router("front", SECRET, config, queues, decode_outputs, observer=metrics)
+    traces = None if tracer is None else RequestTraces()
+    router = Router(
+        "front", SECRET, config, queues, decode_outputs, observer=metrics, traces=traces
+    )
     state = HttpState(
         http,
         access(api_keys, "", "127.0.0.1"),
@@ -94,6 +101,7 @@ async def stubbed_front(
         vacant=router.fleet.vacant,
         queued=router.fleet.waiting,
         overloaded=metrics.refused,
+        traces=None if tracer is None else CallSpans(tracer, "bytes"),
     )
     membership = InstanceMembership(router)
     launcher = LauncherLink("tcp://127.0.0.1:9", SECRET, "front", membership.apply_news)

@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import (
+    EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReadyResponse,
@@ -118,6 +119,20 @@ def cached_tokens(outputs: EngineCoreOutputs) -> dict[str, int]:
         for one in outputs.outputs
         if (stats := one.prefill_stats) is not None
     }
+
+
+def queue_times(outputs: EngineCoreOutputs) -> dict[str, float]:
+    """Seconds in the engine's queue, of requests whose first tokens these are."""
+    waits: dict[str, float] = {}
+    for one in outputs.outputs:
+        if one.prefill_stats is None or not one.events:
+            continue
+        first = {event.type: event.timestamp for event in reversed(one.events)}
+        queued = first.get(EngineCoreEventType.QUEUED)
+        scheduled = first.get(EngineCoreEventType.SCHEDULED)
+        if queued is not None and scheduled is not None:
+            waits[one.request_id] = max(0.0, scheduled - queued)
+    return waits
 
 
 def cut_output(output: EngineCoreOutput, tokens: int) -> None:

@@ -33,6 +33,7 @@ from kvmig.engines.vllm.front import (
     cached_tokens,
     cut_output,
     decode_outputs,
+    queue_times,
 )
 from kvmig.frontend.isolation import PromptSalts
 from kvmig.frontend.media_rules import MediaRules
@@ -84,7 +85,9 @@ class VllmServer(HttpTask):
 
     def decode(self, payload: Sequence[memoryview]) -> OutputBatch:
         outputs = decode_outputs(payload)
-        return OutputBatch(outputs.outputs, outputs, cached_tokens(outputs))
+        cached = cached_tokens(outputs)
+        queued = queue_times(outputs) if cached else {}
+        return OutputBatch(outputs.outputs, outputs, cached, queued)
 
     async def load(self) -> None:
         self._config = await asyncio.get_running_loop().run_in_executor(

@@ -1,0 +1,1 @@
+"""Traces of calls (OpenTelemetry, OTLP): off unless the environment names a collector."""
