@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.answer_room import AnswerRoom, part
 from kvmig.asgi.answer_usage import CallUsage
+from kvmig.asgi.answer_writers import AnswerWriters
 from kvmig.asgi.body_budget import BodyShare
 from kvmig.asgi.error_forms import ApiError
 from kvmig.tracing.calls import CallTrace
@@ -60,7 +61,7 @@ class HttpCall:
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
         "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media",
         "over", "priority", "quota", "request_ids", "room", "sequences", "status", "tenant", "told",
-        "trace",
+        "trace", "writers",
     )  # fmt: skip
 
     def __init__(
@@ -101,6 +102,8 @@ class HttpCall:
         """Whether the client has left before that."""
         self.status = 0
         """Status of the answer; 0: it hasn't begun."""
+        self.writers: AnswerWriters | None = None
+        """Instances that write its stream; None: its client has not asked."""
         self.told: CallUsage | None = None
         """The usage that the answer names, if it does."""
         self.failure: ApiError | None = None

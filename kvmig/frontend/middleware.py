@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvmig.asgi.access import ADMIN, AccessRules
 from kvmig.asgi.answer_usage import UsageReader
+from kvmig.asgi.answer_writers import show_writers
 from kvmig.asgi.body_bounds import ModelReach, largest_size
 from kvmig.asgi.body_budget import BodyBudget
 from kvmig.asgi.call import CALL_ID, HttpCall, accepted, current_call
@@ -158,6 +159,7 @@ class HttpMiddleware:
             quota=state.quota(headers),
         )
         headers[CALL_ID] = call.call_id
+        call.writers, send = show_writers(headers, send)
 
         reader = usage_reader(scope)
         answer = OpenAnswer(call, send)

@@ -162,6 +162,8 @@ class RequestStreams:
 
     def _keep(self, request: LiveRequest, item: OutputItem, instance: str, now: float) -> None:
         """The next run goes on after these tokens; the client knows nothing of runs."""
+        if request.call is not None and (writers := request.call.writers) is not None:
+            writers.add_token(instance, len(request.output_token_ids))
         request.output_token_ids += item.new_token_ids
         if request.whole and request.call is not None:
             tokens = len(item.new_token_ids)

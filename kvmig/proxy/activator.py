@@ -68,7 +68,7 @@ class PendingRequest:
     """When the deployment could not be reached."""
 
     def leave_queue(self, now: float) -> None:
-        """Its deployment has not taken the call: it is tried a little later, and may wait again."""
+        """Let a call be tried later that its deployment has not taken; it may wait again."""
         self.number, self.share, self.tried = 0, None, now
 
 

@@ -31,6 +31,7 @@ from kvmig.accounts.keys import (
 from kvmig.accounts.keys import Scope as KeyScope
 from kvmig.accounts.limits import AccountTallies, LimitExceeded, RequestLimiter, headers
 from kvmig.asgi import request_body as gateway
+from kvmig.asgi.answer_writers import HEADER as WRITERS
 from kvmig.asgi.body_bounds import ROOM, ModelReach
 from kvmig.asgi.body_budget import BodyBudget
 from kvmig.asgi.call import HttpCall
@@ -498,6 +499,8 @@ class ProxyApp:
             passed.append((b"content-type", body.form.content_type))
         passed.append((ACCOUNT, grant.key_id.encode()))
         passed.append((TENANT, grant.user_id.encode()))
+        if call.session_key:
+            passed.append((WRITERS.encode(), b"1"))
         chosen = self._choose_class(call, body, found.model, grant)
         if chosen.runs_as is not None:
             passed = [one for one in passed if one[0] != PRIORITY.encode()]

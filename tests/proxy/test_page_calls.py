@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.accounts.page_sessions import CSRF_HEADER, LoginSession, SessionCookies
+from kvmig.asgi.answer_writers import HEADER as WRITERS
 from kvmig.proxy.messages import KeyUpdates
 from kvmig.proxy.page_calls import (
     BURST,
@@ -118,6 +119,7 @@ async def test_a_chat_of_the_page_has_the_rights_and_limits_of_the_session_s_key
         got = count.got[0]
         assert got.line.split()[1] == "/v1/chat/completions"
         assert got.headers["x-kvmig-account"] == grant.key_id
+        assert got.headers[WRITERS] == "1"
         assert not {"cookie", CSRF_HEADER, "authorization"} & set(got.headers)
         second = await client.post(CHAT, json={"model": "count"}, headers=writing(session))
         assert second.status_code == 429
@@ -167,6 +169,12 @@ async def test_a_write_of_another_origin_never_reaches_the_server(tmp_path: Path
         preflight = evil | {"access-control-request-method": "POST"}
         assert (await client.options("/ui/keys", headers=preflight)).status_code == 403
         assert not api.got
+
+
+async def test_who_writes_an_answer_is_shown_to_the_page_only(tmp_path: Path) -> None:
+    async with site(tmp_path) as door, door.deployment() as count:
+        assert (await door.ask(headers={WRITERS: "1"})).status_code == 200
+        assert WRITERS not in count.got[0].headers
 
 
 async def test_a_revoked_key_ends_its_streams_and_its_session(tmp_path: Path) -> None:

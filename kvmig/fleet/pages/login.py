@@ -58,6 +58,6 @@ def login_routes(site: PageSite, sessions: FleetSessions) -> list[Route]:
 
 
 def own_path(given: str) -> str:
-    """Where to go after the log-in, below the prefix: what the query says, if that is a page."""
+    """The path to go to after the log-in, below the prefix: the given one if it is a page's."""
     found = OWN_PATH.fullmatch(given)
     return "/" if found is None else found[1]
