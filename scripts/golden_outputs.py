@@ -205,7 +205,13 @@ def metrics() -> Files:
         state.registry.register(collector)
     proxy = DoorMetrics(Mock(states=dict), lambda: 0.0)
     server = FleetMetrics(Mock(), Mock(), Mock())
-    of_fleet = [*of_models([]), *of_usage([]), of_set_aside({}), of_disks({}), server._misses()]
+    of_fleet = [
+        *of_models([], lambda _: 0),
+        *of_usage([]),
+        of_set_aside({}),
+        of_disks({}),
+        server._misses(),
+    ]
     return {
         "front-end.txt": _listed(_families(state.registry)),
         "proxy.txt": _listed(_families(proxy.registry)),

@@ -23,7 +23,7 @@ MOST = 100
 """Characters of a value in an error's sentence."""
 
 NOT_TAKEN_HEADER = "x-kvmig-not-taken"
-"""Header of the answer to a call that a stopping server has not looked at; another one may."""
+"""The header of an answer to a call that a stopping server has not taken: another can serve it."""
 
 
 class Problem(BaseModel):

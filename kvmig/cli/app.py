@@ -35,6 +35,7 @@ from kvmig.cli.models import (
     model_app,
     placement_app,
     remove_model,
+    say_what_waits,
 )
 from kvmig.cli.places import instance_app
 from kvmig.cli.rollouts import CanaryOption, DeadlineOption, HoldOption, rollout_body
@@ -353,6 +354,7 @@ def apply(
         answer = where.client().post("apply", body)
     columns = ("", "", "name")
     show_table(answer, as_json, columns, lambda one: (one["action"], one["kind"], one["name"]))
+    say_what_waits(answer, as_json)
 
 
 @app.command()

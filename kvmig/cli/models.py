@@ -82,6 +82,12 @@ def show_rows(answer: Any, as_json: bool) -> None:
                 print(f"{one['name']}: {why}")
 
 
+def say_what_waits(answer: Any, as_json: bool) -> None:
+    """Name the changed models that run on as they are, by an answer to `apply`."""
+    for name in () if as_json else answer["at_next_start"]:
+        print(f"{name}: the change takes effect at its next start (kvmig model off, then on)")
+
+
 def files_line(one: dict[str, Any]) -> str:
     """The files of a model, in a line."""
     if one["why"]:
@@ -347,8 +353,9 @@ def set_model(
         spec["instances"]["zero_after_s"] = zero_after
     with patience(CHECKING):
         rollout = rollout_body(canary, hold, deadline)
-        client.post("apply", {"fleet": {"models": [spec]}, "rollout": rollout})
+        answer = client.post("apply", {"fleet": {"models": [spec]}, "rollout": rollout})
     show_rows(client.get(f"models/{quote(name)}"), as_json)
+    say_what_waits(answer, as_json)
 
 
 @model_app.command("show")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import date
@@ -49,7 +49,7 @@ from kvmig.fleet.quotas import left
 from kvmig.fleet.retention import UsageRetention, day_before, prune
 from kvmig.fleet.rollout_api import RolloutBody, rollout_api, standing, terms_of
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
+from kvmig.fleet.spec import PATH, ModelSpec, SpecChange, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
@@ -241,12 +241,14 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
         terms = terms_of(body.rollout)
         await backend.checked(fleet.models, alone=body.prune)
-        changes = await backend.stored(
-            store.apply, fleet, actor, dry_run=body.dry_run, prune=body.prune, terms=terms
-        )
-        if not body.dry_run:
-            await backend.changed()
-        return {"data": msgspec.to_builtins(changes)}
+        with models.rollouts.order([one.name for one in fleet.models], terms) as terms:
+            changes = await backend.stored(
+                store.apply, fleet, actor, dry_run=body.dry_run, prune=body.prune, terms=terms
+            )
+            if not body.dry_run:
+                await backend.changed()
+        later = [] if body.dry_run else at_next_start(models, changes)
+        return {"data": msgspec.to_builtins(changes), "at_next_start": later}
 
     @api.post("/evaluate")
     async def evaluate(body: Body, _: OrderActor = caller) -> Body:
@@ -685,7 +687,9 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
             "held": models.reports.held(row.name),
             "start_s": front.start_s,
         }
-    held = {} if model is None else model.held
+    held = Counter[str]()
+    for one in models.rollouts.deployments(row.name):
+        held.update(one.held)
     titles = {one.id: one.title for one in (models.places.devices() if held else ())}
     return {
         "name": row.name,
@@ -703,6 +707,19 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
         "no_room": [] if model is None else models.places.reasons(model),
         **now,
     }
+
+
+def at_next_start(models: ModelController, changes: Iterable[SpecChange]) -> list[str]:
+    """Names of changed models that run on as they were started: their changes wait for the next
+    start, and no roll-out brings that about."""
+
+    def waits(name: str) -> bool:
+        model = models.shown(name)
+        if model is None or model.note is None or model.removed:
+            return False
+        return not model.is_newest and models.rollouts.plan(name) is None
+
+    return [one.name for one in changes if one.kind == "model" and waits(one.name)]
 
 
 def unit_json(unit: ManagedUnit) -> Body:

@@ -148,7 +148,7 @@ class ModelController:
         self.places = ModelPlaces(self._models, self.units, memory, self.workers)
         self._workers = self.places.workers
         self.instances_on = self._workers.instances_on
-        self._mover = InstanceMover(
+        self.mover = InstanceMover(
             self._models, self.places, memory.devices, self._orders, clock, self._note, wall
         )
         self._sets = InstanceOrders(self.places, self.workers, memory.devices, self._note, wall)
@@ -159,6 +159,8 @@ class ModelController:
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
         self._told = False  # by init, what runs
+        self._woken = set[str]()
+        """Models to start that the catalogue here doesn't have yet, by name."""
 
     # -- what is heard
 
@@ -169,6 +171,7 @@ class ModelController:
             model = self._models.get(name)
             if model is None:
                 model = self._models[name] = ManagedModel(one, key=name)
+                model.asked_until = math.inf if name in self._woken else model.asked_until
             before, model.wanted = model.wanted.spec, self.rollouts.take_entry(one)
             spec = model.wanted.spec
             if before.source != spec.source and model.life.state == "failed":
@@ -176,6 +179,7 @@ class ModelController:
             if before != spec or not model.claim:
                 self._measures.take_claim(model)
                 model.card = msgspec.structs.replace(model.card, reach=None)  # it may have another
+        self._woken.clear()
         self.rollouts.forget_others(named.keys())
         for model in self._models.values():
             model.removed = model.wanted.name not in named
@@ -240,8 +244,11 @@ class ModelController:
         return self._told and deployment not in self._whose
 
     def wake(self, name: str) -> None:
-        """Start it now, whatever failed before."""
-        model = self.rollouts.front(name) or self._models[name]
+        """Start it now, whatever failed before; one of the next catalogue once that is taken."""
+        model = self.rollouts.front(name) or self._models.get(name)
+        if model is None:
+            self._woken.add(name)
+            return
         model.asked_until = math.inf
         model.life = awake(model.life, self._clock())
         self._changed.set()
@@ -256,6 +263,10 @@ class ModelController:
     def claimed(self) -> int:
         """Bytes that all deployments take."""
         return sum(model.claimed for model in self._models.values())
+
+    def claimed_by(self, name: str) -> int:
+        """Bytes that all deployments of a model take."""
+        return sum(one.claimed for one in self.rollouts.deployments(name))
 
     def every(self) -> list[ManagedModel]:
         """The models that there are; of those that roll out the deployment that has the name."""
@@ -314,7 +325,7 @@ class ModelController:
         self._has_begun = True
         now = self._clock()
         self._measures.measure()
-        self._mover.settle()
+        self.mover.settle()
         self.rollouts.blocked = dict.fromkeys(self._placed, "a placement sets its instances")
         self.rollouts.reconcile()
         seen = {name: self._seen(model, now) for name, model in self._models.items()}
@@ -327,7 +338,7 @@ class ModelController:
         self._tell_routes()
         self.units.reconcile(self._in_units())
         if self._plan.moves is not None:
-            self._mover.begin(self._plan.moves, self._plan.rooms)
+            self.mover.begin(self._plan.moves, self._plan.rooms)
         for model in self._models.values():
             self._scale(model, now)
             self._gather(model)
@@ -416,8 +427,8 @@ class ModelController:
                 assert model.asks_since is not None
                 waiting.append(self._waiting(model, model.asks_since))
         nodes, strategy = self.places.nodes(), self.memory.devices.strategy
-        movable = [] if self._placed else self._mover.movable()  # a placement says where they are
-        made = plan(nodes, waiting, residents, now, strategy, movable, self._mover.nodes)
+        movable = [] if self._placed else self.mover.movable()  # a placement says where they are
+        made = plan(nodes, waiting, residents, now, strategy, movable, self.mover.nodes)
         return self.units.admit(made, starting, self._wanted_specs())
 
     def moves_for(self, model: ManagedModel) -> RoomPlan | None:
@@ -426,11 +437,7 @@ class ModelController:
         if self._placed:
             return None
         instances = 1 if model.deployment else self._first(model)
-        return self._mover.moves_for(model, self._plan.rooms, instances)
-
-    def moves_under_way(self) -> list[str]:
-        """What moves now to make room, in words; it names models."""
-        return self._mover.lines()
+        return self.mover.moves_for(model, self._plan.rooms, instances)
 
     def _in_units(self) -> dict[str, frozenset[str]]:
         """The models that run in units, or wait for their start there."""
@@ -724,7 +731,8 @@ class ModelController:
         if model.watched is not None and can_gather(model):
             names, less = [one.id for one in model.instance_rows], ScalingOrder(-1, ())
             leaving = self.workers.leaving(model.nodes, model.instance_rows)
-            work = self._sets.set_instances(model, model.watched, less, (), (), names, leaving)
+            deadlines = self._workers.deadlines(model, list(leaving))
+            work = self._sets.set_instances(model, model.watched, less, (), (), names, deadlines)
             model.ordering = self._orders.start(work, f"gather {model.wanted.name}")
 
     def _roll(self, model: ManagedModel) -> None:

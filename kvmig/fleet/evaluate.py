@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -146,9 +146,9 @@ def on_host(need: int, host: HostCapacity, free: int) -> HostVerdict:
     return HostVerdict(need_bytes=need, total_bytes=host.total, free_bytes=free, fits=need <= free)
 
 
-def without(name: str, devices: Sequence[DeviceMemory]) -> list[DeviceMemory]:
-    """The GPUs as they would be if this model didn't run."""
+def without(names: Collection[str], devices: Sequence[DeviceMemory]) -> list[DeviceMemory]:
+    """The GPUs as they would be if these deployments didn't run."""
     return [
-        replace(one, claims={key: size for key, size in one.claims.items() if key != name})
+        replace(one, claims={key: size for key, size in one.claims.items() if key not in names})
         for one in devices
     ]

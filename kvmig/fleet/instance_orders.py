@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvmig.core.clock import Clock
@@ -21,6 +21,7 @@ from kvmig.fleet.worker_pool import WorkerPool
 
 PAUSE_S = 10.0
 """Pause after an order about instances that was refused, or that has failed."""
+NO_DEADLINES: Mapping[str, float | None] = {}
 
 
 class InstanceOrders:
@@ -49,12 +50,12 @@ class InstanceOrders:
         places: Sequence[InstancePlace],
         why: Sequence[PlaceExplanation],
         staying: Sequence[str],
-        first: Collection[str] = (),
+        first: Mapping[str, float | None] = NO_DEADLINES,
     ) -> None:
         """Carry out one step. Another instance takes the place of a failed one later.
 
         places: of the instances that are added. staying: the instances of which one may be drained,
-        first: those of them that go before the others.
+        first: those of them that go before the others, with the seconds that their requests have.
         """
         try:
             if order.failed:
@@ -153,10 +154,10 @@ class InstanceOrders:
 
 
 async def _drain_one(
-    watched: DeploymentWatcher, staying: Sequence[str], first: Collection[str]
+    watched: DeploymentWatcher, staying: Sequence[str], first: Mapping[str, float | None]
 ) -> None:
     """Drain the instance whose requests move fastest; the last one stays."""
     serving = [one for one in watched.told.data if one.state == "serving" and one.id in staying]
     if len(serving) > 1:
         goes = min(serving, key=lambda one: (one.id not in first, one.blocks_used, one.running))
-        await watched.drain(goes.id)
+        await watched.drain(goes.id, first.get(goes.id))

@@ -72,7 +72,7 @@ class FleetMetrics:
             *(({}, text) for text in self.proxies()),
         ]
         own = [
-            *of_models(every),
+            *of_models(every, self.models.claimed_by),
             *of_workers(self.models.workers.workers()),
             *of_usage(usage),
             self._misses(),
@@ -114,8 +114,8 @@ class FleetMetrics:
         return found
 
 
-def of_models(models: Iterable[ManagedModel]) -> list[Metric]:
-    """What the server sees and has decided of each."""
+def of_models(models: Iterable[ManagedModel], claimed: Callable[[str], int]) -> list[Metric]:
+    """What the server sees and has decided of each. claimed: bytes of the host, by name."""
     state = GaugeMetricFamily(
         "kvmig_model_state", "1 for the state that it is in.", labels=["model", "state"]
     )
@@ -143,7 +143,7 @@ def of_models(models: Iterable[ManagedModel]) -> list[Metric]:
             state.add_metric([name, each], one.life.state == each)
         desired.add_metric([name], one.desired)
         ready.add_metric([name], one.serving)
-        claim.add_metric([name], one.claimed)
+        claim.add_metric([name], claimed(name))
         evicted.add_metric([name], one.evicted)
         for each, count in one.entered.items():
             entered.add_metric([name, each], count)

@@ -207,17 +207,18 @@ class ModelPlaces:
     def evaluate(self, spec: ModelSpec) -> FitVerdict:
         """Whether an instance fits with all other models there, and where."""
         memory, devices = self._memory, self._memory.devices
+        own = {key for key, one in self._models.items() if one.wanted.name == spec.name}
         others = [
             ResidentModel(name, one.claimed, since=0, stay_s=0, ready=bool(one.instance_rows))
             for name, one in self._models.items()
-            if one.deployment and name != spec.name
+            if one.deployment and name not in own
         ]
         host, known = memory.host(), devices.known(spec)
         node = self._host()
         node = replace(
             node,
-            devices=tuple(without(spec.name, node.devices)),
-            instances=tuple(one for one in node.instances if one.model != spec.name),
+            devices=tuple(without(own, node.devices)),
+            instances=tuple(one for one in node.instances if one.model not in own),
         )
         return verdict(
             spec.name,

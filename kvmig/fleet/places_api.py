@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Query
 
+from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.place_choice import PlaceExplanation
+from kvmig.fleet.rollout_controller import BESIDE
 from kvmig.fleet.room_moves import RoomPlan
 from kvmig.fleet.store import NotThere, OrderActor
 
@@ -25,11 +27,27 @@ def places_api(
     api = APIRouter()
 
     async def model_of(name: str) -> ManagedModel:
-        await known(name)
+        await known(name.partition(BESIDE)[0])
         found = models.shown(name)
         if found is None:
             raise NotThere(f"model {name} is not known to this server yet")
         return found
+
+    def holder_of(model: ManagedModel, instance: str) -> tuple[ManagedModel, InstanceRow]:
+        """The deployment with this instance; of a model that rolls out its own one goes first."""
+        every = models.rollouts.deployments(model.key) if model.key == model.wanted.name else []
+        for one in every or [model]:
+            for row in one.instance_rows:
+                if row.id == instance:
+                    return one, row
+        there = ", ".join(
+            row.id if one is model else f"{row.id} of {one.key}"
+            for one in every or [model]
+            for row in one.instance_rows
+        )
+        raise NotThere(
+            f"model {model.key} has no instance {instance!r:.100}, there are: {there or 'none'}"
+        )
 
     @api.get("/why-not/{name:path}")
     async def why_not(name: str, _: OrderActor = caller) -> Body:
@@ -45,20 +63,18 @@ def places_api(
             "state": model.life.state,
             "why": model.life.why,
             "moves": None if moves is None else moves_json(models, moves),
-            "moving": models.moves_under_way(),
+            "moving": models.mover.lines(),
         } | explanation_json(models, found)
 
     @api.get("/why/{name:path}")
     async def why(name: str, instance: InstanceQuery, _: OrderActor = caller) -> Body:
         """Why an instance of a model is where it is: the decision, as things were then. `decision`
-        is null where it isn't kept: an earlier server has started the instance."""
-        model = await model_of(name)
-        row = next((one for one in model.instance_rows if one.id == instance), None)
-        if row is None:
-            there = ", ".join(one.id for one in model.instance_rows) or "none"
-            raise NotThere(f"model {name} has no instance {instance!r:.100}, there are: {there}")
+        is null where it isn't kept: an earlier server has started the instance. While a model
+        rolls out, NAME@REVISION is its deployment of that revision."""
+        model, row = holder_of(await model_of(name), instance)
         kept = models.places.history.decision(model.deployment, instance)
         return {
+            "model": model.key,
             "instance": instance,
             "worker": models.places.worker_of(model, row),
             "gpus": [models.places.title(gpu) for gpu in model.places.gpus_of(row)],

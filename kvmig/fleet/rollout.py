@@ -13,7 +13,7 @@ from the roll-out and from what is seen; the roll-out itself is all that is stor
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -52,6 +52,8 @@ class RolloutTerms(Struct, frozen=True, kw_only=True):
     """Seconds from one step to the next."""
     deadline_s: float | None = None
     """Seconds that the old deployment's streams get, once it gets no new ones; None: no limit."""
+    over: Mapping[str, int] = {}
+    """Targets of roll-outs that are done, by models' ids: their rows may still be stored."""
 
 
 AT_ONCE = RolloutTerms()

@@ -215,7 +215,7 @@ def rollout_api(backend: RolloutBackend, caller: Any, wall: Clock) -> APIRouter:
             if spec == row.spec:
                 raise ConfigError(f"model {name} is as that revision already")
             await backend.checked([spec])
-            with models.rollouts.hold(name):
+            with models.rollouts.order([name], terms) as terms:
                 await asyncio.sleep(0)  # as below
                 await backend.stored(store.apply, FleetFile((spec,)), actor, terms=terms)
                 await backend.changed()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +31,7 @@ from kvmig.fleet.orders import Deployed
 from kvmig.fleet.rollout import (
     CallFigures,
     RolloutPlan,
+    RolloutTerms,
     RolloutView,
     advance,
     gives_way,
@@ -198,6 +199,12 @@ class ModelRollouts:
             return "", 0
         return (beside.socket, plan.share) if plan.share else ("", 0)
 
+    def deployments(self, name: str) -> list[ManagedModel]:
+        """List the deployments of a model, its own first, also those that end after their calls."""
+        own = self._models.get(name)
+        rest = [one for one in self._models.values() if one.wanted.name == name and one is not own]
+        return rest if own is None else [own, *rest]
+
     def at(self, name: str, socket: str) -> ManagedModel | None:
         """The deployment that has this socket, or else the one that calls wait for."""
         own = self._models.get(name)
@@ -296,6 +303,15 @@ class ModelRollouts:
             yield
         finally:
             self._held[name] -= 1
+
+    @contextmanager
+    def order(self, names: Iterable[str], terms: RolloutTerms) -> Iterator[RolloutTerms]:
+        """Hold the roll-outs of these models while they are changed. Gives the terms, with what is
+        known here of roll-outs that are done."""
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(self.hold(name))
+            yield replace(terms, over=dict(self._done))
 
     def reconcile(self) -> None:
         """Take each roll-out a step on, and decide what each deployment is to be."""

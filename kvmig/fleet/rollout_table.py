@@ -44,12 +44,14 @@ def begin_rollout(connection: Connection, name: str, terms: RolloutTerms, now: f
     """Let the newest revision of a model, which was just made, roll out if it has to.
 
     One that only changes what takes effect at once changes no roll-out, and one that is as what the
-    present roll-out began from ends that.
+    present roll-out began from ends that. One that is done counts no more.
     """
     model_id, number = connection.execute(
         select(models.c.id, models.c.revision).where(models.c.name == name)
     ).one()
     going = _row(connection, model_id)
+    if going is not None and terms.over.get(model_id) == going.target:
+        going = None
     base = number - 1 if going is None else going.base
     before, spec = _spec(connection, model_id, base), _spec(connection, model_id, number)
     if before is None or spec is None or need_of(before, spec) not in (

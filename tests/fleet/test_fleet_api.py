@@ -17,7 +17,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.callers import FORWARDED
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.ledger import merge
-from kvmig.fleet.managed_model import CatalogEntry
+from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.tables import StoreError
 from tests.support.fleet_api import Api, said
@@ -111,6 +111,51 @@ async def test_why_an_instance_is_on_its_worker_is_shown_as_it_was_decided(
     _, found = await api.ask("GET", "why/qwen?instance=i7")
     assert (found["worker"], found["at"], found["decision"]) == ("local", None, None)
     assert (await api.ask("GET", "why/qwen"))[0] == 400, "which one?"
+
+
+async def test_both_deployments_of_a_model_that_rolls_out_are_shown_with_what_they_have(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
+    await add_model(api)
+    run_here(api, instances=InstanceCounts(min=1))
+    own = api.models.shown("qwen")
+    assert own is not None
+    assert own.watched is not None
+    new = ManagedModel(msgspec.structs.replace(own.wanted, revision=2), key="qwen@2")
+    new.watched = own.watched
+    own.watched = None
+    monkeypatch.setitem(api.models._models, "qwen@2", new)
+    monkeypatch.setattr(ManagedModel, "held", {"GPU-0": 3})
+    await new.watched.looked.wait()
+    new.watched.told = DeploymentEvent(0, data=(InstanceRow(id="i3", state="serving"),))
+    for name in ("qwen", "qwen@2"):
+        _, found = await api.ask("GET", f"why/{name}?instance=i3")
+        assert (found["model"], found["instance"]) == ("qwen@2", "i3")
+    assert said(await api.ask("GET", "why/qwen?instance=i0")) == (
+        404,
+        "model qwen has no instance 'i0', there are: i3 of qwen@2",
+    )
+    _, shown = await api.ask("GET", "models/qwen")
+    assert [one["bytes"] for one in shown["gpus"]] == [6]
+    own.watched = new.watched
+
+
+async def test_a_change_that_waits_for_the_next_start_is_named_in_the_answer(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
+    await add_model(api)
+    run_here(api, instances=InstanceCounts(min=1))
+    model = api.models.shown("qwen")
+    assert model is not None
+    assert model.note is not None
+    body = {"fleet": {"models": [msgspec.to_builtins((await api.backend.row("qwen")).spec)]}}
+    assert (await api.ask("POST", "apply", body))[1]["at_next_start"] == []
+    unit = msgspec.structs.replace(model.wanted.spec, unit="u", unit_memory=1 << 30)
+    model.note = msgspec.structs.replace(model.note, spec=unit)
+    body["fleet"]["models"][0]["max_held"] = 7
+    assert (await api.ask("POST", "apply", body))[1]["at_next_start"] == ["qwen"]
 
 
 async def test_an_alias_of_no_model_changes_nothing(api: Api) -> None:

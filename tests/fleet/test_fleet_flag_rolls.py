@@ -101,7 +101,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     async def restart(_: DeploymentWatcher, step: RollStep) -> None:
         await made.restart(step)
 
-    async def drain(_: DeploymentWatcher, instance: str) -> None:
+    async def drain(_: DeploymentWatcher, instance: str, deadline_s: float | None = None) -> None:
         made.rows = [one for one in made.rows if one.id != instance]
 
     silence(monkeypatch)

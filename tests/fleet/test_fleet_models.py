@@ -487,7 +487,7 @@ async def test_the_next_server_takes_no_instance_away_before_it_has_seen_the_dem
     bench.turn()
     drained: list[str] = []
 
-    async def drain(instance: str) -> None:
+    async def drain(instance: str, deadline_s: float | None = None) -> None:
         drained.append(instance)
 
     async def rounds(running: int) -> list[str]:
@@ -528,7 +528,7 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
         ordered.append(count)
         return {"i1"}
 
-    async def drain(instance: str) -> None:
+    async def drain(instance: str, deadline_s: float | None = None) -> None:
         ordered.append(instance)
         bench.serve(1)
 

@@ -49,6 +49,18 @@ def changed(store: FleetStore, place: Place) -> FleetStore:
     return store
 
 
+def test_a_change_right_after_a_roll_out_begins_from_what_that_has_reached(
+    changed: FleetStore, place: Place
+) -> None:
+    model_id = changed.model("qwen").model_id
+    terms = RolloutTerms(over={model_id: 2})  # its row is still there
+    changed.apply(FleetFile((place.spec(flags="--seed 2"),)), ANNA, terms=terms)
+    assert (plan_of(changed).base, plan_of(changed).target) == (2, 3)
+    terms = RolloutTerms(over={model_id: 2})  # of an earlier one
+    changed.apply(FleetFile((place.spec(flags="--seed 3"),)), ANNA, terms=terms)
+    assert (plan_of(changed).base, plan_of(changed).target) == (2, 4)
+
+
 def test_a_new_model_does_not_roll_out(store: FleetStore, place: Place) -> None:
     store.add_model(place.spec(), ANNA)
     assert stored(store) is None

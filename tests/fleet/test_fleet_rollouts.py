@@ -369,7 +369,7 @@ async def test_streams_gather_on_as_few_old_instances_as_hold_them(
 ) -> None:
     drained: list[str] = []
 
-    async def drain(_: DeploymentWatcher, instance: str) -> None:
+    async def drain(_: DeploymentWatcher, instance: str, deadline_s: float | None = None) -> None:
         drained.append(instance)
 
     monkeypatch.setattr(DeploymentWatcher, "drain", drain)
@@ -495,6 +495,41 @@ async def test_an_old_one_whose_files_are_gone_leaves_all_calls_to_the_new_one(
         bench.models.take_want(ModelWanted("a"))
         bench.turn(1)
     assert bench.where == (bench.new, "", 0)
+
+
+async def test_an_order_knows_of_a_roll_out_that_is_done_and_holds_its_models(
+    bench: RolloutBench,
+) -> None:
+    start_rolled(bench)
+    bench.say(new=1)
+    bench.turn(1)
+    bench.end(0)
+    bench.turn()
+    with bench.models.rollouts.order(["a", "b"], RolloutTerms(hold_s=3)) as terms:
+        assert terms == RolloutTerms(hold_s=3, over={"m1": 2})
+    with bench.models.rollouts.order(["a"], RolloutTerms()):
+        bench.roll(spec("path:/newest"))
+        assert bench.models.shown("a@3") is None
+
+
+async def test_both_deployments_are_known_by_the_models_name(bench: RolloutBench) -> None:
+    start_rolled(bench, canary=(10,))
+    assert [one.key for one in bench.models.rollouts.deployments("a")] == ["a", "a@2"]
+    assert bench.models.rollouts.deployments("b") == []
+
+
+async def test_a_model_is_woken_once_the_catalogue_has_it(bench: RolloutBench) -> None:
+    bench.models.wake("b")
+    entry = CatalogEntry("m2", "b", 1, True, replace(OLD, name="b"))
+    bench.models.take_catalogue([bench.entry(OLD, 1), entry])
+    bench.turn()
+    assert len(bench.started) == 2
+    bench.models.wake("c")
+    bench.models.take_catalogue([bench.entry(OLD, 1), entry])
+    other = CatalogEntry("m3", "c", 1, True, replace(OLD, name="c"))
+    bench.models.take_catalogue([bench.entry(OLD, 1), entry, other])
+    bench.turn()
+    assert len(bench.started) == 2, "it was not there when the next catalogue came"
 
 
 async def test_no_step_is_taken_while_an_order_is_carried_out(bench: RolloutBench) -> None:

@@ -88,7 +88,9 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         made.say("a", *before, starting=[*coming, name])
         return {name}
 
-    async def drain(watched: DeploymentWatcher, instance: str) -> None:
+    async def drain(
+        watched: DeploymentWatcher, instance: str, deadline_s: float | None = None
+    ) -> None:
         made.orders.append(instance)
         rows = tuple(
             msgspec.structs.replace(one, state="draining", running=2) if one.id == instance else one
@@ -127,13 +129,13 @@ async def test_an_instance_moves_away_and_the_one_that_waits_has_its_gpu(fleet: 
     fleet.turn()
     assert fleet.taken(Start) == []
     assert fleet.model("c").life.why.endswith("14.0 GiB is free; instances move for it")
-    (line,) = fleet.models.moves_under_way()
+    (line,) = fleet.models.mover.lines()
     assert line.endswith("to make room: its 2 requests leave")
     assert fleet.orders == [(1, ("1",)), "i0"], "nothing else moves until it is gone"
     fleet.say("a", "i1")
     fleet.turn()
     assert fleet.start_of("serve").note.count("GPU-0") == 1
-    assert fleet.models.moves_under_way() == []
+    assert fleet.models.mover.lines() == []
     assert "instance i0 moves so that another model has room" in events_of(fleet, "a")
     kept = fleet.models.places.history.decision(fleet.model("a").deployment, "i1")
     assert kept is not None
@@ -188,9 +190,9 @@ async def test_a_drain_that_does_not_end_keeps_nobody_waiting_for_ever(fleet: Bu
     fleet.say("a", "i0", "i1")
     await soon()
     fleet.turn()
-    assert fleet.models.moves_under_way()
+    assert fleet.models.mover.lines()
     fleet.turn(AGAIN_S)
-    assert fleet.models.moves_under_way() == []
+    assert fleet.models.mover.lines() == []
 
 
 async def test_two_instances_of_a_model_move_together_and_both_serve_before_one_is_drained(

@@ -434,5 +434,7 @@ async def test_what_a_roll_out_leaves_gathers_away_from_a_worker_that_is_drained
     assert beside.watched is not None
     beside.watched.told = DeploymentEvent(0, data=(row("i0", c), row("i1", c)))
     bench.turn(1)
-    bench.pool.take_wishes([drain()])
-    assert await bench.orders() == [("drain", "i0", None)]
+    bench.pool.take_wishes([drain(until=bench.now + 60)])
+    ((what, instance, deadline_s),) = await bench.orders()
+    assert (what, instance) == ("drain", "i0")
+    assert deadline_s == pytest.approx(60, abs=5), "the drain's deadline counts"
