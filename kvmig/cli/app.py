@@ -39,6 +39,7 @@ from kvmig.cli.models import (
 )
 from kvmig.cli.places import instance_app
 from kvmig.cli.rollouts import CanaryOption, DeadlineOption, HoldOption, rollout_body
+from kvmig.cli.top.command import show_top
 from kvmig.cli.usage import usage_app
 from kvmig.cli.workers import worker_app
 from kvmig.core.errors import ConfigError
@@ -390,6 +391,7 @@ app.command("login")(log_in)
 app.command("pull")(pull_files)
 app.command("rm")(remove_model)
 app.command("mirror")(mirror_hub)
+app.command("top")(show_top)
 
 
 def main() -> None:

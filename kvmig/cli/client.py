@@ -30,6 +30,11 @@ APIS = ("/v1", "/kvmig", "/models")
 class CallFailure(KvmigError):
     """The server has refused, or can't be reached."""
 
+    def __init__(self, sentence: str, status: int | None = None) -> None:
+        """status: of its answer; None: there was none."""
+        super().__init__(sentence)
+        self.status = status
+
 
 class FleetClient:
     """A client of a fleet. Without a URL it uses the socket in the fleet's folder, which only its
@@ -42,14 +47,30 @@ class FleetClient:
         self.where = check_url(url) or socket
         self._lacks_key = bool(url) and not key
         self._folder = None if url else Path(socket).parent
-        transport = None if url else httpx.HTTPTransport(uds=socket)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._socket = "" if url else socket
+        self._base = url or "http://kvmig"
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._verify = only_certificate(certificate) if certificate else True
         self._http = httpx.Client(
-            base_url=url or "http://kvmig",
-            transport=transport,
-            headers=headers,
+            base_url=self._base,
+            transport=httpx.HTTPTransport(uds=socket) if self._socket else None,
+            headers=self._headers,
             timeout=TIMEOUT_S,
-            verify=only_certificate(certificate) if certificate else True,
+            verify=self._verify,
+        )
+
+    def close(self) -> None:
+        """End its connections."""
+        self._http.close()
+
+    def asynchronous(self, timeout_s: float) -> httpx.AsyncClient:
+        """A client of the same server, for an event loop."""
+        return httpx.AsyncClient(
+            base_url=self._base,
+            transport=httpx.AsyncHTTPTransport(uds=self._socket) if self._socket else None,
+            headers=self._headers,
+            timeout=timeout_s,
+            verify=self._verify,
         )
 
     def get(self, path: str, **query: Any) -> Any:
@@ -79,7 +100,7 @@ class FleetClient:
             with self._http.stream("POST", path, json=body, timeout=wait) as answer:
                 if answer.is_error:
                     answer.read()
-                    raise CallFailure(self._refusal(answer))
+                    raise CallFailure(self.refusal(answer), answer.status_code)
                 yield from answer.iter_lines()
         except httpx.HTTPError as error:
             raise CallFailure(f"{self.where} can't be reached: {error}") from error
@@ -100,10 +121,11 @@ class FleetClient:
                 f"no fleet answers at {self.where} ({error}); {self._advice}"
             ) from error
         if answer.is_error:
-            raise CallFailure(self._refusal(answer))
+            raise CallFailure(self.refusal(answer), answer.status_code)
         return answer.json()
 
-    def _refusal(self, answer: httpx.Response) -> str:
+    def refusal(self, answer: httpx.Response) -> str:
+        """Why the server refuses a call."""
         if answer.status_code == HTTPStatus.UNAUTHORIZED and self._lacks_key:
             return f"{self.where} requires a key: give --key, or set {KEY}"
         return sentence_of(answer)

@@ -38,6 +38,8 @@ from kvmig.fleet.files_api import catalogue_api, files_api
 from kvmig.fleet.gguf_sizes import gguf_sizes
 from kvmig.fleet.identity_provider import IdentityProvider, ProviderAway
 from kvmig.fleet.ledger import FIELDS, sums
+from kvmig.fleet.live_api import live_api
+from kvmig.fleet.live_view import LiveView
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
@@ -98,11 +100,13 @@ class ApiBackend:
     """Vouches for people who log in."""
     replacer: PlacementController = field(init=False)
     workers: FleetWorkers = field(init=False)
+    live: LiveView = field(init=False)
     retention: UsageRetention = field(init=False)
 
     def __post_init__(self) -> None:
         self.replacer = PlacementController(self.models, self._keep_placement)
         database = self.store.database
+        self.live = LiveView(self.models, time.time)
         self.workers = FleetWorkers(self.models, self.stored, database, time.time)
         self.retention = UsageRetention(
             lambda *args: self.stored(prune, database, *args), time.time
@@ -190,6 +194,7 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
         placement_api(backend, caller),
         places_api(backend.models, backend.row, caller),
         workers_api(backend.workers, caller),
+        live_api(backend.live, backend.store.database, backend.stored, caller),
         login_api(backend.provider, backend.store, backend.stored, backend.changed),
     ):
         app.include_router(api, prefix=PREFIX)

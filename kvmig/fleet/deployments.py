@@ -12,11 +12,12 @@ import httpx
 import msgspec
 
 from kvmig.asgi.body_bounds import ModelReach
-from kvmig.core.api_records import InstanceRow, ModelBody
+from kvmig.core.api_records import InstanceRow, Listing, ModelBody, RequestRow
 from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.errors import StartupError
 from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
+from kvmig.fleet.live_records import MoveRecord
 from kvmig.proxy.messages import ModelCard
 
 RETRY_S = 0.05
@@ -61,13 +62,6 @@ class DeploymentEvent(msgspec.Struct, frozen=True):
     data: tuple[InstanceRow, ...] = ()
 
 
-class CommittedMove(msgspec.Struct, frozen=True):
-    """Event `migration`, of one that is committed."""
-
-    bytes: int = 0
-    total_ms: float = 0.0
-
-
 class DeploymentWatcher:
     """Make it inside a running event loop; it follows the deployment's events until `close`."""
 
@@ -79,8 +73,10 @@ class DeploymentWatcher:
         """The answer on its model, once it serves and was asked."""
         self.migrations = 0
         """Committed migrations that were reported."""
-        self.moves: deque[CommittedMove] = deque(maxlen=RECENT_MOVES)
+        self.moves: deque[MoveRecord] = deque(maxlen=RECENT_MOVES)
         """The last of them."""
+        self.reports: deque[MoveRecord] = deque(maxlen=RECENT_MOVES)
+        """The last migrations that ended, the aborted ones, too."""
         self.looked = asyncio.Event()
         """Set once an event of it has come, or it isn't there."""
         self.token = OrderToken(term)
@@ -195,6 +191,25 @@ class DeploymentWatcher:
         rows = (one for one in self.told.data if one.id == instance)
         return next(((one.state, one.flags, one.vllm, one.pid) for one in rows), None)
 
+    async def move(self, request_id: str, destination: str | None) -> MoveRecord:
+        """Move a request, and wait for the end of its migration. destination: None: the instance
+        with the most room. Raises StartupError with its own sentence."""
+        body = {"request_id": request_id, "destination": destination}
+        answer = await self._order("POST", f"{ADMIN}/migrations", json=body)
+        return msgspec.json.decode(answer, type=MoveRecord)
+
+    async def requests(self, timeout_s: float) -> list[RequestRow]:
+        """List the live requests. Raises StartupError if it doesn't answer within that time."""
+        if self._http.is_closed:
+            raise StartupError("it has ended")
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._http.get(f"{ADMIN}/requests", timeout=timeout_s)
+            answer.raise_for_status()
+            return msgspec.json.decode(answer.content, type=Listing[RequestRow]).data
+        except (httpx.HTTPError, TimeoutError, msgspec.DecodeError) as error:
+            raise StartupError(f"it doesn't list its requests: {error!r}") from error
+
     async def park(self) -> None:
         """Let it give the memory of its KV caches back; `told` shows it soon.
 
@@ -278,9 +293,11 @@ class DeploymentWatcher:
                 return
 
     def _take_move(self, value: str) -> None:
-        if '"state":"committed"' in value:
+        move = msgspec.json.decode(value, type=MoveRecord)
+        self.reports.append(move)
+        if move.state == "committed":
             self.migrations += 1
-            self.moves.append(msgspec.json.decode(value, type=CommittedMove))
+            self.moves.append(move)
 
     def take_event(self, told: DeploymentEvent) -> None:
         """Take an event about its instances."""

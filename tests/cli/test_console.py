@@ -97,6 +97,10 @@ def kvmig(sqlite_place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvmi
         thread.submit(store.close).result()
 
 
+def test_top_needs_a_terminal(kvmig: Kvmig) -> None:
+    assert "`kvmig top` needs a terminal; with --json" in kvmig.refused("top", status=2)
+
+
 def test_an_alias_is_set_and_removed(kvmig: Kvmig) -> None:
     kvmig.add_model("qwen")
     kvmig.add_model("next")

@@ -1,0 +1,1 @@
+"""`kvmig top`: what runs, in a terminal."""
