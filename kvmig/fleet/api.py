@@ -31,7 +31,7 @@ from kvmig.accounts.people import LoginRefused
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.callers import who_calls, who_reads
+from kvmig.fleet.callers import who_calls, who_lists, who_reads
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.files_api import catalogue_api, files_api
@@ -43,6 +43,7 @@ from kvmig.fleet.live_view import LiveView
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
+from kvmig.fleet.names_api import names_api
 from kvmig.fleet.pages.app import fleet_pages
 from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
@@ -182,6 +183,9 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
     async def reader(request: Request) -> str | None:
         return who_reads(request, backend.keys(), time.time())
 
+    async def holder(request: Request) -> KeyGrant | None:
+        return who_lists(request, backend.keys(), time.time())
+
     caller = Depends(actor)
     for api in (
         fleet_api(backend, caller),
@@ -189,6 +193,7 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
         accounts_api(backend, caller, Depends(reader)),
         rollout_api(backend, caller, time.time),
         models_api(backend, caller),
+        names_api(backend.store, backend.stored, backend.models, Depends(holder)),
         files_api(backend.files, caller),
         catalogue_api(backend.catalogue, caller),
         placement_api(backend, caller),

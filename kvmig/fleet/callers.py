@@ -39,6 +39,15 @@ def who_reads(request: Request, keys: KeyIndex, now: float) -> str | None:
     return None if grant is None or "admin" in grant.scopes else grant.user
 
 
+def who_lists(request: Request, keys: KeyIndex, now: float) -> KeyGrant | None:
+    """The grant of the key whose names a call may see; None: it may see all names.
+
+    Raises HTTPException, 401 or 403.
+    """
+    grant = _granted(request, keys, now, "read")
+    return None if grant is None or "admin" in grant.scopes else grant
+
+
 def _granted(request: Request, keys: KeyIndex, now: float, scope: Scope) -> KeyGrant | None:
     """The key's; None: the socket's own user calls. `admin` includes `read`."""
     address = request.headers.get(FORWARDED)

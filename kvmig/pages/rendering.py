@@ -5,6 +5,7 @@ from __future__ import annotations
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvmig import __version__
+from kvmig.pages.words import FILTERS, percent_of
 
 PREFIX = "/ui"
 """The path of the pages."""
@@ -18,7 +19,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.globals |= {"ui": PREFIX, "version": __version__}
+    found.filters |= FILTERS
+    found.globals |= {"ui": PREFIX, "version": __version__, "percent_of": percent_of}
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from kvmig.pages.api_calls import ApiRefusal
@@ -37,6 +37,25 @@ class NavigationLink(NamedTuple):
     title: str
     admin: bool = False
     """Whether only admins see it."""
+
+
+class FormOutcome(NamedTuple):
+    """What a page says of the form that was sent: it was refused, or its answer is shown once."""
+
+    error: str = ""
+    """Why it was refused; empty: it was not."""
+    status: HTTPStatus = HTTPStatus.OK
+    form: Mapping[str, Any] = {}
+    """The form's fields, to be shown again."""
+    found: Any = None
+    """What came of it; None: nothing to be shown."""
+
+
+NO_FORM = FormOutcome()
+Act = Callable[[Request, FormData], Awaitable[str | FormOutcome]]
+"""Carries a form out: the path to go to, below the prefix, or what is shown. Raises ApiRefusal."""
+Show = Callable[[Request, FormOutcome], Awaitable[Response]]
+"""Shows the form's page."""
 
 
 class NotLoggedIn(Exception):
@@ -65,20 +84,22 @@ class PageSite:
         request: Request,
         template: str,
         values: Mapping[str, object],
-        status: HTTPStatus = HTTPStatus.OK,
+        outcome: FormOutcome = NO_FORM,
     ) -> HTMLResponse:
-        """A whole page, for the person of the request."""
+        """A whole page, for the person of the request. outcome: of a form that was sent there."""
         person = self.sessions.find_person(request)
         links = [
             one for one in self._links if person is not None and (person.admin or not one.admin)
         ]
         shared = {
+            "form": outcome.form,
+            "outcome": outcome,
             "person": person,
             "csrf": "" if person is None else self.sessions.csrf_token(request),
             "links": links,
             "here": request.url.path,
         }
-        return HTMLResponse(render(template, **(shared | dict(values))), status)
+        return HTMLResponse(render(template, **(shared | dict(values))), outcome.status)
 
     async def read_form(self, request: Request) -> FormData:
         """A form's fields, once its token is checked. Raises NotLoggedIn, HTTPException."""
@@ -86,6 +107,19 @@ class PageSite:
         form = await request.form(max_files=0, max_fields=MOST_FIELDS)
         self.sessions.check_csrf(request, str(form.get(CSRF, "")))
         return form
+
+    def form_route(self, path: str, act: Act, show: Show) -> Route:
+        """A route that takes a form. show: of its page, where the form is refused."""
+
+        async def take(request: Request) -> Response:
+            form = await self.read_form(request)
+            try:
+                done = await act(request, form)
+            except ApiRefusal as error:
+                done = FormOutcome(str(error), error.status, form)
+            return go_to(done) if isinstance(done, str) else await show(request, done)
+
+        return Route(path, take, methods=["POST"])
 
     def make_app(self, routes: Sequence[BaseRoute]) -> Starlette:
         """The application, to be mounted at the prefix."""
@@ -115,7 +149,7 @@ class PageSite:
 
     def _error(self, request: Request, status: HTTPStatus, sentence: str) -> Response:
         values = {"title": status.phrase, "sentence": sentence}
-        return self.page(request, "error", values, status)
+        return self.page(request, "error", values, FormOutcome(status=status))
 
 
 def go_to(path: str) -> RedirectResponse:

@@ -11,7 +11,7 @@ SHOWN = {
     "cli/placement_rates.py", "cli/usage.py", "command/deployment.py",
     "engines/vllm/migration.py", "kvtransfer/timeline.py",
     "frontend/openai/answers.py", "frontend/openai/routes.py",
-    "fleet/store.py", "proxy/process.py",
+    "fleet/pages/usage.py", "fleet/store.py", "proxy/process.py",
 }  # fmt: skip
 """Where it is only told to people, to clients, or to vLLM as a request's arrival (which vLLM
 orders requests by that come to one engine, and reports)."""

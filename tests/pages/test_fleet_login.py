@@ -108,7 +108,7 @@ async def test_a_token_is_of_one_session(api: Api) -> None:
 async def test_a_user_s_session_is_no_admin_s(api: Api) -> None:
     key, _ = await key_of(api, "tom", "infer", "read")
     await log_in(api, key)
-    assert (await api.browse("")).status_code == 403
+    assert (await api.browse("workers")).status_code == 403
 
 
 @pytest.mark.parametrize(

@@ -1,62 +1,72 @@
-"""The fleet's pages over a store, without the rest of a fleet."""
+"""The fleet's pages over a store, without the rest of a fleet: who sees what."""
 
 from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from kvmig.pages.session import PagePerson
-from tests.support.fleet_api import Api
-from tests.support.fleet_stores import Place
-from tests.support.page_people import FixedPerson
+from tests.support.page_api import Pages, text_of
+
+ADMINS = ("", "workers", "users", "audit", "models/qwen", "why/qwen?instance=i0", "why-not/qwen")
+EVERYBODYS = ("models", "usage", "keys")
+XSS = '"><img src=x onerror=alert(1)>'
 
 
-class Pages(Api):
-    """The API, and somebody who looks at its pages."""
-
-    def __init__(self, place: Place) -> None:
-        self.sessions = FixedPerson(None)
-        super().__init__(place, self.sessions)
-
-    async def log_in(self, name: str, *scopes: str, **more: object) -> str:
-        """Be a new user with a key of these scopes; the key's prefix."""
-        role = "admin" if "admin" in scopes else "user"
-        assert (await self.ask("POST", "users", {"name": name, "role": role}))[0] == 201
-        body = {"user": name, "scopes": list(scopes), **more}
-        status, key = await self.ask("POST", "keys", body)
-        assert status == 201
-        self.sessions.person = PagePerson(name, role == "admin", str(key["prefix"]))
-        return str(key["prefix"])
-
-
-@pytest.fixture
-async def pages(tmp_path: Path) -> AsyncIterator[Pages]:
-    made = Pages(Place(f"sqlite:///{tmp_path}/fleet.db", tmp_path))
-    await made.backend.stored(made.store.open)
-    yield made
-    await made.close()
+@pytest.fixture(autouse=True)
+async def a_model(pages: Pages) -> None:
+    await pages.ask("POST", "models", pages.model(name="qwen"))
 
 
 async def test_without_a_session_the_page_asks_for_a_log_in(pages: Pages) -> None:
-    answer = await pages.browse("")
-    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/login?next=/ui/")
+    for path in (*EVERYBODYS, "workers"):
+        answer = await pages.browse(path)
+        wanted = f"/ui/login?next=/ui/{path}"
+        assert (answer.status_code, answer.headers["location"]) == (303, wanted)
 
 
-async def test_the_first_page_shows_an_admin_the_models(pages: Pages) -> None:
+@pytest.mark.parametrize("path", ["", "models", "workers", "usage", "keys", "users", "audit"])
+async def test_an_admin_sees_every_page_of_the_navigation(pages: Pages, path: str) -> None:
     await pages.log_in("bea", "admin")
-    await pages.ask("POST", "models", pages.model(name="qwen"))
-    answer = await pages.browse("")
+    answer = await pages.browse(path)
     assert answer.status_code == 200
-    assert "qwen" in answer.text
+    assert f'href="/ui/{path}"' in answer.text
+
+
+async def test_a_user_is_led_to_the_models_and_sees_no_page_of_admins(pages: Pages) -> None:
+    await pages.log_in("tom", "infer", "read")
+    answer = await pages.browse("")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/models")
+    for path in ADMINS[1:]:
+        assert (await pages.browse(path)).status_code == 403, path
+
+
+async def test_a_user_sees_the_names_that_the_key_may_use(pages: Pages) -> None:
+    await pages.ask("POST", "models", pages.model(name="secret"))
+    await pages.ask("PUT", "aliases/fast", {"targets": {"secret": 1}})
+    await pages.log_in("tom", "infer", "read", models=["qwen", "fast"])
+    seen = text_of(await pages.browse("models"))
+    assert "qwen" in seen
+    assert "fast" in seen
+    assert "secret" not in seen
+    assert str(pages.folder) not in seen
+
+
+async def test_a_user_sees_the_users_own_keys_only_and_gives_no_orders(pages: Pages) -> None:
+    other = await pages.log_in("bea", "admin")
+    own = await pages.log_in("tom", "infer", "read")
+    answer = await pages.browse("keys")
+    assert own in answer.text
+    assert other not in answer.text
+    assert "revoke" not in answer.text
+    assert (await pages.send(f"keys/{other}/revoke")).status_code == 403
+    assert (await pages.send("models", name="m", source="path:/x")).status_code == 403
 
 
 async def test_the_page_calls_the_api_with_the_rights_of_the_key_alone(pages: Pages) -> None:
     """Whatever a session says of its person."""
     prefix = await pages.log_in("tom", "infer", "read")
     pages.sessions.person = PagePerson("tom", admin=True, key=prefix)
-    answer = await pages.browse("")
+    answer = await pages.browse("workers")
     assert answer.status_code == 403
     assert "has no scope" in answer.text
 
@@ -64,15 +74,32 @@ async def test_the_page_calls_the_api_with_the_rights_of_the_key_alone(pages: Pa
 async def test_a_key_that_is_revoked_ends_what_its_session_may_see(pages: Pages) -> None:
     prefix = await pages.log_in("bea", "admin")
     assert (await pages.ask("DELETE", f"keys/{prefix}"))[0] == 200
-    assert (await pages.browse("")).status_code == 401
+    assert (await pages.browse("workers")).status_code == 401
 
 
 async def test_a_key_for_another_network_shows_nothing_here(pages: Pages) -> None:
     await pages.log_in("bea", "admin", cidrs=["192.0.2.0/24"])
-    assert (await pages.browse("")).status_code == 403
+    assert (await pages.browse("workers")).status_code == 403
 
 
 async def test_a_client_cannot_name_the_grant_of_a_page_in_a_header(pages: Pages) -> None:
     prefix = await pages.log_in("bea", "admin")
     headers = {"kvmig.grant": prefix, "x-forwarded-for": "10.0.0.9"}
     assert (await pages.ask("GET", "models", **headers))[0] == 401
+
+
+async def test_names_with_html_are_shown_as_they_are(pages: Pages) -> None:
+    await pages.log_in("bea", "admin")
+    made = await pages.send("keys", user="bea", name=XSS, scope="infer")
+    refused = await pages.send("users", name=XSS, role="user")
+    for answer in (made, refused, await pages.browse("keys"), await pages.browse("audit")):
+        assert "<img" not in answer.text
+    assert "&lt;img src=x onerror=alert(1)&gt;" in made.text
+
+
+async def test_a_form_without_the_token_changes_nothing(pages: Pages) -> None:
+    await pages.log_in("bea", "admin")
+    answer = await pages.browse("users", {"name": "eve", "role": "admin"})
+    assert answer.status_code == 403
+    users = (await pages.ask("GET", "users"))[1]["data"]
+    assert "eve" not in {one["name"] for one in users}

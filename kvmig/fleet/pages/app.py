@@ -11,14 +11,26 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvmig.accounts.keys import KeyIndex
+from kvmig.fleet.pages.accounts import key_routes, user_routes
 from kvmig.fleet.pages.backend import FleetPages
 from kvmig.fleet.pages.login import login_routes
+from kvmig.fleet.pages.models import model_routes
 from kvmig.fleet.pages.sessions import FleetSessions
+from kvmig.fleet.pages.usage import usage_routes
+from kvmig.fleet.pages.workers import worker_routes
 from kvmig.pages.api_calls import ApiCaller
 from kvmig.pages.session import PageSessions
-from kvmig.pages.site import NavigationLink, PageSite
+from kvmig.pages.site import NavigationLink, PageSite, go_to
 
-LINKS = (NavigationLink("/", "Fleet"),)
+LINKS = (
+    NavigationLink("/", "Fleet", admin=True),
+    NavigationLink("/models", "Models"),
+    NavigationLink("/workers", "Workers", admin=True),
+    NavigationLink("/usage", "Usage"),
+    NavigationLink("/keys", "Keys"),
+    NavigationLink("/users", "Users", admin=True),
+    NavigationLink("/audit", "Audit", admin=True),
+)
 """The navigation."""
 
 
@@ -33,14 +45,25 @@ def fleet_pages(
     let calls in now. own: the sessions that people log in to. sessions: those that pages look for;
     None: the same."""
     pages = FleetPages(PageSite(sessions or own, LINKS), ApiCaller(api, prefix), keys)
-    return pages.site.make_app([*overview_routes(pages), *login_routes(pages.site, own)])
+    return pages.site.make_app(
+        [
+            *login_routes(pages.site, own),
+            *overview_routes(pages),
+            *model_routes(pages),
+            *worker_routes(pages),
+            *usage_routes(pages),
+            *key_routes(pages),
+            *user_routes(pages),
+        ]
+    )
 
 
 def overview_routes(pages: FleetPages) -> list[Route]:
     """Routes of the first page."""
 
     async def show_fleet(request: Request) -> Response:
-        pages.site.find_person(request, admin=True)
+        if not pages.site.find_person(request).admin:
+            return go_to("/models")
         models = (await pages.call(request, "GET", "/models"))["data"]
         return pages.site.page(request, "fleet", {"title": "Fleet", "models": models})
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from kvmig.accounts.keys import KeyDenied
 from kvmig.fleet.pages.sessions import FleetSessions, address_of
 from kvmig.pages.rendering import PREFIX
-from kvmig.pages.site import PageSite, go_to
+from kvmig.pages.site import FormOutcome, PageSite, go_to
 
 MOST_KEY = 200
 """Characters that are taken for a key."""
@@ -28,7 +28,7 @@ def login_routes(site: PageSite, sessions: FleetSessions) -> list[Route]:
         request: Request, target: str, refused: str = "", status: HTTPStatus = HTTPStatus.OK
     ) -> Response:
         values = {"title": "Log in", "target": target, "refused": refused}
-        return site.page(request, "login", values, status)
+        return site.page(request, "login", values, FormOutcome(status=status))
 
     async def show(request: Request) -> Response:
         return form(request, own_path(request.query_params.get("next", "")))

@@ -1,0 +1,123 @@
+"""Pages of users and keys, and the orders about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote
+
+from starlette.datastructures import FormData
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvmig.accounts.keys import SCOPES
+from kvmig.fleet.pages.backend import FleetPages
+from kvmig.pages.api_calls import ApiRefusal
+from kvmig.pages.site import NO_FORM, FormOutcome
+from kvmig.pages.words import typed_list, typed_number
+
+NUMBERS = ("rpm", "tpm", "parallel", "quota")
+"""Limits that are numbers."""
+
+
+def key_routes(pages: FleetPages) -> list[Route]:
+    """Routes of keys."""
+    site = pages.site
+
+    async def show_keys(request: Request, outcome: FormOutcome = NO_FORM) -> Response:
+        person = site.find_person(request)
+        keys = (await pages.call(request, "GET", "/keys", query={"left": True}))["data"]
+        users = (await pages.call(request, "GET", "/users"))["data"] if person.admin else []
+        keys.sort(key=lambda one: (one["revoked_at"] is not None, one["user"], -one["created"]))
+        values = {"title": "Keys", "keys": keys, "users": [one["name"] for one in users]}
+        return site.page(request, "keys", values | {"scopes": SCOPES}, outcome)
+
+    async def add(request: Request, form: FormData) -> FormOutcome:
+        lists = {one: typed_list(str(form.get(one, ""))) for one in ("models", "cidrs", "classes")}
+        body = {
+            "user": form.get("user", ""),
+            "name": str(form.get("name", "")).strip(),
+            "scopes": form.getlist("scope"),
+            "days": typed_number(str(form.get("days", ""))) or 0,
+            **{name: found or None for name, found in lists.items()},
+            **limits_of(form),
+        }
+        made = await pages.call(request, "POST", "/keys", body=body)
+        return FormOutcome(found=made)
+
+    async def limit(request: Request, form: FormData) -> str:
+        path = f"/keys/{quote(request.path_params['prefix'], safe='')}"
+        await pages.call(request, "PATCH", path, body=limits_of(form))
+        return "/keys"
+
+    async def rotate(request: Request, form: FormData) -> FormOutcome:
+        path = f"/keys/{quote(request.path_params['prefix'], safe='')}/rotate"
+        query = {"keep_s": str(form.get("keep_s", "")).strip() or "0"}
+        return FormOutcome(found=await pages.call(request, "POST", path, query=query))
+
+    async def revoke(request: Request, form: FormData) -> str:
+        path = f"/keys/{quote(request.path_params['prefix'], safe='')}"
+        await pages.call(request, "DELETE", path)
+        return "/keys"
+
+    return [
+        Route("/keys", show_keys),
+        site.form_route("/keys", add, show_keys),
+        site.form_route("/keys/{prefix}/limit", limit, show_keys),
+        site.form_route("/keys/{prefix}/rotate", rotate, show_keys),
+        site.form_route("/keys/{prefix}/revoke", revoke, show_keys),
+    ]
+
+
+def user_routes(pages: FleetPages) -> list[Route]:
+    """Routes of users."""
+    site = pages.site
+
+    async def show_users(request: Request, outcome: FormOutcome = NO_FORM) -> Response:
+        site.find_person(request, admin=True)
+        users = (await pages.call(request, "GET", "/users"))["data"]
+        return site.page(request, "users", {"title": "Users", "users": users}, outcome)
+
+    async def add(request: Request, form: FormData) -> str:
+        body = {"name": str(form.get("name", "")).strip(), "role": form.get("role", "")}
+        await pages.call(request, "POST", "/users", body=body)
+        return "/users"
+
+    async def change(request: Request, form: FormData) -> str:
+        path = f"/users/{quote(request.path_params['name'])}"
+        body: dict[str, Any] = limits_of(form) if "period" in form else {}
+        if "role" in form:
+            body["role"] = form["role"]
+        if "disabled" in form:
+            body["disabled"] = form["disabled"] == "yes"
+        await pages.call(request, "PATCH", path, body=body)
+        return "/users"
+
+    return [
+        Route("/users", show_users),
+        site.form_route("/users", add, show_users),
+        site.form_route("/users/{name:path}/change", change, show_users),
+    ]
+
+
+def limits_of(form: FormData) -> dict[str, Any]:
+    """The limits of a form; an empty field is no limit. Raises ApiRefusal."""
+    numbers = {name: typed_number(str(form.get(name, ""))) for name in NUMBERS}
+    had = typed_list(str(form.get("had_quotas", "")))
+    quotas = {**dict.fromkeys(had), **model_quotas(str(form.get("quotas", "")))}
+    return {**numbers, "period": form.get("period", "month"), "quotas": quotas}
+
+
+def model_quotas(text: str) -> Mapping[str, Any]:
+    """Quotas of single models, as MODEL=TOKENS/PERIOD. Raises ApiRefusal."""
+    found = {}
+    for one in typed_list(text):
+        model, equals, said = one.rpartition("=")
+        tokens, slash, period = said.partition("/")
+        if not (model and equals and tokens.isdecimal()):
+            sentence = f"quotas of models has {one!r:.100}, must be MODEL=TOKENS/PERIOD"
+            raise ApiRefusal(HTTPStatus.BAD_REQUEST, sentence)
+        found[model] = {"tokens": typed_number(tokens), "period": period if slash else "month"}
+    return found

@@ -1,0 +1,184 @@
+"""Forms of the fleet's pages: what they order, and how the page says what was refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.page_api import Pages, alert_of, text_of
+
+
+@pytest.fixture(autouse=True)
+async def an_admin(pages: Pages) -> None:
+    await pages.log_in("bea", "admin")
+
+
+async def add_model(pages: Pages, name: str = "qwen", **more: str) -> None:
+    source = f"path:{pages.folder}"
+    answer = await pages.send("models", name=name, source=source, engine="toy", **more)
+    assert (answer.status_code, answer.headers["location"]) == (303, f"/ui/models/{name}")
+
+
+async def spec_of(pages: Pages, name: str = "qwen") -> dict[str, object]:
+    found: dict[str, object] = (await pages.ask("GET", f"models/{name}"))[1]["spec"]
+    return found
+
+
+async def test_a_model_is_added_by_the_form(pages: Pages) -> None:
+    await add_model(pages, "org/qwen", min="0", max="3", target="2.5", zero_after_s="")
+    spec = (await pages.ask("GET", "models/org/qwen"))[1]["spec"]
+    counts = spec["instances"]
+    assert (counts["max"], counts["target"], counts["zero_after_s"]) == (3, 2.5, 300)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max", "many"), ("max", "NaN"), ("target", "1e999"), ("min", "-1")]
+)
+async def test_a_number_that_is_none_is_refused_by_its_name_and_the_form_is_kept(
+    pages: Pages, field: str, value: str
+) -> None:
+    form = {"name": "qwen", "source": f"path:{pages.folder}", "engine": "toy", field: value}
+    answer = await pages.send("models", **form)
+    assert answer.status_code == 400
+    assert f"instances.{field} is" in alert_of(answer)
+    assert f'value="path:{pages.folder}"' in answer.text
+
+
+async def test_a_model_whose_engine_refuses_its_flags_is_not_added(pages: Pages) -> None:
+    form = {"name": "q", "source": f"path:{pages.folder}", "engine": "toy", "flags": "--nonsense"}
+    answer = await pages.send("models", **form)
+    assert (answer.status_code, "unrecognized arguments" in alert_of(answer)) == (400, True)
+    assert (await pages.ask("GET", "models"))[1]["data"] == []
+
+
+async def test_the_instances_are_scaled(pages: Pages) -> None:
+    await add_model(pages)
+    assert (await pages.send("models/qwen/scale", min="1", max="4")).status_code == 303
+    counts = (await pages.ask("GET", "models/qwen"))[1]["spec"]["instances"]
+    assert (counts["min"], counts["max"]) == (1, 4)
+    refused = await pages.send("models/qwen/scale", min="5", max="2")
+    assert (refused.status_code, "min" in alert_of(refused)) == (400, True)
+
+
+async def test_a_model_is_switched_off_and_on_and_removed(pages: Pages) -> None:
+    await add_model(pages)
+    for word in ("no", "yes"):
+        await pages.send("models/qwen/switch", on=word)
+        assert (await pages.ask("GET", "models/qwen"))[1]["on"] is (word == "yes")
+    answer = await pages.send("models/qwen/remove")
+    assert answer.headers["location"] == "/ui/models"
+    assert (await pages.ask("GET", "models/qwen"))[0] == 404
+
+
+async def test_a_changed_specification_is_a_revision_and_can_be_taken_back(pages: Pages) -> None:
+    await add_model(pages)
+    spec = {"name": "qwen", "source": f"path:{pages.folder}", "engine": "toy", "priority": 7}
+    answer = await pages.send("models/qwen/change", spec=json.dumps(spec), hold_s="60")
+    assert answer.status_code == 303, alert_of(answer)
+    shown = text_of(await pages.browse("models/qwen"))
+    assert "priority: 0 7" in shown
+    assert "to revision 1" in shown
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 5000, "is no JSON"),
+        ('{"name": "other", "source": "path:/x"}', "whose name is"),
+        ('{"name": "qwen"}', "source is missing"),
+        ('{"name": "qwen", "source": "path:/x", "nonsense": 1}', "is no field"),
+    ],
+)
+async def test_a_wrong_specification_is_refused_in_words(pages: Pages, spec: str, why: str) -> None:
+    await add_model(pages)
+    answer = await pages.send("models/qwen/change", spec=spec)
+    assert (answer.status_code, why in alert_of(answer)) == (400, True), alert_of(answer)
+
+
+async def test_the_form_says_whether_a_model_would_fit(pages: Pages) -> None:
+    form = {"name": "qwen", "source": f"path:{pages.folder}", "engine": "toy"}
+    whole = await pages.send("evaluate", **form)
+    assert "<main" in whole.text
+    assert "qwen" in whole.text
+    part = await pages.browse("evaluate", {"csrf": "the-token", **form}, **{"hx-request": "true"})
+    assert "<main" not in part.text
+    wrong = await pages.send("evaluate", **{**form, "source": "nowhere"})
+    assert "source" in alert_of(wrong)
+
+
+async def test_a_new_key_is_shown_once(pages: Pages) -> None:
+    await add_model(pages, "q")
+    answer = await pages.send(
+        "keys", user="bea", name="ci", scope="infer", rpm="60", quotas="q=9/day"
+    )
+    assert "kv-" in answer.text
+    assert answer.headers["cache-control"] == "no-store"
+    assert "kv-" not in (await pages.browse("keys")).text
+    row = next(one for one in (await pages.ask("GET", "keys"))[1]["data"] if one["name"] == "ci")
+    assert (row["terms"]["rpm"], row["terms"]["tpm"]) == (60, None)
+    assert row["terms"]["quotas"] == {"q": {"tokens": 9, "period": "day"}}
+
+
+async def test_the_limits_of_a_key_are_set_and_an_empty_field_removes_one(pages: Pages) -> None:
+    await add_model(pages, "q")
+    body = {"user": "bea", "rpm": 5, "quotas": {"q": {"tokens": 3}}}
+    prefix = (await pages.ask("POST", "keys", body))[1]["prefix"]
+    form = {
+        "rpm": "",
+        "tpm": "100",
+        "quota": "1000",
+        "period": "day",
+        "had_quotas": "q",
+        "quotas": "",
+    }
+    assert (await pages.send(f"keys/{prefix}/limit", **form)).status_code == 303
+    rows = (await pages.ask("GET", "keys"))[1]["data"]
+    terms = next(one for one in rows if one["prefix"] == prefix)["terms"]
+    assert (terms["rpm"], terms["tpm"], terms["quota"], terms["period"]) == (None, 100, 1000, "day")
+    assert terms["quotas"] == {}
+
+
+@pytest.mark.parametrize(("field", "value"), [("rpm", "0"), ("tpm", "x"), ("quotas", "nonsense")])
+async def test_a_wrong_limit_is_refused_by_its_name(pages: Pages, field: str, value: str) -> None:
+    prefix = (await pages.ask("POST", "keys", {"user": "bea"}))[1]["prefix"]
+    answer = await pages.send(f"keys/{prefix}/limit", period="day", **{field: value})
+    assert answer.status_code == 400
+    assert field in alert_of(answer)
+
+
+async def test_a_key_is_rotated_and_revoked(pages: Pages) -> None:
+    prefix = (await pages.ask("POST", "keys", {"user": "bea"}))[1]["prefix"]
+    answer = await pages.send(f"keys/{prefix}/rotate", keep_s="0")
+    assert "kv-" in answer.text
+    other = (await pages.ask("POST", "keys", {"user": "bea"}))[1]["prefix"]
+    assert (await pages.send(f"keys/{other}/revoke")).status_code == 303
+    rows = (await pages.ask("GET", "keys"))[1]["data"]
+    assert next(one for one in rows if one["prefix"] == other)["revoked_at"] is not None
+    assert (await pages.send("keys/nonsense/revoke")).status_code == 404
+
+
+async def test_a_user_is_added_limited_and_disabled(pages: Pages) -> None:
+    assert (await pages.send("users", name="tom", role="user")).status_code == 303
+    await pages.send("users/tom/change", rpm="7", period="month")
+    await pages.send("users/tom/change", disabled="yes")
+    rows = (await pages.ask("GET", "users"))[1]["data"]
+    tom = next(one for one in rows if one["name"] == "tom")
+    assert (tom["limits"]["rpm"], tom["disabled"], tom["role"]) == (7, True, "user")
+    again = await pages.send("users", name="tom", role="user")
+    assert (again.status_code, "tom" in alert_of(again)) == (409, True)
+
+
+async def test_the_only_host_refuses_a_drain_in_words(pages: Pages) -> None:
+    answer = await pages.send("workers/local/drain", deadline_s="")
+    assert (answer.status_code, "the only one" in alert_of(answer)) == (409, True)
+
+
+async def test_the_audit_shows_who_changed_what_and_from_where(pages: Pages) -> None:
+    await add_model(pages)
+    seen = text_of(await pages.browse("audit"))
+    assert "bea (" in seen
+    assert "10.0.0.9" in seen
+    assert "qwen" in seen
+    assert (await pages.browse("audit?limit=x")).status_code == 400
