@@ -25,6 +25,7 @@ from kvmig.cli.common import (
     time_of,
     where,
 )
+from kvmig.cli.doctor import DATABASE, doctor
 from kvmig.cli.files import pull_files
 from kvmig.cli.login import log_in
 from kvmig.cli.mirror import mirror_hub
@@ -51,7 +52,7 @@ from kvmig.launcher.environment import cores
 from kvmig.tracing.collector import check_packages
 from kvmig.tracing.settings import settings_of
 
-__all__ = ["FleetAddress", "app", "main"]
+__all__ = ["DATABASE", "FleetAddress", "app", "main"]
 
 app = typer.Typer(
     help="Serve many models at one address. Models start on demand and stop when idle; users"
@@ -68,9 +69,6 @@ app.add_typer(worker_app, name="worker")
 app.add_typer(key_app, name="key")
 app.add_typer(user_app, name="user")
 app.add_typer(usage_app, name="usage")
-
-DATABASE = "KVMIG_DATABASE"
-"""Environment variable: the URL of `kvmig up --database`."""
 
 
 def print_version(wanted: bool) -> None:
@@ -385,6 +383,7 @@ def backup(
 
 
 app.command()(chat)
+app.command()(doctor)
 app.command("run")(run_model)
 app.command("ps")(list_running)
 app.command("login")(log_in)
