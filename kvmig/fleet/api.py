@@ -557,7 +557,7 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
 def started_as(spec: ModelSpec) -> tuple[object, ...]:
     """What decides a deployment's command line."""
     own = spec.engine, spec.source, spec.flags, spec.adapters, spec.instances
-    return (*own, spec.workers, spec.unit, spec.vllm)
+    return (*own, spec.tensor_parallel or spec.workers, spec.unit, spec.vllm)
 
 
 # -- what comes

@@ -47,7 +47,7 @@ from kvmig.fleet.capacity import (
 )
 from kvmig.fleet.deployment_words import start_order
 from kvmig.fleet.deployments import DeploymentWatcher
-from kvmig.fleet.device_room import Places
+from kvmig.fleet.gpu_choice import GpuChoice
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.instance_measures import InstanceMeasures
 from kvmig.fleet.instance_moves import InstanceMover, patience_s
@@ -153,6 +153,7 @@ class ModelController:
         )
         self._sets = InstanceOrders(self.places, self.workers, memory.devices, self._note, wall)
         self._measures = InstanceMeasures(self._models, memory, wall, self._note, measured)
+        self._gpu_choice = GpuChoice(self._models, self.places, self._measures.take_claim)
         self.rollouts = ModelRollouts(
             self._models, keep, wall, self._note, self._measures.take_claim, self.running
         )
@@ -390,6 +391,8 @@ class ModelController:
             asking = asking and self._lacks(model) is None
             if model.asks_since is None or not asking:
                 model.asks_since = now if asking else None
+        nodes = self.places.nodes()
+        self._gpu_choice.choose(nodes, self._first)
         units = self._in_units()
         for name, model in self._models.items():
             life, wish = model.life, self._wish(model)
@@ -426,7 +429,7 @@ class ModelController:
             if not spec.unit or self.units.has_place(spec.unit) or opening[spec.unit] == spec.name:
                 assert model.asks_since is not None
                 waiting.append(self._waiting(model, model.asks_since))
-        nodes, strategy = self.places.nodes(), self.memory.devices.strategy
+        strategy = self.memory.devices.strategy
         movable = [] if self._placed else self.mover.movable()  # a placement says where they are
         made = plan(nodes, waiting, residents, now, strategy, movable, self.mover.nodes)
         return self.units.admit(made, starting, self._wanted_specs())
@@ -458,7 +461,7 @@ class ModelController:
             of_nodes = self.places.more_on(model, more)
             return WaitingModel(name, more, since, more=of_gpus, wakes_on=of_nodes)
         need, first = self.places.device_need(spec), self._first(model)
-        if need is not None and (at := self._places_in(self._placed.get(name, ()))):
+        if need is not None and (at := self.places.in_units(self._placed.get(name, ()))):
             need = replace(need, at=at)
         return WaitingModel(
             name,
@@ -473,11 +476,6 @@ class ModelController:
             resources=self.places.resources(spec),
             patience_s=patience_s(model),
         )
-
-    def _places_in(self, units: Sequence[PlacedUnit]) -> Places:
-        """The GPUs of instances in these units of a placement; none if units have none."""
-        devices = self.memory.devices
-        return tuple(devices.named(tuple(map(str, one.gpus))) for one in units if one.gpus)
 
     def _first(self, model: ManagedModel) -> int:
         """Instances with which it would start."""

@@ -15,8 +15,9 @@ from kvmig.fleet.device_room import DeviceNeed, Strategy
 from kvmig.fleet.device_sizes import RememberedSizes, sizes_key
 from kvmig.fleet.device_watch import DeviceWatch
 from kvmig.fleet.memory_figures import ASSUMED, MeasuredRest, MemoryFigures, MemoryShape
-from kvmig.fleet.model_shapes import shape_of, weight_files
+from kvmig.fleet.model_shapes import heads_of, shape_of, weight_files
 from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.tensor_parallel import candidates, is_open, sized, split
 
 
 class DeviceBudget:
@@ -51,8 +52,19 @@ class DeviceBudget:
         self._sizes[sizes_key(spec)] = sizes
 
     def sizes(self, spec: ModelSpec) -> ModelSizes | None:
-        """What its engine has said; None: it wasn't asked."""
-        return self._sizes.get(sizes_key(spec))
+        """What its engine has said; None: it wasn't asked. Where the fleet chooses the number of
+        GPUs, the engine was asked for one."""
+        found = self._sizes.get(sizes_key(spec))
+        if found is None and is_open(spec) and spec.workers > 1:
+            of_one = self._sizes.get(sizes_key(sized(spec, 0)))
+            return None if of_one is None else split(of_one, spec.workers)
+        return found
+
+    def open_sizes(self, spec: ModelSpec) -> tuple[int, ...]:
+        """The numbers of GPUs that an instance may have where the fleet chooses, the preferred one
+        first."""
+        there = len(spec.gpus) or len(self.watch.inventory.devices)
+        return candidates(there, heads_of(spec.folder))
 
     def measure(self, spec: ModelSpec, used: int, at: float) -> bool:
         """Take what an instance uses of a GPU; whether that is more than was known. at: Unix
@@ -130,18 +142,26 @@ class DeviceBudget:
                 f"{where}: instances.target_kind is 'freeness', must be concurrency or rps on a"
                 " host with GPUs, where the fleet gives each instance its own"
             )
+        tried = [sized(spec, gpus) for gpus in self.open_sizes(spec)] if is_open(spec) else [spec]
+        wrong = [self._too_large(where, one) for one in tried]
+        if all(wrong):
+            raise ConfigError(wrong[-1])
+
+    def _too_large(self, where: str, spec: ModelSpec) -> str:
+        """Why its first instances would have no room on empty GPUs; empty: they would."""
         if (need := self.need(spec)) is None:
-            return
+            return ""
         devices = self.watch.memory({}, {})
         if wrong := device_room.too_large(where, need, devices):
-            raise ConfigError(wrong)
+            return wrong
         groups, empty = device_room.groups_of(devices), {one.id: one.total for one in devices}
         least = max(1, spec.least)
-        if (most := device_room.most_instances(empty, need, groups, least)) < least:
-            raise ConfigError(
-                f"{where}: instances.min is {least}, must be at most {most}: an instance needs"
-                f" {device_room.wanted(need)}"
-            )
+        if (most := device_room.most_instances(empty, need, groups, least)) >= least:
+            return ""
+        return (
+            f"{where}: instances.min is {least}, must be at most {most}: an instance needs"
+            f" {device_room.wanted(need)}"
+        )
 
     @property
     def device(self) -> str:

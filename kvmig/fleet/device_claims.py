@@ -63,13 +63,15 @@ class KnownSizes:
 def claim_of(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceClaim | None:
     """What an instance claims; None: it uses no GPU. total: bytes of the largest GPU."""
     if spec.engine == "toy":
-        return DeviceClaim(spec.gpu_memory, "gpu_memory", parked=spec.gpu_memory // 2)
+        return DeviceClaim(spec.memory_each, "gpu_memory", parked=spec.memory_each // 2)
     if spec.engine == "command":  # what a command takes is what its user says
-        return DeviceClaim(spec.gpu_memory, "gpu_memory") if spec.gpu_memory else None
+        return DeviceClaim(spec.memory_each, "gpu_memory") if spec.memory_each else None
     if spec.engine == "transformers" and text_in(spec.flags, "--device") != "cuda":
         return None
     made = _before_it_runs(spec, known, total)
-    if not known.measured or spec.gpu_memory or spec.unit:  # what is measured has pages of the unit
+    if (
+        not known.measured or spec.memory_each or spec.unit
+    ):  # what is measured has pages of the unit
         return made
     # An engine that keeps to a share may take all of that at its next start.
     each = max(known.measured, made.each if made.share else 0)
@@ -82,16 +84,18 @@ def _before_it_runs(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceCla
     sizes = known.sizes
     weights = known.weights // spec.workers if sizes is None else sizes.weights
     if spec.unit:  # its KV cache is the unit's
-        basis: Basis = "gpu_memory" if spec.gpu_memory else "estimated"
-        return DeviceClaim(spec.gpu_memory or weights + known.rest, basis, weights, rest=known.rest)
+        basis: Basis = "gpu_memory" if spec.memory_each else "estimated"
+        return DeviceClaim(
+            spec.memory_each or weights + known.rest, basis, weights, rest=known.rest
+        )
     kv = size_in(text_in(spec.flags, KV_FLAG))
     share = _share_in(text_in(spec.flags, SHARE_FLAG))
     of_flags = bool(kv or share)
-    if spec.gpu_memory:
-        own = 0.0 if of_flags else share_for(spec.gpu_memory, total)
-        beside = max(0, spec.gpu_memory - weights - known.rest)
+    if spec.memory_each:
+        own = 0.0 if of_flags else share_for(spec.memory_each, total)
+        beside = max(0, spec.memory_each - weights - known.rest)
         return DeviceClaim(
-            spec.gpu_memory, "gpu_memory", weights, kv or beside, known.rest, own, known.rest
+            spec.memory_each, "gpu_memory", weights, kv or beside, known.rest, own, known.rest
         )
     if share and not kv:
         each = int(share * total) + OUTSIDE

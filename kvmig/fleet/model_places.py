@@ -5,13 +5,13 @@ why. It reads the models as the controller keeps them, and changes none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.fleet import device_room
 from kvmig.fleet.capacity import ResidentModel, free
-from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Strategy
+from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Places, Strategy
 from kvmig.fleet.device_watch import title_of
 from kvmig.fleet.evaluate import FitVerdict, on_host, verdict, without
 from kvmig.fleet.host_memory import MemoryBudget
@@ -26,6 +26,7 @@ from kvmig.fleet.place_choice import (
 )
 from kvmig.fleet.place_history import PlaceHistory
 from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.tensor_parallel import choose_gpus, is_open, sized
 from kvmig.fleet.units import FleetUnits
 from kvmig.fleet.worker_nodes import (
     LOCAL,
@@ -34,8 +35,10 @@ from kvmig.fleet.worker_nodes import (
     NodeInstance,
     Rooms,
     WorkerNode,
+    room_now,
 )
 from kvmig.fleet.worker_pool import WorkerPool
+from kvmig.placement.file import PlacedUnit
 
 
 class ModelPlaces:
@@ -165,6 +168,26 @@ class ModelPlaces:
 
     # -- where instances go
 
+    def in_units(self, units: Sequence[PlacedUnit]) -> Places:
+        """The GPUs of instances in these units of a placement; none if units have none."""
+        devices = self._memory.devices
+        return tuple(devices.named(tuple(map(str, one.gpus))) for one in units if one.gpus)
+
+    def with_gpus(self, spec: ModelSpec, instances: int, nodes: Sequence[WorkerNode]) -> ModelSpec:
+        """The specification with the number of GPUs that the fleet chooses for each of so many
+        instances; unchanged where it isn't the fleet that chooses."""
+        if not is_open(spec) or not self._memory.devices.there:
+            return spec
+
+        def need(gpus: int) -> InstanceNeed:
+            found = self.device_need(sized(spec, gpus))
+            return InstanceNeed(spec.name, 0, () if found is None else (found,))
+
+        now = {one.name: room_now(one, 0) for one in nodes}
+        empty = {name: replace(room, devices=room.node.sizes) for name, room in now.items()}
+        sizes = self._memory.devices.open_sizes(spec)
+        return sized(spec, choose_gpus(sizes, need, now, empty, instances))
+
     def most_more(self, model: ManagedModel, rooms: Rooms) -> int:
         """How many more instances of it have room, up to its greatest number."""
         return most_instances(rooms, self.need(model), model.wanted.spec.instances.max)
@@ -213,13 +236,14 @@ class ModelPlaces:
             for name, one in self._models.items()
             if one.deployment and name not in own
         ]
-        host, known = memory.host(), devices.known(spec)
         node = self._host()
         node = replace(
             node,
             devices=tuple(without(own, node.devices)),
             instances=tuple(one for one in node.instances if one.model not in own),
         )
+        spec = self.with_gpus(spec, 1, [node])
+        host, known = memory.host(), devices.known(spec)
         return verdict(
             spec.name,
             spec.workers,

@@ -69,6 +69,15 @@ def vocabulary_of(folder: str) -> int:
     return 0
 
 
+def heads_of(folder: str) -> int:
+    """Attention heads of the model, by its files; 0 where they don't have it."""
+    text = _config(folder).get("text_config")
+    for config in (_config(folder), text if isinstance(text, dict) else {}):
+        if isinstance(heads := config.get("num_attention_heads"), int) and heads > 0:
+            return heads
+    return 0
+
+
 @lru_cache(maxsize=1024)
 def _config(folder: str) -> dict[str, object]:
     """The model's config.json; empty where there is none that can be read."""

@@ -117,7 +117,8 @@ def start_of(spec: ModelSpec) -> tuple[object, ...]:
     numbers = (spec.least, counts.max, counts.target) if itself else None
     return (
         spec.engine, spec.source, spec.flags, tuple(sorted(spec.adapters.items())),
-        spec.share_prefixes, spec.gpus, spec.workers, spec.gpu_memory, spec.unit, spec.vllm,
+        spec.share_prefixes, spec.gpus, spec.tensor_parallel or spec.workers,
+        spec.gpu_memory, spec.unit, spec.vllm,
         spec.command, spec.health, spec.served, spec.parallel, spec.stream_usage,
         spec.hang_timeout_s, tuple(sorted(spec.pass_environment)), numbers,
     )  # fmt: skip
@@ -164,6 +165,7 @@ def with_live_fields(old: ModelSpec, new: ModelSpec) -> ModelSpec:
         share_prefixes=old.share_prefixes,
         gpus=old.gpus,
         gpus_per_instance=old.gpus_per_instance,
+        tensor_parallel=old.tensor_parallel,
         gpu_memory=old.gpu_memory,
         unit=old.unit,
         unit_memory=old.unit_memory,

@@ -94,6 +94,7 @@ Engine = Literal["vllm", "transformers", "toy", "command"]
 TargetKind = Literal["concurrency", "rps", "freeness"]
 Warm = Literal["none", "parked", "always"]
 PlacementStrategy = Literal["", "spread", "pack"]
+TensorParallel = Literal["", "auto"]
 
 
 class InstanceCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,9 +154,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """GPUs that its instances may have, by index or UUID; empty: any."""
     gpus_per_instance: int = 0
     """GPUs of an instance, with a worker on each; 0: as the flags say, or 1."""
+    tensor_parallel: TensorParallel = ""
+    """auto: the fleet chooses the GPUs of an instance at each start; empty: they are given."""
     gpu_memory: int = 0
     """Bytes of each of its GPUs that an instance takes; 0: estimated, until it is measured. Without
-    the KV cache, if it is in a unit."""
+    the KV cache, if it is in a unit. With `tensor_parallel`: of all its GPUs together."""
     unit: str = ""
     """The unit whose models share KV cache on one GPU; empty: it has a KV cache of its own."""
     unit_memory: int = 0
@@ -183,6 +186,11 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return number_in(self.flags, self.gpus_per_instance or 1, *WORKERS)
 
     @property
+    def memory_each(self) -> int:
+        """Bytes of each of its GPUs that an instance takes, as given; 0: they are not."""
+        return -(-self.gpu_memory // (self.workers if self.tensor_parallel else 1))
+
+    @property
     def library(self) -> str:
         """The engine whose libraries its deployment needs; empty: none."""
         return "" if self.engine == "command" else self.engine
@@ -198,6 +206,7 @@ ALLOWED = {
     "instances.target_kind": get_args(TargetKind),
     "warm": get_args(Warm),
     "placement_strategy": ("spread", "pack"),
+    "tensor_parallel": ("auto",),
 }
 """Allowed values of each field that takes certain words."""
 GET_ONE = "the source hf:ORG/NAME is a model of the Hugging Face Hub"
@@ -354,6 +363,7 @@ def _check_gpus(where: str, spec: ModelSpec) -> None:
             )
     if len(set(spec.gpus)) < len(spec.gpus):
         raise ConfigError(f"{where}: gpus is {list(spec.gpus)!r:.200}, must name each GPU once")
+    _check_tensor_parallel(where, spec)
     workers = spec.workers
     if spec.gpus_per_instance not in (0, workers):
         raise ConfigError(
@@ -364,6 +374,28 @@ def _check_gpus(where: str, spec: ModelSpec) -> None:
         raise ConfigError(
             f"{where}: gpus has {len(spec.gpus)}, must have {workers} or more: an instance has a"
             " worker on each"
+        )
+
+
+def _check_tensor_parallel(where: str, spec: ModelSpec) -> None:
+    if not spec.tensor_parallel:
+        return
+    if spec.engine not in ("vllm", "toy"):
+        raise ConfigError(
+            f"{where}: tensor_parallel is given, must be left out: it is for engine vllm"
+        )
+    for field, given in (
+        ("gpus_per_instance", spec.gpus_per_instance),
+        ("unit", spec.unit),
+        (WORKERS[0], text_in(spec.flags, *WORKERS)),
+    ):
+        if given:
+            raise ConfigError(
+                f"{where}: {field} is {given}, must be left out with tensor_parallel auto"
+            )
+    if spec.warm == "parked":
+        raise ConfigError(
+            f"{where}: warm is 'parked', must be none or always with tensor_parallel auto"
         )
 
 

@@ -130,7 +130,7 @@ class WorkerPool:
                 f"model {spec.name}: engine is 'command', must be vllm or transformers with `kvmig"
                 " up --ray`: a command's servers run on one host"
             )
-        for field in ("gpus", "gpus_per_instance", "gpu_memory", "unit"):
+        for field in ("gpus", "gpus_per_instance", "tensor_parallel", "gpu_memory", "unit"):
             if getattr(spec, field):
                 raise ConfigError(
                     f"model {spec.name}: {field} is given, must be left out with `kvmig up --ray`:"

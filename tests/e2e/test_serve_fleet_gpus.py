@@ -131,6 +131,16 @@ async def test_a_model_of_two_workers_has_both_gpus_and_models_spread_over_them(
     assert [one["bytes"] for one in fleet.get("models/two")["gpus"]] == [CLAIM, CLAIM]
 
 
+async def test_the_fleet_chooses_one_gpu_where_that_is_enough_and_else_two(fleet: GpuFleet) -> None:
+    for name, whole in (("small", CLAIM), ("large", 18 * GIB)):
+        add(fleet, name, whole, tensor_parallel="auto")
+    await run(fleet, "small", "large")
+    assert (len(fleet.gpus_of("small")[0]), fleet.gpus_of("large")) == (1, [["0", "1"]])
+    held = fleet.held()
+    assert held[FIRST]["large"] == held[SECOND]["large"] == 9 * GIB
+    assert not fleet.get("models/large")["stale"]
+
+
 async def test_a_busy_instance_moves_to_another_gpu_so_that_a_large_model_has_room(
     fleet: GpuFleet,
 ) -> None:
@@ -190,6 +200,7 @@ def test_what_no_gpu_can_hold_is_refused_in_bytes_at_the_door(fleet: GpuFleet) -
             "instances.min is 5, must be at most 4: an instance needs",
         ),
         ({"gpus_per_instance": 3, "gpu_memory": CLAIM}, "of each of 3 GPUs that reach each other"),
+        ({"tensor_parallel": "auto", "gpu_memory": 40 * GIB}, "of each of 2 GPUs that reach each"),
     ):
         refused = fleet.ask("POST", "models", {**spec, **wrong})
         assert refused.status_code == 400

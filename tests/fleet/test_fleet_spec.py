@@ -99,6 +99,16 @@ def test_it_is_the_same_after_json() -> None:
         ({"gpus": "0"}, "gpus is '0', must be array"),
         ({"gpus": ["0"], "gpus_per_instance": 2}, "gpus has 1, must have 2 or more: an instance"),
         ({"gpus_per_instance": 65}, "gpus_per_instance is 65, must be 0 to 64"),
+        ({"tensor_parallel": "some"}, "tensor_parallel is 'some', must be auto"),
+        (
+            {"tensor_parallel": "auto", "gpus_per_instance": 2},
+            "gpus_per_instance is 2, must be left out with tensor_parallel auto",
+        ),
+        (
+            {"tensor_parallel": "auto", "flags": "-tp 2"},
+            "--tensor-parallel-size is 2, must be left out with tensor_parallel auto",
+        ),
+        ({"tensor_parallel": "auto", "warm": "parked"}, "warm is 'parked', must be none or always"),
         (
             {"gpus_per_instance": 2, "flags": "--tensor-parallel-size 4"},
             "gpus_per_instance is 2, must be 4, which --tensor-parallel-size in flags is",

@@ -47,7 +47,14 @@ class Host(MemoryBudget):
 
     def __init__(self, total: int) -> None:
         devices = tuple(
-            DeviceRecord(id=str(at), index=at, uuid=f"GPU-{at}", name="H100", total=total)
+            DeviceRecord(
+                id=str(at),
+                index=at,
+                uuid=f"GPU-{at}",
+                name="H100",
+                total=total,
+                peers=(f"GPU-{1 - at}",),
+            )
             for at in range(2)
         )
         watch = DeviceWatch(read=lambda: DeviceInventory(devices=devices))
