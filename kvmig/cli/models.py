@@ -92,7 +92,10 @@ def files_line(one: dict[str, Any]) -> str:
     """The files of a model, in a line."""
     if one["why"]:
         return str(one["why"])
-    return f"{size_text(one['size'])} of revision {one['revision'][:12]}, in {one['folder']}"
+    on = "".join(
+        f"; on {name}: {it['why'] or 'all'}" for name, it in sorted(one["workers"].items())
+    )
+    return f"{size_text(one['size'])} of revision {one['revision'][:12]}, in {one['folder']}{on}"
 
 
 def model_view(one: dict[str, Any]) -> str:

@@ -82,9 +82,12 @@ def worker_view(one: dict[str, Any]) -> str:
             f"{gpu['gpu']}: {size_text(gpu['free_bytes'])} of {size_text(gpu['total_bytes'])} free"
             for gpu in one["gpus"]
         ),
+        "engines": ", ".join(one["engines"]),
+        "files": files_text(one["files"]),
         "drain": drain_text(one["drain"]),
     }
     lines = [f"{name:<9} {value}" for name, value in pairs.items() if value]
+    lines += map(folder_text, one["files"]["models"])
     for each in one["instances"]:
         stays = f": {each['stays']}" if each["stays"] else ""
         lines.append(
@@ -92,6 +95,25 @@ def worker_view(one: dict[str, Any]) -> str:
             f" {each['streams']} streams{stays}"
         )
     return "\n".join([one["name"], *lines])
+
+
+def files_text(files: dict[str, Any]) -> str:
+    """The files of models on a worker's disk, all together."""
+    if files["why"]:
+        return str(files["why"])
+    if not files["folder"]:
+        return ""
+    done = sum(each["done"] for each in files["models"])
+    shared = ", the folder of the fleet's server" if files["shared"] else ""
+    free = size_text(files["free_bytes"])
+    return f"{size_text(done)} in {files['folder']}{shared}; {free} of the disk are free"
+
+
+def folder_text(one: dict[str, Any]) -> str:
+    """A model's files on a worker."""
+    name = one["source"] or one["folder"].rpartition("/")[2]
+    took = "" if one["took_s"] is None else f", downloaded in {one['took_s']:.1f} s"
+    return f"  {name}  {one['why'] or size_text(one['size']) + took}"
 
 
 def path_of(name: str, order: str = "") -> str:

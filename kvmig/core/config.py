@@ -214,6 +214,9 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """HOST:PORT of the cluster's head, or auto: the cluster that this host belongs to."""
     resources: dict[str, float] = {}
     """Ray resources of each instance; empty: one GPU per worker."""
+    files: str = ""
+    """A fleet's folder of models' files, which a node may have elsewhere; empty: MODEL has the same
+    path on each node."""
 
 
 class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):

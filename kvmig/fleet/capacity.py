@@ -670,6 +670,7 @@ WORDS = {
     "cordon": "cordoned",
     "labels": "without its labels",
     "engine": "without its engine",
+    "files": "without its files",
 }
 
 

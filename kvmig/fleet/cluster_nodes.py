@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvmig.fleet.worker_files import WorkerFiles, local_sources
 from kvmig.fleet.worker_nodes import NodeInstance, WorkerNode
 from kvmig.fleet.workers import CORDONED, FleetWorker
 
@@ -30,7 +31,7 @@ class InstanceHold:
 
 
 def worker_nodes(
-    workers: Iterable[FleetWorker], holds: Sequence[InstanceHold]
+    workers: Iterable[FleetWorker], holds: Sequence[InstanceHold], files: WorkerFiles
 ) -> tuple[WorkerNode, ...]:
     """Make nodes of workers, with what is left there. holds: all the fleet's instances.
 
@@ -39,10 +40,10 @@ def worker_nodes(
     by_node: dict[str, list[InstanceHold]] = {}
     for one in holds:
         by_node.setdefault(one.node, []).append(one)
-    return tuple(_node(one, by_node.get(one.node, [])) for one in workers)
+    return tuple(_node(one, by_node.get(one.node, []), files) for one in workers)
 
 
-def _node(worker: FleetWorker, here: Sequence[InstanceHold]) -> WorkerNode:
+def _node(worker: FleetWorker, here: Sequence[InstanceHold], files: WorkerFiles) -> WorkerNode:
     coming = sum(one.demand.memory for one in here if not one.serves)
     left = {
         name: min(
@@ -58,6 +59,9 @@ def _node(worker: FleetWorker, here: Sequence[InstanceHold]) -> WorkerNode:
         labels={**worker.labels, "worker": worker.name},
         cordoned=worker.cordoned,
         unready="" if worker.refusal == CORDONED else worker.refusal,
+        engines=frozenset(worker.engines),
+        files=local_sources(worker),
+        no_files=files.refused(worker),
         instances=tuple(NodeInstance(one.model) for one in here),
         resources=worker.resources,
         free_resources=left,

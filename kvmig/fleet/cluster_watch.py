@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvmig.core.errors import ConfigError
+from kvmig.launcher.node_files import ClusterWish, encode_wish
 from kvmig.launcher.node_reports import ClusterReport, report_of
 from kvmig.launcher.ray_cluster import checked_address
 
@@ -58,10 +59,17 @@ def check_cluster(address: str) -> None:
 class ClusterWatch:
     """`run` it as a task."""
 
-    def __init__(self, address: str, take: Callable[[ClusterReport | None], None]) -> None:
-        """take: gets each report, and None when no more come."""
+    def __init__(
+        self,
+        address: str,
+        take: Callable[[ClusterReport | None], None],
+        wish: Callable[[], ClusterWish],
+    ) -> None:
+        """take: gets each report, and None when no more come. wish: which files nodes are to have
+        now."""
         self._address = address
         self._take = take
+        self._wish = wish
 
     async def run(self) -> None:
         """Take reports, and start the process again whenever it ends, until cancelled."""
@@ -90,7 +98,12 @@ class ClusterWatch:
 
     async def _follow(self, process: Process) -> str:
         assert process.stdout is not None
+        assert process.stdin is not None
+        said = b""
         while True:
+            if (line := encode_wish(self._wish())) != said:
+                process.stdin.write(line)
+                said = line
             try:
                 async with asyncio.timeout(SILENCE_S):
                     line = await process.stdout.readline()

@@ -344,6 +344,7 @@ class ModelController:
             self._scale(model, now)
             self._gather(model)
             self._roll(model)
+        self._workers.decide_files()
 
     def _live(self, model: ManagedModel, seen: ObservedState, now: float) -> None:
         before = model.life
@@ -432,7 +433,11 @@ class ModelController:
         strategy = self.memory.devices.strategy
         movable = [] if self._placed else self.mover.movable()  # a placement says where they are
         made = plan(nodes, waiting, residents, now, strategy, movable, self.mover.nodes)
-        return self.units.admit(made, starting, self._wanted_specs())
+        return self.units.admit(
+            made,
+            starting,
+            [model.wanted.spec for model in self._models.values() if model.wanted.on],
+        )
 
     def moves_for(self, model: ManagedModel) -> RoomPlan | None:
         """Moves that would make room for its first instances, or for another one, now; None: there
@@ -449,9 +454,6 @@ class ModelController:
             if model.unit and (model.deployment or model.asks_since is not None):
                 found[model.unit] = found.get(model.unit, frozenset()) | {name}
         return found
-
-    def _wanted_specs(self) -> list[ModelSpec]:
-        return [model.wanted.spec for model in self._models.values() if model.wanted.on]
 
     def _waiting(self, model: ManagedModel, since: float) -> WaitingModel:
         name, spec = model.key, model.wanted.spec
@@ -491,6 +493,10 @@ class ModelController:
             model.lacks_room = False
             reason = {"never" if lacks.failed else "no_room": lacks.why}
             return msgspec.structs.replace(seen, **reason)
+        on = [one.node for one in made.places.get(name, ())]
+        if awaited := self._workers.files_awaited(model, on):
+            model.lacks_room = False
+            return msgspec.structs.replace(seen, no_room=awaited)
         model.lacks_room = name in made.refused and name not in made.barred
         return msgspec.structs.replace(
             seen,
@@ -599,15 +605,11 @@ class ModelController:
         model.places = InstancePlaces(
             dict(note.gpus),
             note.gpu_bytes,
-            self._parked_bytes(model.wanted.spec),
+            self.memory.devices.parked(model.wanted.spec),
             self.memory.devices.uuids,
         )
         model.nodes = InstanceNodes(dict(note.nodes))
         self._whose[deployment] = model
-
-    def _parked_bytes(self, spec: ModelSpec) -> int:
-        claim = self.memory.devices.claim(spec)
-        return 0 if claim is None else claim.parked
 
     async def _rest(
         self, model: ManagedModel, life: ModelStatus, watched: DeploymentWatcher, *, parks: bool
@@ -715,6 +717,7 @@ class ModelController:
         if places:
             left = with_places(self._plan.rooms, self.places.need(model), places)
             self._plan = replace(self._plan, rooms=left)
+        places, why = self._workers.with_files(model, places, why)
         model.places.coming = tuple(one.gpus for one in places if one.gpus)
         if self.workers.there:
             model.nodes.coming = tuple(self.workers.node_id(one.node) for one in places)

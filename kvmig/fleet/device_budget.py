@@ -101,6 +101,11 @@ class DeviceBudget:
         """What an instance claims of each of its GPUs; None: it uses none."""
         return claim_of(spec, self.known(spec), self._largest) if self.there else None
 
+    def parked(self, spec: ModelSpec) -> int:
+        """Bytes of each of its GPUs that a parked instance has."""
+        claim = self.claim(spec)
+        return 0 if claim is None else claim.parked
+
     def need(self, spec: ModelSpec) -> DeviceNeed | None:
         """What an instance wants of GPUs; a GPU that isn't there stays in it by its name."""
         need = need_of(spec, self.claim(spec))

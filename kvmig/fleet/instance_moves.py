@@ -120,6 +120,12 @@ class InstanceMover:
         """Begin moves that make room. rooms: what is free before them."""
         if any(self._models[one.model].life.state != "serving" for one in found.moves):
             return  # one has begun to end since
+        lacking = [
+            self._places.workers.lacking_files(self._models[one.model], [one.to_node])
+            for one in found.moves
+        ]
+        if any(lacking):
+            return  # their files come there first
         for name in dict.fromkeys(one.model for one in found.moves):
             model = self._models[name]
             assert model.watched is not None

@@ -33,6 +33,7 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.fleet.store import NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import FleetDatabase, StoreError
+from kvmig.launcher.node_files import FolderReport
 from kvmig.process.folder_lock import FolderLock
 from kvmig.sources import download_state
 from kvmig.sources.disk_room import HeldFiles, find_room
@@ -92,6 +93,8 @@ class FilesView(msgspec.Struct, frozen=True, kw_only=True):
     """Models of the catalogue that use them."""
     created: float
     last_used: float
+    workers: Mapping[str, FolderReport] = {}
+    """Workers that have them, or fetch them, by name."""
 
 
 @dataclass(eq=False)
@@ -125,9 +128,11 @@ class ModelFiles:
         in_use: Callable[[], Collection[str]],
         clock: Clock,
         wall: Clock,
+        on_workers: Callable[[str], Mapping[str, FolderReport]] = lambda folder: {},
     ) -> None:
         """stored: runs a function on the database's thread. changed: awaited when files have become
-        whole. in_use: folders that deployments were started from. wall: Unix time."""
+        whole. in_use: folders that deployments were started from. wall: Unix time. on_workers: what
+        workers have of a folder."""
         self.folder = FilesFolder(settings.files)
         self._settings = settings
         self._database = database
@@ -136,6 +141,7 @@ class ModelFiles:
         self._in_use = in_use
         self._clock = clock
         self._wall = wall
+        self._on_workers = on_workers
         self._files: dict[str, SourceFiles] = {}
         self._children: set[FetcherChild] = set()
         """Fetchers that have not ended."""
@@ -228,6 +234,11 @@ class ModelFiles:
             return spec
         folder = self.folder.whole(found.row.folder)
         return msgspec.structs.replace(spec, source=f"{PATH}{folder}")
+
+    def whole(self) -> dict[str, str]:
+        """The digests of whole folders, by path."""
+        rows = (one.row for one in self._files.values())
+        return {str(self.folder.whole(one.folder)): one.digest for one in rows if one.folder}
 
     def missing(self, source: str) -> MissingFiles | None:
         """Why a model with this source can't start, as its callers may know; None: it has its
@@ -338,6 +349,7 @@ class ModelFiles:
     def _view(self, files: SourceFiles) -> FilesView:
         row, status, now = files.row, files.status, self._clock()
         failed = status.state == "failed"
+        folder = str(self.folder.whole(row.folder)) if row.folder else ""
         return FilesView(
             source=row.source,
             state=status.state,
@@ -348,11 +360,12 @@ class ModelFiles:
             left_s=download_state.seconds_left(status, now),
             retry_s=max(0.0, status.retry_at - now) if failed else None,
             digest=row.digest,
-            folder=str(self.folder.whole(row.folder)) if row.folder else "",
+            folder=folder,
             pinned=row.pinned,
             models=files.models,
             created=row.created,
             last_used=self._wall() if files.models else row.last_used,
+            workers=self._on_workers(folder) if folder else {},
         )
 
     async def heads(self, text: str) -> str:

@@ -10,8 +10,9 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.cluster_nodes import InstanceHold
 from kvmig.fleet.leaving_instances import LeavingStep, leaving_step
 from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.place_choice import PlaceExplanation
 from kvmig.fleet.worker_drain import InstanceOnWorker
-from kvmig.fleet.worker_nodes import WorkerNode
+from kvmig.fleet.worker_nodes import InstancePlace, WorkerNode
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import Leaving
 
@@ -53,6 +54,45 @@ class ModelWorkers:
         # The name of a node that was lost may be another one's by now.
         return Counter(name for node, name in named if name and self._pool.node_id(name) == node)
 
+    def lacking_files(self, model: ManagedModel, nodes: Sequence[str]) -> dict[str, str]:
+        """Why instances of it can't start yet on some of these workers, by name: their files come
+        there first."""
+        if not self._pool.there:
+            return {}
+        folder = folder_of(model)
+        found = {one: self._pool.lack(one, folder) for one in dict.fromkeys(nodes)}
+        return {one: why for one, why in found.items() if why}
+
+    def files_awaited(self, model: ManagedModel, nodes: Sequence[str]) -> str:
+        """Why it can't start on these workers yet, in words for all who call it; empty: all have
+        its files."""
+        whys = "; ".join(dict.fromkeys(self.lacking_files(model, nodes).values()))
+        return f"on its worker {whys}" if whys else ""
+
+    def with_files(
+        self,
+        model: ManagedModel,
+        places: Sequence[InstancePlace],
+        why: Sequence[PlaceExplanation],
+    ) -> tuple[tuple[InstancePlace, ...], tuple[PlaceExplanation, ...]]:
+        """The places among these that have its files, with their reasons."""
+        lacking = self.lacking_files(model, [one.node for one in places])
+        kept = [at for at, one in enumerate(places) if one.node not in lacking]
+        return tuple(places[at] for at in kept), tuple(why[at] for at in kept)
+
+    def decide_files(self) -> None:
+        """End a round: name the files that each worker is to have."""
+        self._pool.files.decide(
+            self._pool.workers(),
+            (
+                (node, folder_of(model))
+                for model in self._models.values()
+                if model.deployment
+                for row in model.nodes.rows(model.instance_rows)
+                if (node := model.nodes.node_of(row))
+            ),
+        )
+
     def wakes_elsewhere(self, model: ManagedModel) -> bool:
         """Whether it is parked on a worker that is drained, or was lost: then it ends, and starts
         on another one when it is wanted."""
@@ -90,6 +130,11 @@ class ModelWorkers:
             for row in model.nodes.rows(model.instance_rows)
             if model.nodes.node_of(row) == node
         ]
+
+
+def folder_of(model: ManagedModel) -> str:
+    """The folder that its instances start from: that of its deployment, if it has one."""
+    return model.wanted.spec.folder if model.note is None else model.note.folder
 
 
 def _on_worker(model: ManagedModel, row: InstanceRow) -> InstanceOnWorker:

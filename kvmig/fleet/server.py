@@ -78,6 +78,7 @@ from kvmig.fleet.spool_merger import SpoolMerger
 from kvmig.fleet.standby import LeaderHeartbeat, StandbyServer, host_name, leave_lead
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import FleetDatabase, StoreError
+from kvmig.fleet.worker_folders import WorkerFolders
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.process.child import (
     StartAnnouncement,
@@ -194,7 +195,7 @@ class FleetServer:
         devices = DeviceBudget(self._watch, settings.gpu_placement)
         workers = WorkerPool(settings.ray, settings.threads, monotonic, time.time)
         memory = MemoryBudget(settings.memory, devices, workers.memory if settings.ray else None)
-        self._cluster = ClusterWatch(settings.ray, workers.take_report)
+        self._cluster = ClusterWatch(settings.ray, workers.take_report, workers.files_wish)
         self._models = ModelController(
             settings,
             self._order,
@@ -215,6 +216,10 @@ class FleetServer:
             self._models.folders,
             monotonic,
             time.time,
+            workers.files_on,
+        )
+        self._folders = WorkerFolders(
+            workers, self._files, self._models.folders, settings.files_bytes
         )
         self._learned = BackgroundTasks("sizes of models")
         self._weights = WeightsReader()
@@ -287,6 +292,7 @@ class FleetServer:
         self._keys = KeyIndex(self._store.pepper)
         await self._backend.workers.recall()
         await self._files.start()
+        await self._folders.start()
         await self._recall_sizes()  # by the folders of files that were downloaded
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:
@@ -550,6 +556,7 @@ class FleetServer:
             self._aliases = every
             self._links.send_to_all(AliasTable(version=self._next(), aliases=every))
         await self._files.take_models(sources_of(rows, rollouts, self._files.resolved))
+        await self._folders.take_models([self._files.resolved(row.spec) for row in rows])
         self._models.take_catalogue(
             CatalogEntry(
                 row.model_id,

@@ -64,6 +64,7 @@ OURS = {
     "--engine": "engine",
     "--ray": "of `kvmig up`",
     "--instance-node": "the fleet's own",
+    "--ray-files": "the fleet's own",
     "--instance-vllm": "vllm",
 }
 """Flags that a spec says otherwise."""
@@ -165,6 +166,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Bytes of KV cache of the whole unit; if its models differ, the largest counts."""
     worker_selector: Mapping[str, str] = {}
     """Labels of the workers that its instances may be on; empty: any."""
+    prefetch: bool = False
+    """Whether its files come to each of these workers before an instance is to start there."""
     placement_strategy: PlacementStrategy = ""
     """How the place of an instance is chosen; empty: as `kvmig up --gpu-placement` has it."""
     priority: int = 0

@@ -17,8 +17,9 @@ from kvmig.fleet.worker_nodes import InstanceNeed, NodeRoom, WorkerNode
 from kvmig.launcher.ray_resources import amounts
 
 FilterName = Literal[
-    "ready", "cordon", "labels", "engine", "memory", "resources", "gpus", "gpu_memory", "peers"
-]
+    "ready", "cordon", "labels", "engine", "files", "memory", "resources", "gpus", "gpu_memory",
+    "peers"
+]  # fmt: skip
 TINY = 1e-6
 """Amounts that differ by less are equal."""
 
@@ -37,6 +38,8 @@ class FilterRefusal(msgspec.Struct, frozen=True):
 def admits(node: WorkerNode, need: InstanceNeed) -> bool:
     """Whether the node is refused by none of the filters that need no look at what is free."""
     if node.unready or node.cordoned or (node.engines and need.engine not in node.engines):
+        return False
+    if need.source in node.no_files:
         return False
     if not need.selector:
         return True
@@ -102,6 +105,8 @@ def refused_node(node: WorkerNode, need: InstanceNeed) -> list[FilterRefusal]:
         there = ", ".join(sorted(node.engines))
         why = f"engine {need.engine} can't start there, only {there}"
         found.append(FilterRefusal("engine", why))
+    if (no_files := node.no_files.get(need.source)) is not None:
+        found.append(FilterRefusal("files", no_files))
     return found
 
 

@@ -65,7 +65,9 @@ class WorkerNode:
     engines: frozenset[str] = frozenset()
     """Engines that can start there; empty: all."""
     files: frozenset[str] = frozenset()
-    """Sources whose files are on its disk."""
+    """Sources whose files are on its disk, or come there now."""
+    no_files: Mapping[str, str] = field(default_factory=dict)
+    """Why its disk can't have the files of sources."""
     instances: tuple[NodeInstance, ...] = ()
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of what else instances take, by Ray's names."""

@@ -16,12 +16,15 @@ from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.cluster_nodes import InstanceDemand, InstanceHold, worker_nodes
 from kvmig.fleet.instance_nodes import InstanceNodes
 from kvmig.fleet.spec import ModelSpec, text_in
+from kvmig.fleet.worker_files import WorkerFiles
 from kvmig.fleet.worker_nodes import WorkerNode
 from kvmig.fleet.workers import FleetWorker, Leaving, WorkerTable, WorkerWish
+from kvmig.launcher.node_files import ClusterWish, FolderReport
 from kvmig.launcher.node_reports import ClusterReport
 from kvmig.launcher.ray_resources import needs_of, parse_resources
 
 RESOURCES = "--ray-resources"
+FILES = "--ray-files"
 UNKNOWN = 1 << 60
 
 
@@ -44,6 +47,7 @@ class WorkerPool:
         self._clock = clock
         self._wall = wall
         self._table = WorkerTable()
+        self.files = WorkerFiles()
 
     @property
     def there(self) -> bool:
@@ -93,7 +97,21 @@ class WorkerPool:
 
     def nodes(self, holds: Sequence[InstanceHold]) -> tuple[WorkerNode, ...]:
         """The workers, with what is left there. holds: all instances that run, or were ordered."""
-        return worker_nodes(self.workers(), holds)
+        return worker_nodes(self.workers(), holds, self.files)
+
+    def files_on(self, folder: str) -> dict[str, FolderReport]:
+        """What is known of a folder on each worker that has, or fetches it, by name."""
+        return self._table.with_folder(folder)
+
+    def files_wish(self) -> ClusterWish:
+        """Which files nodes are to have now."""
+        return self.files.wish
+
+    def lack(self, name: str, folder: str) -> str:
+        """Why an instance can't start on a worker yet for want of its files, which are fetched
+        there; empty: they are there."""
+        worker = self._table.named(name)
+        return "" if worker is None else self.files.lack(worker, folder)
 
     def leaving(self, nodes: InstanceNodes, rows: Sequence[InstanceRow]) -> Mapping[str, Leaving]:
         """Why instances are to be elsewhere, by name; only of those that are."""
@@ -115,6 +133,8 @@ class WorkerPool:
         if not self.there:
             return []
         own = [f"--ray={self.address}"]
+        if self.files.root:
+            own.append(f"{FILES}={self.files.root}")
         own += [f"--instance-node=i{at}: {node}" for at, node in enumerate(nodes)]
         if not text_in(spec.flags, RESOURCES):
             resources = msgspec.json.encode(dict(self.demand(spec, memory).resources))

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.core.devices import DeviceRecord
+from kvmig.launcher.node_files import FolderReport, NodeFilesReport
 from kvmig.launcher.node_reports import ClusterReport, NodeReport
 
 WorkerState = Literal["joining", "ready", "silent", "lost", "unknown"]
@@ -63,6 +64,9 @@ class FleetWorker:
     resources: Mapping[str, float] = field(default_factory=dict)
     """What the node has, by Ray's names."""
     free_resources: Mapping[str, float] = field(default_factory=dict)
+    engines: tuple[str, ...] = ()
+    """The engines that can start there; empty: not known."""
+    files: NodeFilesReport = field(default_factory=NodeFilesReport)
 
     @property
     def refusal(self) -> str:
@@ -107,6 +111,11 @@ class WorkerTable:
     def workers(self) -> list[FleetWorker]:
         """Every worker, by its name: also one that is away, and something is wanted of."""
         return list(self._by_name.values())
+
+    def with_folder(self, folder: str) -> dict[str, FolderReport]:
+        """What is known of a folder on each worker that has, or fetches it, by name."""
+        found = {one.name: one.files.folder(folder) for one in self.workers()}
+        return {name: one for name, one in found.items() if one is not None}
 
     def named(self, name: str) -> FleetWorker | None:
         """The worker of this name; None: there is none."""
@@ -162,6 +171,8 @@ class WorkerTable:
             devices=() if measured is None else measured.devices,
             resources=node.total,
             free_resources=node.free,
+            engines=() if measured is None else measured.engines,
+            files=NodeFilesReport() if measured is None else measured.files,
         )
         wish = self._wishes.get(name)
         return worker if wish is None else _wanted(worker, wish)

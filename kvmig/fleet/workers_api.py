@@ -151,6 +151,14 @@ def worker_json(worker: FleetWorker, instances: list[InstanceOnWorker], now: flo
         ],
         "resources": dict(worker.resources),
         "free_resources": dict(worker.free_resources),
+        "engines": list(worker.engines),
+        "files": {
+            "folder": worker.files.root,
+            "shared": worker.files.shared,
+            "free_bytes": worker.files.free_bytes,
+            "why": worker.files.why,
+            "models": msgspec.to_builtins(worker.files.folders),
+        },
         "instances": msgspec.to_builtins(instances),
     }
 

@@ -94,8 +94,10 @@ def _ray(flags: argparse.Namespace) -> RayConfig | None:
     if flags.ray is None:
         if resources:
             raise ConfigError(f"--ray-resources is {flags.ray_resources!r}, but --ray is not given")
+        if flags.ray_files:
+            raise ConfigError(f"--ray-files is {flags.ray_files!r}, but --ray is not given")
         return None
-    return RayConfig(address=checked_address(flags.ray), resources=resources)
+    return RayConfig(address=checked_address(flags.ray), resources=resources, files=flags.ray_files)
 
 
 def _shares(text: str) -> tuple[int, int]:
@@ -393,6 +395,13 @@ def _add_ray(root: FlagParser) -> None:
         default="",
         metavar="JSON",
         help="Ray resources of each instance, such as '{\"CPU\": 4}' (default: one GPU per worker)",
+    )
+    group.add_argument(
+        "--ray-files",
+        default="",
+        metavar="FOLDER",
+        help="folder of a fleet's downloaded models: MODEL in it is in the folder KVMIG_FILES on"
+        " nodes that set this variable (default: MODEL has the same path on each node)",
     )
     group.add_argument(
         "--instance-node",

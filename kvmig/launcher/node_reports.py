@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvmig.core.devices import DeviceRecord
+from kvmig.launcher.node_files import NodeFilesReport
 
 
 class NodeMeasure(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +18,9 @@ class NodeMeasure(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceRecord, ...] = ()
     missing: str = ""
     """The reason why there are no devices, or which are left out."""
+    engines: tuple[str, ...] = ()
+    """The engines whose libraries are installed there."""
+    files: NodeFilesReport = NodeFilesReport()
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,22 +1,31 @@
-"""The agents of a Ray cluster: an actor on each node, which measures the node.
+"""The agents of a Ray cluster: an actor on each node, which measures the node and has models' files
+there.
 
 They belong to the process that has made them: Ray ends them with it, and starts one again that
-dies. They take no resources, and get nothing that is secret. This module is imported on each node.
+dies. They take no resources, and get nothing that is secret. Files go from agent to agent through
+Ray. This module is imported on each node.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import available_memory, total_memory
+from kvmig.launcher.node_files import ClusterWish, FilesWish, WantedFolder
+from kvmig.launcher.node_folders import NodeFolders
 from kvmig.launcher.node_reports import ClusterReport, NodeMeasure, NodeReport
 from kvmig.launcher.ray_cluster import RayNode
 from kvmig.process.nvml import read_devices
+from kvmig.sources.file_list import SourceFailure
+from kvmig.sources.files_folder import FilesManifest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -29,13 +38,29 @@ MOST_LOST = 100
 """Lost nodes that are reported at most."""
 RESTARTS = -1
 """Ray starts an agent again as often as it dies, as long as its node lives."""
+FILES = "files"
+"""The threads of an agent that answer other agents."""
+READERS = 8
+"""Their number."""
+READ_S = 60.0
+"""Longest wait for a piece of a file."""
+DIGEST_S = 600.0
+"""Longest wait for the digest of a file."""
+MOST_HOLDERS = 4
+"""Nodes that a node may fetch a folder from."""
+ENGINES = {"vllm": "vllm", "transformers": "transformers", "toy": "kvmig"}
+"""The library that each engine needs."""
 
 
 class NodeAgent:
     """The actor's class."""
 
-    def measure(self) -> NodeMeasure:
-        """The node's memory and all its devices, as they are now."""
+    def __init__(self) -> None:
+        self._folders = NodeFolders()
+
+    def measure(self, wish: FilesWish, holders: Mapping[str, Sequence[ActorHandle]]) -> NodeMeasure:
+        """The node's memory, all its devices and its files, as they are now. wish: the files that
+        it is to have; holders: agents of nodes that have them, by folder."""
         # Ray hides the devices from an actor that takes none.
         environment = {one: it for one, it in os.environ.items() if one != "CUDA_VISIBLE_DEVICES"}
         inventory = read_devices(environment)
@@ -44,7 +69,64 @@ class NodeAgent:
             memory_free=available_memory(),
             devices=inventory.devices,
             missing=inventory.missing,
+            engines=tuple(one for one, library in ENGINES.items() if find_spec(library)),
+            files=self._folders.take_wish(
+                wish, {folder: list(map(AgentHolder, each)) for folder, each in holders.items()}
+            ),
         )
+
+    def list_files(self, folder: str) -> FilesManifest:
+        """See `FolderHolder`; other agents call it."""
+        return self._folders.list_files(folder)
+
+    def digest_file(self, folder: str, name: str) -> str:
+        """See `FolderHolder`; other agents call it."""
+        return self._folders.digest_file(folder, name)
+
+    def read_file(self, folder: str, name: str, begin: int, count: int) -> bytes:
+        """See `FolderHolder`; other agents call it."""
+        return self._folders.read_file(folder, name, begin, count)
+
+
+class AgentHolder:
+    """Implements `FolderHolder`: the agent of another node."""
+
+    def __init__(self, agent: ActorHandle) -> None:
+        self._agent = agent
+
+    def list_files(self, folder: str) -> FilesManifest:
+        """See `FolderHolder`."""
+        asked = self._agent.list_files.options(concurrency_group=FILES).remote(folder)
+        found: FilesManifest = _answer(asked)
+        return found
+
+    def digest_file(self, folder: str, name: str) -> str:
+        """See `FolderHolder`."""
+        method = self._agent.digest_file.options(concurrency_group=FILES)
+        found: str = _answer(method.remote(folder, name), DIGEST_S)
+        return found
+
+    def read_file(self, folder: str, name: str, begin: int, count: int) -> bytes:
+        """See `FolderHolder`."""
+        method = self._agent.read_file.options(concurrency_group=FILES)
+        found: bytes = _answer(method.remote(folder, name, begin, count))
+        return found
+
+
+def _answer(asked: Any, timeout_s: float = READ_S) -> Any:
+    """What another agent answers. Raises SourceFailure."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return ray.get(asked, timeout=timeout_s)
+    except RayTaskError as error:
+        if isinstance(error.cause, SourceFailure):
+            raise error.cause from error
+        raise SourceFailure(f"the agent of another node failed: {error.cause!r}") from error
+    except RayError as error:
+        why = f"the agent of another node does not answer: {ray_cluster.last_line(error)}"
+        raise SourceFailure(why) from error
 
 
 class WatchedNode:
@@ -60,7 +142,24 @@ class WatchedNode:
         self._why = ""
         self._again_at = 0.0
 
-    def ask_agent(self) -> None:
+    @property
+    def agent(self) -> ActorHandle | None:
+        """The node's agent; None: there is none yet, or no more."""
+        return self._agent
+
+    def lacks(self, one: WantedFolder) -> bool:
+        """Whether it is not known to have a folder."""
+        if self._measured is None:
+            return True
+        found = self._measured.files.folder(one.folder, one.revision)
+        return found is None or found.state != "whole"
+
+    def holds(self, one: WantedFolder) -> bool:
+        """Whether others can read a folder there."""
+        sees_all = self._measured is not None and self._measured.files.origin
+        return self._agent is not None and (sees_all or not self.lacks(one))
+
+    def ask_agent(self, wish: FilesWish, holders: Mapping[str, Sequence[ActorHandle]]) -> None:
         """Ask for a measurement, unless the last one has not been answered."""
         import ray
 
@@ -68,7 +167,7 @@ class WatchedNode:
             return
         if self._agent is None:
             self._agent = (
-                ray.remote(NodeAgent)
+                ray.remote(concurrency_groups={FILES: READERS})(NodeAgent)
                 .options(
                     num_cpus=0,
                     max_restarts=RESTARTS,
@@ -76,7 +175,7 @@ class WatchedNode:
                 )
                 .remote()
             )
-        self.asked = self._agent.measure.remote()
+        self.asked = self._agent.measure.remote(wish, holders)
 
     def take_answer(self) -> None:
         """Take the answer that has come, or the reason why none will."""
@@ -116,6 +215,11 @@ class NodeAgents:
     def __init__(self) -> None:
         self._watched: dict[str, WatchedNode] = {}
         self._lost: dict[str, NodeReport] = {}
+        self._wish = ClusterWish()
+
+    def take_wish(self, wish: ClusterWish) -> None:
+        """Let nodes have other files, from the next look on. May be called from any thread."""
+        self._wish = wish
 
     def look_at_nodes(self) -> ClusterReport:
         """Start agents on nodes that have joined, and ask all for a measurement."""
@@ -129,7 +233,10 @@ class NodeAgents:
         for node_id, node in alive.items():
             watched = self._watched.setdefault(node_id, WatchedNode(node))
             watched.node = node
-            watched.ask_agent()
+        wish = self._wish
+        for node_id in alive:
+            own = wish.of_node(node_id)
+            self._watched[node_id].ask_agent(own, self._holders(node_id, own))
         waiting = {one.asked: one for one in self._watched.values() if one.asked is not None}
         if waiting:
             answered, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=ANSWER_S)
@@ -137,3 +244,13 @@ class NodeAgents:
                 waiting[one].take_answer()
         reports = [one.report() for one in self._watched.values()]
         return ClusterReport(nodes=(*reports, *self._lost.values()))
+
+    def _holders(self, node_id: str, wish: FilesWish) -> dict[str, list[ActorHandle]]:
+        """Agents from which a node can fetch what it lacks, by folder."""
+        lacking = [one for one in wish.folders if self._watched[node_id].lacks(one)]
+        others = [one for name, one in self._watched.items() if name != node_id]
+        found = {}
+        for folder in lacking:
+            agents = [one.agent for one in others if one.holds(folder) and one.agent is not None]
+            found[folder.folder] = random.sample(agents, min(len(agents), MOST_HOLDERS))
+        return found

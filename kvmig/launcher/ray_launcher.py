@@ -19,6 +19,7 @@ import os
 import platform
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ from kvmig.launcher.gpu_division import divide, sized
 from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
 from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.local import LocalLlumlet
+from kvmig.launcher.node_files import FILES_VARIABLE, copy_link, folder_on_node
 from kvmig.launcher.ray_cluster import (
     RayNode,
     actor_options,
@@ -119,6 +121,7 @@ class RayLauncher:
                 share=share_of(needs, node.total),
                 gpu=needs.get("GPU", 0.0),
                 model=self._model,
+                files=self._config.files,
                 kv_bytes=self._kv_bytes,
                 environment=forwarded(os.environ),
             )
@@ -281,6 +284,8 @@ class RayOrder(msgspec.Struct, frozen=True, kw_only=True):
     gpu: float
     """GPUs that it takes; less than one: it shares it with others of its kind."""
     model: str
+    files: str = ""
+    """The fleet's folder of models' files; empty: the model has the same path on each node."""
     kv_bytes: int | None
     """--kv-cache-memory-bytes, if the user gave it: a worker's."""
     environment: dict[str, str]
@@ -303,6 +308,7 @@ class LlumletActor:
     async def start(self, order: RayOrder, address: str) -> None:
         """Start the llumlet; it binds to `address`. Raises ConfigError or StartupError."""
         sweep()  # of instances that were killed on this host
+        order = on_node(order, os.environ)
         environment = node_environment(order, os.environ)
         launch = msgspec.structs.replace(
             order.launch, config=bound_to(order.launch.config, address)
@@ -386,6 +392,18 @@ def gpus_of_node(order: RayOrder, environment: Mapping[str, str]) -> GpuStarts:
     if devices and not sized(order.launch.engine_argv):
         starts.check({order.launch.instance: starts.need(order.workers)})
     return starts
+
+
+def on_node(order: RayOrder, environment: Mapping[str, str]) -> RayOrder:
+    """The same with the model's path on this node. environment: the node's own."""
+    own = environment.get(FILES_VARIABLE, "")
+    model = folder_on_node(order.model, order.files, own)
+    if order.files and not Path(model).exists():  # a folder of the user's that is not here itself
+        copy = copy_link(own or order.files, order.model)
+        model = str(copy.resolve()) if copy.exists() else model
+    argv = [model if one == order.model else one for one in order.launch.engine_argv]
+    launch = msgspec.structs.replace(order.launch, engine_argv=argv)
+    return msgspec.structs.replace(order, model=model, launch=launch)
 
 
 def bound_to(config: ClusterConfig, address: str) -> ClusterConfig:

@@ -2,7 +2,8 @@
 
 Ray ends a process that has joined a cluster when the cluster's head is gone. So this is a process
 of its own, which a fleet's server starts again, and not the server. It writes a report to stdout
-every LOOK_S, and ends with its stdin. With --check it says only whether the cluster can be joined.
+every LOOK_S, reads from stdin, a line each, which files nodes are to have, and ends with its stdin.
+With --check it says only whether the cluster can be joined.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 from kvmig.core.errors import ConfigError
 from kvmig.launcher import ray_cluster
+from kvmig.launcher.node_files import wish_of
 from kvmig.launcher.node_reports import ClusterReport, encode_report
 from kvmig.launcher.ray_agents import NodeAgents
 from kvmig.process.child import leave, quiet, say
@@ -47,16 +49,16 @@ def main(words: Sequence[str]) -> int:
     if checks:
         ray_cluster.disconnect()
         return 0
-    threading.Thread(target=watch, args=(reports,), name="reports", daemon=True).start()
-    while os.read(0, 4096):
-        pass
+    agents = NodeAgents()
+    threading.Thread(target=watch, args=(agents, reports), name="reports", daemon=True).start()
+    for line in sys.stdin.buffer:
+        agents.take_wish(wish_of(line))
     return 0  # Ray ends the agents with this process
 
 
-def watch(reports: int) -> None:
+def watch(agents: NodeAgents, reports: int) -> None:
     """Write reports; ends the process when no process reads them, or Ray has none."""
     try:
-        agents = NodeAgents()
         with os.fdopen(reports, "wb", buffering=0) as out:
             while True:
                 out.write(encode_report(agents.look_at_nodes()))

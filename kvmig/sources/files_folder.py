@@ -83,6 +83,10 @@ class FilesFolder:
         """The folder that a model starts from."""
         return self.root / "whole" / name
 
+    def owns(self, folder: str) -> bool:
+        """Whether a model's folder is one of these."""
+        return Path(folder).parent == self.root / "whole"
+
     def part(self, name: str) -> Path:
         """The folder while its files come."""
         return self.root / "part" / name

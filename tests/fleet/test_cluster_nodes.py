@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvmig.fleet.cluster_nodes import InstanceDemand, InstanceHold, worker_nodes
 from kvmig.fleet.place_choice import choose_places, explain
-from kvmig.fleet.worker_nodes import InstanceNeed, Rooms, room_now
+from kvmig.fleet.worker_files import WorkerFiles
+from kvmig.fleet.worker_nodes import InstanceNeed, Rooms, WorkerNode, room_now
 from kvmig.fleet.workers import FleetWorker
 from tests.support.made_up_nodes import GIB, node_id
 
@@ -26,8 +27,16 @@ def worker(letter: str, gib: float = 8, cpus: float = 4.0, **more: object) -> Fl
     return FleetWorker(letter, node_id(letter), **{**usual, **more})  # type: ignore[arg-type]
 
 
+def nodes_of(
+    workers: Sequence[FleetWorker],
+    holds: Sequence[InstanceHold] = (),
+    files: WorkerFiles | None = None,
+) -> tuple[WorkerNode, ...]:
+    return worker_nodes(workers, holds, files or WorkerFiles())
+
+
 def rooms(workers: Sequence[FleetWorker], *holds: InstanceHold) -> Rooms:
-    return {one.name: room_now(one, one.available) for one in worker_nodes(workers, holds)}
+    return {one.name: room_now(one, one.available) for one in nodes_of(workers, holds)}
 
 
 def need(demand: InstanceDemand) -> InstanceNeed:
@@ -61,7 +70,7 @@ def test_every_worker_says_why_it_does_not_take_it() -> None:
 
 
 def test_a_worker_has_its_labels_and_its_name() -> None:
-    (node,) = worker_nodes([worker("a", labels={"zone": "east"})], [])
+    (node,) = nodes_of([worker("a", labels={"zone": "east"})])
     assert node.labels == {"zone": "east", "worker": "a"}
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvmig.core.background import cancel_tasks
 from kvmig.fleet import cluster_watch
 from kvmig.fleet.cluster_watch import ClusterWatch
+from kvmig.launcher.node_files import ClusterWish, FilesWish, wish_of
 from kvmig.launcher.node_reports import ClusterReport, encode_report, report_of
 from tests.support.made_up_nodes import cluster_of, made_up_node
 from tests.support.waiting import until
@@ -32,7 +33,9 @@ class WatchBench:
         monkeypatch.setattr(cluster_watch, "MODULE", "made_up_watch")
         monkeypatch.setattr(cluster_watch, "AGAIN_S", 0.01)
         self.taken: list[ClusterReport | None] = []
-        self.task = asyncio.create_task(ClusterWatch("auto", self.taken.append).run())
+        self.wish = ClusterWish()
+        watch = ClusterWatch("auto", self.taken.append, lambda: self.wish)
+        self.task = asyncio.create_task(watch.run())
 
 
 async def test_its_reports_are_taken_and_it_ends_with_its_stdin(
@@ -47,6 +50,29 @@ async def test_its_reports_are_taken_and_it_ends_with_its_stdin(
     await until(lambda: bench.taken == [REPORT])
     await cancel_tasks(bench.task)
     assert end.exists()
+
+
+async def test_it_reads_which_files_nodes_are_to_have_whenever_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = tmp_path / "read"
+    program = f"""
+import threading
+def keep():
+    for line in sys.stdin:
+        open({str(read)!r}, "a").write(line)
+threading.Thread(target=keep).start()
+for _ in range(200):
+    time.sleep(0.05); sys.stdout.buffer.write({LINE!r}); sys.stdout.flush()
+"""
+    bench = WatchBench(tmp_path, monkeypatch, program)
+    await until(lambda: len(bench.taken) > 3)
+    bench.wish = ClusterWish(common=FilesWish(root="/files"))
+    await until(lambda: read.read_text().count("\n") == 2)
+    await cancel_tasks(bench.task)
+    first, second = read.read_text().splitlines()
+    assert wish_of(first.encode()) == ClusterWish()
+    assert wish_of(second.encode()) == bench.wish
 
 
 async def test_one_that_ends_or_says_what_nobody_reads_is_started_again(

@@ -11,108 +11,20 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError, StartupError
-from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent
-from kvmig.fleet.host_memory import MemoryBudget
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
-from kvmig.fleet.orders import Order, Running, Start
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
+from kvmig.fleet.orders import Start
 from kvmig.fleet.rollout import RolloutTerms, begun
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.settings import FleetSettings, check_settings
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import LEASE_S, WorkerWish
-from kvmig.launcher.node_reports import NodeReport
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
-from tests.support.made_up_nodes import GIB, cluster_of, made_up_node, node_id
+from tests.support.made_up_nodes import GIB, made_up_node, node_id
 from tests.support.model_bench import silence
-
-A, B = node_id("a"), node_id("b")
-
-
-class WorkerBench:
-    """A controller whose workers and deployments are made up; time is the test's."""
-
-    def __init__(self, folder: Path) -> None:
-        self.now = 1000.0
-        self.ordered: list[Order] = []
-        self.asked: list[tuple[Any, ...]] = []
-        self.pool = WorkerPool("10.0.0.1:6379", 2, lambda: self.now, lambda: self.now)
-        memory = MemoryBudget(workers=self.pool.memory)
-        self.models = ModelController(
-            FleetSettings(data=str(folder), ray="10.0.0.1:6379"),
-            self.ordered.append,
-            lambda routes, gone: 0,
-            memory,
-            lambda: self.now,
-            lambda: self.now,
-            workers=self.pool,
-        )
-        self.models.take_news(Running(()))
-
-    def see(self, *nodes: NodeReport) -> None:
-        self.pool.take_report(cluster_of(*nodes))
-
-    def turn(self, seconds: float = 0.0) -> None:
-        self.now += seconds
-        demand = ModelDemand("a", 1, 0, 0, 0.5)
-        self.models.take_demand("p0", ProxyDemand(0, 0.5, (demand,)))
-        self.models.reconcile()
-
-    def add(self, **more: Any) -> None:
-        spec = ModelSpec(name="a", source="path:/models/a", engine="toy", **more)
-        self.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec)])
-        self.models.take_want(ModelWanted("a"))
-        self.turn()
-
-    @property
-    def model(self) -> ManagedModel:
-        found = self.models.shown("a")
-        assert found is not None
-        return found
-
-    @property
-    def start(self) -> Start:
-        (found,) = (one for one in self.ordered if isinstance(one, Start))
-        return found
-
-    def serve(self, monkeypatch: pytest.MonkeyPatch, *rows: InstanceRow) -> None:
-        """Its deployment tells that, and is asked from now on as `asked` has it."""
-        watched = self.model.watched
-        assert watched is not None
-        watched.told = DeploymentEvent(1, data=rows)
-
-        async def add(count: int, gpus: Any = (), node: str = "") -> set[str]:
-            self.asked.append(("add", node))
-            return {"i9"}
-
-        async def drain(instance: str, deadline_s: float | None = None) -> None:
-            self.asked.append(("drain", instance, deadline_s))
-
-        async def stop_drain(instance: str) -> None:
-            self.asked.append(("keep", instance))
-
-        monkeypatch.setattr(watched, "add", add)
-        monkeypatch.setattr(watched, "drain", drain)
-        monkeypatch.setattr(watched, "stop_drain", stop_drain)
-
-    async def orders(self) -> list[tuple[Any, ...]]:
-        """What its deployment was asked since the last call."""
-        self.turn(1)
-        if self.model.ordering is not None:
-            await self.model.ordering
-        found, self.asked = self.asked, []
-        return found
-
-
-def row(name: str, node: str, state: str = "serving") -> InstanceRow:
-    return InstanceRow(id=name, state=state, node=node, blocks_total=1000)
-
-
-def drain(name: str = "worker-a", until: float | None = None) -> WorkerWish:
-    return WorkerWish(name=name, cordoned=True, drained_at=1000.0, drain_until=until)
+from tests.support.worker_bench import A, B, WorkerBench, drain, row
 
 
 @pytest.fixture

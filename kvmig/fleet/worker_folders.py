@@ -1,0 +1,72 @@
+"""The folders that models start from, as workers are to have them: what the server's disk has."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from kvmig.fleet.model_files import ModelFiles
+from kvmig.fleet.spec import PATH, ModelSpec
+from kvmig.fleet.worker_files import PrefetchedFolder
+from kvmig.fleet.worker_pool import WorkerPool
+from kvmig.launcher.node_files import OWNER
+
+
+class WorkerFolders:
+    """`start` it, then `take_models` whenever they or their files have changed. Without workers it
+    does nothing."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        files: ModelFiles,
+        used: Callable[[], Collection[str]],
+        most_bytes: int,
+    ) -> None:
+        """used: folders that deployments were started from. most_bytes: of a node's files."""
+        self._pool = pool
+        self._files = files
+        self._used = used
+        self._most_bytes = most_bytes
+
+    async def start(self) -> None:
+        """Mark the server's folder, so that nodes which see it know it. Raises OSError."""
+        if self._pool.there:
+            root = self._files.folder.root
+            word = await asyncio.to_thread(owner_word, root)
+            self._pool.files.take_place(str(root), word, self._most_bytes)
+
+    async def take_models(self, specs: Collection[ModelSpec]) -> None:
+        """Let workers have the folders of these models. specs: with folders as their sources, where
+        they are whole."""
+        if not self._pool.there:
+            return
+        folder, whole = self._files.folder, self._files.whole()
+        own = {one.folder for one in specs if one.source.startswith(PATH)} - whole.keys()
+        older = {one for one in self._used() if one not in whole and folder.owns(one)}
+
+        def look() -> tuple[dict[str, str], list[str]]:
+            found = {one: folder.manifest(Path(one).name) for one in older}
+            digests = {one: it.digest for one, it in found.items() if it is not None}
+            return digests, [one for one in own if Path(one).is_dir()]
+
+        digests, paths = await asyncio.to_thread(look)
+        prefetched = [
+            PrefetchedFolder(one.folder, one.worker_selector)
+            for one in specs
+            if one.prefetch and (one.folder in whole or one.folder in paths)
+        ]
+        self._pool.files.take_folders({**whole, **digests}, paths, prefetched)
+
+
+def owner_word(root: Path) -> str:
+    """The word in the fleet's folder of files. Raises OSError."""
+    path = root / OWNER
+    if path.exists():
+        return path.read_text()
+    word, written = secrets.token_hex(16), path.with_suffix(".new")
+    written.write_text(word)
+    written.rename(path)
+    return word
