@@ -433,11 +433,8 @@ class ModelController:
         strategy = self.memory.devices.strategy
         movable = [] if self._placed else self.mover.movable()  # a placement says where they are
         made = plan(nodes, waiting, residents, now, strategy, movable, self.mover.nodes)
-        return self.units.admit(
-            made,
-            starting,
-            [model.wanted.spec for model in self._models.values() if model.wanted.on],
-        )
+        wanted = [model.wanted for model in self._models.values()]
+        return self.units.admit(made, starting, [one.spec for one in wanted if one.on])
 
     def moves_for(self, model: ManagedModel) -> RoomPlan | None:
         """Moves that would make room for its first instances, or for another one, now; None: there
