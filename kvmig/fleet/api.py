@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import date
@@ -50,9 +50,15 @@ from kvmig.fleet.placement_controller import DesiredPlacement, PlacementControll
 from kvmig.fleet.places_api import places_api
 from kvmig.fleet.quotas import left
 from kvmig.fleet.retention import UsageRetention, day_before, prune
-from kvmig.fleet.rollout_api import RolloutBody, rollout_api, standing, terms_of
+from kvmig.fleet.rollout_api import (
+    RolloutBody,
+    at_next_start,
+    rollout_api,
+    standing,
+    terms_of,
+)
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.spec import PATH, ModelSpec, SpecChange, fleet_of, spec_of
+from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
@@ -717,19 +723,6 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
         "no_room": [] if model is None else models.places.reasons(model),
         **now,
     }
-
-
-def at_next_start(models: ModelController, changes: Iterable[SpecChange]) -> list[str]:
-    """Names of changed models that run on as they were started: their changes wait for the next
-    start, and no roll-out brings that about."""
-
-    def waits(name: str) -> bool:
-        model = models.shown(name)
-        if model is None or model.note is None or model.removed:
-            return False
-        return not model.is_newest and models.rollouts.plan(name) is None
-
-    return [one.name for one in changes if one.kind == "model" and waits(one.name)]
 
 
 def unit_json(unit: ManagedUnit) -> Body:

@@ -174,7 +174,7 @@ class ModelPlaces:
         return tuple(devices.named(tuple(map(str, one.gpus))) for one in units if one.gpus)
 
     def with_gpus(self, spec: ModelSpec, instances: int, nodes: Sequence[WorkerNode]) -> ModelSpec:
-        """The specification with the number of GPUs that the fleet chooses for each of so many
+        """The specification with the number of GPUs that the fleet chooses for each of these
         instances; unchanged where it isn't the fleet that chooses."""
         if not is_open(spec) or not self._memory.devices.there:
             return spec

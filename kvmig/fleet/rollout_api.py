@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -29,7 +29,7 @@ from kvmig.fleet.rollout import (
     with_live_fields,
 )
 from kvmig.fleet.rollout_table import change_rollout, earlier_spec
-from kvmig.fleet.spec import FleetFile, ModelSpec
+from kvmig.fleet.spec import FleetFile, ModelSpec, SpecChange
 from kvmig.fleet.store import FleetStore, ModelRow, NameTaken, OrderActor
 
 CHANGES: dict[str, Callable[[RolloutPlan, float], RolloutPlan]] = {
@@ -183,6 +183,19 @@ def _side(
     life = model.life
     running = models.running(model)
     return RolloutSide(revision, life.state, life.why, model.serving, running, figures)
+
+
+def at_next_start(models: ModelController, changes: Iterable[SpecChange]) -> list[str]:
+    """Names of changed models that run on as they were started: their changes wait for the next
+    start, and no roll-out brings that about."""
+
+    def waits(name: str) -> bool:
+        model = models.shown(name)
+        if model is None or model.note is None or model.removed:
+            return False
+        return not model.is_newest and models.rollouts.plan(name) is None
+
+    return [one.name for one in changes if one.kind == "model" and waits(one.name)]
 
 
 def rollout_api(backend: RolloutBackend, caller: Any, wall: Clock) -> APIRouter:

@@ -18,6 +18,8 @@ from kvmig.fleet.callers import FORWARDED
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
+from kvmig.fleet.rollout import RolloutTerms, begun
+from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.tables import StoreError
 from tests.support.fleet_api import Api, said
@@ -121,11 +123,14 @@ async def test_both_deployments_of_a_model_that_rolls_out_are_shown_with_what_th
     run_here(api, instances=InstanceCounts(min=1))
     own = api.models.shown("qwen")
     assert own is not None
-    assert own.watched is not None
-    new = ManagedModel(msgspec.structs.replace(own.wanted, revision=2), key="qwen@2")
-    new.watched = own.watched
-    own.watched = None
-    monkeypatch.setitem(api.models._models, "qwen@2", new)
+    before = own.wanted.spec
+    spec = msgspec.structs.replace(before, flags=("--seed", "1"))
+    stored = StoredRollout(begun(RolloutTerms(), 1, 2, 0.0), before)
+    api.models.take_catalogue([CatalogEntry("m1", "qwen", 2, True, spec, stored)])
+    api.models.reconcile()
+    new = api.models.shown("qwen@2")
+    assert new is not None
+    assert new.watched is not None
     monkeypatch.setattr(ManagedModel, "held", {"GPU-0": 3})
     await new.watched.looked.wait()
     new.watched.told = DeploymentEvent(0, data=(InstanceRow(id="i3", state="serving"),))
@@ -138,7 +143,6 @@ async def test_both_deployments_of_a_model_that_rolls_out_are_shown_with_what_th
     )
     _, shown = await api.ask("GET", "models/qwen")
     assert [one["bytes"] for one in shown["gpus"]] == [6]
-    own.watched = new.watched
 
 
 async def test_a_change_that_waits_for_the_next_start_is_named_in_the_answer(
