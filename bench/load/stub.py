@@ -24,6 +24,7 @@ from kvmig.engines.base import (
     StepTime,
     Tail,
 )
+from kvmig.engines.held_marks import HeldMarks
 
 NUM_BLOCKS = 1 << 20
 REQUEST_BLOCKS = 4
@@ -37,6 +38,7 @@ class StubEngine:
     can_hold = False
     unmovable = "it has no KV cache"
     sharing: Sharing | str = "it has no KV cache"
+    held_marks: HeldMarks | None = None
 
     def __init__(self, words: Words, metronome: Metronome, phase: float) -> None:
         """phase: of its steps among those of the other instances, 0 to 1."""

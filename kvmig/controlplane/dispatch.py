@@ -33,6 +33,9 @@ class NewRequest(msgspec.Struct, frozen=True):
     """The numerics class in which it has begun: it goes on there, if any instance of it serves."""
     preferred: str = ""
     """Weights under which it had better begin, where there is room for it."""
+    held_blocks: dict[str, float] = {}
+    """Blocks of its prompt that an instance holds and needn't compute; those with none are left
+    out."""
 
 
 class DispatchPolicy(Protocol):
@@ -165,6 +168,11 @@ class FewestWithRoom:
     its prefill: where memory isn't short, requests are what an instance should have few of,
     and prompts that are still to be computed count by their length besides: each block of
     them as `prompt_weight` requests.
+
+    Where an instance holds a part of the request's prompt, those blocks count that each one would
+    have to compute, for the request and for all that it would stop there: `prefill_weight` times
+    each of them. So the request goes where its beginning is, unless that instance is so crowded
+    that another one costs less. That one holds the beginning afterwards, too.
     Enough: each request could still grow by `enough` blocks with the new one there.
 
     A request of a priority with headroom goes to where such ones run already, as long as
@@ -172,9 +180,10 @@ class FewestWithRoom:
     the room of a whole instance. Others go there only where they would have to wait elsewhere.
     """
 
-    def __init__(self, enough: float, prompt_weight: float) -> None:
+    def __init__(self, enough: float, prompt_weight: float, prefill_weight: float = 0.03) -> None:
         self.enough = enough
         self.prompt_weight = prompt_weight
+        self.prefill_weight = prefill_weight
         self._rotation = TieRotation()
         self._roomiest = RoomiestAfter()
 
@@ -195,6 +204,9 @@ class FewestWithRoom:
             return self._roomiest.pick(view, request) if row is None else view.instances[row]
         if most >= self.enough:
             crowds = columns.requests + self.prompt_weight * columns.prompts
+            if request.held_blocks:
+                missing = np.maximum(demand - _held(view, request), 0.0)
+                crowds = crowds + self.prefill_weight * missing * (1 + columns.requests)
             crowds = np.where(slack >= self.enough, crowds, np.inf)
             rows = np.flatnonzero(crowds == crowds.min())
             most = slack[rows].max()
@@ -202,6 +214,16 @@ class FewestWithRoom:
         else:
             rows = np.flatnonzero(slack == most)
         return view.instances[self._rotation.take_row(rows)]
+
+
+def _held(view: ClusterView, request: NewRequest) -> Column:
+    """Blocks of the request's prompt that each instance holds."""
+    held = np.zeros(len(view.instances))
+    for name, blocks in request.held_blocks.items():
+        row = view.row_of(name)
+        if row is not None:
+            held[row] = blocks
+    return held
 
 
 def _is_protected(view: ClusterView, priority: int) -> bool:

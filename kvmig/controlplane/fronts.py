@@ -81,8 +81,8 @@ class FrontendRegistry:
         return list(self._name)
 
     def listeners(self) -> list[bytes]:
-        """Everyone who gets load reports: front ends, scheduler and launcher."""
-        return [*self._name, *self._listeners]
+        """The identities of scheduler and launcher, which get load reports as front ends do."""
+        return list(self._listeners)
 
 
 @dataclass(slots=True)

@@ -58,6 +58,7 @@ from kvmig.core.errors import (
 from kvmig.core.start_times import StartTimes
 from kvmig.engines.base import Emitted, Frame, Frames, ServingEngine
 from kvmig.engines.gate import ComputeShares
+from kvmig.engines.held_marks import PrefixNews
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.report import MigrationReport
@@ -140,6 +141,8 @@ class Llumlet:
         self._tasks = BackgroundTasks(f"llumlet {instance}")
         self._headroom: dict[int, float] = {}
         self._told_weights = engine.layout.weights
+        self._fronts_know_prefixes: set[bytes] = set()
+        """Front ends that were sent all marks that are held."""
         self._untold = 0
         """See `LoadReport`."""
         self._reporter = LoadReporter(
@@ -472,8 +475,20 @@ class Llumlet:
             parked=self._parking.parked,
             beside_kv=self._memory.beside_kv,
         )
+        prefixes = self._prefix_news()
         for sender in self._fronts.listeners():
             self._send(sender, report)
+        for sender in self._fronts.gateways():
+            self._send(sender, msgspec.structs.replace(report, prefixes=prefixes))
+
+    def _prefix_news(self) -> PrefixNews | None:
+        """News for all front ends; all that is held, once there is a new one."""
+        if self._engine.held_marks is None:
+            return None
+        fronts = set(self._fronts.gateways())
+        new = not fronts <= self._fronts_know_prefixes
+        self._fronts_know_prefixes = fronts
+        return self._engine.held_marks.news(whole=new)
 
     async def _watch_memory(self) -> None:
         pause_s = FIRST_S

@@ -10,6 +10,7 @@ from kvmig.core.errors import KvmigError
 from kvmig.core.order_fence import NO_TOKEN, OrderToken
 from kvmig.core.start_times import StartTimes
 from kvmig.engines.base import EngineLoad, RequestState
+from kvmig.engines.held_marks import PrefixNews
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import Hello, ProtocolVersion, RpcMessage
 from kvmig.sharing.messages import InUnit
@@ -79,6 +80,8 @@ class LoadReport(RpcMessage, frozen=True, tag=True):
     beside_kv: int = 0
     """Most bytes of the host's memory that its processes have taken apart from the KV cache; 0: not
     known."""
+    prefixes: PrefixNews | None = None
+    """Beginnings of prompts whose KV has come or gone, for front ends; None: nothing has."""
 
 
 class Overrun(RpcMessage, frozen=True, tag=True):

@@ -228,7 +228,7 @@ class ClusterView:
     at once and never kept. Policies don't change it.
     """
 
-    __slots__ = ("_columns", "instances", "now", "stale_after_s")
+    __slots__ = ("_columns", "_rows", "instances", "now", "stale_after_s")
 
     def __init__(
         self,
@@ -236,12 +236,20 @@ class ClusterView:
         instances: Sequence[InstanceView],
         stale_after_s: float = 1.0,
         columns: ViewColumns | None = None,
+        rows: Mapping[str, int] | None = None,
     ) -> None:
-        """columns: of the same instances, if they are there already."""
+        """columns: of the same instances, if they are there already; rows: so are their rows."""
         self.now = now
         self.instances = instances
         self.stale_after_s = stale_after_s
         self._columns = columns
+        self._rows = rows
+
+    def row_of(self, instance: str) -> int | None:
+        """The instance's row; None: it isn't among these."""
+        if self._rows is None:
+            self._rows = {one.instance: row for row, one in enumerate(self.instances)}
+        return self._rows.get(instance)
 
     @property
     def columns(self) -> ViewColumns:
@@ -288,6 +296,8 @@ class ViewBuilder:
         self.settle_s = settle_s
         self.headroom = headroom
         self._entries: dict[str, _Entry] = {}
+        self._rows: dict[str, int] | None = None
+        """Rows by instance; None: the members have changed."""
         self._views: list[InstanceView] = []
         self._columns: ViewColumns | None = None
         """The columns; None: the members have changed."""
@@ -302,7 +312,7 @@ class ViewBuilder:
         else:
             self._entries[member.instance] = _Entry(known.row)
             self._views[known.row] = view
-        self._columns = None
+        self._columns = self._rows = None
 
     def leave(self, instance: str) -> None:
         """Forget it. Unknown ones are ignored."""
@@ -312,7 +322,7 @@ class ViewBuilder:
         del self._views[gone.row]
         for row, view in enumerate(self._views):
             self._entries[view.instance].row = row
-        self._columns = None
+        self._columns = self._rows = None
 
     def members(self, members: Iterable[ClusterMember]) -> None:
         """Keep these members and no others; nothing is known of one with a new endpoint."""
@@ -381,7 +391,9 @@ class ViewBuilder:
         """The cluster as known now; to be looked at before the builder learns anything more."""
         if self._columns is None:
             self._columns = ViewColumns(one.row(self.stale_after_s) for one in self._views)
-        return ClusterView(now, self._views, self.stale_after_s, self._columns)
+        if self._rows is None:
+            self._rows = {name: entry.row for name, entry in self._entries.items()}
+        return ClusterView(now, self._views, self.stale_after_s, self._columns, self._rows)
 
     def _put(self, entry: _Entry, view: InstanceView) -> None:
         self._views[entry.row] = view

@@ -95,6 +95,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "kvmig"
     migration: bool = True
     interval_ms: float = 200.0
+    prefix_dispatch: bool = True
+    """Whether a new request had better go where the KV of its prompt's beginning is."""
     inexact_moves: bool = False
     """Whether policies may move requests between numerics classes, where tokens may differ."""
     source_below: float | None = None

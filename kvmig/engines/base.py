@@ -21,6 +21,7 @@ import msgspec
 from kvmig.core.errors import MigrationRefused
 from kvmig.core.layout import KVLayout
 from kvmig.engines.gate import StepGate
+from kvmig.engines.held_marks import HeldMarks
 
 
 class ClassLoad(msgspec.Struct, frozen=True):
@@ -287,6 +288,9 @@ class Engine(Protocol):
     """Why none of its requests can be moved, nor any come, in a few words; empty when they can."""
     sharing: Sharing | str
     """How the engine shares KV cache; or a short reason why it doesn't."""
+    held_marks: HeldMarks | None
+    """Which prompts' beginnings its prefix cache holds; None: it has no prefix cache, or doesn't
+    say."""
 
     # -- what it does and holds
     def cadence(self) -> Cadence:

@@ -73,6 +73,7 @@ class CheckedEngine:
         self.can_hold = engine.can_hold
         self.unmovable = engine.unmovable
         self.sharing = engine.sharing
+        self.held_marks = engine.held_marks
         self._rules = AdapterRules(engine.layout)
         self.violations: list[ContractViolation] = []
         """The violations found, raised or not."""

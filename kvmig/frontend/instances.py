@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport, Welcome
 from kvmig.controlplane.policy import policy_of
+from kvmig.controlplane.prefix_index import PrefixIndex
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
@@ -276,6 +278,8 @@ class InstancePool:
         policy = policy_of(config.scheduler)
         self._dispatch = policy.dispatcher()
         self._view = ViewBuilder(headroom=policy.headroom)
+        self._by_prefixes = config.scheduler.prefix_dispatch
+        self._prefixes = PrefixIndex()
         self._instances: dict[str, InstanceConnection] = {}
         self._indexes: dict[str, int] = {}
         """Engine indexes of all instances that ever were."""
@@ -446,7 +450,17 @@ class InstancePool:
         """Send a run where the policy wants it; returns the instance. Raises NoInstance."""
         now = self._clock()
         demand_blocks = math.ceil((order.tokens + 1) / self.block_tokens)
-        request = NewRequest(demand_blocks, order.priority, *order.begun, preferred=self.preferred)
+        marks = self._marks_of(order)
+        request = NewRequest(
+            demand_blocks,
+            order.priority,
+            *order.begun,
+            preferred=self.preferred,
+            held_blocks={
+                name: tokens / self.block_tokens
+                for name, tokens in self._prefixes.find_tokens(marks, now).items()
+            },
+        )
         while True:
             try:
                 view = self._view.view(now)
@@ -462,7 +476,13 @@ class InstancePool:
                 self.forget(self._instances[instance])
                 continue
             self._view.dispatched(instance, demand_blocks, now)
+            self._prefixes.expect(instance, marks, now)
             return instance
+
+    def _marks_of(self, order: DispatchOrder) -> Sequence[int]:
+        """The marks of its prompt, where they can decide anything."""
+        wanted = order.marks is not None and self._by_prefixes and len(self._instances) > 1
+        return order.marks() if wanted and order.marks is not None else ()
 
     # -- what they tell
 
@@ -479,6 +499,8 @@ class InstancePool:
             self.parking.set()
             self.parking.clear()
         self._view.report(report, self._clock())
+        if report.prefixes is not None and self._by_prefixes:
+            self._prefixes.learn(report.instance, report.prefixes)
 
     def _join(self, instance: InstanceConnection) -> InstanceHealth:
         self._view.join(ClusterMember(instance.name, instance.endpoint))
@@ -489,6 +511,7 @@ class InstancePool:
         """Dispatch nothing to the instance until its next report."""
         instance.health = None
         self._view.leave(instance.name)
+        self._prefixes.forget(instance.name)
 
     def tick(self) -> None:
         """Let time pass; give up connections over which nothing has come for long."""

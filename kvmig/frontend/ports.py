@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -86,6 +86,9 @@ class EngineArithmetic(NamedTuple):
 NOT_BEGUN = EngineArithmetic()
 
 
+PromptMarks = Callable[[], Sequence[int]]
+
+
 class DispatchOrder(NamedTuple):
     """A run of a request, for the instance that the policy picks."""
 
@@ -98,6 +101,8 @@ class DispatchOrder(NamedTuple):
     """Whether only a healthy instance will do."""
     begun: EngineArithmetic = NOT_BEGUN
     """Weights and numerics that computed its tokens so far."""
+    marks: PromptMarks | None = None
+    """Computes the marks of its prompt (`kvmig.core.prefix_marks`); None: it has none."""
 
 
 class InstancePort(Protocol):

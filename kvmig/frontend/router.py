@@ -67,6 +67,7 @@ from kvmig.frontend.ports import (
     OutputDecoder,
     OutputItem,
     OutputSink,
+    PromptMarks,
     RouterObserver,
 )
 from kvmig.frontend.quotas import Output, QuotaClient
@@ -265,13 +266,14 @@ class Router:
         logprobs: int = 0,
         prompt_logprobs: int = 0,
         numbers: int = 0,
+        marks: PromptMarks | None = None,
     ) -> str:
         """Send a new request to the instance that the policy picks, and return its name.
 
         The payload is kept as long as the request lives. most: output tokens; None: that isn't
         known. whole: its client gets no token before the last. logprobs: that come with each
-        token; prompt_logprobs: with its prompt; numbers: of its embedding. Raises NoInstance,
-        QuotaUsedUp, AnswerTooLarge.
+        token; prompt_logprobs: with its prompt; numbers: of its embedding.
+        marks: computes those of its prompt. Raises NoInstance, QuotaUsedUp, AnswerTooLarge.
         """
         call, search, allowance = current_call.get(), current_search.get(), None
         if call is not None:
@@ -288,7 +290,7 @@ class Router:
         if call is not None and call.tenant:
             await self._turns.wait(request_id, priority, call.tenant)
         instance = self.fleet.dispatch(
-            DispatchOrder(prompt_tokens, priority, Submit(request_id), payload)
+            DispatchOrder(prompt_tokens, priority, Submit(request_id), payload, marks=marks)
         )
         self._table.add(
             LiveRequest(

@@ -74,7 +74,12 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         http=_filled(
             HttpConfig, flags, max_body=int(flags.max_body), max_media=int(flags.max_media)
         ),
-        scheduler=_filled(SchedulerConfig, flags, migration=not flags.no_migration),
+        scheduler=_filled(
+            SchedulerConfig,
+            flags,
+            migration=not flags.no_migration,
+            prefix_dispatch=not flags.no_prefix_dispatch,
+        ),
         migration=_filled(
             MigrationConfig, flags, max_migration_bytes=int(flags.max_migration_bytes)
         ),
@@ -537,6 +542,11 @@ def _add_scheduler(root: FlagParser) -> None:
         "--no-migration",
         action="store_true",
         help="never move a request; the admin API refuses to, as well",
+    )
+    group.add_argument(
+        "--no-prefix-dispatch",
+        action="store_true",
+        help="dispatch a request without regard to where the KV of its prompt's beginning is",
     )
     group.add(
         "--inexact-moves",

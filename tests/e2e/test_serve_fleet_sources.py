@@ -113,7 +113,9 @@ def test_run_goes_from_nothing_to_an_answer_in_one_command(fleet: ToyFleet, hub:
     assert kvmig(fleet, "rm", "other-2b").returncode == 0
 
 
-def test_a_model_that_its_hub_does_not_have_fails_with_the_hubs_reason(fleet: ToyFleet) -> None:
+def test_a_model_that_its_hub_does_not_have_fails_with_the_hubs_reason_for_operators(
+    fleet: ToyFleet,
+) -> None:
     done = kvmig(fleet, "run", "Org/None", "Hello", "--engine", "toy")
     assert done.returncode == 1
     assert "has no model Org/None, or it is private and needs a token" in done.stderr
@@ -122,7 +124,9 @@ def test_a_model_that_its_hub_does_not_have_fails_with_the_hubs_reason(fleet: To
         answer = client.post(PATH, json=ask("none"), headers=headers)
         near = client.post(PATH, json=ask("nonne"), headers=headers)
     assert answer.status_code == 503
-    assert "has no model Org/None" in answer.json()["error"]["message"]
+    said = answer.json()["error"]["message"]
+    assert said.startswith("its files can't be downloaded; the next try is in ")
+    assert "Org/None" not in said, "a source is not for those who only call the model"
     assert near.json()["error"]["message"] == "no model 'nonne'; near it: none"
     assert kvmig(fleet, "rm", "none").returncode == 0
 

@@ -27,6 +27,7 @@ from kvmig.engines.base import (
     Stage,
     Tail,
 )
+from kvmig.engines.held_marks import HeldMarks
 
 BLOCK_TOKENS = 4
 TOKEN_BYTES = 16
@@ -82,6 +83,7 @@ class FakeEngine:
         self.can_hold = True
         self.unmovable = ""
         self.sharing: Sharing | str = "it is a fake"
+        self.held_marks: HeldMarks | None = None
         self.ballast: list[bytes] = []
         """What a request was submitted with beside its tokens."""
         self.expected: list[tuple[str, float]] = []

@@ -35,6 +35,7 @@ from kvmig.engines.base import (
     Tail,
 )
 from kvmig.engines.block_copies import BlockCopies
+from kvmig.engines.held_marks import HeldMarks
 from kvmig.engines.identity import numerics_class
 from kvmig.engines.toy.core import VOCABULARY, ToyBatch, ToyCache, ToyRequest
 from kvmig.engines.toy.script import ScriptFile
@@ -55,6 +56,7 @@ class ToyEngine:
     can_hold = False
     unmovable = ""
     sharing: Sharing | str = "it is a toy"
+    held_marks: HeldMarks | None = None
 
     def __init__(
         self,

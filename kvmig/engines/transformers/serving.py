@@ -35,6 +35,7 @@ from kvmig.engines.base import (
     Tail,
 )
 from kvmig.engines.block_copies import BlockCopies, HostCopies
+from kvmig.engines.held_marks import HeldMarks
 from kvmig.engines.identity import check_unchanged, numerics_class
 from kvmig.engines.transformers.config import EngineConfig, identify
 from kvmig.engines.transformers.loop import StepLoop
@@ -75,6 +76,7 @@ class ServingTransformers:
     can_hold = False
     unmovable = ""
     sharing: Sharing | str = "only vLLM's engines do, from process to process"
+    held_marks: HeldMarks | None = None
 
     def __init__(self, config: EngineConfig, pool: SharedPool | None = None) -> None:
         """Load the model and take the KV cache, or join `pool`: seconds. Raises KvmigError."""

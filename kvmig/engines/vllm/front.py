@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -52,6 +53,7 @@ from kvmig.engines.vllm.answer_sizes import (
 from kvmig.engines.vllm.detokenizers import bound_detokenizers
 from kvmig.engines.vllm.encoding import check_bytes, encode_request
 from kvmig.engines.vllm.grammar_checks import GrammarChecks, backend_check
+from kvmig.engines.vllm.held_prefixes import marks_of_prompt
 from kvmig.engines.vllm.late_logprobs import PromptLogprobsThread
 from kvmig.engines.vllm.outputs import (
     CarefulOutputs,
@@ -83,6 +85,7 @@ class RequestRouter(Protocol):
         logprobs: int,
         prompt_logprobs: int,
         numbers: int,
+        marks: Callable[[], Sequence[int]],
     ) -> object: ...
 
     def priority_of_call(self, asked: int) -> int: ...
@@ -290,6 +293,7 @@ class RoutingClient(AsyncMPClient):
                 logprobs=logprobs_of_each_token(asked, vocabulary),
                 prompt_logprobs=logprobs_of_prompt(asked, prompt, vocabulary),
                 numbers=numbers_of(request.pooling_params, prompt, model),
+                marks=partial(marks_of_prompt, request),
             )
         except AnswerTooLarge as error:
             name = "input" if asked is None else "prompt_logprobs"

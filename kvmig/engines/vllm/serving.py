@@ -50,6 +50,7 @@ from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.device_sharing import DeviceSharing
 from kvmig.engines.vllm.grammars import GrammarLimits
 from kvmig.engines.vllm.groups import one_device
+from kvmig.engines.vllm.held_prefixes import watch_prefixes
 from kvmig.engines.vllm.incoming import IncomingRequests
 from kvmig.engines.vllm.load import RequestHoldings, RequestListing
 from kvmig.engines.vllm.memory import BlockMemory
@@ -148,6 +149,7 @@ class ServingVllm:
         self.layout = replace_fields(memory.layout, weights=weights)
         self.numerics = numerics_of(core)
         self.can_hold = True
+        self.held_marks = watch_prefixes(scheduler)
         core.after_step = memory.after_step
         core.between_steps = self._between_steps
         core.called = self._called

@@ -1,0 +1,119 @@
+"""Notes which prompts' beginnings vLLM's prefix cache holds, as they come and go.
+
+vLLM names its blocks by hashes of its own; what other instances' front ends can compute cheaply are
+marks (`kvmig.core.prefix_marks`). Each change of the cache passes one of three methods of its block
+pool, whether a request runs, comes from another instance, or makes way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request
+
+from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain, MediaSpan
+from kvmig.engines.held_marks import HeldMarks
+
+
+def chain_of(request: Any) -> MarkChain | None:
+    """The marks of a request, as a front end or an engine has it; None: it has no tokens.
+
+    request: vLLM's EngineCoreRequest or Request.
+    """
+    if not request.prompt_token_ids or getattr(request, "prompt_embeds", None) is not None:
+        return None
+    lora = request.lora_request
+    spans = (
+        MediaSpan(
+            one.mm_position.offset, one.mm_position.offset + one.mm_position.length, one.identifier
+        )
+        for one in request.mm_features or ()
+    )
+    return MarkChain(request.cache_salt or "", "" if lora is None else lora.lora_name, tuple(spans))
+
+
+def marks_of_prompt(request: Any) -> list[int]:
+    """The marks of a new request's prompt. request: vLLM's EngineCoreRequest."""
+    chain = chain_of(request)
+    tokens = request.prompt_token_ids
+    # The last token is always computed: its logits are wanted.
+    return [] if chain is None else chain.extend(tokens, len(tokens) - 1)
+
+
+def watch_prefixes(scheduler: Scheduler) -> HeldMarks | None:
+    """The marks of what an engine holds, kept from now on; None: it shares no prefixes.
+
+    Of an engine with several pools the blocks of full attention count: a hit takes all of them.
+    """
+    manager = scheduler.kv_cache_manager
+    whole = (
+        one for one in manager.coordinator.single_type_managers
+        if isinstance(one, FullAttentionManager)
+    )  # fmt: skip
+    attention = next(whole, None)
+    if attention is None or not manager.enable_caching:
+        return None
+    held = HeldMarks()
+    _PoolWatch(manager.block_pool, attention.kv_cache_group_id, attention.block_size, held)
+    return held
+
+
+class _PoolWatch:
+    """Stands before a block pool's methods; on the engine's thread."""
+
+    def __init__(self, pool: BlockPool, group: int, block_tokens: int, held: HeldMarks) -> None:
+        self._group = group
+        self._block_tokens = block_tokens
+        self._held = held
+        self._chains: WeakKeyDictionary[Request, MarkChain] = WeakKeyDictionary()
+        self._cache, self._remove = pool.cache_full_blocks, pool._remove_cached_block_hashes
+        self._reset = pool.reset_prefix_cache
+        pool.cache_full_blocks = self._cache_full_blocks
+        pool._remove_cached_block_hashes = self._remove_hashes
+        pool.reset_prefix_cache = self._reset_cache
+
+    def _cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._cache(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id,
+            *args, **kwargs,
+        )  # fmt: skip
+        if kv_cache_group_id != self._group or num_full_blocks * block_size < MARK_TOKENS:
+            return
+        chain = self._chains.get(request)
+        if chain is None or chain.tokens > num_cached_blocks * block_size:  # it was preempted
+            chain = chain_of(request)
+            if chain is None:
+                return
+            self._chains[request] = chain
+        first = chain.tokens
+        end = min(num_full_blocks * block_size, request.num_tokens)
+        for number, mark in enumerate(chain.extend(request.all_token_ids, end)):
+            last_token = first + (number + 1) * MARK_TOKENS - 1
+            block = blocks[last_token // block_size]
+            if block.block_hash is not None:
+                self._held.hold(block.block_id, mark)
+
+    def _remove_hashes(self, block: KVCacheBlock) -> Any:
+        self._held.drop(block.block_id)
+        return self._remove(block)
+
+    def _reset_cache(self) -> bool:
+        done = self._reset()
+        if done:
+            self._held.clear()
+        return done

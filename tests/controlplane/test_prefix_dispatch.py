@@ -1,0 +1,56 @@
+"""Dispatch by what instances hold of a prompt: kvmig.controlplane.dispatch."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmig.controlplane.dispatch import FewestWithRoom, NewRequest
+from kvmig.controlplane.view import ClusterView, InstanceView
+from kvmig.engines.base import EngineLoad
+
+
+def view(*running: int, free: int = 1000) -> ClusterView:
+    """Instances i0, i1, ... with so many running requests each."""
+    rows = [
+        InstanceView(
+            instance=f"i{number}", endpoint="", state="serving", reported_at=0.0,
+            load=EngineLoad(2000, 2000 - free, count, 0, 0, 0), virtual_blocks=2000.0 - free,
+        )
+        for number, count in enumerate(running)
+    ]  # fmt: skip
+    return ClusterView(0.5, rows)
+
+
+def pick(cluster: ClusterView, **held: float) -> str:
+    request = NewRequest(100, held_blocks=held)
+    return FewestWithRoom(enough=15.0, prompt_weight=0.3).pick(cluster, request).instance
+
+
+def test_a_request_goes_where_most_of_its_prompt_is() -> None:
+    assert pick(view(2, 2, 2), i1=64.0) == "i1"
+    assert pick(view(2, 2, 2), i1=64.0, i2=80.0) == "i2"
+
+
+@pytest.mark.parametrize(("there", "elsewhere", "goes"), [
+    (7, 0, "i1"), (8, 0, "i0"),  # a hot system prompt comes to an idle instance soon
+    (30, 20, "i1"), (165, 20, "i1"), (175, 20, "i0"),  # computing it would stop 20 others
+])  # fmt: skip
+def test_unless_it_is_so_crowded_there_that_computing_it_elsewhere_costs_less(
+    there: int, elsewhere: int, goes: str
+) -> None:
+    request = NewRequest(400, held_blocks={"i1": 380.0})
+    policy = FewestWithRoom(enough=1.0, prompt_weight=0.3)
+    assert policy.pick(view(elsewhere, there), request).instance == goes
+
+
+def test_where_memory_is_short_it_goes_where_there_is_room() -> None:
+    full = InstanceView(
+        instance="full", endpoint="", state="serving", reported_at=0.0,
+        load=EngineLoad(2000, 1990, 1, 0, 0, 0), virtual_blocks=1990.0,
+    )  # fmt: skip
+    cluster = ClusterView(0.5, [full, *view(30).instances])
+    assert pick(cluster, full=100.0) == "i0"
+
+
+def test_an_instance_that_is_gone_counts_for_nothing() -> None:
+    assert pick(view(3, 2), gone=90.0) == "i1"

@@ -1,0 +1,121 @@
+"""Where prompts' beginnings are: kvmig.controlplane.prefix_index, kvmig.engines.held_marks."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvmig.controlplane.prefix_index import SOON_S, PrefixIndex
+from kvmig.core.prefix_marks import MARK_TOKENS
+from kvmig.engines.held_marks import HeldMarks, PrefixNews, pack_marks, unpack_marks
+
+NAMES = st.sampled_from(("i0", "i1", "i2"))
+MARKS = st.integers(1, 8)
+
+
+def whole(number: int, *marks: int) -> PrefixNews:
+    return PrefixNews(number, True, pack_marks(marks))
+
+
+def tokens(count: int) -> int:
+    return count * MARK_TOKENS
+
+
+def test_each_instance_counts_for_as_much_of_the_beginning_as_it_holds() -> None:
+    index = PrefixIndex()
+    index.learn("i0", whole(1, 1, 2, 3))
+    index.learn("i1", whole(1, 1))
+    index.learn("i2", whole(1, 2, 3))
+    assert index.find_tokens([1, 2, 3, 4], 0.0) == {"i0": tokens(3), "i1": tokens(1)}
+    assert index.find_tokens([9], 0.0) == index.find_tokens([], 0.0) == {}
+
+
+def test_where_news_are_missing_nothing_is_known_until_all_is_said() -> None:
+    index = PrefixIndex()
+    index.learn("i0", PrefixNews(1, False, pack_marks([1])))
+    assert index.find_tokens([1], 0.0) == {}
+    index.learn("i0", whole(2, 1))
+    index.learn("i0", PrefixNews(4, False, pack_marks([2])))
+    assert index.find_tokens([1, 2], 0.0) == {}
+    index.learn("i0", whole(5, 1, 2))
+    index.learn("i0", whole(3))
+    assert index.find_tokens([1, 2], 0.0) == {"i0": tokens(2)}, "one that comes late is ignored"
+
+
+def test_what_was_sent_counts_for_a_while_unless_its_instance_is_gone() -> None:
+    index = PrefixIndex()
+    index.expect("i0", [1, 2], 10.0)
+    index.expect("i1", [1], 10.0)
+    assert index.find_tokens([1, 2], 10.0 + SOON_S - 1) == {"i0": tokens(2), "i1": tokens(1)}
+    index.forget("i1")
+    index.learn("new", whole(1, 7))
+    assert index.find_tokens([1, 2], 10.0) == {"i0": tokens(2)}, "nobody has inherited it"
+    assert index.find_tokens([1, 2], 10.0 + SOON_S) == {"i0": tokens(2)}
+    assert index.find_tokens([1, 2], 10.0 + 2 * SOON_S) == {}
+
+
+class Reporting(RuleBasedStateMachine):
+    """Engines hold and drop marks in blocks, and report, sometimes in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex()
+        self.engines = {name: HeldMarks() for name in ("i0", "i1", "i2")}
+        self.blocks: dict[tuple[str, int], set[int]] = {}
+        self.said: dict[str, set[int] | None] = dict.fromkeys(self.engines)
+
+    def marks(self, name: str) -> set[int]:
+        some = (marks for (where, _), marks in self.blocks.items() if where == name)
+        return set().union(*some)
+
+    @rule(name=NAMES, block=st.integers(0, 3), mark=MARKS)
+    def hold(self, name: str, block: int, mark: int) -> None:
+        self.engines[name].hold(block, mark)
+        self.blocks.setdefault((name, block), set()).add(mark)
+
+    @rule(name=NAMES, block=st.integers(0, 3))
+    def drop(self, name: str, block: int) -> None:
+        self.engines[name].drop(block)
+        self.blocks.pop((name, block), None)
+
+    @rule(name=NAMES)
+    def clear(self, name: str) -> None:
+        self.engines[name].clear()
+        self.blocks = {key: marks for key, marks in self.blocks.items() if key[0] != name}
+
+    @rule(name=NAMES, all_of_it=st.booleans(), lost=st.booleans())
+    def report(self, name: str, all_of_it: bool, lost: bool) -> None:
+        news = self.engines[name].news(whole=all_of_it)
+        if news is None:
+            return
+        if lost:
+            self.said[name] = None
+            return
+        self.index.learn(name, news)
+        known = self.said[name] is not None
+        self.said[name] = self.marks(name) if all_of_it or known else None
+
+    @rule(name=NAMES)
+    def begin_again(self, name: str) -> None:
+        self.index.forget(name)
+        self.said[name] = None
+
+    @invariant()
+    def what_was_said_is_found(self) -> None:
+        for mark in range(1, 9):
+            found = self.index.find_tokens([mark], 0.0)
+            for name, said in self.said.items():
+                if said is not None:
+                    assert (name in found) == (mark in said)
+
+    @invariant()
+    def an_engine_knows_its_marks(self) -> None:
+        for name, held in self.engines.items():
+            assert len(held) == len(self.marks(name))
+
+
+TestReporting = Reporting.TestCase
+
+
+def test_bytes_that_are_no_marks_are_left_out() -> None:
+    assert unpack_marks(pack_marks([1, 2**64 - 1]) + b"abc") == (1, 2**64 - 1)

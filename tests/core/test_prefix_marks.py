@@ -1,0 +1,51 @@
+"""Marks of prompts: kvmig.core.prefix_marks."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain, MediaSpan
+
+TOKENS = st.lists(st.integers(0, 2**20), max_size=4 * MARK_TOKENS)
+
+
+def marks(tokens: list[int], salt: str = "", adapter: str = "", *media: MediaSpan) -> list[int]:
+    return MarkChain(salt, adapter, media).extend(tokens, len(tokens))
+
+
+@given(TOKENS, TOKENS)
+def test_prompts_share_the_marks_of_the_beginning_that_they_share(
+    one: list[int], other: list[int]
+) -> None:
+    common = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    same = [a == b for a, b in zip(marks(one), marks(other), strict=False)]
+    assert same == [(i + 1) * MARK_TOKENS <= common for i in range(len(same))]
+
+
+@given(TOKENS, st.lists(st.integers(0, 600)))
+def test_a_request_that_grows_has_the_marks_of_one_that_came_whole(
+    tokens: list[int], ends: list[int]
+) -> None:
+    chain, found = MarkChain("", ""), list[int]()
+    for end in [*sorted(min(end, len(tokens)) for end in ends), len(tokens)]:
+        found += chain.extend(tokens, end)
+    assert found == marks(tokens)
+
+
+def test_nothing_is_found_under_another_salt_or_adapter() -> None:
+    tokens = [1] * MARK_TOKENS
+    found = {marks(tokens, *names)[0] for names in (("", ""), ("a", ""), ("", "a"), ("b", "a"))}
+    assert len(found) == 4
+
+
+def test_an_image_changes_the_marks_from_its_place_on() -> None:
+    tokens = [1] * (3 * MARK_TOKENS)
+    first = MediaSpan(MARK_TOKENS + 5, MARK_TOKENS + 9, "cat")
+    other = first._replace(identifier="dog")
+    with_first, with_other = marks(tokens, "", "", first), marks(tokens, "", "", other)
+    assert with_first[0] == with_other[0] == marks(tokens)[0]
+    assert not {*with_first[1:]} & {*with_other[1:], *marks(tokens)[1:]}

@@ -1,0 +1,100 @@
+"""The marks that a vLLM engine says it holds are those that its prefix cache finds, always."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import pytest
+
+from kvmig.controlplane.prefix_index import PrefixIndex
+from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain
+from tests.support.vllm_pair import Engines, Pair, preempt
+from tests.support.vllm_side import Configuration, Side
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [40 + number * number % 90 for number in range(420)]
+WHOLE = len(PROMPT) // MARK_TOKENS * MARK_TOKENS
+"""Tokens that the largest of its marks stands for."""
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    made = Engines()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+async def pair(request: pytest.FixtureRequest, engines: Engines) -> AsyncIterator[Pair]:
+    wanted = Configuration(async_scheduling=request.param)
+    async with engines.lent(wanted, wanted) as pair:
+        yield pair
+
+
+def held(side: Side, prompt: Sequence[int], salt: str = "") -> int:
+    """Tokens of the prompt that a front end would find there."""
+    assert side.engine.held_marks is not None
+    news = side.engine.held_marks.news(whole=True)
+    assert news is not None
+    index = PrefixIndex()
+    index.learn("i", news)
+    marks = MarkChain(salt, "").extend(prompt, len(prompt))
+    return index.find_tokens(marks, 0.0).get("i", 0)
+
+
+async def test_a_prompt_is_held_where_it_was_computed_under_its_salt(pair: Pair) -> None:
+    assert held(pair.a, PROMPT) == 0
+    await pair.run(pair.a, "r", PROMPT, until=2, salt="ours")
+    assert held(pair.a, PROMPT, "ours") == WHOLE
+    assert held(pair.a, [*PROMPT[:300], 1, *PROMPT[301:]], "ours") == 2 * MARK_TOKENS
+    assert held(pair.a, PROMPT, "theirs") == held(pair.a, PROMPT) == held(pair.b, PROMPT) == 0
+    await pair.finish("r")
+    assert held(pair.a, PROMPT, "ours") == WHOLE
+
+
+async def test_an_answer_is_held_too_for_the_turn_after_it(pair: Pair) -> None:
+    await pair.run(pair.a, "r", PROMPT, until=1, max_tokens=200)
+    output = await pair.finish("r")
+    said = [*PROMPT, *output.tokens]
+    # What the last step gave was never computed.
+    assert held(pair.a, said) == (len(said) - 1) // MARK_TOKENS * MARK_TOKENS
+
+
+async def test_a_moved_request_is_held_where_it_has_come(pair: Pair) -> None:
+    await pair.run(pair.a, "r", PROMPT, until=3)
+    await pair.move(pair.a, pair.b, "r")
+    await pair.step(pair.b, until=("r", 8))
+    assert held(pair.b, PROMPT) == WHOLE
+    await pair.finish("r")
+
+
+async def test_what_others_need_is_held_no_more(pair: Pair) -> None:
+    await pair.run(pair.a, "r", PROMPT, until=1)
+    await pair.finish("r")
+    assert held(pair.a, PROMPT) == WHOLE
+    for number in range(2):  # the cache has 39 blocks of 32
+        await pair.run(pair.a, f"s{number}", [number + 7] * 900, until=1)
+        await pair.finish(f"s{number}")
+    assert held(pair.a, PROMPT) < WHOLE
+    assert held(pair.a, [8] * 900) == 7 * MARK_TOKENS
+    pair.a.scheduler.reset_prefix_cache()
+    assert held(pair.a, [8] * 900) == 0
+    assert len(pair.a.engine.held_marks or ()) == 0
+
+
+async def test_a_request_that_was_preempted_is_held_when_it_runs_again(pair: Pair) -> None:
+    await pair.run(pair.a, "r", PROMPT, until=2)
+    preempt(pair.a, "r")
+    pool = pair.a.scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks(set(range(1, pool.num_gpu_blocks)))
+    assert held(pair.a, PROMPT) == 0
+    await pair.step(pair.a, until=("r", 6))
+    assert held(pair.a, PROMPT) == WHOLE
+    await pair.finish("r")
+
+
+async def test_an_engine_without_a_prefix_cache_says_nothing(engines: Engines) -> None:
+    wanted = Configuration(flags=("--no-enable-prefix-caching",))
+    async with engines.lent(wanted, wanted) as pair:
+        assert pair.a.engine.held_marks is None
