@@ -62,6 +62,10 @@ class DeviceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """UUIDs of the devices whose memory it reaches."""
     nvlinks: tuple[str, ...] = ()
     """UUIDs of those that it reaches over NVLink."""
+    busy: float | None = None
+    """Part of the driver's last sampling period in which it computed, 0 to 1; None: not known."""
+    watts: float | None = None
+    """Power that it draws; None: not known."""
 
     @property
     def free(self) -> int:

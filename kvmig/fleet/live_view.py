@@ -108,17 +108,7 @@ class LiveView:
             instances=tuple(self._instance(one, row) for one in every for row in one.instance_rows),
             streams=tuple(fair_part(listed, most)),
             moves=tuple(moves[:MOST_MOVES]),
-            devices=tuple(
-                LiveDevice(
-                    title=one.title,
-                    uuid=one.id,
-                    total_bytes=one.total,
-                    free_bytes=one.free,
-                    others_bytes=one.others,
-                    models=dict(one.claims),
-                )
-                for one in self.models.places.devices()
-            ),
+            devices=self._devices(),
             unanswered=tuple(sorted(silent)),
         )
 
@@ -136,6 +126,23 @@ class LiveView:
             running=sum(map(self.models.running, both)),
             held=self.models.reports.held(name),
             streams=streams.get(name, 0),
+        )
+
+    def _devices(self) -> tuple[LiveDevice, ...]:
+        watched = self.models.memory.devices.watch.inventory.devices
+        records = {one.uuid: one for one in watched}
+        return tuple(
+            LiveDevice(
+                title=one.title,
+                uuid=one.id,
+                total_bytes=one.total,
+                free_bytes=one.free,
+                others_bytes=one.others,
+                models=dict(one.claims),
+                busy=records[one.id].busy,
+                watts=records[one.id].watts,
+            )
+            for one in self.models.places.devices()
         )
 
     def _instance(self, model: ManagedModel, row: InstanceRow) -> LiveInstance:

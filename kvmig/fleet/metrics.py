@@ -17,7 +17,10 @@ import httpx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvmig.core.clock import Clock, monotonic
+from kvmig.core.devices import DeviceRecord
+from kvmig.fleet.account_metrics import QuotaUse, UserCounters, of_quotas
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.device_metrics import of_devices
 from kvmig.fleet.lifecycle import State
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.tables import StoreError
@@ -39,13 +42,17 @@ class FleetMetrics:
     models: ModelController
     proxies: Callable[[], Iterable[str]]
     """What each has reported last."""
-    usage: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
-    """Sums by model."""
+    usage: Callable[[str], Awaitable[Sequence[Mapping[str, Any]]]]
+    """Sums over all time by a field of the ledger: model, or user."""
     clock: Clock = monotonic
     set_aside: Callable[[], Mapping[str, int]] = dict
     """How many records could not be read, by kind."""
     free: Callable[[], Mapping[str, int]] = dict
     """Bytes free on disks, by what is on them."""
+    behind_s: Callable[[], float] = float
+    """Seconds since all usage was in the ledger."""
+    quotas: Callable[[], Sequence[QuotaUse]] = tuple
+    _users: UserCounters = field(default_factory=UserCounters, init=False)
     _missed: Counter[str] = field(default_factory=Counter, init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _text: bytes = field(default=b"", init=False)
@@ -60,7 +67,8 @@ class FleetMetrics:
             return self._text
 
     async def _make(self) -> bytes:
-        every, usage = self.models.fronts(), await self._used()
+        every = self.models.fronts()
+        usage, users = await self._used("model"), await self._used("user")
         sockets = {
             one.wanted.name: one.note.socket
             for one in every
@@ -75,6 +83,10 @@ class FleetMetrics:
             *of_models(every, self.models.claimed_by),
             *of_workers(self.models.workers.workers()),
             *of_usage(usage),
+            *self._users.metrics(users),
+            *of_quotas(self.quotas()),
+            *of_devices(self.models.places.nodes(), self._records()),
+            of_spools(self.behind_s()),
             self._misses(),
             of_set_aside(self.set_aside()),
             of_disks(self.free()),
@@ -96,9 +108,16 @@ class FleetMetrics:
             log.warning("metrics of %s are left out: %r", model, error)
             return ""
 
-    async def _used(self) -> Sequence[Mapping[str, Any]]:
+    def _records(self) -> Mapping[str, DeviceRecord]:
+        """What drivers say of GPUs: of the server's host, and of the workers."""
+        workers = self.models.workers.workers()
+        here = self.models.memory.devices.watch.inventory.devices
+        every = [*here, *(device for one in workers for device in one.devices)]
+        return {one.uuid: one for one in every}
+
+    async def _used(self, field: str) -> Sequence[Mapping[str, Any]]:
         try:
-            return await self.usage()
+            return await self.usage(field)
         except StoreError as error:
             log.warning("metrics of usage are left out: %s", error)
             return ()
@@ -122,6 +141,11 @@ def of_models(models: Iterable[ManagedModel], claimed: Callable[[str], int]) -> 
     desired = GaugeMetricFamily(
         "kvmig_model_desired", "Instances that it should have.", labels=["model"]
     )
+    waits = GaugeMetricFamily(
+        "kvmig_model_lacks_room",
+        "1 while it would start but nothing has room for it.",
+        labels=["model"],
+    )
     ready = GaugeMetricFamily("kvmig_model_ready", "Instances that serve.", labels=["model"])
     claim = GaugeMetricFamily(
         "kvmig_claim_bytes", "Memory of the host that it takes.", labels=["model"]
@@ -143,13 +167,14 @@ def of_models(models: Iterable[ManagedModel], claimed: Callable[[str], int]) -> 
             state.add_metric([name, each], one.life.state == each)
         desired.add_metric([name], one.desired)
         ready.add_metric([name], one.serving)
+        waits.add_metric([name], one.lacks_room)
         claim.add_metric([name], claimed(name))
         evicted.add_metric([name], one.evicted)
         for each, count in one.entered.items():
             entered.add_metric([name, each], count)
         for (way, reason), count in one.scaled.items():
             scaled.add_metric([name, way, reason], count)
-    return [state, desired, ready, claim, entered, evicted, scaled]
+    return [state, desired, ready, waits, claim, entered, evicted, scaled]
 
 
 def of_workers(workers: Iterable[FleetWorker]) -> list[Metric]:
@@ -178,6 +203,16 @@ def of_set_aside(count: Mapping[str, int]) -> Metric:
     )
     for kind, number in count.items():
         found.add_metric([kind], number)
+    return found
+
+
+def of_spools(behind_s: float) -> Metric:
+    """How far the ledger is behind what front ends have counted."""
+    found = GaugeMetricFamily(
+        "kvmig_usage_behind_seconds",
+        "Time since all usage that front ends have counted was in the ledger.",
+    )
+    found.add_metric([], behind_s)
     return found
 
 

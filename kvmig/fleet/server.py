@@ -35,6 +35,7 @@ from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.core.model_sizes import decode_sizes
+from kvmig.fleet.account_metrics import quota_uses
 from kvmig.fleet.api import ApiBackend, make_app
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.cluster_watch import ClusterWatch
@@ -230,9 +231,11 @@ class FleetServer:
         self._metrics = FleetMetrics(
             self._models,
             self._figures.values,
-            lambda: self._backend.stored(sums, self._store.database, ("model",)),
+            lambda field: self._backend.stored(sums, self._store.database, (field,)),
             set_aside=lambda: self._set_aside.count,
             free=self._disks.free,
+            behind_s=lambda: self._merger.behind_s,
+            quotas=lambda: quota_uses(self._grants.values(), self._left, time.time()),
         )
         self._links = ProxyLinks(str(settings.links), self._first, self._hear)
         self._quotas = QuotaSocket(str(settings.quotas), self._grant, self._take)
@@ -250,9 +253,7 @@ class FleetServer:
             self._metrics.text,
             self._files,
             CatalogueReader(settings.catalogue, monotonic),
-            None
-            if settings.login is None
-            else IdentityProvider(settings.login, monotonic, time.time),
+            IdentityProvider(settings.login, monotonic, time.time) if settings.login else None,
         )
         self._checks: dict[str, asyncio.Future[Checked]] = {}
         """Flags that are being checked."""

@@ -16,6 +16,7 @@ from shutil import rmtree
 from typing import TypeVar
 
 from kvmig.accounts.usage import SpoolDamaged, SpooledRecord, UsageSpool
+from kvmig.core.clock import Clock, monotonic
 from kvmig.fleet.ledger import AT_ONCE, MergedRecords, merge
 from kvmig.fleet.quotas import give_back
 from kvmig.fleet.setaside import SetAside, keep_records, keep_spool
@@ -41,6 +42,7 @@ class SpoolMerger:
         set_aside: SetAside,
         is_over: Callable[[str], bool],
         spent: Callable[[Mapping[str, int]], Awaitable[None]] | None = None,
+        clock: Clock = monotonic,
     ) -> None:
         """thread: one, the database's. is_over: whether a deployment has ended. spent: takes tokens
         that are new in the ledger, by keys' ids; it may raise StoreError."""
@@ -52,6 +54,13 @@ class SpoolMerger:
         self._set_aside = set_aside
         self._is_over = is_over
         self._spent = spent
+        self._clock = clock
+        self._merged_at = clock()
+
+    @property
+    def behind_s(self) -> float:
+        """The time since all usage was in the ledger, in seconds."""
+        return self._clock() - self._merged_at
 
     @property
     def sources(self) -> set[str]:
@@ -66,6 +75,7 @@ class SpoolMerger:
 
     async def merge_all(self) -> None:
         """Merge what there is. What can't be merged now waits."""
+        whole = True
         for folder in sorted(self._spools.iterdir()):
             over = self._is_over(folder.name)  # it writes nothing any more
             try:
@@ -78,6 +88,9 @@ class SpoolMerger:
                     await asyncio.to_thread(remove_empty, folder)
             except (StoreError, OSError) as error:
                 log.warning("usage in %s waits to be counted: %s", folder, error)
+                whole = False
+        if whole:
+            self._merged_at = self._clock()
 
     async def _stored(self, call: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)

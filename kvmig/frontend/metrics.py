@@ -235,6 +235,9 @@ assert {*_OF_UNIT, "asked", "decode_parts"} == set(InUnit.__struct_fields__)
 assert _GAUGES.keys() <= set(InstanceRow.__struct_fields__)
 
 
+INSTANCE_STATES = ("starting", "serving", "draining", "silent", "hung", "failed", "lost")
+
+
 class InstanceCollector(Collector):
     """The instances' load, read at each scrape."""
 
@@ -249,6 +252,13 @@ class InstanceCollector(Collector):
             for row in rows:
                 gauge.add_metric((row.id,), getattr(row, column))
             yield gauge
+        state = GaugeMetricFamily(
+            "kvmig_instance_state", "1 for the state that it is in.", labels=("instance", "state")
+        )
+        for row in rows:
+            for each in INSTANCE_STATES:
+                state.add_metric((row.id, each), row.state == each)
+        yield state
         info = InfoMetricFamily(
             "kvmig_instance", "What and where it is: always 1.", labels=("instance",)
         )

@@ -129,7 +129,17 @@ class _Reader:
             capability=capability,
             parent=parent,
             mps=self._mps or bool(by_mps),
+            busy=self._busy(handle),
+            watts=self._watts(handle),
         )
+
+    def _busy(self, handle: Any) -> float | None:
+        rates = self._if_known(self._nvml.nvmlDeviceGetUtilizationRates, None, handle)
+        return None if rates is None else rates.gpu / 100
+
+    def _watts(self, handle: Any) -> float | None:
+        milliwatts = self._if_known(self._nvml.nvmlDeviceGetPowerUsage, None, handle)
+        return None if milliwatts is None else milliwatts / 1000
 
     def _memory(self, handle: Any) -> tuple[int, int]:
         """Bytes there are, and those that are taken."""

@@ -12,11 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvmig.fleet import metrics
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
 from kvmig.fleet.metrics import FleetMetrics, of_workers
+from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.tables import StoreError
-from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import FleetWorker
 from kvmig.proxy.exposition import merged, parsed
 
@@ -60,7 +61,8 @@ class Serving(ModelController):
     """Two models, each with a socket."""
 
     def __init__(self, folder: Path) -> None:
-        self.workers = WorkerPool()
+        settings = FleetSettings(data=str(folder))
+        super().__init__(settings, lambda _: None, lambda _, __: 0, MemoryBudget())
         self.found = [made(name, str(folder / name)) for name in "ab"]
 
     def fronts(self) -> list[ManagedModel]:
@@ -83,7 +85,7 @@ def made(name: str, socket: str) -> ManagedModel:
     return model
 
 
-async def none_used() -> Sequence[Any]:
+async def none_used(_: str) -> Sequence[Any]:
     return ()
 
 
@@ -137,7 +139,7 @@ async def test_a_text_is_good_for_a_while_whoever_asks(tmp_path: Path) -> None:
 
 
 async def test_without_the_database_there_is_no_usage_but_all_the_rest(tmp_path: Path) -> None:
-    async def locked() -> Sequence[Any]:
+    async def locked(_: str) -> Sequence[Any]:
         raise StoreError("the database is locked")
 
     models = Serving(tmp_path)
@@ -150,14 +152,15 @@ async def test_without_the_database_there_is_no_usage_but_all_the_rest(tmp_path:
 
 
 async def test_usage_is_told_by_model(tmp_path: Path) -> None:
-    async def used() -> Sequence[Any]:
-        return [{"model": "a", "calls": 2, "prompt": 10, "output": 20}]
+    async def used(field: str) -> Sequence[Any]:
+        return [{field: "a", "calls": 2, "prompt": 10, "output": 20}]
 
     models = Serving(tmp_path)
     models.found.clear()
     text = (await FleetMetrics(models, lambda: (), used).text()).decode()
     assert 'kvmig_usage_tokens_total{kind="output",model="a"} 20.0' in text
     assert 'kvmig_usage_calls_total{model="a"} 2.0' in text
+    assert 'kvmig_user_tokens_total{kind="prompt",user="a"} 10.0' in text
 
 
 def test_a_worker_is_in_one_state_and_a_cordoned_one_takes_no_instances() -> None:

@@ -19,6 +19,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
 from kvmig.engines.base import EngineLoad, Preempted
 from kvmig.frontend.metrics import (
+    INSTANCE_STATES,
     ClassCollector,
     FrontendMetrics,
     InstanceCollector,
@@ -95,6 +96,14 @@ def test_instances_are_read_when_scraped() -> None:
         ("running", 2), ("waiting", 3), ("staging_used", 2),
     ):  # fmt: skip
         assert registry.get_sample_value(f"kvmig_instance_{name}", {"instance": "a"}) == value
+
+
+def test_an_instance_is_in_one_state_of_those_that_there_are() -> None:
+    registry = CollectorRegistry()
+    registry.register(InstanceCollector(lambda: [replace(A, state="hung")]))
+    (found,) = [one for one in registry.collect() if one.name == "kvmig_instance_state"]
+    assert [one.labels["state"] for one in found.samples if one.value] == ["hung"]
+    assert {one.labels["state"] for one in found.samples} == set(INSTANCE_STATES)
 
 
 def test_instances_of_a_unit_say_what_they_have_of_it() -> None:

@@ -102,6 +102,17 @@ def test_processes_of_mps_compute_at_the_same_time(machine: FakeMachine, tmp_pat
     assert [one.mps for one in pipes.devices] == [True, True]
 
 
+def test_a_gpu_says_how_busy_it_is_and_what_it_draws_where_its_driver_knows(
+    machine: FakeMachine,
+) -> None:
+    known, unknown, split = devices(3)
+    unknown.busy = unknown.milliwatts = None
+    split.parts = [FakePart("MIG-a", GIB)]
+    machine.install([known, unknown, split])
+    found = [(one.busy, one.watts) for one in read().devices]
+    assert found == [(0.35, 301.5), (None, None), (None, None)]
+
+
 def test_an_old_driver_says_less(machine: FakeMachine) -> None:
     gpu = devices(1)[0]
     gpu.old, gpu.reserved = True, GIB

@@ -53,6 +53,9 @@ class FakeDevice:
     parts: list[FakePart] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
     nvlinks: list[str] = field(default_factory=list)
+    busy: int | None = 35
+    """Percent of the last moments in which it computed; None: it doesn't know, as a part of one."""
+    milliwatts: int | None = 301_500
     lost: bool = False
     old: bool = False
     """Whether its driver knows the first versions of calls only."""

@@ -151,6 +151,18 @@ def nvmlDeviceGetMPSComputeRunningProcesses(handle: Any) -> list[Any]:
     return [_process(one["pid"], one["used"]) for one in handle["processes"] if one["mps"]]
 
 
+def nvmlDeviceGetUtilizationRates(handle: Any) -> Any:
+    if handle.get("old") or handle.get("busy") is None:
+        raise NVMLError_NotSupported
+    return SimpleNamespace(gpu=handle["busy"], memory=0)
+
+
+def nvmlDeviceGetPowerUsage(handle: Any) -> int:
+    if handle.get("old") or handle.get("milliwatts") is None:
+        raise NVMLError_NotSupported
+    return int(handle["milliwatts"])
+
+
 def nvmlDeviceGetP2PStatus(device1: Any, device2: Any, p2pIndex: int) -> int:
     reached = "nvlinks" if p2pIndex == NVML_P2P_CAPS_INDEX_NVLINK else "peers"
     if device2["uuid"] in device1[reached]:
