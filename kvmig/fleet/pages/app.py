@@ -15,6 +15,7 @@ from kvmig.fleet.pages.accounts import key_routes, user_routes
 from kvmig.fleet.pages.backend import FleetPages
 from kvmig.fleet.pages.login import login_routes
 from kvmig.fleet.pages.models import model_routes
+from kvmig.fleet.pages.playground import playground_routes
 from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.fleet.pages.usage import usage_routes
 from kvmig.fleet.pages.workers import worker_routes
@@ -25,6 +26,7 @@ from kvmig.pages.site import NavigationLink, PageSite, go_to
 LINKS = (
     NavigationLink("/", "Fleet", admin=True),
     NavigationLink("/models", "Models"),
+    NavigationLink("/playground", "Playground"),
     NavigationLink("/workers", "Workers", admin=True),
     NavigationLink("/usage", "Usage"),
     NavigationLink("/keys", "Keys"),
@@ -50,6 +52,7 @@ def fleet_pages(
             *login_routes(pages.site, own),
             *overview_routes(pages),
             *model_routes(pages),
+            *playground_routes(pages),
             *worker_routes(pages),
             *usage_routes(pages),
             *key_routes(pages),
