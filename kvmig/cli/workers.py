@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from kvmig.cli.client import CallFailure
 from kvmig.cli.common import Json, said, show, table_of, time_of, where
+from kvmig.core.clock import Clock, monotonic
 from kvmig.core.errors import ConfigError
 from kvmig.core.quantities import size_text
 
@@ -17,6 +20,8 @@ worker_app = typer.Typer(
 )
 
 WorkerName = Annotated[str, typer.Argument(help="Name of the worker, as `kvmig worker ls` has it.")]
+LOOK_S = 1.0
+"""Pause between two looks at a drain."""
 COLUMNS = ("worker", "state", "instances", "memory free", "GPUs", "address", "labels")
 
 
@@ -183,12 +188,41 @@ def drain_worker(
             " (default: 300 for each instance)."
         ),
     ] = None,
+    wait: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds to wait until nothing is left there; exit code 1 if something still is.",
+        ),
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Move all instances of a worker to others: new ones start first, then streams move live.
 
     `kvmig worker show` prints the progress.
     """
-    show(
-        where.client().post(path_of(name, "drain"), {"deadline_s": deadline}), as_json, worker_view
-    )
+    client = where.client()
+    answer = client.post(path_of(name, "drain"), {"deadline_s": deadline})
+    if wait:
+        answer = wait_until_drained(lambda: client.get(path_of(name)), wait)
+    show(answer, as_json, worker_view)
+
+
+def wait_until_drained(
+    look: Callable[[], Any],
+    wait_s: float,
+    clock: Clock = monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Any:
+    """Look at a worker until it is drained. Raises CallFailure where it isn't by then."""
+    deadline = clock() + wait_s
+    while True:
+        one = look()
+        if one["drain"] is None:
+            raise CallFailure(f"the drain of {one['name']} was undone")
+        if one["drain"]["state"] == "drained":
+            return one
+        if clock() >= deadline:
+            left = forecast_text(one["drain"]["left"])
+            raise CallFailure(f"{one['name']} is not drained after {wait_s:g} s: {left}")
+        sleep(LOOK_S)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
-from kvmig.cli.workers import drain_text, label_of, standing, worker_row, worker_view
+from kvmig.cli.client import CallFailure
+from kvmig.cli.workers import (
+    drain_text,
+    label_of,
+    standing,
+    wait_until_drained,
+    worker_row,
+    worker_view,
+)
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.worker_drain import InstanceOnWorker
 from kvmig.fleet.workers import FleetWorker
@@ -47,6 +56,26 @@ def test_a_drain_says_how_much_is_left_and_how_long_it_takes() -> None:
 def test_an_empty_worker_is_drained_and_a_lost_one_says_so_too() -> None:
     assert standing(shown(drained_at=990.0)) == "drained"
     assert standing(shown(drained_at=990.0, state="lost", why="gone")) == "drained, lost"
+
+
+def test_a_drain_is_waited_for_until_nothing_is_left() -> None:
+    views = iter([shown(BUSY, drained_at=990.0), shown(drained_at=990.0)])
+    pauses: list[float] = []
+    found = wait_until_drained(lambda: next(views), 60.0, lambda: 0.0, pauses.append)
+    assert (found["drain"]["state"], pauses) == ("drained", [1.0])
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        (shown(BUSY, drained_at=990.0), "left is not drained after 5 s: 64 streams"),
+        (shown(BUSY), "the drain of left was undone"),
+    ],
+)
+def test_a_drain_that_does_not_end_in_time_fails(view: dict[str, Any], words: str) -> None:
+    seconds = itertools.count(0.0, 3.0)
+    with pytest.raises(CallFailure, match=words):
+        wait_until_drained(lambda: view, 5.0, lambda: next(seconds), lambda _: None)
 
 
 def test_an_instance_that_stays_says_why() -> None:
