@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 NAMES = ("left", "middle", "right")
 SIZE = 6_000_000
 SMALL, OTHER = "hf:Org/Small-1B", "hf:Org/Other-1B"
+COUNT = Path(__file__).parents[2] / "kvmig" / "models" / "count"
+FLAGS = ["--enforce-eager", "--block-size=32", "--kv-cache-memory-bytes=268435456"]
 EVERYWHERE = dict.fromkeys(("head", *NAMES), "whole")
 
 
@@ -140,3 +142,19 @@ async def test_agents_that_start_again_fetch_nothing_twice(
     models = [one["files"]["models"] for one in workers(fleet).values()]
     assert {it["took_s"] for one in models for it in one} == {None}
     assert hub.downloads("model.safetensors") == ["", ""]
+
+
+async def test_vllm_loads_the_copy_on_its_node(
+    fleet: ToyFleet, nodes: NodesWithFiles, hub: ModelHub
+) -> None:
+    hub.add("Org/Count", {one.name: one.read_bytes() for one in COUNT.iterdir() if one.is_file()})
+    source = "hf:Org/Count"
+    fleet.add({"name": "count", "source": source, "flags": FLAGS, "prefetch": True})
+    await until_yes(lambda: {*on_workers(fleet, source).values()} == {"whole"})
+    await until_yes(lambda: {*on_workers(fleet, source)} >= {*NAMES})
+    (one,) = fleet.get(f"files?source={source}")["data"]
+    (Path(one["folder"]) / "model.safetensors").unlink()  # only nodes have it now
+    body = {"model": "count", "prompt": "Count from 41:", "max_tokens": 20, "temperature": 0}
+    async with fleet.client() as client:
+        text = await answer(client, body)
+    assert "0042 0043" in text
