@@ -32,7 +32,6 @@ from kvmig.fleet.autoscale import (
     ScalingOrder,
     counted,
     decide,
-    next_order,
     one_less_holds,
     taken_over,
 )
@@ -637,7 +636,7 @@ class ModelController:
             way = "up" if decided.wanted > before.wanted else "down"
             model.scaled[way, decided.reason] += 1
             self._note(model, decided.why)
-        order = next_order(staying, decided.wanted)
+        order = model.additions.next_order(staying, decided.wanted, now)
         if model.is_ordering:
             return
         self._workers.forget_departed(model, leaving)
@@ -653,8 +652,8 @@ class ModelController:
         elif leaving or model.departing:
             no_room = self.places.no_room(model, self._plan.rooms)
             step = self._workers.leaving_step(model, leaving, decided.wanted, no_room)
-            if step.drained or step.removed or step.kept:
-                deadlines = self._workers.deadlines(model, step.drained)
+            if step.drained or step.removed or step.kept or step.renewed:
+                deadlines = self._workers.deadlines(model, (*step.drained, *step.renewed))
                 work = self._sets.empty_workers(model, watched, step, deadlines)
                 model.ordering = self._orders.start(work, f"leave {model.wanted.name}")
 

@@ -148,6 +148,12 @@ class DeploymentWatcher:
         await self._order("DELETE", f"{ADMIN}/instances/{instance}", params=query)
         await self._until({instance}, lambda: self._state_of(instance) != before)
 
+    async def set_deadline(self, instance: str, deadline_s: float | None) -> None:
+        """Give an instance that is drained another deadline, see `drain`. Raises StartupError with
+        its own sentence."""
+        query = {} if deadline_s is None else {"deadline_s": deadline_s}
+        await self._order("DELETE", f"{ADMIN}/instances/{instance}", params=query)
+
     async def stop_drain(self, instance: str) -> None:
         """Let an instance that is drained serve again; `told` has its new state then.
 

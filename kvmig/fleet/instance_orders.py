@@ -15,13 +15,14 @@ from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.fleet.leaving_instances import LeavingStep
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_places import ModelPlaces
+from kvmig.fleet.model_workers import DrainDeadline
 from kvmig.fleet.place_choice import PlaceExplanation
 from kvmig.fleet.worker_nodes import InstancePlace
 from kvmig.fleet.worker_pool import WorkerPool
 
 PAUSE_S = 10.0
 """Pause after an order about instances that was refused, or that has failed."""
-NO_DEADLINES: Mapping[str, float | None] = {}
+NO_DEADLINES: Mapping[str, DrainDeadline] = {}
 
 
 class InstanceOrders:
@@ -50,19 +51,19 @@ class InstanceOrders:
         places: Sequence[InstancePlace],
         why: Sequence[PlaceExplanation],
         staying: Sequence[str],
-        first: Mapping[str, float | None] = NO_DEADLINES,
+        first: Mapping[str, DrainDeadline] = NO_DEADLINES,
     ) -> None:
         """Carry out one step. Another instance takes the place of a failed one later.
 
         places: of the instances that are added. staying: the instances of which one may be drained,
-        first: those of them that go before the others, with the seconds that their requests have.
+        first: those of them that go before the others, with their deadlines.
         """
         try:
             if order.failed:
                 for instance in order.failed:
                     self._note(model, f"instance {instance} has failed, and is taken out")
+                    model.additions.fail(f"instance {instance} has failed")
                     await watched.drain(instance)
-                await asyncio.sleep(PAUSE_S)
             elif places:
                 vllm = model.wanted.spec.vllm
                 start = RolledStart(vllm=vllm) if vllm else None
@@ -71,7 +72,10 @@ class InstanceOrders:
                 await _drain_one(watched, staying, first)
         except StartupError as error:
             self._note(model, f"instances: {error}")
-            await asyncio.sleep(PAUSE_S)
+            if places:
+                model.additions.fail(str(error))
+            else:
+                await asyncio.sleep(PAUSE_S)
         finally:
             model.places.coming, model.nodes.coming = (), ()
 
@@ -132,32 +136,36 @@ class InstanceOrders:
         model: ManagedModel,
         watched: DeploymentWatcher,
         step: LeavingStep,
-        deadlines: Mapping[str, float | None],
+        deadlines: Mapping[str, DrainDeadline],
     ) -> None:
-        """Take instances from workers that are drained, or were lost. deadlines: seconds that their
-        requests have to move, by instances' names; None: as the deployment has it."""
+        """Take instances from workers that are drained, or were lost. deadlines: of those that are
+        drained, by instances' names."""
         try:
             for instance in step.kept:
                 self._note(model, f"instance {instance} serves again: its worker stays")
                 await watched.stop_drain(instance)
-                model.departing.discard(instance)
+                model.departing.pop(instance, None)
             for instance in step.removed:
                 self._note(model, f"instance {instance} is taken out: its worker leaves")
                 await watched.drain(instance)
             for instance in step.drained:
                 self._note(model, f"instance {instance} is drained: its worker leaves")
-                model.departing.add(instance)
-                await watched.drain(instance, deadlines.get(instance))
+                model.departing[instance] = deadlines[instance].until
+                await watched.drain(instance, deadlines[instance].seconds)
+            for instance in step.renewed:
+                self._note(model, f"instance {instance} has another deadline for its drain")
+                model.departing[instance] = deadlines[instance].until
+                await watched.set_deadline(instance, deadlines[instance].seconds)
         except StartupError as error:
             self._note(model, f"instances: {error}")
             await asyncio.sleep(PAUSE_S)
 
 
 async def _drain_one(
-    watched: DeploymentWatcher, staying: Sequence[str], first: Mapping[str, float | None]
+    watched: DeploymentWatcher, staying: Sequence[str], first: Mapping[str, DrainDeadline]
 ) -> None:
     """Drain the instance whose requests move fastest; the last one stays."""
     serving = [one for one in watched.told.data if one.state == "serving" and one.id in staying]
     if len(serving) > 1:
         goes = min(serving, key=lambda one: (one.id not in first, one.blocks_used, one.running))
-        await watched.drain(goes.id, first.get(goes.id))
+        await watched.drain(goes.id, first[goes.id].seconds if goes.id in first else None)

@@ -23,6 +23,8 @@ class LeavingStep(NamedTuple):
     """No request runs on them: they end."""
     kept: tuple[str, ...] = ()
     """Their drain was ordered, and is so no more: they serve again."""
+    renewed: tuple[str, ...] = ()
+    """Their requests move already, and have another deadline now."""
     blocked: str = ""
     """Why the others stay for now; empty: none does."""
 
@@ -51,7 +53,7 @@ def leaving_step(
         tuple(one.id for one in drained),
         tuple(one.id for one in removed),
         tuple(one.id for one in staying if one.state == "draining" and one.id in departing),
-        (no_room or "other instances start first") if stay else "",
+        blocked=(no_room or "other instances start first") if stay else "",
     )
 
 

@@ -16,6 +16,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.autoscale import DemandWindow, ScalingDecision, ScalingRule
 from kvmig.fleet.deployments import DeploymentWatcher
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
+from kvmig.fleet.instance_additions import InstanceAdditions
 from kvmig.fleet.instance_nodes import InstanceNodes
 from kvmig.fleet.instance_places import InstancePlaces
 from kvmig.fleet.lifecycle import ModelStatus, State
@@ -115,8 +116,10 @@ class ManagedModel:
     """Workers' nodes of its instances."""
     stays: str = ""
     """Why instances of it stay on a worker that is drained, or was lost; empty: none does."""
-    departing: set[str] = field(default_factory=set)
-    """Instances that this server has drained because of their workers, by name."""
+    departing: dict[str, float | None] = field(default_factory=dict)
+    """Instances that this server has drained because of their workers, by name, with the deadline
+    of the worker's drain then."""
+    additions: InstanceAdditions = field(default_factory=InstanceAdditions)
     life: ModelStatus = field(default_factory=ModelStatus)
     scaling: ScalingDecision | None = field(default_factory=ScalingDecision)
     """What was decided last; None: by a server before this one."""

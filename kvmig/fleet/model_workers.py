@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.cluster_nodes import InstanceHold
@@ -15,6 +16,15 @@ from kvmig.fleet.worker_drain import InstanceOnWorker
 from kvmig.fleet.worker_nodes import InstancePlace, WorkerNode
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import Leaving
+
+
+class DrainDeadline(NamedTuple):
+    """The time that the requests of an instance have to move."""
+
+    seconds: float | None
+    """None: as long as the deployment gives them."""
+    until: float | None
+    """The same as the worker's drain has it, in Unix time."""
 
 
 class ModelWorkers:
@@ -102,24 +112,36 @@ class ModelWorkers:
     def forget_departed(self, model: ManagedModel, leaving: Mapping[str, Leaving]) -> None:
         """Forget which instances were drained for their workers' sake and are gone, or serve on
         where they are to stay, since the order has failed."""
-        model.departing &= {
+        there = {
             one.id for one in model.instance_rows if one.state == "draining" or one.id in leaving
         }
+        model.departing = {one: until for one, until in model.departing.items() if one in there}
 
     def leaving_step(
         self, model: ManagedModel, leaving: Mapping[str, Leaving], wanted: int, no_room: str
     ) -> LeavingStep:
         """What is ordered now of the instances that leave; the model keeps why others stay.
         no_room: why no worker takes another one; empty: one does."""
-        step = leaving_step(model.instance_rows, leaving, model.departing, wanted, no_room)
+        rows, no_room = model.instance_rows, no_room or model.additions.sentence
+        step = leaving_step(rows, leaving, model.departing, wanted, no_room)
         model.stays = step.blocked
-        return step
+        renewed = [
+            one.id
+            for one in rows
+            if one.id in leaving and one.state == "draining" and one.id in model.departing
+            if model.departing[one.id] != self._pool.drain_until(model.nodes.node_of(one))
+        ]
+        return step._replace(renewed=tuple(renewed))
 
-    def deadlines(self, model: ManagedModel, names: Sequence[str]) -> dict[str, float | None]:
-        """Seconds that the requests of these instances have to move, by name; None: as long as the
-        deployment gives them."""
-        rows = {one.id: one for one in model.instance_rows}
-        return {one: self._pool.deadline_s(model.nodes.node_of(rows[one])) for one in names}
+    def deadlines(self, model: ManagedModel, names: Sequence[str]) -> dict[str, DrainDeadline]:
+        """The time that the requests of these instances have to move, by name."""
+        nodes = {one.id: model.nodes.node_of(one) for one in model.instance_rows}
+        return {
+            one: DrainDeadline(
+                self._pool.deadline_s(nodes[one]), self._pool.drain_until(nodes[one])
+            )
+            for one in names
+        }
 
     def instances_on(self, node: str) -> list[InstanceOnWorker]:
         """The instances of all models on a node, those included that were only ordered."""

@@ -121,12 +121,15 @@ class WorkerPool:
         found = {one.id: self._table.leaving(nodes.node_of(one), now) for one in rows}
         return {name: why for name, why in found.items() if why}
 
+    def drain_until(self, node: str) -> float | None:
+        """The deadline of the drain of this node's worker, in Unix time; None: it has none."""
+        worker = self._table.node(node)
+        return None if worker is None else worker.drain_until
+
     def deadline_s(self, node: str) -> float | None:
         """Seconds until the deadline of the drain of this node's worker; None: it has none."""
-        worker = self._table.node(node)
-        if worker is None or worker.drain_until is None:
-            return None
-        return max(0.0, worker.drain_until - self._wall())
+        until = self.drain_until(node)
+        return None if until is None else max(0.0, until - self._wall())
 
     def words(self, spec: ModelSpec, memory: int, nodes: Sequence[str]) -> list[str]:
         """Flags of a deployment whose first instances are on these nodes. memory: as `demand`."""

@@ -517,7 +517,7 @@ async def test_an_order_that_fails_as_nobody_expected_is_logged(
     assert record.getMessage().startswith("models: <coroutine object InstanceOrders.set_instances")
 
 
-async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
+async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes_after_a_pause(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvmig.fleet.instance_orders.PAUSE_S", 0.0)
@@ -541,8 +541,8 @@ async def test_an_instance_that_has_failed_is_taken_out_and_another_one_comes(
         InstanceRow(id="i1", state="failed"),
     )
     bench.watched.told = DeploymentEvent(0, data=rows)
-    for _ in range(2):
-        bench.turn(1)
+    for seconds in (1, 1, 10):
+        bench.turn(seconds)
         await bench.ordered_all()
     assert ordered == [1, "i1", 1]
 

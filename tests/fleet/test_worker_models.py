@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,48 @@ async def test_one_whose_drain_was_refused_is_taken_away_later_like_any_other(
     bench.serve(monkeypatch, row("i0", A), row("i1", B))
     assert await bench.orders() == [("drain", "i0", None)], "one is enough"
     bench.serve(monkeypatch, row("i0", A, "draining"), row("i1", B))
+    assert await bench.orders() == []
+
+
+async def test_another_instance_that_can_not_start_is_tried_less_and_less_often_and_named(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(count: int, gpus: Any = (), node: str = "") -> set[str]:
+        bench.asked.append(("add", node))
+        raise StartupError("its engine has no such flag")
+
+    bench.see(made_up_node("a"), made_up_node("b"))
+    bench.add()
+    bench.pool.take_wishes([drain()])
+    bench.serve(monkeypatch, replace(row("i0", A), blocks_used=990, running=9))
+    monkeypatch.setattr(bench.model.watched, "add", refuse)
+    tries = []
+    for _ in range(200):
+        tries += [bench.now for one in await bench.orders() if one == ("add", B)]
+    pauses = [later - before for before, later in itertools.pairwise(tries)]
+    assert pauses == [11.0, 21.0, 41.0, 81.0]
+    (here,) = bench.models.instances_on(A)
+    assert here.stays.startswith("no other instance starts: its engine has no such flag; the next")
+    bench.serve(monkeypatch, row("i0", A), row("i1", B))
+    assert await bench.orders() == [("drain", "i0", None)]
+
+
+async def test_a_second_drain_sets_another_deadline_for_what_leaves_already(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def set_deadline(instance: str, deadline_s: float | None) -> None:
+        bench.asked.append(("deadline", instance, deadline_s))
+
+    bench.see(made_up_node("a"), made_up_node("b"))
+    bench.pool.take_wishes([drain(until=5000.0)])
+    bench.add()
+    bench.serve(monkeypatch, row("i0", A), row("i1", B))
+    assert await bench.orders() == [("drain", "i0", 5000.0 - bench.now)]
+    monkeypatch.setattr(bench.model.watched, "set_deadline", set_deadline)
+    bench.serve(monkeypatch, row("i0", A, "draining"), row("i1", B))
+    assert await bench.orders() == []
+    bench.pool.take_wishes([drain(until=1500.0)])
+    assert await bench.orders() == [("deadline", "i0", 1500.0 - bench.now)]
     assert await bench.orders() == []
 
 
