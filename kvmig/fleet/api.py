@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from datetime import date
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast
@@ -37,8 +36,7 @@ from kvmig.fleet.controller import ModelController
 from kvmig.fleet.files_api import catalogue_api, files_api
 from kvmig.fleet.gguf_sizes import gguf_sizes
 from kvmig.fleet.identity_provider import IdentityProvider, ProviderAway
-from kvmig.fleet.ledger import FIELDS, sums
-from kvmig.fleet.live_api import live_api
+from kvmig.fleet.live_api import MOST_STREAMS, live_api
 from kvmig.fleet.live_view import LiveView
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
@@ -49,7 +47,7 @@ from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.places_api import places_api
 from kvmig.fleet.quotas import left
-from kvmig.fleet.retention import UsageRetention, day_before, prune
+from kvmig.fleet.retention import UsageRetention, prune
 from kvmig.fleet.rollout_api import (
     RolloutBody,
     at_next_start,
@@ -62,7 +60,9 @@ from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
+from kvmig.fleet.usage_api import usage_api
 from kvmig.fleet.workers_api import FleetWorkers, workers_api
+from kvmig.pages.live_feed import LiveFeed
 from kvmig.pages.rendering import PREFIX as PAGES
 from kvmig.pages.session import PageSessions
 from kvmig.placement.executor import ReplaceFailed
@@ -73,8 +73,6 @@ from kvmig.sources.source import is_remote, parse_source
 PREFIX = "/kvmig/v2"
 LOG_LINES = 1000
 DAY_S = 86400.0
-PRUNE_S = 20.0
-"""Most seconds that one order deletes rows."""
 BY_RATES = OrderActor("rates of requests")
 """The actor of a placement that was planned again."""
 LeftQuery = Annotated[bool, Query(alias="left")]
@@ -108,12 +106,15 @@ class ApiBackend:
     replacer: PlacementController = field(init=False)
     workers: FleetWorkers = field(init=False)
     live: LiveView = field(init=False)
+    feed: LiveFeed = field(init=False)
+    """The live picture of the page."""
     retention: UsageRetention = field(init=False)
 
     def __post_init__(self) -> None:
         self.replacer = PlacementController(self.models, self._keep_placement)
         database = self.store.database
         self.live = LiveView(self.models, time.time)
+        self.feed = LiveFeed(lambda: self.live.observe(MOST_STREAMS))
         self.workers = FleetWorkers(self.models, self.stored, database, time.time)
         self.retention = UsageRetention(
             lambda *args: self.stored(prune, database, *args), time.time
@@ -192,10 +193,10 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
     async def holder(request: Request) -> KeyGrant | None:
         return who_lists(request, backend.keys(), time.time())
 
-    caller = Depends(actor)
+    caller, database = Depends(actor), backend.store.database
     for api in (
         fleet_api(backend, caller),
-        usage_api(backend, caller, Depends(reader)),
+        usage_api(database, backend.stored, backend.retention, caller, Depends(reader)),
         accounts_api(backend, caller, Depends(reader)),
         rollout_api(backend, caller, time.time),
         models_api(backend, caller),
@@ -205,13 +206,13 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
         placement_api(backend, caller),
         places_api(backend.models, backend.row, caller),
         workers_api(backend.workers, caller),
-        live_api(backend.live, backend.store.database, backend.stored, caller),
+        live_api(backend.live, database, backend.stored, caller),
         login_api(backend.provider, backend.store, backend.stored, backend.changed),
     ):
         app.include_router(api, prefix=PREFIX)
     tls = backend.settings.certificate is not None
     own = FleetSessions(backend.keys, lambda: backend.store.pepper, time.time, tls=tls)
-    app.mount(PAGES, fleet_pages(app, PREFIX, backend.keys, own, sessions))
+    app.mount(PAGES, fleet_pages(app, PREFIX, backend.keys, backend.feed, own, sessions))
     return app
 
 
@@ -327,45 +328,6 @@ async def evaluate_model(backend: ApiBackend, spec: ModelSpec) -> Body:
         if sizes is not None:
             devices.learn(spec, sizes)
     return cast("Body", msgspec.to_builtins(backend.models.places.evaluate(spec)))
-
-
-def usage_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
-    """Routes of the ledger. reader: see `who_reads`."""
-    api, store = APIRouter(prefix="/usage"), backend.store
-
-    @api.get("")
-    async def usage(
-        by: str = "model",
-        since: str = "",
-        until: str = "",
-        user: str | None = reader,
-    ) -> Body:
-        """Calls and tokens by some of key, user, model, day; since, until: days in UTC.
-
-        A key with the scope `read` sees those of its own user.
-        """
-        named = [one for one in by.split(",") if one]
-        if unknown := [one for one in named if one not in FIELDS]:
-            allowed = ", ".join(FIELDS)
-            raise ConfigError(f"by has {unknown[0]!r:.100}, must be some of {allowed}")
-        fields = tuple(dict.fromkeys(named))
-        check_day("since", since)
-        check_day("until", until)
-        return {"data": await backend.stored(sums, store.database, fields, since, until, user)}
-
-    @api.post("/prune")
-    async def prune_usage(body: PruneBody, actor: OrderActor = caller) -> Body:
-        """Delete rows of calls that began before a day (UTC) and are over; the days' sums stay.
-
-        `more`: time was up before all were deleted; ask again.
-        """
-        check_day("before", body.before)
-        if body.before > (today := day_before(time.time(), 0)):
-            raise ConfigError(f"before is {body.before!r}, must be a day until today, {today}")
-        rows, more = await backend.retention.prune(body.before, actor, PRUNE_S)
-        return {"before": body.before, "rows": rows, "more": more}
-
-    return api
 
 
 def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
@@ -663,22 +625,6 @@ class KeyBody(LimitsBody):
     days: float = Field(
         default=0.0, ge=0, le=36500, allow_inf_nan=False, description="0: for ever."
     )
-
-
-def check_day(field: str, day: str) -> None:
-    """Raises ConfigError unless it is one of the calendar's, or empty."""
-    try:
-        sound = not day or date.fromisoformat(day).isoformat() == day
-    except ValueError:
-        sound = False
-    if not sound:
-        raise ConfigError(f"{field} is {day!r:.100}, must be a day (UTC) as 2026-11-01")
-
-
-class PruneBody(StrictBody):
-    """Which rows of the ledger go."""
-
-    before: str = Field(min_length=1, description="A day (UTC); its own calls stay.")
 
 
 class BackupBody(StrictBody):

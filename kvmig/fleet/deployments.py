@@ -15,9 +15,9 @@ from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow, Listing, ModelBody, RequestRow
 from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.errors import StartupError
+from kvmig.core.live_records import MoveRecord
 from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
-from kvmig.fleet.live_records import MoveRecord
 from kvmig.proxy.messages import ModelCard
 
 RETRY_S = 0.05

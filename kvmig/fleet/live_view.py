@@ -16,8 +16,7 @@ from typing import TypeVar
 from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.errors import StartupError
-from kvmig.fleet.controller import ModelController
-from kvmig.fleet.live_records import (
+from kvmig.core.live_records import (
     LiveDevice,
     LiveFleet,
     LiveInstance,
@@ -26,6 +25,7 @@ from kvmig.fleet.live_records import (
     LiveStream,
     MoveRecord,
 )
+from kvmig.fleet.controller import ModelController
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.store import NameTaken, NotThere
 

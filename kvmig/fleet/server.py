@@ -494,6 +494,7 @@ class FleetServer:
             return
         self._leads = False
         self._backend.retention.close()
+        await self._backend.feed.close()
         await cancel_tasks(
             self._turning,
             self._sweeping,

@@ -30,3 +30,8 @@ _TEMPLATES = _environment()
 def render(template: str, **values: object) -> str:
     """The HTML of a template. template: a file of `templates/`, without `.html`."""
     return _TEMPLATES.get_template(f"{template}.html").render(values)
+
+
+def render_macro(template: str, macro: str, *values: object) -> str:
+    """The HTML of a macro of a template."""
+    return str(getattr(_TEMPLATES.get_template(f"{template}.html").module, macro)(*values))

@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from kvmig.cli.top.app import LiveTable, TopApp
-from kvmig.fleet.live_records import LiveModel
+from kvmig.core.live_records import LiveModel
 from tests.support.live_fleets import MadeSource, instance, stream, two_models
 from tests.support.waiting import until
 

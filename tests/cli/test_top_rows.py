@@ -26,7 +26,7 @@ from kvmig.cli.top.table_rows import (
     stream_rows,
     summary,
 )
-from kvmig.fleet.live_records import LiveDevice, LiveFleet, LiveModel
+from kvmig.core.live_records import LiveDevice, LiveFleet, LiveModel
 from tests.support.live_fleets import AT, instance, move, stream, two_models
 
 NAME = SortOrder("name")

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.errors import StartupError
+from kvmig.core.live_records import LiveStream, MoveRecord
 from kvmig.fleet import live_view
 from kvmig.fleet.callers import FORWARDED
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
-from kvmig.fleet.live_records import LiveStream, MoveRecord
 from kvmig.fleet.live_view import fair_part
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.spec import InstanceCounts, ModelSpec

@@ -15,7 +15,10 @@ SHOWN = {
 }  # fmt: skip
 """Where it is only told to people, to clients, or to vLLM as a request's arrival (which vLLM
 orders requests by that come to one engine, and reports)."""
-EXPIRING = {"fleet/api.py", "fleet/login_api.py", "fleet/server.py"}
+EXPIRING = {
+    "fleet/api.py", "fleet/login_api.py", "fleet/pages/backend.py", "fleet/server.py",
+    "fleet/usage_api.py",
+}  # fmt: skip
 """Where keys end, at a date that people have given, and the periods of their quotas."""
 OF_FILES = {"process/forkable.py"}
 """Where it is compared with when files were written."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvmig.cli.client import CallFailure
 from kvmig.core.api_records import InstanceRow, RequestRow
-from kvmig.fleet.live_records import (
+from kvmig.core.live_records import (
     LiveDevice,
     LiveFleet,
     LiveInstance,

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 
+from kvmig.fleet.managed_model import CatalogEntry
+from kvmig.fleet.spec import ModelSpec
 from kvmig.pages.session import PagePerson
 from tests.support.fleet_api import Api
 from tests.support.fleet_stores import Place
@@ -29,6 +31,12 @@ class Pages(Api):
         assert status == 201
         self.sessions.person = PagePerson(name, role == "admin", str(key["prefix"]))
         return str(key["prefix"])
+
+    def run_here(self) -> None:
+        """A round of the fleet with one model, qwen."""
+        spec = ModelSpec(name="qwen", source=f"path:{self.folder}", engine="toy")
+        self.models.take_catalogue([CatalogEntry("m1", "qwen", 1, True, spec)])
+        self.models.reconcile()
 
     async def send(self, path: str, **form: str) -> httpx.Response:
         """Send a form with the session's token."""

@@ -20,7 +20,7 @@ from kvmig.cli.top.plain_text import middle, plain
 from kvmig.cli.top.sources import LiveSource
 from kvmig.cli.top.table_rows import Key, Look, SortOrder, TableRow
 from kvmig.core.clock import Clock, monotonic
-from kvmig.fleet.live_records import LiveFleet, LiveInstance, LiveStream
+from kvmig.core.live_records import LiveFleet, LiveInstance, LiveStream
 
 LOOK_S = 1.0
 """Pause between two looks."""

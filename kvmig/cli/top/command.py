@@ -10,7 +10,7 @@ import msgspec
 from kvmig.cli.common import Json, said, show, where
 from kvmig.cli.top.sources import LiveSource, open_source
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.live_records import LiveFleet
+from kvmig.core.live_records import LiveFleet
 
 
 @said

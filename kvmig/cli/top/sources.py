@@ -20,7 +20,7 @@ from kvmig.cli.client import CallFailure, FleetClient
 from kvmig.core.api_records import InstanceRow, Listing, ModelBody, RequestRow
 from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import Clock
-from kvmig.fleet.live_records import (
+from kvmig.core.live_records import (
     LiveFleet,
     LiveInstance,
     LiveModel,

@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple
 
 from kvmig.cli.top.plain_text import bar, middle, plain
 from kvmig.core.api_records import InstanceRow
-from kvmig.core.quantities import size_text
-from kvmig.fleet.live_records import (
+from kvmig.core.live_records import (
     LiveDevice,
     LiveFleet,
     LiveInstance,
@@ -20,6 +19,7 @@ from kvmig.fleet.live_records import (
     LiveMove,
     LiveStream,
 )
+from kvmig.core.quantities import size_text
 
 Look = Literal["", "title", "dim", "good", "wait", "bad", "moving"]
 """How a row looks; the application has a style for each."""

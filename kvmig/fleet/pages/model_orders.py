@@ -60,6 +60,18 @@ async def roll(pages: FleetPages, request: Request, name: str, form: FormData) -
     return path_of(name)
 
 
+async def drain(pages: FleetPages, request: Request, name: str, form: FormData) -> str:
+    """Let the requests of an instance go elsewhere, then end it."""
+    await pages.call(request, "POST", "/live/drain", body=instance_of(name, form))
+    return path_of(name)
+
+
+async def undrain(pages: FleetPages, request: Request, name: str, form: FormData) -> str:
+    """Let an instance that is drained serve again."""
+    await pages.call(request, "POST", "/live/undrain", body=instance_of(name, form))
+    return path_of(name)
+
+
 async def remove(pages: FleetPages, request: Request, name: str, _: FormData) -> str:
     """Take it out of the catalogue."""
     await pages.call(request, "DELETE", api_path(name))
@@ -72,6 +84,8 @@ ORDERS: Mapping[str, Order] = {
     "wake": wake,
     "change": change,
     "rollout": roll,
+    "drain": drain,
+    "undrain": undrain,
     "remove": remove,
 }
 """Orders by the last word of their paths."""
@@ -99,6 +113,11 @@ def api_path(name: str) -> str:
 def typed(form: FormData, field: str) -> int | float | str | None:
     """A number of a form."""
     return typed_number(str(form.get(field, "")))
+
+
+def instance_of(name: str, form: FormData) -> Spec:
+    """The instance that an order is about."""
+    return {"model": name, **{one: form.get(one, "") for one in ("instance", "deployment")}}
 
 
 def spec_of_form(form: FormData) -> Spec:

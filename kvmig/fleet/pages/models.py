@@ -80,9 +80,11 @@ def model_routes(pages: FleetPages) -> list[Route]:
         path = api_path(name)
         model = await pages.call(request, "GET", path)
         logs = await pages.call(request, "GET", f"{path}/logs", query={"lines": LOG_LINES})
+        live = await pages.call(request, "GET", "/live", query={"streams": 0})
         values = {
             "title": name,
             "model": model,
+            "instances": [one for one in live["instances"] if one["model"] == name],
             "spec": json.dumps(shown_spec(model["spec"]), indent=2),
             "revisions": with_changes(model["revisions"]),
             "events": model["events"][-EVENTS:][::-1],
