@@ -231,9 +231,17 @@ def up(
         typer.Option(
             "--standby",
             help="Wait while another host serves the fleet of the same PostgreSQL database, and"
-            " take over when that host is gone. Give it on each of the hosts.",
+            " take over when that host is gone. Calls go to that host meanwhile. Give it on each"
+            " of the hosts.",
         ),
     ] = False,
+    peer_port: Annotated[
+        int,
+        typer.Option(
+            help="Port on --host for the calls that the other hosts of --standby relay; 0: a free"
+            " one."
+        ),
+    ] = 0,
 ) -> None:
     """Start a fleet and serve it until Ctrl-C."""
     from kvmig.fleet.supervisor import up as run
@@ -276,6 +284,7 @@ def up(
             key_hours=oidc_key_hours,
         ),
         standby=standby,
+        peer_port=peer_port,
     )
     check_settings(settings)
     if ray:

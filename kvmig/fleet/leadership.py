@@ -35,6 +35,8 @@ class LeaderRow(NamedTuple):
     beat: int
     host: str
     """The leader's name; empty: the last one has left."""
+    door: str = ""
+    """HOST:PORT at which its proxies take calls that other hosts relay; empty: they take none."""
 
 
 class StandbyWatch:

@@ -69,6 +69,7 @@ from kvmig.fleet.orders import (
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
 from kvmig.fleet.read_ahead import WeightsReader, weights_folder
+from kvmig.fleet.relay_links import stand_by
 from kvmig.fleet.rollout import RolloutPlan
 from kvmig.fleet.rollout_controller import sources_of
 from kvmig.fleet.rollout_figures import figures_of
@@ -76,7 +77,7 @@ from kvmig.fleet.rollout_table import StoredRollout, finish_rollout, keep_step
 from kvmig.fleet.settings import ServerLaunch
 from kvmig.fleet.spec import Engine, ModelSpec
 from kvmig.fleet.spool_merger import SpoolMerger
-from kvmig.fleet.standby import LeaderHeartbeat, StandbyServer, host_name, leave_lead
+from kvmig.fleet.standby import LeaderHeartbeat, host_name, leave_lead
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import FleetDatabase, StoreError
 from kvmig.fleet.worker_folders import WorkerFolders
@@ -99,6 +100,7 @@ from kvmig.proxy.messages import (
     AliasTable,
     Down,
     FleetSnapshot,
+    LeadingHost,
     ModelRoute,
     ModelWanted,
     ProxyDemand,
@@ -165,6 +167,7 @@ class FleetServer:
         self._running = launch.running
         pepper, host = settings.path("pepper"), host_name(settings)
         self._store = FleetStore(settings.database_url, pepper, host=host)
+        self._store.database.door = launch.door
         self._ledger = self._store.database
         """The database of usage and grants. All servers change that of PostgreSQL."""
         if self._ledger.path is None:
@@ -333,11 +336,7 @@ class FleetServer:
                 self._set_aside,
                 lambda deployment: deployment not in self._running,
             )
-            merging = asyncio.create_task(keep_running(merger.run, "usage"), name="usage")
-            try:
-                await StandbyServer(self._settings, self._led_by).wait(self._open)
-            finally:
-                await cancel_tasks(merging)
+            await stand_by(self._settings, merger, self._led_by, self._open)
         else:
             await self._open()
         self._deposed = False
@@ -628,7 +627,9 @@ class FleetServer:
             routes=tuple(self._models.routes()),
             aliases=self._aliases,
         )
-        return snapshot, SpentLimits(owed=owed, left=self._left)
+        own = self._store.database
+        leading = LeadingHost(term=own.token, door=own.door)
+        return snapshot, SpentLimits(owed=owed, left=self._left), leading
 
     def _tell_routes(self, changed: Sequence[ModelRoute], gone: Sequence[str]) -> int:
         routes = RouteChanges(version=self._next(), changed=tuple(changed), removed=tuple(gone))

@@ -67,6 +67,9 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     """How people log in; None: they get their keys from admins."""
     standby: bool = False
     """Whether this host waits while the server of another one leads, and takes over from it."""
+    peer_port: int = 0
+    """Port on `host` at which the hosts that stand by relay calls while this one serves; 0: a free
+    one."""
 
     @property
     def scheme(self) -> str:
@@ -142,6 +145,7 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
     for flag, value, least, most in (
         ("--port", settings.port, 1, 65535),
         ("--hub-port", settings.hub_port, 0, 65535),
+        ("--peer-port", settings.peer_port, 0, 65535),
         ("--hub-disk", settings.hub_bytes, 0, 1 << 60),
         ("--proxies", settings.proxies, 1, 64),
         ("--threads", settings.threads, 1, 4096),
@@ -170,12 +174,7 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
         raise ConfigError(
             f"--ray is {settings.ray!r:.100}, must not be given together with --standby"
         )
-    if settings.standby and not settings.database.startswith("postgresql"):
-        given = repr(settings.database[:100]) if settings.database else "SQLite's file"
-        raise ConfigError(
-            f"--standby is given, --database is {given}, must be PostgreSQL: a file has one server,"
-            " on its own host"
-        )
+    _check_hosts(settings)
     if settings.login is not None:
         check_terms(settings.login)
     if settings.certificate is not None:
@@ -187,6 +186,20 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
             " in it have short names only"
         )
     return settings
+
+
+def _check_hosts(settings: FleetSettings) -> None:
+    """Raises ConfigError for what several hosts of one fleet can't have."""
+    if settings.peer_port and not settings.standby:
+        raise ConfigError(
+            f"--peer-port is {settings.peer_port}, must be given together with --standby"
+        )
+    if settings.standby and not settings.database.startswith("postgresql"):
+        given = repr(settings.database[:100]) if settings.database else "SQLite's file"
+        raise ConfigError(
+            f"--standby is given, --database is {given}, must be PostgreSQL: a file has one server,"
+            " on its own host"
+        )
 
 
 def make_folders(settings: FleetSettings) -> None:
@@ -230,3 +243,6 @@ class ServerLaunch(msgspec.Struct, frozen=True):
     settings: FleetSettings
     running: tuple[str, ...] = ()
     """Deployments that run when it starts."""
+    door: str = ""
+    """HOST:PORT for the relays of other hosts, without HOST where it is all addresses of this host;
+    empty: there are none."""

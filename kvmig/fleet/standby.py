@@ -47,10 +47,14 @@ def look_database(settings: FleetSettings) -> FleetDatabase:
 def leader_of(database: FleetDatabase) -> LeaderRow | None:
     """Look who leads; None: no server ever has. Raises StoreError."""
     with database.transaction(reading=True) as connection:
-        if not inspect(connection).has_table(leadership.name):
+        looking = inspect(connection)
+        if not looking.has_table(leadership.name):
             return None
-        columns = leadership.c.token, leadership.c.beat, leadership.c.host
-        row = connection.execute(select(*columns)).first()
+        there = {one["name"] for one in looking.get_columns(leadership.name)}
+        # A database that an older kvmig leads has fewer columns.
+        row = connection.execute(
+            select(*(leadership.c[name] for name in LeaderRow._fields if name in there))
+        ).first()
         return None if row is None else LeaderRow(*row)
 
 

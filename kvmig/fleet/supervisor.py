@@ -16,19 +16,20 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.model_sizes import sizes_in
 from kvmig.core.order_fence import OrderFence, OrderToken
+from kvmig.fleet.nurseries import ForkServers, environment_of
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
     Checked,
@@ -57,7 +58,6 @@ from kvmig.process.fork_server import (
     CannotFork,
     ForkOrder,
     ForkServerClient,
-    join,
 )
 from kvmig.process.kept_child import KeptChild
 from kvmig.process.sockets import WAITING_CLIENTS, raise_open_files, take_long, take_port
@@ -82,13 +82,12 @@ SMALL: Mapping[Program, str] = {
 """Modules of the programs that need no engine."""
 BEATS = "--heartbeat-descriptor"
 """Flag of a deployment: the descriptor's number follows as the last word."""
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104  compared with, not bound
+"""Addresses of sockets that have all addresses of their host."""
 SERVER, PROXY = "kvmig.fleet.server", "kvmig.proxy.__main__"
 MIRROR, HUB_HOST = "kvmig.mirror.__main__", "127.0.0.1"
 READY_S = 60.0
 """Timeout of the start of the server or a proxy."""
-NURSERY_S = 120.0
-"""Timeout of loading an engine's libraries."""
-LOOK_S = 0.05
 GRACE_S = 20.0
 """Time for a deployment to end, beyond the time that its requests get."""
 CHECK_S = 60.0
@@ -96,10 +95,6 @@ CHECK_S = 60.0
 HANG_S = 30.0
 """A deployment without a heartbeat for so long is ended. Its launcher may read an engine's flags in
 its event loop, which takes seconds on a busy machine."""
-PROBE_S = 10.0
-"""Pause between two probes of a nursery."""
-MISSED = 2
-"""Looks in a row that find that it does not; then it is ended."""
 LOG_LOOK_S = 5.0
 STANDBY_S = 10 * 365 * 86400.0
 """Time that a standby's server waits for the lead."""
@@ -125,14 +120,17 @@ def up(settings: FleetSettings) -> int:
 
 def _run_once(settings: FleetSettings) -> int:
     """Serve until a signal, or until another host leads; the exit code. Raises ConfigError."""
-    listens = not settings.standby
     with contextlib.ExitStack() as held:
-        sock = held.enter_context(take_port(settings.host, settings.port, listens=listens))
-        hub = None
+        sock = held.enter_context(take_port(settings.host, settings.port))
+        hub = peers = None
         if settings.hub_port:
+            listens = not settings.standby
             hub = take_port(HUB_HOST, settings.hub_port, "--hub-port", listens=listens)
             held.enter_context(hub)
-        return asyncio.run(FleetSupervisor(settings, sock, hub).run())
+        if settings.standby:
+            peers = take_port(settings.host, settings.peer_port, "--peer-port", listens=False)
+            held.enter_context(peers)
+        return asyncio.run(FleetSupervisor(settings, sock, hub, peers).run())
 
 
 @contextlib.contextmanager
@@ -210,93 +208,6 @@ def running(deployments: Iterable[RunningDeployment]) -> Running:
     )
 
 
-class ForkServers:
-    """The fork servers, one an engine. One that dies is started again for the next fork, but none
-    whose engine can't be forked on this machine.
-    """
-
-    def __init__(self, settings: FleetSettings) -> None:
-        self._settings = settings
-        self._servers: dict[str, ForkServerClient] = {}
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
-        self._never: dict[str, str] = {}
-        """Why an engine can't be forked, by its name."""
-
-    def address(self, engine: str) -> str:
-        """The path of its socket."""
-        return str(self._settings.path("run", f"nursery-{engine}.sock"))
-
-    async def server(self, engine: str) -> ForkServerClient:
-        """One that has loaded the engine. Raises StartupError, CannotFork."""
-        async with self._turns.setdefault(engine, asyncio.Lock()):
-            if why := self._never.get(engine):
-                raise CannotFork(why)
-            server = self._servers.get(engine)
-            if server is None or server.gone:
-                server = self._servers[engine] = await self._begin(engine)
-            return server
-
-    async def _begin(self, engine: str) -> ForkServerClient:
-        environment = environment_of(self._settings)
-        address = self.address(engine)
-        if (before := self._processes.pop(engine, None)) is not None:
-            await end_now(before)  # it may hang, and hold the address
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "kvmig.launcher.shared_fork_server", engine, address,
-                env=environment, stdin=subprocess.PIPE,
-            )  # fmt: skip
-        except OSError as error:
-            raise StartupError(f"the nursery of {engine} can't be started: {error}") from error
-        self._processes[engine] = process
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NURSERY_S):
-                while process.returncode is None:
-                    try:
-                        return ForkServerClient(await asyncio.to_thread(join, address, {}))
-                    except CannotFork as error:
-                        self._never[engine] = str(error)
-                        log.warning("%s; deployments start by themselves, here always", error)
-                        raise
-                    except StartupError:  # it loads
-                        await asyncio.sleep(LOOK_S)
-        code = process.returncode
-        how = f"not ready in {NURSERY_S:g} s" if code is None else how_it_ended(code)
-        raise StartupError(f"the nursery of {engine} has failed ({how})")
-
-    async def close(self) -> None:
-        """End them; what they have forked doesn't mind."""
-        for server in self._servers.values():
-            server.close()
-        for process in self._processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                async with asyncio.timeout(GRACE_S):
-                    await process.wait()
-            except TimeoutError:
-                await end_now(process)
-
-    async def watch(self) -> None:
-        """End those that hang: whoever wants a fork has another one started then."""
-        missed: Counter[str] = Counter()
-        while True:
-            await asyncio.sleep(PROBE_S)
-            for engine, server in list(self._servers.items()):
-                process = self._processes.get(engine)
-                if server.gone or process is None or process.returncode is not None:
-                    continue
-                try:
-                    (await asyncio.to_thread(join, self.address(engine), {})).close()
-                    missed[engine] = 0
-                except StartupError as error:
-                    missed[engine] += 1
-                    if missed[engine] == MISSED:
-                        log.warning("the nursery of %s hangs, and is ended: %s", engine, error)
-                        await end_now(process)
-
-
 async def by_itself(
     module: str,
     words: Sequence[str],
@@ -313,30 +224,23 @@ async def by_itself(
     )  # fmt: skip
 
 
-async def end_now(process: asyncio.subprocess.Process) -> None:
-    """End it, whatever it does; without effect for one that has ended."""
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
-
-
-def environment_of(settings: FleetSettings) -> dict[str, str]:
-    """The one environment of nurseries and deployments (see `kvmig.process.fork_server`)."""
-    # A thread count that instances of all deployments share, for it is read at the import.
-    return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}
-
-
 class FleetSupervisor:
     """Make it, then `run` it inside an event loop."""
 
     def __init__(
-        self, settings: FleetSettings, sock: socket.socket, hub: socket.socket | None = None
+        self,
+        settings: FleetSettings,
+        sock: socket.socket,
+        hub: socket.socket | None = None,
+        peers: socket.socket | None = None,
     ) -> None:
-        """sock: where clients connect to. hub: the same for the mirror; None: there is none. Those
-        of a standby don't listen yet."""
+        """sock: where clients connect to. hub: the same for the mirror, peers: for the relays of
+        other hosts; None: there are none. A standby doesn't listen for the latter two yet; its
+        clients' calls go to the host that leads."""
         self._settings = settings
         self._sock = sock
         self._hub = hub
+        self._peers = peers
         self._nurseries = ForkServers(settings)
         self._forks: ForkServerClient | None = None
         """Fork server of the server and the proxies."""
@@ -365,6 +269,10 @@ class FleetSupervisor:
             KeptChild(f"proxy {number}", partial(self._begin_proxy, number), READY_S)
             for number in range(self._settings.proxies)
         ]
+        relays = [
+            KeptChild(f"relay {number}", partial(self._begin_relay, number), READY_S)
+            for number in range(self._settings.proxies if standby else 0)
+        ]
         if self._hub is not None:
             begin = partial(self._begin_mirror, self._hub)
             proxies.append(KeptChild("the mirror", begin, READY_S))
@@ -373,8 +281,10 @@ class FleetSupervisor:
         try:
             if standby:  # a standby is ready, too
                 self._task(keep_running(notify_manager, "signs of life"), "signs of life")
+            await asyncio.gather(*(relay.start() for relay in relays))
             if await self._leads(server):
                 await self._serve(proxies)
+                self._task(self._stop_all(relays), "end of relays")
                 if not standby:
                     self._task(keep_running(notify_manager, "signs of life"), "signs of life")
                 await self._stop.wait()
@@ -383,7 +293,7 @@ class FleetSupervisor:
             return 1
         finally:
             say("stopping")
-            await self._end(proxies, server)
+            await self._end([*relays, *proxies], server)
         return STEPPED_DOWN if self._stepped_down else 0
 
     async def _leads(self, server: KeptChild) -> bool:
@@ -420,7 +330,7 @@ class FleetSupervisor:
         """Let clients in. Raises StartupError."""
         self._serves = True
         host, port = self._sock.getsockname()[:2]
-        for one in filter(None, (self._sock, self._hub)):
+        for one in filter(None, (self._sock, self._hub, self._peers)):
             try:
                 one.listen(WAITING_CLIENTS)
             except OSError as error:
@@ -443,11 +353,11 @@ class FleetSupervisor:
     async def _end(self, proxies: list[KeptChild], server: KeptChild) -> None:
         """End clients' streams, then the rest; nothing is left behind."""
         timeout_s = self._settings.shutdown_timeout_s
-        for one in filter(None, (self._sock, self._hub)):
+        for one in filter(None, (self._sock, self._hub, self._peers)):
             one.close()  # or clients that connect now would wait for nothing
         if self._settings.standby:
             self._tell(LeaveLead())  # it counts what calls use until all have ended
-        await asyncio.gather(*(one.stop(self._patience_s()) for one in proxies))
+        await self._stop_all(proxies)
         if not self._settings.standby:
             await server.stop(self._patience_s())
         for deployment in self._deployments.values():
@@ -466,6 +376,10 @@ class FleetSupervisor:
         if self._forks is not None:
             self._forks.close()
 
+    async def _stop_all(self, children: Iterable[KeptChild]) -> None:
+        """Let proxies end, once their calls have."""
+        await asyncio.gather(*(one.stop(self._patience_s()) for one in children))
+
     def _task(self, work: Awaitable[None], name: str) -> None:
         async def run() -> None:
             await work
@@ -483,7 +397,7 @@ class FleetSupervisor:
         self._forget_server()
         with theirs:
             spawn = partial(self._fork, SERVER, (theirs.fileno(), heartbeat))
-            launch = ServerLaunch(self._settings, tuple(self._deployments))
+            launch = ServerLaunch(self._settings, tuple(self._deployments), self._door())
             child = await ChildProcess.start("the server", spawn, launch)
         self._server = QueuedPackets(
             ours, MESSAGE_BYTES, self._hear, self._forget_server, "news for the server"
@@ -492,8 +406,29 @@ class FleetSupervisor:
         self._tell(running(self._deployments.values()))
         return child
 
+    def _door(self) -> str:
+        """HOST:PORT for the relays of other hosts; empty: there are none."""
+        if self._peers is None:
+            return ""
+        host, port = self._peers.getsockname()[:2]
+        if host in WILDCARDS:
+            return f":{port}"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def _begin_relay(self, number: int, heartbeat: int) -> ChildProcess:
+        launch = msgspec.structs.replace(self._proxy_launch(number), relays=True)
+        spawn = partial(self._fork, PROXY, (self._sock.fileno(), heartbeat))
+        return await ChildProcess.start("a relay", spawn, launch)
+
     async def _begin_proxy(self, number: int, heartbeat: int) -> ChildProcess:
-        launch = ProxyLaunch(
+        descriptors = [self._sock.fileno(), heartbeat]
+        if self._peers is not None:
+            descriptors.append(self._peers.fileno())
+        spawn = partial(self._fork, PROXY, descriptors)
+        return await ChildProcess.start("a proxy", spawn, self._proxy_launch(number))
+
+    def _proxy_launch(self, number: int) -> ProxyLaunch:
+        return ProxyLaunch(
             name=f"proxy-{secrets.token_hex(4)}",
             number=number,
             tallies=str(self._settings.path("run", "limits")),
@@ -505,8 +440,6 @@ class FleetSupervisor:
             allowed_origins=self._settings.allowed_origins,
             certificate=self._settings.certificate,
         )
-        spawn = partial(self._fork, PROXY, (self._sock.fileno(), heartbeat))
-        return await ChildProcess.start("a proxy", spawn, launch)
 
     async def _begin_mirror(self, hub: socket.socket, heartbeat: int) -> ChildProcess:
         launch = MirrorSettings(

@@ -45,7 +45,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 17
+SCHEMA = 18
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
@@ -284,6 +284,7 @@ leadership = Table(
     Column("token", BigInteger, nullable=False),
     Column("beat", BigInteger, nullable=False),
     Column("host", Text, nullable=False),
+    Column("door", Text, nullable=False, server_default=""),
 )
 """One row, see `kvmig.fleet.leadership.LeaderRow`."""
 
@@ -365,6 +366,8 @@ class FleetDatabase:
         self._url = _checked_url(url)
         self._wait_s = wait_s
         self._host = host
+        self.door = ""
+        """HOST:PORT where this host takes calls of others while it leads, see `_door_of`."""
         self._lock: IO[Any] | None = None
         self._file_lock: IO[Any] | None = None
         self.token = 0
@@ -400,7 +403,8 @@ class FleetDatabase:
                 attempt = connection.begin_nested()  # SQLite begins to write in a read-only file
                 connection.execute(delete(meta))
                 attempt.rollback()
-                token = _take_lead(connection, self._host)
+                self.door = _door_of(connection, self.door)
+                token = _take_lead(connection, self._host, self.door)
             self.token = token
         except BaseException:
             self.close()
@@ -656,7 +660,7 @@ def _holder(cursor: Any) -> str:
 # -- the leader
 
 
-def _take_lead(connection: Connection, host: str) -> int:
+def _take_lead(connection: Connection, host: str, door: str) -> int:
     """Note that this server leads; its token."""
     before, now = int(connection.scalar(select(leadership.c.token)) or 0), 0
     if connection.dialect.name == "postgresql":
@@ -665,9 +669,18 @@ def _take_lead(connection: Connection, host: str) -> int:
             text("SELECT (extract(epoch FROM clock_timestamp()) * 1000)::bigint")
         )
     token = max(before + 1, now)
-    row = {"id": 1, "token": token, "beat": 0, "host": host}
+    row = {"id": 1, "token": token, "beat": 0, "host": host, "door": door}
     upsert(connection, leadership, ("id",), [row])
     return token
+
+
+def _door_of(connection: Connection, door: str) -> str:
+    """Return HOST:PORT at which others reach this host; empty: they don't. A missing HOST is the
+    address from which this host has connected to the database."""
+    if not door.startswith(":"):
+        return door
+    seen = connection.scalar(text("SELECT host(inet_client_addr())")) or "127.0.0.1"
+    return f"[{seen}]{door}" if ":" in seen else f"{seen}{door}"
 
 
 # -- the schema

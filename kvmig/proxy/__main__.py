@@ -1,5 +1,5 @@
-"""`python -m kvmig.proxy [FOLDER] ANNOUNCED LISTENING HEARTBEAT`: one proxy, for the supervisor
-only."""
+"""`python -m kvmig.proxy [FOLDER] ANNOUNCED LISTENING HEARTBEAT [PEERS]`: one proxy, for the
+supervisor only."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from kvmig.proxy.process import run
 
 def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of the
-    port's socket, and for `kvmig.process.child.send_heartbeats`.
+    port's socket, for `kvmig.process.child.send_heartbeats`, and perhaps of the socket for hosts
+    that stand by.
     """
-    form = "kvmig.proxy [FOLDER] ANNOUNCED LISTENING HEARTBEAT"
-    return run_child(words, form, ProxyLaunch, _run, counts=(3,))
+    form = "kvmig.proxy [FOLDER] ANNOUNCED LISTENING HEARTBEAT [PEERS]"
+    return run_child(words, form, ProxyLaunch, _run, counts=(4, 3))
 
 
-def _run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: int) -> None:
+def _run(
+    launch: ProxyLaunch, announced: int, listening: int, heartbeat: int, peers: int | None = None
+) -> None:
     quiet(launch.name)
-    uvloop.run(run(launch, announced, listening, heartbeat))
+    uvloop.run(run(launch, announced, listening, heartbeat, peers))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import FoundModel, ModelDirectory
 from kvmig.proxy.door_trace import DoorTrace
 from kvmig.proxy.exposition import merged, parsed
-from kvmig.proxy.messages import Down, ModelDemand, ModelRoute, RouteChanges, SpentLimits
+from kvmig.proxy.messages import ModelDemand, ModelRoute, RouteChanges, SpentLimits, Told
 from kvmig.proxy.metrics import DoorMetrics
 from kvmig.proxy.near_names import near_names
 from kvmig.proxy.page_calls import PAGES, LoginRedirect, PageEntry, VisitorCall, is_page
@@ -170,7 +170,7 @@ class ProxyApp:
 
     # -- what the server tells, and hears
 
-    def apply(self, message: Down) -> None:
+    def apply(self, message: Told) -> None:
         """Take it; those go on who waited for it, in their order. What is allowed no more ends."""
         if isinstance(message, SpentLimits):
             self.admission.take_spent(message)

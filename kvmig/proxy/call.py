@@ -31,6 +31,8 @@ from kvmig.proxy.relay import (
     UpstreamCall,
 )
 
+CLIENT_ADDRESS = b"x-kvmig-client-address"
+"""Header by which a host that stands by names the client of a call that it relays."""
 SHOWN = "kvmig.connection"
 """Key of an ASGI scope's connection and its cycle."""
 EVENTS = (
@@ -61,6 +63,8 @@ class DoorConnection(HttpConnection):
 
     each = 2
     """The other one is a deployment's."""
+    of_peer = False
+    """Whether another host of the fleet has made it, for calls of that host's clients."""
     too_many = False
     """Whether it is of the last tenth that there can be: answers to its calls show that."""
     upstream: UpstreamCall | None = None
@@ -88,6 +92,12 @@ class DoorConnection(HttpConnection):
         super().resume_writing()
         if self.upstream is not None:
             self.upstream.resume()
+
+
+class PeerConnection(DoorConnection):
+    """A connection that a host which stands by has made, by the fleet's secret."""
+
+    of_peer = True
 
 
 class ProxiedCall:
@@ -139,7 +149,10 @@ class ProxiedCall:
 
     @property
     def address(self) -> str:
-        """The client's, as the socket says: uvicorn would believe a header."""
+        """The client's, as the socket says, or the host of the fleet that relays the call; uvicorn
+        would believe a header of any client."""
+        if self.connection.of_peer:
+            return self.headers.get(CLIENT_ADDRESS.decode(), "")
         client = self.connection.client
         return client[0] if client else ""
 

@@ -45,6 +45,8 @@ class ProxyLaunch(SecretStruct, frozen=True, kw_only=True):
     """Origins of web pages that may call; `*`: all."""
     certificate: CertificateFiles | None = None
     """Certificate of the port; None: it speaks plain HTTP."""
+    relays: bool = False
+    """Whether its host stands by: calls go to the host that leads."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -158,9 +160,20 @@ class SpentLimits(msgspec.Struct, frozen=True, kw_only=True, tag="Spent"):
     """What is left of quotas, by `Quota.id`."""
 
 
+class LeadingHost(msgspec.Struct, frozen=True, kw_only=True, tag="Host"):
+    """The host that leads, for the relays of a host that stands by."""
+
+    term: int = 0
+    """The term of its server; earlier ones are over."""
+    door: str = ""
+    """HOST:PORT where its proxies take the calls of relays; empty: it has none."""
+
+
 Known = FleetSnapshot | KeyUpdates | RouteChanges | AliasTable
 """What a proxy keeps."""
-Down = Known | SpentLimits
+Told = Known | SpentLimits
+"""The messages for a proxy of the host that leads."""
+Down = Told | LeadingHost
 
 
 # -- from a proxy

@@ -7,37 +7,31 @@ import contextlib
 import itertools
 import logging
 import os
-import socket
 import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import msgspec
-import uvicorn
 
 from kvmig.accounts.limits import OwnTallies
-from kvmig.asgi.certificate import CertificateWatch
-from kvmig.asgi.tls import TlsServer
-from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_config, uvicorn_server
-from kvmig.core.background import keep_running
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
-from kvmig.core.heap import keep_small
 from kvmig.process.child import StartAnnouncement, StopSignals, announce, say, send_heartbeats
 from kvmig.proxy.app import ProxyApp
-from kvmig.proxy.call import DoorConnection
 from kvmig.proxy.control_link import ServerLink
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import ModelDirectory
+from kvmig.proxy.door_server import DoorServer, NamedWork, PeerServer
 from kvmig.proxy.messages import (
     Down,
     FleetSnapshot,
+    LeadingHost,
     ModelWanted,
     ProxyDemand,
     ProxyLaunch,
     ProxyMetrics,
     SpentLimits,
 )
+from kvmig.proxy.relay_process import RelayServer
 from kvmig.proxy.shared_tallies import SharedTallies
 from kvmig.tracing.calls import CallTracer
 from kvmig.tracing.collector import open_collector
@@ -55,15 +49,16 @@ KEEP_S = 1.0
 """Pause between two writings of the file."""
 
 
-class ProxyServer(HttpTask):
+class ProxyServer(DoorServer):
     """Make it inside a running event loop; `start`, then `stop`."""
 
-    def __init__(self, launch: ProxyLaunch, listening: int) -> None:
-        """listening: descriptor of the port's socket. Raises OSError for one that is none, and
-        where the file of the limits can't be had; ConfigError for a certificate that can't be
-        used."""
-        super().__init__(socket.socket(fileno=listening), lambda: self._uvicorn)
+    def __init__(self, launch: ProxyLaunch, listening: int, peers: int | None = None) -> None:
+        """listening: descriptor of the port's socket. peers: the same for hosts that stand by;
+        None: there are none. Raises OSError for one that is none, and where the file of the limits
+        can't be had; ConfigError for a certificate that can't be used."""
+        super().__init__(launch, listening)
         self._launch = launch
+        self._peers = None if peers is None else PeerServer(Path(launch.pepper), peers)
         self._file = Path(launch.snapshot)
         self._unsaved = False
         self._heard_at = 0.0
@@ -71,9 +66,7 @@ class ProxyServer(HttpTask):
         self._told_at = monotonic()
         self._told = asyncio.Event()
         """Set once the server has sent a snapshot."""
-        self._uvicorn: uvicorn.Server | None = None
         self._link: ServerLink | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._tallies = SharedTallies(Path(launch.tallies)) if launch.tallies else None
         settings = settings_of(os.environ)
         self._collector = open_collector(settings, launch.name)
@@ -91,35 +84,26 @@ class ProxyServer(HttpTask):
             cross_origin=CrossOrigin(launch.allowed_origins),
             traces=traces,
         )
-        self._certificate = CertificateWatch(launch.certificate) if launch.certificate else None
-        if (own := self._certificate) is not None:
+        if (own := self.certificate) is not None:
             self.door.metrics.show_certificate(lambda: own.certificate.expires)
 
     async def start(self) -> None:
-        """Take calls. Raises StartupError."""
+        """Take calls. Raises StartupError, OSError."""
         self._load()
         self._link = ServerLink(self._launch.links, self._launch.name, self._take)
         with contextlib.suppress(TimeoutError):  # without a server, by what was known before
             async with asyncio.timeout(FIRST_S):
                 await self._told.wait()
-        self._tasks = [
-            asyncio.create_task(keep_running(work, name), name=name)
-            for name, work in (
-                ("demands", self._tell), ("snapshot", self._keep), ("heap", keep_small),
-                *self._watched(),
-            )
-        ]  # fmt: skip
-        self._uvicorn = self._http_server()
-        await self.run(self._uvicorn.serve([self.sock]))
+        works: list[NamedWork] = [("demands", self._tell), ("snapshot", self._keep)]
+        await self.begin(self.door, self.door.count_refused, works)
+        if self._peers is not None:
+            await self._peers.begin(self.door, self._launch.http, self.door.count_refused)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls; those that are there get a time to end."""
         self.door.close()
-        await super().stop(grace_s)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        peers = [] if self._peers is None else [self._peers.stop(grace_s)]
+        await asyncio.gather(super().stop(grace_s), *peers)
         if self._link is not None:
             await self._link.close()
         if self._tallies is not None:
@@ -127,26 +111,17 @@ class ProxyServer(HttpTask):
         if self._collector is not None:
             await self._collector.close()
 
-    def _watched(self) -> list[tuple[str, Callable[[], Coroutine[None, None, None]]]]:
-        """What watches the certificate."""
-        return [("certificate", self._certificate.watch)] if self._certificate else []
-
-    def _http_server(self) -> uvicorn.Server:
-        timeout_s = self._launch.http.send_timeout_s
-        connection = DoorConnection.limited(timeout_s, self.door.count_refused)
-        if (own := self._certificate) is None:
-            return uvicorn_server(self.door, connection, access_log=False)
-        config = uvicorn_config(self.door, connection, access_log=False)
-        return TlsServer(config, connection, lambda: own.certificate.context)
-
     def cut(self) -> None:
         """Let `stop` wait no more."""
-        if self._uvicorn is not None:
-            self._uvicorn.force_exit = True
+        super().cut()
+        if self._peers is not None:
+            self._peers.cut()
 
     # -- the server
 
     def _take(self, message: Down) -> None:
+        if isinstance(message, LeadingHost):
+            return  # for relays
         self.door.apply(message)
         self._unsaved = True
         self._heard_at = time.time()
@@ -215,10 +190,17 @@ class ProxyServer(HttpTask):
             log.warning("%s can't be kept: %s", self._file, error)
 
 
-async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: int) -> None:
-    """Serve until the supervisor wants an end, or has ended. Raises StartupError."""
+async def run(
+    launch: ProxyLaunch, announced: int, listening: int, heartbeat: int, peers: int | None = None
+) -> None:
+    """Serve until the supervisor wants an end, or has ended. peers: descriptor of the socket for
+    hosts that stand by. Raises StartupError, OSError."""
     signals = StopSignals()
-    proxy = ProxyServer(launch, listening)
+    proxy: ProxyServer | RelayServer
+    if launch.relays:
+        proxy = RelayServer(launch, listening)
+    else:
+        proxy = ProxyServer(launch, listening, peers)
     stopped = asyncio.create_task(signals.stop.wait())
     beating: asyncio.Task[None] | None = None
     try:
@@ -239,7 +221,7 @@ async def run(launch: ProxyLaunch, announced: int, listening: int, heartbeat: in
             beating.cancel()
 
 
-async def _stop(proxy: ProxyServer, grace_s: float, signals: StopSignals) -> None:
+async def _stop(proxy: ProxyServer | RelayServer, grace_s: float, signals: StopSignals) -> None:
     """Stop with time for the present calls, unless a second signal ends all at once."""
     stopping = asyncio.create_task(proxy.stop(grace_s))
     at_once = asyncio.create_task(signals.at_once.wait())

@@ -14,9 +14,9 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.fleet import supervisor
+from kvmig.fleet.nurseries import ForkServers
 from kvmig.fleet.orders import Checked, CheckFlags, Start
 from kvmig.fleet.settings import FleetSettings, make_folders
-from kvmig.fleet.supervisor import ForkServers
 from kvmig.models import BUNDLED
 from kvmig.process.fork_server import HANDED, NO_FORKS, CannotFork, ForkServerPool
 from tests.support.inside import OwnSupervisor, fork_server_process

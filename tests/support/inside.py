@@ -18,9 +18,10 @@ from kvmig.controlplane.messages import LoadReport, Pair
 from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.reporter import LoadReporter
 from kvmig.engines.base import ServingEngine
+from kvmig.fleet.nurseries import ForkServers
 from kvmig.fleet.orders import CheckFlags, News, Order, Running, Start, encode
 from kvmig.fleet.settings import FleetSettings
-from kvmig.fleet.supervisor import FleetSupervisor, ForkServers, running
+from kvmig.fleet.supervisor import FleetSupervisor, running
 from kvmig.frontend.launcher_link import LauncherLink
 from kvmig.frontend.metrics import MetricsExposition
 from kvmig.frontend.openai.generation import RequestQueues

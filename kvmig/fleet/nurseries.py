@@ -1,0 +1,128 @@
+"""The fork servers of a fleet's deployments: one an engine, with the engine's libraries loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+
+from kvmig.core.errors import StartupError
+from kvmig.fleet.settings import FleetSettings
+from kvmig.process.fork_server import CannotFork, ForkServerClient, join
+from kvmig.process.supervisor import how_it_ended
+
+NURSERY_S = 120.0
+"""Timeout of loading an engine's libraries."""
+LOOK_S = 0.05
+PROBE_S = 10.0
+"""Pause between two probes of a nursery."""
+MISSED = 2
+"""Looks in a row that find that it does not; then it is ended."""
+END_S = 20.0
+"""Time for one to end in order."""
+
+log = logging.getLogger(__name__)
+
+
+class ForkServers:
+    """The fork servers, one an engine. One that dies is started again for the next fork, but none
+    whose engine can't be forked on this machine.
+    """
+
+    def __init__(self, settings: FleetSettings) -> None:
+        self._settings = settings
+        self._servers: dict[str, ForkServerClient] = {}
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._never: dict[str, str] = {}
+        """Why an engine can't be forked, by its name."""
+
+    def address(self, engine: str) -> str:
+        """The path of its socket."""
+        return str(self._settings.path("run", f"nursery-{engine}.sock"))
+
+    async def server(self, engine: str) -> ForkServerClient:
+        """One that has loaded the engine. Raises StartupError, CannotFork."""
+        async with self._turns.setdefault(engine, asyncio.Lock()):
+            if why := self._never.get(engine):
+                raise CannotFork(why)
+            server = self._servers.get(engine)
+            if server is None or server.gone:
+                server = self._servers[engine] = await self._begin(engine)
+            return server
+
+    async def _begin(self, engine: str) -> ForkServerClient:
+        environment = environment_of(self._settings)
+        address = self.address(engine)
+        if (before := self._processes.pop(engine, None)) is not None:
+            await end_now(before)  # it may hang, and hold the address
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvmig.launcher.shared_fork_server", engine, address,
+                env=environment, stdin=subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            raise StartupError(f"the nursery of {engine} can't be started: {error}") from error
+        self._processes[engine] = process
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(NURSERY_S):
+                while process.returncode is None:
+                    try:
+                        return ForkServerClient(await asyncio.to_thread(join, address, {}))
+                    except CannotFork as error:
+                        self._never[engine] = str(error)
+                        log.warning("%s; deployments start by themselves, here always", error)
+                        raise
+                    except StartupError:  # it loads
+                        await asyncio.sleep(LOOK_S)
+        code = process.returncode
+        how = f"not ready in {NURSERY_S:g} s" if code is None else how_it_ended(code)
+        raise StartupError(f"the nursery of {engine} has failed ({how})")
+
+    async def close(self) -> None:
+        """End them; what they have forked doesn't mind."""
+        for server in self._servers.values():
+            server.close()
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                async with asyncio.timeout(END_S):
+                    await process.wait()
+            except TimeoutError:
+                await end_now(process)
+
+    async def watch(self) -> None:
+        """End those that hang: whoever wants a fork has another one started then."""
+        missed: Counter[str] = Counter()
+        while True:
+            await asyncio.sleep(PROBE_S)
+            for engine, server in list(self._servers.items()):
+                process = self._processes.get(engine)
+                if server.gone or process is None or process.returncode is not None:
+                    continue
+                try:
+                    (await asyncio.to_thread(join, self.address(engine), {})).close()
+                    missed[engine] = 0
+                except StartupError as error:
+                    missed[engine] += 1
+                    if missed[engine] == MISSED:
+                        log.warning("the nursery of %s hangs, and is ended: %s", engine, error)
+                        await end_now(process)
+
+
+async def end_now(process: asyncio.subprocess.Process) -> None:
+    """End it, whatever it does; without effect for one that has ended."""
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
+def environment_of(settings: FleetSettings) -> dict[str, str]:
+    """The one environment of nurseries and deployments (see `kvmig.process.fork_server`)."""
+    # A thread count that instances of all deployments share, for it is read at the import.
+    return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}
