@@ -1,0 +1,1 @@
+"""Writes deploy/grafana and deploy/prometheus: dashboards, recording rules and alerts."""
