@@ -7,6 +7,7 @@ its test.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update",
 ]  # fmt: skip
+DOCS = Path(__file__).parents[2] / "docs"
+MOST_PICTURE = 200_000
 WAIT_MS = 30_000
 START_MS = 90_000
 PHONE = {"width": 360, "height": 740}
@@ -115,3 +118,41 @@ def visitor(browser: Browser, url: str, **options: Any) -> Iterator[Visitor]:
             person.check()
     finally:
         context.close()
+
+
+def slow_down(page: Page) -> None:
+    """Let the page's network be a bad phone's."""
+    session = page.context.new_cdp_session(page)
+    conditions = {"offline": False, "latency": 300, "downloadThroughput": 40_000,
+                  "uploadThroughput": 20_000}  # fmt: skip
+    session.send("Network.enable")
+    session.send("Network.emulateNetworkConditions", conditions)
+
+
+def serious_faults(page: Page) -> list[str]:
+    """What axe-core finds of accessibility that is serious or critical."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{one['id']}: {one['help']}: {node['html'][:200]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]
+
+
+def is_too_wide(page: Page) -> bool:
+    """Whether the page scrolls sideways."""
+    wide: bool = page.evaluate(
+        "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    )
+    return wide
+
+
+def take_picture(page: Page, name: str, folder: Path) -> None:
+    """A screenshot; with KVMIG_PICTURES in the documentation, else in `folder`."""
+    where = DOCS if os.environ.get("KVMIG_PICTURES") else folder
+    path = where / f"{name}.png"
+    page.screenshot(path=path)
+    assert path.stat().st_size < MOST_PICTURE
