@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,15 +29,19 @@ CHECK_S = 200.0
 class FleetUp:
     """`kvmig up` with its files in `folder`, until the end of the block."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, host: str = "127.0.0.1", enter: Sequence[str] = ()
+    ) -> None:
+        """host: its address. enter: put before the command, runs it on another host of
+        `tests.support.network`."""
         self.folder = folder / "data"
         self.port = free_port()
         scheme = "https" if any(one.startswith("--tls-cert") for one in flags) else "http"
-        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self.url = f"{scheme}://{host}:{self.port}"
         self.log = folder / "log"
         self._command = [
-            sys.executable, "-m", "kvmig", f"--data={self.folder}", "up", f"--port={self.port}",
-            "--shutdown-timeout=5", *flags,
+            *enter, sys.executable, "-m", "kvmig", f"--data={self.folder}", "up",
+            f"--host={host}", f"--port={self.port}", "--shutdown-timeout=5", *flags,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
         self._said = 0

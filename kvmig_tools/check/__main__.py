@@ -1,4 +1,5 @@
-"""Explores the handshake, and a model's life in a fleet: `python -m kvmig_tools.check`.
+"""Explores the handshake, a model's life in a fleet, and its roll-out: `python -m
+kvmig_tools.check`.
 
 Exits with 1 on a broken invariant.
 """
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from kvmig_tools.check import life
+from kvmig_tools.check import life, second_life
 from kvmig_tools.check.explore import Result
 from kvmig_tools.check.scenarios import LIFE, SCENARIOS, Scenario, explore
 
@@ -31,7 +32,11 @@ and at every end, which comes whatever happens (there is no circle):
 and of a model that starts from zero, whatever dies, in every state:
   it has one deployment at most, which answers until its last stream has ended
   no request is sent to one that was told to end
-  who waits for it can be served, unless it is off"""
+  who waits for it can be served, unless it is off
+and of a model that rolls out to another deployment, whatever dies, in every state:
+  no call is sent to one of the two that was told to end, none waits while one serves
+  it is done only once the old one is gone; a roll-out that runs can be done, or stop
+  who waits can be served"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +80,10 @@ def _explore_lives(most: int) -> bool:
         print(f"A model's life {what}: {lives.states:,} states, {lives.events:,} events.")
         _print_violation(lives)
         broken = broken or bool(lives.violation)
-    return broken
+    rolling = second_life.explore()
+    print(f"A model's roll-out: {rolling.states:,} states, {rolling.events:,} events.")
+    _print_violation(rolling)
+    return broken or bool(rolling.violation)
 
 
 def _explored(chosen: list[Scenario]) -> Iterator[Result]:

@@ -9,8 +9,9 @@ its own. Time stands still but for one event, after which everything is late.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -267,7 +268,7 @@ FAIR: tuple[Event, ...] = (
 )  # fmt: skip
 """What happens some time, if nobody prevents it."""
 OTHER: tuple[Event, ...] = arrives, refuses, crashes, hangs, switched, another_server, another_proxy
-EVENTS = [(fair, event) for fair, some in ((True, FAIR), (False, OTHER)) for event in some]
+AnyWorld = TypeVar("AnyWorld", bound=Struct)
 
 
 @dataclass
@@ -287,13 +288,31 @@ def explore(most: int, *, parks: bool = False) -> Lives:
 
     most: requests that run, and that wait. parks: whether it is parked where it would end.
     """
+    return explore_worlds(
+        World(most=most, parks=parks),
+        FAIR,
+        OTHER,
+        served=lambda one: not one.held,
+        expects=lambda one: one.on and one.up,
+    )
+
+
+def explore_worlds(
+    start: AnyWorld,
+    fair: Sequence[Callable[[AnyWorld], AnyWorld | None]],
+    other: Sequence[Callable[[AnyWorld], AnyWorld | None]],
+    served: Callable[[AnyWorld], bool],
+    expects: Callable[[AnyWorld], bool] = lambda one: True,
+) -> Lives:
+    """Every state that events lead to from the first one, and whether fair events can lead from
+    each to one where all are served. expects: of states from which they must."""
     began, found = time.process_time(), Lives()
-    start = World(most=most, parks=parks)
+    every = [*((True, one) for one in fair), *((False, one) for one in other)]
     worlds, numbers = [start], {start: 0}
     came, before = [(-1, "")], [list[int]()]
     """Of each world: what led to it first; those that a fair event leads from."""
     for at, now in enumerate(worlds):
-        for fair, event in EVENTS:
+        for is_fair, event in every:
             try:
                 after = event(now)
             except Broken as broken:
@@ -308,29 +327,33 @@ def explore(most: int, *, parks: bool = False) -> Lives:
                 worlds.append(after)
                 came.append((at, event.__name__))
                 before.append([])
-            if fair:
+            if is_fair:
                 before[number].append(at)
         if found.violation:
             break
     else:
-        for stuck in _stuck(worlds, before):
-            found.violation, found.trace = "who waits is never served", _trace(came, stuck)
-            break
+        can = _can_be_served(worlds, before, served)
+        for at, one in enumerate(worlds):
+            if not served(one) and expects(one) and at not in can:
+                found.violation, found.trace = "who waits is never served", _trace(came, at)
+                break
     found.states = len(worlds)
     found.seconds = time.process_time() - began
     return found
 
 
-def _stuck(worlds: list[World], before: list[list[int]]) -> Iterator[int]:
-    """States in which somebody waits for a model that is on, and from which nobody is served."""
-    served = [at for at, one in enumerate(worlds) if not one.held]
-    can = set(served)
-    while served:
-        for at in before[served.pop()]:
-            if at not in can:
-                can.add(at)
-                served.append(at)
-    return (at for at, one in enumerate(worlds) if one.on and one.held and one.up and at not in can)
+def _can_be_served(
+    worlds: Sequence[AnyWorld], before: Sequence[list[int]], served: Callable[[AnyWorld], bool]
+) -> set[int]:
+    """The states from which fair events can lead to one where all are served."""
+    found = {at for at, one in enumerate(worlds) if served(one)}
+    left = list(found)
+    while left:
+        for at in before[left.pop()]:
+            if at not in found:
+                found.add(at)
+                left.append(at)
+    return found
 
 
 def _trace(came: list[tuple[int, str]], at: int) -> list[str]:
