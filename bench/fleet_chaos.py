@@ -13,6 +13,8 @@ proxy was killed meanwhile. Anything else is wrong: a token that is not the righ
 that ends well and is not whole, a connection that ends for no reason; or stuck: open after its
 deadline. An order that was answered has been done wholly, one that was refused has changed nothing.
 Afterwards every model answers, nothing waits, and no process is left of what has ended.
+
+`--nodes 3` is another run, of toys on several Ray nodes: see `bench.fleet_node_chaos`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 import signal
 import sqlite3
 import sys
@@ -85,6 +88,8 @@ class Call:
     fate: Fate = "stuck"
     why: str = ""
     ended: float = 0.0
+    call_id: str = ""
+    """The x-request-id that it was sent with."""
 
     def row(self, since: float) -> dict[str, Any]:
         """For the report."""
@@ -100,7 +105,8 @@ async def follow(call: Call, http: httpx.AsyncClient, stream: bool, leaves: int)
         "model": call.model, "prompt": f"Count: {call.start:04} {call.start + 1:04}",
         "max_tokens": call.tokens, "temperature": 0, "ignore_eos": True, "stream": stream,
     }  # fmt: skip
-    async with http.stream("POST", PATH, json=body) as answer:
+    named = {"x-request-id": call.call_id}
+    async with http.stream("POST", PATH, json=body, headers=named) as answer:
         if answer.is_error or not stream:
             content = json.loads(await answer.aread())
             if answer.is_error:
@@ -124,10 +130,13 @@ async def follow(call: Call, http: httpx.AsyncClient, stream: bool, leaves: int)
         call.fate, call.why = "wrong", "the stream ended well, without its end"
 
 
-async def make_call(fleet: FleetUp, model: str, chance: random.Random) -> Call:
-    """One, from a new connection: another proxy each time."""
-    tokens = chance.randint(*TOKENS)
+async def make_call(
+    fleet: FleetUp, model: str, chance: random.Random, most: int = TOKENS[1]
+) -> Call:
+    """One, from a new connection: another proxy each time. most: tokens."""
+    tokens = chance.randint(TOKENS[0], most)
     call = Call(model, time.monotonic(), chance.randrange(8000), tokens)
+    call.call_id = f"chaos-{secrets.token_hex(8)}"
     leaves = chance.randint(1, tokens) if chance.random() < 0.1 else tokens + 1
     stream = leaves <= tokens or chance.random() < 0.8
     try:
@@ -327,8 +336,13 @@ def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--minutes", type=float, default=10.0, help="of load")
     root.add_argument("--seed", type=int, default=0)
+    root.add_argument("--nodes", type=int, default=0, metavar="N", help="Ray nodes; 0: one host")
     options = root.parse_args(argv)
     seconds = 45.0 if options.quick else 60 * options.minutes
+    if options.nodes:
+        from bench.fleet_node_chaos import run  # which begins with this module
+
+        return run(options, seconds)
     result = report.begin("fleet_chaos", {"seconds": seconds, "seed": options.seed})
     with tempfile.TemporaryDirectory() as data:
         database = Path(data, "database", "kvmig.sqlite")

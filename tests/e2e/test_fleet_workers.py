@@ -25,13 +25,10 @@ from tests.support.waiting import until_yes, wait_until
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
 
-from tests.support.ray_nodes import RAYS_OWN, STORE_BYTES
+from tests.support.ray_nodes import QUICK_TO_NOTICE, RAYS_OWN, STORE_BYTES
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
-QUICK_TO_NOTICE = {"health_check_period_ms": 1000, "health_check_timeout_ms": 1000,
-                   "health_check_failure_threshold": 3}  # fmt: skip
-"""By Ray, that a node is gone."""
 NAMES = ("left", "middle", "right")
 STREAMS = 40
 TOKENS = 120

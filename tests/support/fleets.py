@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ PATH = "/v1/completions"
 class ToyFleet(FleetUp):
     """Whose models count on, and do what a script says."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
-        super().__init__(folder, *flags)
+    def __init__(
+        self, folder: Path, *flags: str, host: str = "127.0.0.1", enter: Sequence[str] = ()
+    ) -> None:
+        super().__init__(folder, *flags, host=host, enter=enter)
         self.script = ScriptFile(str(folder / "script"))
 
     def add_toy(self, name: str, **more: Any) -> None:
