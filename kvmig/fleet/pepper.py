@@ -1,4 +1,5 @@
-"""The fleet's pepper: the secret, in a file of its own, under which API keys are hashed."""
+"""The fleet's secrets in files of their own: the pepper, under which API keys are hashed, and the
+first admin's key."""
 
 from __future__ import annotations
 
@@ -39,6 +40,12 @@ def read_pepper(path: Path, *, make: bool) -> bytes:
     if len(pepper) != PEPPER_BYTES:
         raise DatabaseUnusable(f"{path} holds {len(pepper)} bytes, must hold {PEPPER_BYTES}")
     return pepper
+
+
+def keep_key(path: Path, key: str) -> None:
+    """Write the first admin's key where only this user reads it."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{key}\n")
 
 
 def kept_pepper(connection: Connection) -> bytes | None:

@@ -11,14 +11,12 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -66,6 +64,7 @@ from kvmig.fleet.orders import (
     encode,
     news_of,
 )
+from kvmig.fleet.pepper import keep_key
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
 from kvmig.fleet.read_ahead import WeightsReader, weights_folder
@@ -732,12 +731,6 @@ class FleetServer:
                 self._figures.pop(proxy, None)
                 self._models.reports.forget(proxy)
                 self._heard.set()
-
-
-def keep_key(path: Path, key: str) -> None:
-    """Write it where only this user reads it."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(f"{key}\n")
 
 
 async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -> None:
