@@ -66,6 +66,7 @@ docs-figures: setup-dev ## README's table and docs/figures.md from bench/results
 	@$(BIN)/python -m scripts.draw_placement
 	@$(BIN)/python -m scripts.draw_moves
 	@$(BIN)/python -m scripts.draw_migration
+	@$(BIN)/python -m scripts.draw_trace
 	@$(BIN)/python -m scripts.draw_top
 	@$(BIN)/python -m kvmig_tools.draw_handshake
 

@@ -39,7 +39,9 @@ def migration_span(report: MigrationReport) -> ReportSpan:
     }
     attributes |= {name: value for name, value in known.items() if value is not None}
     parts = tuple(_parts(report, began))
-    return ReportSpan("migrate", began, report.ended_at, attributes, parts)
+    # The destination measures its first step, which may end after the source's report was made.
+    ended = max([report.ended_at, *(part.ended for part in parts)])
+    return ReportSpan("migrate", began, ended, attributes, parts)
 
 
 def _parts(report: MigrationReport, began: float) -> Iterator[ReportSpan]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from kvmig.frontend.migration_spans import ReportSpan, migration_span
 from kvmig.frontend.requests import LiveRequest
 from kvmig.kvtransfer.report import MigrationReport
-from kvmig.tracing.spans import AttributeValue, SpanTracer, TracedSpan
+from kvmig.tracing.calls import CallTrace
+from kvmig.tracing.spans import AttributeValue, TracedSpan
 
 REMEMBERED = 1024
 """Runs of sampled requests whose migrations are still taken: a report may come after the end."""
@@ -21,7 +22,7 @@ REMEMBERED = 1024
 class _TracedRequest:
     """A sampled request."""
 
-    tracer: SpanTracer
+    call: CallTrace
     span: TracedSpan
     placed: float
     """When its first run was sent to an instance, in the router's clock."""
@@ -41,8 +42,8 @@ class RequestTraces:
     def began(self, request: LiveRequest) -> None:
         """A request is in the table now."""
         trace = None if request.call is None else request.call.trace
-        if trace is None or not trace.recorded:
-            return
+        if trace is None or not trace.recorded or request.search is not None:
+            return  # a beam search would make spans for each step of each beam
         attributes: dict[str, AttributeValue] = {
             "kvmig.request.id": request.request_id,
             "gen_ai.usage.input_tokens": request.prompt_tokens,
@@ -50,16 +51,17 @@ class RequestTraces:
         }
         began = trace.tracer.unix(request.arrived)
         span = trace.span.begin("sequence", began, attributes)
-        self._live[request.run_id] = _TracedRequest(trace.tracer, span, request.placed)
+        self._live[request.run_id] = _TracedRequest(trace, span, request.placed)
 
     def ended(self, request: LiveRequest, failed: bool) -> None:
         """A request has left the table. failed: its client gets an error."""
         found = self._end_run(request.run_id)
         if found is None:
             return
-        unix, span = found.tracer.unix, found.span
+        tracer, span = found.call.tracer, found.span
+        unix = tracer.unix
         last = request.splicer.last_at
-        arrived, now = unix(request.arrived), found.tracer.wall()
+        arrived, now = unix(request.arrived), tracer.wall()
         first = None if request.first_at is None else unix(request.first_at)
         placed = min(unix(found.placed + request.queued_s), now if first is None else first)
         span.add("queue", arrived, placed)
@@ -77,9 +79,7 @@ class RequestTraces:
                 "kvmig.reruns": request.run,
             }
         )
-        if request.call is not None and request.call.trace is not None:
-            call = request.call.trace
-            call.count_tokens(request.prompt, request.prompt_tokens, request.position)
+        found.call.count_tokens(request.prompt, request.prompt_tokens, request.position)
         span.end(now if failed else ended, "failed" if failed else "")
 
     def lost_run(self, request: LiveRequest, run_id: str, now: float) -> None:
@@ -94,7 +94,7 @@ class RequestTraces:
         found = self._live.get(request.run_id)
         if found is None or found.lost_at is None:
             return
-        unix = found.tracer.unix
+        unix = found.call.tracer.unix
         said: dict[str, AttributeValue] = {
             "kvmig.instance": instance,
             "kvmig.recomputed_tokens": tokens,

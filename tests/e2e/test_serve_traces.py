@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.otlp_collector import CollectedSpan, OtlpCollector, otlp_collector
 from kvmig_tools.served import SMALL, Served
-from tests.support.otlp_collector import CollectedSpan, OtlpCollector, otlp_collector
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 

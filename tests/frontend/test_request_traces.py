@@ -13,7 +13,7 @@ from kvmig.asgi.route_table import ClientRoute, find_route
 from kvmig.core.config import HttpConfig
 from kvmig.frontend.call_spans import CallSpans, operation_of
 from kvmig.frontend.request_traces import RequestTraces
-from kvmig.frontend.requests import LiveRequest, RequestTable
+from kvmig.frontend.requests import BeamSearch, LiveRequest, RequestTable
 from kvmig.frontend.splice import StreamSplicer
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
 from tests.support.span_memory import SpanMemory, span_memory
@@ -116,6 +116,12 @@ def test_a_migration_has_its_stages_and_the_pause_in_its_parts() -> None:
     assert front.times("first token") == [(19.96, 20.0)]
 
 
+def test_a_migration_ends_no_earlier_than_its_pause() -> None:
+    front = Front()
+    front.traces.migrated(report(downtime_ms=Downtime(10.0, 20.0, 30.0, 140.0, began_ms=900.0)))
+    assert front.times("migrate") == [(19.0, 20.1)]
+
+
 def test_stages_of_an_older_instance_follow_each_other() -> None:
     front = Front()
     stages = [StageReport(2, 2048, 300.0), StageReport(1, 1024, 100.0)]
@@ -152,6 +158,16 @@ def test_a_further_run_is_shown_from_the_loss_until_it_is_sent() -> None:
     front.table.remove("r")
     assert front.times("re-run") == [(15.0, 17.0)]
     assert len(front.memory.named("migrate")) == 1
+
+
+def test_steps_of_a_beam_search_make_no_spans() -> None:
+    front = Front()
+    step = LiveRequest(
+        "b", "x", "c", StreamSplicer("i0"), 5, 0, [b""], 10.0, call=front.call, search=BeamSearch(4)
+    )
+    front.table.add(step)
+    front.table.remove("b")
+    assert front.memory.spans == []
 
 
 def test_traces_of_many_ended_requests_are_let_go() -> None:

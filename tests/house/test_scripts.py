@@ -16,7 +16,15 @@ import pytest
 from _pytest.mark.expression import Expression
 from packaging.requirements import Requirement
 
-from scripts import check, draw_migration, draw_processes, figures, gpu_vllm, setup_env
+from scripts import (
+    check,
+    draw_migration,
+    draw_processes,
+    draw_trace,
+    figures,
+    gpu_vllm,
+    setup_env,
+)
 from scripts.headlines import HEADLINES, Headline, Source
 
 RESULT = """{
@@ -109,6 +117,11 @@ def test_a_readme_without_markers_is_refused() -> None:
 def test_the_picture_of_the_processes_is_current() -> None:
     for path, draw in draw_processes.TARGETS.items():
         assert path.read_text() == draw()
+
+
+def test_the_picture_of_a_trace_is_current() -> None:
+    spans = json.loads(draw_trace.SPANS.read_text())
+    assert draw_trace.TARGET.read_text() == draw_trace.drawing(spans)
 
 
 def test_the_pictures_of_a_migration_are_current() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from tests.support.waiting import until
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ class OtlpCollector:
         return sorted(found, key=lambda one: one.began)
 
     async def wait_for(self, name: str, count: int = 1) -> list[CollectedSpan]:
-        """Wait until so many spans of the name are there."""
-        await until(lambda: len(self.named(name)) >= count, pause_s=0.02)
+        """Wait until this number of spans of the name is there. Raises TimeoutError."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.named(name)) < count:  # noqa: ASYNC110 - a thread adds them
+                await asyncio.sleep(0.02)
         return self.named(name)
 
 
