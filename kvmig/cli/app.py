@@ -49,6 +49,7 @@ from kvmig.fleet.device_room import Strategy
 from kvmig.fleet.settings import FleetSettings, certificate_files, check_settings, data_folder
 from kvmig.fleet.spec import read_yaml
 from kvmig.launcher.environment import cores
+from kvmig.launcher.ray_resources import parse_resources
 from kvmig.tracing.collector import check_packages
 from kvmig.tracing.settings import settings_of
 
@@ -157,6 +158,20 @@ def up(
         typer.Option(
             help="Run the models' instances on the nodes of a Ray cluster: HOST:PORT of its head,"
             " or auto for the cluster that this host belongs to (default: on this host)."
+        ),
+    ] = "",
+    reserve: Annotated[
+        str,
+        typer.Option(
+            help="Spare nodes that Ray's autoscaler keeps, with --ray: 3=1,16=2 keeps one with less"
+            " than 3 workers, and two with 3 or more (default: the autoscaler is not asked)."
+        ),
+    ] = "",
+    reserve_node: Annotated[
+        str,
+        typer.Option(
+            help="CPUs and GPUs of a spare node, such as '{\"GPU\": 8}' (default: as the largest"
+            " worker)."
         ),
     ] = "",
     gpu_placement: Annotated[
@@ -268,6 +283,8 @@ def up(
         if "://" in catalogue or not catalogue
         else str(Path(catalogue).absolute()),
         ray=ray,
+        reserve=reserve,
+        reserve_node=parse_resources(reserve_node, "--reserve-node"),
         gpu_placement=placement_of(gpu_placement),
         shutdown_timeout_s=shutdown_timeout,
         keep_usage_days=keep_usage_days,

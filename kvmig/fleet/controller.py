@@ -343,7 +343,7 @@ class ModelController:
             self._scale(model, now)
             self._gather(model)
             self._roll(model)
-        self._workers.decide_files()
+        self._workers.decide_nodes()
 
     def _live(self, model: ManagedModel, seen: ObservedState, now: float) -> None:
         before = model.life

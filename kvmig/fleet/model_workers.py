@@ -22,7 +22,7 @@ class DrainDeadline(NamedTuple):
     """The time that the requests of an instance have to move."""
 
     seconds: float | None
-    """None: as long as the deployment gives them."""
+    """Seconds; None: as many as the deployment gives them."""
     until: float | None
     """The same as the worker's drain has it, in Unix time."""
 
@@ -90,17 +90,19 @@ class ModelWorkers:
         kept = [at for at, one in enumerate(places) if one.node not in lacking]
         return tuple(places[at] for at in kept), tuple(why[at] for at in kept)
 
-    def decide_files(self) -> None:
-        """End a round: name the files that each worker is to have."""
-        self._pool.files.decide(
-            self._pool.workers(),
+    def decide_nodes(self) -> None:
+        """End a round: name the files that each worker is to have, and the nodes that are wanted in
+        all."""
+        every = self._models.values()
+        self._pool.decide_nodes(
             (
                 (node, folder_of(model))
-                for model in self._models.values()
+                for model in every
                 if model.deployment
                 for row in model.nodes.rows(model.instance_rows)
                 if (node := model.nodes.node_of(row))
             ),
+            [(model.wanted.spec, count) for model in every if (count := _waiting(model))],
         )
 
     def wakes_elsewhere(self, model: ManagedModel) -> bool:
@@ -157,6 +159,13 @@ class ModelWorkers:
 def folder_of(model: ManagedModel) -> str:
     """The folder that its instances start from: that of its deployment, if it has one."""
     return model.wanted.spec.folder if model.note is None else model.note.folder
+
+
+def _waiting(model: ManagedModel) -> int:
+    """How many of its instances wait for a node."""
+    if model.deployment:
+        return max(0, model.desired - len(model.instance_rows)) if model.instance_rows else 0
+    return max(1, model.wanted.spec.least) if model.asks_since is not None else 0
 
 
 def _on_worker(model: ManagedModel, row: InstanceRow) -> InstanceOnWorker:

@@ -196,9 +196,9 @@ class FleetServer:
         read = (lambda: NO_DEVICES) if settings.ray else read_devices
         self._watch = DeviceWatch(settings.path("run", "init.pid"), read)
         devices = DeviceBudget(self._watch, settings.gpu_placement)
-        workers = WorkerPool(settings.ray, settings.threads, monotonic, time.time)
+        workers = WorkerPool.of_fleet(settings, monotonic, time.time)
         memory = MemoryBudget(settings.memory, devices, workers.memory if settings.ray else None)
-        self._cluster = ClusterWatch(settings.ray, workers.take_report, workers.files_wish)
+        self._cluster = ClusterWatch(settings.ray, workers.take_report, workers.wish)
         self._models = ModelController(
             settings,
             self._order,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from kvmig.core.config import CertificateFiles
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SecretStruct
 from kvmig.fleet.device_room import Strategy
+from kvmig.fleet.node_reserve import parse_ladder
 
 DATA = "KVMIG_DATA"
 """Environment variable: the fleet's folder, where `--data` doesn't say."""
@@ -50,6 +52,11 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
     ray: str = ""
     """The Ray cluster on whose nodes instances run: HOST:PORT of its head, or auto. Empty: they run
     on this host."""
+    reserve: str = ""
+    """How many nodes Ray's autoscaler keeps to spare (`kvmig.fleet.node_reserve`); empty: it is not
+    asked for any."""
+    reserve_node: Mapping[str, float] = {}
+    """Amounts of a spare node, by Ray's names; empty: as the largest one has them."""
     gpu_placement: Strategy = "spread"
     """Whether instances prefer the GPU with the fewest instances, then the emptiest, or the fullest
     one that has room."""
@@ -165,15 +172,7 @@ def check_settings(settings: FleetSettings) -> FleetSettings:
                 f"--allowed-origins is {origin!r:.150}, must be as https://chat.example.com, or *"
                 " for all; given several times for several"
             )
-    if settings.memory and settings.ray:
-        raise ConfigError(
-            f"--memory is {settings.memory}, must be left out with --ray: the free memory of each"
-            " worker counts"
-        )
-    if settings.standby and settings.ray:
-        raise ConfigError(
-            f"--ray is {settings.ray!r:.100}, must not be given together with --standby"
-        )
+    _check_ray(settings)
     _check_hosts(settings)
     if settings.login is not None:
         check_terms(settings.login)
@@ -199,6 +198,28 @@ def _check_hosts(settings: FleetSettings) -> None:
         raise ConfigError(
             f"--standby is given, --database is {given}, must be PostgreSQL: a file has one server,"
             " on its own host"
+        )
+
+
+def _check_ray(settings: FleetSettings) -> None:
+    """Raises ConfigError for flags that don't go with --ray, or not without it."""
+    if settings.memory and settings.ray:
+        raise ConfigError(
+            f"--memory is {settings.memory}, must be left out with --ray: the free memory of each"
+            " worker counts"
+        )
+    parse_ladder(settings.reserve)
+    if settings.reserve and not settings.ray:
+        raise ConfigError(
+            f"--reserve is {settings.reserve!r:.100}, must be given together with --ray: Ray's"
+            " autoscaler starts nodes"
+        )
+    if settings.reserve_node and not settings.reserve:
+        given = msgspec.json.encode(settings.reserve_node).decode()
+        raise ConfigError(f"--reserve-node is {given:.100}, must be given together with --reserve")
+    if settings.standby and settings.ray:
+        raise ConfigError(
+            f"--ray is {settings.ray!r:.100}, must not be given together with --standby"
         )
 
 

@@ -5,7 +5,8 @@ Without `kvmig up --ray` there is one host, and nothing here decides anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 
 import msgspec
 
@@ -15,17 +16,20 @@ from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.cluster_nodes import InstanceDemand, InstanceHold, worker_nodes
 from kvmig.fleet.instance_nodes import InstanceNodes
+from kvmig.fleet.node_reserve import ReserveLadder, parse_ladder, wanted_bundles
+from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec, text_in
 from kvmig.fleet.worker_files import WorkerFiles
 from kvmig.fleet.worker_nodes import WorkerNode
 from kvmig.fleet.workers import FleetWorker, Leaving, WorkerTable, WorkerWish
 from kvmig.launcher.node_files import ClusterWish, FolderReport
 from kvmig.launcher.node_reports import ClusterReport
-from kvmig.launcher.ray_resources import needs_of, parse_resources
+from kvmig.launcher.ray_resources import Resources, needs_of, parse_resources
 
 RESOURCES = "--ray-resources"
 FILES = "--ray-files"
 UNKNOWN = 1 << 60
+NO_RESOURCES: Resources = {}
 
 
 class WorkerPool:
@@ -37,10 +41,13 @@ class WorkerPool:
         threads: int = 1,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
+        reserve: ReserveLadder | None = None,
+        reserve_node: Resources = NO_RESOURCES,
     ) -> None:
         """address: of the Ray cluster; empty: there is none. threads: of an instance on a CPU.
 
-        clock: steady. wall: Unix time.
+        clock: steady. wall: Unix time. reserve: how many nodes are to be spare; None: Ray's
+        autoscaler is asked for none. reserve_node: what such a node has; empty: as the largest.
         """
         self.address = address
         self._threads = threads
@@ -48,6 +55,15 @@ class WorkerPool:
         self._wall = wall
         self._table = WorkerTable()
         self.files = WorkerFiles()
+        self._reserve = reserve
+        self._reserve_node = reserve_node
+        self._bundles: tuple[Resources, ...] | None = None
+
+    @classmethod
+    def of_fleet(cls, settings: FleetSettings, clock: Clock, wall: Clock) -> Self:
+        """The workers of a fleet. Raises ConfigError."""
+        reserve = parse_ladder(settings.reserve)
+        return cls(settings.ray, settings.threads, clock, wall, reserve, settings.reserve_node)
 
     @property
     def there(self) -> bool:
@@ -103,9 +119,25 @@ class WorkerPool:
         """What is known of a folder on each worker that has, or fetches it, by name."""
         return self._table.with_folder(folder)
 
-    def files_wish(self) -> ClusterWish:
-        """Which files nodes are to have now."""
-        return self.files.wish
+    def wish(self) -> ClusterWish:
+        """What is wanted of the nodes now."""
+        return msgspec.structs.replace(self.files.wish, bundles=self._bundles)
+
+    def decide_nodes(
+        self, held: Iterable[tuple[str, str]], waiting: Iterable[tuple[ModelSpec, int]]
+    ) -> None:
+        """End a round. held: nodes' ids with the folders of the instances that are there. waiting:
+        models with the number of instances that wait for a node."""
+        held = list(held)
+        self.files.decide(self.workers(), held)
+        if self._reserve is not None:
+            needs = (
+                self.demand(spec, 0).resources for spec, count in waiting for _ in range(count)
+            )
+            used = {node for node, _ in held}
+            self._bundles = wanted_bundles(
+                self._reserve, self._reserve_node, self.workers(), used, needs
+            )
 
     def lack(self, name: str, folder: str) -> str:
         """Why an instance can't start on a worker yet for want of its files, which are fetched

@@ -63,6 +63,8 @@ class ClusterWish(msgspec.Struct, frozen=True, kw_only=True):
     """What is wanted of each, without folders."""
     folders: Mapping[str, tuple[WantedFolder, ...]] = {}
     """Folders by nodes' ids."""
+    bundles: tuple[Mapping[str, float], ...] | None = None
+    """What Ray's autoscaler is asked for, see `kvmig.fleet.node_reserve`; None: nothing."""
 
     def of_node(self, node: str) -> FilesWish:
         """What is wanted of one."""

@@ -216,6 +216,7 @@ class NodeAgents:
         self._watched: dict[str, WatchedNode] = {}
         self._lost: dict[str, NodeReport] = {}
         self._wish = ClusterWish()
+        self._requested: tuple[Mapping[str, float], ...] | None = None
 
     def take_wish(self, wish: ClusterWish) -> None:
         """Let nodes have other files, from the next look on. May be called from any thread."""
@@ -234,6 +235,9 @@ class NodeAgents:
             watched = self._watched.setdefault(node_id, WatchedNode(node))
             watched.node = node
         wish = self._wish
+        if wish.bundles is not None and wish.bundles != self._requested:
+            ray_cluster.request_nodes(wish.bundles)
+            self._requested = wish.bundles
         for node_id in alive:
             own = wish.of_node(node_id)
             self._watched[node_id].ask_agent(own, self._holders(node_id, own))

@@ -94,6 +94,14 @@ def nodes() -> list[RayNode]:
     ]
 
 
+def request_nodes(bundles: Sequence[Resources]) -> None:
+    """Ask Ray's autoscaler for nodes that hold all of these, with what runs there. It holds until
+    the next call, also of another process."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[dict(one) for one in bundles])
+
+
 def _probe(address: str) -> None:
     """Ray would try for a minute, and then speak of timeouts of its own."""
     try:

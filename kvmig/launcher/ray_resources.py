@@ -16,22 +16,23 @@ ONLY_WHOLE_ABOVE = 1.0
 """Ray gives out parts of a CPU or GPU, but above one only whole ones."""
 
 
-def parse_resources(text: str) -> dict[str, float]:
-    """Parse '{"GPU": 1}' into amounts; "" into none. Raises ConfigError."""
+def parse_resources(text: str, flag: str = "--ray-resources") -> dict[str, float]:
+    """Parse '{"GPU": 1}' into amounts; "" into none. flag: the flag that has it. Raises
+    ConfigError."""
     if not text:
         return {}
     allowed = f"must be a JSON object of amounts above 0, such as {EXAMPLE}"
     try:
         given = msgspec.json.decode(text, type=dict[str, float])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"--ray-resources is {text!r}, {allowed}: {error}") from error
+        raise ConfigError(f"{flag} is {text!r}, {allowed}: {error}") from error
     for name, amount in given.items():
         whole = name not in ("CPU", "GPU") or amount <= ONLY_WHOLE_ABOVE or amount.is_integer()
         if not name or not amount > 0 or not whole:
             rule = allowed if whole else f"{name} above 1 must be whole"
-            raise ConfigError(f"--ray-resources is {text!r}, {rule}")
+            raise ConfigError(f"{flag} is {text!r}, {rule}")
     if not given:
-        raise ConfigError(f"--ray-resources is {text!r}, {allowed}")
+        raise ConfigError(f"{flag} is {text!r}, {allowed}")
     return given
 
 

@@ -43,7 +43,7 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def wanted(bench: WorkerBench) -> dict[str, tuple[WantedFolder, ...]]:
-    return dict(bench.pool.files_wish().folders)
+    return dict(bench.pool.wish().folders)
 
 
 async def test_a_model_starts_once_its_files_are_on_its_worker(bench: WorkerBench) -> None:

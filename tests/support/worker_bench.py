@@ -12,6 +12,7 @@ from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
+from kvmig.fleet.node_reserve import ReserveLadder
 from kvmig.fleet.orders import Order, Running, Start
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
@@ -27,11 +28,11 @@ A, B = node_id("a"), node_id("b")
 class WorkerBench:
     """A controller whose workers and deployments are made up; time is the test's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reserve: ReserveLadder | None = None) -> None:
         self.now = 1000.0
         self.ordered: list[Order] = []
         self.asked: list[tuple[Any, ...]] = []
-        self.pool = WorkerPool("10.0.0.1:6379", 2, lambda: self.now, lambda: self.now)
+        self.pool = WorkerPool("10.0.0.1:6379", 2, lambda: self.now, lambda: self.now, reserve)
         memory = MemoryBudget(workers=self.pool.memory)
         self.models = ModelController(
             FleetSettings(data=str(folder), ray="10.0.0.1:6379"),
