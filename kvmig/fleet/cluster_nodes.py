@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvmig.fleet.device_room import DeviceMemory
 from kvmig.fleet.worker_files import WorkerFiles, local_sources
 from kvmig.fleet.worker_nodes import NodeInstance, WorkerNode
 from kvmig.fleet.workers import CORDONED, FleetWorker
@@ -31,16 +32,27 @@ class InstanceHold:
 
 
 def worker_nodes(
-    workers: Iterable[FleetWorker], holds: Sequence[InstanceHold], files: WorkerFiles
+    workers: Iterable[FleetWorker],
+    holds: Sequence[InstanceHold],
+    files: WorkerFiles,
+    devices: Sequence[DeviceMemory] = (),
 ) -> tuple[WorkerNode, ...]:
-    """Make nodes of workers, with what is left there. holds: all the fleet's instances.
+    """Make nodes of workers, with what is left there. holds: all the fleet's instances. devices:
+    the GPUs of all workers.
 
     What an agent or Ray has measured lags behind: what was ordered counts with what it will take.
     """
     by_node: dict[str, list[InstanceHold]] = {}
     for one in holds:
         by_node.setdefault(one.node, []).append(one)
-    return tuple(_node(one, by_node.get(one.node, []), files) for one in workers)
+    by_uuid = {one.id: one for one in devices}
+    return tuple(
+        replace(
+            _node(one, by_node.get(one.node, []), files),
+            devices=tuple(by_uuid[it.uuid] for it in one.devices if it.uuid in by_uuid),
+        )
+        for one in workers
+    )
 
 
 def _node(worker: FleetWorker, here: Sequence[InstanceHold], files: WorkerFiles) -> WorkerNode:

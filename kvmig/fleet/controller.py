@@ -577,7 +577,7 @@ class ModelController:
                 msgspec.json.encode(note).decode(),
                 units,
                 claim,
-                list(map(devices.ids, on_gpus)),
+                [one for one in map(devices.ids, on_gpus) if one],
                 self.workers.words(wanted.spec, model.claim, nodes),
             )
         )
@@ -603,6 +603,7 @@ class ModelController:
             note.gpu_bytes,
             self.memory.devices.parked(model.wanted.spec),
             self.memory.devices.uuids,
+            self.workers.gpus_of,
         )
         model.nodes = InstanceNodes(dict(note.nodes))
         self._whose[deployment] = model

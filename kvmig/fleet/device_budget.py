@@ -5,6 +5,7 @@ It has no GPU where the host has none; models then only need the host's memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvmig.core.errors import ConfigError
@@ -23,10 +24,17 @@ from kvmig.fleet.tensor_parallel import candidates, is_open, sized, split
 class DeviceBudget:
     """Claims of models on the GPUs that are watched."""
 
-    def __init__(self, watch: DeviceWatch | None = None, strategy: Strategy = "spread") -> None:
-        """watch: None: there are no GPUs."""
+    def __init__(
+        self,
+        watch: DeviceWatch | None = None,
+        strategy: Strategy = "spread",
+        uses: Callable[[ModelSpec], bool] = lambda spec: True,
+    ) -> None:
+        """watch: None: there are no GPUs. uses: whether instances of a model use GPUs where there
+        are some."""
         self.watch = watch or DeviceWatch()
         self.strategy = strategy
+        self._uses = uses
         self._sizes: dict[str, ModelSizes] = {}
         self._measured: dict[str, int] = {}
         self.figures = MemoryFigures()
@@ -99,7 +107,9 @@ class DeviceBudget:
 
     def claim(self, spec: ModelSpec) -> DeviceClaim | None:
         """What an instance claims of each of its GPUs; None: it uses none."""
-        return claim_of(spec, self.known(spec), self._largest) if self.there else None
+        if not self.there or not self._uses(spec):
+            return None
+        return claim_of(spec, self.known(spec), self._largest)
 
     def parked(self, spec: ModelSpec) -> int:
         """Bytes of each of its GPUs that a parked instance has."""
@@ -114,7 +124,9 @@ class DeviceBudget:
         return replace(need, only=frozenset(map(self._uuid, need.only)))
 
     def ids(self, uuids: tuple[str, ...]) -> tuple[str, ...]:
-        """Translate UUIDs into the launcher's ids."""
+        """Translate UUIDs into the launcher's ids; none where Ray chooses the GPUs."""
+        if self.watch.elsewhere:
+            return ()
         return tuple(self.watch.inventory.device(one).id for one in uuids)
 
     def uuids(self, ids: tuple[str, ...]) -> tuple[str, ...]:

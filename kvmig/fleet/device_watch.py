@@ -39,12 +39,19 @@ class DeviceWatch:
     """Make it, `read_sample` once, then `run` it as a task."""
 
     def __init__(
-        self, supervisor: Path | None = None, read: Callable[[], DeviceInventory] = read_devices
+        self,
+        supervisor: Path | None = None,
+        read: Callable[[], DeviceInventory] = read_devices,
+        *,
+        elsewhere: bool = False,
     ) -> None:
-        """supervisor: file with its process id; all of the fleet are below that process."""
+        """supervisor: file with its process id; all of the fleet are below that process.
+
+        elsewhere: whether the GPUs are those of other hosts, which may get some at any time."""
         self.sample = DeviceSample()
         self._supervisor = supervisor
         self._read = read
+        self.elsewhere = elsewhere
 
     @property
     def inventory(self) -> DeviceInventory:
@@ -55,11 +62,12 @@ class DeviceWatch:
         """Look now; takes some milliseconds, and seconds where a driver starts for it."""
         inventory = self._read()
         # Only who has GPUs pays for a look at all processes.
-        self.sample = DeviceSample(inventory, parents() if inventory.devices else {})
+        here = inventory.devices and not self.elsewhere
+        self.sample = DeviceSample(inventory, parents() if here else {})
 
     async def run(self) -> None:
         """Look every LOOK_S, until cancelled. A host without GPUs is not looked at again."""
-        while self.inventory.devices:
+        while self.inventory.devices or self.elsewhere:
             await asyncio.sleep(LOOK_S)
             try:
                 async with asyncio.timeout(LOOK_TIMEOUT_S):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvmig.core.clock import Clock
+from kvmig.fleet.device_watch import DeviceSample
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.spec import ModelSpec
@@ -42,7 +43,10 @@ class InstanceMeasures:
         devices = self._memory.devices
         if devices.watch.sample is self._sample:
             return
-        self._sample = devices.watch.sample
+        before, self._sample = self._sample, devices.watch.sample
+        if _gpus(before) != _gpus(self._sample):  # of a worker that has joined, or has left
+            for model in self._models.values():
+                self.take_claim(model)
         for model in self._models.values():
             spec = model.wanted.spec
             if model.unit:  # what it uses is the unit's KV cache, too
@@ -64,3 +68,7 @@ class InstanceMeasures:
             self._measured(spec)
             for one in self._models.values():
                 self.take_claim(one)
+
+
+def _gpus(sample: DeviceSample) -> set[str]:
+    return {one.uuid for one in sample.inventory.devices}

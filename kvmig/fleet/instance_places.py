@@ -21,6 +21,10 @@ def _as_they_are(gpus: Gpus) -> Gpus:
     return gpus
 
 
+def _none(row: InstanceRow) -> Gpus:
+    return ()
+
+
 @dataclass(eq=False)
 class InstancePlaces:
     """The places of one deployment's instances."""
@@ -33,6 +37,8 @@ class InstancePlaces:
     """The same while it is parked."""
     uuids: Callable[[Gpus], Gpus] = _as_they_are
     """Makes UUIDs of the names that instances use."""
+    actual: Callable[[InstanceRow], Gpus] = _none
+    """The UUIDs that Ray has given an instance, which may be others than were chosen."""
     coming: Places = ()
     """Places of instances that are being ordered."""
     measured: dict[str, int] = field(default_factory=dict)
@@ -40,7 +46,7 @@ class InstancePlaces:
 
     def gpus_of(self, row: InstanceRow) -> Gpus:
         """GPUs of one instance that the deployment reports."""
-        return self.by_instance.get(row.id) or self.uuids(row.gpus)
+        return self.actual(row) or self.by_instance.get(row.id) or self.uuids(row.gpus)
 
     def size_of(self, name: str) -> int:
         """Bytes that an instance takes of each of its GPUs."""

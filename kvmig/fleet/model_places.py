@@ -73,7 +73,7 @@ class ModelPlaces:
 
     def nodes(self) -> tuple[WorkerNode, ...]:
         """The nodes with what is on them: the workers, or this host."""
-        return self.workers.nodes() if self._pool.there else (self._host(),)
+        return self.workers.nodes(self.devices()) if self._pool.there else (self._host(),)
 
     def _host(self) -> WorkerNode:
         """The host; where there are workers, all of them together."""

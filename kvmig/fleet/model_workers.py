@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.cluster_nodes import InstanceHold
+from kvmig.fleet.device_room import DeviceMemory
 from kvmig.fleet.leaving_instances import LeavingStep, leaving_step
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.place_choice import PlaceExplanation
@@ -35,14 +36,15 @@ class ModelWorkers:
         self._pool = pool
         self._models = models
 
-    def nodes(self) -> tuple[WorkerNode, ...]:
-        """The workers, with what is left there of what the instances of all models take."""
+    def nodes(self, devices: Sequence[DeviceMemory]) -> tuple[WorkerNode, ...]:
+        """The workers, with what is left there of what the instances of all models take. devices:
+        the GPUs of all."""
         found: list[InstanceHold] = []
         for name, one in self._models.items():
             if one.deployment:
                 demand = self._pool.demand(one.wanted.spec, one.claim)
                 found += one.nodes.holds(one.instance_rows, demand, name)
-        return self._pool.nodes(found)
+        return self._pool.nodes(found, devices)
 
     def claims_on(self, model: ManagedModel) -> dict[str, int]:
         """The bytes that its instances take of each worker's memory, by name."""

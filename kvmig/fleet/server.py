@@ -29,7 +29,6 @@ from kvmig.accounts.limits import SpendBucket
 from kvmig.accounts.usage import HandOver
 from kvmig.core.background import BackgroundTasks, cancel_tasks, keep_running
 from kvmig.core.clock import monotonic
-from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.heap import keep_small
 from kvmig.core.model_sizes import decode_sizes
@@ -91,7 +90,7 @@ from kvmig.process.child import (
     until_stopped,
 )
 from kvmig.process.child_main import announce_failure, run_child
-from kvmig.process.nvml import missing_devices, read_devices
+from kvmig.process.nvml import missing_devices
 from kvmig.process.sockets import take_path
 from kvmig.proxy import messages
 from kvmig.proxy.control_link import ProxyLinks
@@ -117,7 +116,6 @@ KNOWN_S = 3.0
 """Wait for proxies to apply a change before its order is answered."""
 LOOK_S = 1.0
 """Wait for the reports of deployments that an earlier server started."""
-NO_DEVICES = DeviceInventory()
 DONE_S = 2.0
 """Pause before it is stored again that a roll-out is done, which could not be stored."""
 JUDGE_S = 1.0
@@ -192,11 +190,9 @@ class FleetServer:
         """Set when a proxy has told what it knows, or has gone."""
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._reloading = asyncio.Lock()
-        # Of workers Ray gives out the GPUs, not the fleet.
-        read = (lambda: NO_DEVICES) if settings.ray else read_devices
-        self._watch = DeviceWatch(settings.path("run", "init.pid"), read)
-        devices = DeviceBudget(self._watch, settings.gpu_placement)
         workers = WorkerPool.of_fleet(settings, monotonic, time.time)
+        self._watch = workers.device_watch() or DeviceWatch(settings.path("run", "init.pid"))
+        devices = DeviceBudget(self._watch, settings.gpu_placement, workers.uses_gpus)
         memory = MemoryBudget(settings.memory, devices, workers.memory if settings.ray else None)
         self._cluster = ClusterWatch(settings.ray, workers.take_report, workers.wish)
         self._models = ModelController(

@@ -5,6 +5,7 @@ Without `kvmig up --ray` there is one host, and nothing here decides anything.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
@@ -12,9 +13,12 @@ import msgspec
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.clock import Clock, monotonic
+from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.cluster_nodes import InstanceDemand, InstanceHold, worker_nodes
+from kvmig.fleet.device_room import DeviceMemory
+from kvmig.fleet.device_watch import DeviceWatch
 from kvmig.fleet.instance_nodes import InstanceNodes
 from kvmig.fleet.node_reserve import ReserveLadder, parse_ladder, wanted_bundles
 from kvmig.fleet.settings import FleetSettings
@@ -111,9 +115,39 @@ class WorkerPool:
         usual = {} if self._table.has_gpus else {"CPU": float(self._threads * spec.workers)}
         return InstanceDemand(memory, needs_of(given or usual, spec.workers))
 
-    def nodes(self, holds: Sequence[InstanceHold]) -> tuple[WorkerNode, ...]:
-        """The workers, with what is left there. holds: all instances that run, or were ordered."""
-        return worker_nodes(self.workers(), holds, self.files)
+    def nodes(
+        self, holds: Sequence[InstanceHold], devices: Sequence[DeviceMemory]
+    ) -> tuple[WorkerNode, ...]:
+        """The workers, with what is left there. holds: all instances that run, or were ordered.
+        devices: the GPUs of all."""
+        return worker_nodes(self.workers(), holds, self.files, devices)
+
+    def device_watch(self) -> DeviceWatch | None:
+        """The GPUs of all workers, as their agents have measured them; None: there is one host."""
+        return DeviceWatch(None, self._inventory, elsewhere=True) if self.there else None
+
+    def _inventory(self) -> DeviceInventory:
+        """The GPUs of all workers; on each they have the same indices."""
+        ready = [one for one in self.workers() if one.state == "ready"]
+        return DeviceInventory(
+            devices=tuple(
+                msgspec.structs.replace(gpu, id=gpu.uuid) for one in ready for gpu in one.devices
+            )
+        )
+
+    def uses_gpus(self, spec: ModelSpec) -> bool:
+        """Whether instances of a model use GPUs where there are some."""
+        return not self.there or self.demand(spec, 0).resources.get("GPU", 0.0) > 0
+
+    def gpus_of(self, row: InstanceRow) -> tuple[str, ...]:
+        """UUIDs of the GPUs that Ray has given an instance, as far as it reports them."""
+        worker = self._table.node(row.node)
+        if worker is None:
+            return ()
+        there = DeviceInventory(devices=worker.devices)
+        with contextlib.suppress(KeyError):  # its agent sees other GPUs
+            return tuple(there.device(one).uuid for one in row.gpus)
+        return ()
 
     def files_on(self, folder: str) -> dict[str, FolderReport]:
         """What is known of a folder on each worker that has, or fetches it, by name."""
@@ -185,7 +219,7 @@ class WorkerPool:
                 f"model {spec.name}: engine is 'command', must be vllm or transformers with `kvmig"
                 " up --ray`: a command's servers run on one host"
             )
-        for field in ("gpus", "gpus_per_instance", "tensor_parallel", "gpu_memory", "unit"):
+        for field in ("gpus", "gpus_per_instance", "tensor_parallel", "unit"):
             if getattr(spec, field):
                 raise ConfigError(
                     f"model {spec.name}: {field} is given, must be left out with `kvmig up --ray`:"

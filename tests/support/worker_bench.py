@@ -10,6 +10,7 @@ import pytest
 from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent
+from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.node_reserve import ReserveLadder
@@ -33,7 +34,9 @@ class WorkerBench:
         self.ordered: list[Order] = []
         self.asked: list[tuple[Any, ...]] = []
         self.pool = WorkerPool("10.0.0.1:6379", 2, lambda: self.now, lambda: self.now, reserve)
-        memory = MemoryBudget(workers=self.pool.memory)
+        self.watch = self.pool.device_watch()
+        devices = DeviceBudget(self.watch, "spread", self.pool.uses_gpus)
+        memory = MemoryBudget(devices=devices, workers=self.pool.memory)
         self.models = ModelController(
             FleetSettings(data=str(folder), ray="10.0.0.1:6379"),
             self.ordered.append,
@@ -47,6 +50,8 @@ class WorkerBench:
 
     def see(self, *nodes: NodeReport) -> None:
         self.pool.take_report(cluster_of(*nodes))
+        assert self.watch is not None
+        self.watch.read_sample()
 
     def turn(self, seconds: float = 0.0) -> None:
         self.now += seconds

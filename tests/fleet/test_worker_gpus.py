@@ -1,0 +1,108 @@
+"""The bytes of workers' GPUs, which Ray gives out and the fleet counts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvmig.core.devices import DeviceRecord
+from kvmig.fleet.instance_orders import PAUSE_S
+from kvmig.fleet.spec import InstanceCounts
+from kvmig.launcher.node_reports import NodeMeasure, NodeReport
+from tests.support.made_up_nodes import GIB, made_up_node
+from tests.support.model_bench import silence
+from tests.support.worker_bench import A, B, WorkerBench, row
+
+ENGINE: dict[str, Any] = {"engine": "vllm", "gpu_memory": 20 * GIB}
+
+
+def node(letter: str, *used: int, total: int = 40 * GIB, memory: int = 4 * GIB) -> NodeReport:
+    """A node whose GPUs have so many bytes taken."""
+    devices = tuple(
+        DeviceRecord(
+            id=str(at), index=at, uuid=f"GPU-{letter}{at}", name="GPU", total=total, used=size
+        )
+        for at, size in enumerate(used)
+    )
+    amounts = {"CPU": 4.0, "GPU": float(len(used))}
+    measured = NodeMeasure(memory_total=memory, memory_free=memory, devices=devices)
+    return made_up_node(letter, measured=measured, total=amounts, free=amounts)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerBench]:
+    silence(monkeypatch)  # what a deployment tells, the test says
+    made = WorkerBench(tmp_path)
+    yield made
+    await made.models.close()
+
+
+async def test_a_worker_whose_gpu_others_have_filled_is_refused_in_bytes(
+    bench: WorkerBench,
+) -> None:
+    bench.see(node("a", 30 * GIB), node("b", 10 * GIB))
+    bench.add(**ENGINE)
+    assert f"--instance-node=i0: {B}" in bench.start.words
+    (refused,) = (one for one in bench.models.why_not(bench.model).nodes if one.node == "worker-a")
+    (why,) = refused.refusals
+    assert (why.filter, why.need_bytes, why.free_bytes) == ("gpu_memory", 20 * GIB, 10 * GIB)
+
+
+async def test_weights_and_kv_cache_are_not_counted_in_the_nodes_memory(
+    bench: WorkerBench,
+) -> None:
+    """A node of 4 GiB would be refused for a KV cache of 30 GiB."""
+    bench.see(node("a", 0))
+    bench.add(engine="vllm", flags=("--kv-cache-memory-bytes", str(30 * GIB)))
+    assert f"--instance-node=i0: {A}" in bench.start.words
+
+
+async def test_the_launcher_gets_no_gpu_by_name_and_ray_its_number(bench: WorkerBench) -> None:
+    bench.see(node("a", 0, 0))
+    bench.add(**ENGINE)
+    words = bench.start.words
+    assert '--ray-resources={"GPU":1.0}' in words
+    assert not [one for one in words if one.startswith("--instance-gpus")]
+
+
+async def test_the_gpu_that_ray_gave_counts_and_not_the_one_that_was_expected(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(node("a", 0, 0))
+    bench.add(**ENGINE)
+    assert list(bench.model.held) == ["GPU-a0"]
+    bench.serve(monkeypatch, replace(row("i0", A), gpus=("1",)))
+    assert bench.model.held == {"GPU-a1": 20 * GIB}
+
+
+async def test_another_instance_is_added_where_a_gpu_has_the_bytes(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.see(node("a", 0), node("b", 25 * GIB))
+    bench.add(**ENGINE, instances=InstanceCounts(min=2, max=2))
+    bench.turn()
+    assert bench.model.life.state == "waiting"
+    bench.see(node("a", 0), node("b", 15 * GIB))
+    bench.turn(PAUSE_S)
+    assert {f"--instance-node=i{at}: {one}" for at, one in enumerate((A, B))} <= {
+        *bench.start.words
+    }
+
+
+async def test_a_model_that_takes_no_gpu_needs_none(bench: WorkerBench) -> None:
+    bench.see(node("a", 40 * GIB))
+    bench.add(flags=("--ray-resources", '{"CPU": 1}'))
+    assert f"--instance-node=i0: {A}" in bench.start.words
+
+
+async def test_claims_are_computed_again_when_a_worker_with_gpus_joins(bench: WorkerBench) -> None:
+    kv = ("--kv-cache-memory-bytes", str(30 * GIB), "--ray-resources", '{"GPU": 1}')
+    bench.add(engine="vllm", flags=kv)
+    assert bench.model.claim > 30 * GIB
+    bench.see(node("a", 0))
+    bench.turn()
+    assert bench.model.claim < 4 * GIB
