@@ -29,6 +29,8 @@ from kvmig.proxy.exposition import Part, merged, parsed
 
 SCRAPE_S = 2.0
 """Timeout of a deployment's answer."""
+USAGE_S = 0.5
+"""Timeout of the database's answer: where it is locked, the rest is shown all the same."""
 CACHE_S = 1.0
 """Time for which a text is served again."""
 
@@ -53,6 +55,10 @@ class FleetMetrics:
     """Seconds since all usage was in the ledger."""
     quotas: Callable[[], Sequence[QuotaUse]] = tuple
     _users: UserCounters = field(default_factory=UserCounters, init=False)
+    _asked: dict[str, asyncio.Future[Sequence[Mapping[str, Any]]]] = field(
+        default_factory=dict, init=False
+    )
+    """Questions to the database that have no answer yet, by field."""
     _missed: Counter[str] = field(default_factory=Counter, init=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _text: bytes = field(default=b"", init=False)
@@ -68,7 +74,7 @@ class FleetMetrics:
 
     async def _make(self) -> bytes:
         every = self.models.fronts()
-        usage, users = await self._used("model"), await self._used("user")
+        usage, users = await asyncio.gather(self._used("model"), self._used("user"))
         sockets = {
             one.wanted.name: one.note.socket
             for one in every
@@ -116,8 +122,18 @@ class FleetMetrics:
         return {one.uuid: one for one in every}
 
     async def _used(self, field: str) -> Sequence[Mapping[str, Any]]:
+        """Sums of the ledger; none while the database doesn't answer: it is asked once until then,
+        however many texts are made."""
+        asked = self._asked.get(field)
+        if asked is None:
+            asked = self._asked[field] = asyncio.ensure_future(self.usage(field))
+        done, _ = await asyncio.wait([asked], timeout=USAGE_S)
+        if not done:
+            log.warning("metrics of usage are left out: no answer within %g s", USAGE_S)
+            return ()
+        del self._asked[field]
         try:
-            return await self.usage(field)
+            return asked.result()
         except StoreError as error:
             log.warning("metrics of usage are left out: %s", error)
             return ()

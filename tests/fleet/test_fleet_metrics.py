@@ -151,6 +151,30 @@ async def test_without_the_database_there_is_no_usage_but_all_the_rest(tmp_path:
     assert 'kvmig_proxy_running{model="a",proxy="0"} 2.0' in text
 
 
+async def test_a_database_that_does_not_answer_is_asked_once_and_keeps_no_text_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "USAGE_S", 0.01)
+    unlocked, asked, now = asyncio.Event(), [], 0.0
+
+    async def used(field: str) -> Sequence[Any]:
+        asked.append(field)
+        await unlocked.wait()
+        return [{field: "a", "calls": 2, "prompt": 10, "output": 20}]
+
+    models = Serving(tmp_path)
+    models.found.clear()
+    made = FleetMetrics(models, lambda: (), used, lambda: now, behind_s=lambda: 9.0)
+    for _ in range(3):
+        text = (await made.text()).decode()
+        assert "kvmig_usage_behind_seconds 9.0" in text
+        assert "kvmig_usage_calls_total{" not in text
+        now += metrics.CACHE_S
+    assert sorted(asked) == ["model", "user"]
+    unlocked.set()
+    assert 'kvmig_usage_calls_total{model="a"} 2.0' in (await made.text()).decode()
+
+
 async def test_usage_is_told_by_model(tmp_path: Path) -> None:
     async def used(field: str) -> Sequence[Any]:
         return [{field: "a", "calls": 2, "prompt": 10, "output": 20}]
