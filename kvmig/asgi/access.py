@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvmig.accounts.page_sessions import PATH as PAGE
 from kvmig.asgi.route_table import find_route
 from kvmig.core.secret import ADMIN_KEY
 
@@ -85,6 +86,8 @@ class AccessRules:
     admin: Rule
     has_admin_key: bool = False
     """Whether the operator has a key that tenants don't have."""
+    has_page: bool = False
+    """Whether there is a page, which has sessions of its own."""
 
     def denied(self, method: str, path: str, headers: Mapping[str, str]) -> AccessDenied | None:
         """The answer to a call that isn't let in; None for one that is.
@@ -94,13 +97,18 @@ class AccessRules:
         has besides the routes of clients (to load adapters, to sleep, to abort by an id, ...) is
         for the operator, where there is a key for one.
         """
-        if method == "OPTIONS":
+        if method == "OPTIONS" or (self.has_page and is_page(path)):
             return None
         if path.startswith(ADMIN) or (self.has_admin_key and is_for_operators(method, path)):
             return self.admin(headers)
         if method in ("GET", "HEAD") and not path.startswith(OPENAI):
             return None
         return self.openai(headers)
+
+
+def is_page(path: str) -> bool:
+    """Whether a path is the page's."""
+    return path == PAGE or path.startswith(f"{PAGE}/")
 
 
 def is_for_operators(method: str, path: str) -> bool:
@@ -115,7 +123,8 @@ def access(api_keys: Sequence[str], admin_key: str, bound: str) -> AccessRules:
     """
     keys = [admin_key] if admin_key else list(api_keys)
     admin = bearer(keys) if keys else local_only(bound)
-    return AccessRules(bearer(api_keys), admin, bool(admin_key))
+    has_page = bool(admin_key) and not bound.startswith("/")
+    return AccessRules(bearer(api_keys), admin, bool(admin_key), has_page)
 
 
 def is_loopback(host: str) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.routing import Route
 
+from kvmig.accounts.page_sessions import PATH as PAGE
 from kvmig.asgi.connection import HttpConnection
 from kvmig.core.api_records import InstanceRow
 from kvmig.frontend.admin import admin_api, instances_api
@@ -29,10 +33,14 @@ def extend(
     membership: InstanceMembership,
     launcher: LauncherLink,
     model: str,
+    *,
+    admin_key: str = "",
+    tls: bool = False,
 ) -> None:
     """Add kvmig's routes and state to `app`, before it serves; `HttpMiddleware` is there already.
 
-    Our /metrics, /health and /ping take the place of its own.
+    Our /metrics, /health and /ping take the place of its own. admin_key: opens the page, where
+    there is one. tls: whether browsers come by HTTPS.
     """
     rows_of_router = router.fleet.rows
 
@@ -57,10 +65,44 @@ def extend(
     engine = getattr(app.state, "engine_client", None)  # vLLM's
     probes = probe_routes(http, lambda: engine is not None and engine.errored)
     app.router.routes[:0] = [Route("/metrics", metrics), *probes]
+    if http.access.has_page:
+        add_page(app, http, router, launcher, rows, model, AdminKey(admin_key, tls))
     add_schemas(app)
     describe_beside_streams(app)
     app.state.kvmig = http
     app.state.connection = HttpConnection.limited(http.config.send_timeout_s, http.count)
+
+
+class AdminKey(NamedTuple):
+    """The key that opens the page."""
+
+    key: str
+    tls: bool
+    """Whether browsers come by HTTPS."""
+
+
+def add_page(
+    app: FastAPI,
+    http: HttpState,
+    router: Router,
+    launcher: LauncherLink,
+    rows: Callable[[], list[InstanceRow]],
+    model: str,
+    admin: AdminKey,
+) -> None:
+    """Add the page; its templates are loaded for it alone."""
+    from kvmig.frontend.server_pages import AdminSessions, ServerView, server_pages
+
+    def let_in(_: Mapping[str, str]) -> None:
+        """Let every call in: the page has looked at its session."""
+
+    routers = (
+        admin_api(router, rows, model, let_in, launcher.raise_fence),
+        instances_api(launcher, rows, let_in),
+    )
+    view = ServerView(router, rows, model, time.time)
+    sessions = AdminSessions(admin.key, time.time, tls=admin.tls)
+    app.mount(PAGE, server_pages(view, sessions, model, routers, lambda: http.closed))
 
 
 def describe_beside_streams(app: FastAPI) -> None:

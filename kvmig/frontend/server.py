@@ -153,7 +153,16 @@ class FrontEnd:
         self._started = True
         app = await self._server.make_app(self._router)
         self._http.learn(self._server.reach())
-        extend(app, self._http, self._router, self._membership, self._launcher, self._model)
+        extend(
+            app,
+            self._http,
+            self._router,
+            self._membership,
+            self._launcher,
+            self._model,
+            admin_key=self._launch.admin_key,
+            tls=bool(getattr(self._args, "ssl_certfile", None)),
+        )
         leave_what_stays()
         self._http.loop_use.watch(asyncio.get_running_loop())
         await self._server.serve(app, self._own_signals)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvmig import __version__
+from kvmig.accounts.page_sessions import PATH as PREFIX
 from kvmig.pages.words import FILTERS, percent_of
 
-PREFIX = "/ui"
-"""The path of the pages."""
+__all__ = ["PREFIX", "render", "render_macro"]
 
 
 def _environment() -> Environment:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.fleet.pages.login import own_path
+from kvmig.pages.login import own_path
 from tests.support.fleet_api import Api
 from tests.support.fleet_stores import Place
 from tests.support.page_logins import key_of, log_in, token_on

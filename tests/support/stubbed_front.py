@@ -79,6 +79,7 @@ async def stubbed_front(
     priorities: tuple[PriorityClass, ...] = ClusterConfig().priorities,
     api_keys: Sequence[str] = (),
     tracer: SpanTracer | None = None,
+    admin_key: str = "",
 ) -> AsyncIterator[Stubbed]:
     """Started, and ended. tracer: makes spans; None: there are none."""
     small = MigrationConfig(staging_buffers=1, chunk_bytes=4096)
@@ -95,7 +96,7 @@ async def stubbed_front(
     )
     state = HttpState(
         http,
-        access(api_keys, "", "127.0.0.1"),
+        access(api_keys, admin_key, "127.0.0.1"),
         priorities,
         registry,
         vacant=router.fleet.vacant,
@@ -110,7 +111,7 @@ async def stubbed_front(
     app.add_middleware(HttpMiddleware)
     backend = GenerationBackend(router, queues, cast("ModelTokenizer", Bytes(TOKENS)))
     app.include_router(openai_api(backend, ["bytes"], TOKENS, state.access.openai))
-    extend(app, state, router, membership, launcher, "bytes")
+    extend(app, state, router, membership, launcher, "bytes", admin_key=admin_key)
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     server = uvicorn_server(app, app.state.connection, access_log=False)

@@ -16,7 +16,6 @@ from kvmig.core.live_records import LiveFleet
 from kvmig.fleet.live_api import MOST_STREAMS
 from kvmig.fleet.pages.accounts import key_routes, user_routes
 from kvmig.fleet.pages.backend import FleetPages
-from kvmig.fleet.pages.login import login_routes
 from kvmig.fleet.pages.models import model_routes
 from kvmig.fleet.pages.playground import playground_routes
 from kvmig.fleet.pages.sessions import FleetSessions
@@ -24,6 +23,7 @@ from kvmig.fleet.pages.usage import usage_routes
 from kvmig.fleet.pages.workers import worker_routes
 from kvmig.pages.api_calls import ApiCaller
 from kvmig.pages.live_feed import LiveFeed
+from kvmig.pages.login import login_routes
 from kvmig.pages.picture import picture_of
 from kvmig.pages.session import PageSessions
 from kvmig.pages.site import NavigationLink, PageSite, go_to
@@ -55,7 +55,7 @@ def fleet_pages(
     pages = FleetPages(PageSite(sessions or own, LINKS), ApiCaller(api, prefix), keys)
     return pages.site.make_app(
         [
-            *login_routes(pages.site, own),
+            *login_routes(pages.site, own, "login_fleet"),
             *overview_routes(pages, feed),
             *model_routes(pages),
             *playground_routes(pages),

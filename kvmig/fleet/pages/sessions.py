@@ -63,12 +63,13 @@ class FleetSessions:
             sentence = "the form is of an earlier session: load the page again"
             raise HTTPException(HTTPStatus.FORBIDDEN, sentence)
 
-    def log_in(self, key: str, address: str) -> LoginSession | KeyDenied:
+    def log_in(self, request: Request, key: str) -> LoginSession | KeyDenied:
         """A session of who shows a key; or why there is none."""
         grant, now = self._keys().find(key), self._wall()
         if grant is None:
             return BAD_KEY
-        return allows(grant, None, address, now, None) or self.cookies.begin(grant, now)
+        denied = allows(grant, None, address_of(request), now, None)
+        return denied or self.cookies.begin(grant, now)
 
     def set_cookie(self, session: LoginSession) -> str:
         """The header that begins a session in a browser."""

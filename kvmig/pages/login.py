@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from http import HTTPStatus
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from kvmig.accounts.keys import KeyDenied
-from kvmig.fleet.pages.sessions import FleetSessions, address_of
+from kvmig.accounts.page_sessions import LoginSession
 from kvmig.pages.rendering import PREFIX
 from kvmig.pages.site import FormOutcome, PageSite, go_to
 
@@ -21,13 +22,29 @@ OWN_PATH = re.compile(rf"{PREFIX}(/[\w.~%:@+,/-]*(\?[\w.~%:@+,/?&=-]*)?)", re.AS
 """A path of the page, which cannot be taken for another site's address."""
 
 
-def login_routes(site: PageSite, sessions: FleetSessions) -> list[Route]:
-    """The routes."""
+class LoginSessions(Protocol):
+    """Begins and ends sessions of a browser."""
+
+    def log_in(self, request: Request, key: str) -> LoginSession | KeyDenied:
+        """A session of who shows a key; or why there is none."""
+        ...
+
+    def set_cookie(self, session: LoginSession) -> str:
+        """The header that begins a session in a browser."""
+        ...
+
+    def clear_cookie(self) -> str:
+        """The header that ends it there."""
+        ...
+
+
+def login_routes(site: PageSite, sessions: LoginSessions, hint: str) -> list[Route]:
+    """The routes. hint: template of where a key comes from."""
 
     def form(
         request: Request, target: str, refused: str = "", status: HTTPStatus = HTTPStatus.OK
     ) -> Response:
-        values = {"title": "Log in", "target": target, "refused": refused}
+        values = {"title": "Log in", "target": target, "refused": refused, "hint": hint}
         return site.page(request, "login", values, FormOutcome(status=status))
 
     async def show(request: Request) -> Response:
@@ -37,7 +54,7 @@ def login_routes(site: PageSite, sessions: FleetSessions) -> list[Route]:
         fields = await request.form(max_files=0, max_fields=MOST_FIELDS)
         target = own_path(str(fields.get("next", "")))
         key = str(fields.get("key", "")).strip()[:MOST_KEY]
-        session = sessions.log_in(key, address_of(request))
+        session = sessions.log_in(request, key)
         if isinstance(session, KeyDenied):
             return form(request, target, session.message, session.status)
         answer = go_to(target)

@@ -1,0 +1,111 @@
+"""The page of a single server: who may look, what it shows, and the orders it gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from starlette.requests import Request
+
+from kvmig.accounts.page_sessions import SESSION_S, LoginSession
+from kvmig.core.config import HttpConfig
+from kvmig.frontend.server_pages import AdminSessions
+from tests.support.stubbed_front import stubbed_front
+
+KEY = "the-admins"
+HTML = {"accept": "text/html"}
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        stubbed_front(HttpConfig(), admin_key=KEY) as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", headers=HTML) as http,
+    ):
+        yield http
+
+
+async def log_in(http: httpx.AsyncClient, key: str = KEY) -> httpx.Response:
+    return await http.post("/ui/login", data={"key": key, "next": "/ui/"})
+
+
+async def token_of(http: httpx.AsyncClient) -> str:
+    found = re.search(r'name="csrf" value="([^"]+)"', (await http.get("/ui/")).text)
+    assert found is not None
+    return found[1]
+
+
+async def test_without_an_admin_key_there_is_no_page() -> None:
+    async with (
+        stubbed_front(HttpConfig()) as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}") as http,
+    ):
+        assert (await http.get("/ui/", headers=HTML)).status_code == 404
+
+
+async def test_only_the_admin_key_opens_the_page(browser: httpx.AsyncClient) -> None:
+    answer = await browser.get("/ui/")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/login?next=/ui/")
+    assert "KVMIG_ADMIN_KEY" in (await browser.get("/ui/login")).text
+    refused = await log_in(browser, "another")
+    assert (refused.status_code, "no such API key" in refused.text) == (401, True)
+    assert (await log_in(browser)).status_code == 303
+    assert (await browser.get("/ui/")).status_code == 200
+
+
+async def test_the_page_shows_instances_and_streams(browser: httpx.AsyncClient) -> None:
+    await log_in(browser)
+    live = await browser.get("/ui/")
+    assert 'data-key="i:bytes//i0"' in live.text
+    shown = await browser.get("/ui/instances")
+    assert ">i0</th>" in shown.text
+    assert "None runs." in shown.text
+
+
+async def test_the_picture_is_followed_with_a_session_only(browser: httpx.AsyncClient) -> None:
+    events = {"accept": "text/event-stream"}
+    assert (await browser.get("/ui/live", headers=events)).status_code == 401
+    await log_in(browser)
+    async with browser.stream("GET", "/ui/live", headers=events) as answer:
+        first = await anext(answer.aiter_lines())
+    assert first == "event: picture"
+
+
+async def test_a_stream_that_is_not_there_is_not_moved(browser: httpx.AsyncClient) -> None:
+    await log_in(browser)
+    form = {"request_id": "nothing", "csrf": await token_of(browser)}
+    answer = await browser.post("/ui/move", data=form)
+    assert (answer.status_code, "nothing" in answer.text) == (404, True)
+
+
+async def test_a_form_without_the_sessions_token_is_refused(browser: httpx.AsyncClient) -> None:
+    await log_in(browser)
+    answer = await browser.post("/ui/instances/i0/drain", data={})
+    assert answer.status_code == 403
+
+
+async def test_the_page_lets_nobody_into_the_admin_api(browser: httpx.AsyncClient) -> None:
+    await log_in(browser)
+    assert (await browser.get("/kvmig/v1/instances")).status_code == 401
+    assert (await browser.post("/uix", data={})).status_code == 401
+
+
+def test_a_session_ends_with_its_key() -> None:
+    now = 1_000_000.0
+
+    def sessions(key: str) -> AdminSessions:
+        return AdminSessions(key, lambda: now, tls=False)
+
+    session = sessions(KEY).log_in(asking(), KEY)
+    assert isinstance(session, LoginSession)
+    cookie = sessions(KEY).set_cookie(session).partition(";")[0]
+    assert sessions(KEY).find_person(asking(cookie)) is not None
+    assert sessions("another").find_person(asking(cookie)) is None
+    now += SESSION_S
+    assert sessions(KEY).find_person(asking(cookie)) is None
+
+
+def asking(cookie: str = "") -> Request:
+    return Request({"type": "http", "headers": [(b"cookie", cookie.encode())]})
