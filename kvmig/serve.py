@@ -24,6 +24,7 @@ from kvmig.asgi.access import is_loopback
 from kvmig.controlplane.messages import ClusterMember
 from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig, UnitConfig, instance_name
+from kvmig.core.devices import DeviceRecord
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.model_sizes import encode_sizes
 from kvmig.core.secret import ADMIN_KEY
@@ -169,6 +170,12 @@ def serve(
     """
     config, argv = front.config, front.engine_argv
     args = kind.parse(argv)
+    if config.load and host is not None:
+        choice = kind.choose_load(args, first_gpu(config, host))
+        for line in choice.lines:
+            say(line)
+        argv = [*argv, *choice.words]
+        args = kind.parse(argv)
     planned = shapes_of(args, argv, own, planned_instances(config), kind.parse)
     config = in_units(config, unit_tokens(planned, config.migration.mixed_shapes), kind)
     shared: InstanceUnits | None = None
@@ -203,6 +210,15 @@ def serve(
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv, whose=whose)
         return uvloop.run(ClusterServer(cluster, front, args, sock, forks).run())
+
+
+def first_gpu(config: ClusterConfig, host: LocalHost) -> DeviceRecord | None:
+    """A GPU that an instance gets; None: they run on the CPU."""
+    wanted = [
+        one for ids in own_gpus(config.instance_gpus, config.instances).values() for one in ids
+    ]
+    devices = {one.id: one for one in host.inventory.devices}
+    return next((devices[one] for one in (*wanted, *devices) if one in devices), None)
 
 
 def parts_of_memory(

@@ -23,6 +23,8 @@ Transport = Literal["auto", "shm", "tcp", "cuda-ipc", "nixl", "nccl"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 ENGINES: tuple[str, ...] = get_args(EngineName)
 TRANSPORTS: tuple[str, ...] = get_args(Transport)
+LOADS = ("auto",)
+"""Values of --load; empty: as the engine's own flags say."""
 IN_THE_CLEAR = ("nixl", "nccl")
 """Transports with sockets of their own, which neither encrypt nor authenticate."""
 BY_NAME = ("nccl",)
@@ -255,6 +257,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineName = "vllm"
     """Engine of all instances."""
     allow_untested_vllm: bool = False
+    load: str = ""
+    """auto: the --load-format is chosen by measuring; empty: it is as the engine's flags say."""
     instances: int = 2
     instance_flags: tuple[str, ...] = ()
     """Engine flags for single instances, each as "iN: FLAGS"."""
@@ -305,6 +309,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     Raises ConfigError with the flag, its value and what is allowed.
     """
     _one_of("--engine", config.engine, ENGINES)
+    _check_load(config)
     _least("--instances", config.instances, 1)
     _positive("--heartbeat-interval-ms", config.heartbeat_interval_ms)
     _least("--shutdown-timeout", config.shutdown_timeout_s, 0)
@@ -324,6 +329,16 @@ def check(config: ClusterConfig) -> ClusterConfig:
     if config.ray is not None:
         _check_ray(config)
     return config
+
+
+def _check_load(config: ClusterConfig) -> None:
+    if not config.load:
+        return
+    _one_of("--load", config.load, LOADS)
+    other = f"left out with --engine {config.engine}: vLLM has several ways to read weights"
+    _require(config.engine == "vllm", "--load", config.load, other)
+    elsewhere = "left out with --ray: what is fastest is measured on this host"
+    _require(config.ray is None, "--load", config.load, elsewhere)
 
 
 def check_scaling(scaling: ScalingConfig, instances: int) -> None:

@@ -6,9 +6,10 @@ import os
 from argparse import ArgumentDefaultsHelpFormatter, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvmig.core.config import ClusterConfig, UnitConfig
+from kvmig.core.devices import DeviceRecord
 from kvmig.core.errors import ConfigError
 from kvmig.core.flag_parser import FlagParser
 from kvmig.core.model_sizes import ModelSizes
@@ -17,6 +18,15 @@ from kvmig.engines.base import ServingEngine
 
 ALLOW_UNTESTED = "KVMIG_ALLOW_UNTESTED_VLLM"
 """Set in the environment: versions that kvmig wasn't tested with start, too, if they can."""
+
+
+class LoadChoice(NamedTuple):
+    """How weights are read."""
+
+    words: tuple[str, ...] = ()
+    """Flags for it."""
+    lines: tuple[str, ...] = ()
+    """Why, for people."""
 
 
 class EnginePlugin(Protocol):
@@ -113,6 +123,11 @@ class EnginePlugin(Protocol):
         """Bytes of the weights where they are loaded, all workers' together; 0: not known."""
         ...
 
+    def choose_load(self, args: Namespace, gpu: DeviceRecord | None) -> LoadChoice:
+        """Choose the fastest way to read the weights, which may be measured for that. gpu: one that
+        an instance gets; None: they run on the CPU."""
+        ...
+
     def kv_bytes(self, engine: ServingEngine) -> int:
         """Bytes that each worker of one that `make` made has found to have for its KV cache; 0:
         it looks for none."""
@@ -159,6 +174,9 @@ class UnsizedEngineKind:
 
     def weight_bytes(self, args: Namespace) -> int:
         return 0
+
+    def choose_load(self, args: Namespace, gpu: DeviceRecord | None) -> LoadChoice:
+        return LoadChoice()
 
     def kv_bytes(self, engine: ServingEngine) -> int:
         return 0

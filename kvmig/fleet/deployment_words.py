@@ -100,6 +100,8 @@ def words(
         least = max(1, spec.least)
         own += [f"--autoscale={instances.target:g},{6 * instances.target:g}"]
         own += [f"--min-instances={least}"]
+    if spec.load:
+        own.append(f"--load={spec.load}")
     if spec.unit:
         own.append(f"--unit={settings.unit(spec.unit)}")
     if not spec.share_prefixes:

@@ -116,7 +116,7 @@ def start_of(spec: ModelSpec) -> tuple[object, ...]:
     itself = counts.target_kind == "freeness"
     numbers = (spec.least, counts.max, counts.target) if itself else None
     return (
-        spec.engine, spec.source, spec.flags, tuple(sorted(spec.adapters.items())),
+        spec.engine, spec.source, spec.flags, spec.load, tuple(sorted(spec.adapters.items())),
         spec.share_prefixes, spec.gpus, spec.tensor_parallel or spec.workers,
         spec.gpu_memory, spec.unit, spec.vllm,
         spec.command, spec.health, spec.served, spec.parallel, spec.stream_usage,
@@ -154,6 +154,7 @@ def with_live_fields(old: ModelSpec, new: ModelSpec) -> ModelSpec:
         source=old.source,
         flags=old.flags,
         vllm=old.vllm,
+        load=old.load,
         command=old.command,
         health=old.health,
         served=old.served,

@@ -35,7 +35,6 @@ RESERVED_ENDS = ("/logs", "/rollout", "/scale", "/switch", "/wake")
 PATH = "path:"
 LATER = {
     "cpu_offload": "weights in the host's memory",
-    "load": "streamed loading",
 }
 """Fields that have their place and no meaning yet."""
 OURS = {
@@ -62,6 +61,7 @@ OURS = {
     "--api-key": "keys of the fleet (`kvmig key add`)",
     "--front-ends": "the fleet's own",
     "--engine": "engine",
+    "--load": "load",
     "--ray": "of `kvmig up`",
     "--instance-node": "the fleet's own",
     "--ray-files": "the fleet's own",
@@ -81,6 +81,7 @@ LABEL = re.compile(r"[A-Za-z0-9._/-]{1,64}")
 """Name or value of a worker's label."""
 LEAST_UNIT = 1 << 20
 """Least bytes of a unit's KV cache."""
+LOAD_FORMAT = "--load-format"
 FLAG_BYTES = 1 << 16
 """Most bytes of all flags of a model."""
 
@@ -94,6 +95,7 @@ HEALTH_PATH = re.compile(r"/[\x21-\x7e]{0,200}")
 Engine = Literal["vllm", "transformers", "toy", "command"]
 TargetKind = Literal["concurrency", "rps", "freeness"]
 Warm = Literal["none", "parked", "always"]
+Load = Literal["", "auto"]
 PlacementStrategy = Literal["", "spread", "pack"]
 TensorParallel = Literal["", "auto"]
 
@@ -137,6 +139,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Seconds without a sign of life until that server is ended, and started again."""
     pass_environment: tuple[str, ...] = ()
     """Environment variables of `kvmig up` that such a server gets beyond the usual ones."""
+    load: Load = ""
+    """auto: weights are read in the way that is measured to be the fastest, once for a model;
+    empty: as the flags say."""
     vllm: str = ""
     """Folder of the build of vLLM that its instances are; empty: the installed one."""
     instances: InstanceCounts = InstanceCounts()
@@ -208,6 +213,7 @@ ALLOWED = {
     "engine": get_args(Engine),
     "instances.target_kind": get_args(TargetKind),
     "warm": get_args(Warm),
+    "load": ("auto",),
     "placement_strategy": ("spread", "pack"),
     "tensor_parallel": ("auto",),
 }
@@ -286,10 +292,7 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         raise ConfigError(f"{where}: adapters is given, must be left out: {spec.engine} has none")
     for name, folder in spec.adapters.items():
         _check_folder(f"{where}: adapters.{name}", folder)
-    if spec.vllm and spec.engine != "vllm":
-        raise ConfigError(f"{where}: vllm is given, must be left out: engine is {spec.engine}")
-    if spec.vllm:
-        _check_folder(f"{where}: vllm", spec.vllm)
+    _check_vllm(where, spec)
     _check_instances(where, spec.instances)
     if spec.warm == "parked" and spec.engine in ("transformers", "command"):
         raise ConfigError(f"{where}: warm is 'parked', must be none or always with {spec.engine}")
@@ -302,6 +305,19 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     _check_range(f"{where}: heartbeat_after_s", spec.heartbeat_after_s, 0, MOST_S)
     _check_flags(where, spec.flags)
     return spec
+
+
+def _check_vllm(where: str, spec: ModelSpec) -> None:
+    """What only vLLM has."""
+    for field in ("vllm", "load"):
+        if getattr(spec, field) and spec.engine != "vllm":
+            raise ConfigError(
+                f"{where}: {field} is given, must be left out: engine is {spec.engine}"
+            )
+    if spec.vllm:
+        _check_folder(f"{where}: vllm", spec.vllm)
+    if spec.load and text_in(spec.flags, LOAD_FORMAT):
+        raise ConfigError(f"{where}: load is given, must be left out: flags has {LOAD_FORMAT}")
 
 
 def _check_command(where: str, spec: ModelSpec) -> None:

@@ -219,6 +219,11 @@ class WorkerPool:
                 f"model {spec.name}: engine is 'command', must be vllm or transformers with `kvmig"
                 " up --ray`: a command's servers run on one host"
             )
+        if spec.load:
+            raise ConfigError(
+                f"model {spec.name}: load is {spec.load!r}, must be left out with `kvmig up --ray`:"
+                " which way is the fastest differs between hosts"
+            )
         for field in ("gpus", "gpus_per_instance", "tensor_parallel", "unit"):
             if getattr(spec, field):
                 raise ConfigError(

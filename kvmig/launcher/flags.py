@@ -251,6 +251,13 @@ def _add_cluster(root: FlagParser) -> None:
         "allow a vLLM version that kvmig was not tested with, if it has the internals that kvmig"
         " uses",
     )
+    group.add(
+        "--load",
+        "load",
+        "auto: read weights by the --load-format that is measured to be the fastest on this host,"
+        " once for a model",
+        metavar="HOW",
+    )
     group.add("--instances", "instances", "number of instances to start")
     group.add_argument(
         "--instance-flags",

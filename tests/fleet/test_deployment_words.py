@@ -1,9 +1,10 @@
-"""What a deployment's command line says of GPUs."""
+"""What a deployment's command line says of GPUs, and of how weights are read."""
 
 from __future__ import annotations
 
-from kvmig.fleet.deployment_words import gpu_words
+from kvmig.fleet.deployment_words import gpu_words, words
 from kvmig.fleet.device_claims import DeviceClaim
+from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 
 CLAIM = DeviceClaim(1 << 30, "estimated", share=0.25)
@@ -33,3 +34,11 @@ def test_a_first_instance_has_as_many_workers_as_its_unit_has_gpus() -> None:
         "--instance-gpus=i1: 1,2",
         "--instance-flags=i1: --tensor-parallel-size=2",
     ]
+
+
+def test_weights_are_read_in_the_fastest_way_where_the_specification_wants_that() -> None:
+    settings = FleetSettings(data="/d")
+    plain = ModelSpec(name="a", source="path:/a")
+    fastest = ModelSpec(name="a", source="path:/a", load="auto")
+    assert "--load=auto" not in words(plain, "d", settings)
+    assert "--load=auto" in words(fastest, "d", settings)

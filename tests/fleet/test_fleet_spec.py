@@ -338,3 +338,18 @@ def test_names_are_taken_as_clients_have_them_in_their_settings(name: str) -> No
 def test_two_names_that_differ_in_their_letters_case_are_two_names() -> None:
     models = [{"name": name, "source": "path:/x", "engine": "toy"} for name in ("a/B", "a/b")]
     assert [one.name for one in fleet_of({"models": models}).models] == ["a/B", "a/b"]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"load": "fast"}, "load is 'fast', must be auto"),
+        ({"load": "auto", "engine": "transformers"}, "load is given, must be left out: engine is"),
+        ({"load": "auto", "flags": "--load_format dummy"}, "must be left out: flags has --load"),
+        ({"flags": "--load=auto"}, "flags has --load: that is load"),
+    ],
+)
+def test_how_weights_are_read_is_checked(more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        spec_of({"name": "a", "source": f"path:{Path.cwd()}", **more})
+    assert sentence in str(error.value)

@@ -340,6 +340,7 @@ async def test_a_worker_that_comes_back_with_its_name_has_room_for_what_it_had(
         ({"gpus": ("0",)}, "gpus is given, must be left out with `kvmig up --ray`"),
         ({"unit": "u", "unit_memory": 1 << 30}, "unit is given, must be left out"),
         ({"instances": InstanceCounts(target_kind="freeness")}, "target_kind is 'freeness'"),
+        ({"load": "auto"}, "load is 'auto', must be left out with `kvmig up --ray`"),
         ({"engine": "command"}, "engine is 'command', must be vllm or transformers with"),
     ],
 )

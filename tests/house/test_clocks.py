@@ -9,7 +9,7 @@ from tests.house.test_house import MODULES, PACKAGE
 WALL = re.compile(r"\btime\.time\(|\btime_ns\(|datetime\.(?:now|utcnow|today)\(|CLOCK_REALTIME")
 SHOWN = {
     "cli/machine_facts.py", "cli/placement_rates.py", "cli/usage.py", "command/deployment.py",
-    "engines/vllm/migration.py", "kvtransfer/timeline.py",
+    "engines/vllm/load_choice.py", "engines/vllm/migration.py", "kvtransfer/timeline.py",
     "frontend/openai/answers.py", "frontend/openai/routes.py",
     "fleet/pages/usage.py", "fleet/store.py", "proxy/process.py",
 }  # fmt: skip

@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from kvmig.core.config import ClusterConfig, UnitConfig
+from kvmig.core.devices import DeviceRecord
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.core.model_sizes import ModelSizes
 from kvmig.core.priorities import PriorityClass
 from kvmig.core.start_times import EngineTimes
 from kvmig.engines.base import ServingEngine
-from kvmig.engines.kind import ALLOW_UNTESTED
+from kvmig.engines.kind import ALLOW_UNTESTED, LoadChoice
 from kvmig.engines.vllm import flags
-from kvmig.engines.vllm.loaders import READ_AS_THEY_ARE
+from kvmig.engines.vllm.loaders import FLAG as LOAD_FORMAT
+from kvmig.engines.vllm.loaders import READ_AS_THEY_ARE, refuse_both
 from kvmig.engines.vllm.remembered import refuse_remembered, remembered
 from kvmig.engines.weight_bytes import weight_bytes
 
@@ -119,6 +121,8 @@ class VllmKind:
 
     def flags_for(self, words: Sequence[str], config: ClusterConfig) -> list[str]:
         refuse_remembered(config.lifecycle.front_ends, os.environ, words)
+        if config.load:
+            refuse_both(words)
         sleeps = any("sleep-mode" in word.replace("_", "-") for word in words)
         if config.unit is not None and sleeps:
             raise ConfigError(
@@ -145,6 +149,13 @@ class VllmKind:
         if any(changed) or args.load_format not in READ_AS_THEY_ARE:
             return 0
         return weight_bytes(args.model, str(args.dtype), args.revision)
+
+    def choose_load(self, args: Namespace, gpu: DeviceRecord | None) -> LoadChoice:
+        from kvmig.engines.vllm.load_choice import chosen_format
+
+        engine, device = " ".join(installed_version()), "cpu" if gpu is None else gpu.name
+        record = chosen_format(Path(args.model), engine, "" if gpu is None else gpu.id, device)
+        return LoadChoice((f"{LOAD_FORMAT}={record.chosen}",), tuple(record.lines))
 
     def kv_bytes(self, engine: ServingEngine) -> int:
         from kvmig.engines.vllm.serving import ServingVllm

@@ -11,6 +11,7 @@ FLAG = "--load-format"
 PACKAGES = {
     "fastsafetensors": "fastsafetensors",
     "instanttensor": "instanttensor",
+    "modelexpress": "modelexpress",
     "runai_streamer": "runai-model-streamer",
     "runai_streamer_sharded": "runai-model-streamer",
     "tensorizer": "tensorizer",
@@ -38,6 +39,13 @@ def check_loader_words(argv: Sequence[str]) -> None:
         flag, equals, value = word.partition("=")
         if flag.replace("_", "-") == FLAG:
             check_loader((value if equals else following).lower())
+
+
+def refuse_both(argv: Sequence[str]) -> None:
+    """Raise ConfigError where a way to read weights is given that is to be chosen by measuring."""
+    for word in argv:
+        if word.partition("=")[0].replace("_", "-") == FLAG:
+            raise ConfigError(f"--load is auto, must be left out with {FLAG}")
 
 
 def check_device(load_format: str, device: str) -> None:
