@@ -13,10 +13,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from kvmig.core.live_records import LiveFleet
 from kvmig.fleet.pages.backend import FleetPages
 from kvmig.fleet.pages.model_orders import ORDERS, api_path, order_to, path_of, spec_of_form
 from kvmig.fleet.spec import ModelSpec
 from kvmig.pages.api_calls import ApiRefusal
+from kvmig.pages.picture import model_part
 from kvmig.pages.rendering import render
 from kvmig.pages.site import NO_FORM, FormOutcome
 
@@ -80,11 +82,14 @@ def model_routes(pages: FleetPages) -> list[Route]:
         path = api_path(name)
         model = await pages.call(request, "GET", path)
         logs = await pages.call(request, "GET", f"{path}/logs", query={"lines": LOG_LINES})
-        live = await pages.call(request, "GET", "/live", query={"streams": 0})
+        found = await pages.call(request, "GET", "/live", query={"streams": 0})
+        live = msgspec.convert(found, LiveFleet)
+        now = next((model_part(one) for one in live.models if one.name == name), None)
         values = {
             "title": name,
             "model": model,
-            "instances": [one for one in live["instances"] if one["model"] == name],
+            "now": now,
+            "instances": [one for one in live.instances if one.model == name],
             "spec": json.dumps(shown_spec(model["spec"]), indent=2),
             "revisions": with_changes(model["revisions"]),
             "events": model["events"][-EVENTS:][::-1],

@@ -104,12 +104,14 @@ class StreamDots {
   }
 }
 
-/** Follows the live picture while the page is seen. */
+/** Follows the live picture while the page is seen, as far as the page shows it. */
 class LivePicture {
-  constructor(cluster) {
-    this.path = cluster.dataset.live;
-    this.dots = new StreamDots(document.getElementById("dots"));
+  constructor(path) {
+    this.path = path;
+    const layer = document.getElementById("dots");
+    this.dots = layer && new StreamDots(layer);
     this.state = document.getElementById("live-state");
+    this.streams = document.getElementById("streams");
     this.tries = 0;
     document.addEventListener("visibilitychange", () => (document.hidden ? this.rest() : this.follow()));
     window.addEventListener("pagehide", () => this.rest());
@@ -146,14 +148,26 @@ class LivePicture {
     for (const [name, html] of Object.entries(found.regions)) {
       const region = document.querySelector(`[data-region="${name}"]`);
       if (region) fill(region, html);
+      else this.showParts(html);
     }
     for (const [key, html] of Object.entries(found.parts)) {
       const part = document.querySelector(`[data-key="${CSS.escape(key)}"]`);
       if (part) replace(part, html);
     }
-    document.getElementById("streams").textContent = `${found.streams.toLocaleString("en")} streams.`;
-    this.dots.take(found.dots, whole);
-    if (found.said?.length) document.getElementById("said").textContent = found.said.join(", ");
+    if (this.streams) this.streams.textContent = `${found.streams.toLocaleString("en")} streams.`;
+    this.dots?.take(found.dots, whole);
+    const said = found.said?.filter((one) => this.dots || one.startsWith(`${document.querySelector("h1").textContent}: `));
+    if (said?.length) document.getElementById("said").textContent = said.join(", ");
+  }
+
+  /** Show those parts of a region that this page has, where it has not the region. */
+  showParts(html) {
+    const template = document.createElement("template");
+    template.innerHTML = html;
+    for (const fresh of template.content.querySelectorAll("[data-key]")) {
+      const part = document.querySelector(`[data-key="${CSS.escape(fresh.dataset.key)}"]`);
+      if (part && part.outerHTML !== fresh.outerHTML) replace(part, fresh.outerHTML);
+    }
   }
 
   tell(text) {
@@ -161,5 +175,5 @@ class LivePicture {
   }
 }
 
-const cluster = document.getElementById("cluster");
-if (cluster) new LivePicture(cluster);
+const live = document.querySelector("[data-live]");
+if (live) new LivePicture(live.dataset.live);
