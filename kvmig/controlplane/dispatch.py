@@ -180,7 +180,7 @@ class FewestWithRoom:
     the room of a whole instance. Others go there only where they would have to wait elsewhere.
     """
 
-    def __init__(self, enough: float, prompt_weight: float, prefill_weight: float = 0.03) -> None:
+    def __init__(self, enough: float, prompt_weight: float, prefill_weight: float = 0.5) -> None:
         self.enough = enough
         self.prompt_weight = prompt_weight
         self.prefill_weight = prefill_weight

@@ -64,8 +64,13 @@ class SimCluster:
         classes: Sequence[PriorityClass] = (NORMAL,),
         scaling: ScalingConfig | None = None,
         sample_s: float = 0.0,
+        *,
+        by_prefixes: bool = False,
     ) -> None:
-        """sample_s: virtual seconds between two samples of `series`; 0: none."""
+        """sample_s: virtual seconds between two samples of `series`; 0: none.
+
+        by_prefixes: dispatch knows what instances hold of a prompt.
+        """
         self.events = EventQueue()
         self.cost = cost
         self.policy = policy
@@ -76,6 +81,7 @@ class SimCluster:
         self.members: dict[str, SimLlumlet] = {}
         """Those that serve or drain."""
         self.series = Series()
+        self._by_prefixes = by_prefixes
         self._reports = Reports(setting)
         self._sample_s = sample_s
         self._since: dict[str, float] = {}
@@ -179,10 +185,16 @@ class SimCluster:
 
     def _place(self, request: SimRequest) -> None:
         demand = -(-request.tokens // self.cost.capacity.block_tokens)
-        chosen = self._dispatch.pick(self._view(), NewRequest(demand, request.priority))
+        held = self._held_blocks(request) if self._by_prefixes and request.prefix else {}
+        order = NewRequest(demand, request.priority, held_blocks=held)
+        chosen = self._dispatch.pick(self._view(), order)
         if self.setting.reports == "live":
             self._builder.dispatched(chosen.instance, demand, self.events.now)
         self.llumlets[chosen.instance].submit(request)
+
+    def _held_blocks(self, request: SimRequest) -> dict[str, float]:
+        found = {name: one.engine.held_blocks(request) for name, one in self.members.items()}
+        return {name: float(blocks) for name, blocks in found.items() if blocks}
 
     def finished(self, request: SimRequest) -> None:
         """An engine is done with it."""

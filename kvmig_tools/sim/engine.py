@@ -117,6 +117,15 @@ class SimEngine:
         """Blocks of one that is on its way here, with `computed` tokens' KV, that are here."""
         return self._cache.hits(request, computed) if self._cache is not None else 0
 
+    def held_blocks(self, request: SimRequest) -> int:
+        """Blocks of a new request's prompt that are here."""
+        return self._cache.held_blocks(request) if self._cache is not None else 0
+
+    @property
+    def prompt_tokens(self) -> tuple[int, int]:
+        """Tokens of all prompts that were begun, and those of them that were here."""
+        return (0, 0) if self._cache is None else (self._cache.asked_tokens, self._cache.hit_tokens)
+
     def grow(self, request: SimRequest, tokens: int) -> bool:
         """Hold at least so many tokens and one spare."""
         more = max(0, self.blocks_for(tokens) + 1 - self.held[request.index])

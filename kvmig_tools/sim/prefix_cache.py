@@ -24,13 +24,23 @@ class PrefixCache:
         self._blocks: OrderedDict[str, int] = OrderedDict()
         self._total = 0
         self._running: Counter[str] = Counter()
+        self.asked_tokens = 0
+        """Tokens of all prompts that were begun, and..."""
+        self.hit_tokens = 0
+        """... those of them that needn't be computed."""
 
     def start(self, request: SimRequest) -> int:
         """The request takes its blocks; how many of its tokens needn't be computed."""
         # The last token is always computed: its logits are wanted.
         hits = min(self._known(request), (request.tokens - 1) // self._block_tokens)
         self.joined(request)
+        self.asked_tokens += request.tokens
+        self.hit_tokens += hits * self._block_tokens
         return hits * self._block_tokens
+
+    def held_blocks(self, request: SimRequest) -> int:
+        """Blocks of the request's prompt that needn't be computed here."""
+        return self._known(request)
 
     def hits(self, request: SimRequest, computed: int) -> int:
         """Blocks of a request that is on its way here which needn't be copied.
@@ -61,7 +71,8 @@ class PrefixCache:
         if request.prefix:
             self._running[request.prefix] -= 1
             if not self._running[request.prefix]:
-                shared = min(request.prefix_tokens // self._block_tokens, blocks)
+                shared = request.prefix_tokens // self._block_tokens
+                shared = blocks if request.grows else min(shared, blocks)
                 self._put(request.prefix, shared)
         self._put(request.request_id, blocks - shared)
 

@@ -19,6 +19,7 @@ class SimRequest:
         "finished_at",
         "first_token_at",
         "generated",
+        "grows",
         "index",
         "input_tokens",
         "joined",
@@ -44,8 +45,13 @@ class SimRequest:
         priority: int = 0,
         prefix: str = "",
         prefix_tokens: int = 0,
+        *,
+        grows: bool = False,
     ) -> None:
-        """prefix: names what the first `prefix_tokens` tokens share with other requests."""
+        """prefix: names what the first `prefix_tokens` tokens share with other requests.
+
+        grows: the rest, and the answer, belong to it from then on, as in a conversation.
+        """
         self.index = index
         self.request_id = f"r{index:07d}"
         self.arrival = arrival
@@ -54,6 +60,7 @@ class SimRequest:
         self.priority = priority
         self.prefix = prefix
         self.prefix_tokens = min(prefix_tokens, input_tokens) if prefix else 0
+        self.grows = grows and bool(prefix)
         self.generated = 0
         """Output tokens; while it decodes, those before it joined the batch."""
         self.queued_at = arrival

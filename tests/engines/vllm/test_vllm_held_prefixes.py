@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from kvmig.controlplane.prefix_index import PrefixIndex
 from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain
 from tests.support.vllm_pair import Engines, Pair, preempt
-from tests.support.vllm_side import Configuration, Side
+from tests.support.vllm_side import BY_PRIORITY, Side
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [40 + number * number % 90 for number in range(420)]
 WHOLE = len(PROMPT) // MARK_TOKENS * MARK_TOKENS
 """Tokens that the largest of its marks stands for."""
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    made = Engines()
-    yield made
-    made.close()
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-async def pair(request: pytest.FixtureRequest, engines: Engines) -> AsyncIterator[Pair]:
-    wanted = Configuration(async_scheduling=request.param)
-    async with engines.lent(wanted, wanted) as pair:
-        yield pair
 
 
 def held(side: Side, prompt: Sequence[int], salt: str = "") -> int:
@@ -95,6 +81,5 @@ async def test_a_request_that_was_preempted_is_held_when_it_runs_again(pair: Pai
 
 
 async def test_an_engine_without_a_prefix_cache_says_nothing(engines: Engines) -> None:
-    wanted = Configuration(flags=("--no-enable-prefix-caching",))
-    async with engines.lent(wanted, wanted) as pair:
+    async with engines.lent(BY_PRIORITY, BY_PRIORITY) as pair:
         assert pair.a.engine.held_marks is None
