@@ -1,16 +1,28 @@
-"""Pages over a store."""
+"""Pages over a store, and a browser."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvmig.fleet.store import FleetStore
+from tests.support.browsers import chromium
 from tests.support.fleet_stores import Place
 from tests.support.page_api import Pages
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser for the tests of one file; no other tests may run while it is there."""
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import pytest
 from tests.support.browsers import (
     PHONE,
     Visitor,
-    chromium,
     is_too_wide,
     serious_faults,
     slow_down,
@@ -31,12 +30,6 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 EVIL = "<img src=x onerror=alert(1)><script>alert(1)</script>\"'&amp;"
 COUNTED = "0018 0019 0020"
 STEP_MS = 40
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +100,7 @@ def test_a_chat_streams_is_counted_and_is_the_person_s(fleet: ToyFleet, bea: Vis
     assert [(one["model"], one["output"]) for one in own] == [("count", 40)]
 
 
-def test_the_text_after_a_move_has_another_colour_from_the_very_token_on(
+def test_a_move_is_seen_by_the_colour_from_the_very_token_on_and_in_a_picture(
     fleet: ToyFleet, bea: Visitor, tmp_path: Path
 ) -> None:
     page = open_playground(bea, fleet.key, 400)
