@@ -73,3 +73,25 @@ class StandbyWatch:
 
     def _miss(self) -> None:
         self._silent_s, self._beats = 0.0, False
+
+
+class LeadProof:
+    """What a leader knows of its lead, before it gives an order. Make it when it takes the lead."""
+
+    def __init__(self, now: float) -> None:
+        self._beaten_at = now
+        self._away = False
+
+    def note_beat(self, now: float) -> None:
+        """The database has taken a beat that was begun at this time."""
+        self._beaten_at, self._away = now, False
+
+    def note_away(self, now: float) -> None:
+        """A beat that was begun at this time has failed: the database is away, and no other server
+        can take the lead by it from then on."""
+        self._away = self.holds(now)
+
+    def holds(self, now: float) -> bool:
+        """Whether no other server can lead yet, as far as this one can know. One that stood still
+        has to beat first."""
+        return self._away or now - self._beaten_at < SILENT_S

@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
@@ -45,6 +45,7 @@ from kvmig.fleet.disk import disks_of
 from kvmig.fleet.figure_rows import forget_engines, store_figure, stored_figures
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.identity_provider import IdentityProvider
+from kvmig.fleet.init_link import InitLink
 from kvmig.fleet.leadership import LeaderRow
 from kvmig.fleet.ledger import sums, take
 from kvmig.fleet.managed_model import CatalogEntry
@@ -52,7 +53,6 @@ from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.model_shapes import engine_of
 from kvmig.fleet.orders import (
-    MESSAGE_BYTES,
     Checked,
     CheckFlags,
     LeaveLead,
@@ -60,8 +60,6 @@ from kvmig.fleet.orders import (
     Order,
     Start,
     StepDown,
-    encode,
-    news_of,
 )
 from kvmig.fleet.pepper import keep_key
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
@@ -108,7 +106,6 @@ from kvmig.proxy.messages import (
     RouteChanges,
     SpentLimits,
 )
-from kvmig.rpc.unix_packets import QueuedPackets
 
 CHECK_S = 180.0
 """Timeout of a check of flags: their engine's libraries may have to be loaded first."""
@@ -124,26 +121,6 @@ SWEEP_S = 60.0
 """Pause between two looks for tokens that were granted to calls that have ended."""
 
 log = logging.getLogger(__name__)
-
-
-class InitLink:
-    """The server's end of the socket to init. Make it inside a running event loop."""
-
-    def __init__(self, sock: socket.socket, hear: Callable[[News], None]) -> None:
-        """hear: takes what init says, from `listen` on."""
-        self._packets = QueuedPackets(
-            sock,
-            MESSAGE_BYTES,
-            lambda packet: hear(news_of(packet)),
-            lambda: None,  # init has gone, and so will this process
-            "an order to init",
-        )
-        self.listen = self._packets.listen
-        self.close = self._packets.close
-
-    def order(self, order: Order) -> None:
-        """In order; none is lost as long as init lives."""
-        self._packets.send(encode(order))
 
 
 class WithoutSignals(uvicorn.Server):
@@ -223,6 +200,7 @@ class FleetServer:
         self._learned = BackgroundTasks("sizes of models")
         self._weights = WeightsReader()
         self._init = InitLink(to_init, self._hear_init)
+        self._init.may_order = self._may_order
         self._disks = disks_of(settings.path(), self._store.database.path)
         self._figures: dict[str, str] = {}
         """Metrics of proxies."""
@@ -338,7 +316,9 @@ class FleetServer:
         self.retiring.clear()
         database = self._store.database
         if database.path is None:
-            self._heartbeat = LeaderHeartbeat(self._settings, database.token, self._led_by)
+            self._heartbeat = LeaderHeartbeat(
+                self._settings, database.token, self._led_by, self._init.give_orders
+            )
             self._heartbeat.start()
 
     @property
@@ -353,7 +333,8 @@ class FleetServer:
     def _led_by(self, leader: LeaderRow) -> None:
         """Another host's server leads."""
         self._deposed = True
-        self._order(StepDown(leader.host or "another server", leads=leader.token))
+        token, name = self._store.database.token, leader.host or "another server"
+        self._init.step_down(StepDown(name, leads=leader.token, term=token))
         self.retiring.set()
 
     async def _recall_sizes(self) -> None:
@@ -635,6 +616,10 @@ class FleetServer:
         self._init.order(msgspec.structs.replace(order, term=self._store.database.token))
         if isinstance(order, Start) and (folder := weights_folder(order)):
             self._weights.begin(folder)
+
+    def _may_order(self) -> bool:
+        """Whether no other server leads yet; one that stood still has to ask first."""
+        return self._heartbeat is None or self._heartbeat.proof.holds(monotonic())
 
     def _hear_init(self, news: News) -> None:
         if isinstance(news, LeaveLead):

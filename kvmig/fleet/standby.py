@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from sqlalchemy import inspect, select, text, update
 
 from kvmig.core.clock import monotonic
-from kvmig.fleet.leadership import BEAT_S, LOOK_S, LeaderRow, StandbyWatch
+from kvmig.fleet.leadership import BEAT_S, LOOK_S, LeaderRow, LeadProof, StandbyWatch
 from kvmig.fleet.pepper import check_pepper, kept_pepper, read_pepper
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.tables import (
@@ -108,9 +108,16 @@ class LeaderHeartbeat:
     a leader. `start` it, then `close` it."""
 
     def __init__(
-        self, settings: FleetSettings, token: int, deposed: Callable[[LeaderRow], object]
+        self,
+        settings: FleetSettings,
+        token: int,
+        deposed: Callable[[LeaderRow], object],
+        leads: Callable[[], object] = lambda: None,
     ) -> None:
-        """deposed: called on the event loop, with the server that leads now."""
+        """deposed: called on the event loop, with the server that leads now. leads: called there
+        after each beat."""
+        self.proof = LeadProof(monotonic())
+        self._leads = leads
         self._database = look_database(settings)
         self._token = token
         self._deposed = deposed
@@ -128,10 +135,13 @@ class LeaderHeartbeat:
 
     def _run(self) -> None:
         while not self._over.wait(BEAT_S):
+            began = monotonic()
             try:
                 leader = raise_beat(self._database, self._token)
             except StoreError as error:  # no server can lead by a database that is away
                 log.info("no beat: %s", error)
+                self.proof.note_away(began)
+                self._loop.call_soon_threadsafe(self._leads)
                 continue
             except Exception:  # without beats another server leads, and this one learns nothing
                 log.exception("a beat failed, and the next one comes")
@@ -139,6 +149,8 @@ class LeaderHeartbeat:
             if leader is not None:
                 self._loop.call_soon_threadsafe(self._deposed, leader)
                 return
+            self.proof.note_beat(began)
+            self._loop.call_soon_threadsafe(self._leads)
 
 
 class StandbyServer:

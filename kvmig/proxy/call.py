@@ -94,7 +94,14 @@ class DoorConnection(HttpConnection):
             self.upstream.resume()
 
 
-class PeerConnection(DoorConnection):
+class SharedConnection(DoorConnection):
+    """A client's connection where hosts that stand by connect, too."""
+
+    each = 4
+    """Half of the files are for their connections."""
+
+
+class PeerConnection(SharedConnection):
     """A connection that a host which stands by has made, by the fleet's secret."""
 
     of_peer = True

@@ -52,9 +52,13 @@ class DoorServer(HttpTask):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def begin(
-        self, app: ASGIApp, count_refused: CountRefused, works: Sequence[NamedWork] = ()
+        self,
+        app: ASGIApp,
+        count_refused: CountRefused,
+        works: Sequence[NamedWork] = (),
+        kind: type[DoorConnection] = DoorConnection,
     ) -> None:
-        """Take calls. works: done until the stop. Raises StartupError."""
+        """Take calls. works: done until the stop. kind: of connections. Raises StartupError."""
         own = self.certificate
         every = [("heap", keep_small), *works]
         if own is not None:
@@ -62,7 +66,7 @@ class DoorServer(HttpTask):
         self._tasks = [
             asyncio.create_task(keep_running(work, name), name=name) for name, work in every
         ]
-        connection = DoorConnection.limited(self._http.send_timeout_s, count_refused)
+        connection = kind.limited(self._http.send_timeout_s, count_refused)
         context = None if own is None else lambda: own.certificate.context
         self._uvicorn = _server(app, connection, context)
         await self.run(self._uvicorn.serve([self.sock]))

@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from pathlib import Path
 
+from kvmig.accounts.keys import PEPPER_BYTES
+
 NAME = "kvmig fleet"
 BEGINS, ENDS = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 """The certificate is valid as long as the pepper is."""
@@ -26,7 +28,7 @@ def peer_certificate(pepper: bytes) -> bytes:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.x509.oid import NameOID
 
-    seed = blake2b(key=pepper, person=b"kvmig peers", digest_size=32).digest()
+    seed = blake2b(pepper, person=b"kvmig peers", digest_size=32).digest()
     key = Ed25519PrivateKey.from_private_bytes(seed)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAME)])
     certificate = (
@@ -50,7 +52,10 @@ def peer_certificate(pepper: bytes) -> bytes:
 def peer_context(pepper: Path, *, server: bool) -> ssl.SSLContext:
     """Make the context of one end of a connection between hosts. pepper: its file; the certificate
     is written to another file there, for this user alone. Raises OSError, ssl.SSLError."""
-    made = peer_certificate(pepper.read_bytes())
+    content = pepper.read_bytes()
+    if len(content) != PEPPER_BYTES:
+        raise OSError(f"{pepper} holds {len(content)} bytes, must hold {PEPPER_BYTES}")
+    made = peer_certificate(content)
     file = pepper.with_name("peers.pem")
     _write(file, made)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)

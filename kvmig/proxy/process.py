@@ -17,6 +17,7 @@ from kvmig.core.clock import monotonic
 from kvmig.core.errors import StartupError
 from kvmig.process.child import StartAnnouncement, StopSignals, announce, say, send_heartbeats
 from kvmig.proxy.app import ProxyApp
+from kvmig.proxy.call import DoorConnection, SharedConnection
 from kvmig.proxy.control_link import ServerLink
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import ModelDirectory
@@ -95,7 +96,8 @@ class ProxyServer(DoorServer):
             async with asyncio.timeout(FIRST_S):
                 await self._told.wait()
         works: list[NamedWork] = [("demands", self._tell), ("snapshot", self._keep)]
-        await self.begin(self.door, self.door.count_refused, works)
+        kind = DoorConnection if self._peers is None else SharedConnection
+        await self.begin(self.door, self.door.count_refused, works, kind)
         if self._peers is not None:
             await self._peers.begin(self.door, self._launch.http, self.door.count_refused)
 

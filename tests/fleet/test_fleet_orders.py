@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmig.fleet.orders import MESSAGE_BYTES, Load, News, Order, Start, order_of
-from kvmig.fleet.server import InitLink
+from kvmig.fleet.init_link import InitLink
+from kvmig.fleet.orders import MESSAGE_BYTES, Load, News, Order, Start, StepDown, order_of
 from kvmig.process.fork_server import _ready
 from kvmig.process.sockets import take_long
 
@@ -69,3 +69,28 @@ def test_a_fork_server_hears_clients_whose_files_have_high_numbers() -> None:
         with socket.socket(fileno=number) as far:
             theirs.send(b"x")
             assert _ready([far]) == [far]
+
+
+async def test_orders_wait_until_it_is_known_that_their_server_leads(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    link, init = InitLink(ends[0], unheard), ends[1]
+    init.setblocking(False)
+    leads = False
+    link.may_order = lambda: leads
+    for engine in ("one", "two"):
+        link.order(Load(engine))
+    with pytest.raises(BlockingIOError):
+        init.recv(MESSAGE_BYTES)
+    leads = True
+    link.give_orders()
+    assert [order_of(init.recv(MESSAGE_BYTES)) for _ in range(2)] == [Load("one"), Load("two")]
+    leads = False
+    link.order(Load("late"))
+    link.step_down(StepDown("b:/data", leads=6))
+    leads = True
+    link.give_orders()
+    assert order_of(init.recv(MESSAGE_BYTES)) == StepDown("b:/data", leads=6)
+    with pytest.raises(BlockingIOError):
+        init.recv(MESSAGE_BYTES)
+    link.close()

@@ -15,6 +15,7 @@ from kvmig.fleet.leadership import (
     UNSEEN_S,
     Chance,
     LeaderRow,
+    LeadProof,
     StandbyWatch,
 )
 
@@ -75,6 +76,26 @@ def test_a_standby_that_stood_still_itself_has_seen_no_silence() -> None:
     watch.take_row(LeaderRow(5, 1, A), 0.0)
     watch.take_row(LeaderRow(5, 2, A), LOOK_S)
     assert watch.take_row(LeaderRow(5, 2, A), LOOK_S + GAP_S + 60) == "none"
+
+
+def test_a_leader_that_stood_still_gives_no_order_before_its_next_beat() -> None:
+    proof = LeadProof(10.0)
+    assert proof.holds(10.0 + SILENT_S - 0.1)
+    assert not proof.holds(10.0 + SILENT_S), "a standby may lead"
+    proof.note_away(10.0 + SILENT_S)
+    assert not proof.holds(10.0 + SILENT_S), "it led before the database was away"
+    proof.note_beat(20.0)
+    assert proof.holds(20.0)
+
+
+def test_a_leader_whose_database_is_away_goes_on_giving_orders() -> None:
+    proof = LeadProof(10.0)
+    proof.note_away(10.0 + BEAT_S)
+    assert proof.holds(100.0)
+    proof.note_away(100.0)
+    assert proof.holds(200.0)
+    proof.note_beat(200.0)
+    assert not proof.holds(200.0 + SILENT_S)
 
 
 def test_another_leader_begins_with_all_its_time() -> None:

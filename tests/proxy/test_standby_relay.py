@@ -237,3 +237,9 @@ def test_the_certificates_key_is_for_this_user_alone(tmp_path: Path) -> None:
     peer_context(tmp_path / "pepper", server=True)
     assert (tmp_path / "peers.pem").stat().st_mode & 0o777 == 0o600
     assert sorted(one.name for one in tmp_path.iterdir()) == ["peers.pem", "pepper"]
+
+
+def test_a_pepper_of_another_length_makes_no_certificate(tmp_path: Path) -> None:
+    (tmp_path / "pepper").write_bytes(b"")
+    with pytest.raises(OSError, match="holds 0 bytes, must hold 32"):
+        peer_context(tmp_path / "pepper", server=False)

@@ -16,9 +16,9 @@ import pytest
 from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.usage import HAND_OVER, HandOver
 from kvmig.asgi.call import HttpCall
+from kvmig.fleet.init_link import InitLink
 from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, encode, news_of, order_of
 from kvmig.fleet.quotas import QuotaSocket
-from kvmig.fleet.server import InitLink
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.quotas import QuotaClient
 from kvmig.frontend.usage_writer import UsageWriter

@@ -6,6 +6,7 @@ network connects it to the others. Hosts and wire are gone with the processes th
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RELAY = Path(__file__).with_name("network_relay.py")
-SUBNET = "198.18.77"
-"""Of the range for measuring networks (RFC 2544), which nobody else uses."""
+RANGE = "198.18"
+"""The range for measuring networks (RFC 2544), which nobody else uses."""
+_numbers = itertools.count(os.getpid())
+"""Each network has a subnet of its own: several may be there at once."""
 HOLD = """mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs "$0" && ip link set lo up &&
 echo ready && read _"""
 TIMEOUT_S = 20.0
@@ -49,6 +52,7 @@ class Network:
             raise NoNetwork("network namespaces need root")
         # Short: the paths of Unix sockets have at most 107 characters.
         self.scratch = Path(tempfile.mkdtemp(prefix="kvmig-", dir="/tmp"))
+        self._subnet = f"{RANGE}.{next(_numbers) % 254 + 1}"
         self._held: list[subprocess.Popen[str]] = []
         self._delay_s = 0.0
         self._cut: set[tuple[int, int]] = set()
@@ -56,7 +60,7 @@ class Network:
             devices = [f"kvmig{os.getpid()}n{number}"[-15:] for number in range(hosts + 1)]
             self._relay = self._hold([sys.executable, str(RELAY), *devices])
             self.hosts = [self._host(number, device) for number, device in enumerate(devices[:-1])]
-            self.outside = _address(hosts)
+            self.outside = self._address(hosts)
             _up(devices[-1], self.outside, ["ip"])
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
@@ -85,10 +89,13 @@ class Network:
         holder = self._hold(
             ["unshare", "--net", "--mount", "--uts", "sh", "-c", HOLD, str(self.scratch)]
         )
-        host = Host(_address(number), holder.pid)
+        host = Host(self._address(number), holder.pid)
         _run(["ip", "link", "set", device, "netns", str(holder.pid)])
         _up(device, host.address, [*host.enter, "ip"])
         return host
+
+    def _address(self, number: int) -> str:
+        return f"{self._subnet}.{number + 1}"
 
     def delay(self, seconds: float) -> None:
         """Let every packet take so long, one way."""
@@ -124,10 +131,6 @@ class Network:
         for process in self._held:
             process.communicate(timeout=TIMEOUT_S)
         self.scratch.rmdir()
-
-
-def _address(number: int) -> str:
-    return f"{SUBNET}.{number + 1}"
 
 
 def _up(device: str, address: str, ip: Sequence[str]) -> None:

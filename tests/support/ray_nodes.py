@@ -68,6 +68,8 @@ class RayHosts:
 
     def processes(self, host: Host) -> list[psutil.Process]:
         """The processes of a host's node."""
+        if self._processes[host].poll() is not None:
+            return []
         try:
             whole = psutil.Process(self._processes[host].pid)
             return [whole, *whole.children(recursive=True)]
@@ -110,13 +112,16 @@ class RayHosts:
 
     def running(self, module: str) -> list[psutil.Process]:
         """What runs `python -m module` on the nodes."""
-        return [
-            process
-            for node in self._processes.values()
-            if node.poll() is None
-            for process in psutil.Process(node.pid).children(recursive=True)
-            if module in " ".join(process.cmdline())
-        ]
+        return [one for host in self._processes for one in self.running_on(host, module)]
+
+    def running_on(self, host: Host, module: str) -> list[psutil.Process]:
+        """The same on one host."""
+        found = []
+        for process in self.processes(host):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                if module in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def close(self) -> None:
         """End all nodes, the head last."""

@@ -1,0 +1,45 @@
+"""The server's end of the socket to the process that starts and ends deployments for it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from kvmig.fleet.orders import MESSAGE_BYTES, News, Order, StepDown, encode, news_of
+from kvmig.rpc.unix_packets import QueuedPackets
+
+
+class InitLink:
+    """Make it inside a running event loop."""
+
+    def __init__(self, sock: socket.socket, hear: Callable[[News], None]) -> None:
+        """hear: takes the news that come, from `listen` on."""
+        self._packets = QueuedPackets(
+            sock,
+            MESSAGE_BYTES,
+            lambda packet: hear(news_of(packet)),
+            lambda: None,  # the other end has gone, and so will this process
+            "an order to init",
+        )
+        self._waiting: list[Order] = []
+        self.may_order: Callable[[], bool] = lambda: True
+        """Whether orders may be given now; those that may not wait for `give_orders`."""
+        self.listen = self._packets.listen
+        self.close = self._packets.close
+
+    def order(self, order: Order) -> None:
+        """Give an order, after those before it; none is lost as long as the other end lives."""
+        self._waiting.append(order)
+        self.give_orders()
+
+    def give_orders(self) -> None:
+        """Give what waits, if that may be."""
+        if self.may_order():
+            given, self._waiting = self._waiting, []
+            for one in given:
+                self._packets.send(encode(one))
+
+    def step_down(self, order: StepDown) -> None:
+        """Give this order, and none of those that wait."""
+        self._waiting.clear()
+        self._packets.send(encode(order))
