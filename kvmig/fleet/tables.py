@@ -45,7 +45,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 
-SCHEMA = 18
+SCHEMA = 19
 """The newest migration's number."""
 OLDEST_SCHEMA = 8
 """The schema of 0.1.0; databases from before it, which was never released, are refused."""
@@ -310,6 +310,7 @@ workers = Table(
     Column("cordoned", Boolean, nullable=False),
     Column("drained_at", Double),
     Column("drain_until", Double),
+    Column("node", Text, nullable=False, server_default=""),
 )
 
 

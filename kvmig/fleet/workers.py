@@ -40,6 +40,9 @@ class WorkerWish(msgspec.Struct, frozen=True, kw_only=True):
     """When its drain was ordered, in Unix time; None: it was not."""
     drain_until: float | None = None
     """The drain's deadline, in Unix time; None: there is none."""
+    node: str = ""
+    """Ray's id of the node that had the name when something was last ordered: of several nodes
+    with one name, it is this one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class WorkerTable:
         """Replace what is seen. None: nothing is. now: of any steady clock."""
         self._report = None if report is None or report.failed else report
         if self._report is not None:
-            self._names = names_of(self._report.nodes, self._names)
+            ordered = {one.node: one.name for one in self._wishes.values() if one.node}
+            self._names = names_of(self._report.nodes, {**ordered, **self._names})
         for one in self._nodes():
             if not one.alive:
                 self._lost_at.setdefault(one.node_id, now)

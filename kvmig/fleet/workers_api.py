@@ -96,13 +96,17 @@ class FleetWorkers:
     async def order(self, name: str, change: Change, action: str, actor: OrderActor) -> Body:
         """Store a change of what is wanted of a worker, and return the worker. Raises NotThere,
         NameTaken, ConfigError, StoreError."""
-        self.row(name)
+        node = self.row(name)["node"]
         if not self._models.workers.there:
             raise NameTaken(
                 f"worker {name} is this host, the only one: `kvmig up --ray` serves from several"
             )
         now = self.wall()
-        await self._stored(order_worker, self._database, name, change, action, actor, now)
+
+        def ordered(wish: WorkerWish) -> WorkerWish:
+            return replace(change(wish), node=node or wish.node)
+
+        await self._stored(order_worker, self._database, name, ordered, action, actor, now)
         await self.recall()
         unseen = FleetWorker(name, state="unknown", why=NO_REPORT)
         found = {one.name: one for one in self._models.workers.workers()}

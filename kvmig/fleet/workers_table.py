@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from sqlalchemy import delete, insert, select
 
 from kvmig.fleet.store import OrderActor
@@ -39,7 +40,7 @@ def order_worker(
         if after == before:
             return
         wanted: dict[str, Any] | None = msgspec.to_builtins(after)
-        if after == WorkerWish(name=name):
+        if replace(after, node="") == WorkerWish(name=name):
             wanted = None
             connection.execute(delete(workers).where(workers.c.name == name))
         else:

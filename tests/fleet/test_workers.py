@@ -46,6 +46,15 @@ def test_nodes_of_one_name_are_told_apart_and_keep_their_names() -> None:
     assert list(states(table)) == ["w-bbbbbb"]
 
 
+def test_of_two_live_nodes_with_one_name_the_ordered_one_keeps_it_over_a_restart() -> None:
+    first, second = made_up_node("a", name="w"), made_up_node("b", name="w")
+    wish = WorkerWish(name="w", cordoned=True, node=node_id("b"))
+    found = {one.name: one for one in table_of(cluster_of(first, second), wish).workers()}
+    assert set(found) == {"w", "w-aaaaaa"}
+    assert (found["w"].node, found["w"].cordoned) == (node_id("b"), True)
+    assert not found["w-aaaaaa"].cordoned
+
+
 def test_what_is_wanted_of_a_worker_holds_while_it_is_away_and_when_it_comes_back() -> None:
     wish = WorkerWish(name="worker-a", labels={"zone": "east"}, cordoned=True)
     table = table_of(cluster_of(), wish)

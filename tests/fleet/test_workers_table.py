@@ -29,7 +29,7 @@ def test_orders_are_kept_and_audited(store: FleetStore) -> None:
     newest = store.audit(limit=1)[0]
     assert (newest.action, newest.object, newest.actor) == ("worker.drain", "w", "anna")
     assert newest.before == {"name": "w", "labels": {"zone": "east"}, "cordoned": False,
-                             "drained_at": None, "drain_until": None}  # fmt: skip
+                             "drained_at": None, "drain_until": None, "node": ""}  # fmt: skip
 
 
 def test_an_order_that_changes_nothing_is_not_audited(store: FleetStore) -> None:
@@ -69,3 +69,10 @@ def test_labels_that_nobody_could_name_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         labelled(labels)(WorkerWish(name="w"))
+
+
+def test_a_worker_of_which_nothing_is_wanted_any_more_has_no_row(store: FleetStore) -> None:
+    order(store, lambda wish: replace(cordoned(wish), node="n1"), "cordon")
+    assert [one.node for one in read_workers(store.database)] == ["n1"]
+    order(store, lambda wish: replace(uncordoned(wish), node="n1"), "uncordon")
+    assert read_workers(store.database) == []
