@@ -124,6 +124,9 @@ def list_files(as_json: Json = False) -> None:
         for one in answer["data"]:
             if one["why"]:
                 print(f"{one['source']}: {one['why']}")
+            for name, copy in sorted(one["workers"].items()):
+                if copy["why"]:
+                    print(f"{one['source']} on worker {name}: {copy['why']}")
 
 
 @files_app.command("pin")

@@ -533,7 +533,8 @@ class FleetServer:
             self._aliases = every
             self._links.send_to_all(AliasTable(version=self._next(), aliases=every))
         await self._files.take_models(sources_of(rows, rollouts, self._files.resolved))
-        await self._folders.take_models([self._files.resolved(row.spec) for row in rows])
+        specs = [*(row.spec for row in rows), *(one.base_spec for one in rollouts.values())]
+        await self._folders.take_models(list(map(self._files.resolved, specs)))
         self._models.take_catalogue(
             CatalogEntry(
                 row.model_id,

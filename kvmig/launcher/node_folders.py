@@ -163,7 +163,7 @@ class NodeFolders:
         try:
             if every or self._paths_of != self._wish.paths:
                 self._paths_of = self._wish.paths
-                listed = {one: list_folder(Path(one)) for one in self._paths_of}
+                listed = {one: _listed(one) for one in self._paths_of}
                 self._paths = {one: it for one, it in listed.items() if it is not None}
             if every:
                 self._looked_at, self._whole = now, {}
@@ -431,3 +431,12 @@ class NodeFolders:
             folder.remove(name)
             with self._lock:
                 self._whole.pop(name, None)
+
+
+def _listed(folder: str) -> FilesManifest | None:
+    """A folder of the user's; None: it is not there, or can't be read."""
+    try:
+        return list_folder(Path(folder))
+    except OSError as error:
+        log.warning("%s can't be read: %s", folder, error)
+        return None

@@ -20,6 +20,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.fleet.worker_drain import InstanceOnWorker
 from kvmig.fleet.workers import FleetWorker
 from kvmig.fleet.workers_api import worker_json
+from kvmig.launcher.node_files import FolderReport, NodeFilesReport
 from tests.support.made_up_nodes import GIB
 
 BUSY = InstanceOnWorker(
@@ -81,6 +82,25 @@ def test_a_drain_that_does_not_end_in_time_fails(view: dict[str, Any], words: st
 def test_an_instance_that_stays_says_why() -> None:
     stays = InstanceOnWorker(model="a", instance="i0", state="serving", stays="no room")
     assert "  a i0  serving, 0 streams: no room" in worker_view(shown(stays, drained_at=1.0))
+
+
+def test_the_files_of_a_worker_are_shown_with_bytes_seconds_and_what_is_wrong() -> None:
+    whole = FolderReport(
+        folder="/f/whole/a-1", source="hf:Org/a", state="whole", size=4_000_000, done=4_000_000,
+        took_s=2.5,
+    )  # fmt: skip
+    full = "its files can't be downloaded: the disk is too full: 9 bytes are needed, 5 are free"
+    failed = FolderReport(folder="/f/whole/b-2", state="failed", why=full)
+    files = NodeFilesReport(root="/f", free_bytes=10**12, folders=(whole, failed))
+    lines = worker_view(shown(files=files, engines=("toy", "vllm"))).splitlines()
+    assert "engines   toy, vllm" in lines
+    assert "files     4.0 MB in /f; 1000.0 GB of the disk are free" in lines
+    assert "  hf:Org/a  4.0 MB, downloaded in 2.5 s" in lines
+    assert f"  b-2  {full}" in lines
+    unusable = NodeFilesReport(why="/f can't be used for models' files: it is in use")
+    assert "files     /f can't be used for models' files: it is in use" in worker_view(
+        shown(files=unusable)
+    )
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,19 @@ def test_nothing_outside_of_models_folders_is_read(site: FilesSite, folder: str,
         site.holder.read_file(folder.format(whole=wanted.folder), name, 0, 100)
 
 
+def test_a_folder_that_can_not_be_read_keeps_no_other_from_being_known(
+    site: FilesSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(folder)
+
+    wanted = site.add("a", b"weights")
+    monkeypatch.setattr("kvmig.launcher.node_folders.list_folder", refuse)
+    found = NodeFolders({}).take_wish(site.wish(wanted, paths=("/models/a",)), {})
+    assert found.paths == {}
+    assert [one.state for one in found.folders] == ["whole"]
+
+
 def test_only_downloaded_folders_are_elsewhere_on_nodes() -> None:
     assert folder_on_node("/data/files/whole/a", "/data/files", "/own") == "/own/whole/a"
     assert folder_on_node("/data/files/whole/a", "/data/files", "") == "/data/files/whole/a"
