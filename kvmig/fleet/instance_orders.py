@@ -15,14 +15,14 @@ from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.fleet.leaving_instances import LeavingStep
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_places import ModelPlaces
-from kvmig.fleet.model_workers import DrainDeadline
+from kvmig.fleet.model_workers import WorkerDeadline
 from kvmig.fleet.place_choice import PlaceExplanation
 from kvmig.fleet.worker_nodes import InstancePlace
 from kvmig.fleet.worker_pool import WorkerPool
 
 PAUSE_S = 10.0
 """Pause after an order about instances that was refused, or that has failed."""
-NO_DEADLINES: Mapping[str, DrainDeadline] = {}
+NO_DEADLINES: Mapping[str, WorkerDeadline] = {}
 
 
 class InstanceOrders:
@@ -51,7 +51,7 @@ class InstanceOrders:
         places: Sequence[InstancePlace],
         why: Sequence[PlaceExplanation],
         staying: Sequence[str],
-        first: Mapping[str, DrainDeadline] = NO_DEADLINES,
+        first: Mapping[str, WorkerDeadline] = NO_DEADLINES,
     ) -> None:
         """Carry out one step. Another instance takes the place of a failed one later.
 
@@ -136,7 +136,7 @@ class InstanceOrders:
         model: ManagedModel,
         watched: DeploymentWatcher,
         step: LeavingStep,
-        deadlines: Mapping[str, DrainDeadline],
+        deadlines: Mapping[str, WorkerDeadline],
     ) -> None:
         """Take instances from workers that are drained, or were lost. deadlines: of those that are
         drained, by instances' names."""
@@ -162,7 +162,7 @@ class InstanceOrders:
 
 
 async def _drain_one(
-    watched: DeploymentWatcher, staying: Sequence[str], first: Mapping[str, DrainDeadline]
+    watched: DeploymentWatcher, staying: Sequence[str], first: Mapping[str, WorkerDeadline]
 ) -> None:
     """Drain the instance whose requests move fastest; the last one stays."""
     serving = [one for one in watched.told.data if one.state == "serving" and one.id in staying]

@@ -19,7 +19,7 @@ from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import Leaving
 
 
-class DrainDeadline(NamedTuple):
+class WorkerDeadline(NamedTuple):
     """The time that the requests of an instance have to move."""
 
     seconds: float | None
@@ -137,11 +137,11 @@ class ModelWorkers:
         ]
         return step._replace(renewed=tuple(renewed))
 
-    def deadlines(self, model: ManagedModel, names: Sequence[str]) -> dict[str, DrainDeadline]:
+    def deadlines(self, model: ManagedModel, names: Sequence[str]) -> dict[str, WorkerDeadline]:
         """The time that the requests of these instances have to move, by name."""
         nodes = {one.id: model.nodes.node_of(one) for one in model.instance_rows}
         return {
-            one: DrainDeadline(
+            one: WorkerDeadline(
                 self._pool.deadline_s(nodes[one]), self._pool.drain_until(nodes[one])
             )
             for one in names
