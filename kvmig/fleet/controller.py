@@ -67,11 +67,13 @@ from kvmig.fleet.managed_model import (
     ManagedModel,
     MissingFiles,
     ModelEvent,
+    record_of,
 )
 from kvmig.fleet.model_places import ModelPlaces
 from kvmig.fleet.model_routes import classes_of, route_state, sockets_of
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Started, Stop
 from kvmig.fleet.place_choice import PlaceExplanation, with_places
+from kvmig.fleet.placed_agents import PlacedAgents
 from kvmig.fleet.proxy_reports import ProxyReports
 from kvmig.fleet.rollout_controller import Keep, ModelRollouts, can_gather
 from kvmig.fleet.room_moves import RoomPlan
@@ -144,6 +146,7 @@ class ModelController:
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
         self.units = FleetUnits(settings, order, memory.devices, clock, self._changed.set)
+        self._agents = PlacedAgents(settings, self.units, memory.devices)
         self.places = ModelPlaces(self._models, self.units, memory, self.workers)
         self._workers = self.places.workers
         self.instances_on = self._workers.instances_on
@@ -191,10 +194,13 @@ class ModelController:
             self._tell_routes()
         self._changed.set()
 
-    def place(self, placed: Mapping[str, Sequence[PlacedUnit]]) -> None:
+    def place(
+        self, placed: Mapping[str, Sequence[PlacedUnit]], units: Iterable[PlacedUnit] = ()
+    ) -> None:
         """Let somebody else set the instances of these models, one in each of these units each;
-        they start so, and stay."""
+        they start so, and stay. units: all of them."""
         self._placed = placed
+        self._agents.take_units(units)
         self._changed.set()
 
     def take_news(self, news: Running | Started | DeploymentEnded) -> None:
@@ -336,7 +342,7 @@ class ModelController:
             if over and model.life.state == "zero" and not model.deployment:
                 del self._models[name]
         self._tell_routes()
-        self.units.reconcile(self._in_units())
+        self.units.reconcile(self._agents.in_units(self._models, self._placed))
         if self._plan.moves is not None:
             self.mover.begin(self._plan.moves, self._plan.rooms)
         for model in self._models.values():
@@ -393,7 +399,7 @@ class ModelController:
                 model.asks_since = now if asking else None
         nodes = self.places.nodes()
         self._gpu_choice.choose(nodes, self._first)
-        units = self._in_units()
+        units = self._agents.in_units(self._models, self._placed)
         for name, model in self._models.items():
             life, wish = model.life, self._wish(model)
             if model.deployment:
@@ -433,7 +439,8 @@ class ModelController:
         movable = [] if self._placed else self.mover.movable()  # a placement says where they are
         made = plan(nodes, waiting, residents, now, strategy, movable, self.mover.nodes)
         wanted = [model.wanted for model in self._models.values()]
-        return self.units.admit(made, starting, [one.spec for one in wanted if one.on])
+        made = self.units.admit(made, starting, [one.spec for one in wanted if one.on])
+        return self._agents.hold_back(made, self._placed.keys() & {one.name for one in waiting})
 
     def moves_for(self, model: ManagedModel) -> RoomPlan | None:
         """Moves that would make room for its first instances, or for another one, now; None: there
@@ -443,14 +450,6 @@ class ModelController:
         instances = 1 if model.deployment else self._first(model)
         return self.mover.moves_for(model, self._plan.rooms, instances)
 
-    def _in_units(self) -> dict[str, frozenset[str]]:
-        """The models that run in units, or wait for their start there."""
-        found: dict[str, frozenset[str]] = {}
-        for name, model in self._models.items():
-            if model.unit and (model.deployment or model.asks_since is not None):
-                found[model.unit] = found.get(model.unit, frozenset()) | {name}
-        return found
-
     def _waiting(self, model: ManagedModel, since: float) -> WaitingModel:
         name, spec = model.key, model.wanted.spec
         if model.deployment:  # it is parked, and wakes where it is
@@ -458,8 +457,9 @@ class ModelController:
             of_gpus = model.places.more(model.instance_rows)
             of_nodes = self.places.more_on(model, more)
             return WaitingModel(name, more, since, more=of_gpus, wakes_on=of_nodes)
-        need, first = self.places.device_need(spec), self._first(model)
-        if need is not None and (at := self.places.in_units(self._placed.get(name, ()))):
+        first, placed = self._first(model), self._placed.get(name, ())
+        need = self.places.device_need(self._agents.spec(spec, placed))
+        if need is not None and (at := self.places.in_units(placed)):
             need = replace(need, at=at)
         return WaitingModel(
             name,
@@ -546,24 +546,14 @@ class ModelController:
     def _start(self, model: ManagedModel) -> None:
         wanted, deployment = model.wanted, secrets.token_hex(4)
         socket = str(self._settings.deployment(deployment))
-        units = [one.called for one in self._placed.get(wanted.name, ())]
-        devices = self.memory.devices
-        claim, places = devices.claim(wanted.spec), self._plan.places.get(model.key, ())
+        placed, devices = self._placed.get(wanted.name, ()), self.memory.devices
+        spec, units = self._agents.spec(wanted.spec, placed), [one.called for one in placed]
+        claim, places = devices.claim(spec), self._plan.places.get(model.key, ())
         on_gpus = [one.gpus for one in places if one.gpus]
         nodes = tuple(self.workers.node_id(one.node) for one in places if self.workers.there)
-        note = DeploymentRecord(
-            wanted.model_id,
-            wanted.name,
-            wanted.revision,
-            socket,
-            {instance_name(at): gpus for at, gpus in enumerate(on_gpus)},
-            0 if claim is None else claim.each,
-            wanted.spec.unit,
-            self.units.arena(wanted.spec.unit),
-            wanted.spec.folder,
-            {instance_name(at): node for at, node in enumerate(nodes)},
-            wanted.spec,
-        )
+        size, arena = 0 if claim is None else claim.each, self.units.arena(wanted.spec.unit)
+        agents = self._agents.records(placed)
+        note = record_of(wanted, socket, on_gpus, size, arena, nodes, agents)
         self._keep(model, deployment, note)
         for at, why in enumerate(self._plan.explained.get(model.key, ())):
             self._keep_reason(model, instance_name(at), why)
@@ -571,14 +561,14 @@ class ModelController:
         self.starts += 1
         self._order(
             start_order(
-                wanted.spec,
+                spec,
                 deployment,
                 self._settings,
                 msgspec.json.encode(note).decode(),
                 units,
                 claim,
                 [one for one in map(devices.ids, on_gpus) if one],
-                self.workers.words(wanted.spec, model.claim, nodes),
+                self.workers.words(spec, model.claim, nodes) + self._agents.words(spec, placed),
             )
         )
 
@@ -590,6 +580,7 @@ class ModelController:
             return
         self._keep(model, one.deployment, note)
         model.pid, model.scaling = one.pid, None
+        self._agents.recall(note.agents)
         if note.unit:
             self.units.recall(note.unit, next(iter(note.gpus.values()), ()), note.unit_bytes)
 
@@ -664,7 +655,7 @@ class ModelController:
         return (
             model.life.state == "serving"
             and spec.instances.target_kind != "freeness"
-            and spec.name not in self._placed
+            and not (spec.name in self._placed or model.agents)
             and counted(watched.told.data) > 0
         )
 

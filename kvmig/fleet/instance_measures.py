@@ -49,7 +49,7 @@ class InstanceMeasures:
                 self.take_claim(model)
         for model in self._models.values():
             spec = model.wanted.spec
-            if model.unit:  # what it uses is the unit's KV cache, too
+            if model.unit or model.agents:  # what it uses is the unit's KV cache, too
                 continue
             for name, used in model.places.measure(
                 model.instance_rows, self._sample.used_by

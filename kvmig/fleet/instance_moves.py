@@ -208,7 +208,7 @@ def _may_move(model: ManagedModel, now: float) -> bool:
     spec, rows = model.wanted.spec, model.instance_rows
     return (
         model.life.state == "serving"
-        and not (model.unit or model.former or model.is_ordering or model.rolls)
+        and not (model.unit or model.agents or model.former or model.is_ordering or model.rolls)
         and model.is_newest
         and spec.instances.target_kind != "freeness"
         and now >= model.moves_at

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from kvmig.core.api_records import InstanceRow
+from kvmig.core.config import instance_name
 from kvmig.fleet.autoscale import DemandWindow, ScalingDecision, ScalingRule
 from kvmig.fleet.deployments import DeploymentWatcher
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
@@ -25,6 +26,7 @@ from kvmig.fleet.rollout import instance_start, need_of
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.room_moves import RoomMove
 from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.units import UnitRecord
 from kvmig.proxy.messages import ModelCard
 
 STARTS = 9
@@ -65,6 +67,34 @@ class DeploymentRecord(msgspec.Struct, frozen=True):
     """Ids of the Ray nodes of its first instances, by name."""
     spec: ModelSpec | None = None
     """What it was started as; None: by a kvmig that didn't say."""
+    agents: tuple[UnitRecord, ...] = ()
+    """The units of a placement whose agents its instances may join."""
+
+
+def record_of(
+    wanted: CatalogEntry,
+    socket: str,
+    gpus: Sequence[tuple[str, ...]],
+    gpu_bytes: int,
+    unit_bytes: int,
+    nodes: Sequence[str],
+    agents: tuple[UnitRecord, ...],
+) -> DeploymentRecord:
+    """The record of a deployment that starts. gpus, nodes: of its first instances."""
+    return DeploymentRecord(
+        wanted.model_id,
+        wanted.name,
+        wanted.revision,
+        socket,
+        {instance_name(at): one for at, one in enumerate(gpus)},
+        gpu_bytes,
+        wanted.spec.unit,
+        unit_bytes,
+        wanted.spec.folder,
+        {instance_name(at): one for at, one in enumerate(nodes)},
+        wanted.spec,
+        agents,
+    )
 
 
 class MissingFiles(msgspec.Struct, frozen=True):
@@ -191,6 +221,11 @@ class ManagedModel:
     def unit(self) -> str:
         """The unit that it is in, or would start in; empty: none."""
         return self.wanted.spec.unit if self.note is None else self.note.unit
+
+    @property
+    def agents(self) -> tuple[UnitRecord, ...]:
+        """The units of a placement whose agents its instances may join."""
+        return () if self.note is None else self.note.agents
 
     @property
     def is_newest(self) -> bool:

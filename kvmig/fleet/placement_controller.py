@@ -23,6 +23,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.placed_agents import check_agent, check_member
 from kvmig.fleet.rate_replanner import RateReplanner
 from kvmig.fleet.store import NameTaken
 from kvmig.placement.executor import (
@@ -137,8 +138,12 @@ class PlacementController:
         async with self._planning:
             try:
                 async with asyncio.timeout(PLAN_S):
-                    wanted = msgspec.structs.replace(await self._adopting(placement), rule=rule)
-                    plan = way_to_text(await self._way(wanted))
+                    if starts := self._to_start(placement):
+                        wanted = DesiredPlacement(placement, rule=rule)
+                        plan = f"{', '.join(starts)} start in their units, once they are on"
+                    else:
+                        wanted = msgspec.structs.replace(await self._adopting(placement), rule=rule)
+                        plan = way_to_text(await self._way(wanted))
             except TimeoutError as error:
                 raise ReplaceFailed("instances start or leave now: try again later") from error
             if keep is not None:
@@ -165,7 +170,7 @@ class PlacementController:
         for unit in () if wanted is None else wanted.placement.units:
             for one in unit.models:
                 units.setdefault(one.name, []).append(unit)
-        self._models.place(units)
+        self._models.place(units, () if wanted is None else wanted.placement.units)
 
     async def close(self) -> None:
         """Do nothing more."""
@@ -173,9 +178,18 @@ class PlacementController:
             await cancel_tasks(self._task)
             self._task = None
 
+    def _to_start(self, placement: Placement) -> list[str]:
+        """The models that don't run yet, and start as members of the agents of their units."""
+        models = {name: self._models.shown(name) for name in placement.models()}
+        if not placement.elastic:
+            return []
+        return [name for name, one in models.items() if one is not None and not one.deployment]
+
     def _check(self, wanted: Placement) -> None:
         """Raises ConfigError."""
         for unit in wanted.units:
+            if wanted.elastic:
+                check_agent(unit, self._models.units.arena(unit.called), self._of_specs())
             self._check_gpus(unit)
         for name in wanted.models():
             model = self._models.shown(name)
@@ -183,7 +197,9 @@ class PlacementController:
                 raise ConfigError(
                     f"placement: model is {name!r:.100}, which isn't in the catalogue"
                 )
-            if model.life.state != "serving":
+            if wanted.elastic:
+                check_member(model, [unit.called for unit in wanted.units])
+            if model.life.state != "serving" and (model.deployment or not wanted.elastic):
                 raise ConfigError(
                     f"placement: model {name} is {model.life.state}, must serve (kvmig model wake "
                     f"{name})"
@@ -207,7 +223,7 @@ class PlacementController:
         for name in running:
             if name not in wanted.models():
                 raise ConfigError(f"placement: model {name} runs, and has no place in it")
-        check(wanted, running, "placement")
+        check(wanted, [*{*running, *wanted.models()}], "placement")
 
     def _check_gpus(self, unit: PlacedUnit) -> None:
         """Raises ConfigError for GPUs that aren't there, or aren't one for each worker."""
@@ -233,6 +249,10 @@ class PlacementController:
                     f"{where}: gpus has {len(unit.gpus)}, must have {workers}, one for each worker"
                     f" of model {one.name}, or the model needs {MIXED} among its flags"
                 )
+
+    def _of_specs(self) -> frozenset[str]:
+        """The units that models have by their specifications."""
+        return frozenset(one.wanted.spec.unit for one in self._models.every())
 
     async def _adopting(self, placement: Placement) -> DesiredPlacement:
         """The desired placement, with units for all running instances."""

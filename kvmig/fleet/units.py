@@ -123,6 +123,8 @@ class FleetUnits:
         self._devices = devices
         self._clock = clock
         self._changed = changed
+        self.placed: frozenset[str] = frozenset()
+        """Units of the placement that is wanted, by name."""
         self._units: dict[str, ManagedUnit] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -158,6 +160,8 @@ class FleetUnits:
 
     def check(self, unit: str, models: Sequence[ModelSpec]) -> None:
         """Raises ConfigError for a unit that can't have these models on any GPU here."""
+        if unit in self.placed:
+            raise ConfigError(f"unit {unit}: the placement has a unit of this name, choose another")
         devices = self._devices.watch.memory({}, {})
         check_unit(unit, self._needs(models), arena_of(models), devices)
 
@@ -217,6 +221,11 @@ class FleetUnits:
     def every(self) -> list[ManagedUnit]:
         """The units that have their GPUs."""
         return list(self._units.values())
+
+    def waits(self, name: str) -> str:
+        """Why no model can start in a unit now; empty: they can."""
+        unit = self._units.get(name)
+        return f"unit {name} has no agent yet" if unit is None else unit.waits
 
     def shared(self, name: str, models: frozenset[str]) -> SharedHold | None:
         """What models of a unit hold together. models: those that run or wait for their start."""

@@ -12,8 +12,8 @@ import pytest
 
 from kvmig_tools.fleet import FleetUp
 from tests.support.fake_devices import GIB, FakeMachine, devices
-from tests.support.fleets import answer, ask, counted, ended, kill
-from tests.support.waiting import until
+from tests.support.fleets import answer, ask, counted, ended, instances_by_socket, kill
+from tests.support.waiting import until, until_yes
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -109,3 +109,52 @@ async def test_two_models_of_a_unit_answer_whoever_dies_and_nothing_is_left(
     kill(await another(fleet, SERVER))  # while model and agent end
     await until(lambda: ended(second))
     assert not fleet.processes(AGENT)
+
+
+def placement(left: str, right: str) -> dict[str, Any]:
+    """Two units with agents, on a GPU each, and the models in them."""
+
+    def unit_of(name: str, gpu: int, models: str) -> dict[str, Any]:
+        there = [
+            {"name": one, "kv_bytes": ARENA // 4, "held_bytes": OWN, "decode_share": 0.6}
+            for one in models.split()
+        ]
+        return {"name": name, "gpus": [gpu], "memory_bytes": 9 * GIB, "arena_bytes": ARENA,
+                "models": there}  # fmt: skip
+
+    return {"placement": {"units": [unit_of("left", 0, left), unit_of("right", 1, right)]}}
+
+
+def members(fleet: FleetUp) -> dict[str, set[str]]:
+    """The models of which each unit's agent has members."""
+    return {one["name"]: set(one["leased_bytes"] or {}) for one in fleet.get("status")["units"]}
+
+
+async def test_a_placements_units_get_agents_and_its_models_move_between_them(
+    fleet: FleetUp,
+) -> None:
+    for name in "ab":
+        own = {"unit": "", "unit_memory": 0, "gpus": []}
+        await asyncio.to_thread(add, fleet, name, **own)
+    said = fleet.ask("PUT", "placement", placement("a b", ""))
+    assert said.json() == {"plan": ["a, b start in their units, once they are on"]}, said.text
+    await until_yes(lambda: fleet.get("placement")["state"] == "reached")
+    assert members(fleet) == {"left": {"a", "b"}, "right": set()}
+    await both_answer(fleet)
+    rows = [row for found in instances_by_socket(fleet).values() for row in found]
+    assert {(row["model"], row["unit"], tuple(row["gpus"])) for row in rows} == {
+        ("a", "left", ("0",)),
+        ("b", "left", ("0",)),
+    }
+    given = {(row["shared"]["guarantee_bytes"], row["shared"]["decode_share"]) for row in rows}
+    assert given == {(ARENA // 4, 60)}, "as planned"
+
+    async with fleet.client() as client:
+        streams = [asyncio.create_task(answer(client, ask("b", 1500, start=40))) for _ in range(2)]
+        await until_yes(lambda: fleet.get("models/b")["running"] == 2)
+        said = fleet.ask("PUT", "placement", placement("a", "b"))
+        assert said.status_code == 200, said.text
+        await until_yes(lambda: members(fleet) == {"left": {"a"}, "right": {"b"}})
+        assert await asyncio.gather(*streams) == [counted(1500, 40)] * 2
+    await until_yes(lambda: fleet.get("placement")["state"] == "reached")
+    await both_answer(fleet)
