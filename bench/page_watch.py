@@ -162,7 +162,8 @@ async def run(options: Any) -> list[Leg]:
             }
         )  # fmt: skip
         fleet.until(f"models/{NAME}", serving=INSTANCES)
-        async with session(fleet.key) as calls, aiohttp.ClientSession() as browser:
+        jar = aiohttp.CookieJar(unsafe=True)  # the fleet's address has no name
+        async with session(fleet.key) as calls, aiohttp.ClientSession(cookie_jar=jar) as browser:
             await log_in(browser, fleet)
             streams = [stream(calls, fleet.url) for _ in range(options.streams)]
             moving = move_often(calls, fleet.url, fleet.key)

@@ -8,7 +8,7 @@ import pytest
 
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.fleet.ledger import merge
-from kvmig.fleet.pages.usage import plain_cell
+from kvmig.fleet.pages.usage import differing, plain_cell
 from kvmig.pages.plots import COLOURS, HEIGHT, OTHERS, WIDTH, DayValue, stacked_days
 from tests.support.page_api import Pages, text_of
 
@@ -68,6 +68,12 @@ async def test_a_wrong_query_is_refused_in_words(pages: Pages, query: str) -> No
 @pytest.mark.parametrize("name", ["=1+1", "@x", "-2"])
 def test_a_cell_is_no_formula(name: str) -> None:
     assert plain_cell(name) == f"'{name}"
+
+
+def test_of_two_states_the_audit_shows_the_fields_that_differ() -> None:
+    before, after = {"name": "a", "priority": 0, "gone": 1}, {"name": "a", "priority": 7}
+    assert differing(before, after) == ({"priority": 0, "gone": 1}, {"priority": 7, "gone": None})
+    assert differing(None, after) == (None, after)
 
 
 # -- plots

@@ -79,7 +79,7 @@ def usage_routes(pages: FleetPages) -> list[Route]:
         limit = typed_number(request.query_params.get("limit", "")) or 100
         found = (await pages.call(request, "GET", "/audit", query={"limit": limit}))["data"]
         for one in found:
-            one["before"], one["after"] = shortened(one["before"]), shortened(one["after"])
+            one["before"], one["after"] = map(shortened, differing(one["before"], one["after"]))
         values = {"title": "Audit", "rows": found, "limit": limit, "most": MOST_ROWS}
         return site.page(request, "audit", values)
 
@@ -108,6 +108,14 @@ def sums(rows: Sequence[dict[str, Any]], by: str) -> list[dict[str, Any]]:
 def plain_cell(text: object) -> str:
     """A text that no spreadsheet takes for a formula."""
     return f"'{text}" if str(text).startswith(("=", "+", "-", "@")) else str(text)
+
+
+def differing(before: object, after: object) -> tuple[object, object]:
+    """What differs between two states; of mappings only the fields that do."""
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return before, after
+    names = [one for one in {**before, **after} if before.get(one) != after.get(one)]
+    return {one: before.get(one) for one in names}, {one: after.get(one) for one in names}
 
 
 def shortened(value: object) -> str:
