@@ -43,6 +43,7 @@ from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.names_api import names_api
 from kvmig.fleet.pages.app import fleet_pages
+from kvmig.fleet.pages.provider_login import ProviderLogins
 from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.places_api import places_api
@@ -212,7 +213,14 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
         app.include_router(api, prefix=PREFIX)
     tls = backend.settings.certificate is not None
     own = FleetSessions(backend.keys, lambda: backend.store.pepper, time.time, tls=tls)
-    app.mount(PAGES, fleet_pages(app, PREFIX, backend.keys, backend.feed, own, sessions))
+    logins = None
+    if (provider := backend.provider) is not None:
+        scheme = backend.settings.scheme
+        logins = ProviderLogins(
+            provider, backend.store, backend.stored, backend.changed, own, scheme
+        )
+    pages = fleet_pages(app, PREFIX, backend.keys, backend.feed, own, sessions, logins)
+    app.mount(PAGES, pages)
     return app
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 from joserfc import jwt
@@ -50,6 +51,8 @@ class IdentityProvider:
         self._clock = clock
         self._wall = wall
         self._keys: KeySet | None = None
+        self._told: Mapping[str, Any] = {}
+        """What the provider says of itself."""
         self._read_at = 0.0
         self._tried_at = 0.0
         self._why = ""
@@ -74,6 +77,39 @@ class IdentityProvider:
             raise LoginRefused("the token is not signed by the identity provider")
         self._check(found)
         return found
+
+    async def login_page(self, query: Mapping[str, str]) -> str:
+        """The provider's page for a person's browser, with this query. Raises ProviderAway."""
+        page = await self._endpoint("authorization_endpoint")
+        return f"{page}{'&' if '?' in page else '?'}{urlencode(query)}"
+
+    async def token_for(self, code: str, verifier: str, redirect_uri: str) -> str:
+        """The ID token of a person who has logged in at that page. Raises LoginRefused,
+        ProviderAway."""
+        url = await self._endpoint("token_endpoint")
+        form = {
+            "grant_type": "authorization_code", "code": code, "code_verifier": verifier,
+            "redirect_uri": redirect_uri, "client_id": self.terms.client_id,
+        }  # fmt: skip
+        try:
+            async with asyncio.timeout(READ_S):
+                found = await self._call("POST", url, form)
+        except TimeoutError as error:
+            raise ProviderAway(f"{url:.200} does not answer within {READ_S:g} s") from error
+        token = found.get("id_token")
+        if not isinstance(token, str):
+            raise LoginRefused(f"the provider gives no token: {str(found.get('error', ''))!r:.100}")
+        return token
+
+    async def _endpoint(self, name: str) -> str:
+        """Raises ProviderAway."""
+        await self._known()
+        where = self._told.get(name)
+        if not isinstance(where, str):
+            raise ProviderAway(f"the identity provider names no {name}")
+        if self.terms.issuer.startswith("https:") and not where.startswith("https:"):
+            raise ProviderAway(f"its {name} is {where:.200}, must be a URL with https://")
+        return where
 
     def _decoded(self, token: str, keys: KeySet) -> dict[str, Any] | None:
         """What a token says; None: none of the keys has signed it. Raises LoginRefused."""
@@ -156,6 +192,7 @@ class IdentityProvider:
                 f"the identity provider calls itself {told.get('issuer')!r:.200}, --oidc-issuer is"
                 f" {self.terms.issuer!r:.200}"
             )
+        self._told = told
         where = told.get("jwks_uri")
         if not isinstance(where, str):
             raise ProviderAway("the identity provider names no jwks_uri")
@@ -168,9 +205,14 @@ class IdentityProvider:
 
     async def _get(self, url: str) -> Any:
         """A JSON object. Raises ProviderAway."""
+        return await self._call("GET", url)
+
+    async def _call(self, method: str, url: str, form: dict[str, str] | None = None) -> Any:
+        """A JSON object; of a form also that of a refusal. Raises ProviderAway."""
         try:
-            async with self._http.stream("GET", url) as answer:
-                answer.raise_for_status()
+            async with self._http.stream(method, url, data=form) as answer:
+                if form is None or answer.is_server_error:
+                    answer.raise_for_status()
                 came = b""
                 async for part in answer.aiter_bytes():
                     came += part

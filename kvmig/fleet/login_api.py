@@ -80,11 +80,11 @@ def login_api(
 
 
 def key_for(
-    store: FleetStore, person: LoggedIn, expires: float, address: str
+    store: FleetStore, person: LoggedIn, expires: float, address: str, name: str = "login"
 ) -> tuple[KeyRow, str]:
     """A new key of the person's user, who is made at the first time. address: for the audit, as the
-    user's name is: a token may have another one each time. Raises LoginRefused, ConfigError,
-    StoreError."""
+    user's name is: a token may have another one each time. name: the key's. Raises LoginRefused,
+    ConfigError, StoreError."""
     user = next((one for one in store.users() if one.subject == person.subject), None)
     actor = OrderActor(f"{person.name if user is None else user.name} (login)", address)
     if user is None:
@@ -94,4 +94,4 @@ def key_for(
     if user.role != person.role:
         store.set_user(user.name, actor, role=person.role)
     terms = KeyTerms(scopes=SCOPES[person.role], expires=expires)
-    return store.create_key(user.name, "login", terms, actor)
+    return store.create_key(user.name, name, terms, actor)

@@ -38,17 +38,31 @@ class LoginSessions(Protocol):
         ...
 
 
-def login_routes(site: PageSite, sessions: LoginSessions, hint: str) -> list[Route]:
-    """The routes. hint: template of where a key comes from."""
+def show_login(
+    site: PageSite,
+    request: Request,
+    target: str,
+    hint: str,
+    provider: str = "",
+    refused: str = "",
+    status: HTTPStatus = HTTPStatus.OK,
+) -> Response:
+    """The page with the log-in's form. target: where it leads. hint: template of where a key comes
+    from. provider: name of an identity provider; empty: there is none. refused: what was wrong."""
+    values = {
+        "title": "Log in", "target": target, "hint": hint, "provider": provider, "refused": refused,
+    }  # fmt: skip
+    return site.page(request, "login", values, FormOutcome(status=status))
 
-    def form(
-        request: Request, target: str, refused: str = "", status: HTTPStatus = HTTPStatus.OK
-    ) -> Response:
-        values = {"title": "Log in", "target": target, "refused": refused, "hint": hint}
-        return site.page(request, "login", values, FormOutcome(status=status))
+
+def login_routes(
+    site: PageSite, sessions: LoginSessions, hint: str, provider: str = ""
+) -> list[Route]:
+    """The routes. hint, provider: see `show_login`."""
 
     async def show(request: Request) -> Response:
-        return form(request, own_path(request.query_params.get("next", "")))
+        target = own_path(request.query_params.get("next", ""))
+        return show_login(site, request, target, hint, provider)
 
     async def log_in(request: Request) -> Response:
         fields = await request.form(max_files=0, max_fields=MOST_FIELDS)
@@ -56,7 +70,9 @@ def login_routes(site: PageSite, sessions: LoginSessions, hint: str) -> list[Rou
         key = str(fields.get("key", "")).strip()[:MOST_KEY]
         session = sessions.log_in(request, key)
         if isinstance(session, KeyDenied):
-            return form(request, target, session.message, session.status)
+            return show_login(
+                site, request, target, hint, provider, session.message, session.status
+            )
         answer = go_to(target)
         answer.headers["set-cookie"] = sessions.set_cookie(session)
         return answer

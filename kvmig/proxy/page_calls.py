@@ -38,7 +38,7 @@ EACH_S = 10.0
 MOST_PAGES = 64
 """Calls of one user's pages that the server answers at once."""
 TRY = 10.0
-"""How many calls one try to log in counts as."""
+"""How many calls count for one try to log in, for which the server may ask a provider."""
 
 
 class VisitorCall(NamedTuple):
@@ -184,7 +184,7 @@ class PageEntry:
         session = known.cookies.read(presented, known.current, address, self._wall())
         way = judge(method, path, query, headers, session, known.cookies)
         if isinstance(way, VisitorCall):
-            calls = TRY if path.startswith(LOGIN) and method not in READS else 1.0
+            calls = 1.0 if method in READS and not path.startswith(f"{LOGIN}/") else TRY
             if wait_s := self._visitors.wait_s(address, calls, self._clock()):
                 sentence = (
                     "too many calls of this address without a log-in, try again in"

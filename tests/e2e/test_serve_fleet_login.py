@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.fleets import ToyFleet, answer, ask, counted
@@ -19,6 +20,21 @@ def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:
     """The command as on another host, without a key."""
     command = [sys.executable, "-m", "kvmig", f"--url={fleet.url}", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+async def log_in_by_browser(fleet: ToyFleet) -> None:
+    """To the page, and chat there."""
+    async with httpx.AsyncClient(base_url=fleet.url, follow_redirects=True, timeout=60) as browser:
+        there = await browser.get("/ui/login/provider?next=/ui/playground")
+        assert there.headers["refresh"] == "0; url=/ui/playground", there.text
+        page = (await browser.get("/ui/playground")).text
+        token = page.partition('name="csrf" value="')[2][:64]
+        chat = {"model": "count", "max_tokens": 5, "messages": [{"role": "user", "content": "1"}]}
+        answered = await browser.post(
+            "/ui/v1/chat/completions", json=chat, headers={"x-csrf-token": token}
+        )
+        assert answered.json()["usage"]["completion_tokens"] == 5
+        assert (await browser.get("/ui/users")).status_code == 403
 
 
 async def test_a_person_logs_in_and_is_answered(tmp_path: Path) -> None:
@@ -34,6 +50,7 @@ async def test_a_person_logs_in_and_is_answered(tmp_path: Path) -> None:
             async with fleet.client(done.stdout.strip()) as client:
                 assert await answer(client, ask("count", 20)) == counted(20)
                 assert (await client.get("/kvmig/v2/users")).status_code == 403
+            await log_in_by_browser(fleet)
             site.person |= {"groups": ["ops"]}
             done = await asyncio.to_thread(kvmig, fleet, "login")
             async with fleet.client(done.stdout.strip()) as client:

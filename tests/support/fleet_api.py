@@ -50,12 +50,13 @@ class Api:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://x")
 
-    async def restart(self) -> None:
-        """Go on with the next application; the client keeps its cookies."""
-        cookies = self._http.cookies
+    async def restart(self, *, cookies: bool = True) -> None:
+        """Go on with the next application. cookies: whether the client keeps its own."""
+        kept = self._http.cookies
         await self._http.aclose()
         self._http = self._client(None)
-        self._http.cookies = cookies
+        if cookies:
+            self._http.cookies = kept
 
     async def _check(self, spec: ModelSpec, sizes: bool) -> None:
         """As an engine that knows no --nonsense."""

@@ -62,6 +62,7 @@ class ProviderSite:
     """How often its keys were read."""
     _codes: dict[str, str] = field(default_factory=dict)
     """Challenges, by code."""
+    _nonces: dict[str, str | None] = field(default_factory=dict)
 
     def token(self, **claims: Any) -> str:
         """An ID token. claims: None: it has none of the name."""
@@ -97,6 +98,7 @@ class ProviderSite:
     def _new_code(self, query: dict[str, str]) -> str:
         code = secrets.token_hex(8)
         self._codes[code] = query["code_challenge"]
+        self._nonces[code] = query.get("nonce")
         return code
 
     def post(self, path: str, form: dict[str, str]) -> Answer:
@@ -110,13 +112,15 @@ class ProviderSite:
         if self.error:
             return 400, {"error": self.error, "error_description": f"because of {self.error}"}
         device = form["grant_type"] == DEVICE_GRANT
-        challenge = self._codes.get(form["device_code" if device else "code"])
+        code = form["device_code" if device else "code"]
+        challenge = self._codes.get(code)
         if challenge != challenge_of(form["code_verifier"]):
             return 400, {"error": "invalid_grant"}
         if device and self.pending:
             self.pending -= 1
             return 400, {"error": "authorization_pending"}
-        return 200, {"access_token": "x", "token_type": "Bearer", "id_token": self.token()}
+        token = self.token(nonce=self.claims.get("nonce", self._nonces.get(code)))
+        return 200, {"access_token": "x", "token_type": "Bearer", "id_token": token}
 
 
 @contextmanager

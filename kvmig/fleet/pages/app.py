@@ -18,6 +18,7 @@ from kvmig.fleet.pages.accounts import key_routes, user_routes
 from kvmig.fleet.pages.backend import FleetPages
 from kvmig.fleet.pages.models import model_routes
 from kvmig.fleet.pages.playground import playground_routes
+from kvmig.fleet.pages.provider_login import ProviderLogins, provider_routes
 from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.fleet.pages.usage import usage_routes
 from kvmig.fleet.pages.workers import worker_routes
@@ -48,14 +49,18 @@ def fleet_pages(
     feed: LiveFeed,
     own: FleetSessions,
     sessions: PageSessions | None = None,
+    logins: ProviderLogins | None = None,
 ) -> Starlette:
     """The application. api: answers the API's paths, which begin with `prefix`. keys: those that
     let calls in now. feed: the live picture. own: the sessions that people log in to. sessions:
-    those that pages look for; None: the same."""
+    those that pages look for; None: the same. logins: by an identity provider; None: there is
+    none."""
     pages = FleetPages(PageSite(sessions or own, LINKS), ApiCaller(api, prefix), keys)
+    title = "" if logins is None else logins.title
     return pages.site.make_app(
         [
-            *login_routes(pages.site, own, "login_fleet"),
+            *login_routes(pages.site, own, "login_fleet", title),
+            *([] if logins is None else provider_routes(pages.site, logins)),
             *overview_routes(pages, feed),
             *model_routes(pages),
             *playground_routes(pages),
