@@ -2,7 +2,8 @@
 
 The page has no state of its own. It calls the HTTP API's routes in the same process
 (`api_calls`), with the rights of the person who is logged in (`session`), and renders their
-answers (`rendering`). Which routes there are is said where the API is: in `kvmig.fleet.pages`.
+answers (`rendering`). The routes are where the APIs are: in `kvmig.fleet.pages` and
+`kvmig.frontend.server_pages`.
 
 `static/htmx.min.js` is htmx.org 2.0.11 from the npm registry, unchanged (BSD Zero Clause License).
 """

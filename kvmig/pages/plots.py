@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from datetime import date, timedelta
+from datetime import date
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 720.0, 200.0
@@ -92,11 +92,12 @@ def _days(seen: Sequence[str], since: str, until: str) -> list[str]:
     """The days of the plot."""
     if not seen and not (since and until):
         return []
-    first = date.fromisoformat(since or min(seen))
-    last = date.fromisoformat(until or max(seen))
-    first = max(first, last - timedelta(days=MOST_DAYS - 1))
-    count = (last - first).days + 1
-    return [(first + timedelta(days=at)).isoformat() for at in range(max(0, count))]
+    first = date.fromisoformat(since or min(seen)).toordinal()
+    last = date.fromisoformat(until or max(seen)).toordinal()
+    return [
+        date.fromordinal(day).isoformat()
+        for day in range(max(first, last - MOST_DAYS + 1), last + 1)
+    ]
 
 
 def _names(values: Sequence[DayValue]) -> list[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 
@@ -33,19 +31,3 @@ class PageSessions(Protocol):
 
     def check_csrf(self, request: Request, presented: str) -> None:
         """Raises HTTPException, 403, unless a form carried the session's token."""
-
-
-class ClosedSessions:
-    """Sessions where logging in is not possible."""
-
-    def find_person(self, request: Request) -> PagePerson | None:
-        """No person."""
-        return None
-
-    def csrf_token(self, request: Request) -> str:
-        """An empty token."""
-        return ""
-
-    def check_csrf(self, request: Request, presented: str) -> None:
-        """Refuses every form."""
-        raise HTTPException(HTTPStatus.FORBIDDEN, "logging in is not possible here")

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
 from kvmig.pages.rendering import PREFIX, render
-from kvmig.pages.session import ClosedSessions, PagePerson, PageSessions
+from kvmig.pages.session import PagePerson, PageSessions
 from kvmig.pages.site import NavigationLink, PageSite
 from tests.support.page_people import TOKEN, FixedPerson
 
@@ -48,14 +48,14 @@ async def browser(sessions: PageSessions) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_a_page_without_a_session_leads_to_the_log_in_and_back() -> None:
-    async with browser(ClosedSessions()) as http:
+    async with browser(FixedPerson(None)) as http:
         answer = await http.get("/ui/")
     assert (answer.status_code, answer.headers["location"]) == (303, "/ui/login?next=/ui/")
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_a_script_without_a_session_is_refused(method: str) -> None:
-    async with browser(ClosedSessions()) as http:
+    async with browser(FixedPerson(None)) as http:
         path = "/ui/save" if method == "POST" else "/ui/"
         answer = await http.request(method, path, headers={"accept": "*/*"})
     assert answer.status_code == 401

@@ -51,7 +51,7 @@ def catalogue_routes(pages: FleetPages) -> list[Route]:
 
     async def add(request: Request, form: FormData) -> str:
         await pages.call(request, "POST", "/models", body=spec_of_form(form))
-        return path_of(str(form.get("name", "")))
+        return path_of(str(form.get("name", "")).strip())
 
     async def evaluate(request: Request) -> Response:
         """Show whether the model of a form would fit; a script gets that part of the page alone."""

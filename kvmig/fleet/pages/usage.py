@@ -7,8 +7,10 @@ import io
 import json
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, timedelta
+from http import HTTPStatus
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -36,7 +38,9 @@ def usage_routes(pages: FleetPages) -> list[Route]:
     async def rows(request: Request) -> tuple[str, dict[str, str], list[dict[str, Any]]]:
         """What is asked for: the field, the days, and the rows by field and day."""
         asked = request.query_params
-        by = asked.get("by", "model")
+        if (by := asked.get("by", "model")) not in BY:
+            sentence = f"by is {by!r:.100}, must be one of {', '.join(BY)}"
+            raise HTTPException(HTTPStatus.BAD_REQUEST, sentence)
         days = {one: asked.get(one, "") for one in ("since", "until")}
         if "since" not in asked:
             days["since"] = (today() - timedelta(days=DAYS - 1)).isoformat()
