@@ -1,13 +1,17 @@
 """What traces cost a front end: off, beside the version before there were any; on at 10 %.
 
 kvmig.serve several times, all up, each with the stand-in for an engine's worker of
-bench/front_end_cost.py: the same streams go to one after the other, the order turns, and ratios are
-made per round. cpu: processor time (user and system) of the front end's process a token.
+bench/front_end_cost.py: the same streams go to one after the other, the order turns, and pairs are
+made per round. cpu: processor time of the front end's process a token.
 
-off_us: what a token costs more with traces off than at `--before`, a checkout of a revision without
-  traces; on_ratio: processor time with 10 % of calls sampled, over that with traces off.
-unsampled_us, sampled_us: processor time of a call's spans, with those of one sequence, and of their
-  way to the exporter; measured in this process.
+off_us: what a token costs more with traces off than at `--before`, a checkout of a revision
+  without traces. server_on_ratio: processor time with 10 % of calls sampled, over that with traces
+  off. Both differ by more between two rounds of one server than traces cost.
+So the cost is measured in its parts, too, in this process, each the least of several runs:
+unsampled_us, sampled_us: of all that is done for a call, and for one sequence of it; export_us: of
+  sending the spans of one call, what receives them included.
+on_ratio: 1, and these parts with 10 % of calls sampled over what a call with `--tokens` tokens
+  costs a front end with traces off.
 `--capture FILE` writes the spans of one call of a real server that moves once, for
 `scripts/draw_trace.py`, and measures nothing.
 """
@@ -31,15 +35,20 @@ import uvloop
 
 from bench import report
 from bench.client import session
-from bench.front_end_cost import FLAGS, cpu_s, one_round
+from bench.front_end_cost import FLAGS, one_round
 from bench.otlp_collector import OtlpCollector, otlp_collector
 from bench.overhead import plain_environment
 from bench.site import all_up
 from kvmig.models import BUNDLED
+from kvmig.tracing.spans import AttributeValue
 from kvmig_tools.served import SMALL, Served
 
 SHARE = 0.1
-CALLS = 2_000
+EXPORT_S = 5.5
+"""Longer than spans wait to be sent together (OTEL_BSP_SCHEDULE_DELAY, 5 s unless it is set)."""
+CALLS, TRIES = 2_000, 5
+BATCH = 50
+"""Calls whose spans are sent together."""
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PYTHON = ("-P", "-m", "kvmig.serve")
 """-P, with PYTHONPATH: from the folder that the variable names, and not from the present one."""
@@ -75,11 +84,18 @@ async def measured(
     http: aiohttp.ClientSession, served: Served, name: str, number: int, streams: int, tokens: int
 ) -> Round:
     """One round at one server, with the time after it in which spans go to the collector."""
-    before, _ = cpu_s(served)
+    before = process_s(served)
     await one_round(http, served, name, number, streams, tokens)
-    await asyncio.sleep(0.5)
-    after, _ = cpu_s(served)
+    await asyncio.sleep(EXPORT_S)
+    after = process_s(served)
     return Round(name, number, (after - before) / (streams * tokens) * 1e6)
+
+
+def process_s(served: Served) -> float:
+    """Seconds of processor time of a server's main process, to the nanosecond."""
+    assert served.process is not None
+    files = Path(f"/proc/{served.process.pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 def servers_of(
@@ -93,7 +109,7 @@ def servers_of(
     here = str(Path(__file__).resolve().parent.parent)
     folders = {"off": here, "on": here} | ({} if before is None else {"before": str(before)})
     sampling = {
-        **collector.environment,
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}",
         "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
         "OTEL_TRACES_SAMPLER_ARG": str(SHARE),
     }
@@ -157,18 +173,44 @@ def call_us(ratio: float) -> float:
     return took / CALLS * 1e6
 
 
-def summarise(rounds: Sequence[Round]) -> dict[str, float]:
-    """Medians of what is compared in each round."""
+def export_us(collector: OtlpCollector) -> float:
+    """Microseconds of processor time of sending a sampled call's spans, and of receiving them."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    url = f"http://127.0.0.1:{collector.port}/v1/traces"
+    processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url))
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    tracer = provider.get_tracer("bench")
+    said: dict[str, AttributeValue] = {"kvmig.bytes": 1, "kvmig.state": "committed"}
+    spans = [tracer.start_span("span", attributes=said) for _ in range(5 * BATCH)]
+    for span in spans:
+        span.end()
+    began = time.process_time()
+    processor.force_flush()
+    took = time.process_time() - began
+    provider.shutdown()
+    return took / BATCH * 1e6
+
+
+def summarise(rounds: Sequence[Round], tokens: int, collector: OtlpCollector) -> dict[str, float]:
+    """Medians of what is compared in each round, and the parts. tokens: of an answer."""
     by = {
         name: [one.cpu_us for one in rounds if one.server == name]
         for name in ("before", "off", "on")
     }
     summary = {
         "off_cpu_us": median(by["off"]),
-        "on_ratio": median(on / off for on, off in zip(by["on"], by["off"], strict=True)),
-        "unsampled_us": call_us(0.0),
-        "sampled_us": call_us(1.0),
+        "server_on_ratio": median(on / off for on, off in zip(by["on"], by["off"], strict=True)),
+        "unsampled_us": min(call_us(0.0) for _ in range(TRIES)),
+        "sampled_us": min(call_us(1.0) for _ in range(TRIES)),
+        "export_us": min(export_us(collector) for _ in range(TRIES)),
     }
+    more_us = SHARE * (summary["sampled_us"] + summary["export_us"])
+    more_us += (1 - SHARE) * summary["unsampled_us"]
+    summary["on_ratio"] = 1 + more_us / (tokens * summary["off_cpu_us"])
     if by["before"]:
         pairs = zip(by["off"], by["before"], strict=True)
         summary["off_us"] = median(off - before for off, before in pairs)
@@ -240,8 +282,8 @@ def main(argv: list[str] | None = None) -> int:
         servers = servers_of(options.step_ms, options.before, collector, Path(folder))
         with all_up(list(servers.values())):
             found = uvloop.run(measure(servers, rounds, options.streams, options.tokens))
+        result.summary = summarise(found, options.tokens, collector)
     result.samples = [asdict(one) for one in found]
-    result.summary = summarise(found)
     result.targets = {"on_ratio": {"max": 1.01}}
     if options.before is not None:
         result.targets["off_us"] = {"max": 1.0}

@@ -105,6 +105,9 @@ def test_the_fleet_starts_on_postgresql_and_prometheus_scrapes_it(
         with running([prometheus, *words], {}, tmp_path / "prometheus.log"):
             base = f"http://127.0.0.1:{shows}/api/v1"
             wait_until(lambda: scraped(base) == "1")
+            rules = answers(f"{base}/rules")
+            assert rules is not None
+            assert rules.json()["data"]["groups"]
 
 
 def scraped(base: str) -> str:

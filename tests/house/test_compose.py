@@ -21,8 +21,6 @@ COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 GPU: dict[str, Any] = yaml.safe_load((FOLDER / "gpu.yaml").read_text())
 SERVICES = COMPOSE["services"]
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text()
-BY_OTHERS = {"../prometheus", "../grafana"}
-"""Folders of the repository with rules and dashboards."""
 
 
 def mounts(service: str) -> dict[str, str]:
@@ -61,10 +59,10 @@ def test_every_port_is_open_to_this_host_only() -> None:
 
 def test_every_file_that_is_mounted_is_there() -> None:
     sources = {source for name in SERVICES for source in mounts(name)}
-    files = {one for one in sources if one.startswith(".")} - BY_OTHERS
+    files = {one for one in sources if one.startswith(".")}
     assert files
     assert [one for one in files if not (FOLDER / one).exists()] == []
-    assert sources - files - BY_OTHERS - {"${MODELS:-./models}"} == COMPOSE["volumes"].keys()
+    assert sources - files - {"${MODELS:-./models}"} == COMPOSE["volumes"].keys()
 
 
 def test_each_variable_is_in_the_example_and_passwords_have_no_default() -> None:
@@ -90,8 +88,9 @@ def test_prometheus_reads_what_is_mounted_and_scrapes_the_fleet() -> None:
     config = yaml.safe_load((FOLDER / "prometheus" / "prometheus.yml").read_text())
     there = mounts("prometheus")
     assert config["rule_files"][0].startswith(there["../prometheus"])
+    assert list((FOLDER.parent / "prometheus").glob(Path(config["rule_files"][0]).name))
     (job,) = config["scrape_configs"]
-    assert job["static_configs"][0]["targets"] == ["kvmig:8080"]
+    assert (job["static_configs"][0]["targets"], job["honor_labels"]) == (["kvmig:8080"], True)
     key = job["authorization"]["credentials_file"]
     assert key == f"{there['data']}/admin-key"
 
@@ -104,6 +103,7 @@ def test_grafana_reads_dashboards_from_where_they_are_mounted() -> None:
         "datasources"
     ]
     assert source["url"] == "http://prometheus:9090"
+    assert list((FOLDER.parent / "grafana").glob("*.json"))
 
 
 def test_hadolint_finds_nothing_in_the_containerfile() -> None:
