@@ -44,12 +44,12 @@ def who_lists(request: Request, keys: KeyIndex, now: float) -> KeyGrant | None:
 
     Raises HTTPException, 401 or 403.
     """
-    grant = _granted(request, keys, now, "read")
+    grant = _granted(request, keys, now, None)
     return None if grant is None or "admin" in grant.scopes else grant
 
 
-def _granted(request: Request, keys: KeyIndex, now: float, scope: Scope) -> KeyGrant | None:
-    """The key's; None: the socket's own user calls. `admin` includes `read`."""
+def _granted(request: Request, keys: KeyIndex, now: float, scope: Scope | None) -> KeyGrant | None:
+    """The key's; None: the socket's own user calls. `admin` includes `read`. scope: None: any."""
     address = request.headers.get(FORWARDED)
     if address is None:
         if "origin" in request.headers:
@@ -61,7 +61,7 @@ def _granted(request: Request, keys: KeyIndex, now: float, scope: Scope) -> KeyG
         grant = keys.find(presented) if scheme.lower() == "bearer" else None
     if grant is None:
         raise HTTPException(BAD_KEY.status, BAD_KEY.message)
-    wanted: Scope = "admin" if "admin" in grant.scopes else scope
+    wanted = "admin" if "admin" in grant.scopes else scope
     if (denied := allows(grant, None, address, now, wanted)) is not None:
         raise HTTPException(denied.status, denied.message)
     return grant

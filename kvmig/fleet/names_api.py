@@ -26,8 +26,7 @@ def names_api(
 
     @api.get("/names")
     async def list_names(grant: KeyGrant | None = holder) -> Body:
-        """The models and aliases that a key may use, with their states; for keys with the scope
-        `read`."""
+        """The models and aliases that a key may use, with their states; for keys of any scope."""
         rows = await stored(store.models)
         aliases = (await stored(store.fleet)).aliases
         only = None if grant is None else grant.models

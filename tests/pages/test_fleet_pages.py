@@ -51,6 +51,14 @@ async def test_a_user_sees_the_names_that_the_key_may_use(pages: Pages) -> None:
     assert str(pages.folder) not in seen
 
 
+async def test_a_key_without_the_scope_read_shows_its_names_and_no_usage(pages: Pages) -> None:
+    await pages.log_in("tom", "infer")
+    assert "qwen" in text_of(await pages.browse("models"))
+    for path in ("usage", "keys"):
+        answer = await pages.browse(path)
+        assert (answer.status_code, "has no scope" in text_of(answer)) == (403, True)
+
+
 async def test_a_user_sees_the_users_own_keys_only_and_gives_no_orders(pages: Pages) -> None:
     other = await pages.log_in("bea", "admin")
     own = await pages.log_in("tom", "infer", "read")
