@@ -175,26 +175,23 @@ class _RoomMade:
 
     def with_hole(self, hole: _Hole, to: Sequence[InstancePlace]) -> _RoomMade:
         """The same with one more. to: where those go that leave it."""
-        arrived, after = self.arrived, self.after
+        arrived, after = dict(self.arrived), dict(self.after)
         for one, place in zip(hole.leaving, to, strict=True):
-            arrived = with_places(arrived, one.need, [place])
-            after = with_places(after, one.need, [place])
-        after = _without(after, hole.leaving)
+            arrived[place.node] = arrived[place.node].with_instance(one.need, place)
+            after[place.node] = after[place.node].with_instance(one.need, place)
+        for one in hole.leaving:
+            after[one.place.node] = _without(after[one.place.node], one)
         return _RoomMade(arrived, after, (*self.holes, hole), (*self.to, *to))
 
 
-def _without(rooms: Rooms, leaving: Sequence[MovableInstance]) -> Rooms:
-    """What is free once these have ended."""
-    left = dict(rooms)
-    for one in leaving:
-        room = left[one.place.node]
-        devices = dict(room.devices)
-        for gpu in one.place.gpus:
-            devices[gpu] += one.place.each
-        memory, more = room.memory + one.need.memory, one.need.resources
-        resources = with_amounts(room.resources, more)
-        left[one.place.node] = replace(room, memory=memory, devices=devices, resources=resources)
-    return left
+def _without(room: NodeRoom, one: MovableInstance) -> NodeRoom:
+    """What is free on its node once an instance has ended."""
+    devices = dict(room.devices)
+    for gpu in one.place.gpus:
+        devices[gpu] += one.place.each
+    resources = with_amounts(room.resources, one.need.resources)
+    memory = room.memory + one.need.memory
+    return replace(room, memory=memory, devices=devices, resources=resources)
 
 
 def _one_more(
@@ -263,7 +260,7 @@ def _holds(after: NodeRoom, place: InstancePlace) -> bool:
 
 def _all_fit(rooms: Rooms, need: InstanceNeed, places: Sequence[InstancePlace]) -> bool:
     """Whether instances have room at all of these places."""
-    left = with_places(rooms, need, places)
+    left = with_places({one.node: rooms[one.node] for one in places}, need, places)
     return all(_holds(left[one.node], one) for one in places)
 
 
@@ -398,8 +395,10 @@ def _leave(reserved: _Reserved, need: InstanceNeed, hole: _Hole) -> list[Instanc
     closed = reserved.closed | {hole.place.node}
     to: list[InstancePlace] = []
     for one in hole.leaving:
-        open_to = {name: room for name, room in left.items() if name not in closed}
-        places = choose_places(left if one.place.gpus else open_to, one.need, 1, "pack")
+        rooms = left
+        if not one.place.gpus:
+            rooms = {name: room for name, room in left.items() if name not in closed}
+        places = choose_places(rooms, one.need, 1, "pack")
         if not places:
             return None
         to += places
