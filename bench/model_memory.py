@@ -1,10 +1,11 @@
 """What `kvmig model evaluate` says that a model takes of the host's memory, beside what it takes.
 
-A fleet on this machine's CPU gets one small model after another, each of another family. Each is
-evaluated before it starts, and answers a call. The most that its instance's process has taken, as
-the kernel counts it (VmHWM), is compared to what was said. The first model's figure is assumed; the
-fleet learns from each for the next ones. The KV cache counts whole in a claim, so it is small, and
-calls fill it. A second start shows what the fleet says of a model that has run. A family that this
+A fleet on this machine's CPU gets one small model after another, each of another family, and some
+once more with other flags. Each is evaluated before it starts, and then gets calls that fill its KV
+cache, its largest step and its sampler. The most that its instance's process has taken, as the
+kernel counts it (VmHWM), is compared to what was said. The first model's figure is assumed; the
+fleet learns from each for the next ones. The KV cache counts whole in a claim, so it is small. A
+second start (`--starts 2`) shows what the fleet says of a model that has run. A family that this
 machine's vLLM can't serve is noted with the reason. The file is written after each family.
 """
 
@@ -34,7 +35,18 @@ KV_SPARE = 1.25
 """A cache beyond one request of the model's whole length."""
 PROMPT = 1100
 """Tokens."""
-LEAST_CALLS, MOST_CALLS, AT_ONCE = 4, 40, 4
+LEAST_CALLS, MOST_CALLS, AT_ONCE = 16, 40, 8
+WHOLE, WHOLE_PROMPT = 32, 500
+"""Calls at once whose prompts a step takes whole, and their tokens."""
+SAMPLED, SAMPLED_PROMPT = 128, 16
+"""Calls at once that draw their tokens, and their prompts' tokens: as many as a step takes."""
+SMALLER: dict[str, str] = {
+    "llama3": "--max-num-seqs=32",
+    "deepseek-v2": "--max-num-batched-tokens=512",
+    "mamba2": "--max-num-batched-tokens=512",
+    "qwen3-next": "--max-num-batched-tokens=512",
+}
+"""Families that start again with a smaller step."""
 SETTLE_S = 15.0
 """Time for an instance to look at its memory once more."""
 WITHIN = 0.1
@@ -71,10 +83,18 @@ async def fill(fleet: FleetUp, model: str, calls: int) -> None:
     bodies = [
         {"model": model, "prompt": [7 + one] * PROMPT, "max_tokens": 2} for one in range(calls)
     ]
+    drawn = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "ignore_eos": True, "max_tokens": 4}
+    short = [
+        {"model": model, "prompt": [7 + one] * SAMPLED_PROMPT, **drawn} for one in range(SAMPLED)
+    ]
+    whole = [
+        {"model": model, "prompt": [7 + one] * WHOLE_PROMPT, "max_tokens": 2}
+        for one in range(WHOLE)
+    ]
+    groups = [bodies[first : first + AT_ONCE] for first in range(0, calls, AT_ONCE)]
     async with fleet.client() as client:
         client.timeout = httpx.Timeout(CALL_S)
-        for first in range(0, calls, AT_ONCE):
-            some = bodies[first : first + AT_ONCE]
+        for some in (*groups, whole, short):
             for answer in await asyncio.gather(*(client.post(PATH, json=body) for body in some)):
                 if answer.is_error:
                     raise StartupError(f"{model}: {answer.text}")
@@ -94,14 +114,16 @@ def named(family: str) -> str:
     return family.replace(".", "-")
 
 
-def once(fleet: FleetUp, family: str, folder: Path, name: str) -> dict[str, Any]:
-    """Evaluate, start, ask, measure and end it."""
-    flags = [*FLAGS, *SERVING_FLAGS.get(family, ())]
+def once(fleet: FleetUp, family: str, folder: Path, name: str, more: str = "") -> dict[str, Any]:
+    """Evaluate, start, ask, measure and end it. more: a further flag."""
+    flags = [*FLAGS, *SERVING_FLAGS.get(family, ()), *([more] if more else [])]
     spec: dict[str, Any] = {"name": name, "source": f"path:{folder}", "flags": flags}
     sizes = evaluated(fleet, spec)
     kv = max(KV_LEAST, int(KV_SPARE * sizes["request_bytes"]))
     spec["flags"] = [*flags, f"--kv-cache-memory-bytes={kv}"]
     found = evaluated(fleet, spec)
+    if not found["host"]["fits"]:
+        raise StartupError(found["why"])
     fleet.add(spec)
     calls = kv // (sizes["token_bytes"] * PROMPT) if sizes["token_bytes"] else 0
     try:
@@ -114,6 +136,7 @@ def once(fleet: FleetUp, family: str, folder: Path, name: str) -> dict[str, Any]
         fleet.until(f"models/{name}", state="zero")
     return {
         "family": family,
+        "more": more,
         "said_mib": said >> 20,
         "rest_basis": found["rest_basis"],
         "peak_mib": peak >> 20,
@@ -124,43 +147,66 @@ def once(fleet: FleetUp, family: str, folder: Path, name: str) -> dict[str, Any]
     }
 
 
-def both_starts(fleet: FleetUp, family: str, data: Path) -> Iterator[dict[str, Any]]:
-    """The family's two starts, or why one could not be."""
+def starts_of(
+    fleet: FleetUp, family: str, data: Path, starts: int, more: str = ""
+) -> Iterator[dict[str, Any]]:
+    """The family's starts, or why one could not be. more: a further flag."""
     folder = make(family, data)
-    for start, name in enumerate((named(family), f"{named(family)}-again"), start=1):
+    for start in range(1, starts + 1):
+        name = f"{named(family)}-{'small-' if more else ''}{start}"
         try:
-            yield {"start": start, **once(fleet, family, folder, name)}
+            yield {"start": start, **once(fleet, family, folder, name, more)}
         except (StartupError, httpx.HTTPError, TimeoutError) as error:
-            yield {"start": start, "family": family, "failed": str(error)[-1000:]}
+            yield {"start": start, "family": family, "more": more, "failed": str(error)[-1000:]}
             return
 
 
 def summarise(result: Result) -> None:
     """Add the figures of the samples that are there."""
     measured = [one for one in result.samples if "off" in one]
-    for start, known in ((1, "of others"), (2, "of its own first start")):
-        off = [one["off"] for one in measured[1:] if one["start"] == start]
-        if off:
-            result.summary[f"by the figure {known}: most too high"] = max(off)
-            result.summary[f"by the figure {known}: most too low"] = min(off)
-            within = sum(abs(one) <= WITHIN for one in off)
-            result.summary[f"by the figure {known}: families within 10 %"] = float(within)
-            result.summary[f"by the figure {known}: families"] = float(len(off))
-    if measured:
-        result.summary["by what is assumed"] = measured[0]["off"]
-    result.targets = {
-        "by the figure of its own first start: most too high": {"max": WITHIN},
-        "by the figure of its own first start: most too low": {"min": -WITHIN},
+    first = [one["off"] for one in measured if one["start"] == 1]
+    kinds = {
+        "before its first start": [
+            one["off"] for one in measured if one["start"] == 1 and not one["more"]
+        ],
+        "with a smaller step": [one["off"] for one in measured if one["more"]],
+        "by its own first start": [one["off"] for one in measured if one["start"] == 2],
     }
+    for known, off in kinds.items():
+        if off:
+            result.summary[f"{known}: most too high"] = max(off)
+            result.summary[f"{known}: most too low"] = min(off)
+            within = sum(abs(one) <= WITHIN for one in off)
+            result.summary[f"{known}: within 10 %"] = float(within)
+            result.summary[f"{known}: models"] = float(len(off))
+            result.targets[f"{known}: most too high"] = {"max": WITHIN}
+            result.targets[f"{known}: most too low"] = {"min": -WITHIN}
+    if first:
+        result.summary["by what is assumed"] = first[0]
+    failed = sum("failed" in one for one in result.samples)
+    result.summary["models that said to fit and failed"] = float(failed)
+    result.targets["models that said to fit and failed"] = {"max": 0}
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__).parse_args(argv)
-    families = QUICK if options.quick else tuple(FAMILIES)
-    result = report.begin("model_memory", {"families": list(families), "flags": FLAGS})
+    root = report.parser(__doc__)
+    root.add_argument(
+        "--families",
+        type=lambda text: tuple(text.split(",")),
+        default=tuple(FAMILIES),
+        help="families, in this order (default: all)",
+    )
+    root.add_argument("--starts", type=int, default=1, help="starts of each family (%(default)s)")
+    options = root.parse_args(argv)
+    families = QUICK if options.quick else options.families
+    smaller = {} if options.quick else {one: SMALLER[one] for one in families if one in SMALLER}
+    settings = {"families": list(families), "smaller": smaller, "flags": FLAGS}
+    result = report.begin("model_memory", settings)
     with tempfile.TemporaryDirectory() as data, FleetUp(Path(data)) as fleet:
-        for family in families:
-            for row in both_starts(fleet, family, Path(data)):
+        planned = [(one, options.starts, "") for one in families]
+        planned += [(one, 1, more) for one, more in smaller.items()]
+        for family, starts, more in planned:
+            for row in starts_of(fleet, family, Path(data), starts, more):
                 result.samples.append(row)
                 report.say(json.dumps(row))
             summarise(result)

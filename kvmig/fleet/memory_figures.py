@@ -103,6 +103,23 @@ class MemoryFigures:
             return min(family, key=lambda one: _distance(one.shape.weights, shape.weights))
         return max(alike, key=lambda one: _likeness(one, shape), default=None)
 
+    def typical(self, shape: MemoryShape) -> MeasuredRest | None:
+        """The figure of its architecture, or the one in the middle of all others under that engine
+        there; None: none has run.
+
+        For what is left where a rule has the part in which architectures differ.
+        """
+        alike = [
+            one
+            for one in self._by_shape.values()
+            if (one.shape.engine, one.shape.device, one.shape.part, one.shape.eager)
+            == (shape.engine, shape.device, shape.part, shape.eager)
+        ]
+        if any(one.shape.family == shape.family for one in alike):
+            return self.nearest(shape)
+        alike.sort(key=lambda one: one.rest)
+        return alike[len(alike) // 2] if alike else None
+
 
 def _likeness(one: MeasuredRest, shape: MemoryShape) -> tuple[float, float, int]:
     """Greater for an instance that is more like a model of this shape."""

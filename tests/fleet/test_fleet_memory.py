@@ -13,7 +13,7 @@ from kvmig.core.devices import DeviceInventory, DeviceRecord
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_watch import DeviceWatch
-from kvmig.fleet.host_memory import MemoryBudget
+from kvmig.fleet.host_memory import LEAST_REST, MemoryBudget
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.launcher.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
 
@@ -139,3 +139,58 @@ def test_what_can_not_be_parked_on_a_gpu_is_refused_at_the_door(folder: Path) ->
         ConfigError, match=r"keeps its weights in the host's memory, .* 1 more than"
     ):
         little.check(spec(folder, warm="parked"))
+
+
+# -- the largest step
+
+LLAMA = {"vocab_size": 2048, "hidden_size": 256, "num_attention_heads": 8, "architectures": ["L"]}
+EAGER = ("--enforce-eager", "--kv-cache-memory-bytes=77")
+
+
+@pytest.fixture
+def llama(folder: Path) -> Path:
+    """The same folder with a configuration."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def test_the_largest_step_is_added_by_the_configuration_and_flags(llama: Path) -> None:
+    budget = MemoryBudget()
+    small, large = (
+        spec(llama, flags=(*EAGER, f"--max-num-batched-tokens={tokens}")) for tokens in (512, 4096)
+    )
+    assert 0 < budget.step(small) < budget.step(large)
+    assert budget.rest(small) == (LEAST_REST, "assumed")
+    assert budget.claim(large) == LEAST_REST + WEIGHTS + 77 + budget.step(large)
+    assert budget.rest_of_worker(large)[0] == LEAST_REST + budget.step(large)
+
+
+def test_what_was_measured_is_taken_without_the_step_and_never_as_less_than_any_takes(
+    llama: Path,
+) -> None:
+    budget, model = MemoryBudget(), spec(llama, flags=EAGER)
+    step = budget.step(model)
+    assert budget.measure(model, WEIGHTS + 500, at=0), "it has computed no large step yet"
+    assert budget.claim(model) == LEAST_REST + WEIGHTS + 77 + step
+    assert budget.measure(model, WEIGHTS + step + LEAST_REST + 5, at=0)
+    assert budget.claim(model) == LEAST_REST + 5 + WEIGHTS + 77 + step
+    more = spec(llama, flags=(*EAGER, "--max-num-batched-tokens=4096"))
+    assert budget.claim(more) == LEAST_REST + 5 + WEIGHTS + 77 + budget.step(more)
+
+
+def test_compiled_models_are_assumed_to_take_more(llama: Path) -> None:
+    budget = MemoryBudget()
+    assert budget.rest(spec(llama, flags=EAGER[1:])) == (INSTANCE_OVERHEAD, "assumed")
+
+
+def test_encoders_of_media_are_assumed_to_take_more_unless_no_media_are_taken(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"text_config": LLAMA, "vision_config": {}}))
+    none = '--limit-mm-per-prompt={"image": 0, "video":0}'
+    for flags, rest in ((EAGER, INSTANCE_OVERHEAD), ((*EAGER, none), LEAST_REST)):
+        assert MemoryBudget().rest(spec(folder, flags=flags)) == (rest, "assumed")
+
+
+def test_a_specification_with_its_own_memory_and_other_engines_have_no_step(llama: Path) -> None:
+    budget = MemoryBudget()
+    assert budget.step(spec(llama, memory=1 << 30)) == 0
+    assert budget.step(spec(llama, engine="transformers")) == 0

@@ -106,3 +106,12 @@ def test_the_next_server_knows_what_was_measured_of_the_engines_that_are_there(
         assert figures.take_new() == []
     finally:
         store.close()
+
+
+def test_where_a_rule_has_what_differs_the_one_in_the_middle_counts() -> None:
+    figures = MemoryFigures([found(rest, str(rest), family=str(rest)) for rest in (9, 1, 5)])
+    for family, model in (("new", "5"), ("9", "9"), ("1", "1")):
+        typical = figures.typical(replace(SHAPE, family=family))
+        assert typical is not None
+        assert typical.model == model
+    assert figures.typical(replace(SHAPE, eager=False)) is None
