@@ -25,6 +25,8 @@ SILENT_S = 15.0
 """An agent without an answer for this time is silent: its worker gets no instance."""
 LEASE_S = 10.0
 """Time from the loss of a node until its instances start elsewhere."""
+SHORT = 6
+"""Digits of a node's id behind a name that several nodes have, if they are enough."""
 CORDONED = "it is cordoned"
 NO_REPORT = "the Ray cluster does not answer"
 
@@ -207,9 +209,17 @@ def names_of(nodes: Sequence[NodeReport], before: Mapping[str, str]) -> dict[str
     usual = {one.node_id: _usual_name(one) for one in nodes}
     count = Counter(usual[one.node_id] for one in nodes if one.alive)
     return {
-        node: before.get(node) or (name if count[name] < 2 else f"{name}-{node[:6]}")
+        node: before.get(node) or (name if count[name] < 2 else f"{name}-{_short(node, usual)}")
         for node, name in usual.items()
     }
+
+
+def _short(node: str, others: Iterable[str]) -> str:
+    """The beginning of a node's id, as long as no other node's begins so."""
+    lengths = range(SHORT, len(node))
+    others = [one for one in others if one != node]
+    same = (one for one in lengths if not any(it.startswith(node[:one]) for it in others))
+    return node[: next(same, len(node))]
 
 
 def _usual_name(node: NodeReport) -> str:

@@ -100,8 +100,9 @@ async def test_a_model_takes_the_spare_node_and_another_one_comes(
 ) -> None:
     flags = ("--reserve=9=1", '--reserve-node={"CPU": 2}', "--threads=2")
     with ToyFleet(tmp_path, f"--ray={address}", *flags) as fleet:
-        await until_yes(lambda: list(cpu_workers(fleet).values()) == [0])
+        await until_yes(lambda: 0 in cpu_workers(fleet).values())
         fleet.add_toy("a", instances={"min": 1})
         async with fleet.client() as client:
             assert await answer(client, ask("a", 20)) == counted(20)
-        await until_yes(lambda: sorted(cpu_workers(fleet).values()) == [0, 1])
+        # Ray may have started one more while it had not seen yet what it had started.
+        await until_yes(lambda: {0, 1} <= {*cpu_workers(fleet).values()})

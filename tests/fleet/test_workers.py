@@ -46,6 +46,12 @@ def test_nodes_of_one_name_are_told_apart_and_keep_their_names() -> None:
     assert list(states(table)) == ["w-bbbbbb"]
 
 
+def test_nodes_whose_ids_begin_alike_have_names_of_their_own() -> None:
+    ids = ("fffffff0", "fffffff1", "fffffff2")
+    nodes = [made_up_node("a", name="w", node_id=one) for one in ids]
+    assert list(states(table_of(cluster_of(*nodes)))) == [f"w-{one}" for one in ids]
+
+
 def test_of_two_live_nodes_with_one_name_the_ordered_one_keeps_it_over_a_restart() -> None:
     first, second = made_up_node("a", name="w"), made_up_node("b", name="w")
     wish = WorkerWish(name="w", cordoned=True, node=node_id("b"))
