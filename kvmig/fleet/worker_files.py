@@ -101,8 +101,9 @@ class WorkerFiles:
         for folder in files.folders:
             if folder.state == "failed":
                 found[folder.folder] = folder.why
-        if files.why:  # it has none at all
-            found |= dict.fromkeys(self._digests, files.why)
+        if files.why:  # it has none but the user's own
+            copied = {one for one in self._common.paths if one not in files.paths}
+            found |= dict.fromkeys(self._digests.keys() | copied, files.why)
         return {_source(folder): why for folder, why in found.items()}
 
     def decide(self, workers: Iterable[FleetWorker], held: Iterable[tuple[str, str]]) -> None:

@@ -82,6 +82,25 @@ async def test_where_files_can_not_come_another_worker_is_taken(bench: WorkerBen
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("source", [SOURCE, "path:/models/a"])
+async def test_a_worker_whose_folder_can_not_be_used_is_refused(
+    bench: WorkerBench, source: str
+) -> None:
+    origin = NodeFilesReport(origin=True, paths={"/models/a": "r7"})
+    head = NodeMeasure(memory_total=GIB, memory_free=GIB, files=origin)
+    broken = NodeFilesReport(why="/data/files can't be used for models' files: it is in use")
+    measured = NodeMeasure(memory_total=8 * GIB, memory_free=8 * GIB, files=broken)
+    bench.pool.files.take_folders({FOLDER: DIGEST}, ["/models/a"])
+    bench.see(
+        made_up_node("c", measured=head, total={}, free={}), made_up_node("a", measured=measured)
+    )
+    bench.turn()
+    bench.add(source=source)
+    assert bench.model.life.state == "waiting"
+    refused = {one.node: one.refusals for one in bench.models.why_not(bench.model).nodes}
+    assert refused["worker-a"][0].why == broken.why
+
+
 async def test_callers_learn_no_reason_of_a_disk(bench: WorkerBench) -> None:
     bench.see(node("a", "failed", why="/data is full"))
     bench.add(source=SOURCE)
