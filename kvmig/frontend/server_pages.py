@@ -152,7 +152,7 @@ class ServerView:
                     why="" if serving else "no instance serves",
                     serving=serving,
                     desired=len(rows),
-                    running=len(self._router.live()),
+                    running=len(requests),
                     held=self._router.held,
                 ),
             ),
