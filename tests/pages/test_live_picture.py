@@ -162,4 +162,4 @@ def test_the_pictures_of_many_models_and_moves_render() -> None:
     found = picture(instance("i0"), moves=(LiveMove(model="qwen", move=move),))
     regions = whole(found)["regions"]
     assert isinstance(regions, dict)
-    assert "from i0 to i1 in 12 ms, 1.5 ms of them without a token" in regions["moves"]
+    assert "from i0 to i1 in 12 ms, 1.5 ms without a token" in regions["moves"]
