@@ -92,6 +92,18 @@ def test_promtool_accepts_the_rules() -> None:
     promtool("check", "rules", DEPLOY / RULES)
 
 
+@needs_promtool
+def test_promtool_accepts_the_query_of_every_panel(tmp_path: Path) -> None:
+    asked = [query.expr for board in BOARDS for panel in board.panels for query in panel.queries]
+    rules = [
+        {"record": f"panel:{at}", "expr": expr.replace("$__rate_interval", "1m")}
+        for at, expr in enumerate(asked)
+    ]
+    file = tmp_path / "panels.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    promtool("check", "rules", file)
+
+
 @pytest.mark.long
 @needs_promtool
 def test_each_alert_fires_when_it_should_and_not_before() -> None:
