@@ -52,6 +52,21 @@ async def test_a_model_whose_engine_refuses_its_flags_is_not_added(pages: Pages)
     assert (await pages.ask("GET", "models"))[1]["data"] == []
 
 
+async def test_an_alias_is_set_shown_and_removed(pages: Pages) -> None:
+    await add_model(pages)
+    assert (await pages.send("aliases", alias="a/b", targets="qwen=3")).status_code == 303
+    assert (await pages.ask("GET", "aliases"))[1]["data"] == {"a/b": {"qwen": 3}}
+    assert "qwen=3" in text_of(await pages.browse("models"))
+    assert (await pages.send("aliases/remove", alias="a/b")).status_code == 303
+    assert (await pages.ask("GET", "aliases"))[1]["data"] == {}
+
+
+async def test_a_wrong_weight_of_an_alias_is_refused_in_words(pages: Pages) -> None:
+    await add_model(pages)
+    answer = await pages.send("aliases", alias="x", targets="qwen=many")
+    assert (answer.status_code, "many" in alert_of(answer)) == (400, True)
+
+
 async def test_the_instances_are_scaled(pages: Pages) -> None:
     await add_model(pages)
     assert (await pages.send("models/qwen/scale", min="1", max="4")).status_code == 303

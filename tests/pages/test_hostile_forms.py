@@ -21,6 +21,8 @@ QUERIES = (
 FORMS = {
     "models": ("name", "source", "engine", "flags", "min", "max", "target", "zero_after_s"),
     "evaluate": ("name", "source", "flags"),
+    "aliases": ("alias", "targets"),
+    "aliases/remove": ("alias",),
     "models/qwen/scale": ("min", "max"),
     "models/qwen/change": ("spec", "canary", "hold_s", "deadline_s"),
     "models/qwen/rollout": ("action", "revision"),

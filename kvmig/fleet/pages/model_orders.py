@@ -142,6 +142,16 @@ def changed_spec(name: str, form: FormData) -> Spec:
     return spec
 
 
+def weights_of(text: str) -> Spec:
+    """The weights of the models that an alias stands for, as MODEL=90 OTHER=10; a model without
+    one has 1."""
+    found: Spec = {}
+    for one in typed_list(text):
+        model, equals, weight = one.rpartition("=")
+        found[model if equals else one] = typed_number(weight) if equals else 1
+    return found
+
+
 def rollout_of(form: FormData) -> Spec:
     """The way in which a changed model rolls out."""
     steps = [typed_number(one) for one in typed_list(str(form.get("canary", "")))]

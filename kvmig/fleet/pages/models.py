@@ -15,7 +15,14 @@ from starlette.routing import Route
 
 from kvmig.core.live_records import LiveFleet
 from kvmig.fleet.pages.backend import FleetPages
-from kvmig.fleet.pages.model_orders import ORDERS, api_path, order_to, path_of, spec_of_form
+from kvmig.fleet.pages.model_orders import (
+    ORDERS,
+    api_path,
+    order_to,
+    path_of,
+    spec_of_form,
+    weights_of,
+)
 from kvmig.fleet.spec import ModelSpec
 from kvmig.pages.api_calls import ApiRefusal
 from kvmig.pages.picture import model_part
@@ -46,7 +53,8 @@ def catalogue_routes(pages: FleetPages) -> list[Route]:
             names = (await pages.call(request, "GET", "/names"))["data"]
             return site.page(request, "names", {"title": "Models", "names": names}, outcome)
         models = (await pages.call(request, "GET", "/models"))["data"]
-        values = {"title": "Models", "models": models, "fit": outcome.found}
+        aliases = (await pages.call(request, "GET", "/aliases"))["data"]
+        values = {"title": "Models", "models": models, "aliases": aliases, "fit": outcome.found}
         return site.page(request, "models", values, outcome)
 
     async def add(request: Request, form: FormData) -> str:
@@ -65,7 +73,19 @@ def catalogue_routes(pages: FleetPages) -> list[Route]:
             return HTMLResponse(render("fit", fit=fit))
         return await show_models(request, FormOutcome(form=form, found=fit))
 
+    async def set_alias(request: Request, form: FormData) -> str:
+        path = f"/aliases/{quote(str(form.get('alias', '')).strip())}"
+        body = {"targets": weights_of(str(form.get("targets", "")))}
+        await pages.call(request, "PUT", path, body=body)
+        return "/models"
+
+    async def remove_alias(request: Request, form: FormData) -> str:
+        await pages.call(request, "DELETE", f"/aliases/{quote(str(form.get('alias', '')))}")
+        return "/models"
+
     return [
+        site.form_route("/aliases", set_alias, show_models),
+        site.form_route("/aliases/remove", remove_alias, show_models),
         Route("/models", show_models),
         site.form_route("/models", add, show_models),
         Route("/evaluate", evaluate, methods=["POST"]),
