@@ -83,12 +83,14 @@ class LiveModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU of the server's host."""
+    """A GPU of the server's host, or of a worker."""
 
     title: str
     uuid: str
     total_bytes: int
     free_bytes: int
+    worker: str = ""
+    """Name of its worker; empty: it is of the server's host."""
     others_bytes: int = 0
     """Taken by programs that are not the fleet's."""
     models: dict[str, int] = {}

@@ -8,9 +8,17 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from kvmig.core.devices import DeviceRecord
 from kvmig.fleet.worker_nodes import WorkerNode
+from kvmig.fleet.workers import FleetWorker
 
 LABELS = ("worker", "gpu")
 """`gpu` is the UUID: an index means another GPU after one was taken out."""
+
+
+def records_of(
+    here: Iterable[DeviceRecord], workers: Iterable[FleetWorker]
+) -> Mapping[str, DeviceRecord]:
+    """What drivers say of all GPUs, by UUID. here: those of the server's host."""
+    return {one.uuid: one for one in (*here, *(gpu for each in workers for gpu in each.devices))}
 
 
 def of_devices(nodes: Iterable[WorkerNode], records: Mapping[str, DeviceRecord]) -> list[Metric]:

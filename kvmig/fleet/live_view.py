@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.clock import Clock, monotonic
+from kvmig.core.devices import DeviceRecord
 from kvmig.core.errors import StartupError
 from kvmig.core.live_records import (
     LiveDevice,
@@ -26,8 +27,11 @@ from kvmig.core.live_records import (
     MoveRecord,
 )
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.device_metrics import records_of
+from kvmig.fleet.device_room import DeviceMemory
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.store import NameTaken, NotThere
+from kvmig.fleet.worker_nodes import LOCAL
 
 LOOK_S = 0.9
 """Time for which a look counts; a little less than a second, at which people look again."""
@@ -129,20 +133,12 @@ class LiveView:
         )
 
     def _devices(self) -> tuple[LiveDevice, ...]:
-        watched = self.models.memory.devices.watch.inventory.devices
-        records = {one.uuid: one for one in watched}
+        here = self.models.memory.devices.watch.inventory.devices
+        records = records_of(here, self.models.workers.workers())
         return tuple(
-            LiveDevice(
-                title=one.title,
-                uuid=one.id,
-                total_bytes=one.total,
-                free_bytes=one.free,
-                others_bytes=one.others,
-                models=dict(one.claims),
-                busy=records[one.id].busy,
-                watts=records[one.id].watts,
-            )
-            for one in self.models.places.devices()
+            live_device(node.name, one, records.get(one.id))
+            for node in self.models.places.nodes()
+            for one in node.devices
         )
 
     def _instance(self, model: ManagedModel, row: InstanceRow) -> LiveInstance:
@@ -213,6 +209,21 @@ class LiveView:
                 f" {either}"
             )
         return found[0]
+
+
+def live_device(node: str, one: DeviceMemory, record: DeviceRecord | None) -> LiveDevice:
+    """A GPU of a node. record: what its driver says; None: nothing is known."""
+    return LiveDevice(
+        title=one.title,
+        uuid=one.id,
+        total_bytes=one.total,
+        free_bytes=one.free,
+        worker="" if node == LOCAL else node,
+        others_bytes=one.others,
+        models=dict(one.claims),
+        busy=None if record is None else record.busy,
+        watts=None if record is None else record.watts,
+    )
 
 
 async def refusing(order: Awaitable[Result]) -> Result:

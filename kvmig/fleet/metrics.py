@@ -20,7 +20,7 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.core.devices import DeviceRecord
 from kvmig.fleet.account_metrics import QuotaUse, UserCounters, of_quotas
 from kvmig.fleet.controller import ModelController
-from kvmig.fleet.device_metrics import of_devices
+from kvmig.fleet.device_metrics import of_devices, records_of
 from kvmig.fleet.lifecycle import State
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.tables import StoreError
@@ -115,11 +115,8 @@ class FleetMetrics:
             return ""
 
     def _records(self) -> Mapping[str, DeviceRecord]:
-        """What drivers say of GPUs: of the server's host, and of the workers."""
-        workers = self.models.workers.workers()
         here = self.models.memory.devices.watch.inventory.devices
-        every = [*here, *(device for one in workers for device in one.devices)]
-        return {one.uuid: one for one in every}
+        return records_of(here, self.models.workers.workers())
 
     async def _used(self, field: str) -> Sequence[Mapping[str, Any]]:
         """Sums of the ledger; none while the database doesn't answer: it is asked once until then,

@@ -150,6 +150,16 @@ def test_a_gpu_shows_who_has_it() -> None:
     assert row.look == "wait"
 
 
+def test_a_gpu_of_a_worker_is_found_by_its_worker() -> None:
+    here, there = (
+        LiveDevice(title="GPU 0", uuid=f"GPU-{name}", total_bytes=2, free_bytes=1, worker=name)
+        for name in ("", "node-1")
+    )
+    fleet = replace(two_models(), devices=(here, there))
+    (row,) = device_rows(fleet, "node-1", SortOrder("GPU"))
+    assert row.cells[0] == "node-1: GPU 0"
+
+
 def test_the_whole_is_a_line() -> None:
     assert summary(two_models()) == "2 models · 2 of 2 instances serving · 2 streams · 1 GPU"
     much = LiveModel(name="a", state="starting", streams=700, held=3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.live_view import fair_part
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
+from tests.support import fake_devices
 from tests.support.fleet_api import Api, said
 from tests.support.fleet_stores import Place
 
@@ -144,6 +147,22 @@ async def test_fewer_streams_are_listed_where_fewer_are_asked_for(api: Api) -> N
     assert found["models"][0]["streams"] == 3
     for wrong in ("-1", "1001", "many"):
         assert (await api.ask("GET", f"live?streams={wrong}"))[0] == 400
+
+
+async def test_a_look_has_gpus_with_their_use_and_power(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(fake_devices.MODULES)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setenv(fake_devices.FOLDER, str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (gpu,) = fake_devices.devices(1)
+    fake_devices.FakeMachine(tmp_path).install([gpu])
+    api.models.memory.devices.watch.read_sample()
+    _, found = await api.ask("GET", "live")
+    (shown,) = found["devices"]
+    assert (shown["uuid"], shown["worker"], shown["total_bytes"]) == (gpu.uuid, "", gpu.total)
+    assert (shown["busy"], shown["watts"]) == (0.35, 301.5)
 
 
 async def test_an_instance_is_drained_and_serves_again_and_the_audit_says_who(

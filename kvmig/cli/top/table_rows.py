@@ -318,7 +318,7 @@ def time_text(at: float) -> str:
 
 def device_rows(fleet: LiveFleet, words: str, order: SortOrder) -> list[TableRow]:
     """A row for each GPU."""
-    found = [one for one in fleet.devices if shows(words, one.title, *one.models)]
+    found = [one for one in fleet.devices if shows(words, one.worker, one.title, *one.models)]
     found.sort(key=_DEVICE_KEYS[order.by], reverse=order.reverse)
     return list(map(_device_row, found))
 
@@ -329,7 +329,7 @@ def _device_row(one: LiveDevice) -> TableRow:
     return TableRow(
         (one.uuid,),
         (
-            plain(one.title, 40),
+            plain(f"{one.worker}: {one.title}" if one.worker else one.title, 60),
             f"{bar(taken, BAR)} {taken:4.0%}",
             size_text(one.total_bytes),
             size_text(one.free_bytes),
