@@ -80,7 +80,11 @@ def spec_of(engine: str, folder: Path) -> dict[str, Any]:
     elif engine == "transformers":
         pytest.importorskip("accelerate", reason="transformers' server needs it to load a model")
         command = f"{TRANSFORMERS} serve {{model}} --host 127.0.0.1 --port {{port}}"
-        own = {"command": f"{command} --device {{device}} --dtype float32", "parallel": 4}
+        own = {
+            "command": f"{command} --device {{device}} --dtype float32",
+            "served": str(BUNDLED.absolute()),
+            "parallel": 4,
+        }
     else:
         own = llama_of(folder)
     return {

@@ -71,12 +71,17 @@ class CommandSite:
         self.folder = folder
         self.launch = CommandLaunch(
             model="toy",
-            command=toy_command(self.script.folder, *flags, listens=listens),
-            source=str(folder),
             uds=str(folder / "d.sock"),
             spool=str(folder / "spool"),
             quotas=str(folder / "quotas.sock"),
-            **{"most": 8, "shutdown_timeout_s": 5.0, "start_timeout_s": 30.0, **more},
+            **{
+                "command": toy_command(self.script.folder, *flags, listens=listens),
+                "source": str(folder),
+                "most": 8,
+                "shutdown_timeout_s": 5.0,
+                "start_timeout_s": 30.0,
+                **more,
+            },
         )
         self.log = folder / "log"
         self._heard, self._beats = os.pipe()
@@ -94,7 +99,10 @@ class CommandSite:
     def __enter__(self) -> Self:
         self.start()
         try:
-            wait_until(lambda: self._serving() >= self.launch.instances or self.over)
+            wait_until(
+                lambda: self._serving() >= self.launch.instances or self.over,
+                within_s=self.launch.start_timeout_s,
+            )
             assert not self.over, self.log.read_text()
         except BaseException as error:
             self.__exit__(type(error), error, None)
