@@ -87,6 +87,8 @@ class NodeFolders:
         self._holders: Mapping[str, Sequence[FolderHolder]] = {}
         self._first = os.getpid()
         """Which of several holders is asked first."""
+        self._busy = ""
+        """The name of the folder that is fetched."""
         self._fetching: tuple[str, SourceFetch] | None = None
         self._thread: threading.Thread | None = None
 
@@ -168,7 +170,7 @@ class NodeFolders:
             if every:
                 self._looked_at, self._whole = now, {}
             names = {path.name for path in (folder.root / WHOLE).iterdir()} - self._whole.keys()
-            for name in names:
+            for name in names - {self._busy}:  # which is whole once its download has ended
                 if (found := folder.manifest(name)) is not None:
                     self._whole[name] = found
         except OSError as error:
@@ -342,7 +344,7 @@ class NodeFolders:
                     return
                 status = self._statuses.get(one.folder, DownloadStatus())
                 self._statuses[one.folder] = download_state.begin(status, self._clock())
-                holders = self._holders[one.folder]
+                holders, self._busy = self._holders[one.folder], one.name
                 holder = holders[(self._first + status.failures) % len(holders)]
             why, lasting, began = "", False, self._clock()
             try:
@@ -357,7 +359,7 @@ class NodeFolders:
                 log.exception("the download of %s", one.folder)
                 why = repr(error)
             with self._lock:
-                self._fetching = None
+                self._fetching, self._busy = None, ""
                 status = self._statuses[one.folder]
                 if why:
                     status = download_state.fail(status, why, self._clock(), lasting=lasting)
