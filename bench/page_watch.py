@@ -1,17 +1,16 @@
 """What an open page of a fleet costs: processor time of the server and of a model's front end.
 
 `kvmig up` with a model of toy instances and 1,000 streams, a token each a second, through the
-proxy. Of each leg: the processor time that the server, the front end with its launcher, the
-instances and the proxy take, in percent of one core. First no page follows the live picture, then
-one, then several, then none again: a closed page must cost nothing. A migration a second changes
-the picture meanwhile.
+proxy; each ends after 40 s, and another one begins. Of each leg: the processor time that the
+server, the proxy, the launcher, the front end and the instances take, in percent of one core.
+First no page follows the live picture, then one, then several, then none again: a closed page must
+cost nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 import tempfile
 import time
@@ -31,11 +30,14 @@ from kvmig_tools.fleet import FleetUp
 NAME = "m"
 INSTANCES = 4
 FLAGS = ("--step-ms=1000", "--max-num-seqs=2000", "--num-blocks=40000", "--migrate-below=-1000000")
+TOKENS = 40
+"""Tokens of a stream, one a second."""
 SETTLE_S = 6.0
 PARTS = {
     "server": "kvmig.fleet.server",
     "proxy": "kvmig.proxy",
-    "front_end": "kvmig.serve",
+    "launcher": "kvmig.serve ",
+    "front_end": "kvmig.frontend.process_main",
     "instances": "llumlet",
 }
 """Words in the command lines of the processes."""
@@ -46,8 +48,11 @@ class Leg:
     """One measurement, in percent of a core."""
 
     pages: int
+    streams: int
+    """Requests that ran at its end."""
     server: float
     proxy: float
+    launcher: float
     front_end: float
     instances: float
     events_per_s: float
@@ -63,13 +68,16 @@ class Counters:
         self.bytes = 0
 
 
-async def stream(client: aiohttp.ClientSession, url: str) -> None:
-    """One stream, until it is cancelled."""
-    body = {"model": NAME, "prompt": "Count: 0017 0018", "max_tokens": 100_000, "stream": True}
-    async with client.post(f"{url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for _ in answer.content.iter_any():
-            pass
+async def stream(client: aiohttp.ClientSession, url: str, first: int) -> None:
+    """One stream after the other, until it is cancelled. first: tokens of the first one, so that
+    they end one after the other."""
+    body = {"model": NAME, "prompt": "Count: 0017 0018", "max_tokens": first, "stream": True}
+    while True:
+        async with client.post(f"{url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for _ in answer.content.iter_any():
+                pass
+        body["max_tokens"] = TOKENS
 
 
 async def log_in(client: aiohttp.ClientSession, fleet: FleetUp) -> None:
@@ -86,22 +94,6 @@ async def follow(client: aiohttp.ClientSession, url: str, counters: Counters) ->
         async for part in answer.content.iter_any():
             counters.events += part.count(b"event: ")
             counters.bytes += len(part)
-
-
-async def move_often(client: aiohttp.ClientSession, url: str, key: str) -> None:
-    """Move a stream each second, until it is cancelled."""
-    headers = {"authorization": f"Bearer {key}"}
-    while True:
-        async with client.get(f"{url}/kvmig/v2/live?streams=50", headers=headers) as answer:
-            found = await answer.json()
-        if found["streams"]:
-            row = found["streams"][-1]["row"]
-            body = {"model": NAME, "request_id": row["id"]}
-            async with client.post(
-                f"{url}/kvmig/v2/live/move", json=body, headers=headers
-            ) as answer:
-                await answer.read()
-        await asyncio.sleep(1.0)
 
 
 @asynccontextmanager
@@ -126,7 +118,7 @@ def used_s(fleet: FleetUp) -> dict[str, float]:
     for one in psutil.Process(fleet.process.pid).children(recursive=True):
         words = " ".join(one.cmdline())
         for part, word in PARTS.items():
-            if re.search(rf"{re.escape(word)}", words):
+            if word in words:
                 times = one.cpu_times()
                 found[part] += times.user + times.system
                 break
@@ -145,6 +137,7 @@ async def measure(fleet: FleetUp, pages: int, counters: Counters, seconds: float
     each = max(1, pages) * took
     return Leg(
         pages=pages,
+        streams=fleet.get(f"models/{NAME}")["running"],
         events_per_s=(counters.events - events) / each,
         bytes_per_s=(counters.bytes - size) / each,
         **percent,
@@ -165,9 +158,10 @@ async def run(options: Any) -> list[Leg]:
         jar = aiohttp.CookieJar(unsafe=True)  # the fleet's address has no name
         async with session(fleet.key) as calls, aiohttp.ClientSession(cookie_jar=jar) as browser:
             await log_in(browser, fleet)
-            streams = [stream(calls, fleet.url) for _ in range(options.streams)]
-            moving = move_often(calls, fleet.url, fleet.key)
-            async with running(*streams, moving):
+            streams = [
+                stream(calls, fleet.url, 1 + number % TOKENS) for number in range(options.streams)
+            ]
+            async with running(*streams):
                 for pages in (0, 1, options.pages, 0):
                     counters = Counters()
                     opened = [follow(browser, fleet.url, counters) for _ in range(pages)]
