@@ -165,10 +165,10 @@ async def test_a_migration_answers_with_its_report_and_is_listed() -> None:
         )  # fmt: skip
         parts = dict.fromkeys(("wait", "gather", "push", "scatter"), 0.0)
         assert told["stages"] == [
-            {"blocks": 3, "bytes": 3000, "ms": 1.5, "parts": parts, "chunks": []}
+            {"blocks": 3, "bytes": 3000, "ms": 1.5, "parts": parts, "chunks": [], "began_ms": None}
         ]
         assert told["downtime_ms"] == {
-            "drain": 1.0, "tail_copy": 2.0, "commit": 3.0, "first_token": 4.0,
+            "drain": 1.0, "tail_copy": 2.0, "commit": 3.0, "first_token": 4.0, "began_ms": None,
         }  # fmt: skip
         listed = (await client.get("/migrations")).json()
         assert listed == {"object": "list", "data": [told, aborted.json()]}
