@@ -171,13 +171,12 @@ async def run(options: Any) -> list[Leg]:
     return legs
 
 
-def main() -> int:
-    """Run it."""
+def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--streams", type=int, default=1000)
     root.add_argument("--pages", type=int, default=10, help="pages at once in the third leg")
     root.add_argument("--seconds", type=float, default=20.0, help="of each leg")
-    options = root.parse_args()
+    options = root.parse_args(argv)
     if options.quick:
         options.seconds = 8.0
     settings = {"streams": options.streams, "pages": options.pages, "seconds": options.seconds}

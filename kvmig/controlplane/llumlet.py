@@ -475,11 +475,12 @@ class Llumlet:
             parked=self._parking.parked,
             beside_kv=self._memory.beside_kv,
         )
-        prefixes = self._prefix_news()
+        # Front ends first: none shall send a request to an instance that the launcher ends.
+        shown = msgspec.structs.replace(report, prefixes=self._prefix_news())
+        for sender in self._fronts.gateways():
+            self._send(sender, shown)
         for sender in self._fronts.listeners():
             self._send(sender, report)
-        for sender in self._fronts.gateways():
-            self._send(sender, msgspec.structs.replace(report, prefixes=prefixes))
 
     def _prefix_news(self) -> PrefixNews | None:
         """News for all front ends; all that is held, once there is a new one."""

@@ -47,9 +47,9 @@ def body(prompt: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
 
 async def test_a_stream_of_a_real_models_shape_moves_there_and_back(served: Served) -> None:
     # A prefix that is found in the cache would leave another prefill, which rounds otherwise.
-    unmoved = await run_unmoved(served, PATH, body(PROMPT, 40, logprobs=1, cache_salt="stays"))
+    unmoved = await run_unmoved(served, PATH, body(PROMPT, 120, logprobs=1, cache_salt="stays"))
 
-    wanted = body(PROMPT, 40, logprobs=1, cache_salt="moves")
+    wanted = body(PROMPT, 120, logprobs=1, cache_salt="moves")
     moved, reports = await run_moved(served, PATH, wanted, at=(5, 14))
 
     assert [report["state"] for report in reports] == ["committed"] * 2, reports

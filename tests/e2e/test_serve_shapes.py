@@ -13,7 +13,7 @@ import pytest
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
-from tests.support.leaks import SHM, Footprint, assert_server_is_empty
+from tests.support.leaks import Footprint, assert_server_is_empty, orphans
 from tests.support.streams import (
     Stream,
     count_from,
@@ -33,7 +33,7 @@ PATIENCE_S = 60.0
 @pytest.fixture(scope="module")
 def mixed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """i0: one worker, blocks of 32 tokens; i1: two workers, blocks of 64."""
-    before = names()
+    before = orphans()
     log = tmp_path_factory.mktemp("mixed") / "log"
     flags = [*SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, OTHER, "--shutdown-timeout=5"]
     flags.append("--inexact-moves")
@@ -41,14 +41,9 @@ def mixed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield served
         footprint = Footprint.of(served)
     footprint.assert_gone(PATIENCE_S)  # vLLM's workers notice by themselves that their engine ended
-    assert names() <= before
+    assert orphans() <= before  # others' servers, beside this one, hold theirs
     ours = [line for line in served.output().splitlines() if "(Worker_TP" not in line]
     assert not [line for line in ours if "Traceback" in line]  # a killed worker's peer has one
-
-
-def names() -> set[Path]:
-    """All files in shared memory, of whatever process."""
-    return set(SHM.iterdir())
 
 
 async def test_a_call_moves_between_shapes_as_if_there_were_one(mixed: Served) -> None:
