@@ -1,6 +1,6 @@
 """Run every check of the house in three lanes beside each other, and say how each went.
 
-`--lint` stops before the tests. Of the long tests each run takes a twelfth, another one with each
+`--lint` stops before the tests. Of the long tests each run takes a 24th part, another one with each
 commit (scripts/long_slices.py); `--slice K` takes the Kth, `--long` all of them, and `--record`
 keeps how long they took. A failed check doesn't keep the next from running. What a check prints
 comes whole, when it ends.
@@ -435,8 +435,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lint", action="store_true", help="no tests")
     long = parser.add_mutually_exclusive_group()
-    long.add_argument("--long", action="store_true", help="all long tests, not a twelfth")
-    long.add_argument("--slice", type=int, choices=range(SLICES), help="which twelfth of them")
+    long.add_argument("--long", action="store_true", help="all long tests, not a part")
+    long.add_argument("--slice", type=int, choices=range(SLICES), help="which part of them")
     parser.add_argument("--record", action="store_true", help=f"write {SECONDS.name}")
     options = parser.parse_args()
     began = time.monotonic()

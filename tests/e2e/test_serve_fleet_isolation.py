@@ -16,7 +16,7 @@ from kvmig_tools.served import SMALL
 from tests.e2e.test_serve_kinds import chat, picture
 from tests.support import tiny_blip2
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 USERS = ("anna", "bea")
 APART, SHARED = "apart", "shared"

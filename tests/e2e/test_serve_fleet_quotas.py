@@ -17,7 +17,7 @@ from tests.e2e.test_serve_fleet_usage import used
 from tests.support.fleets import PATH, Streamed, ToyFleet, ask, counted, hold_streams, kill
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 QUOTA = 10_000
 

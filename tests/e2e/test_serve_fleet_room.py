@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fleets import PATH, Streamed, ToyFleet, answer, ask, counted, hold_streams
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 CLAIM = 1_000_000_000
 

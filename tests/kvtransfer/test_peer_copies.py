@@ -221,6 +221,7 @@ async def test_another_process_has_what_was_gathered(source: GpuEnd) -> None:
     staging.close()
 
 
+@pytest.mark.long  # a minute
 def test_memory_is_never_unmapped_under_a_copy_that_does_not_end(
     source: GpuEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
