@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.gpu.engine_pair import Remote
 from bench.gpu.engine_process import BLOCKING, LIVE, Came
+from kvmig.core.live_records import PAUSE_PARTS
 
 EVERY = 8
 """Tokens between two moves of a request."""
@@ -189,13 +190,13 @@ def _copied(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians: the pause in its parts, and the rate of the copies before it."""
     pauses = [report["downtime_ms"] for report in reports]
     rates = [report["bytes"] / 1e9 / copying_s(report) for report in reports]
-    parts = {name: median(one[name] or 0.0 for one in pauses) for name in pauses[0]}
+    parts = {name: median(one[name] or 0.0 for one in pauses) for name in PAUSE_PARTS}
     return {"live_parts_ms": parts, "live_gb_s": median(rates)}
 
 
 def copying_s(report: dict[str, Any]) -> float:
     """From the beginning to the pause."""
-    pause = sum(part or 0.0 for part in report["downtime_ms"].values())
+    pause = sum(report["downtime_ms"][part] or 0.0 for part in PAUSE_PARTS)
     return max(1e-6, (float(report["total_ms"]) - float(pause)) / 1e3)
 
 

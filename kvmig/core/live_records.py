@@ -10,6 +10,9 @@ import msgspec
 
 from kvmig.core.api_records import InstanceRow, RequestRow
 
+PAUSE_PARTS = ("drain", "tail_copy", "commit", "first_token")
+"""Fields of a report's `downtime_ms` that are parts of the pause; another one is its beginning."""
+
 
 class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A migration that has ended, as its deployment reported it."""
@@ -26,7 +29,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     total_ms: float = 0.0
     downtime_ms: dict[str, float | None] | None = None
-    """Parts of the pause; None: the request was never suspended."""
+    """Parts of the pause, and its beginning; None: the request was never suspended."""
     ended_at: float = 0.0
     """Unix time."""
 
@@ -35,7 +38,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The whole pause; None: there was none."""
         if self.downtime_ms is None:
             return None
-        return sum(part or 0.0 for part in self.downtime_ms.values())
+        return sum(self.downtime_ms.get(part) or 0.0 for part in PAUSE_PARTS)
 
 
 class LiveMove(msgspec.Struct, frozen=True, kw_only=True):

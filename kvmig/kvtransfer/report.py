@@ -95,6 +95,11 @@ class Downtime(msgspec.Struct, frozen=True):
         float | None, Meta(description="Since the migration began; null: it isn't known.")
     ] = None
 
+    @property
+    def whole_ms(self) -> float:
+        """All parts together."""
+        return self.drain + self.tail_copy + self.commit + (self.first_token or 0.0)
+
 
 class MigrationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report of one migration."""

@@ -123,7 +123,9 @@ def test_a_migration_that_was_aborted_is_no_way_that_a_stream_came() -> None:
 
 
 def test_the_last_migration_is_a_line_with_its_pause() -> None:
-    pause = {"drain": 1.0, "tail_copy": 2.0, "commit": 0.5, "first_token": None}
+    pause = {
+        "drain": 1.0, "tail_copy": 2.0, "commit": 0.5, "first_token": None, "began_ms": 900.0,
+    }  # fmt: skip
     fleet = replace(
         two_models(), moves=(move("a", "old", AT - 9), move("a", "new", AT, downtime_ms=pause))
     )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from kvmig.controlplane.view import InstanceView
 from kvmig.core.api_records import InstanceRow
+from kvmig.core.live_records import PAUSE_PARTS, MoveRecord
 from kvmig.core.priorities import NORMAL, PriorityClass, with_normal
 from kvmig.engines.base import EngineLoad, Preempted
 from kvmig.frontend.metrics import (
@@ -25,8 +27,10 @@ from kvmig.frontend.metrics import (
     InstanceCollector,
     MetricsExposition,
     UnitCollector,
+    downtime_s,
     with_instances,
 )
+from kvmig.kvtransfer.report import Downtime
 from kvmig.launcher.front_ends import forget_gauges
 from kvmig.sharing.messages import InUnit
 from tests.support.fake_llumlet import cluster, report
@@ -46,6 +50,14 @@ def test_migrations_are_counted_by_outcome_and_reason() -> None:
     assert registry.get_sample_value("kvmig_migration_bytes_total") == 8000
     assert registry.get_sample_value("kvmig_migration_downtime_seconds_count") == 1
     assert registry.get_sample_value("kvmig_migration_downtime_seconds_sum") == 0.01
+
+
+def test_a_pause_is_its_parts_and_not_its_beginning() -> None:
+    pause = Downtime(1.0, 2.0, 3.0, 4.0, began_ms=900.0)
+    assert downtime_s(pause) == 0.01
+    shown = MoveRecord(downtime_ms=msgspec.to_builtins(pause))
+    assert shown.pause_ms == 10.0
+    assert {*PAUSE_PARTS, "began_ms"} == {*Downtime.__struct_fields__}
 
 
 def test_refused_messages_are_those_since_the_start_of_their_process() -> None:
