@@ -17,6 +17,9 @@ UNIT = (ROOT / "deploy" / "kvmig.service").read_text()
 LEFT_OUT = (ROOT / ".dockerignore").read_text().split()
 SET_UP = ("Makefile", "scripts/setup_env.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 """What `make setup` reads, besides the sources."""
+PRIVATE = ("deploy/compose/.env", "deploy/compose/models/qwen/model.safetensors")
+"""What people have beside compose.yaml, as it says."""
+NOT_KEPT = [one for one in (ROOT / ".gitignore").read_text().split() if one.startswith("deploy/")]
 BUILT_HERE = (".venv", ".vllm", "kvmig/kernels/_lib/libkvmig_cpu.so", "kvmig/__pycache__")
 
 
@@ -49,6 +52,12 @@ def test_a_container_gets_all_that_its_set_up_reads() -> None:
 @pytest.mark.parametrize("path", BUILT_HERE)
 def test_a_container_gets_nothing_that_was_built_on_this_machine(path: str) -> None:
     assert left_out(path)
+
+
+@pytest.mark.parametrize("path", PRIVATE)
+def test_an_image_has_neither_passwords_nor_models_of_the_host_that_built_it(path: str) -> None:
+    assert left_out(path)
+    assert any(path.startswith(one) for one in NOT_KEPT)
 
 
 def test_the_volume_of_a_container_is_the_fleets_folder() -> None:
