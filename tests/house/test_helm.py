@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,21 @@ def test_an_admins_key_reaches_drains_and_prometheus_from_a_secret_only() -> Non
             one for kind, one in manifests.items() if kind != "Secret"
         )
         assert "kvmig-admin" in text or name == "fleet"
+
+
+def test_models_processes_inherit_neither_the_admins_key_nor_the_databases_password() -> None:
+    pods = pods_of(rendered(values_of("ray")))
+    for what, secret in (("instance", "KVMIG_KEY"), ("head", "KVMIG_DATABASE")):
+        (container,) = pods[what]["spec"]["containers"]
+        assert secret in [one["name"] for one in container["env"]]
+        started = {
+            "KUBERAY_GEN_RAY_START_CMD": f"bash -c 'echo given=${{{secret}-}}'",
+            secret: "secret",
+            "PATH": os.environ["PATH"],
+        }
+        words = [*container["command"], container["args"][0].replace("exec kvmig", ": kvmig")]
+        said = subprocess.run(words, env=started, capture_output=True, text=True, check=True)
+        assert said.stdout == "given=\n"
 
 
 def test_calls_come_from_named_namespaces_only_and_ray_from_its_own_pods() -> None:
