@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -214,15 +215,26 @@ def wait_until_drained(
     clock: Clock = monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Any:
-    """Look at a worker until it is drained. Raises CallFailure where it isn't by then."""
+    """Look at a worker until it is drained, also while the fleet's server starts again: the drain
+    goes on then. Raises CallFailure where it isn't by then."""
     deadline = clock() + wait_s
     while True:
-        one = look()
-        if one["drain"] is None:
-            raise CallFailure(f"the drain of {one['name']} was undone")
-        if one["drain"]["state"] == "drained":
-            return one
-        if clock() >= deadline:
-            left = forecast_text(one["drain"]["left"])
-            raise CallFailure(f"{one['name']} is not drained after {wait_s:g} s: {left}")
+        try:
+            one = look()
+        except CallFailure as error:
+            if is_refusal(error) or clock() >= deadline:
+                raise
+        else:
+            if one["drain"] is None:
+                raise CallFailure(f"the drain of {one['name']} was undone")
+            if one["drain"]["state"] == "drained":
+                return one
+            if clock() >= deadline:
+                left = forecast_text(one["drain"]["left"])
+                raise CallFailure(f"{one['name']} is not drained after {wait_s:g} s: {left}")
         sleep(LOOK_S)
+
+
+def is_refusal(error: CallFailure) -> bool:
+    """Whether the server has refused; else it, or its proxy, is away for now."""
+    return error.status is not None and error.status < HTTPStatus.INTERNAL_SERVER_ERROR

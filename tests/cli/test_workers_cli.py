@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -64,6 +65,31 @@ def test_a_drain_is_waited_for_until_nothing_is_left() -> None:
     pauses: list[float] = []
     found = wait_until_drained(lambda: next(views), 60.0, lambda: 0.0, pauses.append)
     assert (found["drain"]["state"], pauses) == ("drained", [1.0])
+
+
+def test_a_drain_is_waited_for_while_the_server_is_away_for_a_moment() -> None:
+    away = CallFailure("no fleet answers"), CallFailure("the server is not there", 503)
+    views: Iterator[CallFailure | dict[str, Any]] = iter([*away, shown(drained_at=990.0)])
+
+    def look() -> dict[str, Any]:
+        if isinstance(found := next(views), CallFailure):
+            raise found
+        return found
+
+    assert wait_until_drained(look, 60.0, lambda: 0.0, lambda _: None)["name"] == "left"
+
+
+@pytest.mark.parametrize(("status", "seconds"), [(403, 0.0), (None, 9.0)])
+def test_a_drain_is_not_waited_for_without_the_right_key_or_for_ever(
+    status: int | None, seconds: float
+) -> None:
+    times = iter([0.0, seconds, seconds])
+
+    def look() -> dict[str, Any]:
+        raise CallFailure("not here", status)
+
+    with pytest.raises(CallFailure, match="not here"):
+        wait_until_drained(look, 5.0, lambda: next(times), lambda _: None)
 
 
 @pytest.mark.parametrize(
