@@ -97,13 +97,17 @@ class AccessRules:
         has besides the routes of clients (to load adapters, to sleep, to abort by an id, ...) is
         for the operator, where there is a key for one.
         """
-        if method == "OPTIONS" or (self.has_page and is_page(path)):
+        if method == "OPTIONS" or self.is_for_page(path):
             return None
         if path.startswith(ADMIN) or (self.has_admin_key and is_for_operators(method, path)):
             return self.admin(headers)
         if method in ("GET", "HEAD") and not path.startswith(OPENAI):
             return None
         return self.openai(headers)
+
+    def is_for_page(self, path: str) -> bool:
+        """Whether a call is for the page, which looks at the session itself."""
+        return self.has_page and is_page(path)
 
 
 def is_page(path: str) -> bool:

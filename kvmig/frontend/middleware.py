@@ -52,6 +52,8 @@ from kvmig.frontend.loop_use import LARGE_BYTES, LoopUse
 ACCOUNT = "x-kvmig-account"
 TENANT = "x-kvmig-tenant"
 QUOTA = "x-kvmig-quota"
+FORM_BYTES = 1 << 14
+"""Bytes of a form of the page, at most."""
 TRUNCATED = "x-kvmig-truncated"
 """Header of an answer that ends too early, with the reason."""
 
@@ -109,8 +111,12 @@ class HttpState:
         self.reach = reach
         self.budget.most = BODIES * min(self.config.max_body, largest_size(reach))
 
-    def body_rules(self, found: RouteMatch | None, headers: MutableHeaders) -> BodyRules:
-        """What holds for the body of such a call."""
+    def body_rules(self, path: str, found: RouteMatch | None, headers: MutableHeaders) -> BodyRules:
+        """What holds for the body of such a call. Forms of the page come before any key is known:
+        they neither fill the room for bodies nor hold the event loop up."""
+        if self.access.is_for_page(path):
+            why = "a form of the page needs no more"
+            return BodyRules(FORM_BYTES, self.config.body_timeout_s, None, why, UNREAD_BYTES)
         route = None if found is None else found.route
         return rules_of(self.config, self.reach, route, headers)
 
@@ -223,7 +229,7 @@ class HttpMiddleware:
                 check_open(state, scope["path"])
                 check_stalls(state, payer)
             call.body = state.budget.enter(payer)
-            rules = state.body_rules(found, headers)
+            rules = state.body_rules(path, found, headers)
             message = await read_body(rules, call.body, headers, receive)
             if message is None:
                 return  # the client has left
@@ -281,10 +287,11 @@ def check_access(state: HttpState, method: str, path: str, headers: MutableHeade
 def check_open(state: HttpState, path: str) -> None:
     """Raises Refused, 503, while the server stops or has no instance for a POST.
 
-    An operator may ask for instances when there is none.
+    An operator may look, and ask for instances, when there is none.
     """
     sentence = why_closed(state)
-    if sentence is None or (path.startswith(ADMIN) and not state.closed):
+    operators = path.startswith(ADMIN) or state.access.is_for_page(path)
+    if sentence is None or (operators and not state.closed):
         return
     headers = {**RETRY_AFTER, NOT_TAKEN_HEADER: "1"} if state.closed else RETRY_AFTER
     raise HttpRejection(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=headers))

@@ -15,7 +15,7 @@ from kvmig.accounts.page_sessions import LoginSession
 from kvmig.pages.rendering import PREFIX
 from kvmig.pages.site import FormOutcome, PageSite, go_to
 
-MOST_KEY = 200
+MOST_KEY = 4096
 """Characters that are taken for a key."""
 MOST_FIELDS = 4
 OWN_PATH = re.compile(rf"{PREFIX}(/[\w.~%:@+,/-]*(\?[\w.~%:@+,/?&=-]*)?)", re.ASCII)

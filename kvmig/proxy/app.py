@@ -65,7 +65,14 @@ from kvmig.proxy.exposition import merged, parsed
 from kvmig.proxy.messages import ModelDemand, ModelRoute, RouteChanges, SpentLimits, Told
 from kvmig.proxy.metrics import DoorMetrics
 from kvmig.proxy.near_names import near_names
-from kvmig.proxy.page_calls import PAGES, LoginRedirect, PageEntry, VisitorCall, is_page
+from kvmig.proxy.page_calls import (
+    FORM_BYTES,
+    PAGES,
+    LoginRedirect,
+    PageEntry,
+    VisitorCall,
+    is_page,
+)
 from kvmig.proxy.priority_choice import ChosenPriority, choose_class
 from kvmig.proxy.refusals import CallNotTaken, ProxyRefusal, bad, refused
 from kvmig.proxy.relay import (
@@ -398,7 +405,7 @@ class ProxyApp:
             self._logins -= 1
 
     async def _ask_server(self, call: ProxiedCall, visit: AdmittedCall) -> None:
-        most = min(ROOM, self.config.max_body)
+        most = min(FORM_BYTES if is_page(call.path) else ROOM, self.config.max_body)
         why = "an order to the server needs no more"
         rules = BodyRules(most, self.config.body_timeout_s, None, why, self.config.max_body)
         content = await self._read(call, visit, rules)

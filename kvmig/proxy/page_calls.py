@@ -37,6 +37,8 @@ EACH_S = 10.0
 """Calls more that it has each second."""
 MOST_PAGES = 64
 """Calls of one user's pages that the server answers at once."""
+FORM_BYTES = 256_000
+"""Bytes of a form of the page, at most: the server takes it apart on its event loop."""
 TRY = 10.0
 """How many calls count for one try to log in, for which the server may ask a provider."""
 

@@ -55,6 +55,31 @@ async def test_only_the_admin_key_opens_the_page(browser: httpx.AsyncClient) -> 
     assert (await browser.get("/ui/")).status_code == 200
 
 
+async def test_a_long_admin_key_opens_the_page() -> None:
+    key = "k" * 1000
+    async with (
+        stubbed_front(HttpConfig(), admin_key=key) as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", headers=HTML) as http,
+    ):
+        assert (await log_in(http, key[:-1])).status_code == 401
+        assert (await log_in(http, key)).status_code == 303
+
+
+async def test_a_visitors_form_is_small(browser: httpx.AsyncClient) -> None:
+    answer = await browser.post("/ui/login", data={"key": "%" * 100_000})
+    assert (answer.status_code, "a form of the page" in answer.text) == (413, True)
+
+
+async def test_an_admin_logs_in_while_there_is_no_instance() -> None:
+    async with (
+        stubbed_front(HttpConfig(), admin_key=KEY) as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", headers=HTML) as http,
+    ):
+        await front.router.fleet.remove("i0")
+        assert (await http.post("/v1/completions", json={})).status_code == 503
+        assert (await log_in(http)).status_code == 303
+
+
 async def test_the_page_shows_instances_and_streams(browser: httpx.AsyncClient) -> None:
     await log_in(browser)
     live = await browser.get("/ui/")

@@ -20,6 +20,7 @@ from kvmig.proxy.messages import KeyUpdates
 from kvmig.proxy.page_calls import (
     BURST,
     EACH_S,
+    FORM_BYTES,
     MOST_ADDRESSES,
     MOST_PAGES,
     VisitorRates,
@@ -194,6 +195,21 @@ async def test_a_revoked_key_ends_its_streams_and_its_session(tmp_path: Path) ->
         assert b"no such API key" in rest
         assert (await client.get("/ui/keys")).status_code == 303
         assert (await client.get("/ui/v1/models", headers={"accept": "*/*"})).status_code == 401
+
+
+async def test_a_form_of_the_page_is_smaller_than_an_order_to_the_api(tmp_path: Path) -> None:
+    shown, ann = key(scopes=("infer", "read", "admin"))
+    body = b"x" * (FORM_BYTES + 1)
+    async with (
+        site(tmp_path, ann) as door,
+        server(tmp_path) as api,
+        browser(door, ann) as (client, _),
+    ):
+        assert (await client.post("/ui/models", content=body)).status_code == 413
+        assert not api.got
+        headers = {"authorization": f"Bearer {shown}"}
+        answer = await client.post("/kvmig/v2/apply", content=body, headers=headers)
+        assert answer.status_code == 200
 
 
 async def test_an_address_without_a_session_has_the_server_asked_seldom(tmp_path: Path) -> None:
