@@ -19,6 +19,8 @@ MOST_DOTS = 400
 MOST_MOVES = 12
 """Migrations that are listed."""
 NO_GPU = "CPU"
+HERE = "local"
+"""Worker of the instances on the server's host."""
 
 
 class ModelPart(NamedTuple):
@@ -211,16 +213,15 @@ def instance_part(one: LiveInstance) -> InstancePart:
 def worker_groups(
     instances: Sequence[LiveInstance], devices: Sequence[LiveDevice]
 ) -> tuple[WorkerGroup, ...]:
-    """The instances by workers and GPUs. devices: those of the server's host, of which each is
+    """The instances by workers and GPUs. devices: of the server's host and of workers; each is
     shown, with or without an instance."""
     boxes: dict[tuple[str, tuple[str, ...]], list[InstancePart]] = {}
     for one in instances:
         boxes.setdefault((one.worker, one.gpus), []).append(instance_part(one))
     known = {one.title: one for one in devices}
-    local = next((worker for worker, gpus in boxes if set(gpus) & known.keys()), "local")
-    for title in known:
+    for title, device in known.items():
         if not any(title in gpus for _, gpus in boxes):
-            boxes[local, (title,)] = []
+            boxes[device.worker or HERE, (title,)] = []
     workers: dict[str, list[DeviceGroup]] = {}
     for (worker, gpus), found in sorted(boxes.items()):
         head = device_part(worker, gpus, [known[one] for one in gpus if one in known])

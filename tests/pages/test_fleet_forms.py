@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -172,6 +173,22 @@ async def test_a_key_is_rotated_and_revoked(pages: Pages) -> None:
     rows = (await pages.ask("GET", "keys"))[1]["data"]
     assert next(one for one in rows if one["prefix"] == other)["revoked_at"] is not None
     assert (await pages.send("keys/nonsense/revoke")).status_code == 404
+
+
+async def test_a_refused_form_of_a_key_keeps_its_scopes(pages: Pages) -> None:
+    form = {"user": "bea", "name": "ci", "cidrs": "nowhere", "rpm": "9"}
+    answer = await pages.send("keys", scope="admin", **form)
+    checked = re.findall(r'name="scope" value="(\w+)" checked', answer.text)
+    assert (answer.status_code, checked) == (400, ["admin"])
+    assert 'name="rpm" value="9"' in answer.text
+
+
+async def test_refused_limits_of_one_key_are_not_those_of_a_new_one(pages: Pages) -> None:
+    prefix = (await pages.ask("POST", "keys", {"user": "bea"}))[1]["prefix"]
+    answer = await pages.send(f"keys/{prefix}/limit", period="month", rpm="-7")
+    checked = re.findall(r'name="scope" value="(\w+)" checked', answer.text)
+    assert (answer.status_code, checked) == (400, ["infer"])
+    assert 'value="-7"' not in answer.text
 
 
 async def test_a_user_is_added_limited_and_disabled(pages: Pages) -> None:

@@ -75,6 +75,16 @@ def test_a_gpu_without_an_instance_is_shown() -> None:
     assert [(one.head.title, one.instances) for one in worker.groups] == [(GPU, ())]
 
 
+def test_a_gpu_without_an_instance_is_shown_on_its_own_worker() -> None:
+    devices = [
+        LiveDevice(title=name, uuid=name, total_bytes=80, free_bytes=80, worker=worker)
+        for name, worker in (("GPU-a0", "east"), ("GPU-b0", "west"), ("GPU-c0", ""))
+    ]
+    found = picture(instance("i0", worker="east", gpus=("GPU-a0",)), devices=tuple(devices))
+    shown = {one.name: [group.head.title for group in one.groups] for one in found.workers}
+    assert shown == {"east": ["GPU-a0"], "local": ["GPU-c0"], "west": ["GPU-b0"]}
+
+
 @pytest.mark.parametrize(
     ("used", "total", "filled"), [(37, 100, 37), (0, 0, 0), (150, 100, 100), (1, 3, 33)]
 )
@@ -157,7 +167,7 @@ def test_names_are_escaped_in_regions_and_parts() -> None:
 def test_the_pictures_of_many_models_and_moves_render() -> None:
     move = MoveRecord(
         source="i0", destination="i1", state="committed", bytes=5, total_ms=12.3,
-        downtime_ms={"copy": 1.5, "resume": None},
+        downtime_ms={"drain": 1.5, "first_token": None, "began_ms": 10.8},
     )  # fmt: skip
     found = picture(instance("i0"), moves=(LiveMove(model="qwen", move=move),))
     regions = whole(found)["regions"]
