@@ -48,7 +48,7 @@ class VisitorCall(NamedTuple):
 
 
 class LoginRedirect(NamedTuple):
-    """The call is answered with the way to the log-in."""
+    """The call is answered with the way to the log-in, or to the first page."""
 
     location: str
 
@@ -148,6 +148,9 @@ def judge(
     if writes and not is_own_page(headers):
         sentence = "the call comes from a page of another origin"
         raise ProxyRefusal(HTTPStatus.FORBIDDEN, sentence, "cross_origin")
+    if path == PAGES.rstrip("/") and not writes:
+        # The server does not know whether the browser came by HTTPS, and would lead it astray.
+        return LoginRedirect(PAGES)
     for_model = path.startswith(MODEL_CALLS)
     if session is not None:
         if for_model and writes and not cookies.is_token(session, headers.get(CSRF_HEADER, "")):

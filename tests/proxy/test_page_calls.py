@@ -23,7 +23,9 @@ from kvmig.proxy.page_calls import (
     FORM_BYTES,
     MOST_ADDRESSES,
     MOST_PAGES,
+    LoginRedirect,
     VisitorRates,
+    judge,
     network_of,
 )
 from tests.support.proxy_site import PEPPER, Answer, Deployment, Site, key, says_ok, site, streams
@@ -244,6 +246,13 @@ async def test_one_user_s_open_pages_leave_room_for_others_and_for_chats(tmp_pat
         await until(lambda: api.left == len(api.got))
         async with client.stream("GET", "/ui/events") as answer:
             assert answer.status_code == 200
+
+
+def test_the_pages_address_without_its_last_slash_leads_there_by_the_same_scheme() -> None:
+    _, grant = key()
+    for session in (None, COOKIES.begin(grant, time.time())):
+        found = judge("GET", "/ui", b"", {"host": "x"}, session, COOKIES)
+        assert found == LoginRedirect("/ui/")
 
 
 async def test_a_path_that_only_begins_like_the_page_needs_a_key(tmp_path: Path) -> None:
