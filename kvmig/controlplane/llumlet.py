@@ -58,7 +58,6 @@ from kvmig.core.errors import (
 from kvmig.core.start_times import StartTimes
 from kvmig.engines.base import Emitted, Frame, Frames, ServingEngine
 from kvmig.engines.gate import ComputeShares
-from kvmig.engines.held_marks import PrefixNews
 from kvmig.kvtransfer.measured import slot_bytes
 from kvmig.kvtransfer.messages import PeerMessage
 from kvmig.kvtransfer.report import MigrationReport
@@ -141,8 +140,8 @@ class Llumlet:
         self._tasks = BackgroundTasks(f"llumlet {instance}")
         self._headroom: dict[int, float] = {}
         self._told_weights = engine.layout.weights
-        self._fronts_know_prefixes: set[bytes] = set()
-        """Front ends that were sent all marks that are held."""
+        self._knows_prefixes: set[bytes] = set()
+        """Connected front ends that were sent all marks that are held."""
         self._untold = 0
         """See `LoadReport`."""
         self._reporter = LoadReporter(
@@ -476,20 +475,41 @@ class Llumlet:
             beside_kv=self._memory.beside_kv,
         )
         # Front ends first: none shall send a request to an instance that the launcher ends.
-        shown = msgspec.structs.replace(report, prefixes=self._prefix_news())
-        for sender in self._fronts.gateways():
-            self._send(sender, shown)
+        self._report_to_fronts(report)
         for sender in self._fronts.listeners():
             self._send(sender, report)
 
-    def _prefix_news(self) -> PrefixNews | None:
-        """News for all front ends; all that is held, once there is a new one."""
-        if self._engine.held_marks is None:
-            return None
-        fronts = set(self._fronts.gateways())
-        new = not fronts <= self._fronts_know_prefixes
-        self._fronts_know_prefixes = fronts
-        return self._engine.held_marks.news(whole=new)
+    def _report_to_fronts(self, report: LoadReport) -> None:
+        """With which prompts' beginnings have come and gone; or all that are held, to a front end
+        that has just connected."""
+        held = self._engine.held_marks
+        if held is not None:
+            report = msgspec.structs.replace(report, prefixes=held.news())
+        whole = None
+        for sender in self._fronts.gateways():
+            if held is None or sender in self._knows_prefixes:
+                self._send(sender, report)
+                continue
+            if whole is None:
+                whole = msgspec.structs.replace(report, prefixes=held.whole())
+            self._knows_prefixes.add(sender)
+            self._send(sender, whole)
+
+    def _report_to_fronts(self, report: LoadReport) -> None:
+        """With which prompts' beginnings have come and gone; or all that are held, to a front end
+        that has just connected."""
+        held = self._engine.held_marks
+        if held is not None:
+            report = msgspec.structs.replace(report, prefixes=held.news())
+        whole = None
+        for sender in self._fronts.gateways():
+            if held is None or sender in self._knows_prefixes:
+                self._send(sender, report)
+                continue
+            if whole is None:
+                whole = msgspec.structs.replace(report, prefixes=held.whole())
+            self._knows_prefixes.add(sender)
+            self._send(sender, whole)
 
     async def _watch_memory(self) -> None:
         pause_s = FIRST_S
@@ -538,6 +558,7 @@ class Llumlet:
             self._overrun.discard(sender)
 
     def _front_lost(self, sender: bytes) -> None:
+        self._knows_prefixes.discard(sender)
         gateway = self._fronts.leave(sender)
         request_ids = [] if gateway is None else self._tracking.requests_of(gateway)
         if request_ids:  # nobody hears them any more

@@ -7,9 +7,10 @@ many instances there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from kvmig.core.prefix_marks import MARK_TOKENS
-from kvmig.engines.held_marks import PrefixNews, unpack_marks
+from kvmig.engines.held_marks import MOST_MARKS, PrefixNews, unpack_marks
 
 SOON_S = 5.0
 """Least time for which a prompt counts as held where it was sent, and half of the most. Then the
@@ -47,7 +48,8 @@ class PrefixIndex:
         if news.number <= known:
             return  # an older report, which came late
         if not news.whole and (not known or news.number != known + 1):
-            self.forget(instance)
+            if known:
+                self.forget(instance)
             return
         self._numbers[instance] = news.number
         bit = 1 << self._seat(instance)
@@ -56,7 +58,7 @@ class PrefixIndex:
         for mark in held - added if news.whole else held.intersection(unpack_marks(news.removed)):
             held.discard(mark)
             self._clear(mark, bit)
-        for mark in added - held:
+        for mark in islice(added - held, max(0, MOST_MARKS - len(held))):
             held.add(mark)
             self._bits[mark] = self._bits.get(mark, 0) | bit
 

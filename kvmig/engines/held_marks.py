@@ -21,7 +21,7 @@ class PrefixNews(msgspec.Struct, frozen=True):
     """Beginnings of prompts (`kvmig.core.prefix_marks`) that an engine holds now, or no more."""
 
     number: int
-    """One more than that of the news before: who misses one waits for the next whole."""
+    """One more than that of the changes before; of a whole, that of the last changes in it."""
     whole: bool
     """Whether `added` is all that it holds."""
     added: bytes
@@ -51,7 +51,7 @@ class HeldMarks:
         """Marks of each block."""
         self._events: deque[tuple[int, bool]] = deque()
         """Marks that came (True) and went, in order, that no news has said yet."""
-        self._number = 0
+        self._number = 1
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -88,15 +88,8 @@ class HeldMarks:
 
     # -- on the llumlet's
 
-    def news(self, *, whole: bool = False) -> PrefixNews | None:
-        """What was not said yet; None: nothing. whole: all that it holds.
-
-        News of both kinds may be taken in twice: what is said last of a mark holds.
-        """
-        if whole:
-            self._events.clear()
-            self._number += 1
-            return PrefixNews(self._number, True, pack_marks(list(self._blocks)))
+    def news(self) -> PrefixNews | None:
+        """What was not said yet, for all that know the rest; None: nothing."""
         last: dict[int, bool] = {}
         while self._events and len(last) < MOST_NEWS:
             mark, came = self._events.popleft()
@@ -107,3 +100,11 @@ class HeldMarks:
         added = (mark for mark, came in last.items() if came)
         removed = (mark for mark, came in last.items() if not came)
         return PrefixNews(self._number, False, pack_marks(added), pack_marks(removed))
+
+    def whole(self) -> PrefixNews:
+        """All that it holds, for one that knows nothing; then the same news as for all others.
+
+        Some of it comes again as news, which may be taken in twice: what is said last of a mark
+        holds.
+        """
+        return PrefixNews(self._number, True, pack_marks(list(self._blocks)))

@@ -36,6 +36,7 @@ from kvmig.core.config import ClusterConfig, UnitConfig
 from kvmig.core.errors import PeerBehind, TransportError
 from kvmig.engines.base import CacheRoom, KVUse
 from kvmig.engines.gate import StepGate
+from kvmig.engines.held_marks import HeldMarks, PrefixNews, unpack_marks
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.kvtransfer.transports import shm
@@ -76,8 +77,8 @@ async def llumlet(engine: ToyEngine, config: ClusterConfig | None = None) -> Asy
 class FrontEnd:
     """A connection of a front end's."""
 
-    def __init__(self, it: Llumlet) -> None:
-        self.client = RpcClient(it.endpoint, SECRET, "gateway", "front", ClusterMessage)
+    def __init__(self, it: Llumlet, name: str = "front") -> None:
+        self.client = RpcClient(it.endpoint, SECRET, "gateway", name, ClusterMessage)
 
     async def hear(self, kind: type[RpcMessage]) -> RpcMessage:
         async with asyncio.timeout(10):
@@ -94,6 +95,14 @@ class FrontEnd:
                 if isinstance(message, LoadReport) and message.untold == count:
                     return
 
+    async def hears_prefixes(self) -> PrefixNews:
+        """The next that a report says of them."""
+        while True:
+            report = await self.hear(LoadReport)
+            assert isinstance(report, LoadReport)
+            if report.prefixes is not None:
+                return report.prefixes
+
     async def requests(self) -> set[str]:
         self.client.send(ListRequests(1))
         answer = await self.hear(Requests)
@@ -103,8 +112,8 @@ class FrontEnd:
 
 
 @asynccontextmanager
-async def front_end(it: Llumlet) -> AsyncIterator[FrontEnd]:
-    front = FrontEnd(it)
+async def front_end(it: Llumlet, name: str = "front") -> AsyncIterator[FrontEnd]:
+    front = FrontEnd(it, name)
     try:
         await front.hear(Welcome)
         yield front
@@ -191,6 +200,37 @@ async def test_a_front_end_that_reads_too_slowly_is_told_that_its_requests_are_o
         behind[0] = False
         await front.hear(Overrun)
     assert parts_of(it).overrun == set()
+
+
+async def test_a_front_end_that_has_connected_again_hears_all_that_is_held() -> None:
+    engine = Toy()
+    engine.held_marks = HeldMarks()
+    engine.held_marks.hold(1, 77)
+    async with llumlet(engine) as it:
+        async with front_end(it) as front:
+            assert (await front.hears_prefixes()).whole
+            report_every(parts_of(it).reporter, 600.0)  # none fails while it is away
+        async with front_end(it) as front:
+            report_every(parts_of(it).reporter, 0.01)
+            engine.held_marks.hold(2, 78)
+            await front.requests()
+            again = await front.hears_prefixes()
+            assert again.whole
+            assert set(unpack_marks(again.added)) == {77, 78}
+
+
+async def test_what_one_front_end_hears_for_the_first_time_others_do_not_hear_again() -> None:
+    engine = Toy()
+    engine.held_marks = HeldMarks()
+    engine.held_marks.hold(1, 77)
+    async with llumlet(engine) as it, front_end(it) as front:
+        assert (await front.hears_prefixes()).whole
+        async with front_end(it, "other") as other:
+            assert unpack_marks((await other.hears_prefixes()).added) == (77,)
+            engine.held_marks.hold(2, 78)
+            for one in (front, other):
+                news = await one.hears_prefixes()
+                assert (news.whole, unpack_marks(news.added)) == (False, (78,))
 
 
 async def test_a_scheduler_that_reads_too_slowly_gets_later_reports(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvmig.controlplane import prefix_index
 from kvmig.controlplane.prefix_index import SOON_S, PrefixIndex
 from kvmig.core.prefix_marks import MARK_TOKENS
 from kvmig.engines.held_marks import HeldMarks, PrefixNews, pack_marks, unpack_marks
@@ -54,6 +56,40 @@ def test_what_was_sent_counts_for_a_while_unless_its_instance_is_gone() -> None:
     assert index.find_tokens([1, 2], 10.0 + 2 * SOON_S) == {}
 
 
+def test_what_was_sent_counts_also_where_nothing_else_is_known() -> None:
+    index = PrefixIndex()
+    index.expect("i0", [1, 2], 10.0)
+    index.learn("i0", PrefixNews(7, False, pack_marks([3])))
+    assert index.find_tokens([1, 2], 10.0) == {"i0": tokens(2)}
+
+
+def test_of_an_instance_that_names_marks_without_end_so_many_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "MOST_MARKS", 3)
+    index = PrefixIndex()
+    index.learn("i0", whole(1, 1, 2))
+    index.learn("i0", PrefixNews(2, False, pack_marks([3, 4, 5])))
+    assert sum(bool(index.find_tokens([mark], 0.0)) for mark in range(1, 6)) == 3
+    index.learn("i0", PrefixNews(3, False, pack_marks([6]), pack_marks([1])))
+    assert index.find_tokens([6], 0.0) == {"i0": tokens(1)}
+
+
+def test_one_that_was_told_all_takes_what_was_on_its_way_before_in_twice() -> None:
+    held = HeldMarks()
+    held.hold(1, 10)
+    held.hold(2, 20)
+    held.drop(1)
+    index = PrefixIndex()
+    index.learn("i0", held.whole())
+    assert index.find_tokens([20], 0.0) == {"i0": tokens(1)}
+    news = held.news()
+    assert news is not None
+    index.learn("i0", news)
+    assert index.find_tokens([20], 0.0) == {"i0": tokens(1)}
+    assert index.find_tokens([10], 0.0) == {}
+
+
 class Reporting(RuleBasedStateMachine):
     """Engines hold and drop marks in blocks, and report, sometimes in vain."""
 
@@ -85,15 +121,17 @@ class Reporting(RuleBasedStateMachine):
 
     @rule(name=NAMES, all_of_it=st.booleans(), lost=st.booleans())
     def report(self, name: str, all_of_it: bool, lost: bool) -> None:
-        news = self.engines[name].news(whole=all_of_it)
-        if news is None:
-            return
-        if lost:
-            self.said[name] = None
-            return
-        self.index.learn(name, news)
-        known = self.said[name] is not None
-        self.said[name] = self.marks(name) if all_of_it or known else None
+        engine = self.engines[name]
+        if (news := engine.news()) is not None and not all_of_it:
+            if lost:
+                self.said[name] = None
+                return
+            self.index.learn(name, news)
+        if all_of_it:  # the front end has just connected
+            self.index.forget(name)
+            self.index.learn(name, engine.whole())
+        if all_of_it or (news is not None and self.said[name] is not None):
+            self.said[name] = self.marks(name)
 
     @rule(name=NAMES)
     def begin_again(self, name: str) -> None:

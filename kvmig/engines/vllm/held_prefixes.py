@@ -38,7 +38,11 @@ def chain_of(request: Any) -> MarkChain | None:
 
 
 def marks_of_prompt(request: Any) -> list[int]:
-    """The marks of a new request's prompt. request: vLLM's EngineCoreRequest."""
+    """The marks of a new request's prompt, if a prefix cache is read for it. request: vLLM's
+    EngineCoreRequest."""
+    params = request.sampling_params or request.pooling_params
+    if params is not None and params.skip_reading_prefix_cache:
+        return []
     chain = chain_of(request)
     tokens = request.prompt_token_ids
     # The last token is always computed: its logits are wanted.

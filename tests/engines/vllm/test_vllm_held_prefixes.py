@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from vllm import PoolingParams, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 
 from kvmig.controlplane.prefix_index import PrefixIndex
 from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain
+from kvmig.engines.vllm.held_prefixes import marks_of_prompt
 from tests.support.vllm_pair import Engines, Pair, preempt
 from tests.support.vllm_side import BY_PRIORITY, Side
 
@@ -21,10 +24,8 @@ WHOLE = len(PROMPT) // MARK_TOKENS * MARK_TOKENS
 def held(side: Side, prompt: Sequence[int], salt: str = "") -> int:
     """Tokens of the prompt that a front end would find there."""
     assert side.engine.held_marks is not None
-    news = side.engine.held_marks.news(whole=True)
-    assert news is not None
     index = PrefixIndex()
-    index.learn("i", news)
+    index.learn("i", side.engine.held_marks.whole())
     marks = MarkChain(salt, "").extend(prompt, len(prompt))
     return index.find_tokens(marks, 0.0).get("i", 0)
 
@@ -78,6 +79,17 @@ async def test_a_request_that_was_preempted_is_held_when_it_runs_again(pair: Pai
     await pair.step(pair.a, until=("r", 6))
     assert held(pair.a, PROMPT) == WHOLE
     await pair.finish("r")
+
+
+def test_a_request_for_which_no_prefix_cache_is_read_has_no_marks() -> None:
+    def asked(params: SamplingParams | PoolingParams) -> EngineCoreRequest:
+        sampling, pooling = (params, None) if isinstance(params, SamplingParams) else (None, params)
+        return EngineCoreRequest("r", PROMPT, None, sampling, pooling, 0.0, None, None, None)
+
+    assert len(marks_of_prompt(asked(SamplingParams()))) == WHOLE // MARK_TOKENS
+    assert len(marks_of_prompt(asked(PoolingParams()))) == WHOLE // MARK_TOKENS
+    assert marks_of_prompt(asked(SamplingParams(prompt_logprobs=1))) == []
+    assert marks_of_prompt(asked(PoolingParams(skip_reading_prefix_cache=True))) == []
 
 
 async def test_an_engine_without_a_prefix_cache_says_nothing(engines: Engines) -> None:
