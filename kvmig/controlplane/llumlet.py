@@ -495,22 +495,6 @@ class Llumlet:
             self._knows_prefixes.add(sender)
             self._send(sender, whole)
 
-    def _report_to_fronts(self, report: LoadReport) -> None:
-        """With which prompts' beginnings have come and gone; or all that are held, to a front end
-        that has just connected."""
-        held = self._engine.held_marks
-        if held is not None:
-            report = msgspec.structs.replace(report, prefixes=held.news())
-        whole = None
-        for sender in self._fronts.gateways():
-            if held is None or sender in self._knows_prefixes:
-                self._send(sender, report)
-                continue
-            if whole is None:
-                whole = msgspec.structs.replace(report, prefixes=held.whole())
-            self._knows_prefixes.add(sender)
-            self._send(sender, whole)
-
     async def _watch_memory(self) -> None:
         pause_s = FIRST_S
         while True:

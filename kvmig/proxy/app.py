@@ -56,7 +56,7 @@ from kvmig.proxy.activator import (
     drawn,
 )
 from kvmig.proxy.admission import AdmittedCall, CallAdmission
-from kvmig.proxy.call import NOTHING, ClientGone, ProxiedCall, on_lost_nothing
+from kvmig.proxy.call import MOST_KEPT, NOTHING, ClientGone, ProxiedCall, on_lost_nothing
 from kvmig.proxy.calls import CallBody, CallTarget, asked, body_of, check_encoding, target
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import FoundModel, ModelDirectory
@@ -114,8 +114,6 @@ TENANT = b"x-kvmig-tenant"
 QUOTA = b"x-kvmig-quota"
 KVMIG = b"x-kvmig-"
 NOT_TAKEN = NOT_TAKEN_HEADER.encode()
-KEPT_BYTES = 1 << 16
-"""Bytes of a body that is kept until the answer begins, so that the call may be sent again."""
 KEY_HEADERS = (b"authorization", b"x-api-key", b"cookie", b"x-csrf-token")
 """Headers that say who calls: no deployment gets them."""
 NOT_PASSED = OWN | {
@@ -160,6 +158,7 @@ class ProxyApp:
         self.config = config
         self.budget = BodyBudget(BODIES * config.max_body)
         self.hold = PendingRequests(self.budget.most // 2)
+        self.kept = BodyBudget(MOST_KEPT)
         self.counts = RequestCounts()
         self.metrics = DoorMetrics(self.counts, age_s)
         self.admission = CallAdmission(directory, clock, wall, tallies)
@@ -445,14 +444,16 @@ class ProxyApp:
                 upstream = await self._reach(call, waiter, counted)
                 if not call.background:  # one counts as long as the deployment works for it
                     upstream.before_last = partial(self.admission.end_requests, visit)
-                self._make_request(call, visit)
+                self._make_request(call, visit, waiter.account)
                 try:
                     await self._relay(call, upstream, waiter.model, self._cold_start(waiter))
                 except CallNotTaken:
+                    call.hang_up = None
                     waiter.leave_queue(self._clock())
                 else:
                     return
         finally:
+            call.drop_errand()
             counted.set_state("over", self._clock())
 
     def _check_limits(
@@ -581,12 +582,11 @@ class ProxyApp:
             sentence = f"previous_response_id: no response {previous[:150]!r}"
             raise ProxyRefusal(HTTPStatus.NOT_FOUND, sentence, "previous_response_not_found")
 
-    def _make_request(self, call: ProxiedCall, visit: AdmittedCall) -> None:
+    def _make_request(self, call: ProxiedCall, visit: AdmittedCall, account: str) -> None:
         """Ask the deployment, with what holds for the key at this moment."""
         assert call.errand is not None
         path, passed, content = call.errand
-        if len(content) > KEPT_BYTES:
-            call.errand = None
+        call.keep_errand(self.kept, account)
         call.granted = self.admission.has_quota(visit)
         if call.granted:
             passed = [*passed, (QUOTA, b"1")]
@@ -754,7 +754,7 @@ class ProxyApp:
                 raise ProxyRefusal(status, sentence, "deployment_ended", 1.0) from error
             if head.get(NOT_TAKEN) and call.errand is not None:
                 raise CallNotTaken
-            call.errand = None
+            call.drop_errand()
             if call.beats and not (
                 head.status == 200 and isinstance(upstream.framing, ChunkedFraming)
             ):

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvmig.asgi import request_body as gateway
-from kvmig.asgi.body_budget import BodyShare
+from kvmig.asgi.body_budget import BodyBudget, BodyShare
 from kvmig.asgi.call import CALL_ID, accepted
 from kvmig.asgi.connection import HttpConnection
 from kvmig.asgi.error_forms import EventNumbers, api_of
@@ -41,6 +41,10 @@ EVENTS = (
 )
 CHUNKED = b"transfer-encoding: chunked\r\n"
 NOTHING = (b"", b"")
+KEPT_BYTES = 1 << 16
+"""Most bytes of a body that is kept until the answer begins, so that it may be sent again..."""
+MOST_KEPT = 1 << 26
+"""... and of all that are kept at once."""
 CUT_S = 0.2
 """Time to read the body of a call that may not go on."""
 DIED = ProxyRefusal(
@@ -125,7 +129,9 @@ class ProxiedCall:
         self.asking = NOTHING
         """Head and body, as they go on."""
         self.errand: tuple[bytes, list[tuple[bytes, bytes]], bytes] | None = None
-        """Path, headers and body for a deployment, until it is asked."""
+        """Path, headers and body for a deployment, until it answers, if they are kept so long."""
+        self.kept: BodyShare | None = None
+        """What its errand takes of the room for those that a deployment has been sent."""
         self.body: BodyShare | None = None
         """What its body takes of the room for bodies, until all of it is written."""
         self.granted = False
@@ -182,6 +188,19 @@ class ProxiedCall:
         if content or self.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
             lines.append(b"content-length: %d" % len(content))
         self.asking = (b"\r\n".join(lines) + b"\r\n\r\n", content)
+
+    def keep_errand(self, room: BodyBudget, account: str) -> None:
+        """Keep the errand until a deployment answers, if it is small and there is room."""
+        if self.errand is not None and self.kept is None:
+            self.kept, size = room.enter(account), len(self.errand[2])
+            if size > KEPT_BYTES or self.kept.count_bytes(size):
+                self.errand = None
+
+    def drop_errand(self) -> None:
+        """Free the errand: it is sent no more. A second call does nothing."""
+        self.errand = None
+        if self.kept is not None:
+            self.kept.give_back()
 
     def give_body_back(self) -> None:
         """Free the body's share of the budget."""

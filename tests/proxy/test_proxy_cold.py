@@ -12,8 +12,8 @@ import pytest
 
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.proxy import activator
-from kvmig.proxy.messages import ModelRoute
-from tests.support.proxy_site import EVENT, Deployment, Got, Site, says_ok, site
+from kvmig.proxy.messages import KeyUpdates, ModelRoute
+from tests.support.proxy_site import EVENT, Deployment, Got, Site, key, says_ok, site
 from tests.support.waiting import until
 
 HIGH, LOW = PriorityClass("high", -1), PriorityClass("low", 9)
@@ -387,6 +387,41 @@ async def test_a_call_that_no_deployment_takes_ends_when_a_start_would_have_been
         answer = await door.ask()
     assert answer.status_code == 503
     assert 1 <= len(old.got) <= 4, "it is asked again at intervals"
+
+
+async def test_a_call_that_waits_for_the_next_one_ends_when_its_key_is_revoked(
+    tmp_path: Path,
+) -> None:
+    given, grant = key()
+    async with site(tmp_path, grant) as door, door.deployment(stops) as old:
+        call = asyncio.create_task(door.ask(given=given))
+        await until(lambda: len(old.got) >= 1)
+        door.tell(ModelRoute(name="count", state="starting"))
+        await until(lambda: door.door.hold.waiting("count"))
+        await asyncio.sleep(0.5)  # it waits for news of the route, and no more for the next try
+        door.door.apply(KeyUpdates(version=9, removed=(grant.prefix,)))
+        async with asyncio.timeout(5):
+            assert (await call).status_code == 401
+
+
+async def test_calls_are_kept_to_be_sent_again_as_far_as_there_is_room_until_they_are_answered(
+    tmp_path: Path,
+) -> None:
+    async def waits(got: Got) -> None:
+        await answers.wait()
+        await (stops if b"again" in got.body else says_ok)(got)
+
+    answers = asyncio.Event()
+    async with site(tmp_path) as door, door.deployment(waits, start_timeout_s=0.6) as old:
+        door.door.kept.most = 200  # one alone takes half
+        calls = [ask(door, {"model": "count", "prompt": text}) for text in ("x" * 40, "y" * 200)]
+        await until(lambda: len(old.got) == 2)
+        assert 40 < door.door.kept.used <= 100, "one of them"
+        answers.set()
+        assert [(await one).status_code for one in calls] == [200, 200]
+        assert door.door.kept.used == 0
+        assert (await door.ask({"model": "count", "prompt": "again"})).status_code == 503
+        assert door.door.kept.used == 0
 
 
 async def test_a_large_call_that_is_not_taken_is_refused_since_nobody_keeps_it(
