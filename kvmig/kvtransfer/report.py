@@ -97,7 +97,7 @@ class Downtime(msgspec.Struct, frozen=True):
 
     @property
     def whole_ms(self) -> float:
-        """All parts together."""
+        """The pause with all its parts."""
         return self.drain + self.tail_copy + self.commit + (self.first_token or 0.0)
 
 
