@@ -29,10 +29,11 @@ class DeviceSample:
     parents: Mapping[int, int] = field(default_factory=dict)
 
     def used_by(self, uuid: str, pids: Iterable[int]) -> int:
-        """Bytes of a GPU that these processes and those below them have, as far as is known."""
+        """Bytes of a GPU that these processes and those below them have, as far as is known; 0: of
+        one that was not seen at this look, such as of a worker that is away."""
         own = descendants(pids, self.parents)
-        processes = self.inventory.device(uuid).processes
-        return sum(one.used or 0 for one in processes if one.pid in own)
+        found = (one.processes for one in self.inventory.devices if one.uuid == uuid)
+        return sum(one.used or 0 for one in next(found, ()) if one.pid in own)
 
 
 class DeviceWatch:

@@ -110,6 +110,7 @@ def make_room(
     rooms: what is free now, where not all of them have one. most_s: seconds that the moves may
     take. Of several places each is made with the least bytes, given those that were made before.
     """
+    movable = [one for one in movable if _is_seen(rooms, one.place)]
     made, took = _RoomMade(rooms, rooms), 0.0
     fit = 0 if instances == 1 else most_instances(rooms, need, instances)
     while fit < instances and len(made.holes) < MOST_MADE:
@@ -141,6 +142,12 @@ class _Hole:
     def size(self) -> int:
         """Bytes that are loaded and moved for it."""
         return sum(map(_cost, self.leaving))
+
+
+def _is_seen(rooms: Rooms, place: InstancePlace) -> bool:
+    """Whether its node is there with its GPUs: what is not seen now gives no room."""
+    room = rooms.get(place.node)
+    return room is not None and all(gpu in room.devices for gpu in place.gpus)
 
 
 def _size(need: InstanceNeed, place: InstancePlace) -> int:

@@ -64,6 +64,13 @@ def test_an_instance_moves_to_another_gpu_so_that_a_large_one_has_room() -> None
     assert found.seconds == 6, "a start of 5 s, and a drain"
 
 
+def test_an_instance_whose_gpu_or_node_is_not_seen_does_not_move() -> None:
+    there = movable("a", "w", "w0", kv=2, used=1), movable("b", "w", "w1", kv=2)
+    away = movable("c", "w", "w2"), movable("d", "x", "x0")
+    site = rooms({"w": (9, [10, 10])}, *there)
+    assert moved(make_room(site, needs(8), (*there, *away), 60)) == [("b", "w", ("w0",))]
+
+
 def test_the_move_with_the_least_bytes_is_taken() -> None:
     there = (
         movable("large", "w", "w0", each=6, kv=1),

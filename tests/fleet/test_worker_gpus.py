@@ -79,6 +79,25 @@ async def test_the_gpu_that_ray_gave_counts_and_not_the_one_that_was_expected(
     assert bench.model.held == {"GPU-a1": 20 * GIB}
 
 
+@pytest.mark.parametrize("seen", ["lost", "silent", "joining", "none"])
+async def test_an_instance_whose_worker_is_not_seen_now_is_not_measured(
+    bench: WorkerBench, monkeypatch: pytest.MonkeyPatch, seen: str
+) -> None:
+    bench.see(node("a", 0))
+    bench.add(**ENGINE)
+    bench.serve(monkeypatch, replace(row("i0", A), gpus=("0",), pid=7))
+    bench.turn()
+    later = {
+        "lost": [replace(node("a", 0), alive=False)],
+        "silent": [replace(node("a", 0), silent_s=60.0)],
+        "joining": [replace(node("a"), measured=None)],
+        "none": [],
+    }
+    bench.see(*later[seen])
+    bench.turn()
+    assert bench.model.held == {"GPU-a0": 20 * GIB}
+
+
 async def test_another_instance_is_added_where_a_gpu_has_the_bytes(
     bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
