@@ -500,8 +500,8 @@ class _RoomAhead:
 
     def take(self, one: WaitingModel, places: tuple[InstancePlace, ...]) -> None:
         """Take note of a later one that starts."""
-        assert self._rooms is not None, "there was room"
-        self._rooms = _with_model(self._rooms, one, places)
+        if self._rooms is not None:  # else it wakes, and takes nothing more
+            self._rooms = _with_model(self._rooms, one, places)
 
     def beside(self, left: Rooms, one: WaitingModel) -> Rooms:
         """What a later one may have: on nodes with room for one of its instances at least."""
@@ -707,5 +707,8 @@ def _no_room_to_wake(one: WaitingModel, left: Rooms) -> str:
         most = left[name].memory if name in left else 0
         if size > most:
             return f"no room: it needs {size / GIB:.1f} GiB, {most / GIB:.1f} GiB is free"
+    if not one.more:  # there is room, which those need that came first
+        size = sum(_wakes_on(one).values())
+        return f"no room: it needs {size / GIB:.1f} GiB, which are kept"
     gpu, size = max(one.more.items(), key=lambda more: more[1] - _free_on(left, more[0]))
     return device_room.no_room(DeviceNeed(size), {gpu: _free_on(left, gpu)}, ())

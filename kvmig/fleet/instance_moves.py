@@ -118,8 +118,9 @@ class InstanceMover:
 
     def begin(self, found: RoomPlan, rooms: Rooms) -> None:
         """Begin moves that make room. rooms: what is free before them."""
-        if any(self._models[one.model].life.state != "serving" for one in found.moves):
-            return  # one has begun to end since
+        models = [self._models.get(one.model) for one in found.moves]
+        if any(one is None or one.life.state != "serving" for one in models):
+            return  # one has ended since, or begun to
         lacking = [
             self._places.workers.lacking_files(self._models[one.model], [one.to_node])
             for one in found.moves

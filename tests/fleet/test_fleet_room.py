@@ -111,6 +111,21 @@ def test_a_parked_one_that_wakes_is_not_ended_for_itself_but_for_who_came_first(
     assert plan(HOST, waiting[1:], [residents[0]], NOW).refused == {}
 
 
+def test_a_parked_one_waits_where_its_room_is_kept_for_who_came_first() -> None:
+    wakes = WaitingModel("wakes", 5, 95, wakes_on={LOCAL: 5})
+    found = plan(HOST, [WaitingModel("large", 16, 90), wakes], [busy("b"), parked("wakes", 1)], NOW)
+    assert found.refused["wakes"] == (
+        "no room: it needs 0.0 GiB, which are kept, and 1 that came first wait too"
+    )
+
+
+def test_a_parked_one_that_takes_nothing_more_wakes_though_others_have_no_room() -> None:
+    wakes = WaitingModel("wakes", 0, 95, wakes_on={LOCAL: 0})
+    there = [busy("b", 12, since=95), parked("wakes", 1)]
+    found = plan(HOST, [WaitingModel("large", 16, 90), wakes], there, NOW)
+    assert set(found.refused) == {"large"}
+
+
 def test_who_has_waited_longest_starts_first() -> None:
     waiting = [WaitingModel("late", 10, 95), WaitingModel("early", 10, 90)]
     assert list(plan(HOST, waiting, [busy("b")], NOW).refused) == ["late"]

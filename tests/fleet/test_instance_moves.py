@@ -19,7 +19,9 @@ from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.orders import Start
 from kvmig.fleet.rollout import RolloutTerms, begun
 from kvmig.fleet.rollout_table import StoredRollout
+from kvmig.fleet.room_moves import RoomMove, RoomPlan
 from kvmig.fleet.spec import InstanceCounts
+from kvmig.fleet.worker_nodes import LOCAL
 from tests.fleet.test_fleet_units import GIB, Fleet
 
 
@@ -140,6 +142,12 @@ async def test_an_instance_moves_away_and_the_one_that_waits_has_its_gpu(fleet: 
     kept = fleet.models.places.history.decision(fleet.model("a").deployment, "i1")
     assert kept is not None
     assert kept.explanation.chosen is not None
+
+
+async def test_moves_of_a_model_that_is_gone_since_are_not_begun(fleet: BusyFleet) -> None:
+    move = RoomMove("gone", "i0", LOCAL, ("GPU-0",), LOCAL, ("GPU-1",), 0, 0)
+    fleet.models.mover.begin(RoomPlan(LOCAL, ("GPU-0",), (move,), 0.0), {})
+    assert fleet.models.mover.lines() == []
 
 
 async def test_one_that_can_not_start_elsewhere_stays_and_is_not_asked_again_soon(
