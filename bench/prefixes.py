@@ -1,7 +1,8 @@
 """Dispatch that knows where prompts' beginnings are, beside others' rules: simulated.
 
-Requests with system prompts, of which a few are hot, and conversations, whose turns come back with
-all that was said; at several loads, drawn with several seeds. 16 modelled Llama-3-8B on H100
+Requests with system prompts, of which a few are hot; conversations, whose turns come back with all
+that was said; long prompts with a short beginning that all share. At several loads, drawn with
+several seeds. 16 modelled Llama-3-8B on H100
 (`kvmig_tools.sim`). Each rule knows exactly what each instance's cache holds:
 
 - round-robin, least-loaded, and kvmig's policy without prefixes know nothing of it;
@@ -9,7 +10,8 @@ all that was said; at several loads, drawn with several seeds. 16 modelled Llama
 - sglang: SGLang's gateway by its published rule (`cache_threshold` 0.3; the shortest queue where
   loads differ by more than 64 requests and by more than 1.5 times);
 - llm-d: its scorers' published weights, prefix 3, queue 2, KV cache 2;
-- kvmig: half a request for each block to compute and each request that this stops.
+- kvmig: half a request for each block to compute and each request that this stops, by the most of
+  the prompt that any holds.
 
 Only kvmig's move requests. Times are virtual; the figures are means over the workloads of a ratio
 to round-robin, and the share of prompts' tokens that needn't be computed.
@@ -133,6 +135,7 @@ LOADS = tuple(
     [PrefixLoad(f"system prompts, {rate:g}/s", "system", rate) for rate in (60.0, 120.0, 180.0)]
     + [PrefixLoad("one hot system prompt, 120/s", "system", 120.0, skew=3.0)]
     + [PrefixLoad(f"conversations, {rate:g}/s", "turns", rate) for rate in (10.0, 20.0, 30.0)]
+    + [PrefixLoad("a short beginning, 60/s", "short", 60.0)]
 )
 PROMPTS, PROMPT_TOKENS = 200, 6000
 TURNS, THINK_S = 8, 30.0
@@ -177,11 +180,27 @@ def conversations(load: PrefixLoad, count: int, random: RandomState) -> list[Sim
     ]
 
 
+def short_beginnings(load: PrefixLoad, count: int, random: RandomState) -> list[SimRequest]:
+    """Long prompts that all begin with the same 256 tokens."""
+    own = np.minimum(random.geometric(1 / 4000, count), 30_000)
+    outputs = np.minimum(random.geometric(1 / 250, count), 2000)
+    arrivals = np.cumsum(random.exponential(1 / load.rate, count))
+    return [
+        SimRequest(
+            number, float(arrivals[number]), int(256 + own[number]), int(outputs[number]), 0,
+            "s", 256,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+MADE = {"system": system_prompts, "turns": conversations, "short": short_beginnings}
+
+
 def requests_of(load: PrefixLoad, count: int, seed: int) -> Iterator[SimRequest]:
     """Its requests in their order."""
     random = RandomState(seed)
-    made = system_prompts if load.kind == "system" else conversations
-    return iter(made(load, count, random))
+    return iter(MADE[load.kind](load, count, random))
 
 
 # -- runs
@@ -252,13 +271,18 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float]:
         "ttft_p99_over_no_prefixes": ratio(
             samples, "kvmig", "kvmig without prefixes", "ttft_p99_s"
         ),
-    }
+        "ttft_p99_over_no_prefixes_short": ratio(
+            [one for one in samples if one.workload == LOADS[-1].name],
+            "kvmig", "kvmig without prefixes", "ttft_p99_s",
+        ),
+    }  # fmt: skip
 
 
 TARGETS: dict[str, report.Target] = {
     "ttft_p99_over_the_best_hot": {"max": 0.7},
     "hit_points_below_the_best": {"max": 2.0},
     "ttft_p99_over_no_prefixes": {"max": 1.0},
+    "ttft_p99_over_no_prefixes_short": {"max": 1.05},
 }
 
 

@@ -171,8 +171,9 @@ class FewestWithRoom:
 
     Where an instance holds a part of the request's prompt, those blocks count that each one would
     have to compute, for the request and for all that it would stop there: `prefill_weight` times
-    each of them. So the request goes where its beginning is, unless that instance is so crowded
-    that another one costs less. That one holds the beginning afterwards, too.
+    each of them, by the most of the prompt that any holds. So the request goes where its beginning
+    is, unless that instance is so crowded that another one costs less. That one holds the beginning
+    afterwards, too. A short beginning that all hold changes next to nothing.
     Enough: each request could still grow by `enough` blocks with the new one there.
 
     A request of a priority with headroom goes to where such ones run already, as long as
@@ -205,8 +206,10 @@ class FewestWithRoom:
         if most >= self.enough:
             crowds = columns.requests + self.prompt_weight * columns.prompts
             if request.held_blocks:
-                missing = np.maximum(demand - _held(view, request), 0.0)
-                crowds = crowds + self.prefill_weight * missing * (1 + columns.requests)
+                held = _held(view, request)
+                missing = np.maximum(demand - held, 0.0)
+                weight = self.prefill_weight * held.max(initial=0.0) / demand
+                crowds = crowds + weight * missing * (1 + columns.requests)
             crowds = np.where(slack >= self.enough, crowds, np.inf)
             rows = np.flatnonzero(crowds == crowds.min())
             most = slack[rows].max()

@@ -480,8 +480,8 @@ class Llumlet:
             self._send(sender, report)
 
     def _report_to_fronts(self, report: LoadReport) -> None:
-        """With which prompts' beginnings have come and gone; or all that are held, to a front end
-        that has just connected."""
+        """Send the report, and which prompts' beginnings have come and gone; a front end that has
+        just connected gets all that are held."""
         held = self._engine.held_marks
         if held is not None:
             report = msgspec.structs.replace(report, prefixes=held.news())

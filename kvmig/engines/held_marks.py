@@ -102,7 +102,7 @@ class HeldMarks:
         return PrefixNews(self._number, False, pack_marks(added), pack_marks(removed))
 
     def whole(self) -> PrefixNews:
-        """All that it holds, for one that knows nothing; then the same news as for all others.
+        """The marks that it holds, for one that knows none; then it gets the news that all get.
 
         Some of it comes again as news, which may be taken in twice: what is said last of a mark
         holds.

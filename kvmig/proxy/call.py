@@ -129,7 +129,7 @@ class ProxiedCall:
         self.asking = NOTHING
         """Head and body, as they go on."""
         self.errand: tuple[bytes, list[tuple[bytes, bytes]], bytes] | None = None
-        """Path, headers and body for a deployment, until it answers, if they are kept so long."""
+        """Path, headers and body for a deployment, until it answers, if they are kept."""
         self.kept: BodyShare | None = None
         """What its errand takes of the room for those that a deployment has been sent."""
         self.body: BodyShare | None = None

@@ -52,5 +52,20 @@ def test_where_memory_is_short_it_goes_where_there_is_room() -> None:
     assert pick(cluster, full=100.0) == "i0"
 
 
+def test_a_short_beginning_that_all_hold_leaves_the_choice_as_it_is() -> None:
+    def busy(name: str, running: int, prompts: int) -> InstanceView:
+        load = EngineLoad(2000, 1000, running, 0, 0, 0, prefill_blocks=prompts)
+        return InstanceView(
+            instance=name, endpoint="", state="serving", reported_at=0.0, load=load,
+            virtual_blocks=1000.0,
+        )  # fmt: skip
+
+    cluster = ClusterView(0.5, [busy("i0", 3, 400), busy("i1", 4, 0)])
+    held = {"i0": 8.0, "i1": 8.0}
+    policy = FewestWithRoom(enough=15.0, prompt_weight=0.3)
+    for request in (NewRequest(300), NewRequest(300, held_blocks=held)):
+        assert policy.pick(cluster, request).instance == "i1"
+
+
 def test_an_instance_that_is_gone_counts_for_nothing() -> None:
     assert pick(view(3, 2), gone=90.0) == "i1"
