@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -23,6 +24,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.placed_agents import check_agent, check_member
 from kvmig.fleet.rate_replanner import RateReplanner
 from kvmig.fleet.store import NameTaken
@@ -362,6 +364,12 @@ def _rule(given: object, placement: Placement) -> ReplanRule:
     return rule
 
 
+def _token_of(model: ManagedModel) -> Mapping[str, str]:
+    """Headers of an order to its deployment now: another contact with it may have begun since the
+    last one."""
+    return {} if model.watched is None else model.watched.order_headers
+
+
 class _Site:
     """The deployments of a placement's models."""
 
@@ -372,9 +380,8 @@ class _Site:
             if model is None or model.note is None:
                 raise ReplaceFailed(f"model {name} doesn't run")
             units = wanted.units.get(model.deployment)
-            headers = None if model.watched is None else model.watched.order_headers
             self._deployments[name] = DeploymentClient(
-                name, model.note.socket, units=units, headers=headers
+                name, model.note.socket, units=units, token=partial(_token_of, model)
             )
 
     async def __aenter__(self) -> Mapping[str, DeploymentClient]:

@@ -90,17 +90,21 @@ class DeploymentClient:
         at: str,
         key: str = "",
         units: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
+        token: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """at: http://HOST:PORT, or the path of its Unix socket. key: of its admin API. units: of
-        instances that say none. headers: of all requests."""
+        instances that say none. token: the headers of orders that are decided by what is seen now,
+        see `kvmig.core.order_fence`."""
         self.name = name
         self._units = units or {}
+        self._token = token
+        self._seen_with = token()
+        """The token of the last look at the instances."""
         path = at.startswith("/")
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=at if path else None, verify=at[:5] == "https"),
             base_url="http://deployment" if path else at.rstrip("/"),
-            headers={**(headers or {}), **({"authorization": f"Bearer {key}"} if key else {})},
+            headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=ORDER_S,
         )
 
@@ -110,6 +114,7 @@ class DeploymentClient:
 
     async def rows(self) -> list[InstanceRow]:
         """The deployment's instances. Raises ReplaceFailed."""
+        self._seen_with = self._token()
         return [
             row if row.unit else msgspec.structs.replace(row, unit=self._units.get(row.id, ""))
             for row in await self._listed("/instances", InstanceRow)
@@ -165,8 +170,9 @@ class DeploymentClient:
         return answer
 
     async def _answer(self, method: str, path: str, **more: object) -> httpx.Response:
+        own = dict(self._seen_with)
         try:
-            return await self._http.request(method, path, **more)  # type: ignore[arg-type]
+            return await self._http.request(method, path, headers=own, **more)  # type: ignore[arg-type]
         except httpx.HTTPError as error:
             raise ReplaceFailed(f"deployment {self.name} doesn't answer: {error!r}") from error
 

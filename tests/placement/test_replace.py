@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
 from kvmig.core.errors import ConfigError
+from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
 from kvmig.engines.toy.script import ToyScript
 from kvmig.placement.executor import (
     DeploymentClient,
@@ -294,6 +295,10 @@ class Site:
             name: " ".join(sorted(one.unit for one in rows)) for name, rows in self.rows.items()
         }
 
+    def token(self) -> dict[str, str]:
+        """The headers of orders to each deployment."""
+        return {}
+
     async def carry_out(self, request: httpx.Request) -> httpx.Response:
         name = request.url.host
         if request.url.path.endswith("/migrations"):
@@ -373,7 +378,9 @@ class Site:
 async def replacing(
     site: Site, target: Placement, said: list[str], nodes: Mapping[int, str] | None = None
 ) -> AsyncIterator[PlacementExecutor]:
-    deployments = {name: DeploymentClient(name, f"http://{name}") for name in site.rows}
+    deployments = {
+        name: DeploymentClient(name, f"http://{name}", token=site.token) for name in site.rows
+    }
     for name, one in deployments.items():
         await one.close()
         one._http = httpx.AsyncClient(
@@ -397,6 +404,31 @@ async def test_a_placement_is_reached_wave_by_wave() -> None:
     assert site.places() == {"a": "left right", "b": "right", "c": "left"}
     assert [one for one in said if one.startswith("wave")]
     assert len(it.done) == len([one for one in said if one.startswith("wave")])
+
+
+class RenewedSite(Site):
+    """Deployments with which another contact begins after each order; they refuse those of earlier
+    ones."""
+
+    contact = 1
+
+    def token(self) -> dict[str, str]:
+        return {TOKEN_HEADER: str(OrderToken(7, self.contact))}
+
+    async def carry_out(self, request: httpx.Request) -> httpx.Response:
+        if request.method != "GET":
+            if OrderToken.parse(request.headers[TOKEN_HEADER]).contact < self.contact:
+                return httpx.Response(409, json={"error": {"message": "an earlier contact"}})
+            self.contact += 1
+        return await super().carry_out(request)
+
+
+async def test_a_placement_is_reached_though_contacts_with_deployments_begin_again() -> None:
+    site, said = RenewedSite(left="a b"), list[str]()
+    async with replacing(site, placement(left="b", right="a"), said) as it:
+        await it.run()
+    assert site.places() == {"a": "right", "b": "left"}
+    assert not [one for one in said if "planned anew" in one]
 
 
 def in_units(arena: int, **units: str) -> Site:
