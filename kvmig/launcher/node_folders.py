@@ -138,9 +138,10 @@ class NodeFolders:
             self._held.release()
         self._folder, self._held, self._origin, self._whole = None, None, None, {}
         self._looked_at = -LOOK_S
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            if (Path(wish.root) / OWNER).read_text() == wish.word:
-                self._origin = FilesFolder(Path(wish.root))
+        for path in (Path(wish.root), root):  # the server's may be at another path here
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                if (path / OWNER).read_text() == wish.word:
+                    self._origin = FilesFolder(path)
         folder = FilesFolder(root)
         try:
             if self._origin is None or self._origin.root != root:
@@ -287,15 +288,16 @@ class NodeFolders:
 
     def list_files(self, folder: str) -> FilesManifest:
         """See `FolderHolder`."""
-        with self._lock:
-            is_users = folder in self._wish.paths
-        try:
-            if is_users and (found := list_folder(Path(folder))) is not None:
-                return found
-        except OSError as error:
-            raise SourceFailure(f"{folder} can't be read: {error}") from error
-        for place in self._places():
-            if not is_users and (found := place.manifest(Path(folder).name)) is not None:
+        name = Path(folder).name
+        if self._is_users(folder):
+            try:
+                if (found := list_folder(Path(folder))) is not None:
+                    return found
+            except OSError as error:
+                raise SourceFailure(f"{folder} can't be read: {error}") from error
+            name = self._copy_of(folder)
+        for place in self._places() if name else ():
+            if (found := place.manifest(name)) is not None:
                 return found
         raise SourceFailure(f"{folder} is not whole on this node")
 
@@ -320,14 +322,29 @@ class NodeFolders:
     def _file(self, folder: str, name: str) -> Path:
         """A file of a model's folder, and of nothing else. Raises SourceFailure."""
         check_name(folder, name)
-        with self._lock:
-            is_users = folder in self._wish.paths
-        inside = Path(folder).name
+        inside, own = Path(folder).name, list[Path]()
+        if self._is_users(folder):
+            inside, own = self._copy_of(folder), [Path(folder)]
         places = [one.whole(inside) for one in self._places()] if inside not in ("", "..") else []
-        for one in [Path(folder)] if is_users else places:
+        for one in own if own and own[0].is_dir() else places:
             if (one / name).is_file():
                 return one / name
         raise SourceFailure(f"{folder} has no file {name!r:.150}")
+
+    def _is_users(self, folder: str) -> bool:
+        with self._lock:
+            return folder in self._wish.paths
+
+    def _copy_of(self, folder: str) -> str:
+        """The name of the newest copy here of a folder of the user's; empty: there is none."""
+        with self._lock:
+            root = None if self._folder is None else self._folder.root
+        if root is None:
+            return ""
+        try:
+            return copy_link(str(root), folder).readlink().name
+        except OSError:
+            return ""
 
     def _places(self) -> list[FilesFolder]:
         with self._lock:

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.clock import Clock, monotonic
+from kvmig.launcher.agent_origin import FolderHolder
 from kvmig.launcher.node_files import (
     FILES_VARIABLE,
     OWNER,
@@ -280,6 +281,41 @@ def test_a_folder_of_the_users_is_copied_to_a_node_that_lacks_it(
     now[0] += LOOK_S
     changed = server.take_wish(site.wish(paths=(str(own),)), {}).paths[str(own)]
     assert changed != revision
+
+
+def test_a_node_gives_its_copy_of_a_folder_of_the_users_to_others(
+    site: FilesSite, tmp_path: Path
+) -> None:
+    own, there = users_folder(site), "/models/nowhere"
+    server = NodeFolders({})
+    revision = server.take_wish(site.wish(paths=(str(own),)), {}).paths[str(own)]
+    wish = site.wish(WantedFolder(folder=there, revision=revision), paths=(there,))
+    first, second = site.node("first"), site.node("second")
+
+    def state_at(node: NodeFolders, holder: FolderHolder) -> str:
+        found = node.take_wish(wish, {there: [holder]}).folder(there, revision)
+        return "" if found is None else found.state
+
+    wait_until(lambda: state_at(first, ElsewhereHolder(server, own)) == "whole")
+    wait_until(lambda: state_at(second, first) in ("whole", "failed"))
+    assert state_at(second, first) == "whole"
+    link = copy_link(str(tmp_path / "second"), there)
+    assert (link / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_node_that_has_the_servers_disk_at_another_path_leaves_it_as_it_is(
+    site: FilesSite, tmp_path: Path
+) -> None:
+    wanted = site.add("a", b"weights")
+    heads = site.server.heads("of the server")
+    heads.mkdir()
+    node = NodeFolders({FILES_VARIABLE: str(site.server.root)})
+    site.nodes.append(node)
+    wish = replace(site.wish(wanted), root="/where/the/server/has/it")
+    found = node.take_wish(wish, {})
+    assert (found.shared, found.origin) == (True, True)
+    assert heads.is_dir()
+    assert not (site.server.root / "node.lock").exists()
 
 
 @pytest.mark.parametrize(("folder", "name"), [("{whole}", "../../fleet.id"), ("..", "fleet.id")])
