@@ -56,9 +56,11 @@ def chosen_format(folder: Path, engine: str, gpu: str, device: str) -> LoadRecor
         with _one_at_a_time(path.with_suffix(".lock")):
             if (found := read_record(path)) is not None:
                 return found
-            found = _measured(folder, files, formats, missing, gpu, device)
+            begun = path.with_suffix(".begun")
+            found = _measured(folder, files, formats, missing, gpu, device, begun)
             if found.seconds:
                 _write(path, found)
+            begun.unlink(missing_ok=True)
             return found
     except (OSError, TimeoutError) as error:
         return unmeasured(folder, device, missing | dict.fromkeys(formats, repr(error)))
@@ -117,24 +119,35 @@ def _measured(
     missing: Mapping[str, str],
     gpu: str,
     device: str,
+    begun: Path,
 ) -> LoadRecord:
-    seconds: dict[str, float] = {}
-    failures = dict(missing)
+    """begun: keeps each time until all are measured: a start whose timeout ends it meanwhile is no
+    reason to begin again. Raises OSError."""
+    before = read_record(begun)
+    seconds: dict[str, float] = {} if before is None else dict(before.seconds)
+    failures = dict(missing) if before is None else {**before.failures, **missing}
+
+    def record() -> LoadRecord:
+        return LoadRecord(
+            model=str(folder),
+            device=device,
+            at=time.time(),
+            bytes=sum(one.stat().st_size for one in files),
+            seconds=seconds,
+            failures=failures,
+            chosen=fastest(seconds),
+        )
+
     for name in formats:
+        if name in seconds or name in failures:
+            continue
         found = measure_format(folder, name, gpu)
         if found.why:
             failures[name] = found.why
         else:
             seconds[name] = round(found.seconds, 3)
-    return LoadRecord(
-        model=str(folder),
-        device=device,
-        at=time.time(),
-        bytes=sum(one.stat().st_size for one in files),
-        seconds=seconds,
-        failures=failures,
-        chosen=fastest(seconds),
-    )
+        _write(begun, record())
+    return record()
 
 
 def measure_format(folder: Path, name: str, gpu: str) -> LoadTime:

@@ -123,6 +123,26 @@ def test_a_record_that_cannot_be_read_is_measured_again(
     assert record.chosen == "auto"
 
 
+def test_a_start_that_ends_while_it_measures_is_gone_on_with_by_the_next(
+    model: Path, times: dict[str, LoadTime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = load_choice.measure_format
+
+    def end_at_streamer(folder: Path, name: str, gpu: str) -> LoadTime:
+        if name == "runai_streamer":
+            raise KeyboardInterrupt
+        return measure(folder, name, gpu)
+
+    with monkeypatch.context() as ended:
+        ended.setattr(load_choice, "measure_format", end_at_streamer)
+        with pytest.raises(KeyboardInterrupt):
+            chosen_format(model, "vllm 1", "", "cpu")
+    assert list(times) == ["runai_streamer"]
+    record = chosen_format(model, "vllm 1", "", "cpu")
+    assert record.seconds == {"auto": 2.0, "runai_streamer": 1.0}
+    assert not list(records_folder(os.environ).glob("*.begun"))
+
+
 def test_models_without_safetensors_have_nothing_to_choose(
     model: Path, times: dict[str, LoadTime]
 ) -> None:
