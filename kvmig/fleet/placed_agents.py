@@ -102,9 +102,15 @@ class PlacedAgents:
         return replace(plan, refused={**plan.refused, **dict.fromkeys(names, waits)})
 
 
-def check_agent(unit: PlacedUnit, arena: int, of_specs: frozenset[str]) -> None:
-    """Whether the fleet can start an agent for a unit. arena: of the one that runs; 0: none does.
-    of_specs: units that models have by their specifications. Raises ConfigError."""
+def check_agent(
+    unit: PlacedUnit,
+    gpus: tuple[str, ...],
+    running: UnitRecord | None,
+    of_specs: frozenset[str],
+) -> None:
+    """Whether the fleet can start an agent for a unit. gpus: the unit's, as UUIDs. running: of the
+    agent that runs; None: none does. of_specs: units that models have by their specifications.
+    Raises ConfigError."""
     where = f"placement: unit {unit.called}"
     if len(unit.gpus) > 1:
         raise ConfigError(
@@ -121,9 +127,17 @@ def check_agent(unit: PlacedUnit, arena: int, of_specs: frozenset[str]) -> None:
             f"{where}: name is {unit.called!r:.100}, which models have as unit in their"
             " specifications"
         )
-    if arena and arena != unit.arena_bytes:
+    if running is None:
+        return
+    if running.arena != unit.arena_bytes:
         raise ConfigError(
-            f"{where}: arena_bytes is {unit.arena_bytes}, must be {arena} as long as its agent runs"
+            f"{where}: arena_bytes is {unit.arena_bytes}, must be {running.arena} as long as its"
+            " agent runs"
+        )
+    if running.gpus != gpus:  # its instances would stay where they are
+        raise ConfigError(
+            f"{where}: gpus is {', '.join(gpus) or 'empty'}, must be"
+            f" {', '.join(running.gpus) or 'empty'} as long as its agent runs"
         )
 
 

@@ -191,7 +191,9 @@ class PlacementController:
         """Raises ConfigError."""
         for unit in wanted.units:
             if wanted.elastic:
-                check_agent(unit, self._models.units.arena(unit.called), self._of_specs())
+                gpus = self._models.memory.devices.named(tuple(map(str, unit.gpus)))
+                agent = self._models.units.record(unit.called)
+                check_agent(unit, gpus, agent, self._of_specs())
             self._check_gpus(unit)
         for name in wanted.models():
             model = self._models.shown(name)

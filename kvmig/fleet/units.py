@@ -234,6 +234,11 @@ class FleetUnits:
             return None
         return SharedHold(name, models, dict.fromkeys(unit.gpus, unit.arena))
 
+    def record(self, name: str) -> UnitRecord | None:
+        """The place of a unit; None: it has none."""
+        unit = self._units.get(name)
+        return None if unit is None else UnitRecord(name, unit.gpus, unit.arena)
+
     def arena(self, name: str) -> int:
         """Bytes of KV cache of a unit; 0: it has no place."""
         unit = self._units.get(name)

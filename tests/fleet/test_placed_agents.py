@@ -192,3 +192,12 @@ async def test_another_arena_is_refused_while_the_agent_runs(fleet: PlacedFleet)
     other["units"][0]["arena_bytes"] = 9 * GIB
     said = await fleet.refused(other)
     assert f"arena_bytes is {9 * GIB}, must be {8 * GIB} as long as its agent runs" in said
+
+
+async def test_another_gpu_is_refused_while_the_agent_runs(fleet: PlacedFleet) -> None:
+    await fleet.want_placement(placed(("left", [0], "a b")))
+    fleet.answer()
+    fleet.turn()
+    await fleet.placement.reach_placement(None)
+    said = await fleet.refused(placed(("left", [1], "a b")))
+    assert "gpus is GPU-1, must be GPU-0 as long as its agent runs" in said
