@@ -16,6 +16,7 @@ from sqlalchemy import delete, select
 from kvmig.core.model_sizes import ModelSizes
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.tables import FleetDatabase, device_sizes, upsert
+from kvmig.fleet.tensor_parallel import every_size
 
 
 class RememberedSizes(NamedTuple):
@@ -57,7 +58,7 @@ def remembered(database: FleetDatabase) -> list[RememberedSizes]:
 
 def forget_others(database: FleetDatabase, specs: Iterable[ModelSpec]) -> None:
     """Delete the rows that belong to none of these specifications. Raises StoreError."""
-    kept = {sizes_key(one) for one in specs}
+    kept = {sizes_key(one) for spec in specs for one in every_size(spec)}
     with database.transaction() as connection:
         connection.execute(delete(device_sizes).where(device_sizes.c.started_as.not_in(kept)))
 

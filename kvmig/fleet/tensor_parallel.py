@@ -15,6 +15,9 @@ from kvmig.fleet.place_choice import most_instances
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.worker_nodes import InstanceNeed, Rooms
 
+MOST_GPUS = 64
+"""More than a node has today."""
+
 
 def is_open(spec: ModelSpec) -> bool:
     """Whether the fleet chooses the number."""
@@ -31,6 +34,14 @@ def candidates(most: int, heads: int) -> tuple[int, ...]:
     heads: attention heads of the model, which are divided evenly; 0: not known."""
     powers = (1 << power for power in range(max(1, most).bit_length()))
     return tuple(one for one in powers if one == 1 or not heads % one)
+
+
+def every_size(spec: ModelSpec) -> tuple[ModelSpec, ...]:
+    """The specification as an instance may start by it: with each number of GPUs where the fleet
+    chooses, else as it is."""
+    if not is_open(spec):
+        return (spec,)
+    return (spec, *(sized(spec, one) for one in candidates(MOST_GPUS, 0)))
 
 
 def choose_gpus(

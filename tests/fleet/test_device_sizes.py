@@ -10,6 +10,7 @@ from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_sizes import forget_others, remember, remembered
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.tables import device_sizes
+from kvmig.fleet.tensor_parallel import sized
 from tests.support.fleet_stores import Place
 
 LAYERS = (LayerSizes(kind="MLAAttentionSpec", layers=4, token=4608, request=1 << 20),)
@@ -37,6 +38,22 @@ def test_the_next_server_knows_what_was_learned_and_measured(place: Place) -> No
         forget_others(store.database, [alike])
         assert len(remembered(store.database)) == 1
         forget_others(store.database, [other])
+        assert remembered(store.database) == []
+    finally:
+        store.close()
+
+
+def test_what_was_measured_with_a_number_of_gpus_that_the_fleet_chose_is_kept(place: Place) -> None:
+    chosen = msgspec.structs.replace(MODEL, tensor_parallel="auto")
+    budget = DeviceBudget()
+    assert budget.measure(sized(chosen, 4), 7, 0)
+    store = place.store()
+    store.open()
+    try:
+        remember(store.database, budget.to_remember(sized(chosen, 4)))
+        forget_others(store.database, [chosen])
+        assert [one.measured for one in remembered(store.database)] == [7]
+        forget_others(store.database, [MODEL])
         assert remembered(store.database) == []
     finally:
         store.close()
