@@ -184,7 +184,14 @@ def _http_state() -> Any:
 def metrics() -> Files:
     """Each metric of kvmig's with its type, labels, bounds and help, by kind of process."""
     from kvmig.core.priorities import NORMAL
-    from kvmig.fleet.metrics import FleetMetrics, of_disks, of_models, of_set_aside, of_usage
+    from kvmig.fleet.metrics import (
+        FleetMetrics,
+        of_disks,
+        of_faults,
+        of_models,
+        of_set_aside,
+        of_usage,
+    )
     from kvmig.frontend.loop_watch import LoopWatch
     from kvmig.frontend.metrics import (
         ClassCollector,
@@ -209,6 +216,7 @@ def metrics() -> Files:
         *of_models([], lambda _: 0),
         *of_usage([]),
         of_set_aside({}),
+        of_faults({}),
         of_disks({}),
         server._misses(),
     ]

@@ -168,6 +168,12 @@ class CapacityPlan:
         return 0 if self.waits or node not in self.rooms else self.rooms[node].memory
 
 
+def no_plan(names: Iterable[str]) -> CapacityPlan:
+    """A plan by which none of these models starts and nothing ends: none could be made."""
+    refused = dict.fromkeys(names, "the server could not plan this round")
+    return CapacityPlan(refused, waits=True)
+
+
 def free(host: HostCapacity, residents: Iterable[ResidentModel]) -> int:
     """Bytes that the next one may take. Those that are not ready take theirs yet."""
     every = list(residents)

@@ -41,6 +41,7 @@ from kvmig.fleet.capacity import (
     CapacityPlan,
     ResidentModel,
     WaitingModel,
+    no_plan,
     plan,
     why_not_parked,
 )
@@ -70,13 +71,14 @@ from kvmig.fleet.managed_model import (
     record_of,
 )
 from kvmig.fleet.model_places import ModelPlaces
-from kvmig.fleet.model_routes import classes_of, route_state, sockets_of
+from kvmig.fleet.model_routes import is_ready, route_of, sockets_of
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Started, Stop
 from kvmig.fleet.place_choice import PlaceExplanation, with_places
 from kvmig.fleet.placed_agents import PlacedAgents
 from kvmig.fleet.proxy_reports import ProxyReports
 from kvmig.fleet.rollout_controller import Keep, ModelRollouts, can_gather
 from kvmig.fleet.room_moves import RoomPlan
+from kvmig.fleet.round_faults import RoundFaults
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
@@ -142,6 +144,7 @@ class ModelController:
         self._has_begun = False  # the rounds; before the first, nobody knows what runs
         self._plan = CapacityPlan()
         self._missing = missing
+        self.faults = RoundFaults(clock, self._note)
         self._placed: Mapping[str, Sequence[PlacedUnit]] = {}
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
@@ -327,29 +330,44 @@ class ModelController:
                 await model.watched.close()
 
     def reconcile(self) -> None:
-        """One round."""
+        """One round. A part that fails is given up in this round, and keeps no other one back."""
         self._has_begun = True
-        now = self._clock()
-        self._measures.measure()
-        self.mover.settle()
-        self.rollouts.blocked = dict.fromkeys(self._placed, "a placement sets its instances")
-        self.rollouts.reconcile()
-        seen = {name: self._seen(model, now) for name, model in self._models.items()}
-        self._plan = self._make_room(seen, now)
+        now, guard = self._clock(), self.faults.guard
+        with guard("measuring"):
+            self._measures.measure()
+            self.mover.settle()
+        with guard("roll-outs"):
+            self.rollouts.blocked = dict.fromkeys(self._placed, "a placement sets its instances")
+            self.rollouts.reconcile()
+        seen, unseen = {}, set(self._models)
+        for name, model in self._models.items():
+            seen[name] = ObservedState(deployment=bool(model.deployment), wanted=True)
+            with guard("observing", model):
+                seen[name] = self._seen(model, now)
+                unseen.discard(name)
+        self._plan = no_plan(self._models)
+        with guard("planning"):
+            self._plan = self._make_room(seen, now)
         for name, model in list(self._models.items()):
-            self._live(model, self._with_room(name, seen[name]), now)
+            if name not in unseen:
+                with guard("starting and stopping", model):
+                    self._live(model, self._with_room(name, seen[name]), now)
             over = model.removed or (model.retires and name != model.wanted.name)
             if over and model.life.state == "zero" and not model.deployment:
                 del self._models[name]
         self._tell_routes()
-        self.units.reconcile(self._agents.in_units(self._models, self._placed))
-        if self._plan.moves is not None:
-            self.mover.begin(self._plan.moves, self._plan.rooms)
+        with guard("units"):
+            self.units.reconcile(self._agents.in_units(self._models, self._placed))
+        with guard("moving instances"):
+            if self._plan.moves is not None:
+                self.mover.begin(self._plan.moves, self._plan.rooms)
         for model in self._models.values():
-            self._scale(model, now)
-            self._gather(model)
-            self._roll(model)
-        self._workers.decide_nodes()
+            with guard("scaling", model):
+                self._scale(model, now)
+                self._gather(model)
+                self._roll(model)
+        with guard("workers"):
+            self._workers.decide_nodes()
 
     def _live(self, model: ManagedModel, seen: ObservedState, now: float) -> None:
         before = model.life
@@ -362,7 +380,11 @@ class ModelController:
                 self._note(model, f"it ends and is not parked: {seen.no_park}")
         match action:
             case "start":
-                self._start(model)
+                try:
+                    self._start(model)
+                finally:
+                    if not model.deployment:  # nothing was begun: the next round tries again
+                        model.life = before
             case "park" | "unpark":
                 assert model.watched is not None
                 work = self._rest(model, model.life, model.watched, parks=action == "park")
@@ -393,8 +415,10 @@ class ModelController:
     def _make_room(self, seen: Mapping[str, ObservedState], now: float) -> CapacityPlan:
         waiting, residents = [], []
         for name, model in self._models.items():
-            asking = wants_to_start(model.life, self._wish(model), seen[name], now)
-            asking = asking and self._lacks(model) is None
+            asking = False
+            with self.faults.guard("observing", model):
+                asking = wants_to_start(model.life, self._wish(model), seen[name], now)
+                asking = asking and self._lacks(model) is None
             if model.asks_since is None or not asking:
                 model.asks_since = now if asking else None
         nodes = self.places.nodes()
@@ -430,14 +454,19 @@ class ModelController:
         starting = [model.wanted.spec for model in asking_now]
         opening = {spec.unit: spec.name for spec in reversed(starting)}
         """The models with which their units are placed; the others of a unit wait for that."""
+        unplanned = set[str]()
         for model in asking_now:
             spec = model.wanted.spec
             if not spec.unit or self.units.has_place(spec.unit) or opening[spec.unit] == spec.name:
                 assert model.asks_since is not None
-                waiting.append(self._waiting(model, model.asks_since))
+                unplanned.add(model.key)
+                with self.faults.guard("planning", model):
+                    waiting.append(self._waiting(model, model.asks_since))
+                    unplanned.discard(model.key)
         strategy = self.memory.devices.strategy
         movable = [] if self._placed else self.mover.movable()  # a placement says where they are
         made = plan(nodes, waiting, residents, now, strategy, movable, self.mover.nodes)
+        made = replace(made, refused={**made.refused, **no_plan(unplanned).refused})
         wanted = [model.wanted for model in self._models.values()]
         made = self.units.admit(made, starting, [one.spec for one in wanted if one.on])
         return self._agents.hold_back(made, self._placed.keys() & {one.name for one in waiting})
@@ -554,11 +583,6 @@ class ModelController:
         size, arena = 0 if claim is None else claim.each, self.units.arena(wanted.spec.unit)
         agents = self._agents.records(placed)
         note = record_of(wanted, socket, on_gpus, size, arena, nodes, agents)
-        self._keep(model, deployment, note)
-        for at, why in enumerate(self._plan.explained.get(model.key, ())):
-            self._keep_reason(model, instance_name(at), why)
-        model.scaling = ScalingDecision(self._first(model))
-        self.starts += 1
         self._order(
             start_order(
                 spec,
@@ -571,6 +595,11 @@ class ModelController:
                 self.workers.words(spec, model.claim, nodes) + self._agents.words(spec, placed),
             )
         )
+        self._keep(model, deployment, note)
+        for at, why in enumerate(self._plan.explained.get(model.key, ())):
+            self.places.history.keep(deployment, instance_name(at), self._wall(), why)
+        model.scaling = ScalingDecision(self._first(model))
+        self.starts += 1
 
     def _adopt(self, one: Deployed) -> None:
         note = msgspec.json.decode(one.note, type=DeploymentRecord)
@@ -711,9 +740,6 @@ class ModelController:
             model.nodes.coming = tuple(self.workers.node_id(one.node) for one in places)
         return places, why
 
-    def _keep_reason(self, model: ManagedModel, name: str, why: PlaceExplanation) -> None:
-        self.places.history.keep(model.deployment, name, self._wall(), why)
-
     def _gather(self, model: ManagedModel) -> None:
         """Let the streams of a deployment that gets no new ones move onto as few instances as hold
         them; each instance that is empty then ends."""
@@ -740,7 +766,13 @@ class ModelController:
     # -- routes
 
     def _tell_routes(self) -> None:
-        routes = {one.wanted.name: self._route(one) for one in self.every() if not one.removed}
+        routes = {}
+        for one in self.every():
+            if not one.removed:
+                with self.faults.guard("routing", one):
+                    routes[one.wanted.name] = self._route(one)
+        failed = {one.wanted.name for one in self.every() if not one.removed} - routes.keys()
+        routes |= {name: self._routes[name] for name in failed & self._routes.keys()}
         changed = [one for name, one in routes.items() if self._routes.get(name) != one]
         gone = [name for name in self._routes if name not in routes]
         if not changed and not gone:
@@ -755,30 +787,9 @@ class ModelController:
     def _route(self, own: ManagedModel) -> ModelRoute:
         name = own.wanted.name
         model = self.rollouts.front(name) or own
-        spec, life = model.wanted.spec, model.life
-        ready = model.serving > 0 and not model.former
-        state = route_state(own.wanted.on, life, ready, self._clock())
-        if ready and model.watched is not None and model.watched.card is not None:
+        if is_ready(model) and model.watched is not None and model.watched.card is not None:
             model.card = model.watched.card
-        beside, share = self.rollouts.share(name)
-        return ModelRoute(
-            name=name,
-            state=state,
-            socket=model.socket if state == "ready" else "",
-            next_socket=beside if state == "ready" else "",
-            next_percent=share if state == "ready" else 0,
-            served=spec.served or name,
-            why=life.why,
-            retry_s=life.retry_at - life.since if state == "failed" else None,
-            start_s=model.start_s,
-            start_timeout_s=spec.instances.start_timeout_s,
-            heartbeat_after_s=spec.heartbeat_after_s,
-            max_held=spec.max_held,
-            priority=spec.priority,
-            classes=classes_of(spec.flags),
-            adapters=tuple(spec.adapters),
-            card=model.card,
-        )
+        return route_of(own, model, self._clock(), *self.rollouts.share(name))
 
     def _note(self, model: ManagedModel, what: str) -> None:
         name = model.wanted.name

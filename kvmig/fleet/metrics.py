@@ -95,6 +95,7 @@ class FleetMetrics:
             of_spools(self.behind_s()),
             self._misses(),
             of_set_aside(self.set_aside()),
+            of_faults(self.models.faults.count),
             of_disks(self.free()),
         ]
         return await asyncio.to_thread(lambda: merged([own, *map(parsed, parts)]))
@@ -216,6 +217,18 @@ def of_set_aside(count: Mapping[str, int]) -> Metric:
     )
     for kind, number in count.items():
         found.add_metric([kind], number)
+    return found
+
+
+def of_faults(count: Mapping[str, int]) -> Metric:
+    """Unforeseen errors since the server's start."""
+    found = CounterMetricFamily(
+        "kvmig_round_faults",
+        "Parts of the server's rounds that failed unforeseen and are tried again.",
+        labels=["part"],
+    )
+    for part, number in count.items():
+        found.add_metric([part], number)
     return found
 
 

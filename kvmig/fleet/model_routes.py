@@ -8,6 +8,7 @@ from functools import lru_cache
 from kvmig.core.errors import ConfigError
 from kvmig.core.priorities import NORMAL, PriorityClass
 from kvmig.fleet.lifecycle import ModelStatus
+from kvmig.fleet.managed_model import ManagedModel
 from kvmig.launcher.flags import priority_classes
 from kvmig.proxy.messages import ModelRoute, RouteState
 
@@ -40,3 +41,38 @@ def route_state(on: bool, life: ModelStatus, ready: bool, now: float) -> RouteSt
     if life.state == "serving" and ready:
         return "ready"
     return "starting" if life.routed or life.state == "waking" else "cold"
+
+
+def is_ready(model: ManagedModel) -> bool:
+    """Whether new calls can go to it."""
+    return model.serving > 0 and not model.former
+
+
+def route_of(
+    own: ManagedModel, model: ManagedModel, now: float, other: str, share: int
+) -> ModelRoute:
+    """The route under a model's name.
+
+    model: the one that new calls go to, which a roll-out may have put in its place. other: the
+    socket of a roll-out's second deployment, which gets `share` percent of new calls.
+    """
+    name, spec, life = own.wanted.name, model.wanted.spec, model.life
+    state = route_state(own.wanted.on, life, is_ready(model), now)
+    return ModelRoute(
+        name=name,
+        state=state,
+        socket=model.socket if state == "ready" else "",
+        next_socket=other if state == "ready" else "",
+        next_percent=share if state == "ready" else 0,
+        served=spec.served or name,
+        why=life.why,
+        retry_s=life.retry_at - life.since if state == "failed" else None,
+        start_s=model.start_s,
+        start_timeout_s=spec.instances.start_timeout_s,
+        heartbeat_after_s=spec.heartbeat_after_s,
+        max_held=spec.max_held,
+        priority=spec.priority,
+        classes=classes_of(spec.flags),
+        adapters=tuple(spec.adapters),
+        card=model.card,
+    )

@@ -15,9 +15,9 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import uvicorn
@@ -286,17 +286,16 @@ class FleetServer:
         self._init.listen()  # what runs is judged by the catalogue
         await self._models.wait_first_round(LOOK_S)  # until then proxies go on with what they know
         await self._links.open()
-        self._turning = asyncio.create_task(self._models.run(), name="models")
-        self._watching = asyncio.create_task(keep_running(self._watch.run, "GPUs"), name="GPUs")
-        self._counting = asyncio.create_task(self._merger.run(), name="usage")
-        self._sweeping = asyncio.create_task(self._sweep(), name="grants")
-        self._judging = asyncio.create_task(keep_running(self._judge, "roll-outs"), name="judge")
-        self._fetching = asyncio.create_task(self._files.run(), name="model files")
+        self._turning = _keep(self._models.run, "models")
+        self._watching = _keep(self._watch.run, "GPUs")
+        self._counting = _keep(self._merger.run, "usage")
+        self._sweeping = _keep(self._sweep, "grants")
+        self._judging = _keep(self._judge, "roll-outs")
+        self._fetching = _keep(self._files.run, "model files")
         if self._settings.ray:
-            self._joining = asyncio.create_task(self._cluster.run(), name="workers")
+            self._joining = _keep(self._cluster.run, "workers")
         if days := self._settings.keep_usage_days:
-            keeping = self._backend.retention.run(days)
-            self._keeping = asyncio.create_task(keeping, name="retention")
+            self._keeping = _keep(lambda: self._backend.retention.run(days), "retention")
         await self._serve(take_path(str(self._settings.api)))
 
     async def _lead(self) -> None:
@@ -713,6 +712,11 @@ class FleetServer:
                 self._figures.pop(proxy, None)
                 self._models.reports.forget(proxy)
                 self._heard.set()
+
+
+def _keep(work: Callable[[], Coroutine[Any, Any, object]], name: str) -> asyncio.Task[None]:
+    """Start work that has no end by itself; an unforeseen error doesn't end it."""
+    return asyncio.create_task(keep_running(work, name), name=name)
 
 
 async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -> None:

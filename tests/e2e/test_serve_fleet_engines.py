@@ -149,3 +149,31 @@ async def test_plain_vllm_that_is_killed_amid_streams_costs_what_they_had(
     cut = sorted(output for status, _, output in ledger(fleet, key) if status == "cut")
     got = sorted(sum(bool(event.get("choices")) for event in one.events) for one in streams)
     assert cut == got  # an event is a token, or more where the server was late
+
+
+async def test_a_real_server_of_embeddings_is_passed_on_and_counted_as_it_says(
+    fleet: ToyFleet, key: str, tmp_path: Path
+) -> None:
+    spec = spec_of("vllm", tmp_path)
+    spec["command"] += " --runner pooling --convert embed"
+    fleet.add(spec)
+    texts = {"model": "other", "input": ["one two", "three"]}
+    ranks = {"model": "other", "query": "one", "documents": ["two", "one"]}
+    pairs = {"model": "other", "text_1": "one", "text_2": ["one", "two"]}
+    async with fleet.client(key) as http:
+        http.timeout = 600
+        embedded = (await http.post("/v1/embeddings", json=texts)).json()
+        ranked = (await http.post("/v1/rerank", json=ranks)).json()
+        scored = (await http.post("/v1/score", json=pairs)).json()
+        refused = await http.post("/v1/completions", json=ask("other", 5))
+    first, second = (one["embedding"] for one in embedded["data"])
+    assert len(first) == len(second) > 1
+    assert first != second
+    assert [one["index"] for one in ranked["results"]] == [1, 0]
+    assert next(one["score"] for one in scored["data"]) == pytest.approx(1, abs=1e-3)
+    assert refused.status_code in (400, 404)
+    await until_yes(lambda: len(ledger(fleet, key)) == 4)
+    said = [answer["usage"]["prompt_tokens"] for answer in (embedded, ranked, scored)]
+    assert [(prompt, output) for _, prompt, output in ledger(fleet, key)] == [
+        *((one, 0) for one in said), (0, 0),
+    ]  # fmt: skip

@@ -45,19 +45,33 @@ class Bench:
         self.learned: list[ModelSpec] = []
         self.missing: dict[str, MissingFiles] = {}
         """By source."""
+        self.orders_fail = False
+        """Whether no order reaches init, for a reason that nobody foresaw."""
+        self.broken: set[str] = set()
+        """Sources whose files can't be looked at for a reason that nobody foresaw."""
         self.kept: list[tuple[str, RolloutPlan, bool]] = []
         """Steps of roll-outs that were stored: of which model, and whether they were the last."""
         self.models = ModelController(
             FleetSettings(data=str(folder)),
-            self.ordered.append,
+            self._take_order,
             self._tell,
             MemoryBudget(),
             lambda: self.now,
             lambda: self.now,
             self.learned.append,
-            missing=self.missing.get,
+            missing=self._look_at,
             keep=self.keep,
         )
+
+    def _take_order(self, order: Order) -> None:
+        if self.orders_fail:
+            raise ZeroDivisionError
+        self.ordered.append(order)
+
+    def _look_at(self, source: str) -> MissingFiles | None:
+        if source in self.broken:
+            raise ZeroDivisionError(source)
+        return self.missing.get(source)
 
     def keep(self, model_id: str, plan: RolloutPlan, done: bool) -> None:
         """A step of a roll-out is stored."""
@@ -81,6 +95,8 @@ class Bench:
     def turn(self, seconds: float = 0.0) -> None:
         self.now += seconds
         self.models.reconcile()
+        if not self.broken and not self.orders_fail:
+            assert not self.models.faults.count
 
     def demand(self, version: int | None = None, running: int = 0, held: int = 0) -> None:
         """Of the only proxy, of the last half second."""

@@ -1,0 +1,86 @@
+"""Errors that nobody foresaw in a round of the fleet's server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvmig.fleet.controller import ROUND_S
+from kvmig.fleet.managed_model import CatalogEntry
+from kvmig.fleet.round_faults import REPEAT_S
+from kvmig.proxy.messages import ModelWanted
+from tests.support.model_bench import Bench, spec
+
+BAD = "path:/models/bad"
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    await made.models.close()
+
+
+def want_both(bench: Bench) -> None:
+    """One model is whole, the other's files can't be looked at; calls wait for both."""
+    bench.broken.add(BAD)
+    good, bad = spec(), replace(spec(BAD), name="bad")
+    bench.models.take_catalogue(
+        CatalogEntry(f"m{at}", one.name, 1, True, one) for at, one in enumerate((bad, good))
+    )
+    for name in ("bad", "a"):
+        bench.models.take_want(ModelWanted(name))
+    bench.turn()
+
+
+async def test_a_model_that_fails_in_a_round_keeps_no_other_one_from_starting(bench: Bench) -> None:
+    want_both(bench)
+    assert [one.words[0] for one in bench.started] == ["/models/a"]
+    assert {one.name: one.state for one in bench.told[-1][0]} == {"a": "starting", "bad": "cold"}
+
+
+async def test_a_model_that_failed_starts_once_it_no_longer_fails(bench: Bench) -> None:
+    want_both(bench)
+    bench.broken.clear()
+    bench.models.faults.count.clear()
+    bench.models.take_want(ModelWanted("bad"))
+    bench.turn(ROUND_S)
+    assert [one.words[0] for one in bench.started] == ["/models/a", "/models/bad"]
+
+
+async def test_a_start_that_fails_is_tried_again_in_the_next_round(bench: Bench) -> None:
+    bench.catalogue(spec())
+    bench.models.take_want(ModelWanted("a"))
+    bench.orders_fail = True
+    bench.turn()
+    assert not bench.started
+    bench.orders_fail = False
+    bench.models.faults.count.clear()
+    bench.models.take_want(ModelWanted("a"))
+    bench.turn(ROUND_S)
+    assert len(bench.started) == 1
+
+
+async def test_a_fault_is_counted_at_each_round_and_said_once_a_minute(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        want_both(bench)
+        bench.turn(ROUND_S)
+    faults = bench.models.faults.count
+    assert faults["observing"] == 2
+    said = [one for one in caplog.records if "observing of bad" in one.getMessage()]
+    assert len(said) == 1
+    assert said[0].exc_info is not None
+    notes = [one.what for one in bench.models.events if one.model == "bad"]
+    assert len([one for one in notes if "observing failed in the server" in one]) == 1
+    caplog.clear()
+    with caplog.at_level(logging.ERROR):
+        bench.now += REPEAT_S
+        bench.models.take_want(ModelWanted("bad"))
+        bench.turn()
+    assert [one for one in caplog.records if "observing of bad" in one.getMessage()]
