@@ -61,6 +61,8 @@ class InstanceConnection:
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
         self.health: InstanceHealth | None = None
+        self.was_met = False
+        """Whether it has welcomed us over any connection."""
         self._secret = secret
         self._front = front
         self._listener = listener
@@ -176,6 +178,7 @@ class InstanceConnection:
                 f"not {self.name} with {VERSION}"
             )
         self.welcome = welcome
+        self.was_met = True
         self._up.set()
 
 
@@ -423,11 +426,15 @@ class InstancePool:
     def rows(self) -> list[InstanceRow]:
         """Rows of all instances as last reported."""
         return [
-            instance_row(
-                one.index, view, self._ailment(one.name) if one.alive else "lost", one.welcome
-            )
+            instance_row(one.index, view, self._state_word(one), one.welcome)
             for one, view in zip(self._instances.values(), self.views(), strict=True)
         ]
+
+    def _state_word(self, one: InstanceConnection) -> str:
+        """What its row says in place of what it reports; empty: that counts."""
+        if one.alive:
+            return self._ailment(one.name)
+        return "lost" if one.was_met else "starting"  # we may be asked before we are connected
 
     def views(self) -> list[InstanceView]:
         """Views of all instances as they last reported, in the same order."""

@@ -23,7 +23,8 @@ _ROW = InstanceRow.__struct_fields__
 def instance_row(
     index: int, view: InstanceView, ailment: str, welcome: Welcome | None = None
 ) -> InstanceRow:
-    """The row of one instance; ailment: silent, hung, failed, lost (not connected), or empty.
+    """The row of one instance; ailment: silent, hung, failed, starting (never connected yet), lost
+    (no longer connected), or empty.
 
     welcome: of an instance that is connected.
     """
@@ -37,7 +38,7 @@ def instance_row(
         "blocks_total": view.load.total_blocks,
         "blocks_limit": view.load.most_blocks,
         "blocks_used": view.load.used_blocks,
-        "freeness": 0.0 if ailment == "lost" else instance_freeness(view),
+        "freeness": 0.0 if ailment in ("starting", "lost") else instance_freeness(view),
         "shared": None if view.shared is None else _unit_memory(view.shared),
     }
     return InstanceRow(**found)

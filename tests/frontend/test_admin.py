@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -237,6 +238,18 @@ async def test_a_lost_instance_is_503() -> None:
         rows = (await client.get("/instances")).json()["data"]
         assert [(row["id"], row["state"]) for row in rows] == [(a.instance, "lost")]
         assert problem(await move(client, "r", a.instance))[0] == 503
+
+
+async def test_an_instance_that_was_never_connected_starts_and_is_not_lost() -> None:
+    """Who waits for one that was added would take it for failed."""
+    async with served() as (it, client):
+        late = it.router.add_instance("late", "tcp://127.0.0.1:9", 60.0)
+        adding = asyncio.create_task(late)
+        await until(lambda: len(it.router.fleet.rows()) == 3)
+        rows = (await client.get("/instances")).json()["data"]
+        assert [row["state"] for row in rows if row["id"] == "late"] == ["starting"]
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
 
 
 async def test_with_migration_off_it_is_409() -> None:
