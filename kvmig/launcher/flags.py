@@ -40,6 +40,9 @@ the engine of every instance. `--help=all` lists those flags, too."""
 _OF_SOME = re.compile(r"(?P<name>i\d+|[^/]+(?=:\s)):\s*(?P<path>.*)")
 """An instance, or a place of a placement, such as "0:1", and its own path."""
 _INSTANCE = re.compile(r"i\d+")
+RANKS = ("--data-parallel-size", "--data_parallel_size", "-dp")
+"""vLLM's names for a number of engines behind one address."""
+EXPERTS = frozenset(("--enable-expert-parallel", "--enable_expert_parallel", "-ep"))
 SHARES = [str(percent) for percent in range(10, 101, 10)]
 FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
 
@@ -52,6 +55,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
     Raises ConfigError with the flag, its value and what is allowed.
     """
     flags, rest = parser().parse_known_args(argv)
+    _refuse_shared_experts(argv, flags.instances)
     config = _filled(
         ClusterConfig,
         flags,
@@ -85,6 +89,17 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
         ),
     )
     return check(config), rest, flags.help
+
+
+def _refuse_shared_experts(argv: list[str], instances: int) -> None:
+    """Refuse ranks that would divide a model's experts among each other. Raises ConfigError."""
+    ranks = any(word.startswith(RANKS) for word in argv)
+    if ranks and instances > 1 and not EXPERTS.isdisjoint(argv):
+        raise ConfigError(
+            f"--data-parallel-size is {instances}, must be 1 with --enable-expert-parallel: ranks"
+            " that share experts step together, and their requests can't move; --instances"
+            f" {instances} starts engines that have all experts each"
+        )
 
 
 def _filled(kind: type[Config], flags: argparse.Namespace, **given: Any) -> Config:
@@ -258,7 +273,16 @@ def _add_cluster(root: FlagParser) -> None:
         " once for a model",
         metavar="HOW",
     )
-    group.add("--instances", "instances", "number of instances to start")
+    group.add_argument(
+        "--instances",
+        *RANKS,
+        dest="instances",
+        type=int,
+        default=ClusterConfig().instances,
+        metavar="INSTANCES",
+        help="number of instances to start; vLLM's flags for data parallel ranks mean the same:"
+        " each rank is an instance with the whole model",
+    )
     group.add_argument(
         "--instance-flags",
         action="append",

@@ -1,0 +1,56 @@
+"""vLLM's own server command, with the plugin installed and KVMIG=1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvmig_tools.served import SMALL, Served
+from tests.support.streams import run_moved, run_unmoved
+
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+ROOT = Path(__file__).parents[2]
+KEY = "an admin key"
+CALL = {"prompt": "Count: 0017 0018", "max_tokens": 200, "seed": 3, "temperature": 0.8}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`vllm serve` of two data parallel ranks; as a module, since the command wants vLLM's other
+    package."""
+    folder = tmp_path_factory.mktemp("plugin")
+    installed = folder / "kvmig_entry-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvmig-entry\nVersion: 1\n")
+    entry = "[vllm.general_plugins]\nkvmig = kvmig.plugin:start\n"
+    (installed / "entry_points.txt").write_text(entry)
+    with Served(
+        [*SMALL, "--data-parallel-size=2", "--policy=freeness", "--shutdown-timeout=5"],
+        command=("-m", "vllm.entrypoints.openai.api_server"),
+        environment={"PYTHONPATH": f"{folder}:{ROOT}", "KVMIG": "1"},
+        log=folder / "log",
+        admin_key=KEY,
+    ) as served:
+        yield served
+
+
+async def test_a_stream_moved_between_ranks_and_back_equals_one_that_stayed(ranks: Served) -> None:
+    body = {**CALL, "logprobs": 2, "ignore_eos": True}
+    unmoved = await run_unmoved(ranks, "/v1/completions", body)
+
+    moved, reports = await run_moved(ranks, "/v1/completions", body)
+
+    assert [report["state"] for report in reports] == ["committed"] * 2, reports
+    moved.same_as(unmoved)
+
+
+def test_ranks_are_shown_beside_vllms_routes_to_the_admin_key_alone(ranks: Served) -> None:
+    assert [row["id"] for row in ranks.get("instances")] == ["i0", "i1"]
+
+    path = f"{ranks.url}/kvmig/v1/instances"
+    assert httpx.get(path, verify=False).status_code == 401
+    assert httpx.get(f"{ranks.url}/version", verify=False).json().keys() == {"version"}
