@@ -13,6 +13,9 @@ several seeds. 16 modelled Llama-3-8B on H100
 - kvmig: half a request for each block to compute and each request that this stops, by the most of
   the prompt that any holds.
 
+"kvmig by sessions alone" knows no prefix, but where each session's last request was sent: a
+conversation is a session of its own, and elsewhere the ids say nothing of the prompts.
+
 Only kvmig's move requests. Times are virtual; the figures are means over the workloads of a ratio
 to round-robin, and the share of prompts' tokens that needn't be computed.
 """
@@ -46,6 +49,7 @@ GPU = "h100-llama3-8b"
 SEEDS = (1, 2)
 FIGURES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "e2e_mean_s")
 BASE = "round-robin"
+SESSIONS = "kvmig by sessions alone"
 OTHERS = ("least-loaded", "most-held", "sglang", "llm-d")
 
 
@@ -93,8 +97,17 @@ def llm_d(view: ClusterView, held: Column, demand: float) -> Column:
     return score
 
 
-def rules() -> dict[str, tuple[Policy, bool]]:
-    """Each policy by name, and whether dispatch knows what is held."""
+@dataclass(frozen=True)
+class Rule:
+    """A policy, and what its dispatch knows."""
+
+    policy: Policy
+    by_prefixes: bool = False
+    by_sessions: bool = False
+
+
+def rules() -> dict[str, Rule]:
+    """Each policy by name."""
     replace = msgspec.structs.replace
     named = {str(key): value for key, value in POLICIES.items()}
     plain = named["round-robin"]
@@ -106,14 +119,15 @@ def rules() -> dict[str, tuple[Policy, bool]]:
         return replace(plain, dispatcher=made)
 
     return {
-        BASE: (plain, False),
-        "least-loaded": (named["least-loaded"], False),
-        "most-held": (other(most_held), True),
-        "sglang": (other(sglang), True),
-        "llm-d": (other(llm_d), True),
-        "kvmig without prefixes": (named["kvmig"], False),
-        "kvmig, nothing moves": (replace(named["kvmig"], rounds=None), True),
-        "kvmig": (named["kvmig"], True),
+        BASE: Rule(plain),
+        "least-loaded": Rule(named["least-loaded"]),
+        "most-held": Rule(other(most_held), True),
+        "sglang": Rule(other(sglang), True),
+        "llm-d": Rule(other(llm_d), True),
+        "kvmig without prefixes": Rule(named["kvmig"]),
+        SESSIONS: Rule(named["kvmig"], by_sessions=True),
+        "kvmig, nothing moves": Rule(replace(named["kvmig"], rounds=None), True),
+        "kvmig": Rule(named["kvmig"], True),
     }
 
 
@@ -139,6 +153,8 @@ LOADS = tuple(
 )
 PROMPTS, PROMPT_TOKENS = 200, 6000
 TURNS, THINK_S = 8, 30.0
+USERS = 97
+"""Users whose ids say nothing of their prompts: hints that mislead."""
 
 
 def system_prompts(load: PrefixLoad, count: int, random: RandomState) -> list[SimRequest]:
@@ -152,7 +168,7 @@ def system_prompts(load: PrefixLoad, count: int, random: RandomState) -> list[Si
     return [
         SimRequest(
             number, float(arrivals[number]), int(sizes[prompt] + own[number]),
-            int(outputs[number]), 0, f"s{prompt}", int(sizes[prompt]),
+            int(outputs[number]), 0, f"s{prompt}", int(sizes[prompt]), session=number % USERS,
         )
         for number, prompt in enumerate(which)
     ]  # fmt: skip
@@ -175,7 +191,7 @@ def conversations(load: PrefixLoad, count: int, random: RandomState) -> list[Sim
         number += 1
     turns.sort()
     return [
-        SimRequest(index, at, prompt, answer, 0, name, before, grows=True)
+        SimRequest(index, at, prompt, answer, 0, name, before, grows=True, session=int(name[1:]))
         for index, (at, name, prompt, answer, before) in enumerate(turns[:count])
     ]
 
@@ -188,7 +204,7 @@ def short_beginnings(load: PrefixLoad, count: int, random: RandomState) -> list[
     return [
         SimRequest(
             number, float(arrivals[number]), int(256 + own[number]), int(outputs[number]), 0,
-            "s", 256,
+            "s", 256, session=number % USERS,
         )
         for number in range(count)
     ]  # fmt: skip
@@ -220,10 +236,10 @@ class Sample:
 def simulate(job: tuple[str, PrefixLoad, int, int]) -> Sample:
     """One run."""
     name, load, count, seed = job
-    policy, by_prefixes = rules()[name]
+    rule = rules()[name]
     cluster = SimCluster(
-        requests_of(load, count, seed), INSTANCES, cost.load(GPU), policy, setting("live"),
-        Outcomes(), by_prefixes=by_prefixes,
+        requests_of(load, count, seed), INSTANCES, cost.load(GPU), rule.policy, setting("live"),
+        Outcomes(), by_prefixes=rule.by_prefixes, by_sessions=rule.by_sessions,
     )  # fmt: skip
     summary = cluster.run().summary()
     asked, hit = np.array([one.engine.prompt_tokens for one in cluster.llumlets.values()]).sum(0)

@@ -15,11 +15,14 @@ import msgspec
 from msgspec import Raw
 
 from kvmig.asgi.route_table import ClientRoute
+from kvmig.asgi.session_id import LONGEST_SESSION
 
 COUNTED = 100_000
 """Items that are counted one by one; of a list that may have more, the most that it may have."""
 LONGEST_N = 20
 """Digits of a number that is read."""
+LONGEST_SESSION_JSON = 12 * LONGEST_SESSION + 2
+"""Bytes of a session's id as JSON, each character as two escapes."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for a body that is no JSON of the kind."""
 
@@ -30,6 +33,8 @@ class CallWork(NamedTuple):
     n: int = 1
     prompts: int = 1
     field: str = ""
+    session: str = ""
+    """The session that its body names: `prompt_cache_key`, or else `user`."""
 
     @property
     def sequences(self) -> int:
@@ -55,6 +60,8 @@ class _Fields(msgspec.Struct):
     documents: Raw = Raw(b"")
     items: Raw = Raw(b"")
     questions: Raw = Raw(b"")
+    prompt_cache_key: Raw = Raw(b"")
+    user: Raw = Raw(b"")
 
 
 _PAIRS = ("text_1", "text_2", "data_1", "data_2", "queries", "documents", "items")
@@ -108,7 +115,7 @@ def work_of(route: ClientRoute, body: bytes) -> CallWork:
             count += _count(fields.prompt_embeds, "prompt_embeds")
         if count > prompts:
             most, prompts = name, count
-    return CallWork(n, prompts, most)
+    return CallWork(n, prompts, most, _session(fields.prompt_cache_key) or _session(fields.user))
 
 
 def sequences_of(route: ClientRoute, body: bytes) -> int:
@@ -126,6 +133,17 @@ def _fields_of_odd(body: bytes) -> _Fields:
         return _Fields()
     names = [one for one in _Fields.__struct_fields__ if one in known]
     return _Fields(**{one: Raw(json.dumps(known[one]).encode()) for one in names})
+
+
+def _session(value: Raw) -> str:
+    """A session's id; empty where it is none, or too long for one."""
+    if len(value) > LONGEST_SESSION_JSON:
+        return ""
+    try:
+        session = msgspec.json.decode(value, type=str)
+    except UNREADABLE:
+        return ""
+    return session if len(session) <= LONGEST_SESSION else ""
 
 
 # -- prompts

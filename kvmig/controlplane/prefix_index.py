@@ -62,6 +62,10 @@ class PrefixIndex:
             held.add(mark)
             self._bits[mark] = self._bits.get(mark, 0) | bit
 
+    def knows(self, instance: str) -> bool:
+        """Whether the instance reports what it holds."""
+        return instance in self._numbers
+
     def forget(self, instance: str) -> None:
         """The instance is gone, or began again: nothing is known of it."""
         self._numbers.pop(instance, None)

@@ -16,6 +16,7 @@ from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport, Welcome
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.prefix_index import PrefixIndex
+from kvmig.controlplane.session_hints import SessionHints, SessionPlace
 from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
@@ -283,6 +284,7 @@ class InstancePool:
         self._view = ViewBuilder(headroom=policy.headroom)
         self._by_prefixes = config.scheduler.prefix_dispatch
         self._prefixes = PrefixIndex()
+        self._sessions = SessionHints()
         self._instances: dict[str, InstanceConnection] = {}
         self._indexes: dict[str, int] = {}
         """Engine indexes of all instances that ever were."""
@@ -458,15 +460,19 @@ class InstancePool:
         now = self._clock()
         demand_blocks = math.ceil((order.tokens + 1) / self.block_tokens)
         marks = self._marks_of(order)
+        held = {
+            name: tokens / self.block_tokens
+            for name, tokens in self._prefixes.find_tokens(marks, now).items()
+        }
+        last = None if order.session is None else self._sessions.find(order.session)
+        if last is not None and not (marks and self._prefixes.knows(last.instance)):
+            held.setdefault(last.instance, last.presumed_blocks(demand_blocks))
         request = NewRequest(
             demand_blocks,
             order.priority,
             *order.begun,
             preferred=self.preferred,
-            held_blocks={
-                name: tokens / self.block_tokens
-                for name, tokens in self._prefixes.find_tokens(marks, now).items()
-            },
+            held_blocks=held,
         )
         while True:
             try:
@@ -484,6 +490,8 @@ class InstancePool:
                 continue
             self._view.dispatched(instance, demand_blocks, now)
             self._prefixes.expect(instance, marks, now)
+            if order.session is not None and self._by_prefixes:
+                self._sessions.note(order.session, SessionPlace(instance, demand_blocks))
             return instance
 
     def _marks_of(self, order: DispatchOrder) -> Sequence[int]:
@@ -519,6 +527,7 @@ class InstancePool:
         instance.health = None
         self._view.leave(instance.name)
         self._prefixes.forget(instance.name)
+        self._sessions.forget(instance.name)
 
     def tick(self) -> None:
         """Let time pass; give up connections over which nothing has come for long."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -25,7 +26,7 @@ from kvmig.asgi.answer_writers import show_writers
 from kvmig.asgi.body_bounds import ModelReach, largest_size
 from kvmig.asgi.body_budget import BodyBudget
 from kvmig.asgi.call import CALL_ID, HttpCall, accepted, current_call
-from kvmig.asgi.call_work import work_of
+from kvmig.asgi.call_work import CallWork, work_of
 from kvmig.asgi.connection import SCOPE
 from kvmig.asgi.error_forms import api_of
 from kvmig.asgi.error_stage import ErrorStage
@@ -41,6 +42,7 @@ from kvmig.asgi.request_body import (
     rules_of,
 )
 from kvmig.asgi.route_table import ClientRoute, RouteMatch, find_route
+from kvmig.asgi.session_id import SessionTooLong, session_in, session_key
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
 from kvmig.core.priorities import PriorityClass
@@ -88,6 +90,8 @@ class HttpState:
     """What the model can use; None: it isn't known, and bounds nothing."""
     traces: CallSpans | None = None
     """Makes the spans of calls that engines work for; None: there are none."""
+    session_secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    """Key of the hashes that stand for clients' sessions."""
     budget: BodyBudget = field(init=False)
     """Room for bodies of calls whose prompts the engine doesn't have yet."""
     shedding: LoadShedding = field(init=False)
@@ -239,7 +243,10 @@ class HttpMiddleware:
                 call.priority = priority if PRIORITY in headers else None
             if found is not None and found.route.works:
                 check_counted(state)
-                sequences = check_work(state, found.route, message["body"])
+                work = check_work(state, found.route, message["body"])
+                sequences = work.sequences
+                session = check_session(headers) or work.session
+                call.session = session_key(state.session_secret, payer, session)
                 check_load(state, priority, call.account, sequences)
         except HttpRejection as refused:
             if refused.unread and "expect" not in headers:
@@ -362,8 +369,16 @@ def check_priority(
 # -- how much it is, and how much there is already
 
 
-def check_work(state: HttpState, route: ClientRoute, body: bytes) -> int:
-    """The sequences that the call asks for. Raises Refused, 400, for too many of one call."""
+def check_session(headers: MutableHeaders) -> str:
+    """The session that a header names; empty: none does. Raises HttpRejection, 400."""
+    try:
+        return session_in(headers)
+    except SessionTooLong as error:
+        raise HttpRejection(problem(HTTPStatus.BAD_REQUEST, str(error), error.param)) from error
+
+
+def check_work(state: HttpState, route: ClientRoute, body: bytes) -> CallWork:
+    """What the call asks for. Raises Refused, 400, for too many sequences of one call."""
     work = work_of(route, body)
     for name, value, most, flag in (
         ("n", work.n, state.config.max_n, "--max-n"),
@@ -374,7 +389,7 @@ def check_work(state: HttpState, route: ClientRoute, body: bytes) -> int:
             what = f"n is {shown}" if name == "n" else f"{name} has {shown} prompts"
             sentence = f"{what}, allowed are {most} a call ({flag})"
             raise HttpRejection(problem(HTTPStatus.BAD_REQUEST, sentence, name))
-    return work.sequences
+    return work
 
 
 def check_load(state: HttpState, priority: int, account: str, sequences: int) -> None:

@@ -103,6 +103,8 @@ class DispatchOrder(NamedTuple):
     """Weights and numerics that computed its tokens so far."""
     marks: PromptMarks | None = None
     """Computes the marks of its prompt (`kvmig.core.prefix_marks`); None: it has none."""
+    session: int | None = None
+    """What stands for its session (`kvmig.asgi.session_id`); None: it names none."""
 
 
 class InstancePort(Protocol):

@@ -290,7 +290,14 @@ class Router:
         if call is not None and call.tenant:
             await self._turns.wait(request_id, priority, call.tenant)
         instance = self.fleet.dispatch(
-            DispatchOrder(prompt_tokens, priority, Submit(request_id), payload, marks=marks)
+            DispatchOrder(
+                prompt_tokens,
+                priority,
+                Submit(request_id),
+                payload,
+                marks=marks,
+                session=None if call is None else call.session,
+            )
         )
         self._table.add(
             LiveRequest(

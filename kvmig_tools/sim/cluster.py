@@ -9,6 +9,7 @@ from kvmig.controlplane.dispatch import NewRequest
 from kvmig.controlplane.messages import ClusterMember
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.scheduler import Scheduler
+from kvmig.controlplane.session_hints import SessionHints, SessionPlace
 from kvmig.controlplane.view import ClusterView, ViewBuilder
 from kvmig.core.config import ScalingConfig
 from kvmig.core.priorities import NORMAL, PriorityClass
@@ -66,10 +67,12 @@ class SimCluster:
         sample_s: float = 0.0,
         *,
         by_prefixes: bool = False,
+        by_sessions: bool = False,
     ) -> None:
         """sample_s: virtual seconds between two samples of `series`; 0: none.
 
-        by_prefixes: dispatch knows what instances hold of a prompt.
+        by_prefixes: dispatch knows what instances hold of a prompt; by_sessions: where the last
+        request of its session was sent.
         """
         self.events = EventQueue()
         self.cost = cost
@@ -82,6 +85,7 @@ class SimCluster:
         """Those that serve or drain."""
         self.series = Series()
         self._by_prefixes = by_prefixes
+        self._sessions = SessionHints() if by_sessions else None
         self._reports = Reports(setting)
         self._sample_s = sample_s
         self._since: dict[str, float] = {}
@@ -186,8 +190,15 @@ class SimCluster:
     def _place(self, request: SimRequest) -> None:
         demand = -(-request.tokens // self.cost.capacity.block_tokens)
         held = self._held_blocks(request) if self._by_prefixes and request.prefix else {}
+        last = None
+        if self._sessions is not None and request.session is not None:
+            last = self._sessions.find(request.session)
+        if last is not None and not self._by_prefixes:
+            held.setdefault(last.instance, last.presumed_blocks(demand))
         order = NewRequest(demand, request.priority, held_blocks=held)
         chosen = self._dispatch.pick(self._view(), order)
+        if self._sessions is not None and request.session is not None:
+            self._sessions.note(request.session, SessionPlace(chosen.instance, demand))
         if self.setting.reports == "live":
             self._builder.dispatched(chosen.instance, demand, self.events.now)
         self.llumlets[chosen.instance].submit(request)

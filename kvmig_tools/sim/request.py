@@ -34,6 +34,7 @@ class SimRequest:
         "priority",
         "queued_at",
         "request_id",
+        "session",
     )
 
     def __init__(
@@ -47,9 +48,11 @@ class SimRequest:
         prefix_tokens: int = 0,
         *,
         grows: bool = False,
+        session: int | None = None,
     ) -> None:
         """prefix: names what the first `prefix_tokens` tokens share with other requests.
 
+        session: stands for the one that its client names; None: it names none.
         grows: the rest, and the answer, belong to it from then on, as in a conversation.
         """
         self.index = index
@@ -60,6 +63,7 @@ class SimRequest:
         self.priority = priority
         self.prefix = prefix
         self.prefix_tokens = min(prefix_tokens, input_tokens) if prefix else 0
+        self.session = session
         self.grows = grows and bool(prefix)
         self.generated = 0
         """Output tokens; while it decodes, those before it joined the batch."""

@@ -141,6 +141,38 @@ CLASSES = with_normal([PriorityClass("high", -10)])
 ALLOWED = "must be high (-10) or normal (0)"
 
 
+async def session_of(headers: dict[str, str], **fields: str) -> int | str | None:
+    """What stands for a call's session; the sentence of the refusal."""
+
+    async def answer(request: Request) -> JSONResponse:
+        call = current_call.get()
+        return JSONResponse({"session": None if call is None else call.session})
+
+    app = Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
+    state = behind_middleware(app)
+    state.session_secret = b"of this front end"
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        body = {"prompt": "a", **fields}
+        got = (await client.post("/v1/completions", json=body, headers=headers)).json()
+    found: int | str | None = got["session"] if "session" in got else got["error"]["message"]
+    return found
+
+
+async def test_a_call_names_its_session_in_a_header_or_in_its_body() -> None:
+    known = await session_of({"x-session-id": "s"})
+    assert isinstance(known, int)
+    assert await session_of({"x-smg-routing-key": "s"}) == known
+    assert await session_of({}, prompt_cache_key="s", user="other") == known
+    assert await session_of({}, user="s") == known
+    assert await session_of({}) is None
+
+
+async def test_a_session_of_too_many_characters_is_refused() -> None:
+    said = await session_of({"x-session-id": "s" * 257})
+    assert said == "x-session-id has 257 characters, allowed are 256"
+
+
 async def echo(request: Request) -> JSONResponse:
     """What the application sees."""
     body = await request.body()

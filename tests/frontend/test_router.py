@@ -154,6 +154,28 @@ async def test_requests_that_no_report_counts_yet_are_spread() -> None:
         assert sorted(places) == ["0", "0", "1", "1"]
 
 
+@pytest.mark.parametrize("by_prefixes", [True, False])
+async def test_a_sessions_next_request_goes_where_its_last_one_was(by_prefixes: bool) -> None:
+    config = ClusterConfig(scheduler=SchedulerConfig(prefix_dispatch=by_prefixes))
+    async with cluster(config=config) as it:
+        call = HttpCall()
+        call.session = 7
+        token = current_call.set(call)
+        places = []
+        try:
+            for turn in range(3):
+                total = 10_000 + turn
+                for llumlet in it.llumlets:
+                    llumlet.report(EngineLoad(total, 0, 0, 0, 0, 0))
+                rows = it.router.fleet.rows
+                await until(lambda: {row.blocks_total for row in rows()} == {total})  # noqa: B023 - it ends before the next turn
+                places.append(await it.router.submit(f"r{turn}", f"r{turn}", 2000, 0, [b""]))
+                await asyncio.sleep(0.15)  # its report counts a dispatch after a while
+        finally:
+            current_call.reset(token)
+        assert (len(set(places)) == 1) == by_prefixes
+
+
 async def test_a_stream_goes_on_across_two_moves() -> None:
     async with cluster() as it:
         a, b = await it.submitted()

@@ -1,0 +1,54 @@
+"""The instance of each session's last request: a hint for its next one, never a pin. Pure.
+
+Marks of prompts (`prefix_index`) show what instances hold. An engine that reports none, and a
+prompt that is shorter than a mark, leave only the session to go by.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+MOST_SESSIONS = 20_000
+"""Sessions that are kept; the one that was used longest ago goes first."""
+TRUST = 0.5
+"""Part of a session's last prompt that counts as held where it was sent."""
+
+
+class SessionPlace(NamedTuple):
+    """The last request of a session."""
+
+    instance: str
+    blocks: float
+    """KV blocks of its prompt."""
+
+    def presumed_blocks(self, demand_blocks: float) -> float:
+        """Blocks of the next prompt that count as held there, where no report shows it."""
+        return TRUST * min(self.blocks, demand_blocks)
+
+
+class SessionHints:
+    """The last instance of each of the sessions that were used last."""
+
+    def __init__(self, most: int = MOST_SESSIONS) -> None:
+        self._most = most
+        self._places: OrderedDict[int, SessionPlace] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def note(self, session: int, place: SessionPlace) -> None:
+        """A request of the session was sent there."""
+        self._places[session] = place
+        self._places.move_to_end(session)
+        if len(self._places) > self._most:
+            self._places.popitem(last=False)
+
+    def find(self, session: int) -> SessionPlace | None:
+        """The place of the session's last request; None: it isn't known."""
+        return self._places.get(session)
+
+    def forget(self, instance: str) -> None:
+        """The instance is gone, or began again: it holds nothing."""
+        for session in [key for key, place in self._places.items() if place.instance == instance]:
+            del self._places[session]
