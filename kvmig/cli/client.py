@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from kvmig.core.errors import ConfigError, KvmigError
+from kvmig.core.shown_urls import shown_url
 
 URL, KEY = "KVMIG_URL", "KVMIG_KEY"
 """Environment variables: the proxy's URL of a fleet elsewhere, and a key for it."""
@@ -150,13 +151,13 @@ def only_certificate(path: str) -> ssl.SSLContext:
 
 def check_url(url: str) -> str:
     """Return a proxy's URL unchanged. Raises ConfigError for anything else."""
-    parts = urlsplit(url)
+    parts, shown = urlsplit(url), shown_url(url)
     if url and (parts.scheme not in ("http", "https") or not parts.netloc):
-        raise ConfigError(f"--url is {url!r:.200}, must be of the form http://HOST:PORT")
+        raise ConfigError(f"--url is {shown!r:.200}, must be of the form http://HOST:PORT")
     if parts.path.startswith(APIS):
-        door = f"{parts.scheme}://{parts.netloc}"
+        door = shown_url(f"{parts.scheme}://{parts.netloc}")
         raise ConfigError(
-            f"--url is {url!r:.200}, must be the fleet's address without a path: {door}"
+            f"--url is {shown!r:.200}, must be the fleet's address without a path: {door}"
         )
     return url
 

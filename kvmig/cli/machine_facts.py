@@ -22,6 +22,7 @@ from sqlalchemy.pool import NullPool
 import kvmig
 from kvmig.cli.machine_verdicts import DatabaseFact, EngineFact, GpuFact, MachineFacts
 from kvmig.core.errors import ConfigError
+from kvmig.core.shown_urls import shown_url
 from kvmig.launcher.engine_versions import engine_versions, installed_version
 from kvmig.launcher.environment import cores, total_memory
 from kvmig.process.nvml import DRIVER, read_devices
@@ -150,7 +151,7 @@ def _database(url: str) -> DatabaseFact | None:
         made = make_url(url)
     except ArgumentError as error:
         raise ConfigError(f"--database is no URL, must be {allowed}") from error
-    shown = made.render_as_string()
+    shown = shown_url(made.render_as_string())
     if made.drivername == "sqlite":
         return None
     if made.drivername != "postgresql+psycopg":
@@ -169,5 +170,5 @@ def _database(url: str) -> DatabaseFact | None:
         return DatabaseFact(shown, f"{error}; pip install 'kvmig[postgres]'")
     except SQLAlchemyError as error:
         lines = str(getattr(error, "orig", None) or error).strip().splitlines()
-        return DatabaseFact(shown, lines[0] if lines else type(error).__name__)
+        return DatabaseFact(shown, shown_url(lines[0]) if lines else type(error).__name__)
     return DatabaseFact(shown, version=int(number), skew_s=theirs - ours)

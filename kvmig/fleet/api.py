@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast
@@ -30,6 +31,7 @@ from kvmig.accounts.people import LoginRefused
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.based_on import order_based_on
 from kvmig.fleet.callers import who_calls, who_lists, who_reads
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
@@ -181,7 +183,11 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
         return who_calls(request, backend.keys(), time.time())
 
     app = FastAPI(
-        title="kvmig", docs_url=None, redoc_url=None, openapi_url=f"{PREFIX}/openapi.json"
+        title="kvmig",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=f"{PREFIX}/openapi.json",
+        redirect_slashes=False,  # behind HTTPS it would lead to HTTP
     )
     for kind, status in STATUS.items():
         app.add_exception_handler(kind, answer_with(status))
@@ -267,9 +273,10 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         terms = terms_of(body.rollout)
         await backend.checked(fleet.models, alone=body.prune)
         with models.rollouts.order([one.name for one in fleet.models], terms) as terms:
-            changes = await backend.stored(
+            order = partial(
                 store.apply, fleet, actor, dry_run=body.dry_run, prune=body.prune, terms=terms
             )
+            changes = await backend.stored(order_based_on, store, body.based_on, order)
             if not body.dry_run:
                 await backend.changed()
         later = [] if body.dry_run else at_next_start(models, changes)
@@ -359,7 +366,9 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
     @api.post("/{name:path}/scale")
     async def scale(name: str, body: ScaleBody, actor: OrderActor = caller) -> Body:
         """Set the least and the greatest number of instances."""
-        row = await backend.stored(store.scale, name, actor, least=body.min, most=body.max)
+        based_on = {} if body.based_on is None else {name: body.based_on}
+        order = partial(store.scale, name, actor, least=body.min, most=body.max)
+        row = await backend.stored(order_based_on, store, based_on, order)
         await backend.changed()
         return backend.shown(row)
 
@@ -549,6 +558,9 @@ class ApplyBody(StrictBody):
     rollout: RolloutBody | None = Field(
         default=None, description="How changed models roll out; null: at once."
     )
+    based_on: dict[str, int] = Field(
+        default={}, description="Refuse it unless these are the revisions of these models."
+    )
 
 
 class ScaleBody(StrictBody):
@@ -556,6 +568,9 @@ class ScaleBody(StrictBody):
 
     min: int
     max: int
+    based_on: int | None = Field(
+        default=None, description="Refuse it unless this is the model's revision; null: don't."
+    )
 
 
 class PlacementBody(StrictBody):

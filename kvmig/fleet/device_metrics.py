@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,8 +22,13 @@ def records_of(
     return {one.uuid: one for one in (*here, *(gpu for each in workers for gpu in each.devices))}
 
 
-def of_devices(nodes: Iterable[WorkerNode], records: Mapping[str, DeviceRecord]) -> list[Metric]:
-    """The metrics of the GPUs of all nodes. records: what their drivers say, by UUID."""
+def of_devices(
+    nodes: Iterable[WorkerNode],
+    records: Mapping[str, DeviceRecord],
+    second: Mapping[str, str],
+) -> list[Metric]:
+    """The metrics of the GPUs of all nodes. records: what their drivers say, by UUID. second: the
+    names of models by the keys of their second deployments, while they roll out."""
     info = GaugeMetricFamily(
         "kvmig_gpu_info", "Index and name of a GPU: always 1.", labels=[*LABELS, "index", "name"]
     )
@@ -49,7 +55,10 @@ def of_devices(nodes: Iterable[WorkerNode], records: Mapping[str, DeviceRecord])
         for one in node.devices:
             labels = [node.name, one.id]
             total.add_metric(labels, one.total)
+            sizes: Counter[str] = Counter()
             for holder, size in one.claims.items():
+                sizes[second.get(holder, holder)] += size
+            for holder, size in sizes.items():
                 claimed.add_metric([*labels, holder], size)
             record = records.get(one.id)
             if record is None:

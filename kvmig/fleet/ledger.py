@@ -166,9 +166,10 @@ def sums(
     since: str = "",
     until: str = "",
     user: str | None = None,
+    limit: int | None = None,
 ) -> list[dict[str, Any]]:
     """Calls and tokens, by some of FIELDS, largest output first. since, until: days, both included.
-    user: only those of this one's keys.
+    user: only those of this one's keys. limit: most rows; None: all.
 
     Raises StoreError.
     """
@@ -193,7 +194,7 @@ def sums(
         wanted = wanted.where(usage_daily.c.day <= until)
     if named:
         wanted = wanted.group_by(*named)
-    wanted = wanted.order_by(func.sum(usage_daily.c.output).desc(), *named)
+    wanted = wanted.order_by(func.sum(usage_daily.c.output).desc(), *named).limit(limit)
     with database.transaction(reading=True) as connection:
         return [
             {name: int(value or 0) if name in SUMS else value for name, value in row.items()}

@@ -12,6 +12,7 @@ from sqlalchemy import insert
 from starlette.responses import Response
 
 from kvmig.asgi.strict_body import StrictBody
+from kvmig.core.errors import KvmigError
 from kvmig.fleet.live_view import LiveView
 from kvmig.fleet.store import OrderActor
 from kvmig.fleet.tables import FleetDatabase, audit
@@ -61,8 +62,27 @@ def live_api(
     """The routes. stored: runs a call of the database on the store's thread. caller: who calls."""
     api = APIRouter(prefix="/live")
 
-    async def keep(action: str, about: str, actor: OrderActor) -> None:
-        await stored(keep_order, database, action, about, actor, view.wall())
+    async def carry_out(
+        action: str,
+        body: InstanceBody,
+        actor: OrderActor,
+        order: Callable[[str, str, str], Awaitable[None]],
+    ) -> None:
+        """Keep in the audit what was ordered, then what came of it: an order that is cut short
+        between the two stands there as one of which no end is known."""
+
+        async def keep(state: str, why: str = "") -> None:
+            after = {"state": state, **({"why": why} if why else {})}
+            about = f"{body.model}/{body.instance}"
+            await stored(keep_order, database, action, about, actor, view.wall(), after)
+
+        await keep("ordered")
+        try:
+            await order(body.model, body.instance, body.deployment)
+        except KvmigError as error:
+            await keep("refused", str(error))
+            raise
+        await keep("begun")
 
     @api.get("")
     async def live(streams: StreamsQuery = 200, _: OrderActor = caller) -> Response:
@@ -75,16 +95,14 @@ def live_api(
         """Let an instance's requests go to the model's other instances; then it ends. The model
         gets another one if it is to have more. 409 where the deployment refuses."""
         view.check(body.model, body.instance, body.deployment)
-        await keep("instance.drain", f"{body.model}/{body.instance}", actor)
-        await view.drain(body.model, body.instance, body.deployment)
+        await carry_out("instance.drain", body, actor, view.drain)
         return {}
 
     @api.post("/undrain")
     async def undrain(body: InstanceBody, actor: OrderActor = caller) -> Body:
         """Let an instance that is drained serve again."""
         view.check(body.model, body.instance, body.deployment)
-        await keep("instance.undrain", f"{body.model}/{body.instance}", actor)
-        await view.undrain(body.model, body.instance, body.deployment)
+        await carry_out("instance.undrain", body, actor, view.undrain)
         return {}
 
     @api.post("/move")
@@ -98,13 +116,19 @@ def live_api(
 
 
 def keep_order(
-    database: FleetDatabase, action: str, about: str, actor: OrderActor, now: float
+    database: FleetDatabase,
+    action: str,
+    about: str,
+    actor: OrderActor,
+    now: float,
+    after: Body,
 ) -> None:
-    """Keep a row of the audit of an order about an instance. Raises StoreError."""
+    """Keep a row of the audit of an order about an instance. after: how far it has come. Raises
+    StoreError."""
     with database.transaction() as connection:
         connection.execute(
             insert(audit).values(
                 at=now, actor=actor.name, address=actor.address, action=action, object=about,
-                before=None, after=None,
+                before=None, after=after,
             )
         )  # fmt: skip

@@ -54,6 +54,8 @@ class LiveView:
     wall: Clock
     """Unix time."""
     clock: Clock = monotonic
+    aliases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Names that stand for models by weights, as the catalogue has them."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _streams: Streams = field(default_factory=dict, init=False)
     _looked_at: float = field(default=-LOOK_S, init=False)
@@ -120,7 +122,7 @@ class LiveView:
         name = one.wanted.name
         front = self.models.rollouts.front(name) or one
         beside = self.models.rollouts.beside(name)
-        both = [one] if beside is None else [one, beside]
+        both = [each for each in (one, beside) if each is not None and not each.former]
         return LiveModel(
             name=name,
             state=front.life.state,
@@ -168,27 +170,40 @@ class LiveView:
     async def move(
         self, model: str, request_id: str, destination: str | None, deployment: str
     ) -> MoveRecord:
-        """Move a request, and wait for the end. destination: None: the instance with the most room.
+        """Move a request, and wait for the end. model: its name, or one that requests give for it.
+        destination: None: the instance with the most room.
 
         Raises NotThere, NameTaken.
         """
-        for one in self._of_model(model, deployment):
+        unanswered = ""
+        for one in self._of_model(model, deployment, others=True):
             if one.watched is None or not one.serving:
                 continue
             try:
                 rows = await one.watched.requests(ANSWER_S)
-            except StartupError as error:
-                raise NameTaken(f"model {model}: {error}") from error
+            except StartupError as error:  # another deployment of the model may have it
+                unanswered = str(error)
+                continue
             if any(request_id in (row.id, row.call_id) for row in rows):
                 return await refusing(one.watched.move(request_id, destination))
+        if unanswered:
+            raise NameTaken(f"model {model}: {unanswered}")
         raise NotThere(f"model {model} has no request {request_id!r:.200} now")
 
     def check(self, model: str, instance: str, deployment: str) -> None:
         """Raises NotThere for an instance that isn't there."""
         self._find(model, instance, deployment)
 
-    def _of_model(self, name: str, deployment: str) -> list[ManagedModel]:
-        found = [one for one in self._deployments() if one.wanted.name == name]
+    def _of_model(self, name: str, deployment: str, *, others: bool = False) -> list[ManagedModel]:
+        """List a model's deployments. others: or those of the models that requests mean by the
+        name. Raises NotThere."""
+        names = {name} if not others else {name, *self.aliases.get(name, ())}
+        found = [
+            one
+            for one in self._deployments()
+            if one.wanted.name in names
+            or (others and name in (*one.wanted.spec.aliases, *one.wanted.spec.adapters))
+        ]
         if not found:
             raise NotThere(f"there is no model {name!r:.200}")
         return [one for one in found if deployment in ("", one.deployment)]

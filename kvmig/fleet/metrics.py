@@ -91,7 +91,7 @@ class FleetMetrics:
             *of_usage(usage),
             *self._users.metrics(users),
             *of_quotas(self.quotas()),
-            *of_devices(self.models.places.nodes(), self._records()),
+            *of_devices(self.models.places.nodes(), self._records(), self._beside()),
             of_spools(self.behind_s()),
             self._misses(),
             of_set_aside(self.set_aside()),
@@ -99,6 +99,12 @@ class FleetMetrics:
             of_disks(self.free()),
         ]
         return await asyncio.to_thread(lambda: merged([own, *map(parsed, parts)]))
+
+    def _beside(self) -> dict[str, str]:
+        """The models of the second deployments of roll-outs, by these deployments' keys."""
+        names = [one.wanted.name for one in self.models.every()]
+        found = ((name, self.models.rollouts.beside(name)) for name in names)
+        return {other.key: name for name, other in found if other is not None}
 
     async def _scrape(self, model: str, socket: str) -> str:
         """What a deployment says; nothing if it doesn't."""

@@ -529,7 +529,7 @@ class FleetServer:
         rows, aliases, rollouts = await self._backend.stored(self._store.catalogue)
         named = {name: {row.name: 1} for row in rows for name in row.spec.aliases}
         if (every := {**named, **aliases}) != self._aliases:
-            self._aliases = every
+            self._aliases = self._backend.live.aliases = every
             self._links.send_to_all(AliasTable(version=self._next(), aliases=every))
         await self._files.take_models(sources_of(rows, rollouts, self._files.resolved))
         specs = [*(row.spec for row in rows), *(one.base_spec for one in rollouts.values())]

@@ -15,6 +15,7 @@ from kvmig.asgi.certificate import load_certificate
 from kvmig.core.config import CertificateFiles
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SecretStruct
+from kvmig.core.shown_urls import shown_url
 from kvmig.fleet.device_room import Strategy
 from kvmig.fleet.node_reserve import parse_ladder
 
@@ -194,7 +195,7 @@ def _check_hosts(settings: FleetSettings) -> None:
             f"--peer-port is {settings.peer_port}, must be given together with --standby"
         )
     if settings.standby and not settings.database.startswith("postgresql"):
-        given = repr(settings.database[:100]) if settings.database else "SQLite's file"
+        given = repr(shown_url(settings.database)[:100]) if settings.database else "SQLite's file"
         raise ConfigError(
             f"--standby is given, --database is {given}, must be PostgreSQL: a file has one server,"
             " on its own host"

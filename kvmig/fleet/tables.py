@@ -44,6 +44,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
+from kvmig.core.shown_urls import shown_url
 
 SCHEMA = 19
 """The newest migration's number."""
@@ -375,7 +376,7 @@ class FleetDatabase:
         """The leader's token; 0: it doesn't lead."""
         leader = (lambda: self.token) if leads else None
         self._engine = _engine(self._url, wait_s, statement_s, leader)
-        self.name = self._url.render_as_string() if self.path is None else str(self.path)
+        self.name = shown_url(self._url.render_as_string()) if self.path is None else str(self.path)
 
     @property
     def path(self) -> Path | None:
@@ -452,7 +453,7 @@ class FleetDatabase:
             sqlite3.SQLITE_CORRUPT: "is damaged; restore a backup",
             sqlite3.SQLITE_NOTADB: "is no SQLite database, or a damaged one",
         }
-        said = str(error).strip().partition("\n")[0]
+        said = shown_url(str(error).strip().partition("\n")[0])
         passing = {
             sqlite3.SQLITE_BUSY: f"is locked by another program, for {self._wait_s:g} s now",
             sqlite3.SQLITE_FULL: "has no room left",
@@ -469,7 +470,7 @@ def _checked_url(url: str) -> URL:
         found = make_url(url)
     except ArgumentError as error:
         raise ConfigError(f"the fleet's database is no URL, must be {allowed}") from error
-    shown = found.render_as_string()
+    shown = shown_url(found.render_as_string())
     if found.drivername == "sqlite":
         if not found.database or not Path(found.database).is_absolute():
             raise ConfigError(f"the fleet's database is {shown}, must be a file's whole path")
@@ -501,7 +502,7 @@ def _engine(
 
         @event.listens_for(engine, "connect")
         def set_up(connection: Any, _record: object) -> None:
-            name = url.render_as_string()
+            name = shown_url(url.render_as_string())
             _set_up_postgres(connection, name, wait_s, statement_s, leader)
 
     return engine

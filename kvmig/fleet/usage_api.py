@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from datetime import date
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+import msgspec
+from fastapi import APIRouter, Query
 from pydantic import Field
+from starlette.responses import Response
 
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
@@ -44,9 +46,11 @@ def usage_api(
         by: str = "model",
         since: str = "",
         until: str = "",
+        limit: Annotated[int | None, Query(ge=1, description="Most rows; null: all.")] = None,
         user: str | None = reader,
-    ) -> Body:
-        """Calls and tokens by some of key, user, model, day; since, until: days in UTC.
+    ) -> Response:
+        """Calls and tokens by some of key, user, model, day, the largest output first; since,
+        until: days in UTC.
 
         A key with the scope `read` sees those of its own user.
         """
@@ -57,7 +61,12 @@ def usage_api(
         fields = tuple(dict.fromkeys(named))
         check_day("since", since)
         check_day("until", until)
-        return {"data": await stored(sums, database, fields, since, until, user)}
+
+        def encoded() -> bytes:  # on the store's thread: there may be many
+            rows = sums(database, fields, since, until, user, limit)
+            return msgspec.json.encode({"data": rows})
+
+        return Response(await stored(encoded), media_type="application/json")
 
     @api.post("/prune")
     async def prune_usage(body: PruneBody, actor: OrderActor = caller) -> Body:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.responses import RedirectResponse
 from starlette.routing import Route
 
 from kvmig.accounts.page_sessions import PATH as PAGE
@@ -65,6 +66,7 @@ def extend(
     engine = getattr(app.state, "engine_client", None)  # vLLM's
     probes = probe_routes(http, lambda: engine is not None and engine.errored)
     app.router.routes[:0] = [Route("/metrics", metrics), *probes]
+    app.router.redirect_slashes = False  # behind HTTPS it would lead to HTTP
     if http.access.has_page:
         add_page(app, http, router, launcher, rows, model, AdminKey(admin_key, tls))
     add_schemas(app)
@@ -102,6 +104,11 @@ def add_page(
     )
     view = ServerView(router, rows, model, time.time)
     sessions = AdminSessions(admin.key, time.time, tls=admin.tls)
+
+    async def lead_in(_: Request) -> Response:
+        return RedirectResponse(f"{PAGE}/")
+
+    app.router.routes.append(Route(PAGE, lead_in))
     app.mount(PAGE, server_pages(view, sessions, model, routers, lambda: http.closed))
 
 

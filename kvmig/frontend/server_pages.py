@@ -177,7 +177,7 @@ def server_pages(
 ) -> Starlette:
     """The application. routers: of the admin API, without its rules of access. closed: whether the
     server stops."""
-    api = FastAPI(openapi_url=None)
+    api = FastAPI(openapi_url=None, redirect_slashes=False)
     for one in routers:
         api.include_router(one)
     links = (NavigationLink("/", "Server"), NavigationLink(INSTANCES, "Instances"))

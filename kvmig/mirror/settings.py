@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from kvmig.core.errors import ConfigError
 from kvmig.core.secret import SECRET, SecretStruct
+from kvmig.core.shown_urls import shown_url
 
 HUB = "https://huggingface.co"
 ENDPOINT = "HF_ENDPOINT"
@@ -70,8 +71,8 @@ def check_settings(settings: MirrorSettings) -> MirrorSettings:
         for url in urls:
             if url and not _is_url(url):
                 raise ConfigError(
-                    f"{flag} is {url!r:.200}, must be as http://HOST:PORT, without a user, a"
-                    " query and a slash at its end"
+                    f"{flag} is {shown_url(url)!r:.200}, must be as http://HOST:PORT, without a"
+                    " user, a query and a slash at its end"
                 )
     for flag, names in (("--pin", settings.pins), ("--prefetch", settings.prefetch)):
         for one in names:

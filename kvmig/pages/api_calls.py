@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httpx
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvmig.core.errors import KvmigError
@@ -68,7 +69,7 @@ class ApiCaller:
             raise ApiRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence) from error
         if answer.is_error:
             raise ApiRefusal(HTTPStatus(answer.status_code), sentence_of(answer))
-        return answer.json()
+        return msgspec.json.decode(answer.content)
 
 
 def sentence_of(answer: httpx.Response) -> str:

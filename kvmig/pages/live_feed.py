@@ -2,17 +2,20 @@
 
 One task makes the pictures, however many pages are open, and none runs while no page is. Each page
 gets the whole picture first, then changes; a page whose reader is slow gets the whole one again.
+While nothing changes, an event each few seconds shows whether the picture is still that of now.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import msgspec
 
 from kvmig.core.background import cancel_tasks, keep_running
+from kvmig.core.clock import Clock
 from kvmig.core.errors import KvmigError
 from kvmig.core.live_records import LiveFleet
 from kvmig.pages.picture import LivePicture, PictureChange, change_of, picture_of
@@ -21,7 +24,10 @@ from kvmig.pages.rendering import render_macro
 PICTURE_S = 0.5
 """Pause between two pictures."""
 BEAT_S = 5.0
-"""Longest time between two looks at whether the person may still see it."""
+"""Longest time between two events of a page, and between two looks at whether the person may still
+see it."""
+STALE_S = 3.0
+"""Age at which the last picture is no longer that of now."""
 MACROS = "live"
 """Template with the macros of regions and parts."""
 
@@ -33,10 +39,13 @@ Look = Callable[[], Awaitable[LiveFleet]]
 class LiveFeed:
     """Make it inside a running event loop; `close` it, which all open pages learn."""
 
-    def __init__(self, look: Look, pause_s: float = PICTURE_S) -> None:
-        """look: what runs now. Raises KvmigError."""
+    def __init__(self, look: Look, pause_s: float = PICTURE_S, wall: Clock = time.time) -> None:
+        """look: what runs now. Raises KvmigError. wall: Unix time."""
         self._look = look
         self._pause_s = pause_s
+        self._wall = wall
+        self._seen_at = 0.0
+        """Unix time of the last look that has succeeded, or of the first one."""
         self._viewers = 0
         self._task: asyncio.Task[None] | None = None
         self._picture: LivePicture | None = None
@@ -63,6 +72,7 @@ class LiveFeed:
         """The events of one page. may_look: whether its person still may."""
         self._viewers += 1
         if self._task is None:
+            self._seen_at = self._wall()
             drawing = keep_running(self._draw, "the live picture")
             self._task = asyncio.create_task(drawing, name="live picture")
         seen = -1
@@ -78,7 +88,7 @@ class LiveFeed:
                     async with asyncio.timeout(BEAT_S):
                         await turn.wait()
                 except TimeoutError:
-                    yield b": the picture is as before\n\n"
+                    yield self._beat()
             yield event("closed", {})
         finally:
             self._viewers -= 1
@@ -90,6 +100,7 @@ class LiveFeed:
         while True:
             try:
                 self._take(picture_of(await self._look()))
+                self._seen_at = self._wall()
             except KvmigError as error:
                 log.warning("what runs is not shown now: %s", error)
             await asyncio.sleep(self._pause_s)
@@ -105,6 +116,12 @@ class LiveFeed:
         self._whole = b""
         self._turn.set()
         self._turn = asyncio.Event()
+
+    def _beat(self) -> bytes:
+        """The event of a page whose picture is as before: it is that of now, or since when not."""
+        if self._wall() - self._seen_at < STALE_S:
+            return event("live", {})
+        return event("stale", {"since": self._seen_at})
 
     def _whole_event(self, picture: LivePicture) -> bytes:
         if not self._whole:

@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 from kvmig.pages.api_calls import ApiRefusal
 from kvmig.pages.headers import PageHeaders
 from kvmig.pages.rendering import PREFIX, render
+from kvmig.pages.sent_forms import ONCE, SentForms
 from kvmig.pages.session import PagePerson, PageSessions
 
 STATIC = Path(__file__).parent / "static"
@@ -68,6 +69,7 @@ class PageSite:
     def __init__(self, sessions: PageSessions, links: Sequence[NavigationLink]) -> None:
         self.sessions = sessions
         self._links = links
+        self._sent: SentForms[str | FormOutcome] = SentForms()
 
     def find_person(self, request: Request, *, admin: bool = False) -> PagePerson:
         """The person who is logged in. admin: the page is for admins only. Raises NotLoggedIn, or
@@ -98,6 +100,7 @@ class PageSite:
             "csrf": "" if person is None else self.sessions.csrf_token(request),
             "links": links,
             "here": request.url.path,
+            "once": self._sent.new_token(),
         }
         return HTMLResponse(render(template, **(shared | dict(values))), outcome.status)
 
@@ -109,12 +112,21 @@ class PageSite:
         return form
 
     def form_route(self, path: str, act: Act, show: Show) -> Route:
-        """A route that takes a form. show: of its page, where the form is refused."""
+        """A route that takes a form. show: of its page, where the form is refused. A form with the
+        field ONCE is carried out once."""
 
         async def take(request: Request) -> Response:
             form = await self.read_form(request)
+            person, token = self.find_person(request), str(form.get(ONCE, ""))
+            fields = [(name, str(value)) for name, value in form.multi_items()]
             try:
-                done = await act(request, form)
+                done = await self._sent.carry_out(
+                    f"{person.name}/{person.key}",
+                    request.url.path,
+                    token,
+                    fields,
+                    lambda: act(request, form),
+                )
             except ApiRefusal as error:
                 done = FormOutcome(str(error), error.status, form)
             return go_to(done) if isinstance(done, str) else await show(request, done)
@@ -123,7 +135,7 @@ class PageSite:
 
     def make_app(self, routes: Sequence[BaseRoute]) -> Starlette:
         """The application, to be mounted at the prefix."""
-        return Starlette(
+        app = Starlette(
             routes=[Mount("/static", StaticFiles(directory=STATIC)), *routes],
             middleware=[Middleware(PageHeaders)],
             exception_handlers={
@@ -132,6 +144,8 @@ class PageSite:
                 ApiRefusal: self._show_refusal,
             },
         )
+        app.router.redirect_slashes = False  # it would lead from HTTPS to HTTP
+        return app
 
     async def _ask_for_login(self, request: Request, _: Exception) -> Response:
         """Lead to the log-in and back; refuse a script."""

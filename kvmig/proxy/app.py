@@ -68,10 +68,12 @@ from kvmig.proxy.near_names import near_names
 from kvmig.proxy.page_calls import (
     FORM_BYTES,
     PAGES,
+    VISIT_S,
     LoginRedirect,
     PageEntry,
     VisitorCall,
     is_page,
+    too_slow,
 )
 from kvmig.proxy.priority_choice import ChosenPriority, choose_class
 from kvmig.proxy.refusals import CallNotTaken, ProxyRefusal, bad, refused
@@ -93,8 +95,6 @@ LOGIN = "/kvmig/v2/login"
 """The server's one path without a key."""
 LOGIN_BYTES = 1 << 16
 """Bytes of a body there, and of a form of the page, at most."""
-LOGINS = 16
-"""Calls without a key that the server gets at once; one more is refused."""
 PEOPLE = "people"
 """Account of the bodies of all calls without a key; no user's id is like it."""
 GREETING = msgspec.json.encode(
@@ -170,7 +170,6 @@ class ProxyApp:
         self._clock = clock
         self._closed = False
         self._turns: dict[PendingRequest, asyncio.Future[None]] = {}
-        self._logins = 0
         self._pages = PageEntry(directory, clock, wall)
         self._sweeping: asyncio.TimerHandle | None = None
 
@@ -394,14 +393,12 @@ class ProxyApp:
         why = "a login needs no more"
         rules = BodyRules(LOGIN_BYTES, self.config.body_timeout_s, None, why, LOGIN_BYTES)
         content = await self._read(call, None, rules)
-        if self._logins >= LOGINS:
-            sentence = "too many people log in at once, try again"
-            raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, "logins_full", 1.0)
-        self._logins += 1
-        try:
-            await self._pass_order(call, content)
-        finally:
-            self._logins -= 1
+        with self._pages.visits.entered(call.path):
+            cutting = asyncio.get_running_loop().call_later(VISIT_S, call.cut_off, too_slow())
+            try:
+                await self._pass_order(call, content)
+            finally:
+                cutting.cancel()
 
     async def _ask_server(self, call: ProxiedCall, visit: AdmittedCall) -> None:
         most = min(FORM_BYTES if is_page(call.path) else ROOM, self.config.max_body)

@@ -26,7 +26,8 @@ PAGES = "/ui/"
 MODEL_CALLS = "/ui/v1/"
 """Prefix of paths of models; what follows /ui is a path of the API."""
 LOGIN = "/ui/login"
-OPEN = (LOGIN, "/ui/static/")
+STATIC = "/ui/static/"
+OPEN = (LOGIN, STATIC)
 """Beginnings of paths without a session."""
 READS = ("GET", "HEAD")
 MOST_ADDRESSES = 4096
@@ -39,6 +40,12 @@ MOST_PAGES = 64
 """Calls of one user's pages that the server answers at once."""
 FORM_BYTES = 256_000
 """Bytes of a form of the page, at most: the server takes it apart on its event loop."""
+LOGINS = 16
+"""Log-ins that the server gets at once; one more is refused."""
+FILES = 64
+"""Calls of the page's files that the server answers at once."""
+VISIT_S = 60.0
+"""Longest time of a call without a key, until its answer is read; then it is cut."""
 TRY = 10.0
 """How many calls count for one try to log in, for which the server may ask a provider."""
 
@@ -115,6 +122,35 @@ class OpenPages:
                 del self._open[way.user]
 
 
+class OpenVisits:
+    """Calls without a key that the server answers now: those of files leave log-ins their room."""
+
+    def __init__(self) -> None:
+        self._open: Counter[bool] = Counter()
+        """Counts of calls of files (true), and of others."""
+
+    @contextmanager
+    def entered(self, path: str) -> Iterator[None]:
+        """Count a call until its end. Raises ProxyRefusal."""
+        of_files = path.startswith(STATIC)
+        most, what = (FILES, "files of the page") if of_files else (LOGINS, "log-ins")
+        if self._open[of_files] >= most:
+            sentence = f"{most} {what} are asked for at once, try again"
+            code = "files_full" if of_files else "logins_full"
+            raise ProxyRefusal(HTTPStatus.SERVICE_UNAVAILABLE, sentence, code, 1.0)
+        self._open[of_files] += 1
+        try:
+            yield
+        finally:
+            self._open[of_files] -= 1
+
+
+def too_slow() -> ProxyRefusal:
+    """Why a call without a key is cut."""
+    sentence = f"the call has taken {VISIT_S:g} s, more than one without a key may"
+    return ProxyRefusal(HTTPStatus.REQUEST_TIMEOUT, sentence, "visit_too_slow")
+
+
 def network_of(address: str) -> str:
     """What one person has of addresses: of IPv6, a whole network."""
     try:
@@ -179,6 +215,7 @@ class PageEntry:
         self._wall = wall
         self._visitors = VisitorRates()
         self.open = OpenPages()
+        self.visits = OpenVisits()
 
     def judge(
         self, method: str, path: str, query: bytes, headers: Mapping[str, str], address: str

@@ -138,8 +138,16 @@ def test_a_folder_below_a_file_is_no_place_for_data(tmp_path: Path) -> None:
     assert "is no folder" in facts.disk_error
 
 
-def test_a_database_that_is_away_is_a_finding_without_its_password(tmp_path: Path) -> None:
-    url = "postgresql+psycopg://ann:secret@127.0.0.1:1/kvmig"
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://ann:secret@127.0.0.1:1/kvmig",
+        "postgresql+psycopg://127.0.0.1:1/kvmig?user=ann&password=secret",
+    ],
+)
+def test_a_database_that_is_away_is_a_finding_without_its_password(
+    tmp_path: Path, url: str
+) -> None:
     ran = CliRunner().invoke(app, ["--data", str(tmp_path), "doctor", "--json", "--database", url])
     (line,) = [one for one in json.loads(ran.stdout) if one["name"] == "database"]
     assert (ran.exit_code, line["level"]) == (1, "fail")

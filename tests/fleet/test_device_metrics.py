@@ -24,12 +24,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
     return FakeMachine(tmp_path)
 
 
-def text_of(claims: dict[str, dict[str, int]]) -> str:
+def text_of(claims: dict[str, dict[str, int]], **beside: str) -> str:
     watch = DeviceWatch()
     watch.read_sample()
     node = WorkerNode("local", 0, 0, watch.memory(claims, {}))
     records = {one.uuid: one for one in watch.inventory.devices}
-    return merged([of_devices([node], records)]).decode()
+    return merged([of_devices([node], records, beside)]).decode()
 
 
 def test_a_gpu_has_its_memory_whose_it_is_its_use_and_its_power(machine: FakeMachine) -> None:
@@ -65,3 +65,13 @@ def test_what_a_driver_does_not_know_is_left_out(machine: FakeMachine) -> None:
 def test_a_host_without_gpus_has_no_sample_of_them(machine: FakeMachine) -> None:
     assert machine.folder.exists()
     assert "kvmig_gpu_memory_bytes{" not in text_of({})
+
+
+def test_a_model_that_rolls_out_claims_what_both_its_deployments_do(machine: FakeMachine) -> None:
+    (gpu,) = devices(1)
+    machine.install([gpu])
+    text = text_of({gpu.uuid: {"qwen": GIB, "qwen2": 2 * GIB, "other": GIB}}, qwen2="qwen")
+    claimed = [one for one in text.splitlines() if one.startswith("kvmig_gpu_claimed_bytes{")]
+    assert len(claimed) == 2
+    (own,) = [one for one in claimed if 'model="qwen"' in one]
+    assert float(own.rpartition(" ")[2]) == 3 * GIB

@@ -172,7 +172,7 @@ async def test_an_instance_is_drained_and_serves_again_and_the_audit_says_who(
     assert (await api.ask("POST", "live/undrain", {"model": "qwen", "instance": "i1"}))[0] == 200
     assert watched.orders == [("drain", "i0"), ("stop_drain", "i1")]
     _, found = await api.ask("GET", "audit")
-    noted = [(one["action"], one["object"], one["actor"]) for one in found["data"][:2]]
+    noted = [(one["action"], one["object"], one["actor"]) for one in found["data"][:4:2]]
     assert noted == [
         ("instance.undrain", "qwen/i1", "local"),
         ("instance.drain", "qwen/i0", "local"),
@@ -243,3 +243,39 @@ def test_each_model_has_its_part_of_the_streams_that_are_listed() -> None:
     assert [one.row.id for one in found if one.model == "busy"][:2] == ["busy99", "busy98"]
     assert len(found) == 10
     assert fair_part([], 10) == []
+
+
+async def test_the_audit_has_what_was_ordered_and_what_came_of_it(
+    api: Api, watched: Watched
+) -> None:
+    body = {"model": "qwen", "instance": "i0"}
+    assert (await api.ask("POST", "live/drain", body))[0] == 200
+    watched.refuses = "it is the last one"
+    assert (await api.ask("POST", "live/drain", body))[0] == 409
+    rows = (await api.ask("GET", "audit"))[1]["data"]
+    found = [one["after"] for one in rows if one["action"] == "instance.drain"]
+    assert found[::-1] == [
+        {"state": "ordered"},
+        {"state": "begun"},
+        {"state": "ordered"},
+        {"state": "refused", "why": "it is the last one"},
+    ]
+
+
+async def test_a_stream_of_a_model_that_was_asked_for_by_another_name_moves(
+    api: Api, watched: Watched
+) -> None:
+    api.backend.live.aliases = {"chat": {"qwen": 1}}
+    for name, status in (("chat", 200), ("chats", 404)):
+        body = {"model": name, "request_id": "r1", "destination": "i1"}
+        assert (await api.ask("POST", "live/move", body))[0] == status
+    assert watched.orders == [("move", "r1", "i1")]
+
+
+async def test_instances_of_a_removed_model_do_not_count_for_one_that_has_its_name(
+    api: Api,
+) -> None:
+    model = qwen(api)
+    model.wanted = replace(model.wanted, model_id="m2")
+    (shown,) = (await api.ask("GET", "live?streams=0"))[1]["models"]
+    assert (shown["serving"], shown["running"]) == (0, 0)

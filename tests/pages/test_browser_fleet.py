@@ -103,6 +103,33 @@ def test_a_wrong_key_is_refused_and_a_right_one_leads_to_the_page_that_was_asked
     assert "/ui/login" in page.url
 
 
+# -- whether the page is live
+
+
+def test_a_page_that_is_not_live_says_since_when_and_is_live_again(
+    fleet: ToyFleet, bea: Visitor
+) -> None:
+    bea.expected = "ERR_FAILED"
+    bea.context.add_init_script(
+        """window.feeds = []; const Native = EventSource;
+        window.EventSource = class extends Native {
+            constructor(path) { super(path); window.feeds.push(this) } }"""
+    )
+    page = open_page(bea, fleet.key)
+    page.get_by_text("Live.", exact=True).wait_for()
+    page.route("**/ui/live", lambda route: route.abort())
+    page.evaluate("() => feeds.at(-1).dispatchEvent(new Event('error'))")
+    page.get_by_text(re.compile(r"Not live since \d\d:\d\d:\d\d UTC: ")).wait_for()
+    page.unroute("**/ui/live")
+    page.get_by_text("Live.", exact=True).wait_for()
+    page.evaluate(
+        """() => feeds.at(-1).dispatchEvent(
+            new MessageEvent("stale", {data: '{"since": 3661}'}))"""
+    )
+    page.get_by_text("Not live since 01:01:01 UTC: the server can't see what runs").wait_for()
+    page.get_by_text("Live.", exact=True).wait_for()  # by the next event
+
+
 # -- models, streams
 
 

@@ -204,6 +204,57 @@ def test_a_tool_s_result_goes_back_to_the_model_and_an_image_along(
     assert (result["tool_call_id"], result["content"]) == ("c1", "20 degrees")
 
 
+def test_two_quick_enters_send_one_message(fleet: ToyFleet, bea: Visitor, tmp_path: Path) -> None:
+    page = open_playground(bea, fleet.key)
+    asked: list[object] = []
+
+    def answers(route: Route) -> None:
+        asked.append(route.request.post_data_json)
+        chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "Yes."}}]})
+        route.fulfill(content_type="text/event-stream", body=f"data: {chunk}\n\ndata: [DONE]\n\n")
+
+    page.route("**/ui/v1/chat/completions", answers)
+    picture = tmp_path / "dot.png"
+    page.screenshot(path=picture, clip={"x": 0, "y": 0, "width": 8, "height": 8})
+    page.get_by_text("Options", exact=True).click()
+    page.get_by_label("Image").set_input_files(picture)
+    page.get_by_label("Message").fill("What is this?")
+    page.get_by_label("Message").evaluate(
+        """box => { for (let time = 0; time < 2; time++)
+            box.dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", bubbles: true})) }"""
+    )
+    page.locator("article.assistant footer").first.wait_for()
+    page.wait_for_timeout(200)
+    assert len(asked) == 1
+    assert page.locator("article.user").count() == 1
+
+
+@pytest.mark.parametrize("failure", ["refused", "cut"])
+def test_a_question_that_got_no_answer_is_not_sent_with_the_next_and_can_be_sent_again(
+    fleet: ToyFleet, bea: Visitor, failure: str
+) -> None:
+    bea.expected = "status of 429|ERR_FAILED"
+    page = open_playground(bea, fleet.key)
+    asked: list[list[object]] = []
+
+    def answers(route: Route) -> None:
+        asked.append((route.request.post_data_json or {})["messages"])
+        if len(asked) > 1:
+            chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "Yes."}}]})
+            route.fulfill(content_type="text/event-stream", body=f"data: {chunk}\n\n")
+        elif failure == "cut":
+            route.abort()
+        else:
+            route.fulfill(status=429, json={"error": {"message": "too many"}})
+
+    page.route("**/ui/v1/chat/completions", answers)
+    say(page, "First?").locator("footer").wait_for()
+    page.get_by_text("not answered").wait_for()
+    assert page.get_by_label("Message").input_value() == "First?"
+    say(page, "Second?").get_by_text("Yes.").wait_for()
+    assert asked[1] == [{"role": "user", "content": "Second?"}]
+
+
 def test_a_refusal_is_shown_in_the_api_s_words(fleet: ToyFleet, bea: Visitor) -> None:
     key, _ = new_key(fleet, "rpm", rpm=1)
     bea.expected = "status of 429|status of 400"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import html
 import json
 import re
 
@@ -214,3 +216,56 @@ async def test_the_audit_shows_who_changed_what_and_from_where(pages: Pages) -> 
     assert "10.0.0.9" in seen
     assert "qwen" in seen
     assert (await pages.browse("audit?limit=x")).status_code == 400
+
+
+async def test_a_key_s_form_that_is_sent_twice_makes_one_key_and_shows_it_twice(
+    pages: Pages,
+) -> None:
+    shown = await pages.browse("keys")
+    (once,) = set(re.findall(r'name="once" value="([^"]+)"', shown.text))
+    form = {"user": "bea", "name": "one", "scope": "infer", "once": once}
+    first, second = await asyncio.gather(*(pages.send("keys", **form) for _ in range(2)))
+    third = await pages.send("keys", **form)
+    keys = [re.findall(r"kv-[0-9a-z]{8}-[^<\s\"]+", one.text) for one in (first, second, third)]
+    assert keys[0] == keys[1] == keys[2] != []
+    named = [one for one in (await pages.ask("GET", "keys"))[1]["data"] if one["name"] == "one"]
+    assert len(named) == 1
+    await pages.send("keys", **{**form, "name": "two"})
+    assert len((await pages.ask("GET", "keys"))[1]["data"]) == 3
+
+
+async def test_a_user_s_form_that_is_sent_twice_is_no_error_and_a_refused_one_is_sent_again(
+    pages: Pages,
+) -> None:
+    once = re.findall(r'name="once" value="([^"]+)"', (await pages.browse("users")).text)[0]
+    for _ in range(2):
+        assert (await pages.send("users", name="", role="user", once=once)).status_code == 400
+    for _ in range(2):
+        answer = await pages.send("users", name="ann", role="user", once=once)
+        assert answer.status_code == 303, alert_of(answer)
+    other = await pages.send("users", name="eva", role="user", once="0123456789abcdef.x")
+    assert (other.status_code, "started again" in alert_of(other)) == (409, True)
+    assert 'value="eva"' in other.text
+
+
+async def test_a_form_of_a_model_that_somebody_has_changed_since_is_refused_and_kept(
+    pages: Pages,
+) -> None:
+    await add_model(pages)
+    assert 'name="based_on" value="1"' in (await pages.browse("models/qwen")).text
+    assert (
+        await pages.send("models/qwen/scale", min="0", max="4", based_on="1")
+    ).status_code == 303
+    typed = {"name": "qwen", "source": f"path:{pages.folder}", "engine": "toy", "priority": 7}
+    stale = await pages.send("models/qwen/change", spec=json.dumps(typed), based_on="1")
+    said = html.unescape(alert_of(stale))
+    assert (stale.status_code, "has revision 2 by bea" in said) == (409, True), said
+    assert '"max": 4' in said
+    assert json.dumps(typed) in html.unescape(stale.text)
+    assert 'name="based_on" value="2"' in stale.text
+    assert (
+        await pages.send("models/qwen/scale", min="1", max="2", based_on="1")
+    ).status_code == 409
+    again = await pages.send("models/qwen/change", spec=json.dumps(typed), based_on="2")
+    assert again.status_code == 303, alert_of(again)
+    assert (await spec_of(pages))["priority"] == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -128,4 +129,26 @@ async def test_a_look_that_fails_is_tried_again(fleet: Fleet, feed: LiveFeed) ->
     assert not first.done()
     fleet.error = ""
     assert (await first)[0] == "picture"
+    await events.aclose()
+
+
+async def test_a_page_is_told_since_when_its_picture_is_not_live_and_when_it_is_again(
+    fleet: Fleet, feed: LiveFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_feed, "BEAT_S", 0.02)
+    monkeypatch.setattr(live_feed, "STALE_S", 0.05)
+    events = feed.events(lambda: True)
+    began = time.time()
+    assert [(await following(events))[0] for _ in range(2)] == ["picture", "live"]
+    fleet.error = "not now"
+    while (found := await following(events))[0] == "live":
+        pass
+    name, data = found
+    assert name == "stale"
+    assert began < data["since"] < time.time() - 0.05
+    assert await following(events) == ("stale", data)
+    fleet.error = ""
+    while (name := (await following(events))[0]) == "stale":
+        pass
+    assert name == "live"
     await events.aclose()

@@ -31,7 +31,7 @@ async def test_people_who_log_in_leave_room_for_users(tmp_path: Path) -> None:
 async def test_few_people_at_once_have_the_server_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvmig.proxy.app.LOGINS", 2)
+    monkeypatch.setattr("kvmig.proxy.page_calls.LOGINS", 2)
     goes_on = asyncio.Event()
 
     async def later(got: Got) -> None:
@@ -49,4 +49,31 @@ async def test_few_people_at_once_have_the_server_asked(
         goes_on.set()
         assert [(await one).status_code for one in asked] == [200, 200]
         assert (await door.ask({}, LOGIN)).status_code == 200
+    await server.close()
+
+
+async def test_slow_readers_of_files_leave_room_for_log_ins_and_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.proxy.page_calls.LOGINS", 2)
+    monkeypatch.setattr("kvmig.proxy.page_calls.FILES", 2)
+    monkeypatch.setattr("kvmig.proxy.app.VISIT_S", 2.0)
+    never = asyncio.Event()
+
+    async def answer(got: Got) -> None:
+        if "/static/" in got.line:
+            await never.wait()
+        await says_ok(got)
+
+    server = Deployment(f"{tmp_path}/api", answer)
+    await server.open()
+    async with site(tmp_path) as door:
+        slow = [await door.connect(door.call(b"", path="/ui/static/page.js")) for _ in range(2)]
+        await until(lambda: len(server.got) == 2)
+        async with asyncio.timeout(5):
+            assert (await door.ask({}, LOGIN)).status_code == 200
+        for reader, writer in slow:
+            async with asyncio.timeout(10):
+                assert b" 408 " in await reader.readline()
+            writer.close()
     await server.close()

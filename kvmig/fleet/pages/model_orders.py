@@ -27,6 +27,7 @@ Order = Callable[[FleetPages, Request, str, FormData], Awaitable[str]]
 async def scale(pages: FleetPages, request: Request, name: str, form: FormData) -> str:
     """Set the bounds of the number of instances."""
     body = {"min": typed(form, "min"), "max": typed(form, "max")}
+    body["based_on"] = typed(form, "based_on")
     await pages.call(request, "POST", f"{api_path(name)}/scale", body=body)
     return path_of(name)
 
@@ -46,7 +47,9 @@ async def wake(pages: FleetPages, request: Request, name: str, _: FormData) -> s
 
 async def change(pages: FleetPages, request: Request, name: str, form: FormData) -> str:
     """Make a new revision."""
-    body = {"fleet": {"models": [changed_spec(name, form)]}, "rollout": rollout_of(form)}
+    body: Spec = {"fleet": {"models": [changed_spec(name, form)]}, "rollout": rollout_of(form)}
+    if (revision := typed(form, "based_on")) is not None:
+        body["based_on"] = {name: revision}
     await pages.call(request, "POST", "/apply", body=body)
     return path_of(name)
 

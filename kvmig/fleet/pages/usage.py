@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvmig.fleet.pages.backend import FleetPages
+from kvmig.pages.api_calls import Query
 from kvmig.pages.plots import DayValue, stacked_days
 from kvmig.pages.words import typed_number
 
@@ -27,6 +28,8 @@ SHOWN = ("calls", "prompt", "output")
 DAYS = 30
 """Days that the page begins with."""
 MOST_ROWS = 1000
+MOST_SUMS = 10_000
+"""Rows by field and day that are shown: they are taken apart on the server's event loop."""
 MOST_TEXT = 300
 """Characters of a value before or after a change that are shown."""
 
@@ -44,12 +47,14 @@ def usage_routes(pages: FleetPages) -> list[Route]:
         days = {one: asked.get(one, "") for one in ("since", "until")}
         if "since" not in asked:
             days["since"] = (today() - timedelta(days=DAYS - 1)).isoformat()
-        found = await pages.call(request, "GET", "/usage", query={"by": f"{by},day", **days})
+        query: Query = {"by": f"{by},day", "limit": MOST_SUMS + 1, **days}
+        found = await pages.call(request, "GET", "/usage", query=query)
         return by, days, found["data"]
 
     async def show_usage(request: Request) -> Response:
         site.find_person(request)
-        by, days, found = await rows(request)
+        by, days, every = await rows(request)
+        found = every[:MOST_SUMS]
         what = request.query_params.get("what", "output")
         what = what if what in SHOWN else "output"
         values = [DayValue(one["day"], str(one[by]), one[what]) for one in found]
@@ -63,12 +68,16 @@ def usage_routes(pages: FleetPages) -> list[Route]:
             "plot": stacked_days(values, days["since"], days["until"] or today().isoformat()),
             "columns": [one for one in COUNTS if one in SHOWN or any(row[one] for row in found)],
             "sums": sums(found, by),
+            "most": MOST_SUMS if len(every) > MOST_SUMS else 0,
         }
         return site.page(request, "usage", shown)
 
     async def usage_csv(request: Request) -> Response:
         site.find_person(request)
         by, _, found = await rows(request)
+        if len(found) > MOST_SUMS:
+            sentence = f"there are more than {MOST_SUMS} rows: choose fewer days"
+            raise HTTPException(HTTPStatus.BAD_REQUEST, sentence)
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow([by, "day", *COUNTS])

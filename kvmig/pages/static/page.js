@@ -1,6 +1,7 @@
 // The page's own script. Everything here adds to pages that work without it.
 
 const RETRY_MS = [500, 1000, 2000, 5000];
+const SILENT_MS = 15000; // the server sends an event each 5 s at least
 const LIMBO_MS = 2500; // a dot that is in no list stays so long: its stream may be on its way
 const STEP = 9; // pixels from one dot to the next
 
@@ -113,6 +114,7 @@ class LivePicture {
     this.state = document.getElementById("live-state");
     this.streams = document.getElementById("streams");
     this.tries = 0;
+    this.seen = Date.now(); // when the picture was last known to be live
     document.addEventListener("visibilitychange", () => (document.hidden ? this.rest() : this.follow()));
     window.addEventListener("pagehide", () => this.rest());
     this.follow();
@@ -120,10 +122,12 @@ class LivePicture {
 
   follow() {
     if (this.source || document.hidden) return;
-    clearTimeout(this.timer);
+    this.expect();
     this.source = new EventSource(this.path);
     this.source.addEventListener("picture", (event) => this.show(JSON.parse(event.data), true));
     this.source.addEventListener("change", (event) => this.show(JSON.parse(event.data), false));
+    this.source.addEventListener("live", () => this.isLive());
+    this.source.addEventListener("stale", (event) => this.isStale(JSON.parse(event.data)));
     this.source.addEventListener("closed", () => this.again());
     this.source.addEventListener("error", () => this.again(this.source?.readyState === EventSource.CLOSED));
   }
@@ -137,14 +141,37 @@ class LivePicture {
   again(refused) {
     this.rest();
     const over = refused && this.tries > 1;
-    this.tell(over ? "No answer: the session may be over, load the page again." : "The connection is lost; trying again.");
+    this.tellStale(over ? "no answer, the session may be over: load the page again" : "the connection is lost; trying again");
     this.timer = setTimeout(() => this.follow(), RETRY_MS[Math.min(this.tries, RETRY_MS.length - 1)]);
     this.tries += 1;
   }
 
-  show(found, whole) {
+  /** Take a connection on which nothing comes for lost. */
+  expect() {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.again(), SILENT_MS);
+  }
+
+  isLive() {
     this.tries = 0;
+    this.seen = Date.now();
     this.tell("Live.");
+    this.expect();
+  }
+
+  isStale({ since }) {
+    this.tries = 0;
+    this.seen = since * 1000;
+    this.tellStale("the server can't see what runs; it tries again");
+    this.expect();
+  }
+
+  tellStale(why) {
+    this.tell(`Not live since ${new Date(this.seen).toISOString().slice(11, 19)} UTC: ${why}.`);
+  }
+
+  show(found, whole) {
+    this.isLive();
     for (const [name, html] of Object.entries(found.regions)) {
       const region = document.querySelector(`[data-region="${name}"]`);
       if (region) fill(region, html);

@@ -13,8 +13,9 @@ const TINTS = 8;
 const MOST_IMAGE = 10e6;
 
 const messages = []; // as the API has them
+let asked = []; // what takes back each message that has no answer yet
 const instances = []; // in the order in which they first wrote
-let running = null; // the answer that comes now
+let running = null; // the answer that comes now, or the message that is made for it
 
 // -- what is shown
 
@@ -154,6 +155,8 @@ async function ask() {
   try {
     body = given();
   } catch (error) {
+    busy(null);
+    takeBack();
     complain(`The tools are not JSON: ${error.message}`);
     return;
   }
@@ -205,6 +208,8 @@ async function ask() {
   const made = { role: "assistant", content: written.text };
   if (calls.length) made.tool_calls = calls;
   if (written.text || calls.length) messages.push(made);
+  else if (failed) takeBack();
+  asked = [];
   for (const call of calls) showCall(shown.row, call);
   const end = [failed || reason || ""];
   if (usage) end.push(`${usage.prompt_tokens} + ${usage.completion_tokens ?? 0} tokens`);
@@ -212,6 +217,13 @@ async function ask() {
   if (failed && failed !== "stopped") complain(failed);
   showCode();
   text.focus();
+}
+
+/** Let the messages that got no answer be no part of what is asked next. */
+function takeBack() {
+  while (messages.length && messages.at(-1).role !== "assistant") messages.pop();
+  for (const one of asked) one();
+  asked = [];
 }
 
 function showCall(row, call) {
@@ -228,7 +240,11 @@ function showCall(row, call) {
     if (running) return;
     button.disabled = true;
     messages.push({ role: "tool", tool_call_id: call.id, content: result.value });
-    show("tool", result.value);
+    const shown = show("tool", result.value);
+    asked.push(() => {
+      shown.row.remove();
+      button.disabled = false;
+    });
     const open = row.querySelectorAll(".tool-call button:not(:disabled)");
     if (!open.length) ask();
   });
@@ -247,32 +263,49 @@ function read(file) {
 async function submit() {
   const words = text.value.trim(), file = image.files[0];
   if (running || (!words && !file)) return;
-  let content = words;
-  const shown = show("user", words);
-  if (file) {
-    if (file.size > MOST_IMAGE) {
-      shown.row.remove();
-      complain(`The image has ${file.size} bytes, must have at most ${MOST_IMAGE}.`);
-      return;
-    }
-    const url = await read(file);
-    const picture = element("img");
-    picture.src = url;
-    picture.alt = file.name;
-    shown.row.append(picture);
-    content = [{ type: "text", text: words }, { type: "image_url", image_url: { url } }];
+  if (file && file.size > MOST_IMAGE) {
+    complain(`The image has ${file.size} bytes, must have at most ${MOST_IMAGE}.`);
+    return;
   }
+  busy({}); // before anything is waited for: a second Enter finds it so
+  const shown = show("user", words);
+  let content = words;
+  try {
+    if (file) content = await withImage(words, file, shown.row);
+  } catch (error) {
+    busy(null);
+    shown.row.remove();
+    complain(`The image can't be read: ${error.message}`);
+    return;
+  }
+  const files = image.files;
   messages.push({ role: "user", content });
+  asked.push(() => {
+    shown.row.append(element("footer", "not answered: it is not sent again with the next message"));
+    if (text.value || image.files.length) return;
+    text.value = words;
+    image.files = files;
+  });
   text.value = "";
   image.value = "";
   await ask();
+}
+
+/** The content of a message with an image, which its row shows, too. */
+async function withImage(words, file, row) {
+  const url = await read(file);
+  const picture = element("img");
+  picture.src = url;
+  picture.alt = file.name;
+  row.append(picture);
+  return [{ type: "text", text: words }, { type: "image_url", image_url: { url } }];
 }
 
 // -- moving the stream
 
 async function moveStream() {
   const answer = running;
-  if (!answer) return;
+  if (!answer?.id) return;
   move.disabled = true;
   try {
     const came = await fetch(`${ui}/playground/move`, {
@@ -366,11 +399,12 @@ text.addEventListener("keydown", (event) => {
   event.preventDefault();
   submit();
 });
-stop.addEventListener("click", () => running?.stopper.abort());
+stop.addEventListener("click", () => running?.stopper?.abort());
 move?.addEventListener("click", moveStream);
 clear.addEventListener("click", () => {
   if (running) return;
   messages.length = 0;
+  asked = [];
   log.replaceChildren();
   complain("");
   showCode();
