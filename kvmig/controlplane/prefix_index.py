@@ -62,7 +62,7 @@ class PrefixIndex:
             held.add(mark)
             self._bits[mark] = self._bits.get(mark, 0) | bit
 
-    def knows(self, instance: str) -> bool:
+    def has_report_of(self, instance: str) -> bool:
         """Whether the instance reports what it holds."""
         return instance in self._numbers
 

@@ -37,7 +37,7 @@ class SessionHints:
     def __len__(self) -> int:
         return len(self._places)
 
-    def note(self, session: int, place: SessionPlace) -> None:
+    def remember_place(self, session: int, place: SessionPlace) -> None:
         """A request of the session was sent there."""
         self._places[session] = place
         self._places.move_to_end(session)

@@ -465,7 +465,7 @@ class InstancePool:
             for name, tokens in self._prefixes.find_tokens(marks, now).items()
         }
         last = None if order.session is None else self._sessions.find(order.session)
-        if last is not None and not (marks and self._prefixes.knows(last.instance)):
+        if last is not None and not (marks and self._prefixes.has_report_of(last.instance)):
             held.setdefault(last.instance, last.presumed_blocks(demand_blocks))
         request = NewRequest(
             demand_blocks,
@@ -491,7 +491,7 @@ class InstancePool:
             self._view.dispatched(instance, demand_blocks, now)
             self._prefixes.expect(instance, marks, now)
             if order.session is not None and self._by_prefixes:
-                self._sessions.note(order.session, SessionPlace(instance, demand_blocks))
+                self._sessions.remember_place(order.session, SessionPlace(instance, demand_blocks))
             return instance
 
     def _marks_of(self, order: DispatchOrder) -> Sequence[int]:

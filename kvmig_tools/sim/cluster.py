@@ -198,7 +198,7 @@ class SimCluster:
         order = NewRequest(demand, request.priority, held_blocks=held)
         chosen = self._dispatch.pick(self._view(), order)
         if self._sessions is not None and request.session is not None:
-            self._sessions.note(request.session, SessionPlace(chosen.instance, demand))
+            self._sessions.remember_place(request.session, SessionPlace(chosen.instance, demand))
         if self.setting.reports == "live":
             self._builder.dispatched(chosen.instance, demand, self.events.now)
         self.llumlets[chosen.instance].submit(request)

@@ -12,8 +12,8 @@ MOST = 3
 
 def test_a_session_was_last_where_its_last_request_was_sent() -> None:
     hints = SessionHints()
-    hints.note(1, SessionPlace("i0", 10))
-    hints.note(1, SessionPlace("i1", 20))
+    hints.remember_place(1, SessionPlace("i0", 10))
+    hints.remember_place(1, SessionPlace("i1", 20))
     assert hints.find(1) == SessionPlace("i1", 20)
     assert hints.find(2) is None
 
@@ -25,8 +25,8 @@ def test_no_more_is_presumed_than_the_last_prompt_or_the_next_one_has() -> None:
 
 def test_an_instance_that_is_gone_has_no_sessions() -> None:
     hints = SessionHints()
-    hints.note(1, SessionPlace("i0", 10))
-    hints.note(2, SessionPlace("i1", 10))
+    hints.remember_place(1, SessionPlace("i0", 10))
+    hints.remember_place(2, SessionPlace("i1", 10))
     hints.forget("i0")
     assert hints.find(1) is None
     assert hints.find(2) is not None
@@ -36,7 +36,7 @@ def test_an_instance_that_is_gone_has_no_sessions() -> None:
 def test_the_sessions_that_were_used_last_are_kept(used: list[int]) -> None:
     hints = SessionHints(MOST)
     for session in used:
-        hints.note(session, SessionPlace("i0", 1))
+        hints.remember_place(session, SessionPlace("i0", 1))
     last = list(dict.fromkeys(reversed(used)))
     assert {one for one in range(10) if hints.find(one)} == set(last[:MOST])
     assert len(hints) <= MOST
