@@ -275,13 +275,17 @@ def _add_cluster(root: FlagParser) -> None:
     )
     group.add_argument(
         "--instances",
+        type=int,
+        default=ClusterConfig().instances,
+        help="number of instances to start",
+    )
+    group.add_argument(
         *RANKS,
         dest="instances",
         type=int,
-        default=ClusterConfig().instances,
+        default=argparse.SUPPRESS,
         metavar="INSTANCES",
-        help="number of instances to start; vLLM's flags for data parallel ranks mean the same:"
-        " each rank is an instance with the whole model",
+        help="the same by vLLM's name: each data parallel rank is an instance with the whole model",
     )
     group.add_argument(
         "--instance-flags",
