@@ -335,6 +335,7 @@ class ModelController:
         now, guard = self._clock(), self.faults.guard
         with guard("measuring"):
             self._measures.measure()
+        with guard("moving instances"):
             self.mover.settle()
         with guard("roll-outs"):
             self.rollouts.blocked = dict.fromkeys(self._placed, "a placement sets its instances")
@@ -355,7 +356,8 @@ class ModelController:
             over = model.removed or (model.retires and name != model.wanted.name)
             if over and model.life.state == "zero" and not model.deployment:
                 del self._models[name]
-        self._tell_routes()
+        with guard("routing"):
+            self._tell_routes()
         with guard("units"):
             self.units.reconcile(self._agents.in_units(self._models, self._placed))
         with guard("moving instances"):
@@ -372,6 +374,12 @@ class ModelController:
     def _live(self, model: ManagedModel, seen: ObservedState, now: float) -> None:
         before = model.life
         model.life, action = reconcile(before, self._wish(model), seen, now)
+        if action == "start":
+            try:
+                self._start(model)
+            finally:
+                if not model.deployment:  # nothing was begun: the next round tries again
+                    model.life = before
         if model.life.state != before.state:
             yields = seen.yields and model.life.state == "emptying"
             self._entered(model, before, "to make room" if yields else "", now)
@@ -379,12 +387,6 @@ class ModelController:
             if ends and seen.no_park and self._wish(model).parks:
                 self._note(model, f"it ends and is not parked: {seen.no_park}")
         match action:
-            case "start":
-                try:
-                    self._start(model)
-                finally:
-                    if not model.deployment:  # nothing was begun: the next round tries again
-                        model.life = before
             case "park" | "unpark":
                 assert model.watched is not None
                 work = self._rest(model, model.life, model.watched, parks=action == "park")
@@ -766,19 +768,17 @@ class ModelController:
     # -- routes
 
     def _tell_routes(self) -> None:
-        routes = {}
-        for one in self.every():
-            if not one.removed:
-                with self.faults.guard("routing", one):
-                    routes[one.wanted.name] = self._route(one)
-        failed = {one.wanted.name for one in self.every() if not one.removed} - routes.keys()
-        routes |= {name: self._routes[name] for name in failed & self._routes.keys()}
+        there = {one.wanted.name: one for one in self.every() if not one.removed}
+        routes = {name: self._routes[name] for name in there if name in self._routes}
+        for name, one in there.items():
+            with self.faults.guard("routing", one):  # else its route stays as it was
+                routes[name] = self._route(one)
         changed = [one for name, one in routes.items() if self._routes.get(name) != one]
         gone = [name for name in self._routes if name not in routes]
         if not changed and not gone:
             return
-        before, self._routes = self._routes, routes
         version = self._tell(changed, gone)
+        before, self._routes = self._routes, routes
         unrouted = sockets_of(before.values()) - sockets_of(routes.values())
         for model in self._models.values():
             if model.socket in unrouted:

@@ -216,25 +216,20 @@ def of_workers(workers: Iterable[FleetWorker]) -> list[Metric]:
 
 def of_set_aside(count: Mapping[str, int]) -> Metric:
     """What could not be read since the server's start."""
-    found = CounterMetricFamily(
-        "kvmig_set_aside",
-        "Records, spools, keys, users and models on disk that the server could not read.",
-        labels=["kind"],
-    )
-    for kind, number in count.items():
-        found.add_metric([kind], number)
-    return found
+    sentence = "Records, spools, keys, users and models on disk that the server could not read."
+    return _counter_of("kvmig_set_aside", sentence, "kind", count)
 
 
 def of_faults(count: Mapping[str, int]) -> Metric:
     """Unforeseen errors since the server's start."""
-    found = CounterMetricFamily(
-        "kvmig_round_faults",
-        "Parts of the server's rounds that failed unforeseen and are tried again.",
-        labels=["part"],
-    )
-    for part, number in count.items():
-        found.add_metric([part], number)
+    sentence = "Parts of the server's rounds that failed unforeseen and are tried again."
+    return _counter_of("kvmig_round_faults", sentence, "part", count)
+
+
+def _counter_of(name: str, sentence: str, label: str, count: Mapping[str, int]) -> Metric:
+    found = CounterMetricFamily(name, sentence, labels=[label])
+    for value, number in count.items():
+        found.add_metric([value], number)
     return found
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +12,8 @@ import httpx
 import pytest
 
 from kvmig_tools.served import SMALL, Served
-from tests.support.streams import run_moved, run_unmoved
+from tests.support.streams import count_from, counted, run_moved, run_unmoved, start_streams
+from tests.support.waiting import until_yes
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -54,3 +58,32 @@ def test_ranks_are_shown_beside_vllms_routes_to_the_admin_key_alone(ranks: Serve
     path = f"{ranks.url}/kvmig/v1/instances"
     assert httpx.get(path, verify=False).status_code == 401
     assert httpx.get(f"{ranks.url}/version", verify=False).json().keys() == {"version"}
+
+
+def state(served: Served, rank: str) -> str:
+    rows = [row for row in served.get("instances") if row["id"] == rank]
+    return str(rows[0]["state"]) if rows else ""
+
+
+async def test_a_ranks_streams_go_on_at_the_other_where_it_is_drained_and_where_it_is_killed(
+    ranks: Served,
+) -> None:
+    firsts = [1000 * number for number in range(8)]
+    bodies = [count_from(first, 4000) for first in firsts]
+    streams = await start_streams(ranks, bodies, 20)
+    drain = f"{ranks.url}/kvmig/v1/instances/i1/drain"
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(verify=False, timeout=60, headers=headers) as http:
+        assert (await http.post(drain)).is_success
+        await until_yes(lambda: {row["instance"] for row in ranks.get("requests")} == {"i0"})
+        assert (await http.delete(drain)).is_success
+    await until_yes(lambda: state(ranks, "i1") == "serving")
+    (pid,) = (row["pid"] for row in ranks.get("instances") if row["id"] == "i0")
+
+    os.kill(pid, signal.SIGKILL)
+
+    answers = await asyncio.gather(*(stream.end() for stream in streams))
+    for answer, first in zip(answers, firsts, strict=True):
+        assert answer.tokens == 4000
+        counted(answer, first)
+    await until_yes(lambda: state(ranks, "i0") == "serving")

@@ -65,6 +65,31 @@ async def test_a_start_that_fails_is_tried_again_in_the_next_round(bench: Bench)
     assert len(bench.started) == 1
 
 
+async def test_a_start_that_fails_is_no_start_in_the_models_events(bench: Bench) -> None:
+    bench.catalogue(spec())
+    bench.models.take_want(ModelWanted("a"))
+    bench.orders_fail = True
+    for _ in range(3):
+        bench.turn(ROUND_S)
+    said = [one.what for one in bench.models.events]
+    assert len(said) == 1
+    assert "starting and stopping failed in the server" in said[0]
+
+
+async def test_routes_that_did_not_reach_proxies_are_sent_in_the_next_round(bench: Bench) -> None:
+    bench.catalogue(spec())
+    bench.models.take_want(ModelWanted("a"))
+    bench.links_fail = True
+    before = len(bench.told)
+    bench.turn()
+    assert len(bench.started) == 1
+    assert len(bench.told) == before
+    bench.links_fail = False
+    bench.models.faults.count.clear()
+    bench.turn(ROUND_S)
+    assert bench.route.state == "starting"
+
+
 async def test_a_fault_is_counted_at_each_round_and_said_once_a_minute(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

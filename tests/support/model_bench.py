@@ -47,6 +47,8 @@ class Bench:
         """By source."""
         self.orders_fail = False
         """Whether no order reaches init, for a reason that nobody foresaw."""
+        self.links_fail = False
+        """Whether proxies can't be told of routes, for a reason that nobody foresaw."""
         self.broken: set[str] = set()
         """Sources whose files can't be looked at for a reason that nobody foresaw."""
         self.kept: list[tuple[str, RolloutPlan, bool]] = []
@@ -83,6 +85,8 @@ class Bench:
         return list(self.models._models.values())
 
     def _tell(self, routes: Sequence[ModelRoute], gone: Sequence[str]) -> int:
+        if self.links_fail:
+            raise ZeroDivisionError
         self.told.append((routes, gone))
         return len(self.told)
 
@@ -95,7 +99,7 @@ class Bench:
     def turn(self, seconds: float = 0.0) -> None:
         self.now += seconds
         self.models.reconcile()
-        if not self.broken and not self.orders_fail:
+        if not (self.broken or self.orders_fail or self.links_fail):
             assert not self.models.faults.count
 
     def demand(self, version: int | None = None, running: int = 0, held: int = 0) -> None:
