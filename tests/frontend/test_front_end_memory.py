@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+from collections import Counter
 
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -36,7 +38,8 @@ async def test_no_call_leaves_anything_behind_once_its_kind_was_there_before() -
         if one.size == "fits"
     ]
     assert {one.kind for one in calls} == set(KINDS)
-    blocks = []
+    blocks: list[int] = []
+    kept: list[Counter[str]] = []
     async with application(put=put) as (app, _), client_of(app) as client:
         for _ in range(ROUNDS):
             for one in calls:
@@ -45,4 +48,7 @@ async def test_no_call_leaves_anything_behind_once_its_kind_was_there_before() -
                 assert answer.status_code < 500, (one.kind, answer.text)
             gc.collect()
             blocks.append(sys.getallocatedblocks())
-    assert blocks[-1] - blocks[WARM - 1] < KEPT * (ROUNDS - WARM), blocks
+            kept.append(Counter(type(one).__qualname__ for one in gc.get_objects()))
+    grown = (kept[-1] - kept[WARM - 1]).most_common(12)
+    threads = [one.name for one in threading.enumerate()]
+    assert blocks[-1] - blocks[WARM - 1] < KEPT * (ROUNDS - WARM), (blocks, grown, threads)
