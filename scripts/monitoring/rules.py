@@ -25,6 +25,8 @@ class AlertTimes:
     slow: tuple[str, str] = ("6h", "30m")
     moves: str = "15m"
     """The window in which aborted moves are counted."""
+    faults: str = "15m"
+    """The window in which faults of the server's rounds are counted."""
     soon: str = "1m"
     """How long what should end by itself must last."""
     later: str = "5m"
@@ -164,6 +166,17 @@ def alert_rules(times: AlertTimes) -> list[dict[str, Any]]:
             "Front ends keep what they have counted, and calls go on; limits of tokens are late."
             " The server's log has the reason.",
             times.soon,
+        ),
+        alert(
+            "KvmigRoundFaults",
+            # A part's first fault makes its series, of which Prometheus has seen no increase.
+            f"sum by (job, part) (increase(kvmig_round_faults_total[{times.faults}])) > 0"
+            " or sum by (job, part) (kvmig_round_faults_total unless"
+            f" kvmig_round_faults_total offset {times.faults}) > 0",
+            "ticket",
+            "The rounds of the fleet's server fail at {{ $labels.part }}.",
+            "The error is unforeseen. What serves goes on, and the part is tried again at each"
+            " round. The server's log has the error.",
         ),
         alert(
             "KvmigTargetDown",

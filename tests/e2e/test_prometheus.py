@@ -34,7 +34,13 @@ pytestmark = [
 ]
 
 QUICK = AlertTimes(
-    fast=("10s", "5s"), slow=("15s", "8s"), moves="15s", soon="1s", later="2s", behind_s=5
+    fast=("10s", "5s"),
+    slow=("15s", "8s"),
+    moves="15s",
+    faults="15s",
+    soon="1s",
+    later="2s",
+    behind_s=5,
 )
 SIZE, CLAIM = 16 * GIB, 4 * GIB
 BURNS = {"KvmigTtftBurnsFast", "KvmigTtftBurnsSlow", "KvmigTpotBurnsFast", "KvmigTpotBurnsSlow"}
