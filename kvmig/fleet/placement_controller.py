@@ -22,7 +22,7 @@ import msgspec
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
-from kvmig.core.errors import ConfigError
+from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.placed_agents import check_agent, check_member
@@ -44,6 +44,8 @@ START_S = 10.0
 """Assumed start time of an instance whose model has not been seen to start."""
 LOOK_S = 5.0
 """Pause between two looks, once the placement is reached."""
+MOST_PAUSE_S = 60.0
+"""Longest pause after failures in a row."""
 PLAN_S = 10.0
 """Wait for instances that start or leave, before there is a plan."""
 WAIT_S = 0.5
@@ -63,7 +65,7 @@ class PlacementStatus(msgspec.Struct, frozen=True):
 
     state: State
     why: str
-    """Why it has failed, or what it waits for; empty otherwise."""
+    """Why it has failed and whether it is tried again, or what it waits for; empty otherwise."""
     placement: Placement | None
     """The one that is wanted."""
     lines: list[str]
@@ -279,30 +281,60 @@ class PlacementController:
         return msgspec.structs.replace(row, gpus=tuple(str(device(one).index) for one in row.gpus))
 
     async def _keep(self, wanted: DesiredPlacement) -> None:
-        """Keep the placement until cancelled, or until it fails."""
+        """Keep the placement until cancelled, or until there is no way to it."""
+        pause_s = WAIT_S
+        while True:
+            try:
+                wanted = await self._keep_once(wanted)
+            except (ConfigError, ReplaceFailed) as error:
+                self._state, self._why = "failed", str(error)
+                self._tell(str(error))
+                return
+            except Exception as error:  # also of a database that is away
+                if self._models.faults.take_fault("placing", error):
+                    log.exception("the placement is not kept now, and is tried again")
+                if self._state != "reached":
+                    self._state = "failed"
+                what = str(error) if isinstance(error, KvmigError) else repr(error)
+                self._why = f"{what}; it is tried again within {pause_s:g} s"
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            else:
+                pause_s = WAIT_S
+
+    async def _keep_once(self, wanted: DesiredPlacement) -> DesiredPlacement:
+        """Reach the placement if it is not reached, and pause; the one that is wanted then. Raises
+        ConfigError and ReplaceFailed where there is no way to it, and StoreError."""
+        if waits := self._waits_for(wanted):
+            self._state, self._why = "running", waits
+            await asyncio.sleep(WAIT_S)
+            return wanted
+        if self._state != "reached" or await self._has_left(wanted):
+            self._state, self._why = "running", ""
+            await self._reach(wanted)
+            self._state = "reached"
+            self._tell("the placement is reached")
+        self._why = ""
+        await asyncio.sleep(LOOK_S)
+        if (other := await self._replanned(wanted)) is None:
+            return wanted
+        async with self._planning:  # what somebody wants now comes first
+            await self._store(other)
+            if (by := self._replanner) is not None and other.rule is not None:
+                by.take_rule(other.rule)
+                self._tell(f"planned again: {by.verdict}")
+            self._state = "running"
+            self._want(other)
+        return other
+
+    async def _has_left(self, wanted: DesiredPlacement) -> bool:
+        """Whether instances are not any more where a placement that was reached has them. A look
+        that a deployment does not answer shows nothing: the next one does."""
         try:
-            while True:
-                if waits := self._waits_for(wanted):
-                    self._state, self._why = "running", waits
-                    await asyncio.sleep(WAIT_S)
-                    continue
-                if self._state != "reached" or await self._way(wanted):
-                    self._state, self._why = "running", ""
-                    await self._reach(wanted)
-                    self._state = "reached"
-                    self._tell("the placement is reached")
-                await asyncio.sleep(LOOK_S)
-                if (other := await self._replanned(wanted)) is not None:
-                    async with self._planning:  # what somebody wants now comes first
-                        wanted, self._state = other, "running"
-                        await self._store(other)
-                        self._want(other)
-        except (ConfigError, ReplaceFailed) as error:
-            self._state, self._why = "failed", str(error)
-            self._tell(str(error))
-        except Exception as error:
-            self._state, self._why = "failed", repr(error)
-            log.exception("the placement is not kept any more")
+            return bool(await self._way(wanted))
+        except ReplaceFailed as error:
+            log.warning("the placement is not looked at now: %s", error)
+            return False
 
     def _waits_for(self, wanted: DesiredPlacement) -> str:
         """The first model that doesn't serve; empty: all do."""
@@ -318,11 +350,10 @@ class PlacementController:
         if (by := self._replanner) is None:
             return None
         names = list(wanted.placement.models())
-        placement = await by.replan(wanted.placement, self._starts(names))
-        if placement is None:
+        found = await by.replan(wanted.placement, self._starts(names))
+        if found is None:
             return None
-        self._tell(f"planned again: {by.verdict}")
-        return msgspec.structs.replace(wanted, placement=placement, rule=by.rule)
+        return msgspec.structs.replace(wanted, placement=found[0], rule=found[1])
 
     def _rate(self, name: str, until: float, seconds: float) -> float:
         """Requests per second that proxies had for a model."""

@@ -29,7 +29,7 @@ class RateReplanner:
 
     def __init__(self, rule: ReplanRule, rate_of: RateOf, clock: Clock = monotonic) -> None:
         self.rule = rule
-        """The rule with the rates for which the placement was planned last."""
+        """The rule with the rates for which the placement that is stored was planned."""
         self.verdict = ""
         """What came of the last plan; empty: there was none."""
         self._rate_of = rate_of
@@ -44,8 +44,11 @@ class RateReplanner:
         """Requests per second, by model."""
         return self._rates.rates()
 
-    async def replan(self, placement: Placement, start_s: Mapping[str, float]) -> Placement | None:
-        """Another placement, if requests come at other rates and it is worth the way there.
+    async def replan(
+        self, placement: Placement, start_s: Mapping[str, float]
+    ) -> tuple[Placement, ReplanRule] | None:
+        """Another placement with its rule, if requests come at other rates and it is worth the way
+        there. `take_rule` once it is stored; one that is not is planned again.
 
         Rates that have changed are measured once more from then on: a short burst is over until
         that is done, and a plan is for the new rates alone.
@@ -67,10 +70,12 @@ class RateReplanner:
         rates = self._rates.rates()
         found = await asyncio.to_thread(_verdict, placement, rule, rates, start_s)
         self._say(f"rates changed of {', '.join(changed)}: {found.why}")
-        if found.placement is not None:
-            self._plan_at = now + rule.horizon_s
-            self._confirming, self.rule = False, rule.planned_for(rates)
-        return found.placement
+        return None if found.placement is None else (found.placement, rule.planned_for(rates))
+
+    def take_rule(self, rule: ReplanRule) -> None:
+        """Go on from a placement that was planned and is stored. rule: of that."""
+        self._plan_at = self._clock() + rule.horizon_s
+        self._confirming, self.rule = False, rule
 
     def _say(self, verdict: str) -> None:
         if verdict != self.verdict:

@@ -1,4 +1,4 @@
-"""Unforeseen errors in a round of the fleet's server: the part is given up, the rest goes on.
+"""Errors in a round of the fleet's server: the part is given up, the rest goes on.
 
 What is ordered, stored and routed stays as it was; the next round tries the part again.
 """
@@ -39,12 +39,18 @@ class RoundFaults:
         try:
             yield
         except Exception as error:
-            self.count[part] += 1
-            name = "all models" if model is None else model.key
-            if self._is_new(part, name):
+            if self.take_fault(part, error, model):
+                name = "all models" if model is None else model.key
                 log.exception("%s of %s failed in a round, and is tried again", part, name)
-                if model is not None:
-                    self._note(model, f"{part} failed in the server: {error!r}; it tries again")
+
+    def take_fault(self, part: str, error: Exception, model: ManagedModel | None = None) -> bool:
+        """Count a failure of a part that is tried again, see `guard`; whether it is to be logged
+        now."""
+        self.count[part] += 1
+        is_new = self._is_new(part, "all models" if model is None else model.key)
+        if is_new and model is not None:
+            self._note(model, f"{part} failed in the server: {error!r}; it tries again")
+        return is_new
 
     def _is_new(self, part: str, name: str) -> bool:
         now = self._clock()

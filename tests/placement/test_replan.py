@@ -180,6 +180,8 @@ class Traffic:
     def __init__(self) -> None:
         self.now = 0.0
         self.rates: Mapping[str, float] = {"a": 4.0, "b": 4.0, "c": 4.0}
+        self.stores = True
+        """Whether what is planned can be stored."""
 
     def rate_of(self, name: str, until: float, seconds: float) -> float:
         return self.rates[name]
@@ -192,8 +194,9 @@ class Traffic:
         for _ in range(int(seconds / LOOK_S)):
             self.now += LOOK_S
             other = await replanner.replan(found[-1] if found else placed, START_S)
-            if other is not None:
-                found.append(other)
+            if other is not None and self.stores:
+                replanner.take_rule(other[1])
+                found.append(other[0])
         return found
 
 
@@ -208,6 +211,17 @@ async def test_a_shift_is_followed_by_one_plan_for_the_new_rates() -> None:
     traffic.rates = {"a": 1.0, "b": 1.0, "c": 9.0}
     (back,) = await traffic.pass_by(replanner, shifted, 1200)
     assert sum("c" in one for one in models_of(back)) == 2
+
+
+async def test_a_plan_that_could_not_be_stored_is_made_again() -> None:
+    traffic = Traffic()
+    replanner = RateReplanner(EVEN, traffic.rate_of, lambda: traffic.now)
+    traffic.rates, traffic.stores = {"a": 9.0, "b": 1.0, "c": 1.0}, False
+    assert await traffic.pass_by(replanner, BEFORE, 1200) == []
+    assert replanner.rule.planned == EVEN.planned
+    traffic.stores = True
+    (shifted,) = await traffic.pass_by(replanner, BEFORE, 600)
+    assert models_of(shifted) == [{"a", "b"}, {"a", "c"}]
 
 
 async def test_a_burst_that_is_over_before_it_is_confirmed_moves_nothing() -> None:
