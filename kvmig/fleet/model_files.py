@@ -228,8 +228,8 @@ class ModelFiles:
 
     def resolved(self, spec: ModelSpec) -> ModelSpec:
         """The same with the folder as its source, if its files are whole."""
-        source = parse_source(spec.source)
-        found = self._files.get(str(source)) if source.is_remote else None
+        source = _known_source(spec.source)
+        found = self._files.get(str(source)) if source is not None and source.is_remote else None
         if found is None or not found.row.folder:
             return spec
         folder = self.folder.whole(found.row.folder)
@@ -245,7 +245,9 @@ class ModelFiles:
         folder."""
         if source.startswith(PATH):
             return None
-        found = self._files.get(str(parse_source(source)))
+        if (parsed := _known_source(source)) is None:
+            return MissingFiles("its source can't be read by this kvmig", failed=True)
+        found = self._files.get(str(parsed))
         if found is None:
             return MissingFiles("its files are not looked up yet", failed=False)
         if found.row.folder:
@@ -254,10 +256,14 @@ class ModelFiles:
         return MissingFiles(why, found.status.state == "failed")
 
     async def take_models(self, models: Mapping[str, str]) -> None:
-        """Know which models use which sources. models: names with sources. Raises StoreError."""
+        """Know which models use which sources. models: names with sources; one that can't be read
+        is left out. What can't be stored is known all the same, and the next server learns of it
+        from the models."""
         users: dict[str, list[str]] = {}
         for name, text in sorted(models.items()):
-            if (parsed := parse_source(text)).is_remote:
+            if (parsed := _known_source(text)) is None:
+                log.error("source %.200r of model %s can't be read, and is left out", text, name)
+            elif parsed.is_remote:
                 users.setdefault(str(parsed), []).append(name)
         now, changed = self._wall(), []
         for source in users.keys() - self._files.keys():
@@ -270,10 +276,15 @@ class ModelFiles:
                 changed.append(files.row)
             files.models = users.get(source, ())
             if not files.wanted and not files.row.folder:
-                await self._drop(source)
-        await self._stored(
-            write_files, self._database, [one for one in changed if one.source in self._files]
-        )
+                try:
+                    await self._drop(source)
+                except StoreError as error:
+                    log.warning("the files of %s are not forgotten: %s", source, error)
+        kept = [one for one in changed if one.source in self._files]
+        try:
+            await self._stored(write_files, self._database, kept)
+        except StoreError as error:
+            log.warning("the use of %d sources is not stored: %s", len(kept), error)
         self._news.set()
 
     # -- orders
@@ -288,7 +299,8 @@ class ModelFiles:
 
     def of_model(self, source: str) -> FilesView | None:
         """Files of a model; None: it has a folder of its own."""
-        found = self._files.get(str(parse_source(source)))
+        parsed = _known_source(source)
+        found = None if parsed is None else self._files.get(str(parsed))
         return None if found is None else self._view(found)
 
     async def pull(self, text: str, actor: OrderActor) -> FilesView:
@@ -538,6 +550,14 @@ class ModelFiles:
         for name in await asyncio.to_thread(lambda: list(self.folder.names())):
             if name not in known and str(self.folder.whole(name)) not in self._in_use():
                 await self._remove(name)
+
+
+def _known_source(text: str) -> ModelSource | None:
+    """The source; None: it can't be read, as one of a newer kvmig."""
+    try:
+        return parse_source(text)
+    except ConfigError:
+        return None
 
 
 def remote_source(text: str) -> ModelSource:

@@ -531,9 +531,12 @@ class FleetServer:
         if (every := {**named, **aliases}) != self._aliases:
             self._aliases = self._backend.live.aliases = every
             self._links.send_to_all(AliasTable(version=self._next(), aliases=every))
-        await self._files.take_models(sources_of(rows, rollouts, self._files.resolved))
+        guard = self._models.faults.guard
+        with guard("files of models"):
+            await self._files.take_models(sources_of(rows, rollouts, self._files.resolved))
         specs = [*(row.spec for row in rows), *(one.base_spec for one in rollouts.values())]
-        await self._folders.take_models(list(map(self._files.resolved, specs)))
+        with guard("files on workers"):
+            await self._folders.take_models(list(map(self._files.resolved, specs)))
         self._models.take_catalogue(
             CatalogEntry(
                 row.model_id,

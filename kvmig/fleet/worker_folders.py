@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeVar
 
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.fleet.worker_files import PrefetchedFolder
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.launcher.node_files import OWNER
+
+log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 
 class WorkerFolders:
@@ -48,9 +54,9 @@ class WorkerFolders:
         older = {one for one in self._used() if one not in whole and folder.owns(one)}
 
         def look() -> tuple[dict[str, str], list[str]]:
-            found = {one: folder.manifest(Path(one).name) for one in older}
+            found = {one: _alone(one, lambda one: folder.manifest(Path(one).name)) for one in older}
             digests = {one: it.digest for one, it in found.items() if it is not None}
-            return digests, [one for one in own if Path(one).is_dir()]
+            return digests, [one for one in own if _alone(one, lambda one: Path(one).is_dir())]
 
         digests, paths = await asyncio.to_thread(look)
         prefetched = [
@@ -59,6 +65,15 @@ class WorkerFolders:
             if one.prefetch and (one.folder in whole or one.folder in paths)
         ]
         self._pool.files.take_folders({**whole, **digests}, paths, prefetched)
+
+
+def _alone(folder: str, look: Callable[[str], Found]) -> Found | None:
+    """What a look at a folder finds; None: it can't be looked at, which keeps no other one back."""
+    try:
+        return look(folder)
+    except (OSError, ValueError) as error:
+        log.warning("%s can't be looked at: %s", folder, error)
+        return None
 
 
 def owner_word(root: Path) -> str:

@@ -20,6 +20,9 @@ from kvmig.fleet.model_files import FilesView, ModelFiles
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore, NameTaken, NotThere
+from kvmig.fleet.tables import StoreError
+from kvmig.fleet.worker_folders import WorkerFolders
+from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.sources.messages import FetchHeads, FetchLaunch
 from tests.support.fleet_stores import ANNA, Place
 from tests.support.model_hub import TOKEN, ModelHub, small_model
@@ -124,6 +127,45 @@ async def test_a_model_of_the_catalogue_gets_its_files_once_whoever_asks(
     assert bench.changes == 1
     (row,) = read_files(bench.store.database)
     assert (row.size, row.digest, row.pulled) == (found.size, found.digest, True)
+
+
+async def test_a_source_that_cannot_be_read_keeps_no_other_models_files_back(
+    bench: FilesBench,
+) -> None:
+    odd = "of-tomorrow:org/name"
+    await bench.files.take_models({"odd": odd, "b": SOURCE})
+    assert [one.models for one in bench.files.views()] == [["b"]]
+    missing = bench.files.missing(odd)
+    assert missing is not None
+    assert missing.failed
+    assert bench.files.resolved(spec(odd)).source == odd
+    assert bench.files.of_model(odd) is None
+
+
+async def test_models_get_their_files_while_the_database_is_away(
+    bench: FilesBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise StoreError("it is away")
+
+    await bench.files.take_models({"a": "hf:org/gone"})
+    with monkeypatch.context() as patch:
+        patch.setattr(model_files, "write_files", away)
+        patch.setattr(model_files, "forget_files", away)
+        await bench.files.take_models({"b": SOURCE})
+    assert [one.models for one in bench.files.views()] == [["b"]]
+
+
+async def test_a_folder_that_cannot_be_looked_at_keeps_no_other_one_from_workers(
+    bench: FilesBench, tmp_path: Path
+) -> None:
+    pool = WorkerPool("auto")
+    folders = WorkerFolders(pool, bench.files, set, 0)
+    await folders.start()
+    long = f"path:/{'x' * 300}"
+    await folders.take_models([spec(long), spec(f"path:{tmp_path}")])
+    pool.decide_nodes((), ())
+    assert pool.wish().common.paths == (str(tmp_path),)
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ class Keeper(PlacementController):
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench.models, self.keep_stored)
+        self.counted = bench.models.faults.count
         self.faults: list[Exception] = []
         """What the next steps raise."""
         self.unanswered: list[ReplaceFailed] = []
@@ -76,7 +77,7 @@ async def keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 def faults(keeper: Keeper) -> int:
-    return keeper._models.faults.count["placing"]
+    return keeper.counted["placing"]
 
 
 async def test_an_unforeseen_error_is_counted_and_the_placement_is_reached_after_it(
