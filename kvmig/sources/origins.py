@@ -10,7 +10,7 @@ from kvmig.sources.digested_file import DigestedFile
 from kvmig.sources.file_list import FileList, RemoteFile
 from kvmig.sources.source import ModelSource
 
-PACKAGES = {"s3": ("s3fs", "s3"), "modelscope": ("modelscope_hub", "modelscope")}
+PACKAGES = {"s3": ("boto3", "s3"), "modelscope": ("modelscope_hub", "modelscope")}
 """What else must be installed: the package, and the extra of kvmig that has it."""
 
 

@@ -22,6 +22,7 @@ APART = (
     "kvmig/engines/transformers/",
     "kvmig/engines/vllm/",
     "kvmig/kernels/",
+    "kvmig/sources/bucket.py",
     "kvmig/sources/modelscope_hub.py",
     "kvmig/frontend/openai/media_fetch.py",
     "kvmig/frontend/openai/vllm/",
@@ -30,7 +31,7 @@ APART = (
     "kvmig_tools/train_count.py",
 )
 """What is imported with an engine, by a developer, or for a test only."""
-BROUGHT = {"anyio": "starlette", "fsspec": "huggingface-hub", "pydantic-core": "pydantic"}
+BROUGHT = {"anyio": "starlette", "pydantic-core": "pydantic"}
 """Packages that another one pins to itself."""
 BLOCKED = """
 import sys

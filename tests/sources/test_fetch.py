@@ -199,41 +199,6 @@ def test_a_fetcher_cannot_take_more_memory_than_is_meant_for_it() -> None:
     assert found.stdout.strip() == "refused"
 
 
-def test_a_buckets_folder_comes_by_fsspec(tmp_path: Path) -> None:
-    import fsspec
-
-    from kvmig.sources.bucket import BucketOrigin
-
-    memory = fsspec.filesystem("memory")
-    for name, data in small_model().items():
-        memory.pipe_file(f"/bucket/small/{name}", data)
-    source = parse_source("s3://bucket/small/")
-    fetch = SourceFetch(source, BucketOrigin(source, memory), FilesFolder(tmp_path))
-    found = reported("s3", lambda: fetch.run(lambda _: None))
-    assert isinstance(found, FetchWhole), found
-    assert (FilesFolder(tmp_path).whole(found.folder) / WEIGHTS).read_bytes() == (
-        small_model()[WEIGHTS]
-    )
-
-
-def test_a_buckets_list_ends_where_a_model_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvmig.sources import bucket
-
-    monkeypatch.setattr(bucket, "MOST_FILES", 3)
-    asked: list[int] = []
-
-    class Endless:
-        def find(self, root: str, *, detail: bool, max_items: int) -> dict[str, Any]:
-            asked.append(max_items)
-            return {f"{root}{at}": {"size": 1} for at in range(max_items)}
-
-    origin = bucket.BucketOrigin(parse_source("s3://bucket/a/"), Endless())
-    with pytest.raises(SourceFailure, match="has 4 files or more, fewer are fetched") as error:
-        origin.list_files()
-    assert error.value.lasting
-    assert asked == [4]
-
-
 @pytest.mark.parametrize("most", [3000, 3])
 def test_a_model_of_modelscope_comes_by_its_packages_list_if_that_is_whole(
     fetching: Fetching, monkeypatch: pytest.MonkeyPatch, most: int
@@ -276,7 +241,7 @@ def test_a_model_of_modelscope_comes_by_its_packages_list_if_that_is_whole(
 
 
 @pytest.mark.parametrize(
-    ("text", "package"), [("s3://bucket/a/", "s3fs"), ("modelscope:a/b", "modelscope_hub")]
+    ("text", "package"), [("s3://bucket/a/", "boto3"), ("modelscope:a/b", "modelscope_hub")]
 )
 def test_a_source_whose_package_is_missing_is_refused_by_name(
     text: str, package: str, monkeypatch: pytest.MonkeyPatch
