@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from hashlib import blake2b
+from hashlib import sha256
 from typing import Any, cast
 from urllib.parse import parse_qs
 
@@ -45,12 +46,13 @@ log = logging.getLogger(__name__)
 
 def words_of(secret: str) -> tuple[str, str]:
     """What clients have in their HF_ENDPOINT, and what mirrors send each other; empty without a
-    secret."""
+    secret. Both are of it and a purpose (HMAC-SHA256, its first 16 bytes): neither gives the other
+    away, nor anything else that is made of the same secret."""
     if not secret:
         return "", ""
     client, peer = (
-        blake2b(secret.encode(), person=one, digest_size=16).hexdigest()
-        for one in (b"clients", b"mirrors")
+        hmac.new(secret.encode(), b"kvmig mirror, the word of " + whose, sha256).hexdigest()[:32]
+        for whose in (b"clients", b"mirrors")
     )
     return client, peer
 

@@ -28,6 +28,7 @@ from kvmig.mirror.facts import (
 )
 from kvmig.mirror.file_places import FilePlaces
 from kvmig.mirror.hub_client import HubClient
+from kvmig.mirror.marked_files import MarkedFiles
 from kvmig.mirror.metrics import MirrorMetrics
 from kvmig.mirror.peer_client import PeerClient
 from kvmig.mirror.ranges import ByteRange, asked_range, way_of
@@ -88,9 +89,8 @@ class HubMirror:
         self._downloads: dict[str, BlobDownload] = {}
         self._tasks = BackgroundTasks("downloads of the mirror")
         self._slots = asyncio.Semaphore(DOWNLOADS)
-        self._suspects: dict[str, float] = {}
-        self._wrong: dict[str, float] = {}
-        """Files of which wrong content came twice, and until when they are not tried again."""
+        self._suspects = MarkedFiles(SUSPECT_S)
+        self._wrong = MarkedFiles(WRONG_S)
         self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
     def open(self) -> None:
@@ -176,12 +176,12 @@ class HubMirror:
         etag, size, now = facts.etag, facts.size, self._clock()
         if facts.public:  # a token that the hub doesn't know would end the download for all
             authorization = ""
-        if self._wrong.get(etag, 0.0) > now:
+        if self._wrong.has(etag, now):
             raise ContentRejected("what the hub sends of this file is not what it lists")
         whole = self._has_whole(etag)
         download = self._downloads.get(etag)
         wrong_before = download is not None and download.rejected > 0
-        if wrong_before or self._suspects.get(etag, 0.0) > now:
+        if wrong_before or self._suspects.has(etag, now):
             part = None
         come = size if whole else (None if download is None else download.done)
         span = part or ByteRange(0, size)
@@ -325,7 +325,7 @@ class HubMirror:
             if not download.whole and self._peers is not None:
                 self._peers.drop(etag)
         if isinstance(download.failed, ContentRejected):
-            self._wrong[etag] = self._clock() + WRONG_S
+            self._wrong.mark(etag, self._clock())
 
     def _is_idle(self, download: BlobDownload) -> bool:
         return download.idle_since is not None and self._clock() - download.idle_since > IDLE_S
@@ -333,7 +333,7 @@ class HubMirror:
     def _suspect(self, etag: str, times: int) -> None:
         log.warning("wrong content came for %s: it was dropped", etag)
         self.metrics.rejected.inc(times)
-        self._suspects[etag] = self._clock() + SUSPECT_S
+        self._suspects.mark(etag, self._clock())
 
 
 async def _read(download: BlobDownload, span: ByteRange) -> AsyncGenerator[bytes]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
 from kvmig.core.errors import ConfigError
+from kvmig.mirror import marked_files
 from kvmig.mirror.addresses import FileAddress, ListAddress, address_of, is_plain
-from kvmig.mirror.app import MirrorAnswer
+from kvmig.mirror.app import MirrorAnswer, words_of
 from kvmig.mirror.facts import STALE_S, AccessBook, FileFacts, may_use_stale, use_of
 from kvmig.mirror.hub_client import without_xet
+from kvmig.mirror.marked_files import MarkedFiles
 from kvmig.mirror.peers import DOWN_S, HolderBook, PeerBook, ranked
 from kvmig.mirror.ranges import FAR_BYTES, SMALL_BYTES, ByteRange, asked_range, way_of
 from kvmig.mirror.settings import MirrorSettings, check_settings
@@ -230,3 +234,35 @@ async def test_what_a_hub_says_in_utf_8_reaches_the_client() -> None:
 
     await MirrorAnswer(send, head=False).whole(404, {"x-error-message": "没有这个模型"}, b"")
     assert (b"x-error-message", "没有这个模型".encode()) in sent[0]["headers"]
+
+
+# -- marks and words
+
+
+def test_a_mark_holds_for_its_time_and_is_forgotten_with_the_next_one() -> None:
+    marks = MarkedFiles(60.0)
+    marks.mark("a", 0.0)
+    marks.mark("b", 30.0)
+    marks.mark("a", 40.0)
+    assert (marks.has("a", 99.0), marks.has("b", 89.0)) == (True, True)
+    assert (marks.has("a", 100.0), marks.has("b", 90.0)) == (False, False)
+    marks.mark("c", 95.0)
+    assert len(marks) == 2
+
+
+def test_of_too_many_marks_the_oldest_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marked_files, "MOST_MARKS", 3)
+    marks = MarkedFiles(60.0)
+    for number in range(5):
+        marks.mark(str(number), 0.0)
+    assert [marks.has(str(number), 1.0) for number in range(5)] == [False, False, True, True, True]
+
+
+def test_the_words_of_a_secret_are_keyed_digests_of_a_purpose() -> None:
+    secret = "a secret of sixteen"
+    found = words_of(secret)
+    purposes = (b"kvmig mirror, the word of clients", b"kvmig mirror, the word of mirrors")
+    assert found == tuple(
+        hmac.digest(secret.encode(), one, "sha256").hex()[:32] for one in purposes
+    )
+    assert words_of("") == ("", "")
