@@ -56,20 +56,27 @@ class Migrator:
             raise
 
     async def migrate(
-        self, request_id: str, source: str, destination: str, *, inexact: bool = False
+        self,
+        request_id: str,
+        source: str,
+        destination: str,
+        *,
+        inexact: bool = False,
+        after_prompt: bool = False,
     ) -> MigrationReport:
         """Move a request; returns the outcome: "committed", or "aborted" with the reason.
 
         In any case exactly one engine runs the request afterwards. Cancelling the wait
         doesn't stop a migration that has begun; `cancel` does. inexact: it may also go to an engine
-        of another numerics class, where its tokens may differ. Raises ConfigError for a name
-        that is no engine's.
+        of another numerics class, where its tokens may differ. after_prompt: if its prompt is
+        being computed, that is done first, and the blocks of each chunk go meanwhile. Raises
+        ConfigError for a name that is no engine's.
         """
         node, there = self._node("source", source), self._node("destination", destination)
         if source == destination:
             raise ConfigError(f"destination is {destination!r}, must be another than the source")
         report = await node.migrations.migrate(
-            request_id, destination, destination, inexact=inexact
+            request_id, destination, destination, inexact=inexact, after_prompt=after_prompt
         )
         if not there.tapped and report.downtime_ms is not None:
             return replace(report, downtime_ms=replace(report.downtime_ms, first_token=None))

@@ -77,9 +77,13 @@ LABELS: dict[tuple[StrEnum, StrEnum], float] = {
     (There.SCATTERING, There.CANCELLED): 0.86,
 }
 """How far along its arrow a label stands, where it isn't the middle."""
-DETOURS: dict[tuple[StrEnum, StrEnum], float] = {(Here.CHECKING, Here.SUSPENDING): 86}
+DETOURS: dict[tuple[StrEnum, StrEnum], float] = {
+    (Here.CHECKING, Here.SUSPENDING): 86,
+    (Here.CHECKING, Here.SENDING_TAIL): 40,
+}
 """Where an arrow goes down that would cross other states on the straight way."""
 LOOPS: dict[StrEnum, str] = {
+    Here.CHECKING: "above",
     Here.COMMITTING: "left",
     Here.RESOLVING: "right",
     There.COMMITTED: "left",
@@ -134,6 +138,10 @@ def loop(at: Box, side: str, labels: list[str]) -> str:
         x, y = at.x, at.y + at.h / 2
         points = [(x - 30, y), (x - 30, y + 22), (x + 30, y + 22), (x + 30, y)]
         return line(points) + text(x, y + 38, lines)
+    if side == "above":
+        x, y = at.x + 35, at.y - at.h / 2
+        points = [(x, y), (x, y - 16), (x + 30, y - 16), (x + 30, y)]
+        return line(points) + text(x + 38, y - 8, lines, "start")
     sign = -1 if side == "left" else 1
     x, y = at.x + sign * at.w / 2, at.y
     points = [(x, y - 10), (x + sign * 20, y - 10), (x + sign * 20, y + 10), (x, y + 10)]

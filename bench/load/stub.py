@@ -138,6 +138,9 @@ class StubEngine:
     async def stage(self, request_id: str, sent: int) -> Stage:
         raise MigrationRefused("unsupported", "a stub")
 
+    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+        raise MigrationRefused("unsupported", "a stub")
+
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         raise MigrationRefused("unsupported", "a stub")
 

@@ -364,6 +364,7 @@ class Llumlet:
                 gateway=gateway,
                 epoch=epoch,
                 urgent=why in URGENT,
+                after_prompt=why == "prompt",
                 inexact=self._config.scheduler.inexact_moves or bool(by_hand and by_hand.inexact),
             )
             ended = Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
@@ -427,6 +428,9 @@ class Llumlet:
     async def _report(self) -> None:
         while True:
             self._report_if_due()
+            load = self._engine.load()
+            if load.waiting or load.prefill_blocks:
+                self._mover.look_again()
             self._tell_overrun()
             await self._pause()
 

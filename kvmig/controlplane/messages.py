@@ -412,13 +412,13 @@ class MessagesRefused(RpcMessage, frozen=True, tag=True):
     """Counts since the start, by reason."""
 
 
-Why = Literal["balance", "defragment", "priority", "drain", "queue", "relieve"]
+Why = Literal["balance", "defragment", "priority", "drain", "queue", "relieve", "prompt"]
 """The purpose of a move.
 
 balance: more freeness for the source; defragment: room for the head of its queue; priority:
 less company for its requests of a higher priority; drain: it shall be empty; queue: a
 waiting request that can start elsewhere at once; relieve: others of its unit want back what
-they have lent it.
+they have lent it; prompt: its prompt is computed here, and it is decoded there.
 """
 
 URGENT: tuple[Why, ...] = ("defragment", "priority", "drain", "relieve")
@@ -426,6 +426,8 @@ URGENT: tuple[Why, ...] = ("defragment", "priority", "drain", "relieve")
 AT_ONCE: tuple[Why, ...] = ("drain", "relieve")
 """Moves for these reasons run at once, without regard to recent arrivals: what stays longer is
 ended, or preempted."""
+SEVERAL: tuple[Why, ...] = (*AT_ONCE, "prompt")
+"""Reasons for which several requests move to one destination at once."""
 
 
 class Pair(msgspec.Struct, frozen=True):

@@ -1,7 +1,8 @@
 """Moves of a paired llumlet: its requests go to the destinations that the scheduler names.
 
-One request at a time to each destination, to several destinations at once; in a drain, and where
-what is lent is called back, as many as may migrate at once.
+One request at a time to each destination, to several destinations at once; in a drain, where what
+is lent is called back, and of prompts, as many as may migrate at once. Prompts that come between
+two rounds don't wait for the next one (`look_again`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmig.controlplane.messages import AT_ONCE, Pair
+from kvmig.controlplane.messages import SEVERAL, Pair
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
 from kvmig.core.clock import monotonic
 from kvmig.engines.base import RequestState
@@ -50,9 +51,11 @@ class MigrationDriver:
     migrate: Callable[[str, Pair], Awaitable[MigrationReport]]
     rule: VictimRule = DEFAULT_RULE
     at_once: int = 1
-    """Requests that move to one destination at once for a pair of `AT_ONCE`."""
+    """Requests that move to one destination at once for a pair of `SEVERAL`."""
     _pairs: dict[str, Pair] = field(default_factory=dict, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
+    _refused: dict[str, set[str]] = field(default_factory=dict, init=False)
+    """Requests that were tried, by destination."""
     _listing: RequestsHere | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -60,8 +63,22 @@ class MigrationDriver:
         """The scheduler's word; no pairs: stop."""
         self._pairs = {pair.destination: pair for pair in pairs}
         self._spent = dict.fromkeys(self._pairs, 0.0)
+        self._refused = {destination: set() for destination in self._pairs}
         self._listing = None
         self._changed.set()
+
+    def look_again(self) -> None:
+        """New requests may be here: let their prompts travel, if the pairs are for that."""
+        listing = self._listing
+        if (listing is not None and not listing.requests.done()) or not any(
+            pair.why == "prompt" for pair in self._pairs.values()
+        ):
+            return
+        self._listing = RequestsHere(self._list())
+        self._changed.set()
+
+    def _list(self) -> asyncio.Task[list[RequestState]]:
+        return asyncio.create_task(self.requests(MOST_WAITING))
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -80,11 +97,13 @@ class MigrationDriver:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                for destination, pair in self._pairs.items():
-                    most = self.at_once if pair.why in AT_ONCE else 1
-                    for _ in range(most - busy[destination]):
-                        busy[destination] += 1
-                        movers.create_task(move_to(destination), name=f"moves to {destination}")
+                # The first to each destination, then the second: so they are shared out.
+                for number in range(self.at_once):
+                    for destination, pair in self._pairs.items():
+                        most = self.at_once if pair.why in SEVERAL else 1
+                        if number < most and busy[destination] <= number:
+                            busy[destination] += 1
+                            movers.create_task(move_to(destination), name=f"moves to {destination}")
 
     async def _move_one(self, destination: str) -> bool:
         """Whether one moved, so that the next may."""
@@ -94,6 +113,7 @@ class MigrationDriver:
         victim, pair, listing = chosen
         self._spent[destination] += victim.weight_blocks
         listing.tried.add(victim.request_id)
+        self._refused[destination].add(victim.request_id)
         report = await self.migrate(victim.request_id, pair)
         if report.state != "aborted":
             listing.moved = True
@@ -109,17 +129,19 @@ class MigrationDriver:
         while True:
             listing = self._listing
             if listing is None:
-                listing = RequestsHere(asyncio.create_task(self.requests(MOST_WAITING)))
+                listing = RequestsHere(self._list())
                 self._listing = listing
             requests = await listing.requests
             pair = self._pairs.get(destination)
             if pair is None:
                 return None
+            # Where a prompt can't go to one destination, it may go to another one at once.
+            tried = self._refused[destination] if pair.why == "prompt" else listing.tried
             victim = next_victim(
                 requests,
                 pair,
                 self._spent[destination],
-                listing.tried.union(self.migrating()),
+                tried.union(self.migrating()),
                 self.arrived(),
                 monotonic(),
                 self.rule,

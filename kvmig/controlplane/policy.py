@@ -18,6 +18,7 @@ from kvmig.controlplane.dispatch import (
     RoomiestAfter,
     RoundRobin,
 )
+from kvmig.controlplane.prompts import PromptDispatch, hand_over
 from kvmig.controlplane.rules import (
     balance,
     drain,
@@ -83,7 +84,20 @@ POLICIES = {one.name: one for one in _POLICIES}
 
 
 def policy_of(config: SchedulerConfig) -> Policy:
-    """The policy by its name, with the thresholds that the config gives."""
+    """The policy by its name, with the thresholds that the config gives, and with prompts at the
+    instances that it sets apart."""
+    policy = _named(config)
+    apart, others, rounds = config.prompt_instances, policy.dispatcher, policy.rounds
+    if not apart or rounds is None:
+        return policy
+    return msgspec.structs.replace(
+        policy,
+        dispatcher=lambda: PromptDispatch(apart, others()),
+        rounds=msgspec.structs.replace(rounds, rules=(*rounds.rules, hand_over), apart=apart),
+    )
+
+
+def _named(config: SchedulerConfig) -> Policy:
     policy = POLICIES[config.policy]
     if not config.migration:
         return msgspec.structs.replace(policy, rounds=None)

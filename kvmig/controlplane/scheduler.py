@@ -43,6 +43,9 @@ class RoundConfig(msgspec.Struct, frozen=True, kw_only=True):
     never a destination (`extremes`)."""
     inexact: bool = False
     """Whether requests move between numerics classes, if they have the same weights."""
+    apart: tuple[str, ...] = ()
+    """Instances that compute prompts: nothing comes to them while others serve
+    (`kvmig.controlplane.prompts`)."""
     longest_move_s: float = 5.0
     """A source that needs longer for an average request, by the bandwidth it measured, does
     not balance: it isn't known whether the request lasts that long."""
@@ -80,6 +83,9 @@ class RoundPlan:
         heard = columns.fresh_until >= view.now
         self.draining: Mask = movable & heard & (columns.state == DRAINING)
         self.serving: Mask = movable & (columns.open_until >= view.now)
+        self.apart: Mask = view.rows_of(rounds.apart)
+        if not (self.serving & ~self.apart).any():
+            self.apart[:] = False
         self.free: Column = free_blocks_of(columns, rounds.queued).copy()
         self.free[columns.state == DRAINING] = -np.inf
         self.batch: Column = batch_sizes(columns, rounds.queued).copy()
@@ -121,7 +127,7 @@ class RoundPlan:
 
     def best(self, rows: Mask, by: Column) -> list[int]:
         """Rows that may still take, highest `by` first, at most MAX_SOURCES."""
-        return [row for row in _first(rows, -by) if row not in self._gives]
+        return [row for row in _first(rows & ~self.apart, -by) if row not in self._gives]
 
     def is_source(self, row: int) -> bool:
         """Whether something of it goes by what was decided."""

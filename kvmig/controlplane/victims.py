@@ -125,6 +125,20 @@ def _drain(
     return _within_budget([one for one in able if one.state == "running"], pair, spent, rule)
 
 
+def _prompt(
+    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+) -> RequestState | None:
+    """The prompt that is computed first: running ones, then the queue, in the engine's order. Then
+    a request that decodes here, the shortest first: there was no room for it before."""
+    left = pair.budget_blocks - spent
+    fitting = [one for one in able if one.weight_blocks <= left]
+    prompts = [one for one in fitting if one.output_tokens == 0 and one.state == "running"]
+    prompts += [one for one in fitting if one.state == "waiting"]
+    if prompts:
+        return prompts[0]
+    return min((one for one in fitting if one.state == "running"), key=_order, default=None)
+
+
 _CHOICES: dict[
     str, Callable[[list[RequestState], Pair, float, VictimRule], RequestState | None]
 ] = {
@@ -134,4 +148,5 @@ _CHOICES: dict[
     "defragment": _defragment,
     "relieve": _defragment,
     "drain": _drain,
+    "prompt": _prompt,
 }

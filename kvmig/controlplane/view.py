@@ -251,6 +251,14 @@ class ClusterView:
             self._rows = {one.instance: row for row, one in enumerate(self.instances)}
         return self._rows.get(instance)
 
+    def rows_of(self, instances: Iterable[str]) -> Mask:
+        """The rows of these instances; those that aren't here have none."""
+        rows = np.zeros(len(self.instances), bool)
+        for row in map(self.row_of, instances):
+            if row is not None:
+                rows[row] = True
+        return rows
+
     @property
     def columns(self) -> ViewColumns:
         """The instances in the same order, a row each."""

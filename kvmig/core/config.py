@@ -99,6 +99,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     interval_ms: float = 200.0
     prefix_dispatch: bool = True
     """Whether a new request had better go where the KV of its prompt's beginning is."""
+    prompt_instances: tuple[str, ...] = ()
+    """Instances that compute the prompts of new requests; the others decode them."""
     inexact_moves: bool = False
     """Whether policies may move requests between numerics classes, where tokens may differ."""
     source_below: float | None = None
@@ -315,6 +317,7 @@ def check(config: ClusterConfig) -> ClusterConfig:
     _least("--shutdown-timeout", config.shutdown_timeout_s, 0)
     _positive("--start-timeout", config.start_timeout_s)
     _check_scheduler(config.scheduler)
+    _check_prompts(config)
     _check_migration(config.migration)
     _check_lifecycle(config.lifecycle, config.instances)
     check_classes(config.priorities)
@@ -368,6 +371,28 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
     ordered = below is None or above is None or below <= above
     _require(ordered, "--migrate-below", below, f"at most --migrate-above ({above})")
     _least("--min-gain", scheduler.min_gain or 0, 0)
+
+
+def _check_prompts(config: ClusterConfig) -> None:
+    names, scheduler = config.scheduler.prompt_instances, config.scheduler
+    given = ",".join(names)
+    known = {instance_name(number) for number in range(config.lifecycle.max_instances)}
+    usual = ", ".join(instance_name(number) for number in range(2))
+    _require(
+        known.issuperset(names),
+        "--prompt-instances",
+        given,
+        f"names of instances, such as {usual}, with commas; --max-instances is {len(known)}",
+    )
+    started = {instance_name(number) for number in range(config.instances)}
+    _require(
+        not names or not started.issubset(names),
+        "--prompt-instances",
+        given,
+        f"fewer than all instances (--instances {config.instances}): the others decode",
+    )
+    moves = scheduler.migration or not names
+    _require(moves, "--prompt-instances", given, "left out with --no-migration")
 
 
 def _check_migration(migration: MigrationConfig) -> None:

@@ -318,6 +318,14 @@ class Engine(Protocol):
         """Post-check the request and name the full blocks after the first `sent`."""
         ...
 
+    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+        """As `stage`, a step later at most, while the request's prompt is being computed; as
+        `suspend` once it is. All between the same two steps, so that none here decodes the request.
+
+        most_tokens: a request with more has decoded on, and isn't suspended.
+        """
+        ...
+
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         """Take the request out of the batch at the next step boundary; it keeps its blocks.
 

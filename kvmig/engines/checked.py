@@ -108,10 +108,24 @@ class CheckedEngine:
             )
         return stage
 
+    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+        found = await self._call(
+            request_id,
+            f"follow_prompt {sent}",
+            self._engine.follow_prompt(request_id, sent, most_tokens),
+        )
+        if isinstance(found, Stage):
+            self._check(self._rules.staged, request_id, sent, found)
+            return found
+        return await self._checked_tail(request_id, sent, found)
+
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         tail = await self._call(
             request_id, f"suspend {sent}", self._engine.suspend(request_id, sent, out)
         )
+        return await self._checked_tail(request_id, sent, tail)
+
+    async def _checked_tail(self, request_id: str, sent: int, tail: Tail) -> Tail:
         self._check(self._rules.suspended, request_id, sent, tail)
         entry = self._rules.entry(request_id)
         if self._content and entry.checksums:

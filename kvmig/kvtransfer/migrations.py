@@ -175,10 +175,11 @@ class MigrationSessions:
         output_tokens: int = 0,
         urgent: bool = False,
         inexact: bool = False,
+        after_prompt: bool = False,
     ) -> MigrationReport:
         """Move a request to the llumlet `destination` at `endpoint`; returns the report.
 
-        epoch: under which it runs here; urgent, inexact: see `MigrationSpec`. Waits while
+        epoch: under which it runs here; urgent and the rest: see `MigrationSpec`. Waits while
         `max_migrations` others go; once it has begun, cancelling the wait doesn't stop the
         migration.
         """
@@ -192,6 +193,7 @@ class MigrationSessions:
             output_tokens=output_tokens,
             urgent=urgent,
             inexact=inexact,
+            after_prompt=after_prompt,
         )
         try:
             await self._take_turn(request_id)

@@ -130,6 +130,8 @@ class MigrationPause:
         # What the destination was asked last, and reported of its steps.
         self._last_reserve = Reserve("", "", 0, 0, 0)
         self._new_tokens = 0
+        self._asked_at = 0.0
+        """When the last question was sent, by the clock of time-outs."""
         self._unanswered = 0
         """Questions to the destination that are on their way, or in its engine."""
         self._destination_cadence = Cadence(0.0, 0.0)
@@ -149,6 +151,12 @@ class MigrationPause:
     def record_reserve(self, message: Reserve) -> None:
         """`message` was sent: Reserved will answer it."""
         self._last_reserve, self._new_tokens, self._unanswered = message, 0, 1
+        self._asked_at = asyncio.get_running_loop().time()
+
+    def keep_lease(self) -> None:
+        """Let the destination know, now and then, that the request still comes."""
+        if asyncio.get_running_loop().time() - self._asked_at > self._context.timeout_s / 2:
+            self._ask()
 
     def add_tokens(self, tokens: int) -> None:
         """Record that the request has `tokens` tokens more."""
@@ -215,6 +223,7 @@ class MigrationPause:
         num_tokens = self._last_reserve.num_tokens + self._new_tokens
         last = self._last_reserve.last and prepare
         self._send(replace(self._last_reserve, num_tokens=num_tokens, last=last))
+        self._asked_at = asyncio.get_running_loop().time()
         self._unanswered += 1
 
     async def _wait_until(self, at: float) -> None:
@@ -239,9 +248,15 @@ class MigrationPause:
         timeline.mark("drain")
         async with asyncio.timeout(self._context.timeout_s):
             tail = await engine.suspend(self._move.request_id, sent, out)
-        timeline.mark("tail copy")
-        self._suspended_at = self._context.clock()
+        self.record_suspended()
         return tail
+
+    def record_suspended(self) -> None:
+        """The request is out of the batch: from now on its tail is copied."""
+        if not self._timeline.pausing:
+            self._timeline.mark("drain")  # the engine did it at the end of a step
+        self._timeline.mark("tail copy")
+        self._suspended_at = self._context.clock()
 
     async def send_tail(self, stage: int, first: int, tail: Tail, blocks: BlockSender) -> None:
         """Send the blocks after the `first` ones, and Commit: with it, if they are gathered."""

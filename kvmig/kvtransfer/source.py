@@ -15,7 +15,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from kvmig.core.errors import MigrationRefused, PeerError, TransportError
-from kvmig.engines.base import Export, too_large
+from kvmig.engines.base import Export, Stage, Tail, too_large
 from kvmig.kvtransfer.copying import BlockSender, ChunkBatcher
 from kvmig.kvtransfer.mailbox import CancelMigration, PeerLost
 from kvmig.kvtransfer.messages import (
@@ -38,6 +38,7 @@ from kvmig.kvtransfer.source_machine import (
     CopyStage,
     DestinationMessage,
     ExportRequest,
+    FollowPrompt,
     ReleaseRequest,
     ResumeRequest,
     SendAbort,
@@ -81,7 +82,9 @@ class SourceSession(MigrationSession[Event, Action]):
         self.over = False
         """Whether nothing is left here; it may still wait for the first token's time."""
         self._context = context = batcher.context
-        self.machine = SourceMachine(move.mid, context.config.max_stages)
+        self.machine = SourceMachine(
+            move.mid, context.config.max_stages, after_prompt=move.after_prompt
+        )
         self._engine = context.engine
         self._batcher = batcher
         self._admit = admit
@@ -211,6 +214,8 @@ class SourceSession(MigrationSession[Event, Action]):
             case CopyStage(stage, first, block_ids, places):
                 await self._blocks().send_live(stage, first, block_ids, places)
                 return self.machine.copied()
+            case FollowPrompt(sent, most_tokens):
+                return self.machine.followed(await self._follow_prompt(sent, most_tokens))
             case SuspendRequest(sent):
                 return await self._suspend(sent)
             case SendTail(first, tail):
@@ -251,6 +256,15 @@ class SourceSession(MigrationSession[Event, Action]):
         self.pause.record_reserve(message)
         self._batcher.send(message, export.payload if export and message.export else ())
         return await self._answer()
+
+    async def _follow_prompt(self, sent: int, most_tokens: int) -> Stage | Tail:
+        self._mailbox.read()
+        self.pause.keep_lease()
+        async with self._in_time():
+            found = await self._engine.follow_prompt(self.move.request_id, sent, most_tokens)
+        if isinstance(found, Tail):
+            self.pause.record_suspended()
+        return found
 
     async def _suspend(self, sent: int) -> list[Action]:
         decoding = self.machine.decoding

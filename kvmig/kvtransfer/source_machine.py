@@ -46,6 +46,11 @@ arbiter's, decides.
 # runs nowhere rather than twice: ORPHANED releases it, and its front end runs it again.
 #
 # A request that waits and holds nothing goes from CHECKING to SUSPENDING: nothing is copied.
+#
+# With `after_prompt` a request whose prompt waits or is computed stays until that is done. The
+# first stage brings room for the whole prompt; then FollowPrompt, in CHECKING, returns each chunk's
+# blocks, which are a stage, and in the end the tail: the engine takes the request out of the batch
+# at the end of the step that computed the last chunk. So it goes on to SENDING_TAIL.
 
 from __future__ import annotations
 
@@ -53,6 +58,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import ClassVar
+
+from msgspec.structs import replace
 
 from kvmig.engines.base import Stage, Tail
 from kvmig.kvtransfer.machine import StateMachine, Table
@@ -89,6 +96,15 @@ class CopyStage:
     first: int
     block_ids: tuple[int, ...]
     places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FollowPrompt:
+    """Ask the engine for the next chunk's blocks after `sent`, or for the tail."""
+
+    sent: int
+    most_tokens: int
+    """Tokens that there is room for: a request with more has decoded on, and isn't suspended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +150,8 @@ class SendAbort:
 
 
 Action = (
-    ExportRequest | SendReserve | CheckRequest | CopyStage | SuspendRequest | SendTail | SendCommit
-    | AskArbiter | ResumeRequest | ReleaseRequest | SendAbort
+    ExportRequest | SendReserve | CheckRequest | CopyStage | FollowPrompt | SuspendRequest
+    | SendTail | SendCommit | AskArbiter | ResumeRequest | ReleaseRequest | SendAbort
 )  # fmt: skip
 
 
@@ -179,6 +195,10 @@ class SourceTransition(StrEnum):
     WAITS = auto()
     """The request waits and holds nothing: it needs no room, and there is nothing to copy."""
     COPIED = auto()
+    COMPUTING = auto()
+    """The prompt is being computed, and no stage's blocks are new."""
+    COMPUTED = auto()
+    """The prompt is computed, and the request is suspended."""
     SUSPENDED = auto()
     COMMIT_SENT = auto()
     COMMITTED = auto()
@@ -215,6 +235,8 @@ class SourceMachine(StateMachine):
         | {
             SourceTransition.ENOUGH: SourceState.RESERVING_TAIL,
             SourceTransition.WAITS: SourceState.SUSPENDING,
+            SourceTransition.COMPUTING: SourceState.CHECKING,
+            SourceTransition.COMPUTED: SourceState.SENDING_TAIL,
         },
         SourceState.RESERVING_STAGE: _until_commit(SourceTransition.RESERVED, SourceState.COPYING),
         SourceState.COPYING: _until_commit(SourceTransition.COPIED, SourceState.CHECKING),
@@ -246,10 +268,23 @@ class SourceMachine(StateMachine):
         SourceState.ABORTED: {},
     }
 
-    def __init__(self, key: str, max_stages: int, questions: int = QUESTIONS) -> None:
-        """max_stages: live stages, then the tail is what is left; questions: see `QUESTIONS`."""
+    def __init__(
+        self,
+        key: str,
+        max_stages: int,
+        questions: int = QUESTIONS,
+        *,
+        after_prompt: bool = False,
+    ) -> None:
+        """max_stages: live stages, then the tail is what is left; questions: see `QUESTIONS`;
+        after_prompt: whether the prompt is computed here to its end."""
         super().__init__(key, SourceState.EXPORTING)
         self._max_stages = max_stages
+        self._after_prompt = after_prompt
+        self._chunks = 0
+        """Stages of a prompt's chunks, which `max_stages` doesn't count."""
+        self._tokens = 0
+        """The request's when it was exported."""
         self._questions = questions
         self._commits = 0
         self._plan = Stage([], 0)
@@ -317,6 +352,7 @@ class SourceMachine(StateMachine):
     def exported(self, num_tokens: int) -> list[Action]:
         """The engine described the request."""
         self.apply_event(SourceTransition.EXPORTED)
+        self._tokens = num_tokens
         return [SendReserve(0, num_tokens)]
 
     def reserved(self, hit_blocks: int) -> list[Action]:
@@ -333,8 +369,11 @@ class SourceMachine(StateMachine):
 
     def checked(self, plan: Stage) -> list[Action]:
         """The request is as it was; `plan` names the blocks that are new."""
-        stop = enough(len(plan.block_ids), self.stage, self._max_stages)
+        if self._after_prompt and not plan.decoding:
+            return self._copy_chunk(plan)
         waits = not plan.num_tokens
+        done = self.stage - self._chunks
+        stop = enough(len(plan.block_ids), done, self._max_stages)
         self.apply_event(
             SourceTransition.WAITS
             if waits
@@ -352,7 +391,31 @@ class SourceMachine(StateMachine):
         """The blocks of the stage are gathered and sent."""
         self.apply_event(SourceTransition.COPIED)
         self.sent += len(self._plan.block_ids)
+        if self._after_prompt and not self.decoding:
+            return [self._follow()]
         return [CheckRequest(self.sent)]
+
+    def followed(self, found: Stage | Tail) -> list[Action]:
+        """The next chunk of the prompt is computed, or all of it: then the request is suspended."""
+        if isinstance(found, Tail):
+            self.apply_event(SourceTransition.COMPUTED)
+            self._plan = replace(self._plan, decoding=True)
+            return [SendTail(self.sent, found)]
+        if found.decoding or len(found.block_ids) > TAIL_BLOCKS:
+            return self.checked(found)  # it may have decoded on
+        self.apply_event(SourceTransition.COMPUTING)
+        return [self._follow()]
+
+    def _copy_chunk(self, plan: Stage) -> list[Action]:
+        """A stage of a prompt. There is room for all of it from the first one on."""
+        self.apply_event(SourceTransition.MORE)
+        self._plan = replace(plan, num_tokens=max(plan.num_tokens, self._tokens))
+        self.stage += 1
+        self._chunks += 1
+        return [SendReserve(self.stage, self._plan.num_tokens)]
+
+    def _follow(self) -> FollowPrompt:
+        return FollowPrompt(self.sent, self._plan.num_tokens + 1)
 
     def suspended(self, tail: Tail) -> list[Action]:
         """The request runs nowhere from here on."""

@@ -36,6 +36,8 @@ class MigrationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the end is waited for: the pause isn't spread over the steps before it then."""
     inexact: bool = False
     """The request may go to an engine of another numerics class."""
+    after_prompt: bool = False
+    """The request's prompt is computed to its end before the request goes."""
 
 
 class MigrationTimeline:
@@ -63,6 +65,11 @@ class MigrationTimeline:
         ms = (self._clock() - since) * 1e3
         began_ms = (since - self._began) * 1e3
         self._stages.append(StageReport(blocks, nbytes, ms, parts, chunks, began_ms))
+
+    @property
+    def pausing(self) -> bool:
+        """Whether a part of the pause has begun."""
+        return bool(self._marks)
 
     def mark(self, part: Part) -> None:
         """A part of the pause begins."""

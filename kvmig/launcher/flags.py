@@ -48,6 +48,9 @@ FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
+PROMPT_MIGRATIONS = 16
+"""Default of --max-migrations with --prompt-instances: a migration takes as long as its prompt."""
+
 
 def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
     """Returns (checked config, the engine's part of `argv`, what --help asked for).
@@ -85,7 +88,10 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
             prefix_dispatch=not flags.no_prefix_dispatch,
         ),
         migration=_filled(
-            MigrationConfig, flags, max_migration_bytes=int(flags.max_migration_bytes)
+            MigrationConfig,
+            flags,
+            max_migrations=_max_migrations(flags),
+            max_migration_bytes=int(flags.max_migration_bytes),
         ),
     )
     return check(config), rest, flags.help
@@ -100,6 +106,12 @@ def _refuse_shared_experts(argv: list[str], instances: int) -> None:
             " that share experts step together, and their requests can't move; --instances"
             f" {instances} starts engines that have all experts each"
         )
+
+
+def _max_migrations(flags: argparse.Namespace) -> int:
+    usual = PROMPT_MIGRATIONS if flags.prompt_instances else MigrationConfig().max_migrations
+    given: int = getattr(flags, "max_migrations", usual)
+    return given
 
 
 def _filled(kind: type[Config], flags: argparse.Namespace, **given: Any) -> Config:
@@ -570,6 +582,10 @@ def _add_lifecycle(root: FlagParser) -> None:
     )
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _add_scheduler(root: FlagParser) -> None:
     group = _Group(root, "scheduler", SchedulerConfig())
     group.add("--policy", "policy", f"policy for dispatch and migration: {', '.join(POLICIES)}")
@@ -582,6 +598,14 @@ def _add_scheduler(root: FlagParser) -> None:
         "--no-prefix-dispatch",
         action="store_true",
         help="dispatch a request without regard to where the KV of its prompt's beginning is",
+    )
+    group.add(
+        "--prompt-instances",
+        "prompt_instances",
+        "instances that compute the prompts of new requests, as i0,i1; the others decode them"
+        " (default: none)",
+        type=_names,
+        metavar="NAMES",
     )
     group.add(
         "--inexact-moves",
@@ -701,7 +725,10 @@ def _add_migration(root: FlagParser) -> None:
     group.add(
         "--max-migrations",
         "max_migrations",
-        "maximum concurrent migrations out of an instance, and into it; further ones wait",
+        "maximum concurrent migrations out of an instance, and into it; further ones wait (default:"
+        f" {MigrationConfig().max_migrations}, with --prompt-instances {PROMPT_MIGRATIONS})",
+        type=int,
+        default=argparse.SUPPRESS,
     )
     group.add(
         "--max-migration-bytes",

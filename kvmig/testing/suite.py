@@ -174,11 +174,20 @@ class Suite:
         """Which engine put out each token."""
         return self._heard[request_id].engines
 
-    async def move(self, request_id: str, source: str = "a", to: str = "b") -> MigrationReport:
-        """Move a request."""
-        report = await self._migrator.migrate(request_id, source, to)
+    async def move(
+        self, request_id: str, source: str = "a", to: str = "b", *, after_prompt: bool = False
+    ) -> MigrationReport:
+        """Move a request; after_prompt: not before its prompt is computed."""
+        report = await self._migrator.migrate(request_id, source, to, after_prompt=after_prompt)
         self._go_on()
         return report
+
+    async def begun(self, request_id: str, name: str = "a") -> None:
+        """Wait until an engine has begun to compute the request."""
+        waits = True
+        while waits:
+            listed = await self.engines[name].requests()
+            waits = any(one.request_id == request_id and one.state == "waiting" for one in listed)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what an engine says of itself in its own time."""

@@ -54,6 +54,26 @@ async def test_a_request_moves_in_its_prefill(suite: Suite) -> None:
     assert tokens == await suite.undisturbed(prompt, suite.blocks(1))
 
 
+@pytest.mark.parametrize("blocks", [0.5, 6, 24])
+@scenario
+@until_moved
+async def test_a_prompt_is_computed_at_one_engine_and_decoded_at_the_other(
+    suite: Suite, blocks: float
+) -> MigrationReport:
+    """Its chunks travel while other requests run, and later chunks are computed."""
+    prompt = suite.prompt(suite.blocks(blocks))
+    expected = await suite.undisturbed(prompt, suite.blocks(3))
+    others = [suite.submit("a", suite.prompt(suite.blocks(2)), 20) for _ in range(2)]
+    moved = suite.submit("a", prompt, suite.blocks(3))
+    await suite.begun(moved)
+    report = await suite.move(moved, after_prompt=True)
+    assert await suite.finish(moved) == expected
+    await asyncio.gather(*(suite.finish(other) for other in others))
+    if report.state == "committed":
+        assert suite.came_from(moved)[:1] == ["a"]
+    return report
+
+
 @scenario
 @until_moved
 async def test_a_request_that_samples_moves_token_for_token(suite: Suite) -> MigrationReport:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from kvmig.controlplane.dispatch import NewRequest
-from kvmig.controlplane.messages import ClusterMember
+from kvmig.controlplane.messages import ClusterMember, Pair
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.session_hints import SessionHints, SessionPlace
@@ -232,7 +232,8 @@ class SimCluster:
 
     # -- migrations
 
-    def _migration(self, source: SimLlumlet, request: SimRequest, destination: str) -> Migration:
+    def _migration(self, source: SimLlumlet, request: SimRequest, pair: Pair) -> Migration:
+        destination = pair.destination
         there = self.llumlets[destination]
         counted = ended = False
 
@@ -265,4 +266,5 @@ class SimCluster:
             may_enter,
             there.arrived,
             end,
+            after_prompt=pair.why == "prompt",
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvmig.controlplane.messages import LoadReport, Pair
 from kvmig.controlplane.policy import Policy
+from kvmig.controlplane.reporter import CHANGE_PERIOD_S
 from kvmig.controlplane.victims import next_victim
 from kvmig_tools.sim.engine import SimEngine
 from kvmig_tools.sim.events import EventQueue
@@ -15,8 +17,8 @@ from kvmig_tools.sim.migration import Migration, Outcome
 from kvmig_tools.sim.policies import Setting
 from kvmig_tools.sim.request import SimRequest
 
-Begin = Callable[["SimLlumlet", SimRequest, str], Migration]
-"""(source, request, destination): a migration that hasn't started yet."""
+Begin = Callable[["SimLlumlet", SimRequest, Pair], Migration]
+"""(source, request, pair): a migration to the pair's destination that hasn't started yet."""
 
 
 class SimLlumlet:
@@ -48,8 +50,10 @@ class SimLlumlet:
         self.state = "serving"
         self._pairs: dict[str, Pair] = {}
         self._spent: dict[str, float] = {}
-        self._busy: set[str] = set()
-        """Destinations that a request is on its way to."""
+        self._busy: Counter[str] = Counter()
+        """Requests on their way, by destination."""
+        self._refused: dict[str, set[str]] = {}
+        """Requests that were tried, by destination."""
         self._arrived: dict[str, float] = {}
         self._seq = 0
         self.reported_at = -1.0
@@ -65,6 +69,8 @@ class SimLlumlet:
         """A new request."""
         self.here[request.request_id] = request
         self.engine.submit(request)
+        if any(pair.why == "prompt" for pair in self._pairs.values()):
+            self._events.after(CHANGE_PERIOD_S, self._move)
 
     def arrived(self, request: SimRequest) -> None:
         """It came here by a migration."""
@@ -120,18 +126,27 @@ class SimLlumlet:
         """The scheduler's word; no pairs: stop."""
         self._pairs = {pair.destination: pair for pair in pairs}
         self._spent = dict.fromkeys(self._pairs, 0.0)
-        for destination in self._pairs:
-            self._move_one(destination)
+        self._refused = {destination: set() for destination in self._pairs}
+        self._move()
+
+    def _move(self) -> None:
+        for number in range(self._setting.max_migrations):
+            for destination in list(self._pairs):
+                if self._busy[destination] <= number:
+                    self._move_one(destination)
 
     def _move_one(self, destination: str) -> None:
         pair = self._pairs.get(destination)
-        if pair is None or destination in self._busy:
+        if pair is None:
+            return
+        most = self._setting.max_migrations if pair.why == "prompt" else 1
+        if self._busy[destination] >= most or (most > 1 and len(self.leaving) >= most):
             return
         victim = next_victim(
             request_states(self.engine),
             pair,
             self._spent[destination],
-            self.leaving,
+            self._refused[destination].union(self.leaving) if most > 1 else self.leaving,
             self._arrived,
             self._events.now,
             self._rule,
@@ -139,18 +154,22 @@ class SimLlumlet:
         if victim is None:
             return
         self._spent[destination] += victim.weight_blocks
-        self._busy.add(destination)
-        migration = self._begin(self, self.here[victim.request_id], destination)
+        self._busy[destination] += 1
+        migration = self._begin(self, self.here[victim.request_id], pair)
         self.leaving[victim.request_id] = migration
         migration.start()
 
     def migration_ended(self, request: SimRequest, destination: str, outcome: Outcome) -> None:
         """One out of here is over."""
         del self.leaving[request.request_id]
-        self._busy.discard(destination)
+        self._busy[destination] -= 1
         if outcome.state == "committed":
             self._forget(request)
         elif outcome.reason != "finished":
+            pair = self._pairs.get(destination)
+            if pair is not None and pair.why == "prompt":
+                self._refused[destination].add(request.request_id)
+                self._events.after(0.0, self._move)
             return  # the pair doesn't work now; the next round decides anew
         # Not here: the engine may be in the middle of a step's end.
         self._events.after(0.0, partial(self._move_one, destination))

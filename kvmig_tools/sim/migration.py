@@ -67,6 +67,8 @@ class Migration:
         may_enter: Callable[[], str],
         on_moved: Callable[[SimRequest], None],
         on_end: Callable[[Outcome], None],
+        *,
+        after_prompt: bool = False,
     ) -> None:
         self._events = events
         self._network = network
@@ -77,7 +79,8 @@ class Migration:
         self._on_moved = on_moved
         self._on_end = on_end
         key = f"{request.request_id}-{request.migrations}"
-        self._here = SourceMachine(key, max_stages)
+        self._here = SourceMachine(key, max_stages, after_prompt=after_prompt)
+        self._after_prompt = after_prompt
         self._there = DestinationMachine(key)
         self._hop_s = source[1].cost.copy.hop_ms / 1e3
         self._copying: Copying | None = None
@@ -140,6 +143,10 @@ class Migration:
                 self.outcome.stages += 1
                 blocks = len(block_ids)
                 self._copy(blocks, partial(self._copied, stage, first, blocks))
+            case here.FollowPrompt(sent, most_tokens):
+                # Not in the present boundary: the next step computes the next chunk.
+                follow = partial(self._at_source, partial(self._follow, sent, most_tokens))
+                self._events.after(0.0, follow)
             case here.SuspendRequest(sent):
                 self._at_source(partial(self._suspend, sent))
             case here.SendTail(first, tail):
@@ -160,21 +167,30 @@ class Migration:
         return self._here.exported(self._wanted(place))
 
     def _check(self, sent: int) -> list[here.Action]:
-        place = self._source.place_of(self.request)
+        return self._here.checked(self._stage(self._source.place_of(self.request), sent))
+
+    def _stage(self, place: Place, sent: int) -> Stage:
         full = place.computed // self._source.cost.capacity.block_tokens
-        wanted = self._wanted(place)
-        return self._here.checked(Stage([0] * max(full - sent, 0), wanted, place.decoding))
+        return Stage([0] * max(full - sent, 0), self._wanted(place), place.decoding)
 
     def _wanted(self, place: Place) -> int:
         """Tokens that there must be room for: none for one that waits, and will wait there."""
-        return place.tokens if place.computed else 0
+        return place.tokens if place.computed or self._after_prompt else 0
+
+    def _follow(self, sent: int, most_tokens: int) -> list[here.Action]:
+        place = self._source.place_of(self.request)
+        if place.decoding and place.tokens <= most_tokens:
+            return self._here.followed(self._take_out(sent))
+        return self._here.followed(self._stage(place, sent))
 
     def _suspend(self, sent: int) -> list[here.Action]:
+        return self._here.suspended(self._take_out(sent))
+
+    def _take_out(self, sent: int) -> Tail:
         self._place = self._source.suspend(self.request)
         self._suspended_at = self._events.now
         blocks = self._source.blocks_for(self._place.computed)
-        tail = Tail([0] * (blocks - sent), self._place.tokens, self.request.generated, b"")
-        return self._here.suspended(tail)
+        return Tail([0] * (blocks - sent), self._place.tokens, self.request.generated, b"")
 
     def _copy(self, blocks: int, done: Callable[[], None]) -> None:
         cost = self._source.cost

@@ -32,6 +32,8 @@ from kvmig.engines.held_marks import HeldMarks
 BLOCK_TOKENS = 4
 TOKEN_BYTES = 16
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
+CHUNK_BLOCKS = 2
+"""Of a prompt that is followed."""
 
 
 @dataclass
@@ -94,6 +96,9 @@ class FakeEngine:
         self.urgent: list[bool] = []
         """Of each gather and scatter."""
         self.corrupt = False
+        self.computed: int | None = None
+        """Blocks of a prompt that is being computed, two more whenever it is followed; None: it
+        is computed."""
         self.decoding = True
         """Whether its requests do, as far as it tells."""
         self.at_once = at_once
@@ -165,9 +170,26 @@ class FakeEngine:
     async def stage(self, request_id: str, sent: int) -> Stage:
         await self._enter("stage")
         request = self._live(request_id)
+        if self.computed is not None:
+            return Stage(request.blocks[sent : self.computed], len(request.tokens))
         self.decode(request, self.steps)
         full = (len(request.tokens) - 1) // BLOCK_TOKENS
         return Stage(request.blocks[sent:full], len(request.tokens), decoding=self.decoding)
+
+    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+        await self._enter("follow_prompt")
+        request = self._live(request_id)
+        if self.computed is not None:
+            self.computed += CHUNK_BLOCKS
+            if self.computed * BLOCK_TOKENS < request.prompt:
+                return Stage(request.blocks[sent : self.computed], len(request.tokens))
+            self.computed = None
+            self.decode(request, 1)
+        if len(request.tokens) > most_tokens:
+            full = (len(request.tokens) - 1) // BLOCK_TOKENS
+            return Stage(request.blocks[sent:full], len(request.tokens), decoding=True)
+        request.suspended = True
+        return self._tail(request, sent)
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         await self._enter("suspend")

@@ -284,6 +284,15 @@ class ToyEngine:
     async def stage(self, request_id: str, sent: int) -> Stage:
         return self._source.stage(request_id, sent)
 
+    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+        stage = self._source.stage(request_id, sent)
+        if not stage.decoding and not stage.block_ids:
+            await asyncio.sleep(self._step_ms / 1000)  # the next chunk
+            stage = self._source.stage(request_id, sent)
+        if not stage.decoding or stage.num_tokens > most_tokens:
+            return stage
+        return self._source.suspend(request_id, sent)
+
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         return self._source.suspend(request_id, sent)
 

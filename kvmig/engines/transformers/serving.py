@@ -139,6 +139,15 @@ class ServingTransformers:
     async def stage(self, request_id: str, sent: int) -> Stage:
         return await self._between(lambda: self._source.stage(request_id, sent))
 
+    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+        def follow() -> Stage | Tail:
+            stage = self._source.stage(request_id, sent)
+            if not stage.decoding or stage.num_tokens > most_tokens:
+                return stage
+            return self._source.suspend(request_id, sent)
+
+        return await self._between(follow)
+
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
         return await self._between(lambda: self._source.suspend(request_id, sent))
 

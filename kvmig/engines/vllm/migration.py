@@ -261,6 +261,16 @@ class VllmSource:
         num_tokens = request.num_tokens if self._tables.count_blocks(block_ids) else 0
         return Stage(ids, num_tokens, decoding, places)
 
+    def follow_prompt(
+        self, request_id: str, sent: int, most_tokens: int, gather: Gather
+    ) -> Stage | Future[Tail]:
+        """The full blocks after the first `sent`; the tail once the prompt's last chunk is
+        computed, or in the step that runs."""
+        stage = self.stage(request_id, sent)
+        if not stage.decoding or stage.num_tokens > most_tokens:
+            return stage
+        return self.suspend(request_id, sent, gather)
+
     def suspend(self, request_id: str, sent: int, gather: Gather) -> Future[Tail]:
         """Take the request out of the batch; its tail comes once no step holds it."""
         leaving = self._checked(request_id)

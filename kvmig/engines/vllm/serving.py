@@ -55,6 +55,7 @@ from kvmig.engines.vllm.incoming import IncomingRequests
 from kvmig.engines.vllm.load import RequestHoldings, RequestListing
 from kvmig.engines.vllm.memory import BlockMemory
 from kvmig.engines.vllm.migration import (
+    Gather,
     VllmDestination,
     VllmProgress,
     VllmSource,
@@ -281,13 +282,33 @@ class ServingVllm:
     async def stage(self, request_id: str, sent: int) -> Stage:
         return await self._on_engine(lambda: self._source.stage(request_id, sent))
 
+    async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
+        return await self._take_out(
+            request_id,
+            None,
+            lambda gather: self._source.follow_prompt(request_id, sent, most_tokens, gather),
+        )
+
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+        tail = await self._take_out(
+            request_id, out, lambda gather: self._source.suspend(request_id, sent, gather)
+        )
+        assert isinstance(tail, Tail)
+        return tail
+
+    async def _take_out(
+        self,
+        request_id: str,
+        out: memoryview | None,
+        suspend: Callable[[Gather], Stage | Future[Tail]],
+    ) -> Stage | Tail:
+        """What `suspend` returns, called on the engine; out: see `Engine.suspend`."""
         memory = self._memory
         gathering = TailGather(memory.copies, self.layout.block_bytes, memory.on_gpu, out)
         try:
-            suspended = await self._on_engine(
-                lambda: self._source.suspend(request_id, sent, gathering.begin)
-            )
+            suspended = await self._on_engine(lambda: suspend(gathering.begin))
+            if isinstance(suspended, Stage):
+                return suspended
             try:
                 return await gathering.finish(await asyncio.wrap_future(suspended))
             except RequestGone:
