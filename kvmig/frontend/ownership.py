@@ -189,7 +189,13 @@ class RequestOwnership:
         self.place()
 
     def _running(self, instance: str) -> list[LiveRequest]:
-        return [request for request in self.table if request.instance == instance]
+        """Those that run there, as far as is known; one whose first tokens of there wait for those
+        of the instance before, too: once they come, the loss is past."""
+        return [
+            request
+            for request in self.table
+            if request.instance == instance or request.splicer.holds(instance)
+        ]
 
     def _miss(self, instance: str, ailment: str) -> None:
         if instance not in self.missing:

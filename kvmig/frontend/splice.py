@@ -130,6 +130,11 @@ class StreamSplicer:
         """Whether items have waited for the old owner's tokens since before `then`."""
         return bool(self._held) and self._held[0].at < then
 
+    def holds(self, instance: str) -> bool:
+        """Whether items of this instance wait for an old owner's tokens: then it runs the request,
+        or has handed it on."""
+        return any(held.instance == instance for held in self._held)
+
     def reached(self, epoch: int) -> bool:
         """Whether it is known that `epoch`, or a later one, runs the request."""
         return (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from kvmig.asgi.errors import InstanceLost
 from kvmig.controlplane.messages import Discard, Resolve, Span
 from kvmig.core.config import FaultConfig
-from kvmig.core.errors import Failure
+from kvmig.core.errors import Failure, NoInstance
 from kvmig.frontend.ownership import RequestOwnership
 from kvmig.frontend.ports import RouterObserver
 from kvmig.frontend.requests import LiveRequest, RequestTable
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class Sends:
-    """Instances, the first message to which is lost with its connection if `fails`."""
+    """Instances, the first message to which is lost with its connection if `fails`. None takes a
+    request."""
 
     def __init__(self, fails: bool = False) -> None:
         self.sent: list[tuple[str, RpcMessage]] = []
@@ -32,8 +34,20 @@ class Sends:
             self.fails = False
             raise InstanceLost("instance i0 is not connected")
 
+    def dispatch(self, order: object) -> str:
+        raise NoInstance("no instance takes requests")
+
     def fail(self, request_ids: Sequence[str], reason: str, kind: Failure) -> None:
         raise AssertionError(reason)
+
+
+@dataclass
+class Token:
+    """An item of one token."""
+
+    request_id: str
+    new_token_ids: Sequence[int] = (7,)
+    finished: bool = False
 
 
 def ownership(table: RequestTable, sends: Sends) -> RequestOwnership:
@@ -78,3 +92,14 @@ def test_a_destination_that_committed_owns_the_request() -> None:
     assert it.decide(question, committed=True) == "destination"
     assert it.owner(question) == "destination"
     assert request.instance == "b"
+
+
+def test_a_request_runs_again_when_the_instance_whose_tokens_wait_for_others_is_lost() -> None:
+    """They may come after the loss, and that instance be back by then, without the request."""
+    sends, table = Sends(), RequestTable()
+    it = ownership(table, sends)
+    request = LiveRequest("r", "x", "x", StreamSplicer("a"), 9, 0, [b""], 0.0)
+    table.add(request)
+    assert request.splicer.feed("b", Span("r", 1, 1), Token("r"), 0.0).deliver == []
+    it.lost("b", "instance b is lost")
+    assert request.run == 1
