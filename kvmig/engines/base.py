@@ -319,8 +319,8 @@ class Engine(Protocol):
         ...
 
     async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
-        """As `stage`, a step later at most, while the request's prompt is being computed; as
-        `suspend` once it is. All between the same two steps, so that none here decodes the request.
+        """Follow the request's prompt: while it is being computed this is `stage`, a step later at
+        most, and once it is, `suspend`, between the same two steps: none here decodes the request.
 
         most_tokens: a request with more has decoded on, and isn't suspended.
         """

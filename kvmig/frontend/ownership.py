@@ -189,8 +189,8 @@ class RequestOwnership:
         self.place()
 
     def _running(self, instance: str) -> list[LiveRequest]:
-        """Those that run there, as far as is known; one whose first tokens of there wait for those
-        of the instance before, too: once they come, the loss is past."""
+        """The requests that run there, as far as is known. Tokens from there that wait for those of
+        the instance before show it, too; once they are the client's, the loss is past."""
         return [
             request
             for request in self.table

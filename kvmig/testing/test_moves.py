@@ -60,7 +60,7 @@ async def test_a_request_moves_in_its_prefill(suite: Suite) -> None:
 async def test_a_prompt_is_computed_at_one_engine_and_decoded_at_the_other(
     suite: Suite, blocks: float
 ) -> MigrationReport:
-    """Its chunks travel while other requests run, and later chunks are computed."""
+    """The chunks travel while other requests run, and later chunks are computed."""
     prompt = suite.prompt(suite.blocks(blocks))
     expected = await suite.undisturbed(prompt, suite.blocks(3))
     others = [suite.submit("a", suite.prompt(suite.blocks(2)), 20) for _ in range(2)]

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 REPLY_S = MigrationConfig().reply_timeout_ms / 1e3
 
-_TAKES_TIME = (here.CopyStage, here.SuspendRequest, here.SendTail, here.AskArbiter)
+_TAKES_TIME = (
+    here.CopyStage, here.FollowPrompt, here.SuspendRequest, here.SendTail, here.AskArbiter,
+)  # fmt: skip
 
 
 @dataclass
@@ -163,7 +165,7 @@ class Departure:
                 question = Resolve(self.mid, self.run, self.epoch, self.destination)
                 site.tell_front(question)
                 self.doing = action
-            case here.CopyStage() | here.SuspendRequest() | here.SendTail():
+            case here.CopyStage() | here.FollowPrompt() | here.SuspendRequest() | here.SendTail():
                 self.doing = action
             case here.ExportRequest() | here.CheckRequest():
                 return self._look(site, action)
@@ -177,9 +179,11 @@ class Departure:
             return self._failed("finished")
         match action:
             case here.ExportRequest():
-                return self.machine.exported(max(slot.full, 0))
+                return self.machine.exported(max(slot.length, 0))
             case here.CheckRequest() if slot.full < 0:
                 return self.machine.checked(Stage([], 0))
+            case here.CheckRequest(sent) if slot.chunks:
+                return self.machine.checked(Stage(list(range(sent, slot.full)), slot.length))
             case here.CheckRequest(sent):
                 if self.machine.stage and site.oracle.choose(("", 0), ("2 blocks more", 0)):
                     slot.full += 2
@@ -192,6 +196,8 @@ class Departure:
             case here.CopyStage(stage, first, block_ids):
                 self._say(site, _chunk(self.mid, stage, first, len(block_ids)))
                 return machine.copied()
+            case here.FollowPrompt(sent):
+                return self._follow_prompt(site, sent)
             case here.SuspendRequest(sent):
                 slot = site.engine.active(self.run)
                 if slot is None:
@@ -202,6 +208,20 @@ class Departure:
                 self._send_tail(site, first, tail)
                 machine.commit_sent()
         return []
+
+    def _follow_prompt(self, site: Site, sent: int) -> list[here.Action]:
+        """The step that is waited for computes a chunk, if none is new; or it decodes."""
+        slot = site.engine.active(self.run)
+        if slot is not None and slot.chunks and slot.full == sent:
+            site.compute(self.run)
+            slot = site.engine.active(self.run)
+        if slot is None:
+            return self._failed("finished")
+        blocks = list(range(sent, slot.full))
+        if slot.chunks or slot.tokens > 1:
+            return self.machine.followed(Stage(blocks, slot.length, not slot.chunks))
+        slot.state = "suspended"
+        return self.machine.followed(slot.rest(sent))
 
     def _send_tail(self, site: Site, first: int, tail: Tail) -> None:
         count = len(tail.block_ids)
@@ -221,6 +241,7 @@ class Departure:
 
 _LABELS: dict[type, str] = {
     here.CopyStage: "copies a stage",
+    here.FollowPrompt: "follows the prompt",
     here.SuspendRequest: "suspends the request",
     here.SendTail: "sends the tail and Commit",
 }

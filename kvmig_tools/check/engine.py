@@ -13,11 +13,12 @@ from kvmig_tools.check.part import Violation
 @dataclass
 class Slot:
     """One run's. full: its full blocks; one more is part full. -1: it waits, and has none.
-    tokens: those it put out."""
+    tokens: those it put out. chunks: of its prompt, two blocks each, that are to be computed."""
 
     state: Literal["active", "suspended", "reserved"]
     tokens: int = 0
     full: int = 2
+    chunks: int = 0
     written: int = 0
     """Bit i: block i came in."""
     room: bool = True
@@ -25,8 +26,13 @@ class Slot:
 
     @property
     def decodes(self) -> bool:
-        """Whether it runs now: it is active, and doesn't wait."""
-        return self.state == "active" and self.full >= 0
+        """Whether each step gives it a token: it is active, and its prompt is computed."""
+        return self.state == "active" and self.full >= 0 and not self.chunks
+
+    @property
+    def length(self) -> int:
+        """Of its prompt with what it put out, where chunks of a prompt count; else its blocks."""
+        return self.full + 2 * self.chunks
 
     def rest(self, sent: int) -> Tail:
         """As `Engine.suspend` describes it. state: how many blocks it has."""

@@ -58,6 +58,7 @@ SCENARIOS = (
     Scenario("three stages", LONG),
     Scenario("tail in Commit", Shape(tokens=2, stages=1, together=True)),
     Scenario("one that waits", Shape(tokens=1, stages=1, waits=True)),
+    Scenario("a prompt's handover", Shape(tokens=3, stages=1, chunks=2)),
     Scenario("two faults", SHORT, faults=2),
     Scenario("a single question", replace(SHORT, questions=1), faults=2, long=True),
     Scenario("on to a third", SHORT, ("abc",), (("ab", "bc"),)),

@@ -42,13 +42,14 @@ MIGRATIONS = 2
 class Shape:
     """What migrations look like. together: a tail's blocks go with Commit; waits: the request
     waits at first, and may begin to run at any time; questions: to the front end that a source
-    asks before it drops the request."""
+    asks before it drops the request; chunks: of its prompt, which is computed before it goes."""
 
     tokens: int
     stages: int
     together: bool = False
     waits: bool = False
     questions: int = QUESTIONS
+    chunks: int = 0
 
 
 class Order(NamedTuple):
@@ -114,7 +115,10 @@ class Site(Part):
                  for run, slot in slots.items() if slot.decodes]  # fmt: skip
         moves += [Move(f"'s engine begins to run {run}", ("begin_to_run", run), "token")
                   for run, slot in slots.items()
-                  if slot.state == "active" and not slot.decodes]  # fmt: skip
+                  if slot.state == "active" and slot.full < 0]  # fmt: skip
+        moves += [Move(f"'s engine computes a chunk of {run}", ("compute", run), "token")
+                  for run, slot in slots.items()
+                  if slot.state == "active" and slot.chunks]  # fmt: skip
         holds = [f"{slot.state} blocks of {run}" for run, slot in slots.items()]
         deaf = frozenset[str]()
         if self.out is not None:
@@ -203,6 +207,14 @@ class Site(Part):
         """The request that waited gets blocks."""
         self.engine.slots[run].full = 2
 
+    def compute(self, run: str) -> None:
+        """A chunk of the prompt is computed; the last one gives a token."""
+        slot = self.engine.slots[run]
+        slot.chunks -= 1
+        slot.full += 2
+        if not slot.chunks:
+            self.emit(run)
+
     def push(self) -> None:
         """See `Departure`."""
         self._departure().push(self)
@@ -254,8 +266,9 @@ class Site(Part):
                 self._migrate(destination)
             case Submit(request_id=run, output_token_ids=known):
                 self.tracking.begin(run, 0, len(known), "F")
-                full = -1 if self.shape.waits else 2
-                self.engine.slots[run] = Slot("active", len(known), full)
+                chunks = self.shape.chunks
+                full = -1 if self.shape.waits else 0 if chunks else 2
+                self.engine.slots[run] = Slot("active", len(known), full, chunks)
             case AbortRequests(request_ids=runs):
                 self._abort(runs)
             case Discard(request_id=run, epoch=epoch):
@@ -290,7 +303,8 @@ class Site(Part):
         epoch = self._epochs.after(run, before)
         self._begun += 1
         mid = f"{self.name}{self._begun}{self.request}"
-        machine = SourceMachine(mid, self.shape.stages, self.shape.questions)
+        shape = self.shape
+        machine = SourceMachine(mid, shape.stages, shape.questions, after_prompt=shape.chunks > 0)
         self.out = Departure(mid, run, epoch, before, self.name, destination, machine)
         self.out.start(self)
 
