@@ -43,6 +43,7 @@ from kvmig.fleet.live_view import LiveView
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
+from kvmig.fleet.model_rows import ModelRow
 from kvmig.fleet.names_api import names_api
 from kvmig.fleet.pages.app import fleet_pages
 from kvmig.fleet.pages.provider_login import ProviderLogins
@@ -60,7 +61,7 @@ from kvmig.fleet.rollout_api import (
 )
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
-from kvmig.fleet.store import MOST_KEEP_S, FleetStore, ModelRow, NameTaken, NotThere, OrderActor
+from kvmig.fleet.store import MOST_KEEP_S, FleetStore, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
 from kvmig.fleet.usage_api import usage_api
@@ -118,7 +119,7 @@ class ApiBackend:
         database = self.store.database
         self.live = LiveView(self.models, time.time)
         self.feed = LiveFeed(lambda: self.live.observe(MOST_STREAMS))
-        self.workers = FleetWorkers(self.models, self.stored, database, time.time)
+        self.workers = FleetWorkers(self.models, self.stored, self.store, time.time)
         self.retention = UsageRetention(
             lambda *args: self.stored(prune, database, *args), time.time
         )

@@ -9,7 +9,8 @@ from fastapi import APIRouter
 
 from kvmig.accounts.keys import KeyGrant
 from kvmig.fleet.controller import ModelController
-from kvmig.fleet.store import FleetStore, ModelRow
+from kvmig.fleet.model_rows import ModelRow
+from kvmig.fleet.store import FleetStore
 
 Body = dict[str, Any]
 

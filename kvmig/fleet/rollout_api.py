@@ -16,6 +16,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.flag_rolls import start_of_instance
 from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.model_rows import ModelRow
 from kvmig.fleet.rollout import (
     AT_ONCE,
     HOLD_S,
@@ -30,7 +31,7 @@ from kvmig.fleet.rollout import (
 )
 from kvmig.fleet.rollout_table import change_rollout, earlier_spec
 from kvmig.fleet.spec import FleetFile, ModelSpec, SpecChange
-from kvmig.fleet.store import FleetStore, ModelRow, NameTaken, OrderActor
+from kvmig.fleet.store import FleetStore, NameTaken, OrderActor
 
 CHANGES: dict[str, Callable[[RolloutPlan, float], RolloutPlan]] = {
     "pause": paused,

@@ -27,6 +27,7 @@ from kvmig.fleet.flag_rolls import (
     why_failed,
 )
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
+from kvmig.fleet.model_rows import ModelRow
 from kvmig.fleet.orders import Deployed
 from kvmig.fleet.rollout import (
     CallFigures,
@@ -44,7 +45,6 @@ from kvmig.fleet.rollout import (
 )
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.spec import PATH, ModelSpec
-from kvmig.fleet.store import ModelRow
 from kvmig.sources.source import is_remote
 
 Keep = Callable[[str, RolloutPlan, bool], None]

@@ -14,8 +14,10 @@ from sqlalchemy.engine import Connection
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, need_of
+from kvmig.fleet.setaside import SetAside
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.tables import FleetDatabase, audit, models, revisions, rollouts, upsert
+from kvmig.sources.source import parse_source
 
 
 class StoredRollout(msgspec.Struct, frozen=True):
@@ -25,19 +27,26 @@ class StoredRollout(msgspec.Struct, frozen=True):
     base_spec: ModelSpec
 
 
-def read_rollouts(connection: Connection) -> dict[str, StoredRollout]:
-    """Read the rows, by models' ids. One whose base can't be read, of another kvmig, is left out:
-    its model starts as the newest revision."""
-    wanted = select(rollouts, revisions.c.spec).join(
-        revisions,
-        (revisions.c.model_id == rollouts.c.model_id) & (revisions.c.n == rollouts.c.base),
+def read_rollouts(connection: Connection, set_aside: SetAside) -> dict[str, StoredRollout]:
+    """Read the rows, by models' ids. One that can't be read, or whose base can't, of another kvmig,
+    is set aside: its model starts as the newest revision."""
+    wanted = (
+        select(rollouts, revisions.c.spec, models.c.name)
+        .join(
+            revisions,
+            (revisions.c.model_id == rollouts.c.model_id) & (revisions.c.n == rollouts.c.base),
+        )
+        .join(models, models.c.id == rollouts.c.model_id)
     )
-    found = {}
-    for row in connection.execute(wanted).mappings():
-        base = _readable(row["spec"])
-        if base is not None:
-            found[row["model_id"]] = StoredRollout(_plan(row), base)
-    return found
+    rows = connection.execute(wanted).mappings()
+    return dict(set_aside.readable("roll-out", rows, _stored_rollout))
+
+
+def _stored_rollout(row: RowMapping) -> tuple[str, StoredRollout]:
+    """The model's id with its roll-out. Raises MsgspecError, ConfigError."""
+    base = msgspec.convert(row["spec"], ModelSpec)
+    parse_source(base.source)
+    return row["model_id"], StoredRollout(_plan(row), base)
 
 
 def begin_rollout(connection: Connection, name: str, terms: RolloutTerms, now: float) -> None:
@@ -147,9 +156,13 @@ def _columns(plan: RolloutPlan) -> dict[str, Any]:
 
 
 def _row(connection: Connection, model_id: str) -> RolloutPlan | None:
+    """A model's roll-out; None: there is none, or none that can be read."""
     wanted = select(rollouts).where(rollouts.c.model_id == model_id)
     row = connection.execute(wanted).mappings().first()
-    return None if row is None else _plan(row)
+    try:
+        return None if row is None else _plan(row)
+    except msgspec.ValidationError:  # of another kvmig
+        return None
 
 
 def _plan(row: RowMapping) -> RolloutPlan:

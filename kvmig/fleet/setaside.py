@@ -19,6 +19,7 @@ import msgspec
 from sqlalchemy import RowMapping
 
 from kvmig.accounts.usage import SpooledRecord
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.tables import StoreError
 
 Row = TypeVar("Row")
@@ -62,7 +63,7 @@ def converted(row: RowMapping, column: str, kind: type[Row]) -> Row:
         raise StoreError(f"{column} of {row['name']!r} can't be read: {error}") from error
 
 
-UNREADABLE = (StoreError, msgspec.MsgspecError, KeyError, TypeError, ValueError)
+UNREADABLE = (StoreError, ConfigError, msgspec.MsgspecError, KeyError, TypeError, ValueError)
 """The errors of reading a row that holds what it must not hold."""
 
 

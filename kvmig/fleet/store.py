@@ -30,6 +30,14 @@ from kvmig.accounts.keys import (
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.limit_changes import changed, check_models, named_of
+from kvmig.fleet.model_rows import (
+    ModelRow,
+    aliases_in,
+    fleet_in,
+    model_row,
+    models_with_specs,
+    newest_models,
+)
 from kvmig.fleet.pepper import check_pepper, kept_pepper, read_pepper, shown_pepper
 from kvmig.fleet.rollout import AT_ONCE, RolloutTerms
 from kvmig.fleet.rollout_table import StoredRollout, begin_rollout, read_rollouts
@@ -79,21 +87,6 @@ class OrderActor(NamedTuple):
 
     name: str
     address: str = ""
-
-
-class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of the catalogue, at its newest revision."""
-
-    model_id: str
-    name: str
-    revision: int
-    on: bool
-    """Whether it may run."""
-    spec: ModelSpec
-    created: float
-    changed: float
-    author: str
-    """Author of the revision."""
 
 
 class UserRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,8 +223,8 @@ class FleetStore:
             return self._models(connection)
 
     def _models(self, connection: Connection) -> list[ModelRow]:
-        rows = connection.execute(_newest()).mappings()
-        return self.set_aside.readable("model", rows, _model_row)
+        rows = connection.execute(newest_models()).mappings()
+        return self.set_aside.readable("model", rows, model_row)
 
     def model(self, name: str) -> ModelRow:
         """Raises NotThere."""
@@ -242,20 +235,24 @@ class FleetStore:
         """The revisions of a model, the newest first. Raises NotThere."""
         with self.database.transaction(reading=True) as connection:
             _model(connection, name)
-            wanted = _with_specs().where(models.c.name == name).order_by(revisions.c.n.desc())
-            return [_model_row(row) for row in connection.execute(wanted).mappings()]
+            wanted = models_with_specs().where(models.c.name == name).order_by(revisions.c.n.desc())
+            return [model_row(row) for row in connection.execute(wanted).mappings()]
 
     def catalogue(
         self,
     ) -> tuple[list[ModelRow], Mapping[str, Mapping[str, int]], Mapping[str, StoredRollout]]:
         """The models, by name, the aliases with weights, and the roll-outs, by models' ids."""
         with self.database.transaction(reading=True) as connection:
-            return self._models(connection), _aliases(connection), read_rollouts(connection)
+            return (
+                self._models(connection),
+                aliases_in(connection),
+                read_rollouts(connection, self.set_aside),
+            )
 
     def fleet(self) -> FleetFile:
         """The whole catalogue, as a file would say it."""
         with self.database.transaction(reading=True) as connection:
-            return _fleet(connection)
+            return fleet_in(connection, self.set_aside)
 
     def apply(
         self,
@@ -272,7 +269,7 @@ class FleetStore:
         ConfigError.
         """
         with self.database.transaction(reading=dry_run) as connection:
-            old = _fleet(connection)
+            old = fleet_in(connection, self.set_aside)
             found = changes(old, merged(old, fleet, prune=prune))
             if not dry_run:
                 self._change(connection, found, actor, terms)
@@ -281,7 +278,7 @@ class FleetStore:
     def add_model(self, spec: ModelSpec, actor: OrderActor) -> ModelRow:
         """Raises Taken, ConfigError."""
         with self.database.transaction() as connection:
-            old = _fleet(connection)
+            old = fleet_in(connection, self.set_aside)
             if any(one.name == spec.name for one in old.models):
                 raise NameTaken(f"a model {spec.name!r} is there already")
             return self._renew(connection, old, spec, actor)
@@ -292,7 +289,7 @@ class FleetStore:
         """Set other bounds of its instances, in a new revision. Raises NotThere, ConfigError."""
         with self.database.transaction() as connection:
             spec = scaled(_model(connection, name).spec, least, most)
-            return self._renew(connection, _fleet(connection), spec, actor)
+            return self._renew(connection, fleet_in(connection, self.set_aside), spec, actor)
 
     def switch(self, name: str, actor: OrderActor, *, on: bool) -> ModelRow:
         """Say whether it may run. Raises NotThere."""
@@ -307,16 +304,19 @@ class FleetStore:
     def remove_model(self, name: str, actor: OrderActor) -> None:
         """Remove a model and its revisions. Raises NotThere; Taken if an alias stands for it."""
         with self.database.transaction() as connection:
-            _model(connection, name)
-            old = _fleet(connection)
-            if alias := standing_for(old, name):
+            row = _named_row(
+                connection, newest_models().where(models.c.name == name), name, "model"
+            )
+            old = fleet_in(connection, self.set_aside)
+            if alias := standing_for(FleetFile((), aliases_in(connection)), name):
                 raise NameTaken(
                     f"alias {alias} stands for model {name}: `kvmig alias rm {alias}` first, or"
                     f" `kvmig alias set {alias}` without it"
                 )
             rest = tuple(spec for spec in old.models if spec.name != name)
             new = check_names(msgspec.structs.replace(old, models=rest))
-            self._change(connection, changes(old, new), actor)
+            found = changes(old, new) or [SpecChange("remove", "model", name, row["spec"], None)]
+            self._change(connection, found, actor)
 
     def set_alias(self, name: str, targets: Mapping[str, int], actor: OrderActor) -> None:
         """A name that stands for models by weights; with no targets: for none any more.
@@ -324,7 +324,7 @@ class FleetStore:
         Raises NotThere, ConfigError.
         """
         with self.database.transaction() as connection:
-            old = _fleet(connection)
+            old = fleet_in(connection, self.set_aside)
             if not targets and name not in old.aliases:
                 raise NotThere(f"no alias {name[:150]!r}")
             rest = {other: to for other, to in old.aliases.items() if other != name}
@@ -461,7 +461,7 @@ class FleetStore:
             if "admin" in terms.scopes and owner.role != "admin":
                 raise ConfigError(f"scopes has admin, {user} is no admin")
             check_models(connection, terms.quotas)
-            check_callable(_fleet(connection), terms.models or ())
+            check_callable(fleet_in(connection, self.set_aside), terms.models or ())
             return self._add_key(connection, owner, name, terms, actor)
 
     def rotate_key(
@@ -642,41 +642,6 @@ def _version(connection: Connection) -> int:
 # -- rows
 
 
-def _with_specs() -> Select[Any]:
-    return select(
-        models.c.id,
-        models.c.name,
-        models.c.enabled,
-        models.c.created,
-        revisions.c.n,
-        revisions.c.spec,
-        revisions.c.author,
-        revisions.c.created.label("changed"),
-    ).join(revisions, revisions.c.model_id == models.c.id)
-
-
-def _newest() -> Select[Any]:
-    return _with_specs().where(revisions.c.n == models.c.revision).order_by(models.c.name)
-
-
-def _model_row(row: RowMapping) -> ModelRow:
-    """Raises StoreError for what another kvmig wrote, which had other fields."""
-    try:
-        spec = msgspec.convert(row["spec"], ModelSpec)
-    except msgspec.ValidationError as error:
-        raise StoreError(f"the fleet's database has a model {row['name']} with {error}") from error
-    return ModelRow(
-        model_id=row["id"],
-        name=row["name"],
-        revision=row["n"],
-        on=row["enabled"],
-        spec=spec,
-        created=row["created"],
-        changed=row["changed"],
-        author=row["author"],
-    )
-
-
 def _named_row(
     connection: Connection, wanted: Select[Any], name: str, what: str, shown: int = 150
 ) -> RowMapping:
@@ -688,25 +653,8 @@ def _named_row(
 
 
 def _model(connection: Connection, name: str) -> ModelRow:
-    wanted = _newest().where(models.c.name == name)
-    return _model_row(_named_row(connection, wanted, name, "model"))
-
-
-def _fleet(connection: Connection) -> FleetFile:
-    specs = [_model_row(row).spec for row in connection.execute(_newest()).mappings()]
-    return FleetFile(tuple(specs), _aliases(connection))
-
-
-def _aliases(connection: Connection) -> dict[str, dict[str, int]]:
-    named: dict[str, dict[str, int]] = {}
-    wanted = (
-        select(aliases.c.name, models.c.name, aliases.c.weight)
-        .join(models, models.c.id == aliases.c.model_id)
-        .order_by(aliases.c.name, models.c.name)
-    )
-    for alias, model, weight in connection.execute(wanted):
-        named.setdefault(alias, {})[model] = weight
-    return named
+    wanted = newest_models().where(models.c.name == name)
+    return model_row(_named_row(connection, wanted, name, "model"))
 
 
 def _revise(connection: Connection, name: str, spec: Any, author: str, now: float) -> None:

@@ -15,8 +15,7 @@ from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.controller import ModelController
-from kvmig.fleet.store import NameTaken, NotThere, OrderActor
-from kvmig.fleet.tables import FleetDatabase
+from kvmig.fleet.store import FleetStore, NameTaken, NotThere, OrderActor
 from kvmig.fleet.worker_drain import InstanceOnWorker, drain_view
 from kvmig.fleet.worker_nodes import LOCAL
 from kvmig.fleet.workers import NO_REPORT, FleetWorker, WorkerWish
@@ -67,18 +66,21 @@ class FleetWorkers:
         self,
         models: ModelController,
         stored: StoreThread,
-        database: FleetDatabase,
+        store: FleetStore,
         wall: Clock,
     ) -> None:
         """wall: Unix time."""
         self.wall = wall
         self._models = models
         self._stored = stored
-        self._database = database
+        self._store = store
 
     async def recall(self) -> None:
         """Take what the database has. Raises StoreError."""
-        self._models.workers.take_wishes(await self._stored(read_workers, self._database))
+        database = self._store.database
+        self._models.workers.take_wishes(
+            await self._stored(read_workers, database, self._store.set_aside)
+        )
 
     def rows(self) -> list[Body]:
         """Every worker."""
@@ -106,7 +108,7 @@ class FleetWorkers:
         def ordered(wish: WorkerWish) -> WorkerWish:
             return replace(change(wish), node=node or wish.node)
 
-        await self._stored(order_worker, self._database, name, ordered, action, actor, now)
+        await self._stored(order_worker, self._store.database, name, ordered, action, actor, now)
         await self.recall()
         unseen = FleetWorker(name, state="unknown", why=NO_REPORT)
         found = {one.name: one for one in self._models.workers.workers()}

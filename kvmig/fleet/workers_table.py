@@ -7,18 +7,24 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from sqlalchemy import delete, insert, select
+from sqlalchemy import RowMapping, delete, insert, select
 
+from kvmig.fleet.setaside import SetAside
 from kvmig.fleet.store import OrderActor
 from kvmig.fleet.tables import FleetDatabase, audit, upsert, workers
 from kvmig.fleet.workers import WorkerWish
 
 
-def read_workers(database: FleetDatabase) -> list[WorkerWish]:
-    """Read the rows. Raises StoreError."""
+def read_workers(database: FleetDatabase, set_aside: SetAside) -> list[WorkerWish]:
+    """Read the rows; those that can't be read are set aside. Raises StoreError."""
     with database.transaction(reading=True) as connection:
         rows = connection.execute(select(workers).order_by(workers.c.name)).mappings()
-        return [WorkerWish(**row) for row in rows]
+        return set_aside.readable("worker", rows, _wish_of)
+
+
+def _wish_of(row: RowMapping) -> WorkerWish:
+    """Raises MsgspecError."""
+    return msgspec.convert({str(name): row[name] for name in row}, WorkerWish)  # plain strings
 
 
 def order_worker(

@@ -17,13 +17,13 @@ from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
+from kvmig.fleet.model_rows import ModelRow
 from kvmig.fleet.orders import DeploymentEnded, Running, Start, Stop
 from kvmig.fleet.placement_controller import PlacementController
 from kvmig.fleet.rollout import CallFigures, RolloutPlan, RolloutTerms, begun
 from kvmig.fleet.rollout_controller import sources_of
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
-from kvmig.fleet.store import ModelRow
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
 from tests.support.model_bench import Bench, deployed, served, silence, spec
 

@@ -12,13 +12,14 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from sqlalchemy import delete, text, update
 
 from kvmig.accounts.keys import EXPIRED_S, KeyIndex, KeyTerms
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import FleetFile
 from kvmig.fleet.store import FleetStore, KeyRow, NameTaken, NotThere, OrderActor
-from kvmig.fleet.tables import StoreError, api_keys, audit, revisions
+from kvmig.fleet.tables import StoreError, api_keys, audit, revisions, rollouts
 from tests.support.fleet_stores import ANNA, Place
 
 # -- models
@@ -171,7 +172,15 @@ def beas(store: FleetStore, **terms: Any) -> tuple[KeyRow, str]:
     return store.create_key("bea", "laptop", KeyTerms(**terms), ANNA)
 
 
-@pytest.mark.parametrize("wrong", [{"name": 7}, [], {"name": "qwen", "engine": "of tomorrow"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": 7},
+        [],
+        {"name": "qwen", "engine": "of tomorrow"},
+        {"name": "qwen", "source": "of-tomorrow:org/name"},
+    ],
+)
 def test_a_model_that_cannot_be_read_is_named_and_the_others_are_there(
     wrong: object, store: FleetStore, place: Place
 ) -> None:
@@ -188,6 +197,40 @@ def test_a_model_that_cannot_be_read_is_named_and_the_others_are_there(
     assert store.set_aside.count == {"model": 1}
     with pytest.raises(StoreError, match="bad"):
         store.model("bad")
+
+
+def test_orders_about_others_are_carried_out_beside_a_model_that_cannot_be_read(
+    store: FleetStore, place: Place
+) -> None:
+    store.add_model(place.spec("bad"), ANNA)
+    (bad,) = store.models()
+    with store.database.transaction() as connection:
+        row = update(revisions).where(revisions.c.model_id == bad.model_id)
+        connection.execute(row.values(spec={"name": 7}))
+    store.add_model(place.spec("one"), ANNA)
+    store.set_alias("first", {"one": 1}, ANNA)
+    store.scale("one", ANNA, most=3)
+    assert [one.name for one in store.fleet().models] == ["one"]
+    store.remove_model("bad", ANNA)
+    store.add_model(place.spec("bad"), ANNA)
+    assert [(one.name, one.revision) for one in store.models()] == [("bad", 1), ("one", 2)]
+
+
+def test_a_roll_out_that_cannot_be_read_is_set_aside_and_its_model_is_there(
+    store: FleetStore, place: Place
+) -> None:
+    store.add_model(place.spec("one"), ANNA)
+    other = replace(place.spec("one"), flags=("--max-model-len=64",))
+    store.apply(FleetFile((other,)), ANNA)
+    assert len(store.catalogue()[2]) == 1
+    with store.database.transaction() as connection:
+        connection.execute(update(rollouts).values(state="of tomorrow"))
+    rows, _, found = store.catalogue()
+    assert [one.name for one in rows] == ["one"]
+    assert found == {}
+    assert store.set_aside.count == {"roll-out": 1}
+    store.apply(FleetFile((replace(other, flags=("--max-model-len=32",)),)), ANNA)
+    assert len(store.catalogue()[2]) == 1
 
 
 def test_a_key_that_cannot_be_read_lets_nobody_in_and_the_others_do(store: FleetStore) -> None:
