@@ -71,7 +71,6 @@ from kvmig.fleet.managed_model import (
     record_of,
 )
 from kvmig.fleet.model_places import ModelPlaces
-from kvmig.fleet.model_routes import is_ready, route_of, sockets_of
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Started, Stop
 from kvmig.fleet.place_choice import PlaceExplanation, with_places
 from kvmig.fleet.placed_agents import PlacedAgents
@@ -79,6 +78,7 @@ from kvmig.fleet.proxy_reports import ProxyReports
 from kvmig.fleet.rollout_controller import Keep, ModelRollouts, can_gather
 from kvmig.fleet.room_moves import RoomPlan
 from kvmig.fleet.round_faults import RoundFaults
+from kvmig.fleet.route_sender import RouteSender, SendRoutes
 from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
@@ -107,7 +107,7 @@ class ModelController:
         self,
         settings: FleetSettings,
         order: Callable[[Order], None],
-        tell: Callable[[Sequence[ModelRoute], Sequence[str]], int],
+        tell: SendRoutes,
         memory: MemoryBudget,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
@@ -132,7 +132,6 @@ class ModelController:
         self._settings = settings
         self._order = order
         self._term = term
-        self._tell = tell
         self._clock = clock
         self._wall = wall
         self._orders = BackgroundTasks("models")
@@ -140,7 +139,6 @@ class ModelController:
         self._whose: dict[str, ManagedModel] = {}
         """Models by deployment."""
         self.reports = ProxyReports()
-        self._routes: dict[str, ModelRoute] = {}
         self._has_begun = False  # the rounds; before the first, nobody knows what runs
         self._plan = CapacityPlan()
         self._missing = missing
@@ -162,6 +160,7 @@ class ModelController:
         self.rollouts = ModelRollouts(
             self._models, keep, wall, self._note, self._measures.take_claim, self.running
         )
+        self._sender = RouteSender(tell, self.rollouts, self.faults, clock)
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
         self._told = False  # by init, what runs
@@ -194,7 +193,7 @@ class ModelController:
         for engine in {one.spec.library for one in named.values() if one.on} - {""}:
             self._order(Load(engine))
         if self._has_begun:  # an order's answer waits until all proxies know
-            self._tell_routes()
+            self._send_routes()
         self._changed.set()
 
     def place(
@@ -266,7 +265,7 @@ class ModelController:
 
     def routes(self) -> list[ModelRoute]:
         """The routes, as proxies know them."""
-        return list(self._routes.values())
+        return self._sender.routes()
 
     @property
     def claimed(self) -> int:
@@ -357,7 +356,7 @@ class ModelController:
             if over and model.life.state == "zero" and not model.deployment:
                 del self._models[name]
         with guard("routing"):
-            self._tell_routes()
+            self._send_routes()
         with guard("units"):
             self.units.reconcile(self._agents.in_units(self._models, self._placed))
         with guard("moving instances"):
@@ -765,31 +764,10 @@ class ModelController:
             work = self._sets.roll_instance(model, model.watched, step, places, why)
             model.ordering = self._orders.start(work, f"roll {model.wanted.name}")
 
-    # -- routes
+    # -- helpers
 
-    def _tell_routes(self) -> None:
-        there = {one.wanted.name: one for one in self.every() if not one.removed}
-        routes = {name: self._routes[name] for name in there if name in self._routes}
-        for name, one in there.items():
-            with self.faults.guard("routing", one):  # else its route stays as it was
-                routes[name] = self._route(one)
-        changed = [one for name, one in routes.items() if self._routes.get(name) != one]
-        gone = [name for name in self._routes if name not in routes]
-        if not changed and not gone:
-            return
-        version = self._tell(changed, gone)
-        before, self._routes = self._routes, routes
-        unrouted = sockets_of(before.values()) - sockets_of(routes.values())
-        for model in self._models.values():
-            if model.socket in unrouted:
-                model.unrouted_at = version
-
-    def _route(self, own: ManagedModel) -> ModelRoute:
-        name = own.wanted.name
-        model = self.rollouts.front(name) or own
-        if is_ready(model) and model.watched is not None and model.watched.card is not None:
-            model.card = model.watched.card
-        return route_of(own, model, self._clock(), *self.rollouts.share(name))
+    def _send_routes(self) -> None:
+        self._sender.send_changes(self.every(), self._models.values())
 
     def _note(self, model: ManagedModel, what: str) -> None:
         name = model.wanted.name
