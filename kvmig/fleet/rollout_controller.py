@@ -171,6 +171,9 @@ class ModelRollouts:
             self._drop(name)
 
     def _drop(self, name: str) -> None:
+        model, beside = self._models.get(name), self.beside(name)
+        if model is not None and beside is not None and model.life.state != "serving":
+            model.asked_until = max(model.asked_until, beside.asked_until)  # who waits waits on
         self._plans.pop(name, None)
         self._bases.pop(name, None)
         self._figures.pop(name, None)
@@ -189,7 +192,8 @@ class ModelRollouts:
     def front(self, name: str) -> ManagedModel | None:
         """The deployment that calls wait for, if they have to wait."""
         model = self._models.get(name)
-        return self.beside(name) if model is not None and model.retires else model
+        # Right after an undo the own one still retires, until the next round.
+        return self.beside(name) or model if model is not None and model.retires else model
 
     def share(self, name: str) -> tuple[str, int]:
         """The socket of the deployment next to a model's own, and how many of 100 new calls go

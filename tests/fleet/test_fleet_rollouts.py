@@ -623,6 +623,37 @@ async def test_a_placement_is_refused_while_a_model_has_two_deployments(
         await placer.accept_placement(given, None)
 
 
+@pytest.fixture
+def narrow(bench: RolloutBench, monkeypatch: pytest.MonkeyPatch) -> RolloutBench:
+    """There is no room for both, and the old one ends for the new one."""
+    claim = bench.of("a").claim
+    monkeypatch.setattr(bench.models.memory, "host", lambda: HostCapacity(claim, claim))
+    bench.roll()
+    for _ in range(3):
+        bench.say()
+        bench.turn(1)
+    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    return bench
+
+
+async def test_a_call_that_comes_right_after_an_undo_is_not_forgotten(narrow: RolloutBench) -> None:
+    narrow.models.take_catalogue([narrow.entry(OLD, 3)])
+    narrow.models.take_want(ModelWanted("a"))
+    narrow.end(0)
+    narrow.turn()
+    assert [one.words[0] for one in narrow.started] == ["/old", "/old"]
+
+
+async def test_a_call_that_waits_while_a_roll_out_is_undone_is_not_forgotten(
+    narrow: RolloutBench,
+) -> None:
+    narrow.models.take_want(ModelWanted("a"))
+    narrow.models.take_catalogue([narrow.entry(OLD, 3)])
+    narrow.end(0)
+    narrow.turn()
+    assert [one.words[0] for one in narrow.started] == ["/old", "/old"]
+
+
 async def test_while_a_placement_sets_its_instances_it_waits_and_says_so(
     bench: RolloutBench,
 ) -> None:
