@@ -82,7 +82,7 @@ async def test_two_models_of_a_unit_answer_whoever_dies_and_nothing_is_left(
     await answers
     (first,) = fleet.processes(AGENT)  # the next server may have ended the other one
     assert unit(fleet)["gpus"] == [SECOND]
-    assert leased(fleet).keys() == {"a", "b"}
+    await until(lambda: leased(fleet).keys() == {"a", "b"})
     assert sum(leased(fleet).values()) <= ARENA
     gpus = {one["uuid"]: one["models"] for one in fleet.get("status")["gpus"]}
     assert gpus == {FIRST: {}, SECOND: {"unit u": ARENA, "a": OWN, "b": OWN}}
@@ -139,7 +139,7 @@ async def test_a_placements_units_get_agents_and_its_models_move_between_them(
     said = fleet.ask("PUT", "placement", placement("a b", ""))
     assert said.json() == {"plan": ["a, b start in their units, once they are on"]}, said.text
     await until_yes(lambda: fleet.get("placement")["state"] == "reached")
-    assert members(fleet) == {"left": {"a", "b"}, "right": set()}
+    await until_yes(lambda: members(fleet) == {"left": {"a", "b"}, "right": set()})
     await both_answer(fleet)
     rows = [row for found in instances_by_socket(fleet).values() for row in found]
     assert {(row["model"], row["unit"], tuple(row["gpus"])) for row in rows} == {
