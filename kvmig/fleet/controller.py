@@ -83,6 +83,7 @@ from kvmig.fleet.schedule import floor_at
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.units import FleetUnits
+from kvmig.fleet.wanted_entries import WantedEntries
 from kvmig.fleet.worker_nodes import InstancePlace, Rooms
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.placement.file import PlacedUnit
@@ -160,6 +161,9 @@ class ModelController:
         self.rollouts = ModelRollouts(
             self._models, keep, wall, self._note, self._measures.take_claim, self.running
         )
+        self._entries = WantedEntries(
+            self._models, self.rollouts, self._measures, self.faults, clock
+        )
         self._sender = RouteSender(tell, self.rollouts, self.faults, clock)
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
@@ -172,18 +176,7 @@ class ModelController:
     def take_catalogue(self, wanted: Iterable[CatalogEntry]) -> None:
         """Replace the desired catalogue."""
         named = {one.name: one for one in wanted}
-        for name, one in named.items():
-            model = self._models.get(name)
-            if model is None:
-                model = self._models[name] = ManagedModel(one, key=name)
-                model.asked_until = math.inf if name in self._woken else model.asked_until
-            before, model.wanted = model.wanted.spec, self.rollouts.take_entry(one)
-            spec = model.wanted.spec
-            if before.source != spec.source and model.life.state == "failed":
-                model.life = ModelStatus(since=self._clock())  # what failed was something else
-            if before != spec or not model.claim:
-                self._measures.take_claim(model)
-                model.card = msgspec.structs.replace(model.card, reach=None)  # it may have another
+        self._entries.take_catalogue(named, self._woken)
         self._woken.clear()
         self.rollouts.forget_others(named.keys())
         for model in self._models.values():
@@ -215,6 +208,10 @@ class ModelController:
                         self.units.adopt(one) if one.program == "unit" else self._adopt(one)
                     except msgspec.DecodeError as error:  # of another kvmig; nobody knows whose
                         log.error("deployment %s ends, its note: %s", one.deployment, error)
+                        self._order(Stop(one.deployment))
+                    except Exception as error:
+                        self.faults.take_fault("adopting", error)
+                        log.exception("deployment %s can't be adopted, and ends", one.deployment)
                         self._order(Stop(one.deployment))
             case Started(deployment, pid):
                 if (model := self._whose.get(deployment)) is not None:
@@ -332,6 +329,7 @@ class ModelController:
         """One round. A part that fails is given up in this round, and keeps no other one back."""
         self._has_begun = True
         now, guard = self._clock(), self.faults.guard
+        self._entries.take_rest()
         with guard("measuring"):
             self._measures.measure()
         with guard("moving instances"):

@@ -6,14 +6,17 @@ import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvmig.fleet.controller import ROUND_S
-from kvmig.fleet.managed_model import CatalogEntry
+from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
+from kvmig.fleet.orders import Running
 from kvmig.fleet.round_faults import REPEAT_S
+from kvmig.fleet.spec import ModelSpec
 from kvmig.proxy.messages import ModelWanted
-from tests.support.model_bench import Bench, spec
+from tests.support.model_bench import Bench, deployed, spec
 
 BAD = "path:/models/bad"
 
@@ -50,6 +53,51 @@ async def test_a_model_that_failed_starts_once_it_no_longer_fails(bench: Bench) 
     bench.models.take_want(ModelWanted("bad"))
     bench.turn(ROUND_S)
     assert [one.words[0] for one in bench.started] == ["/models/a", "/models/bad"]
+
+
+async def test_an_entry_that_cannot_be_taken_keeps_no_other_one_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claim(spec: ModelSpec) -> int:
+        if spec.source == BAD:
+            raise ZeroDivisionError
+        return 1
+
+    monkeypatch.setattr(bench.models.memory, "claim", claim)
+    want_both(bench)
+    assert [one.words[0] for one in bench.started] == ["/models/a"]
+    assert bench.models.faults.count["reading the catalogue"] >= 1
+    good = CatalogEntry("m1", "a", 1, True, spec())
+    bench.models.take_catalogue([good])
+    assert [one.wanted.on for one in bench.every] == [False, True]
+
+
+async def test_a_deployment_that_cannot_be_adopted_ends_and_the_others_are_adopted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.catalogue(spec())
+    bench.models.take_want(ModelWanted("a"))
+    bench.turn()
+    (start,) = bench.started
+    after = Bench(bench.folder)
+    after.catalogue(spec())
+    home_of = after.models.rollouts.home_of
+
+    def odd(note: DeploymentRecord) -> ManagedModel | None:
+        if note.model == "odd":
+            raise ZeroDivisionError
+        return home_of(note)
+
+    monkeypatch.setattr(after.models.rollouts, "home_of", odd)
+    note = msgspec.json.decode(start.note, type=DeploymentRecord)
+    other = deployed("d2", replace(note, model="odd"))
+    after.models.take_news(Running((other, deployed(start.deployment, note))))
+    assert [one.deployment for one in after.stopped] == ["d2"]
+    model = after.models.shown("a")
+    assert model is not None
+    assert model.deployment == start.deployment
+    assert after.models.faults.count["adopting"] == 1
+    await after.models.close()
 
 
 async def test_a_start_that_fails_is_tried_again_in_the_next_round(bench: Bench) -> None:
