@@ -32,6 +32,8 @@ class CatalogueReader:
         self._clock = clock
         self._found: ModelCatalogue | None = None
         self._read_at = 0.0
+        self._named = set[str]()
+        """Entries that were left out, each in the log once."""
 
     async def read(self) -> ModelCatalogue:
         """The catalogue; the last one that was read while there is no other. Raises ConfigError,
@@ -40,12 +42,21 @@ class CatalogueReader:
         if self._found is None or now - self._read_at > KEPT_S:
             try:
                 self._found = await self._read()
+                for why in self._found.left_out:
+                    self._name(why)
             except (ConfigError, StoreError) as error:
                 if self._found is None:
                     raise
                 log.warning("the last catalogue stays: %s", error)
             self._read_at = now
         return self._found
+
+    def _name(self, why: str) -> None:
+        if why not in self._named:
+            self._named.add(why)
+            log.error(
+                "an entry of the catalogue %s is left out: %s", self._where or "of kvmig", why
+            )
 
     async def _read(self) -> ModelCatalogue:
         if not self._where:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -12,6 +13,7 @@ from kvmig.asgi.strict_body import StrictBody
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.store import OrderActor
+from kvmig.sources.catalogue import CatalogueModel, ModelCatalogue
 from kvmig.sources.source import MOST_CHARACTERS
 
 Body = dict[str, Any]
@@ -37,14 +39,23 @@ def catalogue_api(catalogue: CatalogueReader, caller: Any) -> APIRouter:
 
     @api.get("")
     async def search(name: WordsQuery = "", words: WordsQuery = "", _: OrderActor = caller) -> Body:
-        """Models that people run. name: this one alone; words: those that have each of them."""
+        """Models that people run. name: this one alone; words: those that have each of them.
+        left_out: entries that this kvmig can't use, each with the reason."""
         found = await catalogue.read()
         if name:
             one = found.find(name)
-            return {"date": found.date, "data": [] if one is None else [msgspec.to_builtins(one)]}
-        return {"date": found.date, "data": msgspec.to_builtins(found.search(words.split()))}
+            return _listed(found, [] if one is None else [one])
+        return _listed(found, found.search(words.split()))
 
     return api
+
+
+def _listed(catalogue: ModelCatalogue, models: Sequence[CatalogueModel]) -> Body:
+    return {
+        "date": catalogue.date,
+        "data": msgspec.to_builtins(models),
+        "left_out": list(catalogue.left_out),
+    }
 
 
 def files_api(files: ModelFiles, caller: Any) -> APIRouter:

@@ -35,7 +35,7 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def models_with_specs() -> Select[Any]:
-    """All revisions of all models."""
+    """The revisions of all models."""
     return select(
         models.c.id,
         models.c.name,
@@ -86,7 +86,7 @@ def aliases_in(connection: Connection) -> dict[str, dict[str, int]]:
 
 
 def fleet_in(connection: Connection, set_aside: SetAside) -> FleetFile:
-    """The catalogue, as a file would say it. Rows that can't be read are left out, and aliases
+    """The catalogue, as a file would have it. Rows that can't be read are left out, and aliases
     stand for the rest."""
     rows = connection.execute(newest_models()).mappings()
     specs = [one.spec for one in set_aside.readable("model", rows, model_row)]

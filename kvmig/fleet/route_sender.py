@@ -35,7 +35,7 @@ class RouteSender:
         self, every: Iterable[ManagedModel], deployments: Iterable[ManagedModel]
     ) -> None:
         """Send what has changed. every: the models, one of each name. deployments: these, and
-        those beside them; one that gets no new calls any more learns by which version."""
+        those next to them; one that gets no new calls any more learns by which version."""
         there = {one.wanted.name: one for one in every if not one.removed}
         routes = {name: self._routes[name] for name in there if name in self._routes}
         for name, one in there.items():
