@@ -117,7 +117,7 @@ def is_page(path: str) -> bool:
 
 def is_for_operators(method: str, path: str) -> bool:
     """Whether a call changes something, and is none of a client's."""
-    return method not in ("GET", "HEAD") and find_route(method, path.rstrip("/")) is None
+    return method not in ("GET", "HEAD") and find_route(method, path) is None
 
 
 def access(api_keys: Sequence[str], admin_key: str, bound: str) -> AccessRules:

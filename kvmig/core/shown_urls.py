@@ -7,13 +7,18 @@ import re
 HIDDEN = "***"
 """Stands for what is not shown."""
 _USER = re.compile(r"(?<=://)(?P<user>[^/?#\s:@]*):[^/?#\s]*(?=@)")
+_WEB_USER = re.compile(r"(?<=http://|ttps://)[^/?#\s:@]+(?=@)", re.IGNORECASE)
+"""Of web servers, where a user without a password is a token."""
 _FIELD = re.compile(
-    r"(?P<name>[?&;][^=&;#\s]*(?:pass|pwd|secret|token|key|credential|sig)[^=&;#\s]*=)[^&;#\s]*",
+    r"(?P<name>[?&;#][^=&;#\s]*"
+    r"(?:pass|pwd|secret|token|key|credential|sig|auth|jwt|policy|session)[^=&;#\s]*=)"
+    r"[^&;#\s\"'<>]*",
     re.IGNORECASE,
 )
 
 
 def shown_url(url: str) -> str:
-    """A URL, or a text that has URLs in it, without passwords: neither that of the user before the
-    host, nor those of fields of the query. Other fields stay."""
-    return _FIELD.sub(rf"\g<name>{HIDDEN}", _USER.sub(rf"\g<user>:{HIDDEN}", url))
+    """A URL, or a text that has URLs in it, without passwords and tokens: neither those of the user
+    before the host, nor those of fields of the query and the fragment. Other fields stay."""
+    hidden = _WEB_USER.sub(HIDDEN, _USER.sub(rf"\g<user>:{HIDDEN}", url))
+    return _FIELD.sub(rf"\g<name>{HIDDEN}", hidden)

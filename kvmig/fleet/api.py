@@ -28,10 +28,17 @@ from starlette.responses import Response
 
 from kvmig.accounts.keys import KeyGrant, KeyIndex, KeyTerms, ModelQuota, quotas_of
 from kvmig.accounts.people import LoginRefused
+from kvmig.asgi.plain_paths import PlainPaths
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.based_on import order_based_on
+from kvmig.core.shown_urls import shown_url
+from kvmig.fleet.based_on import (
+    limits_of_key,
+    limits_of_user,
+    order_based_on,
+    order_based_on_values,
+)
 from kvmig.fleet.callers import who_calls, who_lists, who_reads
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
@@ -190,6 +197,7 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
         openapi_url=f"{PREFIX}/openapi.json",
         redirect_slashes=False,  # behind HTTPS it would lead to HTTP
     )
+    app.add_middleware(PlainPaths)
     for kind, status in STATUS.items():
         app.add_exception_handler(kind, answer_with(status))
     app.add_exception_handler(RequestValidationError, refuse_input)
@@ -300,7 +308,10 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     @api.put("/aliases/{name:path}")
     async def set_alias(name: str, body: AliasBody, actor: OrderActor = caller) -> Body:
         """Let a name stand for models: of how many requests each gets how many."""
-        await backend.stored(store.set_alias, name, body.targets, actor)
+        order = partial(store.set_alias, name, body.targets, actor)
+        look = partial(alias_of, store, name)
+        what = f"alias {name}"
+        await backend.stored(order_based_on_values, what, look, body.based_on, order)
         await backend.changed()
         return {"name": name, "targets": body.targets}
 
@@ -466,10 +477,13 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
     @api.patch("/users/{name:path}")
     async def set_user(name: str, body: UserChange, actor: OrderActor = caller) -> Body:
         """Change a role, limits, or refuse all of the user's keys until they are enabled again."""
-        limits = body.model_dump(include=set(LimitsBody.model_fields), exclude_unset=True)
-        row = await backend.stored(
-            store.set_user, name, actor, role=body.role, disabled=body.disabled, limits=limits
-        )
+        order = partial(
+            store.set_user, name, actor,
+            role=body.role, disabled=body.disabled, limits=body.changes(),
+        )  # fmt: skip
+        look, based_on = partial(limits_of_user, store, name), body.basis()
+        what = f"limits of user {name}"
+        row = await backend.stored(order_based_on_values, what, look, based_on, order)
         await backend.changed()
         found: Body = msgspec.to_builtins(row)
         return found
@@ -512,10 +526,12 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
         return {"key": key, "prefix": row.prefix}
 
     @api.patch("/keys/{prefix}")
-    async def limit_key(prefix: str, body: LimitsBody, actor: OrderActor = caller) -> Body:
+    async def limit_key(prefix: str, body: LimitsChange, actor: OrderActor = caller) -> Body:
         """Change the limits that the body names; all proxies know within a second."""
-        limits = body.model_dump(exclude_unset=True)
-        row = await backend.stored(store.limit_key, prefix, limits, actor)
+        order = partial(store.limit_key, prefix, body.changes(), actor)
+        look, based_on = partial(limits_of_key, store, prefix), body.basis()
+        what = f"limits of key {prefix}"
+        row = await backend.stored(order_based_on_values, what, look, based_on, order)
         await backend.changed()
         return cast("Body", msgspec.to_builtins(row))
 
@@ -538,6 +554,11 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
         return {"prefix": prefix}
 
     return api
+
+
+def alias_of(store: FleetStore, name: str) -> Mapping[str, int]:
+    """The weights of the models that a name stands for."""
+    return store.fleet().aliases.get(name, {})
 
 
 def started_as(spec: ModelSpec) -> tuple[object, ...]:
@@ -606,6 +627,10 @@ class AliasBody(StrictBody):
     """What an alias stands for."""
 
     targets: dict[str, int] = Field(min_length=1, description="Weights of models.")
+    based_on: dict[str, int] | None = Field(
+        default=None,
+        description="Refuse it unless these are its weights now, none for a new name; null: don't.",
+    )
 
 
 class ModelQuotaBody(StrictBody):
@@ -628,7 +653,23 @@ class LimitsBody(StrictBody):
     )
 
 
-class UserChange(LimitsBody):
+class LimitsChange(LimitsBody):
+    """Limits that are to be different; what isn't named stays."""
+
+    based_on: LimitsBody | None = Field(
+        default=None, description="Refuse it unless these are the limits now; null: don't."
+    )
+
+    def changes(self) -> Body:
+        """The limits that are named."""
+        return self.model_dump(include=set(LimitsBody.model_fields), exclude_unset=True)
+
+    def basis(self) -> Body | None:
+        """The limits that the order was made from."""
+        return None if self.based_on is None else self.based_on.model_dump()
+
+
+class UserChange(LimitsChange):
     """What is to be different of a user; what isn't named stays."""
 
     role: Literal["user", "admin"] | None = Field(default=None, description="null: as it is.")
@@ -668,7 +709,7 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
         now = {
             "state": front.life.state,
             "why": front.life.why,
-            "serving": front.serving,
+            "serving": front.ready,
             "running": models.reports.running(row.name),
             "held": models.reports.held(row.name),
             "start_s": front.start_s,
@@ -730,10 +771,10 @@ def quotas_left(grant: KeyGrant | None, spare: Mapping[str, QuotaLeft]) -> list[
 
 
 def last_lines(path: Path, lines: int) -> list[str]:
-    """The last lines of a log; none if there is no such file."""
+    """The last lines of a log, without secrets of URLs; none if there is no such file."""
     try:
         with path.open(errors="replace") as file:
-            return [line.rstrip("\n") for line in deque(file, lines)]
+            return [shown_url(line.rstrip("\n")) for line in deque(file, lines)]
     except FileNotFoundError:
         return []
 

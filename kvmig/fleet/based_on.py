@@ -1,6 +1,6 @@
-"""Orders that were made from a revision of a model, and are refused once there is a newer one.
+"""Orders that were made from what a model, or limits, were, and are refused once that has changed.
 
-So that of two admins who change the same model, the second learns of the first one's change before
+So that of two admins who change the same, the second learns of the first one's change before
 undoing it.
 """
 
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvmig.accounts.keys import Limits
+from kvmig.fleet.limit_changes import named_of
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore, NameTaken
 
@@ -50,10 +52,50 @@ def check_revision(store: FleetStore, name: str, revision: int) -> None:
 
 def changed_fields(before: ModelSpec, after: ModelSpec) -> str:
     """What two specifications have otherwise, in words."""
-    old: dict[str, Any] = msgspec.to_builtins(before)
-    new: dict[str, Any] = msgspec.to_builtins(after)
-    names = [name for name in new if old[name] != new[name]]
-    return ", ".join(f"{one} {shortened(old[one])} became {shortened(new[one])}" for one in names)
+    return changed_values(msgspec.to_builtins(before), msgspec.to_builtins(after))
+
+
+def order_based_on_values(
+    what: str,
+    look: Callable[[], Mapping[str, Any] | None],
+    based_on: Mapping[str, Any] | None,
+    order: Callable[[], Result],
+) -> Result:
+    """The result of an order. look: what it changes, as it is now; None: it isn't there. based_on:
+    what it was when the order was made; None: whatever it was.
+
+    The store's thread runs it, where no other order comes between. Raises what the order raises;
+    NameTaken with what has changed since.
+    """
+    if based_on is not None and (now := look()) is not None and now != based_on:
+        raise NameTaken(
+            f"{what}: {changed_values(based_on, now)} since this order was made; nothing was"
+            " changed, look at what it is now and order again"
+        )
+    return order()
+
+
+def limits_of_key(store: FleetStore, prefix: str) -> dict[str, Any] | None:
+    """The limits of a key; None: there is no such key."""
+    rows = store.keys()
+    return next((limits_in(one.terms) for one in rows if one.prefix == prefix), None)
+
+
+def limits_of_user(store: FleetStore, name: str) -> dict[str, Any] | None:
+    """The limits of all keys of a user; None: there is no such user."""
+    return next((limits_in(one.limits) for one in store.users() if one.name == name), None)
+
+
+def limits_in(terms: Limits) -> dict[str, Any]:
+    """The limits among terms, as the API shows them."""
+    return named_of(terms, Limits.__struct_fields__)
+
+
+def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """What two mappings have otherwise, in words."""
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    shown = ((one, shortened(old.get(one)), shortened(new.get(one))) for one in names)
+    return ", ".join(f"{name} {before} became {after}" for name, before, after in shown)
 
 
 def shortened(value: object) -> str:

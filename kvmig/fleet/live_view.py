@@ -127,7 +127,7 @@ class LiveView:
             name=name,
             state=front.life.state,
             why=front.life.why,
-            serving=sum(each.serving for each in both),
+            serving=sum(each.ready for each in both),
             desired=sum(each.desired for each in both),
             running=sum(map(self.models.running, both)),
             held=self.models.reports.held(name),

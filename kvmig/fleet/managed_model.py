@@ -208,9 +208,14 @@ class ManagedModel:
         return 0 if self.watched is None else self.watched.serving
 
     @property
+    def ready(self) -> int:
+        """Instances that new calls can go to: those of a removed model of this name take none."""
+        return 0 if self.former else self.serving
+
+    @property
     def serves(self) -> bool:
         """Whether it takes requests."""
-        return self.life.state == "serving" and self.serving > 0
+        return self.life.state == "serving" and self.ready > 0
 
     @property
     def former(self) -> bool:

@@ -186,7 +186,7 @@ def of_models(models: Iterable[ManagedModel], claimed: Callable[[str], int]) -> 
         for each in get_args(State):
             state.add_metric([name, each], one.life.state == each)
         desired.add_metric([name], one.desired)
-        ready.add_metric([name], one.serving)
+        ready.add_metric([name], one.ready)
         waits.add_metric([name], one.lacks_room)
         claim.add_metric([name], claimed(name))
         evicted.add_metric([name], one.evicted)

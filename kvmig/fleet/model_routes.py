@@ -43,11 +43,6 @@ def route_state(on: bool, life: ModelStatus, ready: bool, now: float) -> RouteSt
     return "starting" if life.routed or life.state == "waking" else "cold"
 
 
-def is_ready(model: ManagedModel) -> bool:
-    """Whether new calls can go to it."""
-    return model.serving > 0 and not model.former
-
-
 def route_of(
     own: ManagedModel, model: ManagedModel, now: float, other: str, share: int
 ) -> ModelRoute:
@@ -57,7 +52,7 @@ def route_of(
     socket of a roll-out's second deployment, which gets `share` percent of new calls.
     """
     name, spec, life = own.wanted.name, model.wanted.spec, model.life
-    state = route_state(own.wanted.on, life, is_ready(model), now)
+    state = route_state(own.wanted.on, life, model.ready > 0, now)
     return ModelRoute(
         name=name,
         state=state,

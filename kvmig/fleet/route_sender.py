@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvmig.core.clock import Clock
 from kvmig.fleet.managed_model import ManagedModel
-from kvmig.fleet.model_routes import is_ready, route_of, sockets_of
+from kvmig.fleet.model_routes import route_of, sockets_of
 from kvmig.fleet.rollout_controller import ModelRollouts
 from kvmig.fleet.round_faults import RoundFaults
 from kvmig.proxy.messages import ModelRoute
@@ -55,6 +55,6 @@ class RouteSender:
     def _route(self, own: ManagedModel) -> ModelRoute:
         name = own.wanted.name
         model = self._rollouts.front(name) or own
-        if is_ready(model) and model.watched is not None and model.watched.card is not None:
+        if model.ready and model.watched is not None and model.watched.card is not None:
             model.card = model.watched.card
         return route_of(own, model, self._clock(), *self._rollouts.share(name))

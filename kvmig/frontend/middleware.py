@@ -30,6 +30,7 @@ from kvmig.asgi.call_work import CallWork, work_of
 from kvmig.asgi.connection import SCOPE
 from kvmig.asgi.error_forms import api_of
 from kvmig.asgi.error_stage import ErrorStage
+from kvmig.asgi.plain_paths import plain_path
 from kvmig.asgi.priority import PRIORITY, UnknownPriority, checked_body, checked_header
 from kvmig.asgi.problems import NOT_TAKEN_HEADER, denial, problem, shorten_value
 from kvmig.asgi.request_body import (
@@ -160,6 +161,7 @@ class HttpMiddleware:
             await self.app(scope, receive, send)
             return
         state: HttpState = scope["app"].state.kvmig
+        scope["path"] = plain_path(scope["path"], scope.get("root_path", ""))
         # A copy: the server's own list stays as it came.
         headers = MutableHeaders(raw=list(scope["headers"]))
         call = scope[SCOPE] = HttpCall(

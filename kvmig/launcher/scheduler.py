@@ -26,6 +26,7 @@ from kvmig.core.errors import PeerError, TransportError
 from kvmig.process.child import say, send_heartbeats
 from kvmig.process.child_main import run_child
 from kvmig.process.kept_child import KeptChild
+from kvmig.process.shown_logs import log_to_stderr
 from kvmig.process.supervisor import STOP_S, ChildProcess, running
 from kvmig.rpc.zmq_sockets import RpcClient
 
@@ -123,7 +124,7 @@ async def run(launch: SchedulerLaunch, descriptor: int) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Launch document on stdin, readiness on the file descriptor that is the last word."""
-    logging.basicConfig(format="%(asctime)s scheduler %(levelname)s %(message)s")
+    log_to_stderr("%(asctime)s scheduler %(levelname)s %(message)s")
     form = "kvmig.launcher.scheduler [TITLE] DESCRIPTOR"
     return run_child(argv[1:], form, SchedulerLaunch, _run, report=_say_failure)
 

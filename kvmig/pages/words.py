@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -60,6 +61,15 @@ def typed_number(text: str) -> int | float | str | None:
     return float(text) if DECIMAL.fullmatch(text) else text
 
 
+def typed_json(text: str) -> object:
+    """What a hidden field of a form holds; empty: null. Text that is no JSON stays as it is, for
+    the API to refuse."""
+    try:
+        return json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return text
+
+
 def typed_list(text: str) -> list[str]:
     """The words of a form's field, apart by spaces or commas."""
     return text.replace(",", " ").split()
@@ -78,6 +88,15 @@ def limits_text(terms: Mapping[str, object]) -> list[str]:
     return named
 
 
+LIMITS = ("rpm", "tpm", "parallel", "quota", "period", "quotas")
+"""Limits of a key or a user."""
+
+
+def limits_json(terms: Mapping[str, object]) -> str:
+    """The limits among terms, for the API to compare."""
+    return json.dumps({name: terms[name] for name in LIMITS})
+
+
 def quotas_text(quotas: Mapping[str, Mapping[str, object]]) -> str:
     """Quotas of single models, as a form has them."""
     return " ".join(f"{name}={one['tokens']}/{one['period']}" for name, one in quotas.items())
@@ -89,6 +108,8 @@ FILTERS = {
     "time": time_text,
     "count": count_text,
     "limits": limits_text,
+    "limits_json": limits_json,
+    "json": json.dumps,
     "quotas": quotas_text,
 }
 """Filters of the templates."""

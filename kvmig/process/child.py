@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from kvmig.core.errors import StartupError
+from kvmig.process.shown_logs import log_to_stderr
 
 Launch = TypeVar("Launch", bound=msgspec.Struct)
 
@@ -124,7 +125,7 @@ def quiet(name: str) -> None:
 
     name: of this process, in each line. vLLM has a logger of its own: VLLM_LOGGING_LEVEL.
     """
-    logging.basicConfig(format=f"%(asctime)s {name} %(levelname)s %(message)s", level=logging.ERROR)
+    log_to_stderr(f"%(asctime)s {name} %(levelname)s %(message)s", logging.ERROR)
     logging.getLogger("kvmig").setLevel(logging.WARNING)
     # torch's C++ side, which warns of every NUMA binding.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -18,6 +18,7 @@ from kvmig.asgi.body_budget import BodyBudget, BodyShare
 from kvmig.asgi.call import CALL_ID, accepted
 from kvmig.asgi.connection import HttpConnection
 from kvmig.asgi.error_forms import EventNumbers, api_of
+from kvmig.asgi.plain_paths import plain_path
 from kvmig.asgi.route_table import Api
 from kvmig.proxy.calls import error_body, error_event, heartbeat, unnamed
 from kvmig.proxy.door_trace import DoorTrace
@@ -122,7 +123,7 @@ class ProxiedCall:
         self.receive = receive
         self.send = send
         self.method: str = scope["method"]
-        self.path: str = scope["path"]
+        self.path = plain_path(scope["path"])
         self.headers = Headers(raw=scope["headers"])
         self.call_id = accepted(self.headers.get(CALL_ID))
         self.api: Api = api_of(unnamed(self.path))

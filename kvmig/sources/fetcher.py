@@ -20,6 +20,7 @@ import msgspec
 
 from kvmig.core.clock import monotonic
 from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.shown_urls import shown_url
 from kvmig.process.child import leave, quiet, read_launch, say
 from kvmig.sources.fetch import SourceFetch
 from kvmig.sources.file_list import SourceFailure
@@ -81,7 +82,8 @@ class FetcherProcess:
         else:
             last = reported(launch.source, lambda: fetch.run(self._wait_for_room))
         if isinstance(last, FetchFailed):
-            return msgspec.structs.replace(last, why=plain(hide(last.why, secrets_of(origin))))
+            why = plain(hide(shown_url(last.why), secrets_of(origin)))
+            return msgspec.structs.replace(last, why=why)
         return last
 
     def report(self, report: FetchReport) -> None:

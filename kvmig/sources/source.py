@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvmig.core.errors import ConfigError
+from kvmig.core.shown_urls import shown_url
 
 Scheme = Literal["hf", "modelscope", "s3", "https", "path"]
 SCHEMES: tuple[str, ...] = get_args(Scheme)
@@ -75,7 +76,7 @@ def is_remote(text: str) -> bool:
 
 def wrong(text: str, allowed: str) -> ConfigError:
     """The refusal of a source."""
-    return ConfigError(f"source is {text!r:.200}, {allowed}")
+    return ConfigError(f"source is {shown_url(text)!r:.200}, {allowed}")
 
 
 def _repository(text: str, scheme: Scheme, rest: str) -> ModelSource:

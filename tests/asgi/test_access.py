@@ -77,7 +77,7 @@ OPERATORS = [
     ("POST", "/scale_elastic_ep"), ("POST", "/reset_prefix_cache"),
 ]  # fmt: skip
 CLIENTS = [
-    ("POST", "/v1/chat/completions"), ("POST", "/v1/chat/completions/"), ("GET", "/v1/models"),
+    ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
     ("POST", "/score"), ("GET", "/v1/responses/resp_1"), ("POST", "/v1/responses/resp_1/cancel"),
 ]  # fmt: skip
 OPERATOR, TENANT = ({"authorization": f"Bearer {one}"} for one in ("operator", "tenant"))

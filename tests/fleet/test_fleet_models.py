@@ -15,15 +15,23 @@ from msgspec.structs import replace
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.priorities import NORMAL
+from kvmig.fleet.api import model_json
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import WANT_S
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.lifecycle import FIRST_RETRY_S
-from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, MissingFiles
+from kvmig.fleet.managed_model import (
+    CatalogEntry,
+    DeploymentRecord,
+    ManagedModel,
+    MissingFiles,
+)
+from kvmig.fleet.metrics import of_models
 from kvmig.fleet.model_routes import classes_of
 from kvmig.fleet.orders import DeploymentEnded, Load, Running, Started, Stop
 from kvmig.fleet.schedule import ScheduledFloor
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
+from kvmig.fleet.store import ModelRow
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
 from tests.support.model_bench import Bench, deployed, served, spec
 
@@ -399,6 +407,16 @@ async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_em
     assert bench.models.shown("a") is None
 
 
+async def test_why_one_has_ended_has_no_secret_of_a_url(bench: Bench) -> None:
+    await serving(bench)
+    said = "cannot reach http://u:pw@h/x?token=t"
+    bench.models.take_news(DeploymentEnded(bench.started[0].deployment, "exit code 1", said))
+    bench.turn()
+    shown = "cannot reach http://u:***@h/x?token=***"
+    assert any(shown in one.what for one in bench.models.events), bench.models.events
+    assert ":pw@" not in str(bench.models.events) + str(bench.every[0].life)
+
+
 async def test_one_that_is_removed_is_not_there_for_clients_at_once(bench: Bench) -> None:
     await serving(bench)
     bench.demand(running=1)
@@ -412,6 +430,15 @@ async def test_one_that_is_removed_is_not_there_for_clients_at_once(bench: Bench
     assert bench.stopped == [Stop(bench.started[0].deployment)]
 
 
+def row_of(model: ManagedModel) -> ModelRow:
+    """As the catalogue has it."""
+    wanted = model.wanted
+    return ModelRow(
+        model_id=wanted.model_id, name=wanted.name, revision=wanted.revision, on=wanted.on,
+        spec=wanted.spec, created=0.0, changed=0.0, author="ann",
+    )  # fmt: skip
+
+
 async def test_one_that_has_a_removed_ones_name_starts_when_that_has_ended(bench: Bench) -> None:
     await serving(bench)
     bench.demand(running=1)
@@ -419,6 +446,11 @@ async def test_one_that_has_a_removed_ones_name_starts_when_that_has_ended(bench
     bench.model_id = "m2"
     bench.catalogue(spec(flags=("--seed=7",)))
     assert (bench.route.state, bench.route.socket) == ("cold", "")
+    (model,) = bench.every
+    assert (model.serving, model.ready) == (1, 0)
+    assert model_json(row_of(model), model, bench.models)["serving"] == 0
+    figures = {one.name: one.samples for one in of_models([model], lambda _: 0)}
+    assert [one.value for one in figures["kvmig_model_ready"]] == [0]
     bench.demand(running=1, held=1)
     bench.turn()
     assert bench.stopped == []

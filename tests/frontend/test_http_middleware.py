@@ -134,6 +134,21 @@ async def test_the_gate_is_open_otherwise() -> None:
     assert (await knock("/v1/completions")).json() == "in"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions/", "/v1/completions//?x=1"])
+async def test_a_path_with_a_slash_at_its_end_is_the_same_path(path: str) -> None:
+    app = FastAPI(redirect_slashes=False)
+    behind_middleware(app)
+
+    @app.post("/v1/completions")
+    async def answer(request: Request) -> str:
+        return request.url.path
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        found = await client.post(path, json={})
+    assert (found.status_code, found.json()) == (200, "/v1/completions")
+
+
 # -- the priority of a call: a class's name or number, everything else is refused
 
 

@@ -269,3 +269,82 @@ async def test_a_form_of_a_model_that_somebody_has_changed_since_is_refused_and_
     again = await pages.send("models/qwen/change", spec=json.dumps(typed), based_on="2")
     assert again.status_code == 303, alert_of(again)
     assert (await spec_of(pages))["priority"] == 7
+
+
+def order_of(page: str, about: str) -> dict[str, str]:
+    """The fields of the form that changes the limits of a key or a user, as a page has them."""
+    (form,) = [one for one in re.findall(r"<form.*?</form>", page, re.DOTALL)
+               if f'name="of" value="{about}"' in one]  # fmt: skip
+    fields = re.findall(r'<input type="\w+" name="(\w+)" value="([^"]*)"', form)
+    found = {name: html.unescape(value) for name, value in fields}
+    (period,) = re.findall(r"<option selected>(\w+)</option>", form)
+    return found | {"period": period}
+
+
+@pytest.mark.parametrize("whose", ["key", "user"])
+async def test_limits_that_somebody_has_changed_since_are_not_overwritten_and_the_form_is_kept(
+    pages: Pages, whose: str
+) -> None:
+    await add_model(pages, "q")
+    prefix = (await pages.ask("POST", "keys", {"user": "bea", "rpm": 5}))[1]["prefix"]
+    about = prefix if whose == "key" else "bea"
+    shown, path = {
+        "key": ("keys", f"keys/{prefix}/limit"), "user": ("users", "users/bea/change"),
+    }[whose]  # fmt: skip
+    mine = order_of((await pages.browse(shown)).text, about) | {"rpm": "9", "quotas": "q=7/day"}
+    others = order_of((await pages.browse(shown)).text, about) | {"tpm": "1000"}
+    assert (await pages.send(path, **others)).status_code == 303
+
+    stale = await pages.send(path, **mine)
+    said = html.unescape(alert_of(stale))
+    assert (stale.status_code, "tpm null became 1000" in said) == (409, True), said
+    kept = order_of(stale.text, about)
+    assert (kept["rpm"], kept["tpm"], kept["quotas"]) == ("9", "", "q=7/day")
+    assert '<details class="confirm" open><summary class="button" aria-label="Limits' in stale.text
+    assert stale.text.count('<details class="confirm" open>') == 1
+
+    assert (await pages.send(path, **kept)).status_code == 303
+    now = order_of((await pages.browse(shown)).text, about)
+    assert (now["rpm"], now["quotas"]) == ("9", "q=7/day")
+
+
+async def test_wrong_limits_are_shown_again_where_they_were_typed(pages: Pages) -> None:
+    await add_model(pages, "q")
+    body = {"user": "bea", "quotas": {"q": {"tokens": 3}}}
+    prefix = (await pages.ask("POST", "keys", body))[1]["prefix"]
+    typed = order_of((await pages.browse("keys")).text, prefix) | {"rpm": "-7", "quotas": ""}
+    refused = await pages.send(f"keys/{prefix}/limit", **typed)
+    again = order_of(refused.text, prefix)
+    assert (refused.status_code, again["rpm"], again["quotas"]) == (400, "-7", "")
+    assert refused.text.count('value="-7"') == 1
+    done = await pages.send(f"keys/{prefix}/limit", **again | {"rpm": ""})
+    assert done.status_code == 303, alert_of(done)
+    rows = (await pages.ask("GET", "keys"))[1]["data"]
+    assert next(one for one in rows if one["prefix"] == prefix)["terms"]["quotas"] == {}
+
+
+@pytest.mark.parametrize("based_on", ["nonsense", "{}", '{"rpm": 1, "more": 2}'])
+async def test_what_an_order_for_limits_was_made_from_may_be_no_nonsense(
+    pages: Pages, based_on: str
+) -> None:
+    form = {"period": "month", "rpm": "4", "based_on": based_on}
+    answer = await pages.send("users/bea/change", **form)
+    if based_on == "{}":  # no limits, which is so
+        assert answer.status_code == 303
+    else:
+        assert (answer.status_code, "based_on" in alert_of(answer)) == (400, True)
+
+
+async def test_an_alias_that_somebody_has_set_since_is_not_overwritten(pages: Pages) -> None:
+    await add_model(pages)
+    await add_model(pages, "other")
+    known = re.findall(r'name="known" value="([^"]*)"', (await pages.browse("models")).text)[0]
+    form = {"alias": "x", "targets": "qwen=3", "known": html.unescape(known)}
+    assert (await pages.ask("PUT", "aliases/x", {"targets": {"other": 1}}))[0] == 200
+    stale = await pages.send("aliases", **form)
+    said = html.unescape(alert_of(stale))
+    assert (stale.status_code, "other null became 1" in said) == (409, True), said
+    assert 'value="qwen=3"' in stale.text
+    known = re.findall(r'name="known" value="([^"]*)"', stale.text)[0]
+    again = await pages.send("aliases", **form | {"known": html.unescape(known)})
+    assert again.status_code == 303, alert_of(again)

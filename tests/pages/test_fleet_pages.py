@@ -111,3 +111,16 @@ async def test_a_form_without_the_token_changes_nothing(pages: Pages) -> None:
     assert answer.status_code == 403
     users = (await pages.ask("GET", "users"))[1]["data"]
     assert "eve" not in {one["name"] for one in users}
+
+
+@pytest.mark.parametrize("path", ["", "keys/", "users//", "models/", "models/qwen/"])
+async def test_a_slash_at_the_end_of_an_address_changes_nothing_and_leads_nowhere(
+    pages: Pages, path: str
+) -> None:
+    """Behind HTTPS a redirect would lead to HTTP."""
+    await pages.log_in("bea", "admin")
+    assert (await pages.ask("GET", "models/qwen/"))[1]["name"] == "qwen"
+    assert (await pages.ask("POST", "models/", pages.model()))[0] == 201
+    answer = await pages.browse(path)
+    assert answer.status_code == 200
+    assert "<h1>" in answer.text

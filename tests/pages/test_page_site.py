@@ -108,10 +108,3 @@ async def test_a_path_that_is_not_there_is_a_page_with_404() -> None:
 def test_a_template_with_a_name_that_is_missing_is_an_error() -> None:
     with pytest.raises(Exception, match="undefined"):
         render("error")
-
-
-async def test_a_slash_too_many_leads_to_no_other_address() -> None:
-    """Behind HTTPS such a redirect would lead to HTTP."""
-    async with browser(FixedPerson(ADMIN)) as http:
-        answer = await http.get("/ui/keys/")
-    assert (answer.status_code, "location" in answer.headers) == (404, False)

@@ -20,7 +20,7 @@ CLOSED = [
     ("POST", "/inference/v1/abort_requests"), ("POST", "/v1/chat/completions/render"),
     ("POST", "/v1/load_lora_adapter"), ("POST", "/sleep"), ("POST", "/collective_rpc"),
     ("GET", "/v1/nothing"), ("GET", "/openapi.json"), ("GET", "/version"), ("GET", "/docs"),
-    ("POST", "/v1/chat/completions/"), ("POST", "/v1/messages/../sleep"),
+    ("POST", "/v1/messages/../sleep"),
     ("GET", "/v1/responses/resp_1/input_items"), ("DELETE", "/models/count/v1/nothing"),
     ("POST", "/v1/realtime"), ("GET", "/server_info"),
 ]  # fmt: skip
@@ -80,8 +80,9 @@ async def test_a_route_of_the_table_reaches_a_running_model_however_its_path_is_
     async with site(tmp_path) as door, door.deployment() as there, door.client() as client:
         plain = await client.request(route.method, route.path, **_form(route))
         named = await client.request(route.method, f"/models/count{route.path}", **_form(route))
-    assert (plain.status_code, named.status_code) == (200, 200)
-    assert [one.line for one in there.got] == [f"{route.method} {route.path} HTTP/1.1"] * 2
+        ended = await client.request(route.method, f"{route.path}/", **_form(route))
+    assert [one.status_code for one in (plain, named, ended)] == [200] * 3
+    assert [one.line for one in there.got] == [f"{route.method} {route.path} HTTP/1.1"] * 3
 
 
 @pytest.mark.parametrize("route", [one for one in ASKED if not one.works], ids=lambda one: one.path)

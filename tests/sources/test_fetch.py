@@ -598,7 +598,7 @@ def test_weights_that_are_there_twice_come_once() -> None:
 # -- the process
 
 
-def started(hub: ModelHub, root: Path) -> subprocess.Popen[bytes]:
+def started(hub: ModelHub, root: Path, **more: str) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(
         [sys.executable, "-m", "kvmig.sources.fetcher"],
         stdin=subprocess.PIPE,
@@ -606,7 +606,7 @@ def started(hub: ModelHub, root: Path) -> subprocess.Popen[bytes]:
         env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN},
     )
     assert child.stdin is not None
-    launch = {"source": SOURCE, "root": str(root)}
+    launch = {"source": SOURCE, "root": str(root), **more}
     child.stdin.write(json.dumps(launch).encode() + b"\n")
     child.stdin.flush()
     return child
@@ -673,3 +673,15 @@ def test_a_fetcher_ends_with_its_server(model_hub: ModelHub, tmp_path: Path) -> 
 
 def test_a_launch_shows_no_more_than_its_type() -> None:
     assert repr(FetchLaunch(source=SOURCE, root="/secret")) == "<FetchLaunch>"
+
+
+def test_why_a_download_failed_has_no_password_of_the_hubs_address(
+    model_hub: ModelHub, tmp_path: Path
+) -> None:
+    hub = model_hub.url.replace("http://", "http://me:pw@")
+    child = started(model_hub, tmp_path, source="hf:org/none", endpoint=hub)
+    failed = followed(child, lambda one: isinstance(one, FetchFailed))[-1]
+    ended(child)
+    assert isinstance(failed, FetchFailed)
+    assert "127.0.0.1" in failed.why
+    assert ":pw@" not in failed.why, failed.why

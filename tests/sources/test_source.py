@@ -67,6 +67,20 @@ def test_a_secret_in_a_url_is_refused_and_not_repeated(text: str) -> None:
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://key:secret@bucket/folder", "ftp://me:secret@example.com/a/",
+        "HTTPS://secret@example.com/a/", "hf:https://me:secret@huggingface.co/a/b",
+        "https://me:secret@[::1/a", "git+https://secret@example.com/a?token=secret",
+    ],
+)  # fmt: skip
+def test_what_is_no_source_is_refused_without_the_secret_in_it(text: str) -> None:
+    with pytest.raises(ConfigError, match="source is") as refused:
+        parse_source(text)
+    assert "secret" not in str(refused.value)
+
+
 @given(st.text(max_size=60) | st.builds("hf:{}".format, st.text(max_size=40)))
 def test_whatever_is_given_is_refused_or_prints_as_what_it_is(text: str) -> None:
     try:

@@ -16,7 +16,7 @@ from kvmig.accounts.keys import SCOPES
 from kvmig.fleet.pages.backend import FleetPages
 from kvmig.pages.api_calls import ApiRefusal
 from kvmig.pages.site import NO_FORM, FormOutcome
-from kvmig.pages.words import typed_list, typed_number
+from kvmig.pages.words import typed_json, typed_list, typed_number
 
 NUMBERS = ("rpm", "tpm", "parallel", "quota")
 """Limits that are numbers."""
@@ -49,7 +49,7 @@ def key_routes(pages: FleetPages) -> list[Route]:
 
     async def limit(request: Request, form: FormData) -> str:
         path = f"/keys/{quote(request.path_params['prefix'], safe='')}"
-        await pages.call(request, "PATCH", path, body=limits_of(form))
+        await pages.call(request, "PATCH", path, body=changed_limits(form))
         return "/keys"
 
     async def rotate(request: Request, form: FormData) -> FormOutcome:
@@ -87,7 +87,7 @@ def user_routes(pages: FleetPages) -> list[Route]:
 
     async def change(request: Request, form: FormData) -> str:
         path = f"/users/{quote(request.path_params['name'])}"
-        body: dict[str, Any] = limits_of(form) if "period" in form else {}
+        body: dict[str, Any] = changed_limits(form) if "period" in form else {}
         if "role" in form:
             body["role"] = form["role"]
         if "disabled" in form:
@@ -108,6 +108,11 @@ def limits_of(form: FormData) -> dict[str, Any]:
     had = typed_list(str(form.get("had_quotas", "")))
     quotas = {**dict.fromkeys(had), **model_quotas(str(form.get("quotas", "")))}
     return {**numbers, "period": form.get("period", "month"), "quotas": quotas}
+
+
+def changed_limits(form: FormData) -> dict[str, Any]:
+    """The limits of a form, with those that it was made from. Raises ApiRefusal."""
+    return limits_of(form) | {"based_on": typed_json(str(form.get("based_on", "")))}
 
 
 def model_quotas(text: str) -> Mapping[str, Any]:

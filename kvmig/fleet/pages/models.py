@@ -28,6 +28,7 @@ from kvmig.pages.api_calls import ApiRefusal
 from kvmig.pages.picture import model_part
 from kvmig.pages.rendering import render
 from kvmig.pages.site import NO_FORM, FormOutcome
+from kvmig.pages.words import typed_json
 
 LOG_LINES = 50
 EVENTS = 20
@@ -74,8 +75,10 @@ def catalogue_routes(pages: FleetPages) -> list[Route]:
         return await show_models(request, FormOutcome(form=form, found=fit))
 
     async def set_alias(request: Request, form: FormData) -> str:
-        path = f"/aliases/{quote(str(form.get('alias', '')).strip())}"
-        body = {"targets": weights_of(str(form.get("targets", "")))}
+        name = str(form.get("alias", "")).strip()
+        path, known = f"/aliases/{quote(name)}", typed_json(str(form.get("known", "")))
+        based_on = known.get(name, {}) if isinstance(known, dict) else known
+        body = {"targets": weights_of(str(form.get("targets", ""))), "based_on": based_on}
         await pages.call(request, "PUT", path, body=body)
         return "/models"
 
