@@ -1,8 +1,8 @@
 """Paths with a slash at their ends mean what they mean without it.
 
 Web frameworks lead from one to the other by a redirect whose address has the scheme that the server
-sees: behind HTTPS it would lead to HTTP. So such a path is taken as the plain one, at the door,
-before anything looks at it.
+sees: behind HTTPS it would lead to HTTP. So such a path is taken as the plain one before anything
+looks at it.
 """
 
 from __future__ import annotations

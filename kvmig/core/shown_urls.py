@@ -8,7 +8,7 @@ HIDDEN = "***"
 """Stands for what is not shown."""
 _USER = re.compile(r"(?<=://)(?P<user>[^/?#\s:@]*):[^/?#\s]*(?=@)")
 _WEB_USER = re.compile(r"(?<=http://|ttps://)[^/?#\s:@]+(?=@)", re.IGNORECASE)
-"""Of web servers, where a user without a password is a token."""
+"""A user without a password, which web servers take for a token."""
 _FIELD = re.compile(
     r"(?P<name>[?&;#][^=&;#\s]*"
     r"(?:pass|pwd|secret|token|key|credential|sig|auth|jwt|policy|session)[^=&;#\s]*=)"

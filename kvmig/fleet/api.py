@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -32,8 +32,8 @@ from kvmig.asgi.plain_paths import PlainPaths
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
-from kvmig.core.shown_urls import shown_url
 from kvmig.fleet.based_on import (
+    alias_of,
     limits_of_key,
     limits_of_user,
     order_based_on,
@@ -57,6 +57,7 @@ from kvmig.fleet.pages.provider_login import ProviderLogins
 from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.places_api import places_api
+from kvmig.fleet.process_logs import last_lines
 from kvmig.fleet.quotas import left
 from kvmig.fleet.retention import UsageRetention, prune
 from kvmig.fleet.rollout_api import (
@@ -556,11 +557,6 @@ def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
     return api
 
 
-def alias_of(store: FleetStore, name: str) -> Mapping[str, int]:
-    """The weights of the models that a name stands for."""
-    return store.fleet().aliases.get(name, {})
-
-
 def started_as(spec: ModelSpec) -> tuple[object, ...]:
     """What decides a deployment's command line."""
     own = spec.engine, spec.source, spec.flags, spec.adapters, spec.instances
@@ -768,15 +764,6 @@ def quotas_left(grant: KeyGrant | None, spare: Mapping[str, QuotaLeft]) -> list[
         for one in found
         if grant is not None and one.id in spare
     ]
-
-
-def last_lines(path: Path, lines: int) -> list[str]:
-    """The last lines of a log, without secrets of URLs; none if there is no such file."""
-    try:
-        with path.open(errors="replace") as file:
-            return [shown_url(line.rstrip("\n")) for line in deque(file, lines)]
-    except FileNotFoundError:
-        return []
 
 
 # -- what is wrong

@@ -62,7 +62,7 @@ def order_based_on_values(
     order: Callable[[], Result],
 ) -> Result:
     """The result of an order. look: what it changes, as it is now; None: it isn't there. based_on:
-    what it was when the order was made; None: whatever it was.
+    what it was when the order was made; None: that is not compared.
 
     The store's thread runs it, where no other order comes between. Raises what the order raises;
     NameTaken with what has changed since.
@@ -84,6 +84,11 @@ def limits_of_key(store: FleetStore, prefix: str) -> dict[str, Any] | None:
 def limits_of_user(store: FleetStore, name: str) -> dict[str, Any] | None:
     """The limits of all keys of a user; None: there is no such user."""
     return next((limits_in(one.limits) for one in store.users() if one.name == name), None)
+
+
+def alias_of(store: FleetStore, name: str) -> Mapping[str, int]:
+    """The weights of the models that a name stands for."""
+    return store.fleet().aliases.get(name, {})
 
 
 def limits_in(terms: Limits) -> dict[str, Any]:

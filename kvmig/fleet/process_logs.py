@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+
+from kvmig.core.shown_urls import shown_url
 
 LOG_BYTES = 10_000_000
 """A log that is longer is kept as NAME.log.1, and an empty one begins."""
@@ -49,3 +52,12 @@ def turn_log(path: Path) -> None:
     if path.stat().st_size > LOG_BYTES:
         shutil.copyfile(path, path.with_suffix(".log.1"))
         os.truncate(path, 0)
+
+
+def last_lines(path: Path, lines: int) -> list[str]:
+    """The last lines of a log, without secrets of URLs; none if there is no such file."""
+    try:
+        with path.open(errors="replace") as file:
+            return [shown_url(line.rstrip("\n")) for line in deque(file, lines)]
+    except FileNotFoundError:
+        return []

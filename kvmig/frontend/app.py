@@ -103,7 +103,7 @@ def add_page(
         instances_api(launcher, rows, let_in),
     )
     view = ServerView(router, rows, model, time.time)
-    sessions = AdminSessions(admin.key, time.time, tls=admin.tls)
+    sessions = http.page = AdminSessions(admin.key, time.time, tls=admin.tls)
 
     async def lead_in(_: Request) -> Response:
         return RedirectResponse(f"{PAGE}/")

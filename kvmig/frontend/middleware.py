@@ -11,16 +11,18 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Protocol
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvmig.asgi.access import ADMIN, AccessRules
+from kvmig.accounts.page_sessions import PATH as PAGE
+from kvmig.asgi.access import ADMIN, AccessDenied, AccessRules
 from kvmig.asgi.answer_usage import UsageReader
 from kvmig.asgi.answer_writers import show_writers
 from kvmig.asgi.body_bounds import ModelReach, largest_size
@@ -55,10 +57,25 @@ from kvmig.frontend.loop_use import LARGE_BYTES, LoopUse
 ACCOUNT = "x-kvmig-account"
 TENANT = "x-kvmig-tenant"
 QUOTA = "x-kvmig-quota"
+OF_PAGE = "kvmig.page"
+"""Entry of a call's ASGI scope: whether the page makes it, for the model. No client can set it."""
 FORM_BYTES = 1 << 14
 """Bytes of a form of the page, at most."""
 TRUNCATED = "x-kvmig-truncated"
 """Header of an answer that ends too early, with the reason."""
+
+
+class PageKey(Protocol):
+    """What lets calls of the page in, which have a session in place of a key."""
+
+    def judge_call(self, method: str, headers: Mapping[str, str]) -> AccessDenied | None:
+        """Why a call isn't let in; None: it is. headers: names in lower case."""
+        ...
+
+    @property
+    def authorization(self) -> str:
+        """The header that the engine's application asks for."""
+        ...
 
 
 @dataclass
@@ -91,6 +108,8 @@ class HttpState:
     """What the model can use; None: it isn't known, and bounds nothing."""
     traces: CallSpans | None = None
     """Makes the spans of calls that engines work for; None: there are none."""
+    page: PageKey | None = None
+    """Judges calls of the page for the model; None: there is no page."""
     session_secret: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     """Key of the hashes that stand for clients' sessions."""
     budget: BodyBudget = field(init=False)
@@ -164,6 +183,7 @@ class HttpMiddleware:
         scope["path"] = plain_path(scope["path"], scope.get("root_path", ""))
         # A copy: the server's own list stays as it came.
         headers = MutableHeaders(raw=list(scope["headers"]))
+        scope[OF_PAGE] = state.page is not None and enter_from_page(scope)
         call = scope[SCOPE] = HttpCall(
             accepted(headers.get(CALL_ID)),
             state.account(headers),
@@ -230,7 +250,11 @@ class HttpMiddleware:
         found = find_route(scope["method"], path)
         payer = state.payer(call, headers)
         try:
-            check_access(state, scope["method"], path, headers)
+            if state.page is not None and scope[OF_PAGE]:
+                check_denied(state.page.judge_call(scope["method"], headers), headers)
+                headers["authorization"] = state.page.authorization
+            else:
+                check_denied(state.access.denied(scope["method"], path, headers), headers)
             if scope["method"] == "POST":
                 check_open(state, scope["path"])
                 check_stalls(state, payer)
@@ -285,9 +309,19 @@ def usage_reader(scope: Scope) -> UsageReader | None:
 # -- who may call, and when
 
 
-def check_access(state: HttpState, method: str, path: str, headers: MutableHeaders) -> None:
+def enter_from_page(scope: Scope) -> bool:
+    """Whether a call is the page's for the model; then it gets the path of the API."""
+    path = route_path(scope)
+    own = path.removeprefix(PAGE)
+    listing = (scope.get("method"), own) == ("GET", "/v1/models")
+    if own == path or not (listing or find_route(scope.get("method", ""), own)):
+        return False
+    scope["path"] = scope.get("root_path", "") + own
+    return True
+
+
+def check_denied(denied: AccessDenied | None, headers: MutableHeaders) -> None:
     """Raises Refused, 401 or 403, for a call that isn't allowed."""
-    denied = state.access.denied(method, path, headers)
     if denied is not None:
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         raise HttpRejection(denial(denied), UNREAD_BYTES if has_body else 0)

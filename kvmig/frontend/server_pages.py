@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from http import HTTPStatus
 from itertools import islice
@@ -20,11 +20,13 @@ from starlette.applications import Starlette
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvmig.accounts.keys import BAD_KEY, KeyDenied, KeyGrant
-from kvmig.accounts.page_sessions import CSRF_HEADER, LoginSession, SessionCookies
+from kvmig.accounts.page_sessions import CSRF_HEADER, LoginSession, SessionCookies, is_own_page
+from kvmig.accounts.page_sessions import PATH as PAGE
+from kvmig.asgi.access import AccessDenied
 from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.live_records import (
@@ -37,12 +39,13 @@ from kvmig.core.live_records import (
 )
 from kvmig.frontend.router import Router
 from kvmig.frontend.struct_answers import shown_report
-from kvmig.pages.api_calls import ApiCaller
+from kvmig.pages.api_calls import ApiCaller, ApiRefusal
 from kvmig.pages.live_feed import LiveFeed
 from kvmig.pages.login import login_routes
 from kvmig.pages.picture import picture_of
 from kvmig.pages.session import PagePerson
 from kvmig.pages.site import NO_FORM, FormOutcome, NavigationLink, PageSite, go_to
+from kvmig.pages.words import move_text
 
 LOOK_S = 0.9
 """Time for which a list of requests counts, however many pages are open."""
@@ -51,6 +54,7 @@ MOST_STREAMS = 200
 """Streams of the table."""
 INSTANCES = "/instances"
 """Path of the table of instances."""
+READS = ("GET", "HEAD")
 PREFIX = "adminkey"
 """Name of the admin key in sessions."""
 PERSON = PagePerson("admin", admin=True)
@@ -88,6 +92,25 @@ class AdminSessions:
             sentence = "the form is of an earlier session: load the page again"
             raise HTTPException(HTTPStatus.FORBIDDEN, sentence)
 
+    @property
+    def authorization(self) -> str:
+        """See `PageKey`."""
+        return f"Bearer {self._key.decode()}"
+
+    def judge_call(self, method: str, headers: Mapping[str, str]) -> AccessDenied | None:
+        """See `PageKey`: the session is as good as the admin key."""
+        session = self._read(headers.get("cookie", ""))
+        if session is None:
+            sentence = f"the session is over, or there was none: log in at {PAGE}/login"
+            return AccessDenied(HTTPStatus.UNAUTHORIZED, sentence)
+        if method in READS:
+            return None
+        given = headers.get(CSRF_HEADER, "")
+        if is_own_page(headers) and self._cookies.is_token(session, given):
+            return None
+        sentence = f"the header {CSRF_HEADER} is missing, or not of this session"
+        return AccessDenied(HTTPStatus.FORBIDDEN, sentence)
+
     def log_in(self, request: Request, key: str) -> LoginSession | KeyDenied:
         """See `LoginSessions`."""
         if hmac.compare_digest(key.encode(), self._key):
@@ -103,9 +126,11 @@ class AdminSessions:
         return self._cookies.clear_cookie(tls=self._tls)
 
     def _session(self, request: Request) -> LoginSession | None:
-        presented = request.headers.get("cookie", "")
+        return self._read(request.headers.get("cookie", ""))
+
+    def _read(self, cookies: str) -> LoginSession | None:
         grants = {PREFIX: self._grant}
-        return self._cookies.read(presented, grants.get, "", self._wall())
+        return self._cookies.read(cookies, grants.get, "", self._wall())
 
 
 class ServerView:
@@ -180,7 +205,11 @@ def server_pages(
     api = FastAPI(openapi_url=None, redirect_slashes=False)
     for one in routers:
         api.include_router(one)
-    links = (NavigationLink("/", "Server"), NavigationLink(INSTANCES, "Instances"))
+    links = (
+        NavigationLink("/", "Server"),
+        NavigationLink("/playground", "Playground"),
+        NavigationLink(INSTANCES, "Instances"),
+    )
     site, feed = PageSite(sessions, links), LiveFeed(view.observe)
     calls = ApiCaller(api, "/kvmig/v1")
 
@@ -215,6 +244,20 @@ def server_pages(
         await calls.call("POST", "/migrations", body=body)
         return INSTANCES
 
+    async def show_playground(request: Request) -> Response:
+        site.find_person(request)
+        return site.page(request, "playground", {"title": "Playground"})
+
+    async def move_shown(request: Request) -> Response:
+        """Move the stream that the playground shows; the answer is for its script."""
+        form = await site.read_form(request)
+        body = {"request_id": form.get("request_id", ""), "destination": None}
+        try:
+            found = await calls.call("POST", "/migrations", body=body)
+        except ApiRefusal as error:
+            return JSONResponse({"sentence": str(error)}, error.status)
+        return JSONResponse({"sentence": move_text(found)})
+
     async def show_model(request: Request) -> Response:
         return go_to(INSTANCES)
 
@@ -224,6 +267,8 @@ def server_pages(
             Route("/", show_live),
             Route("/live", follow),
             Route(INSTANCES, show_instances),
+            Route("/playground", show_playground),
+            Route("/playground/move", move_shown, methods=["POST"]),
             Route("/models/{name:path}", show_model),
             site.form_route("/instances/{instance}/drain", order, show_instances),
             site.form_route("/move", move, show_instances),

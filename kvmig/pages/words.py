@@ -88,6 +88,13 @@ def limits_text(terms: Mapping[str, object]) -> list[str]:
     return named
 
 
+def move_text(found: Mapping[str, object]) -> str:
+    """What a migration's report says, in words."""
+    if found["state"] != "committed":
+        return f"The stream did not move: {found['reason'] or found['state']}"
+    return f"The stream moved from {found['source']} to {found['destination']}"
+
+
 LIMITS = ("rpm", "tpm", "parallel", "quota", "period", "quotas")
 """Limits of a key or a user."""
 

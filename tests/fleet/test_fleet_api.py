@@ -493,3 +493,12 @@ async def test_a_model_whose_files_are_yet_to_come_is_added_unchecked_by_its_eng
     refused = await api.ask("POST", "models", {**body, "name": "other", "gpus": ["0"]})
     assert refused[0] == 400
     assert "gpus is ('0',), must be left out: there is no GPU" in said(refused)[1]
+
+
+async def test_the_log_of_a_model_shows_no_secret_of_a_url(api: Api) -> None:
+    assert (await api.ask("POST", "models", api.model(name="a")))[0] == 201
+    log = api.backend.settings.log("a")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("sends to http://u:pw@h/x?token=t\n")
+    answer = (await api.ask("GET", "models/a/logs"))[1]
+    assert answer["data"] == ["sends to http://u:***@h/x?token=***"]

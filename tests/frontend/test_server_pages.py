@@ -117,6 +117,47 @@ async def test_the_page_lets_nobody_into_the_admin_api(browser: httpx.AsyncClien
     assert (await browser.post("/uix", data={})).status_code == 401
 
 
+async def test_the_playground_asks_the_model_with_a_session_and_its_token_only(
+    browser: httpx.AsyncClient,
+) -> None:
+    path, body = "/ui/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True}
+    assert (await browser.post(path, json=body)).status_code == 401
+    assert (await browser.get("/ui/v1/models")).status_code == 401
+    await log_in(browser)
+    token = {"x-csrf-token": await token_of(browser)}
+    assert "playground.js" in (await browser.get("/ui/playground")).text
+    assert (await browser.get("/ui/v1/models")).json()["data"][0]["id"] == "bytes"
+    assert (await browser.post(path, json=body)).status_code == 403
+    elsewhere = {**token, "sec-fetch-site": "cross-site"}
+    assert (await browser.post(path, json=body, headers=elsewhere)).status_code == 403
+    assert (await browser.get("/ui/kvmig/v1/instances")).status_code == 404
+    other = await browser.post("/ui/v1/load_lora_adapter", json={}, headers=token)
+    assert other.status_code in (404, 405)
+
+
+async def test_an_answer_of_the_playground_says_who_writes_it() -> None:
+    async with (
+        stubbed_front(HttpConfig(), admin_key=KEY, api_keys=["the-apis"]) as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", headers=HTML) as http,
+    ):
+        await log_in(http)
+        front.metronome.set(1000.0)
+        body = {"prompt": "a", "max_tokens": 4, "stream": True}
+        headers = {"x-csrf-token": await token_of(http), "x-kvmig-writers": "1"}
+        answer = await http.post("/ui/v1/completions", json=body, headers=headers)
+        assert (await http.post("/v1/completions", json=body)).status_code == 401
+    assert answer.status_code == 200, answer.text
+    assert ': kvmig {"instance":"i0","token":0}' in answer.text
+    assert answer.text.rstrip().endswith("data: [DONE]")
+
+
+async def test_the_playground_says_why_a_stream_does_not_move(browser: httpx.AsyncClient) -> None:
+    await log_in(browser)
+    form = {"model": "bytes", "request_id": "nothing", "csrf": await token_of(browser)}
+    answer = await browser.post("/ui/playground/move", data=form)
+    assert (answer.status_code, "nothing" in answer.json()["sentence"]) == (404, True)
+
+
 def test_a_session_ends_with_its_key() -> None:
     now = 1_000_000.0
 

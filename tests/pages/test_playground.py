@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmig.fleet.pages.playground import told_move
+from kvmig.pages.words import move_text
 from tests.support.fleet_api import Api
 from tests.support.fleet_stores import Place
 from tests.support.page_logins import key_of, log_in, token_on
@@ -43,6 +43,6 @@ async def test_a_move_needs_the_session_s_token(api: Api) -> None:
 
 def test_a_move_is_told_in_words() -> None:
     report = {"state": "committed", "source": "i0", "destination": "i1", "reason": ""}
-    assert told_move(report) == "The stream moved from i0 to i1"
+    assert move_text(report) == "The stream moved from i0 to i1"
     report |= {"state": "aborted", "reason": "i1 has no room"}
-    assert told_move(report) == "The stream did not move: i1 has no room"
+    assert move_text(report) == "The stream did not move: i1 has no room"

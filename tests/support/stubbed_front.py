@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from bench.load.pace import Metronome
 from bench.load.stub import StubEngine
 from bench.load.words import TransformersWords
-from kvmig.asgi.access import access
+from kvmig.asgi.access import access, bearer
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
 from kvmig.controlplane.llumlet import Llumlet
 from kvmig.core.config import ClusterConfig, HttpConfig, MigrationConfig
@@ -110,7 +110,9 @@ async def stubbed_front(
     app = FastAPI()
     app.add_middleware(HttpMiddleware)
     backend = GenerationBackend(router, queues, cast("ModelTokenizer", Bytes(TOKENS)))
-    app.include_router(openai_api(backend, ["bytes"], TOKENS, state.access.openai))
+    # As in a real front end, the engine's own look at keys, which comes later, knows both.
+    keys = [*api_keys, admin_key] if api_keys and admin_key else api_keys
+    app.include_router(openai_api(backend, ["bytes"], TOKENS, bearer(keys)))
     extend(app, state, router, membership, launcher, "bytes", admin_key=admin_key)
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)

@@ -6,14 +6,13 @@ the person's key.
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvmig.fleet.pages.backend import FleetPages
 from kvmig.pages.api_calls import ApiRefusal
+from kvmig.pages.words import move_text
 
 
 def playground_routes(pages: FleetPages) -> list[Route]:
@@ -31,16 +30,9 @@ def playground_routes(pages: FleetPages) -> list[Route]:
             found = (await pages.call(request, "POST", "/live/move", body=body))["move"]
         except ApiRefusal as error:
             return JSONResponse({"sentence": str(error)}, error.status)
-        return JSONResponse({"sentence": told_move(found)})
+        return JSONResponse({"sentence": move_text(found)})
 
     return [
         Route("/playground", show),
         Route("/playground/move", move, methods=["POST"]),
     ]
-
-
-def told_move(found: dict[str, Any]) -> str:
-    """What a migration's report says, in words."""
-    if found["state"] != "committed":
-        return f"The stream did not move: {found['reason'] or found['state']}"
-    return f"The stream moved from {found['source']} to {found['destination']}"

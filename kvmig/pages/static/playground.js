@@ -7,7 +7,7 @@ const csrf = page.querySelector("input[name=csrf]").value;
 const part = (name) => page.querySelector(`[data-part=${name}]`);
 const log = part("log"), form = part("form"), model = part("model"), text = part("text");
 const system = part("system"), heat = part("temperature"), most = part("tokens");
-const tools = part("tools"), image = part("image"), wrong = part("wrong"), said = part("said");
+const tools = part("tools"), choice = part("choice"), image = part("image"), wrong = part("wrong"), said = part("said");
 const send = part("send"), stop = part("stop"), move = part("move"), clear = part("clear");
 const TINTS = 8;
 const MOST_IMAGE = 10e6;
@@ -110,7 +110,10 @@ function given() {
   if (system.value.trim()) body.messages.unshift({ role: "system", content: system.value });
   if (heat.value !== "") body.temperature = Number(heat.value);
   if (most.value !== "") body.max_tokens = Number(most.value);
-  if (tools.value.trim()) body.tools = JSON.parse(tools.value);
+  if (tools.value.trim()) {
+    body.tools = JSON.parse(tools.value);
+    if (choice.value !== "auto") body.tool_choice = choice.value;
+  }
   return body;
 }
 
@@ -173,7 +176,7 @@ async function ask() {
     const options = { include_usage: true, continuous_usage_stats: true };
     const came = await fetch(`${ui}/v1/chat/completions`, {
       method: "POST",
-      headers: { "content-type": "application/json", "x-csrf-token": csrf },
+      headers: { "content-type": "application/json", "x-csrf-token": csrf, "x-kvmig-writers": "1" },
       body: JSON.stringify({ ...body, stream_options: options }),
       signal: stopper.signal,
     });
