@@ -28,10 +28,10 @@ from kvmig.fleet.managed_model import (
 )
 from kvmig.fleet.metrics import of_models
 from kvmig.fleet.model_routes import classes_of
+from kvmig.fleet.model_rows import ModelRow
 from kvmig.fleet.orders import DeploymentEnded, Load, Running, Started, Stop
 from kvmig.fleet.schedule import ScheduledFloor
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
-from kvmig.fleet.store import ModelRow
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
 from tests.support.model_bench import Bench, deployed, served, spec
 
