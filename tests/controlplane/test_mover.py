@@ -135,3 +135,59 @@ async def test_a_move_that_fails_unforeseen_does_not_end_the_moves() -> None:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert asked == ["b", "b"]
+
+
+async def test_prompts_that_come_between_two_rounds_do_not_wait_for_the_next() -> None:
+    here = Instance(0)
+    mover = MigrationDriver(here.requests, lambda: (), dict, here.migrate, at_once=2)
+    running = asyncio.create_task(mover.run())
+    mover.set([Pair("b", "tcp://b", 1e9, 1e9, "prompt")])
+    await turns()
+    here.queue = [RequestState("new", "waiting", 20, 0, 0, 0, wanted_blocks=1)]
+    mover.look_again()
+    await turns()
+    assert (here.tried, here.queue) == (["new"], [])
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_nobody_looks_again_for_other_pairs() -> None:
+    here = Instance(0)
+    mover = MigrationDriver(here.requests, lambda: (), dict, here.migrate)
+    running = asyncio.create_task(mover.run())
+    mover.set([Pair("b", "tcp://b", 1e9, 1e9, "balance")])
+    await turns()
+    mover.look_again()
+    await turns()
+    assert len(here.lists) == 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_prompt_that_one_destination_refuses_goes_to_another_one_at_once() -> None:
+    here = Instance(1)
+    refused: list[str] = []
+    migrate = here.migrate
+
+    async def refuse_b(request_id: str, pair: Pair) -> MigrationReport:
+        report = await migrate(request_id, pair)
+        if pair.destination != "b":
+            return report
+        refused.append(request_id)
+        here.queue = [RequestState(request_id, "waiting", 20, 0, 0, 0, wanted_blocks=1)]
+        return replace(report, state="aborted", reason="no_blocks")
+
+    mover = MigrationDriver(here.requests, lambda: (), dict, refuse_b)
+    running = asyncio.create_task(mover.run())
+    mover.set([Pair(one, f"tcp://{one}", 1e9, 1e9, "prompt") for one in "bc"])
+    await turns()
+    mover.look_again()
+    await turns()
+    assert (here.tried, refused, here.queue) == (["r0", "r0"], ["r0"], [])
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def turns() -> None:
+    for _ in range(ENOUGH):
+        await asyncio.sleep(0)
