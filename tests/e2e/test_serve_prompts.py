@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,14 +71,18 @@ def begin(served: Served, number: int, numbers: int = NUMBERS, **fields: Any) ->
 
 async def handed_over(served: Served, stream: Stream) -> dict[str, Any]:
     """The report of the migration that brought it to where it decodes, once there is one."""
-    name = stream.answer.request_id
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            rows: list[dict[str, Any]] = await asyncio.to_thread(served.get, "migrations")
-            for one in rows:
-                if name in one["request_id"] and one["state"] == "committed":
-                    return one
-            await asyncio.sleep(0.05)
+    name, ends = stream.answer.request_id, list[str]()
+
+    def committed() -> dict[str, Any] | None:
+        rows = [one for one in served.get("migrations") if name in one["request_id"]]
+        ends[:] = [f"{one['state']} {one['reason']} {one['detail']}" for one in rows]
+        return next((one for one in rows if one["state"] == "committed"), None)
+
+    deadline = time.monotonic() + TIMEOUT_S
+    while (found := await asyncio.to_thread(committed)) is None:
+        assert time.monotonic() < deadline, ends
+        await asyncio.sleep(0.05)
+    return found
 
 
 async def is_moving(served: Served) -> None:
