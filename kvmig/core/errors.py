@@ -45,6 +45,10 @@ class NotParked(KvmigError):
     """An engine can't be parked, or is not as it was before; the message has the reason."""
 
 
+class WeightsInUse(KvmigError):
+    """An engine has requests, whose answers other weights would change."""
+
+
 class TransportError(KvmigError):
     """The data path failed: lost peer, time-out, or a block whose checksum differs."""
 

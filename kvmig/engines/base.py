@@ -1,7 +1,8 @@
 """The Engine port: what an engine does for a llumlet, and in what words.
 
 First what an engine reports of its load and of its requests, then what one engine gives another
-of a request that moves, then the port itself (`Engine`, `ServingEngine`).
+of a request that moves, then the port itself (`Engine`, `ServingEngine`,
+and `TrainableEngine` for one whose weights change).
 
 Every coroutine is called on the llumlet's event loop. What touches the engine's
 scheduler runs on the engine's thread between two steps; copies of live stages run
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -489,4 +491,18 @@ class ServingEngine(Engine, Protocol):
 
     async def close(self, timeout_s: float) -> None:
         """Stop stepping and free everything."""
+        ...
+
+
+class TrainableEngine(ServingEngine, Protocol):
+    """A serving engine whose weights a trainer replaces in place."""
+
+    async def load_weights(self, source: Path) -> str:
+        """Load the weights at `source`, forget what the prefix cache has of those before, and
+        return their identity, which `layout` has as well.
+
+        Requests that come meanwhile begin under the new weights. Raises WeightsInUse while the
+        engine has requests, and ConfigError for a source that isn't there: then all is as before.
+        After any other error the weights are part old: requests wait until another load succeeds.
+        """
         ...

@@ -243,7 +243,7 @@ async def test_a_suspended_request_that_puts_something_out_is_reported() -> None
 
 class GivesBackTwice(ToyEngine):
     async def cancel(self, request_id: str) -> None:
-        request = self._destination._arriving.get(request_id)
+        request = self._destination.arriving.get(request_id)
         again = list(request.blocks) if request else []
         await super().cancel(request_id)
         self._cache.free[:0] = again[:3]

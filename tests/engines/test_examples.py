@@ -23,7 +23,11 @@ def test_the_toy_engine_conforms() -> None:
 
 @pytest.mark.parametrize(
     ("module", "words"),
-    [("examples.embedding", "committed"), ("examples.data_plane", "checksums agree")],
+    [
+        ("examples.embedding", "committed"),
+        ("examples.data_plane", "checksums agree"),
+        ("examples.rollout", "round 2: 32 answers by counts-by-2"),
+    ],
 )
 def test_an_example_runs(module: str, words: str) -> None:
     done = subprocess.run(

@@ -10,11 +10,12 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 
-from kvmig.core.errors import MigrationRefused, NotParked, RequestGone
+from kvmig.core.errors import MigrationRefused, NotParked, RequestGone, WeightsInUse
 from kvmig.engines.base import (
     Cadence,
     CameBlocks,
@@ -38,7 +39,7 @@ from kvmig.engines.block_copies import BlockCopies
 from kvmig.engines.held_marks import HeldMarks
 from kvmig.engines.identity import numerics_class
 from kvmig.engines.toy.core import VOCABULARY, ToyBatch, ToyCache, ToyRequest
-from kvmig.engines.toy.script import ScriptFile
+from kvmig.engines.toy.script import ScriptFile, weights_at
 from kvmig.engines.transformers.payload import (
     StepOutput,
     SubmittedRequest,
@@ -69,7 +70,8 @@ class ToyEngine:
     ) -> None:
         """step_ms: from one step to the next. script: what it does besides."""
         self._script = script or ScriptFile(None)
-        weights = self._script.read()
+        self._weights = self._script
+        weights = self._weights.read()
         self._cache = ToyCache(num_blocks, block_tokens, weights.weights)
         self._batch = ToyBatch(self._cache, max_running, weights.counts_by)
         self.numerics = numerics_class(engine=numerics)
@@ -141,8 +143,21 @@ class ToyEngine:
         self._cache.forget()
 
     async def unpark(self) -> None:
-        if self._script.read().counts_by != self._batch.counts_by:
+        if self._weights.read().counts_by != self._batch.counts_by:
             raise NotParked("it counts otherwise than before it was parked")
+
+    async def load_weights(self, source: Path) -> str:
+        """source: a script, whose `counts_by` is the weights; nothing else of it counts here."""
+        batch = self._batch
+        leaving, arriving = self._source.suspended(), self._destination.arriving
+        if batch.running or batch.waiting or leaving or arriving:
+            raise WeightsInUse("it has requests")
+        weights = weights_at(source)
+        batch.counts_by = weights.read().counts_by
+        self._weights = weights
+        self._cache.forget()
+        self.layout = replace(self.layout, weights=weights.read().weights)
+        return self.layout.weights
 
     async def step_times(self, limit_s: float) -> list[StepTime]:
         return [StepTime(1, self._step_ms)]
@@ -427,12 +442,13 @@ class ToyDestination:
     def __init__(self, batch: ToyBatch, cache: ToyCache) -> None:
         self._batch = batch
         self._cache = cache
-        self._arriving: dict[str, ToyRequest] = {}
+        self.arriving: dict[str, ToyRequest] = {}
+        """Requests that hold a reservation, by id."""
 
     def reserve(self, export: Export) -> int:
         """Blocks for the request. This engine shares no prefixes, so none has its KV yet."""
         request_id = export.request_id
-        if self._batch.find(request_id) is not None or request_id in self._arriving:
+        if self._batch.find(request_id) is not None or request_id in self.arriving:
             raise MigrationRefused("already_migrating", f"{request_id} is here")
         request = _decode(request_id, export.payload)
         asked = request.asked
@@ -441,7 +457,7 @@ class ToyDestination:
             raise MigrationRefused("incompatible", f"{most} blocks will never be free")
         if request.computed:
             self._take(request, len(request.tokens))
-        self._arriving[request_id] = request
+        self.arriving[request_id] = request
         return 0
 
     def grow(self, request_id: str, num_tokens: int) -> list[int]:
@@ -462,21 +478,21 @@ class ToyDestination:
         request.owed = request.computed > 0
         if self._cache.needed(request.computed) > len(request.blocks):
             raise MigrationRefused("no_blocks", f"{request.computed} tokens were never reserved")
-        del self._arriving[request_id]
+        del self.arriving[request_id]
         if not request.computed:
             self._cache.give_back(request.blocks)  # it waits here as it did there
         self._batch.enter(request)
 
     def cancel(self, request_id: str) -> None:
         """Give back all that it held."""
-        request = self._arriving.pop(request_id, None)
+        request = self.arriving.pop(request_id, None)
         if request is not None:
             self._cache.give_back(request.blocks)
 
     def _take(self, request: ToyRequest, num_tokens: int) -> None:
         """Hold room for `num_tokens` tokens; the first blocks bring a place in the batch."""
         if not request.blocks:
-            taken = len(self._batch.running) + sum(bool(o.blocks) for o in self._arriving.values())
+            taken = len(self._batch.running) + sum(bool(o.blocks) for o in self.arriving.values())
             if taken >= self._batch.max_running:
                 raise MigrationRefused("no_batch_slot", f"{taken} requests run, or are about to")
         if not self._cache.extend_blocks(request.blocks, num_tokens):
@@ -484,9 +500,9 @@ class ToyDestination:
 
     def known(self, request_id: str) -> ToyRequest:
         """Raises MigrationRefused."""
-        if request_id not in self._arriving:
+        if request_id not in self.arriving:
             raise MigrationRefused("unknown_request", f"{request_id} has no reservation")
-        return self._arriving[request_id]
+        return self.arriving[request_id]
 
 
 def _encode(request: ToyRequest) -> bytes:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvmig.core.errors import ConfigError
+
 
 class ToyScript(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The whole script, as JSON. Without a file nothing of this happens."""
@@ -74,3 +76,15 @@ class ScriptFile:
             return 0.0
         self.write(msgspec.structs.replace(script, hang_at=None))
         return script.hang_s
+
+
+def weights_at(source: Path) -> ScriptFile:
+    """The script whose `counts_by` are the weights to load. Raises ConfigError."""
+    if not source.is_file():
+        raise ConfigError(f"source is {str(source)!r}, must be a file")
+    script = ScriptFile(str(source))
+    try:
+        script.read()
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"source is {str(source)!r}, must be a script: {error}") from error
+    return script

@@ -204,12 +204,16 @@ def identity_of_args(args: Namespace) -> str:
     return identity_of(args.model, words)
 
 
-def identity_of_config(config: VllmConfig) -> str:
-    """The identity of the weights of an engine made of this configuration now."""
+def identity_of_config(config: VllmConfig, folder: str = "") -> str:
+    """The identity of the weights of an engine made of this configuration now.
+
+    folder: of weights that it would have in place of its model's.
+    """
     model = config.model_config
     how = weights_word(config.load_config.load_format)
-    words = (model.quantization, how, model.hf_overrides, model.revision)
-    return identity_of(model.model, words)
+    revision = None if folder else model.revision
+    words = (model.quantization, how, model.hf_overrides, revision)
+    return identity_of(folder or model.model, words)
 
 
 def after_call(weights: str, method: str, args: Sequence[Any], identify: Identify) -> str:

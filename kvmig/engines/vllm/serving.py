@@ -71,6 +71,7 @@ from kvmig.engines.vllm.parking import VllmParking
 from kvmig.engines.vllm.starting import StartClock, timed
 from kvmig.engines.vllm.tail_copies import LastBlocks, TailGather
 from kvmig.engines.vllm.warmup import WarmStep
+from kvmig.engines.vllm.worker import renew_tied_heads
 
 T = TypeVar("T")
 _LOAD_PERIOD_S = 0.01
@@ -433,6 +434,8 @@ class ServingVllm:
 
     def _called(self, method: str, args: Sequence[Any]) -> None:
         """Note new weights, in order among the outputs: those after it are of the new weights."""
+        if method == "collective_rpc" and args and args[0] == "reload_weights":
+            self._core.model_executor.collective_rpc(renew_tied_heads)
         weights = after_call(self._weights, method, args, self._identify)
         if weights == self._weights:
             return

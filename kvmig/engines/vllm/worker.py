@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -347,3 +349,15 @@ def end_at_once(worker: Any) -> None:
     shared memory is removed by `StepCore.shutdown`.
     """
     atexit.register(os._exit, 0)
+
+
+def renew_tied_heads(worker: Any) -> None:
+    """Let an output head that is tied to the embeddings have what these have loaded in place.
+
+    A CPU computes with a packed copy of its weights, which vLLM's `reload_weights` leaves as it is.
+    """
+    if not current_platform.is_cpu():
+        return
+    for layer in worker.model_runner.get_model().modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
