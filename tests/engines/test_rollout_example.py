@@ -15,6 +15,7 @@ from kvmig.engines.toy.script import ScriptFile, ToyScript
 from tests.support import count_down
 from tests.support.environment import environment
 from tests.support.vllm_side import ENVIRONMENT
+from tests.support.waiting import until
 
 PROMPT = b"Count: 0017 0018"
 SEATS = 8
@@ -145,15 +146,11 @@ async def test_two_real_engines_answer_each_round_by_its_weights_and_move_its_ta
         assert identities[1] in started, "equal checkpoints have one identity"
         assert identities[0] not in started
 
-        engine = engines["a"]
-        await engine.unpark()
-        engine.submit(1, "r", engine.encode_request(PROMPT, 400))
-        rounds._running["r"] = answers[0]
+        running = asyncio.create_task(rounds.answer([(PROMPT, 300)]))
+        await until(lambda: engines["a"].load().running)
         with pytest.raises(WeightsInUse, match="it has requests"):
-            await engine.load_weights(down)
-        assert engine.layout.weights == identities[1]
-        engine.abort(["r"])
+            await engines["a"].load_weights(down)
+        (answer,) = await running
+        assert answer.weights == {identities[1]}
         with pytest.raises(ConfigError, match="must be a folder"):
-            await engine.load_weights(tmp_path / "none")
-        assert await engine.load_weights(down) == identities[0]
-        await asyncio.sleep(0)
+            await engines["a"].load_weights(tmp_path / "none")

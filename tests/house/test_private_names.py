@@ -15,7 +15,6 @@ EXCEPTIONS: dict[str, int] = {
     "bench/test_bench_adbs.py": 1,
     "bench/test_bench_gpu.py": 2,
     "bench/test_bench_ledger.py": 1,
-    "engines/test_contract.py": 1,
     "engines/test_examples.py": 1,
     "engines/test_shares.py": 1,
     "engines/test_step_marks.py": 5,
