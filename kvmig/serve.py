@@ -23,7 +23,7 @@ import uvloop
 from kvmig.asgi.access import is_loopback
 from kvmig.controlplane.messages import ClusterMember
 from kvmig.core.background import cancel_tasks
-from kvmig.core.config import ClusterConfig, UnitConfig, instance_name
+from kvmig.core.config import ClusterConfig, UnitConfig, check, instance_name
 from kvmig.core.devices import DeviceRecord
 from kvmig.core.errors import ConfigError, KvmigError, TransportError
 from kvmig.core.model_sizes import encode_sizes
@@ -48,6 +48,7 @@ from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
 from kvmig.launcher.gpu_division import GpuNeed, asked, divide
 from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
 from kvmig.launcher.instance_spans import InstanceSpans
+from kvmig.launcher.join_link import JoinLink, address_towards, join_of
 from kvmig.launcher.launch import LlumletLauncher
 from kvmig.launcher.local import LocalHost
 from kvmig.launcher.ray_launcher import RayLauncher
@@ -86,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
         handed = os.environ.get(HANDED, "")
         shares = handed not in ("", NO_FORKS)
         forks = SharedForks(config.engine, handed) if shares else None
+        config = with_join(config)
         secret = cluster_secret(os.environ)
         admin_key = os.environ.pop(ADMIN_KEY, "")
         check_packages(settings_of(os.environ))
@@ -125,6 +127,21 @@ def main(argv: Sequence[str]) -> int:
     except KvmigError as error:
         say(str(error))
         return 2
+
+
+def with_join(config: ClusterConfig) -> ClusterConfig:
+    """Join the scheduler that the environment names. Raises ConfigError.
+
+    Where it is on another host, control sockets are bound to the address by which this host reaches
+    it, unless --control-host names another one.
+    """
+    join = join_of(os.environ)
+    if join is None:
+        return config
+    host = config.control_host
+    if host == ClusterConfig().control_host:
+        host = address_towards(join.scheduler)
+    return check(msgspec.structs.replace(config, join=join, control_host=host))
 
 
 def show_help(what: str, kind: EnginePlugin) -> int:
@@ -394,6 +411,7 @@ class ClusterServer:
         self._args = args
         self._sock = sock
         self._control: ControlServer | None = None
+        self._join: JoinLink | None = None
         self._front: FrontEnd | FrontEnds | None = None
         self._scheduler: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -422,6 +440,8 @@ class ClusterServer:
         finally:
             stopping.cancel()
             await cancel_tasks(self._scheduler)
+            if self._join is not None:
+                await self._join.close()
             if self._front is not None:
                 await self._front.close()
             if self._control is not None:
@@ -445,6 +465,10 @@ class ClusterServer:
         """Start instances and front ends, then the scheduler. Raises KvmigError."""
         await self._cluster.open()  # nothing is started where that fails
         self._take_signals()  # Ray has put its own in place
+        if (join := self._config.join) is not None:
+            secret, whose = self._launch.secret, self._cluster.whose
+            self._join = JoinLink(join, secret, whose, self._cluster)
+            await self._join.check()
         self._control = ControlServer(self._cluster, self._launch.secret, self._config.control_host)
         both = [
             asyncio.create_task(self._start_instances(self._control)),
@@ -457,6 +481,8 @@ class ClusterServer:
             raise
         self._cluster.on_change.append(self._stop_without_instances)
         self._cluster.on_change.append(self._schedule)
+        if self._join is not None:
+            self._join.open()
         self._schedule(self._cluster.members())
 
     async def _start_instances(self, control: ControlServer) -> None:
@@ -498,7 +524,7 @@ class ClusterServer:
 
     def _schedule(self, members: Sequence[ClusterMember]) -> None:
         """Start the scheduler as soon as there is something to decide."""
-        if self._scheduler is not None or self._stop.is_set():
+        if self._scheduler is not None or self._stop.is_set() or self._join is not None:
             return
         config = self._config
         if config.scaling is not None or (config.scheduler.migration and len(members) > 1):

@@ -6,6 +6,7 @@ others only if there is none. Ties go to the fewest requests, then round and rou
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import msgspec
@@ -72,6 +73,25 @@ def allowed(view: ClusterView, request: NewRequest) -> ClusterView:
         roomy = (columns.open_until >= view.now) & (columns.room >= request.demand_blocks)
         rows = roomy & (columns.weights == number_of(request.preferred))
         return view.only(rows) if rows.any() and not rows.all() else view
+    return view
+
+
+def here_first(
+    view: ClusterView, request: NewRequest, guests: Collection[str], weights: str
+) -> ClusterView:
+    """The instances of this server, if one of them may take the request; else also the guests.
+
+    guests: instances of other servers. weights: of this server's, under which a new request begins;
+    empty: they aren't known, and the guests have the same ones.
+    """
+    columns = view.columns
+    here: Mask = np.array([one.instance not in guests for one in view.instances], dtype=bool)
+    open_here = here & (columns.open_until >= view.now) & (columns.limit >= request.demand_blocks)
+    if open_here.any():
+        return view.only(here)
+    if not request.weights and weights:
+        here |= columns.weights == number_of(weights)
+        return view.only(here)
     return view
 
 

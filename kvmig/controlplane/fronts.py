@@ -8,14 +8,17 @@ from dataclasses import dataclass
 
 from kvmig.controlplane.messages import Span
 from kvmig.core.errors import PeerError
-from kvmig.engines.base import Emitted
+from kvmig.engines.base import FIRST_GUEST, Emitted
 
 FORWARDED = 4096
 """Requests whose next place is remembered, so that a late abort finds them."""
 
 
 class FrontendRegistry:
-    """Front ends by name, socket identity and number (1, 2, ...); numbers are never reused."""
+    """Front ends by name, socket identity and number; numbers are never reused.
+
+    Those of the llumlet's own server are 1, 2, ..., those of other servers FIRST_GUEST and more.
+    """
 
     def __init__(self) -> None:
         self._identity: dict[str, bytes] = {}
@@ -23,11 +26,11 @@ class FrontendRegistry:
         self._number: dict[str, int] = {}
         self._listeners: set[bytes] = set()
 
-    def join(self, name: str, identity: bytes) -> None:
-        """A front end said hello, for the first time or again."""
+    def join(self, name: str, identity: bytes, *, guest: bool = False) -> None:
+        """A front end said hello, for the first time or again. guest: of another server."""
         self._identity[name] = identity
         self._name[identity] = name
-        self._number.setdefault(name, len(self._number) + 1)
+        self._number.setdefault(name, len(self._number) + (FIRST_GUEST if guest else 1))
 
     def listen(self, identity: bytes) -> None:
         """A scheduler or the launcher said hello: it gets load reports."""
@@ -70,9 +73,10 @@ class FrontendRegistry:
 
     def client(self, number: int) -> bytes | None:
         """The identity of client `number`'s front end; 0 (statistics of no client): any front
-        end."""
+        end of the llumlet's own server."""
         for name, identity in self._identity.items():
-            if number in (0, self._number[name]):
+            known = self._number[name]
+            if known == number or (number == 0 and known < FIRST_GUEST):
                 return identity
         return None
 

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -94,6 +95,9 @@ class Llumlet:
         self._fronts = FrontendRegistry()
         self._parking = EngineParking(engine)
         self._memory = OwnMemory(engine.layout)
+        self.likeness = ""
+        """In words, what engines must be equal in (`EnginePlugin.likeness`)."""
+        self._layout = replace(engine.layout, weights="").fingerprint
         self.times = StartTimes()
         """How long its process took to start."""
         self._came = asyncio.Event()
@@ -260,11 +264,11 @@ class Llumlet:
                 self._migrations.receive(sender, message, payload)
 
     def _greet(self, sender: bytes, hello: Hello) -> None:
-        if hello.role == "gateway":
+        if hello.role in ("gateway", "guest"):
             if self._fronts.has(hello.name):  # that its old connection is lost shows only now
                 self._front_lost(sender)
             self._overrun.discard(sender)
-            self._fronts.join(hello.name, sender)
+            self._fronts.join(hello.name, sender, guest=hello.role == "guest")
             self._server.send(sender, self._welcome())
         elif hello.role in ("scheduler", "launcher"):
             self._fronts.listen(sender)
@@ -477,6 +481,7 @@ class Llumlet:
             untold=self._untold,
             parked=self._parking.parked,
             beside_kv=self._memory.beside_kv,
+            likeness=f"{self._config.engine} {self.likeness}; {self._layout}",
         )
         # Front ends first: none shall send a request to an instance that the launcher ends.
         self._report_to_fronts(report)

@@ -80,6 +80,9 @@ class LoadReport(RpcMessage, frozen=True, tag=True):
     beside_kv: int = 0
     """Most bytes of the host's memory that its processes have taken apart from the KV cache; 0: not
     known."""
+    likeness: str = ""
+    """What another engine must equal it in besides weights and numerics, so that a request of one
+    can go on at the other: in words, for people, too."""
     prefixes: PrefixNews | None = None
     """Beginnings of prompts whose KV has come or gone, for front ends; None: nothing has."""
 
@@ -389,14 +392,24 @@ class ClusterMember(msgspec.Struct, frozen=True):
     """Id of the Ray node that it was ordered to; empty: to none."""
     flags: str = ""
     """Flags that it has behind those of all."""
+    server: str = ""
+    """Model and address of the server whose launcher started it; empty: the receiver's own."""
 
 
 class Members(RpcMessage, frozen=True, tag=True):
-    """Launcher to the scheduler and to front ends: these instances are the cluster."""
+    """Launcher to the scheduler and to front ends: these instances are the cluster.
+
+    Scheduler to the launcher of one of several servers: these instances of other servers can take
+    its requests. The scheduler answers the launcher's with it, and repeats it.
+    """
 
     members: list[ClusterMember]
     weights: str = ""
     """Weights whose instances new requests prefer while both run; empty: no preference."""
+    server: str = ""
+    """Launcher to a scheduler of several servers: model and address of its server; else empty."""
+    unlike: dict[str, str] = msgspec.field(default_factory=dict)
+    """Scheduler to a launcher: other servers whose instances can't take its requests, and why."""
 
 
 class MessagesRefused(RpcMessage, frozen=True, tag=True):

@@ -12,9 +12,11 @@ import logging
 import msgspec
 import zmq
 
+from kvmig.controlplane.joined_servers import JoinedServers
 from kvmig.controlplane.messages import (
     ClusterMember,
     ClusterMessage,
+    Evacuate,
     LoadReport,
     Members,
     MessagesRefused,
@@ -38,7 +40,10 @@ NAME = "scheduler"
 RETRY_S = 0.5
 """Pause before a lost llumlet is connected to again."""
 TELL_S = 1.0
-"""Pause between two reports of refusals."""
+"""Pause between two reports of refusals, and of the members to servers that have joined."""
+GATHER_S = 2.0
+"""Time from the start until joined servers learn of each other: in it all come back that lost an
+earlier scheduler, and none takes another one for gone."""
 
 
 class SchedulerLaunch(SecretStruct, frozen=True):
@@ -48,6 +53,8 @@ class SchedulerLaunch(SecretStruct, frozen=True):
     config: ClusterConfig
     heartbeat: int = -1
     """Descriptor for `kvmig.process.child.send_heartbeats`; -1: none is wanted."""
+    listen: str = ""
+    """Endpoint for the servers that join; empty: any port of the config's control host."""
 
 
 class SchedulerReady(msgspec.Struct, frozen=True):
@@ -67,7 +74,8 @@ class SchedulerProcess:
         policy = policy_of(config.scheduler)
         self._scheduler = Scheduler(policy.rounds)
         self._scaler = InstanceScaler(config.scaling) if config.scaling is not None else None
-        self._launcher = b""
+        self._servers = JoinedServers()
+        self._gathered = monotonic() + GATHER_S
         self._builder = ViewBuilder(
             stale_after_s=max(1.0, 4 * config.heartbeat_interval_ms / 1000),
             headroom=policy.headroom,
@@ -76,10 +84,16 @@ class SchedulerProcess:
         self._following: dict[ClusterMember, asyncio.Task[None]] = {}
         try:
             self._server = RpcServer(
-                launch.secret, "scheduler", NAME, ClusterMessage, host=config.control_host
+                launch.secret,
+                "scheduler",
+                NAME,
+                ClusterMessage,
+                host=config.control_host,
+                endpoint=launch.listen,
             )
         except (zmq.ZMQError, ValueError) as error:
-            raise StartupError(f"scheduler on {config.control_host}: {error}") from error
+            at = launch.listen or config.control_host
+            raise StartupError(f"scheduler on {at}: {error}") from error
 
     @property
     def endpoint(self) -> str:
@@ -96,21 +110,25 @@ class SchedulerProcess:
             if self._scheduler.rebalances or self._scaler is not None:
                 group.create_task(self._rounds())
             group.create_task(self._tell_refusals())
+            group.create_task(self._tell_members(group))
             async for sender, message, _ in self._server.messages():
                 if isinstance(message, Members):
-                    self._launcher = sender
-                    self._take(message, group)
+                    if self._servers.put(sender, message):
+                        log.info("server %s has joined", message.server)
+                    self._take(group)
+                    self._tell_others()
+                elif isinstance(message, Evacuate):
+                    self._forward(sender, message)
                 elif not isinstance(message, Hello):
                     name = type(message).__name__
                     self._server.refusals.count(PeerError(f"{name} isn't for a scheduler"))
                     log.warning("%r sent %s", sender, name)
 
-    def _take(self, members: Members, group: asyncio.TaskGroup) -> None:
-        self._builder.members(members.members)
+    def _take(self, group: asyncio.TaskGroup) -> None:
+        members = self._servers.members()
+        self._builder.members(members)
         # Those that start have no endpoint yet, but count as room that comes.
-        wanted = {
-            ClusterMember(one.instance, one.endpoint) for one in members.members if one.endpoint
-        }
+        wanted = {ClusterMember(one.instance, one.endpoint) for one in members if one.endpoint}
         for gone in self._following.keys() - wanted:
             self._following.pop(gone).cancel()
         for member in wanted - self._following.keys():
@@ -132,7 +150,8 @@ class SchedulerProcess:
             try:
                 async for message, _ in client.messages(client.endpoint):
                     if isinstance(message, LoadReport):
-                        self._builder.report(message, monotonic())
+                        self._servers.learn(message)
+                        self._builder.report(self._told_apart(message), monotonic())
             except TransportError as error:
                 complain("llumlet %s: %s", member.instance, error)
                 complain = log.debug  # once is enough until the launcher removes it
@@ -162,13 +181,62 @@ class SchedulerProcess:
         while True:
             await asyncio.sleep(TELL_S)
             counts = self._server.refusals.counts()
-            if counts == told or not self._launcher:
+            if counts == told or not self._servers.launchers:
                 continue
             try:
-                self._server.send(self._launcher, MessagesRefused(NAME, counts))
+                for launcher in self._servers.launchers:
+                    self._server.send(launcher, MessagesRefused(NAME, counts))
                 told = counts
             except TransportError as error:
                 log.warning("the launcher did not hear what was refused: %s", error)
+
+    # -- servers that have joined
+
+    def _told_apart(self, report: LoadReport) -> LoadReport:
+        """The report, so that the rules pair no instances of servers that are unlike."""
+        if not self._servers.joined:
+            return report
+        return msgspec.structs.replace(
+            report,
+            weights=f"{report.weights} {report.likeness}",
+            numerics=f"{report.numerics} {report.likeness}",
+        )
+
+    async def _tell_members(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            if self._tell_others():
+                self._take(group)
+
+    def _tell_others(self) -> bool:
+        """Send each joined server the others' instances; whether one turned out to be gone."""
+        if monotonic() < self._gathered:
+            return False
+        gone = [
+            sender
+            for sender in self._servers.joined
+            if not self._reaches(sender, self._servers.others_of(sender))
+        ]
+        for sender in gone:
+            if server := self._servers.drop(sender):
+                log.info("server %s is gone", server)
+        return bool(gone)
+
+    def _forward(self, sender: bytes, order: Evacuate) -> None:
+        """A drain has taken too long: requests of the other servers' clients go on elsewhere, too.
+        A server that is gone has none."""
+        for other in self._servers.joined:
+            if other != sender:
+                self._reaches(other, order)
+
+    def _reaches(self, sender: bytes, message: Members | Evacuate) -> bool:
+        """Send it; whether the server is there."""
+        try:
+            self._server.send(sender, message)
+        except TransportError as error:
+            log.info("%s", error)
+            return False
+        return True
 
     def _scale(self, view: ClusterView) -> None:
         """Order more or fewer instances of the launcher."""
@@ -182,7 +250,8 @@ class SchedulerProcess:
             case ScaleIn(instance):
                 order = Scale(drain=instance)
         try:
-            self._server.send(self._launcher, order)
+            for launcher in self._servers.launchers:
+                self._server.send(launcher, order)
         except TransportError as error:
             log.warning("the launcher did not hear of %s: %s", order, error)
 

@@ -99,6 +99,9 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     node: Annotated[
         str, Meta(description="Id of the Ray node that it was ordered to; empty: to none.")
     ] = ""
+    server: Annotated[
+        str, Meta(description="The server that it is of (KVMIG_JOIN); empty: this one.")
+    ] = ""
     gpus: Annotated[tuple[str, ...], Meta(description="Ids of the GPUs that it may use.")] = ()
     block_bytes: Annotated[
         int, Meta(description="Bytes of a KV block; 0 while it isn't connected.")

@@ -253,6 +253,19 @@ class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, path=path, paths={}, shares=shares)
 
 
+JOIN = "KVMIG_JOIN"
+"""Environment variable: where the scheduler of several servers listens."""
+
+
+class JoinConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheduler that several servers have in common."""
+
+    scheduler: str
+    """Endpoint of its socket."""
+    server: str
+    """Name of this server among those that join it: its instances' names begin with it."""
+
+
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that all processes of a cluster share."""
 
@@ -293,6 +306,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
     unit: UnitConfig | None = None
     """The unit's settings; None: each instance has KV cache of its own."""
+    join: JoinConfig | None = None
+    """The scheduler of several servers; None: the server is alone."""
+
+    def public_name(self, instance: str) -> str:
+        """Name the instance outside of its launcher. Example: i0, or 3fa01b7c-i0 of a server that
+        has joined others."""
+        return instance if self.join is None else f"{self.join.server}-{instance}"
+
+    def own_name(self, public: str) -> str:
+        """Invert `public_name`; the name of another server's instance stays as it is."""
+        return public if self.join is None else public.removeprefix(f"{self.join.server}-")
 
 
 def instance_name(number: int) -> str:
@@ -301,8 +325,9 @@ def instance_name(number: int) -> str:
 
 
 def instance_number(name: str) -> int:
-    """Invert `instance_name`; the number is below `LifecycleConfig.max_instances`."""
-    return int(name.removeprefix("i"))
+    """Invert `instance_name`, or `ClusterConfig.public_name` of it; the number is below
+    `LifecycleConfig.max_instances`."""
+    return int(name.rpartition("-")[2].removeprefix("i"))
 
 
 def check(config: ClusterConfig) -> ClusterConfig:
@@ -331,6 +356,8 @@ def check(config: ClusterConfig) -> ClusterConfig:
     _require(config.ray is not None or not nodes, "--instance-node", nodes, "given with --ray")
     if config.ray is not None:
         _check_ray(config)
+    if config.join is not None:
+        _check_join(config)
     return config
 
 
@@ -454,6 +481,18 @@ def _check_ray(config: ClusterConfig) -> None:
     _require(not config.instance_gpus, "--instance-gpus", ", ".join(config.instance_gpus), chosen)
     limit = config.lifecycle.gpu_memory
     _require(not limit, "--gpu-memory", limit, "left out with --ray: a part of a GPU is its limit")
+
+
+def _check_join(config: ClusterConfig) -> None:
+    alone = f"left out with {JOIN}"
+    ray = config.ray and config.ray.address
+    _require(config.ray is None, "--ray", ray, f"{alone}: Ray places instances of one server")
+    unit = config.unit and config.unit.path
+    _require(config.unit is None, "--unit", unit, f"{alone}: a unit has launchers of its own")
+    scaling = config.scaling and f"{config.scaling.low:g},{config.scaling.high:g}"
+    scaled = f"{alone}: who starts servers scales them"
+    _require(config.scaling is None, "--autoscale", scaling, scaled)
+    _require(config.scheduler.migration, "--no-migration", "given", alone)
 
 
 def _check_http(http: HttpConfig) -> None:

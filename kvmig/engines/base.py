@@ -426,10 +426,15 @@ OnExit = Callable[[BaseException | None], None]
 """Why the engine can't go on; None: it was closed."""
 
 
+FIRST_GUEST = 1 << 20
+"""Number of the first client that is a front end of another server."""
+
+
 class ServingEngine(Engine, Protocol):
     """An engine that also takes requests from clients: what a llumlet runs.
 
-    A client is a front end's number at this llumlet (1, 2, ...); 0 is the llumlet itself.
+    A client is a front end's number at this llumlet (1, 2, ..., from FIRST_GUEST on those of other
+    servers, which get no statistics of the engine); 0 is the llumlet itself.
     """
 
     def connect(self, on_outputs: OnOutputs, on_call_done: OnCallDone, on_exit: OnExit) -> None:

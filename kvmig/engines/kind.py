@@ -133,6 +133,11 @@ class EnginePlugin(Protocol):
         it looks for none."""
         ...
 
+    def likeness(self, engine: ServingEngine) -> str:
+        """In words, what engines must be equal in besides their layouts, so that a request of one
+        can go on at the other."""
+        ...
+
     def times(self, engine: ServingEngine) -> EngineTimes:
         """How long the parts of making it took; zeros where only the whole is known."""
         ...
@@ -180,6 +185,9 @@ class UnsizedEngineKind:
 
     def kv_bytes(self, engine: ServingEngine) -> int:
         return 0
+
+    def likeness(self, engine: ServingEngine) -> str:
+        return ""
 
     def times(self, engine: ServingEngine) -> EngineTimes:
         return EngineTimes()

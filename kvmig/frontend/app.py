@@ -55,8 +55,8 @@ def extend(
     exposition = MetricsExposition(
         http.registry,
         http.priorities,
-        lambda: [replace(row, model=model) for row in rows_of_router()],
-        router.fleet.views,
+        lambda: [replace(row, model=model) for row in router.fleet.rows_here()],
+        router.fleet.views_here,
         router.fleet.engine_indexes,
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from kvmig.asgi.errors import InstanceLost, NoDestination, UnknownInstance
-from kvmig.controlplane.dispatch import NewRequest, allowed
+from kvmig.controlplane.dispatch import NewRequest, allowed, here_first
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport, Welcome
 from kvmig.controlplane.policy import policy_of
@@ -36,6 +36,8 @@ TICK_S = 0.2
 """Longest time between two looks for silent instances."""
 AILMENTS = ("hung", "failed")
 """States of load reports under which an instance's requests had better run elsewhere."""
+ELSEWHERE = "elsewhere"
+"""The label of metrics for what instances of other servers do for this one's clients."""
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +57,12 @@ class InstanceConnection:
         secret: bytes,
         front: str,
         listener: InstanceListener,
+        *,
+        guest: bool = False,
     ) -> None:
-        """front: this front end's name."""
+        """front: this front end's name. guest: the instance is another server's."""
         self.name = name
+        self.guest = guest
         self.index = index
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
@@ -144,7 +149,8 @@ class InstanceConnection:
 
         A message that can't be taken costs the connection: its content is lost, like tokens.
         """
-        client = RpcClient(self.endpoint, self._secret, "gateway", self._front, ClusterMessage)
+        role = "guest" if self.guest else "gateway"
+        client = RpcClient(self.endpoint, self._secret, role, self._front, ClusterMessage)
         try:
             self._client = client
             async for message, payload in client.messages(f"instance {self.name}", self._refuse):
@@ -254,6 +260,9 @@ class InstancePool:
     An instance is alive while it is connected. Only those that report are dispatched to; one that
     was lost comes back with its next report. An instance is fit while it also says enough, and
     nothing bad (`InstanceHealth`).
+
+    Instances of other servers that this one has joined are guests: requests can be moved to them,
+    but new ones go there only while none of this server serves; and nobody counts them here.
     """
 
     def __init__(
@@ -286,20 +295,35 @@ class InstancePool:
         self._prefixes = PrefixIndex()
         self._sessions = SessionHints()
         self._instances: dict[str, InstanceConnection] = {}
+        self._most_here = config.lifecycle.max_instances
+        self._guests: frozenset[str] = frozenset()
+        self._weights_here = ""
+        """Weights of an instance of this server, as last reported; empty: none has."""
         self._indexes: dict[str, int] = {}
         """Engine indexes of all instances that ever were."""
         self.tick_s = min(TICK_S, self._silent_after_s / 4)
         self._listening = ListeningClock(self.tick_s, clock())
 
     async def add(
-        self, name: str, endpoint: str, timeout_s: float, index: int | None = None
+        self,
+        name: str,
+        endpoint: str,
+        timeout_s: float,
+        index: int | None = None,
+        *,
+        guest: bool = False,
     ) -> bytes:
         """Connect; see `Router.add_instance`."""
         if name in self._instances:
             raise ValueError(f"instance {name} was added before")
-        index = self._indexes.setdefault(name, len(self._indexes) if index is None else index)
-        made = InstanceConnection(name, index, endpoint, self._secret, self._name, self._listener)
+        if index is None:
+            index = len(self._indexes) + (self._most_here if guest else 0)
+        index = self._indexes.setdefault(name, index)
+        made = InstanceConnection(
+            name, index, endpoint, self._secret, self._name, self._listener, guest=guest
+        )
         self._instances[name] = made
+        self._note_guests()
         try:
             welcome = await made.connected(timeout_s)
         except BaseException:
@@ -314,9 +338,13 @@ class InstancePool:
         instance = self._instances.pop(name, None)
         if instance is None:
             return False
+        self._note_guests()
         self.forget(instance)
         await instance.close()
         return True
+
+    def _note_guests(self) -> None:
+        self._guests = frozenset(name for name, one in self._instances.items() if one.guest)
 
     async def close(self) -> None:
         """Disconnect from all."""
@@ -330,10 +358,15 @@ class InstancePool:
         return [name for name, one in self._instances.items() if one.alive]
 
     @property
+    def alive_here(self) -> list[str]:
+        """Connected instances of this server."""
+        return [name for name in self.alive if name not in self._guests]
+
+    @property
     def parked(self) -> bool:
         """Whether some instance's KV cache is given back: until it isn't, requests had better
         wait."""
-        known = (one.health for one in self._instances.values() if one.alive)
+        known = (self._instances[name].health for name in self.alive_here)
         return any(one is not None and one.parked for one in known)
 
     def vacant(self) -> bool:
@@ -397,8 +430,10 @@ class InstancePool:
         return self._indexes[instance]
 
     def engine_indexes(self) -> dict[int, str]:
-        """Instance by engine index, those that are gone included."""
-        return {index: name for name, index in self._indexes.items()}
+        """Instance by engine index, those that are gone included; all guests are one."""
+        most = self._most_here
+        found = {index: name for name, index in self._indexes.items() if index < most}
+        return found if len(found) == len(self._indexes) else {**found, most: ELSEWHERE}
 
     def endpoint(self, instance: str) -> str:
         """The instance's endpoint. Raises UnknownInstance."""
@@ -409,7 +444,7 @@ class InstancePool:
 
     def waiting(self, priority: int) -> int:
         """Requests in instances' queues, of any front end, that aren't after this priority."""
-        loads = (one.load for one in self._view.view(self._clock()).instances)
+        loads = (one.load for one in self._views_here())
         return sum(
             sum(one.waiting for one in load.classes if one.priority <= priority)
             if load.classes
@@ -420,17 +455,34 @@ class InstancePool:
 
     def queues(self) -> QueueLengths:
         """How many wait in the queues of instances that may get more."""
-        serving = [
-            one for one in self._view.view(self._clock()).instances if self.is_healthy(one.instance)
-        ]
+        serving = [one for one in self._views_here() if self.is_healthy(one.instance)]
         return QueueLengths(len(serving), sum(one.load.waiting for one in serving))
 
     def rows(self) -> list[InstanceRow]:
         """Rows of all instances as last reported."""
         return [
-            instance_row(one.index, view, self._state_word(one), one.welcome)
+            instance_row(
+                min(one.index, self._most_here) if one.guest else one.index,
+                view,
+                self._state_word(one),
+                one.welcome,
+            )
             for one, view in zip(self._instances.values(), self.views(), strict=True)
         ]
+
+    def rows_here(self) -> list[InstanceRow]:
+        """Rows of the instances of this server."""
+        return [row for row in self.rows() if row.id not in self._guests]
+
+    def views_here(self) -> list[InstanceView]:
+        """Views of the instances of this server, as `views`."""
+        return [view for view in self.views() if view.instance not in self._guests]
+
+    def _views_here(self) -> Iterable[InstanceView]:
+        views = self._view.view(self._clock()).instances
+        if not self._guests:
+            return views
+        return (one for one in views if one.instance not in self._guests)
 
     def _state_word(self, one: InstanceConnection) -> str:
         """What its row says in place of what it reports; empty: that counts."""
@@ -480,7 +532,10 @@ class InstancePool:
                 if order.fit:
                     well = [one for one in view.instances if self.is_healthy(one.instance)]
                     view = ClusterView(now, well, view.stale_after_s)
-                instance = self._dispatch.pick(allowed(view, request), request).instance
+                able = allowed(view, request)
+                if self._guests:
+                    able = here_first(able, request, self._guests, self._weights_here)
+                instance = self._dispatch.pick(able, request).instance
                 self._instances[instance].send(order.submit, order.payload)
             except NoInstance:
                 raise NoInstance("no instance is connected that could take the request") from None
@@ -509,6 +564,8 @@ class InstancePool:
         health = instance.health or self._join(instance)
         health.arithmetic = EngineArithmetic(report.weights, report.numerics)
         health.state = report.state
+        if not instance.guest:
+            self._weights_here = report.weights
         if health.parked != report.parked:
             health.parked = report.parked
             self.parking.set()

@@ -86,6 +86,7 @@ def cluster_rows(
                 unit=member.unit,
                 node=member.node,
                 flags=member.flags,
+                server=member.server,
             )
         )
     return [replace(row, model=model) for row in (*joined, *rows.values())]

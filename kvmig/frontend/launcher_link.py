@@ -151,12 +151,17 @@ class InstanceMembership:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._described or self._described.keys() != self._following.keys():
+                while not self._described or not self._awaited() <= self._described.keys():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
             raise StartupError(f"no instance to connect to within {timeout_s:g} s") from error
-        return list(self._described.values())
+        return [self._described[name] for name in self._awaited()]
+
+    def _awaited(self) -> set[str]:
+        """The instances that a start waits for: this server's, or others' where it has none."""
+        own = {one.instance for one in self.members if not one.server}
+        return (own & self._following.keys()) or set(self._following)
 
     async def close(self) -> None:
         """Stop following; the router drops all instances."""
@@ -182,9 +187,11 @@ class InstanceMembership:
         """Follow these instances. A new endpoint is a new start, which knows of none before."""
         self.members = members.members
         self._router.fleet.preferred = members.weights
-        if self.members and all(one.state == "failed" for one in self.members):
+        own = [one for one in self.members if not one.server]
+        if own and all(one.state == "failed" for one in self.members):
             self._router.give_up("no instance is left")
         wanted = {one.instance: one.endpoint for one in members.members if one.endpoint}
+        guests = {one.instance for one in members.members if one.server}
         before: dict[str, asyncio.Task[None]] = {}
         for name, (endpoint, task) in list(self._following.items()):
             if wanted.get(name) != endpoint:
@@ -196,20 +203,23 @@ class InstanceMembership:
                 before[name] = task
         for name, endpoint in wanted.items():
             if name not in self._following:
-                work = self._follow(name, endpoint, before.get(name))
+                work = self._follow(name, endpoint, before.get(name), guest=name in guests)
                 task = self._followers.start(work, f"follow {name}")
                 self._following[name] = (endpoint, task)
         self._changed.set()
 
-    async def _follow(self, name: str, endpoint: str, before: asyncio.Task[None] | None) -> None:
-        """Hold the instance in the router until cancelled."""
+    async def _follow(
+        self, name: str, endpoint: str, before: asyncio.Task[None] | None, *, guest: bool
+    ) -> None:
+        """Hold the instance in the router until cancelled. guest: it is another server's."""
+        index = None if guest else instance_number(name)
         if before is not None:
             await asyncio.wait([before])
         try:
             while True:
                 try:
                     self._described[name] = await self._router.add_instance(
-                        name, endpoint, index=instance_number(name)
+                        name, endpoint, index=index, guest=guest
                     )
                     break
                 except InstanceLost as error:

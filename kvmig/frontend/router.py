@@ -172,15 +172,21 @@ class Router:
     # -- instances come and go
 
     async def add_instance(
-        self, instance: str, endpoint: str, timeout_s: float = 30.0, index: int | None = None
+        self,
+        instance: str,
+        endpoint: str,
+        timeout_s: float = 30.0,
+        index: int | None = None,
+        *,
+        guest: bool = False,
     ) -> bytes:
         """Connect; returns the engine's description (`Welcome.engine`).
 
         index: its engine index; None: the number of instances added before, or that of an
-        earlier one of its name. Raises InstanceLost, and ValueError if there is one of that
-        name.
+        earlier one of its name. guest: it is another server's, see `InstancePool`. Raises
+        InstanceLost, and ValueError if there is one of that name.
         """
-        return await self.fleet.add(instance, endpoint, timeout_s, index)
+        return await self.fleet.add(instance, endpoint, timeout_s, index, guest=guest)
 
     async def remove_instance(self, instance: str, *, crashed: bool = False) -> None:
         """Disconnect for good; requests that it still runs run again elsewhere.
@@ -207,11 +213,12 @@ class Router:
         instances: Sequence[str] | None = None,
         timeout_s: float = 60.0,
     ) -> dict[str, list[memoryview]]:
-        """Run an engine method on `instances` (default: all that are connected), at once.
+        """Run an engine method on `instances` (default: all of this server that are connected), at
+        once.
 
         Raises CallFailed, CallTimeout, InstanceLost.
         """
-        names = self.fleet.alive if instances is None else instances
+        names = self.fleet.alive_here if instances is None else instances
         answers = (self._questions.run(name, method, payload, timeout_s) for name in names)
         return dict(zip(names, await asyncio.gather(*answers), strict=True))
 

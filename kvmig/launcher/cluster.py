@@ -65,6 +65,8 @@ class InstanceManager:
         self.on_evacuate: list[Callable[[Evacuate], None]] = []
         self.refusals = RefusalCounter()
         """What the launcher refused, counted over all its sockets."""
+        self.guests: list[ClusterMember] = []
+        """Instances of other servers that can take requests of this one's."""
         self.scheduler_refusals: dict[str, int] = {}
         """What the scheduler refused, by reason, as it reported last."""
         self._name = name
@@ -116,6 +118,12 @@ class InstanceManager:
     def members(self) -> list[ClusterMember]:
         """The instances, in the order in which they came."""
         return [instance.member for instance in self._instances.values()]
+
+    def set_guests(self, guests: list[ClusterMember]) -> None:
+        """Take the instances of other servers, as their scheduler names them."""
+        if guests != self.guests:
+            self.guests = guests
+            self.changed()
 
     # -- orders
 
@@ -184,8 +192,9 @@ class InstanceManager:
 
     def stop_drain(self, order: StopDrain) -> tuple[str, ...]:
         """Let a draining one serve again; its name. Raises OrderRefused."""
-        self._find(order.instance).stop_drain()
-        return (order.instance,)
+        instance = self._find(order.instance)
+        instance.stop_drain()
+        return (instance.name,)
 
     def restart(self, order: RestartInstances) -> tuple[str, ...]:
         """Start some again, each once it is drained, one after the other; their names.
@@ -211,7 +220,7 @@ class InstanceManager:
                 tree = self._shapes.tree(order.tree)
             except ConfigError as error:
                 raise OrderRefused("invalid", f"vllm is {error}") from error
-            trees = before.after(tree, order.instances)
+            trees = before.after(tree, tuple(map(self._config.own_name, order.instances)))
         shapes = self._flagged([one.name for one in wanted], order.flags)
         try:
             self._launcher.renew(trees.usual)
@@ -315,8 +324,8 @@ class InstanceManager:
         ending.add_done_callback(lambda _: self._leaving.pop(instance.name))
 
     def others_serve(self, instance: ManagedInstance) -> bool:
-        """Whether there is another one that its requests can go to."""
-        return any(
+        """Whether there is another one that its requests can go to, here or at another server."""
+        return any(one.state == "serving" for one in self.guests) or any(
             one.state == "serving" and one is not instance for one in self._instances.values()
         )
 
@@ -325,8 +334,12 @@ class InstanceManager:
 
         ends: those that no other instance has the weights of end with an error.
         """
+        self.tell_evacuation(Evacuate(self._config.public_name(instance.name), ends))
+
+    def tell_evacuation(self, order: Evacuate) -> None:
+        """Let the requests on an instance, of this server or another one, go on elsewhere."""
         for tell in self.on_evacuate:
-            tell(Evacuate(instance.name, ends))
+            tell(order)
 
     # -- helpers
 
@@ -381,11 +394,20 @@ class InstanceManager:
             raise OrderRefused("invalid", f"deadline_s is {deadline_s:g}, must be 0 or more")
         return DrainDeadline(deadline_s, ends=order.deadline_s is not None)
 
-    def _find(self, name: str) -> ManagedInstance:
-        if name not in self._instances:
-            known = ", ".join(self._instances)
-            raise OrderRefused("unknown", f"there is no instance {name}, only {known}")
-        return self._instances[name]
+    def _find(self, public: str) -> ManagedInstance:
+        name = self._config.own_name(public)
+        if name in self._instances:
+            return self._instances[name]
+        if guest := next((one for one in self.guests if one.instance == public), None):
+            raise OrderRefused(
+                "conflict", f"instance {public} is of {guest.server}: order it there"
+            )
+        known = ", ".join(map(self._config.public_name, self._instances))
+        raise OrderRefused("unknown", f"there is no instance {public}, only {known}")
+
+    def public_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What front ends call these instances."""
+        return tuple(map(self._config.public_name, names))
 
 
 def _no_room(serving: Sequence[ManagedInstance], coming: str) -> str:

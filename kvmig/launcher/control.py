@@ -114,7 +114,8 @@ class ControlServer:
 
     def _answer(self, order: Order) -> OrderDone:
         try:
-            return OrderDone(order.call_id, self._carry_out(order))
+            names = self._carry_out(order)
+            return OrderDone(order.call_id, self._cluster.public_names(names))
         except OrderRefused as refused:
             return OrderDone(order.call_id, (), refused.refusal, str(refused))
         except Exception as error:  # the next order must be heard
@@ -138,7 +139,8 @@ class ControlServer:
 
     def _members(self, members: Sequence[ClusterMember]) -> None:
         if self._open:
-            self._tell(Members(list(members), self._cluster.preferred_weights))
+            every = [*members, *self._cluster.guests]
+            self._tell(Members(every, self._cluster.preferred_weights))
 
     def _tell(self, message: RpcMessage) -> None:
         for sender in list(self._fronts):

@@ -141,7 +141,7 @@ class ManagedInstance:
         """Describe it for others."""
         launch = self._launch
         return ClusterMember(
-            self.name,
+            self._config.public_name(self.name),
             self._endpoint,
             self.state,
             self._detail,

@@ -53,7 +53,9 @@ async def run(launch: LlumletLaunch, descriptor: int, began: float) -> None:
     made, parts = time.monotonic(), kind.times(engine)
     if parts == EngineTimes():
         parts = EngineTimes(weights_s=made - loaded)
-    llumlet = Llumlet(launch.instance, launch.cluster, launch.secret, launch.config, engine)
+    name = launch.config.public_name(launch.instance)
+    llumlet = Llumlet(name, launch.cluster, launch.secret, launch.config, engine)
+    llumlet.likeness = kind.likeness(engine)
     stopped = asyncio.ensure_future(until_stopped())
     try:
         await llumlet.start()

@@ -27,7 +27,7 @@ class ProtocolVersion(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-VERSION = ProtocolVersion(3, 5)
+VERSION = ProtocolVersion(3, 6)
 """The version of this code. Its messages are recorded under tests/corpus: `scripts/corpus.py`."""
 
 
@@ -41,7 +41,7 @@ class Hello(RpcMessage, frozen=True, tag=True):
     protocol: int
     """Major number of the sender's version."""
     role: str
-    """gateway, scheduler or peer."""
+    """gateway, guest (a front end of another server), scheduler, launcher or peer."""
     name: str
     minor: int = 0
 

@@ -182,8 +182,10 @@ class RpcServer:
         port: int = 0,
         version: ProtocolVersion = VERSION,
         refusals: RefusalCounter | None = None,
+        endpoint: str = "",
     ) -> None:
-        """Binds `host`:`port` (0: any free one); counts in `refusals`, or in its own.
+        """Binds `host`:`port` (0: any free one), or `endpoint`; counts in `refusals`, or in its
+        own.
 
         Raises zmq.ZMQError if it can't bind.
         """
@@ -205,7 +207,7 @@ class RpcServer:
             self._socket.curve_server = True
             self._socket.router_handover = True
             self._socket.router_mandatory = True
-            self._socket.bind(f"tcp://{host}:{port}")
+            self._socket.bind(endpoint or f"tcp://{host}:{port}")
         except BaseException:
             self.close()
             raise
@@ -283,6 +285,8 @@ class RpcClient:
         """
         keys = derive(secret)
         self.endpoint = endpoint
+        self.reached = True
+        """False once it turned out that nothing listens at the endpoint."""
         self._refusals = RefusalCounter() if refusals is None else refusals
         self._version = version
         self._codec = MessageCodec(messages)
@@ -305,7 +309,8 @@ class RpcClient:
             self.send(Hello(version.major, role, name, version.minor))
 
     async def _watch(self) -> None:
-        await recv_monitor_message(self._monitor)
+        ended = await recv_monitor_message(self._monitor)
+        self.reached = ended["event"] != zmq.EVENT_CLOSED
 
     def _give_up(self, _: asyncio.Future[None]) -> None:
         # Waiting for both at once would cost a tenth of a millisecond a message.

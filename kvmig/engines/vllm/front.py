@@ -195,6 +195,8 @@ class OutputQueue:
 
     queue: asyncio.Queue[EngineCoreOutputs] = field(default_factory=asyncio.Queue)
     clock: Clock = monotonic
+    most: int | None = None
+    """Engine index of what instances of other servers give, all together; None: there is none."""
     _clocks: EngineClocks = field(default_factory=EngineClocks)
 
     def deliver(self, index: int, items: Sequence[Any], meta: object) -> None:
@@ -211,7 +213,7 @@ class OutputQueue:
             for event in item.events or ():
                 event.timestamp = self._clocks.here(index, event.timestamp)
         outputs.outputs = list(items)
-        outputs.engine_index = index
+        outputs.engine_index = index if self.most is None else min(index, self.most)
         if outputs.outputs or outputs.scheduler_stats:
             self.queue.put_nowait(outputs)
 

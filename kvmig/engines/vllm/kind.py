@@ -162,6 +162,12 @@ class VllmKind:
 
         return engine.kv_bytes if isinstance(engine, ServingVllm) else 0
 
+    def likeness(self, engine: ServingEngine) -> str:
+        from kvmig.engines.vllm.serving import ServingVllm
+
+        most = engine.max_tokens if isinstance(engine, ServingVllm) else 0
+        return f"{installed_version()[1]}, {most} tokens at most"
+
     def times(self, engine: ServingEngine) -> EngineTimes:
         from kvmig.engines.vllm.serving import ServingVllm
 

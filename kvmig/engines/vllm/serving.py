@@ -22,6 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvmig.core.config import UnitConfig
 from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import (
+    FIRST_GUEST,
     Cadence,
     CameBlocks,
     Emitted,
@@ -130,6 +131,8 @@ class ServingVllm:
         self._scheduler = scheduler = core.scheduler
         self._memory = memory = BlockMemory(core, unit_tokens)
         self.unmovable = unmovable_engine(core.vllm_config) or memory.unmovable
+        self.max_tokens: int = core.vllm_config.model_config.max_model_len
+        """Most tokens of a request."""
         self._source = VllmSource(core, memory.tables)
         offload = CacheOffload(scheduler)
         self._destination = VllmDestination(core, memory.tables, offload)
@@ -479,6 +482,12 @@ class ServingVllm:
         for entry in emitted:
             if entry.finished:
                 self._incoming.forget(entry.request_id)
+        if client >= FIRST_GUEST and outputs.scheduler_stats is not None:
+            own = EngineCoreOutputs(
+                timestamp=outputs.timestamp, scheduler_stats=outputs.scheduler_stats
+            )
+            outputs.scheduler_stats = None
+            self._on_outputs(OWN_CLIENT, [], list(self._encoder.encode(own)))
         self._on_outputs(client, emitted, list(self._encoder.encode(outputs)))
 
     def _reweigh(self, weights: str) -> None:

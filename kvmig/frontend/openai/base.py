@@ -97,5 +97,12 @@ def openai_server(
 
     rules = MediaRules(config.http.media_urls, args.allowed_media_domains or ())
     return VllmServer(
-        argv, args, sock, config.lifecycle.max_instances, salts, rules, config.http.max_media
+        argv,
+        args,
+        sock,
+        config.lifecycle.max_instances,
+        salts,
+        rules,
+        config.http.max_media,
+        joins=config.join is not None,
     )

@@ -66,12 +66,14 @@ class VllmServer(HttpTask):
         salts: PromptSalts | None = None,
         media: MediaRules | None = None,
         max_media: int = HttpConfig().max_media,
+        joins: bool = False,
     ) -> None:
+        """joins: whether instances of other servers work for this one's clients, too."""
         super().__init__(sock, self._uvicorn)
-        self.sink = OutputQueue()
+        self.sink = OutputQueue(most=max_instances if joins else None)
         self._argv = argv
         self._args = args
-        self._max_instances = max_instances
+        self._max_instances = max_instances + joins
         self._salts = salts
         self._media = media or MediaRules()
         self._max_media = max_media
