@@ -58,7 +58,7 @@ def read_flags(argv: Sequence[str]) -> SchedulerLaunch:
     )
     flags = parser.parse_args(list(argv))
     if not os.environ.get(SECRET, ""):
-        raise ConfigError(f"{SECRET} is not set: who has it may join, and nobody else")
+        raise ConfigError(f"{SECRET} is not set: servers that have it may join, no others")
     secret = cluster_secret(os.environ)
     scheduler = SchedulerConfig(policy=flags.policy, interval_ms=flags.scheduler_interval_ms)
     config = check(ClusterConfig(scheduler=scheduler))

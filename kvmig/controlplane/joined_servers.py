@@ -33,7 +33,7 @@ class EngineKind(NamedTuple):
 class JoinedServers:
     """The launchers that report to a scheduler, by the identities of their sockets.
 
-    A launcher without a server's name is the scheduler's own: it is told of no others.
+    A launcher without a server's name is the scheduler's own: it learns of no others.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class JoinedServers:
 
     @property
     def launchers(self) -> list[bytes]:
-        """All launchers."""
+        """The launchers of all."""
         return list(self._servers)
 
     def members(self) -> list[ClusterMember]:

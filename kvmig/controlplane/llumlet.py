@@ -96,7 +96,7 @@ class Llumlet:
         self._parking = EngineParking(engine)
         self._memory = OwnMemory(engine.layout)
         self.likeness = ""
-        """In words, what engines must be equal in (`EnginePlugin.likeness`)."""
+        """What engines must be equal in, in words (`EnginePlugin.likeness`)."""
         self._layout = replace(engine.layout, weights="").fingerprint
         self.times = StartTimes()
         """How long its process took to start."""

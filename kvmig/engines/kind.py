@@ -134,8 +134,8 @@ class EnginePlugin(Protocol):
         ...
 
     def likeness(self, engine: ServingEngine) -> str:
-        """In words, what engines must be equal in besides their layouts, so that a request of one
-        can go on at the other."""
+        """What engines must be equal in besides their layouts, so that a request of one can go on
+        at the other; in words."""
         ...
 
     def times(self, engine: ServingEngine) -> EngineTimes:

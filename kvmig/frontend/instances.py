@@ -262,7 +262,7 @@ class InstancePool:
     nothing bad (`InstanceHealth`).
 
     Instances of other servers that this one has joined are guests: requests can be moved to them,
-    but new ones go there only while none of this server serves; and nobody counts them here.
+    but new ones go there only while none of this server serves. Their own server counts them.
     """
 
     def __init__(
