@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kvmig.pages.session import PagePerson
@@ -124,3 +126,23 @@ async def test_a_slash_at_the_end_of_an_address_changes_nothing_and_leads_nowher
     answer = await pages.browse(path)
     assert answer.status_code == 200
     assert "<h1>" in answer.text
+
+
+@pytest.mark.parametrize("path", [*ADMINS, *EVERYBODYS])
+async def test_all_that_the_tab_key_leads_to_has_a_name_for_screen_readers(
+    pages: Pages, path: str
+) -> None:
+    await pages.log_in("bea", "admin")
+    pages.run_here()
+    text = (await pages.browse(path)).text
+    reached = re.findall(r'<\w+[^>]*tabindex="0"[^>]*>', text)
+    assert [one for one in reached if not re.search(r'aria-label(ledby)?="[^"]+"', one)] == []
+
+
+async def test_a_refusal_and_a_new_key_are_where_the_keyboard_goes_on(pages: Pages) -> None:
+    await pages.log_in("bea", "admin")
+    refused = await pages.send("users", name="", role="user")
+    assert '<p role="alert" tabindex="-1" autofocus>' in refused.text
+    made = await pages.send("keys", user="bea", scope="infer")
+    assert '<div role="status" tabindex="-1" autofocus>' in made.text
+    assert "autofocus" not in (await pages.browse("keys")).text

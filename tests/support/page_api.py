@@ -50,5 +50,5 @@ def text_of(answer: httpx.Response) -> str:
 
 def alert_of(answer: httpx.Response) -> str:
     """What a page says went wrong."""
-    found = re.search(r'<p role="alert">(.*?)</p>', answer.text, re.DOTALL)
+    found = re.search(r'<p role="alert"[^>]*>(.*?)</p>', answer.text, re.DOTALL)
     return found[1] if found else ""
