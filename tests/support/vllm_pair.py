@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from kvmig.core.errors import MigrationRefused
-from kvmig.engines.base import CameBlocks, Export, Tail
+from kvmig.engines.base import CameBlocks, Export, Stage, Tail
 from tests.support.vllm_side import Configuration, Output, Side, remembered
 
 if TYPE_CHECKING:
@@ -288,6 +288,46 @@ class Pair:
         assert "moved" not in self.outputs, "its prompt was shorter"
         await self.move(self.a, self.b, "moved", steps=steps)
         return await self.finish("moved")
+
+    async def handed_over(self, prompt: Sequence[int], **params: Any) -> Output:
+        """A request whose prompt `a` computes, while its chunks go to `b`, which decodes it."""
+        self.submit(self.a, "moved", prompt, **params)
+        self.a.step()
+        await self.settle()
+        export = await self.done(self.a.engine.export("moved"))
+        sent = await self.done(self.b.engine.reserve(export))
+        blocks = await self.done(self.b.engine.grow("moved", export.num_tokens))
+        stages, most = 0, export.num_tokens + 1
+        while isinstance(found := await self._follow(sent, most), Stage):
+            assert not found.decoding
+            await self.copy(
+                self.a, self.b, found.block_ids, [blocks[place] for place in found.places]
+            )
+            sent += len(found.block_ids)
+            stages += bool(found.block_ids)
+        assert stages > 1, "its prompt was shorter"
+        into = [blocks[place] for place in found.places]
+        await self.copy(self.a, self.b, found.block_ids, into)
+        self.b.engine.assign("moved", 1)
+        await self.done(self.b.engine.commit("moved", found))
+        await self.done(self.a.engine.release("moved"))
+        assert len(self.outputs["moved"].tokens) == found.num_output_tokens == 1
+        return await self.finish("moved")
+
+    async def _follow(self, sent: int, most_tokens: int) -> Stage | Tail:
+        """What is new at the next step boundary of `a`; then it steps, as far as it must."""
+        task = asyncio.ensure_future(self.a.engine.follow_prompt("moved", sent, most_tokens))
+        for _ in range(PATIENCE):
+            await self.settle()
+            self.a.take_calls()
+            done, _ = await asyncio.wait([task], timeout=0.005)
+            if done and isinstance(task.result(), Tail):
+                return task.result()
+            self.a.step()
+            await self.settle()
+            if done:
+                return task.result()
+        raise AssertionError("the prompt is never computed")
 
 
 def assert_same(moved: Output, unmoved: Output) -> None:

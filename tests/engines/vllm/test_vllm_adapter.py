@@ -52,6 +52,11 @@ def in_queue(output: Output) -> float:
     return float(stats.scheduled_ts - stats.queued_ts)
 
 
+async def test_a_prompt_is_computed_at_one_and_decoded_at_the_other(pair: Pair) -> None:
+    unmoved = await pair.unmoved(LONG)
+    assert_same(await pair.handed_over(LONG), unmoved)
+
+
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
     unmoved = await pair.unmoved(LONG)
     began = time.monotonic()
