@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
+from kvmig.cli.client import path_part
 from kvmig.cli.common import Json, done, said, show, show_table, time_of, where
 from kvmig.core.errors import ConfigError
 
@@ -39,7 +39,7 @@ def set_user(
 ) -> None:
     """Change a user. Users are never deleted, since usage records name them: use --disable."""
     changed = {"role": role, "disabled": disabled}
-    done(where.client().patch(f"users/{quote(name)}", changed), as_json)
+    done(where.client().patch(f"users/{path_part(name)}", changed), as_json)
 
 
 @user_app.command("ls")
@@ -82,7 +82,7 @@ def add_limit_command(app: typer.Typer, path: str, name: str, shown: str, text: 
         as_json: Json = False,
     ) -> None:
         body = changed_limits(period, model_quota, rpm=rpm, tpm=tpm, parallel=parallel, quota=quota)
-        row = where.client().patch(f"{path}/{quote(whose)}", body)
+        row = where.client().patch(f"{path}/{path_part(whose)}", body)
         show(row, as_json, lambda found: limits_of(found[shown]) or "no limits")
 
     limit.__annotations__["whose"] = Annotated[str, typer.Argument(metavar=name)]
@@ -253,7 +253,7 @@ def rotate_key(
     as_json: Json = False,
 ) -> None:
     """Replace a key by a new one with the same rights. The old one ends now, or after --keep."""
-    answer = where.client().post(f"keys/{quote(prefix)}/rotate?keep_s={keep:g}")
+    answer = where.client().post(f"keys/{path_part(prefix)}/rotate?keep_s={keep:g}")
     show(answer, as_json, lambda found: str(found["key"]))
 
 
@@ -261,4 +261,4 @@ def rotate_key(
 @said
 def revoke_key(prefix: str, as_json: Json = False) -> None:
     """Revoke a key. All proxies refuse it within a second, and its running calls end."""
-    done(where.client().delete(f"keys/{quote(prefix)}"), as_json)
+    done(where.client().delete(f"keys/{path_part(prefix)}"), as_json)

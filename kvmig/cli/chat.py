@@ -6,12 +6,13 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import typer
 
 from kvmig.cli.client import CallFailure, FleetClient
-from kvmig.cli.common import patience, said, where
+from kvmig.cli.common import patience, said, where, words_of_flags
 from kvmig.cli.files import follow_download
 from kvmig.cli.models import CHECKING
 from kvmig.cli.names import KnownModel, known_model
@@ -55,7 +56,14 @@ def run_model(
     known = known_model(client, model)
     added = known.shown
     if added is None:
-        added = add_known(client, known, engine, flags)
+        try:
+            added = add_known(client, known, engine, flags)
+        except CallFailure as error:
+            if error.status != HTTPStatus.CONFLICT:
+                raise
+            added = known_model(client, model).shown  # somebody else has added it meanwhile
+            if added is None:
+                raise
         with_flags = f", with {known.flags}" if known.flags else ""  # a catalogue may be anyone's
         print(f"kvmig: {known.name} is {known.source}{with_flags}", file=sys.stderr)
     if added["files"] and not added["files"]["folder"]:
@@ -70,7 +78,7 @@ def add_known(client: FleetClient, known: KnownModel, engine: str, flags: str) -
         "name": known.name,
         "source": known.source,
         "engine": engine,
-        "flags": [*shlex.split(known.flags), *shlex.split(flags)],
+        "flags": [*shlex.split(known.flags), *words_of_flags(flags)],
     }
     with patience(CHECKING):
         answer: dict[str, Any] = client.post("models", spec)

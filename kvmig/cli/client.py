@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -130,6 +130,14 @@ class FleetClient:
         if answer.status_code == HTTPStatus.UNAUTHORIZED and self._lacks_key:
             return f"{self.where} requires a key: give --key, or set {KEY}"
         return sentence_of(answer)
+
+
+def path_part(name: str, safe: str = "/") -> str:
+    """A name as it stands in a path of the API. safe: what is left as it is. Raises ConfigError for
+    a name that would stand for what is around it."""
+    if name in ("", ".", ".."):
+        raise ConfigError(f"a name is {name!r}, which names nothing")
+    return quote(name, safe=safe)
 
 
 def only_certificate(path: str) -> ssl.SSLContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -124,6 +125,15 @@ def show_table(
 def time_of(at: float | None) -> str | None:
     """A Unix time, for people."""
     return None if at is None else datetime.fromtimestamp(at, UTC).isoformat(" ", "seconds")
+
+
+def words_of_flags(text: str) -> list[str]:
+    """The engine's flags of an option. Raises ConfigError."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        said = f"--flags is {text!r:.200}, must be a list of words: {error}"
+        raise ConfigError(said) from error
 
 
 def day_of(flag: str, text: str, today: date) -> str:

@@ -7,14 +7,24 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import msgspec
 import typer
 
-from kvmig.cli.common import Json, done, patience, said, show, table_of, time_of, where
+from kvmig.cli.client import path_part
+from kvmig.cli.common import (
+    Json,
+    done,
+    patience,
+    said,
+    show,
+    table_of,
+    time_of,
+    where,
+    words_of_flags,
+)
 from kvmig.cli.files import files_app, pull_files
-from kvmig.cli.names import typed_source
+from kvmig.cli.names import known_model, name_here, typed_source
 from kvmig.cli.placement_rates import show_rates
 from kvmig.cli.places import why_not_model
 from kvmig.cli.rollouts import (
@@ -264,7 +274,7 @@ def add_model(
         "name": name,
         "source": typed_source(source),
         "engine": engine,
-        "flags": shlex.split(flags),
+        "flags": words_of_flags(flags),
         "aliases": alias or [],
         "worker_selector": typed_labels(worker_selector or []),
         "placement_strategy": placement_strategy,
@@ -301,8 +311,8 @@ def evaluate_model(
     source: Annotated[
         str,
         typer.Argument(
-            help="Folder with the weights, as path:FOLDER (default: the model NAME of the"
-            " catalogue)."
+            help="Folder with the weights, as path:FOLDER, or a source such as hf:ORG/NAME"
+            " (default: what `kvmig run NAME` would run)."
         ),
     ] = "",
     engine: Annotated[str, typer.Option(help="Engine: vllm, transformers, or toy.")] = "vllm",
@@ -311,11 +321,15 @@ def evaluate_model(
 ) -> None:
     """Say in bytes whether and where a model fits, before it starts."""
     client = where.client()
-    spec = {"name": name, "source": source, "engine": engine, "flags": shlex.split(flags)}
+    spec: dict[str, Any] = {"name": name, "engine": engine, "flags": []}
+    path_part(name)
     if source:
         spec["source"] = typed_source(source)
     else:
-        spec = client.get(f"models/{quote(name)}")["spec"]
+        known = known_model(client, name)
+        spec |= {"name": known.name, "source": known.source, "flags": shlex.split(known.flags)}
+        spec = known.shown["spec"] if known.shown else spec
+    spec["flags"] += words_of_flags(flags)
     with patience(CHECKING):
         answer = client.post("evaluate", spec)
     show(answer, as_json, fit_view)
@@ -345,9 +359,9 @@ def set_model(
 ) -> None:
     """Change a model. New flags and a new source roll out while it serves."""
     client = where.client()
-    spec = client.get(f"models/{quote(name)}")["spec"]
+    spec = client.get(f"models/{path_part(name)}")["spec"]
     if flags is not None:
-        spec["flags"] = shlex.split(flags)
+        spec["flags"] = words_of_flags(flags)
     if source is not None:
         spec["source"] = typed_source(source)
     if vllm is not None:
@@ -357,7 +371,7 @@ def set_model(
     with patience(CHECKING):
         rollout = rollout_body(canary, hold, deadline)
         answer = client.post("apply", {"fleet": {"models": [spec]}, "rollout": rollout})
-    show_rows(client.get(f"models/{quote(name)}"), as_json)
+    show_rows(client.get(f"models/{path_part(name)}"), as_json)
     say_what_waits(answer, as_json)
 
 
@@ -365,7 +379,7 @@ def set_model(
 @said
 def show_model(name: str, as_json: Json = False) -> None:
     """Show the specification, state and recent decisions of a model; with --json, its revisions."""
-    show(where.client().get(f"models/{quote(name)}"), as_json, model_view)
+    show(where.client().get(f"models/{path_part(name)}"), as_json, model_view)
 
 
 @model_app.command("scale")
@@ -377,7 +391,7 @@ def scale_model(
     as_json: Json = False,
 ) -> None:
     """Set the minimum and maximum number of instances of a model."""
-    answer = where.client().post(f"models/{quote(name)}/scale", {"min": least, "max": most})
+    answer = where.client().post(f"models/{path_part(name)}/scale", {"min": least, "max": most})
     show_rows(answer, as_json)
 
 
@@ -385,28 +399,29 @@ def scale_model(
 @said
 def switch_on(name: str, as_json: Json = False) -> None:
     """Enable a model."""
-    done(where.client().post(f"models/{quote(name)}/switch", {"on": True}), as_json)
+    done(where.client().post(f"models/{path_part(name)}/switch", {"on": True}), as_json)
 
 
 @model_app.command("off")
 @said
 def switch_off(name: str, as_json: Json = False) -> None:
     """Disable a model: it refuses new requests, finishes running ones, stays in the catalogue."""
-    done(where.client().post(f"models/{quote(name)}/switch", {"on": False}), as_json)
+    done(where.client().post(f"models/{path_part(name)}/switch", {"on": False}), as_json)
 
 
 @model_app.command("wake")
 @said
 def wake_model(name: str, as_json: Json = False) -> None:
     """Start a model now, even after a failed start."""
-    done(where.client().post(f"models/{quote(name)}/wake"), as_json)
+    done(where.client().post(f"models/{path_part(name)}/wake"), as_json)
 
 
 @model_app.command("rm")
 @said
 def remove_model(name: str, as_json: Json = False) -> None:
     """Remove a model from the catalogue, after its running requests have finished."""
-    done(where.client().delete(f"models/{quote(name)}"), as_json)
+    client = where.client()
+    done(client.delete(f"models/{path_part(name_here(client, name))}"), as_json)
 
 
 @model_app.command("logs")
@@ -419,7 +434,7 @@ def logs_of_model(
     as_json: Json = False,
 ) -> None:
     """Print the log of a model's processes."""
-    answer = where.client().get(f"models/{quote(name)}/logs", lines=lines)
+    answer = where.client().get(f"models/{path_part(name)}/logs", lines=lines)
     show(answer, as_json, lambda found: "\n".join(found["data"]))
 
 
@@ -442,7 +457,7 @@ def set_alias(
         if not (weight or "1").isdecimal():
             raise ConfigError(f"the weight of {target} is {weight!r}, must be a whole number")
         targets[target] = int(weight or 1)
-    done(where.client().put(f"aliases/{quote(name)}", {"targets": targets}), as_json)
+    done(where.client().put(f"aliases/{path_part(name)}", {"targets": targets}), as_json)
 
 
 @alias_app.command("ls")
@@ -461,7 +476,7 @@ def list_aliases(as_json: Json = False) -> None:
 @said
 def remove_alias(name: str, as_json: Json = False) -> None:
     """Remove an alias."""
-    done(where.client().delete(f"aliases/{quote(name)}"), as_json)
+    done(where.client().delete(f"aliases/{path_part(name)}"), as_json)
 
 
 # -- the placement

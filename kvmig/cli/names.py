@@ -41,6 +41,16 @@ def known_model(client: FleetClient, text: str) -> KnownModel:
     return found
 
 
+def name_here(client: FleetClient, text: str) -> str:
+    """The name of a model of the fleet that was given by its name, or by its source as `kvmig run`
+    takes it; any other text as it is. Raises CallFailure."""
+    every = client.get("models")["data"]
+    if any(text == one["name"] for one in every):
+        return text
+    sources = (text, f"hf:{text}")
+    return next((str(one["name"]) for one in every if one["spec"]["source"] in sources), text)
+
+
 def known_source(client: FleetClient, text: str) -> KnownModel:
     """Find the source of a model that the fleet needn't have. Raises ConfigError, CallFailure."""
     source = given_source(text)

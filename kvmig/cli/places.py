@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
+from kvmig.cli.client import path_part
 from kvmig.cli.common import Json, said, show, time_of, where
 from kvmig.core.errors import ConfigError
 
@@ -83,7 +83,7 @@ def reason_view(name: str, one: dict[str, Any]) -> str:
 def why_not_model(name: str, as_json: Json = False) -> None:
     """Show what each worker says to another instance of a model: its score, or each filter that
     refuses it, in bytes."""
-    answer = where.client().get(f"why-not/{quote(name)}")
+    answer = where.client().get(f"why-not/{path_part(name)}")
     show(answer, as_json, lambda found: refusal_view(name, found))
 
 
@@ -99,5 +99,5 @@ def why_instance(
     name, slash, last = instance.rpartition("/")
     if not (slash and name and last):
         raise ConfigError(f"the instance is {instance!r:.100}, must be MODEL/INSTANCE as qwen/i0")
-    answer = where.client().get(f"why/{quote(name)}", instance=last)
+    answer = where.client().get(f"why/{path_part(name)}", instance=last)
     show(answer, as_json, lambda found: reason_view(name, found))

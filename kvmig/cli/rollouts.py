@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
+from kvmig.cli.client import path_part
 from kvmig.cli.common import Json, patience, said, show, table_of, time_of, where
 from kvmig.core.errors import ConfigError
 
@@ -85,12 +85,12 @@ def show_rollout(answer: Any, as_json: bool) -> None:
 @said
 def rollout_status(name: str, as_json: Json = False) -> None:
     """Show how far a roll-out is."""
-    show_rollout(where.client().get(f"models/{quote(name)}/rollout"), as_json)
+    show_rollout(where.client().get(f"models/{path_part(name)}/rollout"), as_json)
 
 
 def order_rollout(name: str, as_json: bool, action: str, **more: Any) -> None:
     """Give an order to a roll-out, and show how it stands then."""
-    path = f"models/{quote(name)}/rollout"
+    path = f"models/{path_part(name)}/rollout"
     with patience(CHECKING):
         answer = where.client().post(path, {"action": action, **more})
     show_rollout(answer, as_json)
@@ -138,7 +138,7 @@ def undo_rollout(
 @said
 def show_history(name: str, as_json: Json = False) -> None:
     """List the revisions of a model, newest first: who made them, when, and what changed."""
-    found = where.client().get(f"models/{quote(name)}")["revisions"]
+    found = where.client().get(f"models/{path_part(name)}")["revisions"]
     rows = [
         (one["revision"], time_of(one["changed"]), one["author"], changed_fields(one, before))
         for one, before in zip(found, [*found[1:], None], strict=True)

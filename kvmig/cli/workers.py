@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
-from kvmig.cli.client import CallFailure
+from kvmig.cli.client import CallFailure, path_part
 from kvmig.cli.common import Json, said, show, table_of, time_of, where
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.errors import ConfigError
@@ -124,7 +123,7 @@ def folder_text(one: dict[str, Any]) -> str:
 
 def path_of(name: str, order: str = "") -> str:
     """The path of a worker in the API."""
-    return f"workers/{quote(name, safe='')}{f'/{order}' if order else ''}"
+    return f"workers/{path_part(name, safe='')}{f'/{order}' if order else ''}"
 
 
 @worker_app.command("ls")

@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 from kvmig import __version__
 from kvmig.accounts.keys import KeyIndex
 from kvmig.cli import app as console
-from kvmig.cli.client import KEY, FleetClient
+from kvmig.cli import chat
+from kvmig.cli.client import KEY, CallFailure, FleetClient
 from kvmig.cli.common import day_of
+from kvmig.cli.names import KnownModel, known_model
 from kvmig.cli.placement_rates import loads_of, models_file, seconds_of
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import supervisor
@@ -767,3 +769,74 @@ def test_a_gguf_file_is_evaluated_by_its_header(kvmig: Kvmig, tmp_path: Path) ->
     found = json.loads(kvmig(*words))
     assert found["weights_bytes"] == found["files_bytes"] == 8192
     assert found["token_bytes"] == 16 * 8 * 128 * 2
+
+
+# -- what a newcomer types
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "hf:org/small", "Hello"),
+        ("model", "add", "small", "hf:org/small"),
+        ("model", "evaluate", "small", "hf:org/small"),
+        ("model", "set", "qwen"),
+    ],
+)
+def test_flags_with_an_open_quote_are_named(kvmig: Kvmig, words: tuple[str, ...]) -> None:
+    kvmig.add_model()
+    said = kvmig.refused(*words, "--flags", '--a "b', status=2)
+    assert said == "kvmig: --flags is '--a \"b', must be a list of words: No closing quotation\n"
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+@pytest.mark.parametrize(
+    "words",
+    [("rm",), ("model", "show"), ("model", "evaluate"), ("model", "why-not"), ("alias", "rm"),
+     ("key", "revoke"), ("model", "rollout", "status"), ("worker", "show")],
+)  # fmt: skip
+def test_what_is_no_name_is_refused_before_a_call(
+    kvmig: Kvmig, words: tuple[str, ...], name: str
+) -> None:
+    said = kvmig.refused(*words, name, status=2)
+    assert said == f"kvmig: a name is {name!r}, which names nothing\n"
+
+
+def test_a_model_is_removed_by_what_it_was_run_by(kvmig: Kvmig) -> None:
+    kvmig("model", "add", "small-1b", "hf:Org/Small-1B")
+    assert "no model 'Org/Other'" in kvmig.refused("rm", "Org/Other")
+    kvmig("rm", "Org/Small-1B")
+    assert "small-1b" not in kvmig("model", "ls")
+
+
+def test_of_two_who_run_a_new_model_at_once_the_second_uses_what_the_first_has_added(
+    kvmig: Kvmig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kvmig("model", "add", "small", "hf:org/small")
+    asked: list[str] = []
+    unknown = [KnownModel("small", "hf:org/small")]
+    monkeypatch.setattr(
+        chat, "known_model", lambda *known: unknown.pop() if unknown else known_model(*known)
+    )
+    monkeypatch.setattr(chat, "follow_download", lambda *_, quiet: None)
+    monkeypatch.setattr(chat, "converse", lambda model, *_: asked.append(model))
+    kvmig("run", "hf:org/small", "Hello")
+    assert asked == ["small"]
+
+
+def test_a_name_of_the_catalogue_and_a_repository_are_evaluated_without_a_source(
+    kvmig: Kvmig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def evaluated(self: FleetClient, path: str, body: Any = None) -> Any:
+        asked.append(body)
+        raise CallFailure("enough")
+
+    kvmig.add_model("mine")
+    monkeypatch.setattr(FleetClient, "post", evaluated)
+    for name in ("qwen3:0.6b", "Org/Small-1B", "mine"):
+        kvmig.refused("model", "evaluate", name, "--flags", "--seed 1")
+    assert [one["name"] for one in asked] == ["qwen3:0.6b", "small-1b", "mine"]
+    assert [one["source"] for one in asked[:2]] == ["hf:Qwen/Qwen3-0.6B", "hf:Org/Small-1B"]
+    assert all(one["flags"][-2:] == ["--seed", "1"] for one in asked)
