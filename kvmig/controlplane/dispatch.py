@@ -194,7 +194,8 @@ class FewestWithRoom:
     each of them, by the most of the prompt that any holds. So the request goes where its beginning
     is, unless that instance is so crowded that another one costs less. That one holds the beginning
     afterwards, too. A short beginning that all hold changes next to nothing.
-    Enough: each request could still grow by `enough` blocks with the new one there.
+    Enough: each request could still grow by `enough` blocks with the new one there. Blocks that an
+    instance holds of its prompt take no room there; so the beginning counts where room is short.
 
     A request of a priority with headroom goes to where such ones run already, as long as
     they fit side by side once all others have made way: kept apart, each would cost
@@ -218,7 +219,8 @@ class FewestWithRoom:
             row = _most(columns.room, candidates(view, demand))
             return view.instances[0 if row is None else row]
         is_open = columns.open_until >= view.now
-        slack = np.where(is_open, (columns.room - demand) * columns.share, -np.inf)
+        held = _held(view, request)
+        slack = np.where(is_open, (columns.room - demand + held) * columns.share, -np.inf)
         most = slack.max(initial=-np.inf)
         if most < 0:  # it fits nowhere now, but perhaps into a headroom
             row = _most(columns.room, is_open & (columns.room + columns.kept >= demand))
@@ -226,7 +228,6 @@ class FewestWithRoom:
         if most >= self.enough:
             crowds = columns.requests + self.prompt_weight * columns.prompts
             if request.held_blocks:
-                held = _held(view, request)
                 missing = np.maximum(demand - held, 0.0)
                 weight = self.prefill_weight * held.max(initial=0.0) / demand
                 crowds = crowds + weight * missing * (1 + columns.requests)
@@ -240,13 +241,13 @@ class FewestWithRoom:
 
 
 def _held(view: ClusterView, request: NewRequest) -> Column:
-    """Blocks of the request's prompt that each instance holds."""
+    """Blocks of the request's prompt that each instance holds, at most the whole."""
     held = np.zeros(len(view.instances))
     for name, blocks in request.held_blocks.items():
         row = view.row_of(name)
         if row is not None:
             held[row] = blocks
-    return held
+    return np.minimum(held, request.demand_blocks)
 
 
 def _is_protected(view: ClusterView, priority: int) -> bool:

@@ -52,6 +52,21 @@ def test_where_memory_is_short_it_goes_where_there_is_room() -> None:
     assert pick(cluster, full=100.0) == "i0"
 
 
+def test_where_memory_is_short_everywhere_what_is_held_takes_no_room() -> None:
+    cluster = view(30, 30, free=150)
+    assert pick(cluster) == "i0"
+    assert pick(cluster, i1=80.0) == "i1"
+
+
+def test_what_is_held_makes_no_room_for_one_that_has_more_elsewhere() -> None:
+    tight = InstanceView(
+        instance="tight", endpoint="", state="serving", reported_at=0.0,
+        load=EngineLoad(2000, 1880, 30, 0, 0, 0), virtual_blocks=1880.0,
+    )  # fmt: skip
+    cluster = ClusterView(0.5, [tight, *view(30, free=300).instances])
+    assert pick(cluster, tight=80.0) == "i0"
+
+
 def test_a_short_beginning_that_all_hold_leaves_the_choice_as_it_is() -> None:
     def busy(name: str, running: int, prompts: int) -> InstanceView:
         load = EngineLoad(2000, 1000, running, 0, 0, 0, prefill_blocks=prompts)
