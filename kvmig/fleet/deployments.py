@@ -82,6 +82,10 @@ class DeploymentWatcher:
         self.token = OrderToken(term)
         """The token of orders now. What is known here was said after the deployment had refused all
         earlier ones."""
+        self._is_unsure = False
+        """Whether an order may be carried out late."""
+        self._contacted = asyncio.Event()
+        """Set by the first event of each contact."""
         self._changed = changed
         self._heard = asyncio.Event()
         """Set by each event of it."""
@@ -258,17 +262,35 @@ class DeploymentWatcher:
             raise StartupError(sentence_of(answer))
         return answer.content
 
+    def note_unanswered(self) -> None:
+        """Know that an order of somebody else may be carried out late."""
+        self._is_unsure = True
+
+    async def settle(self) -> None:
+        """Connect again where an order may be carried out late, and return once `told` is of the
+        new contact: what was not carried out by then never is. Raises StartupError."""
+        if self._is_unsure:
+            await self._renew_contact()
+        try:
+            async with asyncio.timeout(TOLD_S):
+                await self._contacted.wait()
+        except TimeoutError as error:
+            raise StartupError(f"it reports nothing within {TOLD_S:g} s") from error
+
     async def _renew_contact(self) -> None:
         """Connect again where an order may be carried out late: the next contact shows whether."""
         task = self._task
         await cancel_tasks(task)
         if self._task is task and not self._http.is_closed:
+            self._is_unsure = False
+            self._contacted.clear()
             self.take_event(DeploymentEvent())
             self._task = asyncio.create_task(self._follow(), name=task.get_name())
 
     async def _follow(self) -> None:
         while True:
             pause_s = RETRY_S
+            self._contacted.clear()
             self.token = self.token._replace(contact=self.token.contact + 1)
             events = self._http.stream("GET", f"{ADMIN}/events", headers=self.order_headers)
             try:
@@ -292,6 +314,7 @@ class DeploymentWatcher:
                 event = value
             elif field == "data" and event == "instances":
                 self.take_event(msgspec.json.decode(value, type=DeploymentEvent))
+                self._contacted.set()
                 self.looked.set()
             elif field == "data" and event == "migration":
                 self._take_move(value)

@@ -22,7 +22,7 @@ import msgspec
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.background import cancel_tasks
-from kvmig.core.errors import ConfigError, KvmigError
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.placed_agents import check_agent, check_member
@@ -403,6 +403,18 @@ def _token_of(model: ManagedModel) -> Mapping[str, str]:
     return {} if model.watched is None else model.watched.order_headers
 
 
+def _note_unanswered(model: ManagedModel) -> None:
+    if model.watched is not None:
+        model.watched.note_unanswered()
+
+
+async def _settle(model: ManagedModel) -> None:
+    """Raises StartupError."""
+    if model.watched is None:
+        raise StartupError("it has ended")
+    await model.watched.settle()
+
+
 class _Site:
     """The deployments of a placement's models."""
 
@@ -414,7 +426,12 @@ class _Site:
                 raise ReplaceFailed(f"model {name} doesn't run")
             units = wanted.units.get(model.deployment)
             self._deployments[name] = DeploymentClient(
-                name, model.note.socket, units=units, token=partial(_token_of, model)
+                name,
+                model.note.socket,
+                units=units,
+                token=partial(_token_of, model),
+                unanswered=partial(_note_unanswered, model),
+                settle=partial(_settle, model),
             )
 
     async def __aenter__(self) -> Mapping[str, DeploymentClient]:

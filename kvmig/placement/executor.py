@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -25,7 +25,7 @@ import msgspec
 
 from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.config import MigrationConfig
-from kvmig.core.errors import ConfigError, KvmigError
+from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.core.secret import ADMIN_KEY
 from kvmig.placement.file import Placement, read
 from kvmig.placement.learned import LearnedMigration, as_many_as, drains, mean, requests_s, step_s
@@ -91,13 +91,19 @@ class DeploymentClient:
         key: str = "",
         units: Mapping[str, str] | None = None,
         token: Callable[[], Mapping[str, str]] = dict,
+        unanswered: Callable[[], None] = lambda: None,
+        settle: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """at: http://HOST:PORT, or the path of its Unix socket. key: of its admin API. units: of
         instances that say none. token: the headers of orders that are decided by what is seen now,
-        see `kvmig.core.order_fence`."""
+        see `kvmig.core.order_fence`. unanswered: called when it is not known whether an order was
+        carried out. settle: awaited before each look at the instances; after it, no order from
+        before is carried out any more. Raises StartupError."""
         self.name = name
         self._units = units or {}
         self._token = token
+        self._unanswered = unanswered
+        self._settle = settle
         self._seen_with = token()
         """The token of the last look at the instances."""
         path = at.startswith("/")
@@ -114,6 +120,11 @@ class DeploymentClient:
 
     async def rows(self) -> list[InstanceRow]:
         """The deployment's instances. Raises ReplaceFailed."""
+        if self._settle is not None:
+            try:
+                await self._settle()
+            except StartupError as error:
+                raise ReplaceFailed(f"deployment {self.name}: {error}") from error
         self._seen_with = self._token()
         return [
             row if row.unit else msgspec.structs.replace(row, unit=self._units.get(row.id, ""))
@@ -170,11 +181,16 @@ class DeploymentClient:
         return answer
 
     async def _answer(self, method: str, path: str, **more: object) -> httpx.Response:
-        own = dict(self._seen_with)
+        own, is_known = dict(self._seen_with), method == "GET"
         try:
-            return await self._http.request(method, path, headers=own, **more)  # type: ignore[arg-type]
+            answer = await self._http.request(method, path, headers=own, **more)  # type: ignore[arg-type]
+            is_known = is_known or not answer.is_server_error
         except httpx.HTTPError as error:
             raise ReplaceFailed(f"deployment {self.name} doesn't answer: {error!r}") from error
+        finally:
+            if not is_known:
+                self._unanswered()
+        return answer
 
 
 class PlacementExecutor:
@@ -235,7 +251,7 @@ class PlacementExecutor:
         self._tell(wave_to_text(len(self.done) + 1, wave).strip())
         began = time.monotonic()
         try:
-            await asyncio.gather(*(self._order(one, seen) for one in wave.steps))
+            await _all_of(self._order(one, seen) for one in wave.steps)
         except ReplaceFailed:
             await self._settled()  # some of them may have begun
             raise
@@ -333,7 +349,7 @@ class PlacementExecutor:
             chosen = leaving(left, source, used, size)
             left = [one for one in left if one.id not in chosen]
             moves += [move(one, seen.instances[step.model, unit]) for one in chosen]
-        if not any(await asyncio.gather(*moves)):
+        if not any(await _all_of(moves)):
             raise ReplaceFailed(f"no request of {step.model} could leave {step.unit}")
 
     async def _over(self, wave: PlanWave, instances: Mapping[Slot, str], began: float) -> None:
@@ -365,6 +381,17 @@ class PlacementExecutor:
                  if one.source == instance and one.id not in before]  # fmt: skip
         moving_s = sum(one.seconds for one in drains(fresh))
         self.emptied_s.append(max(0.0, took_s - moving_s))
+
+
+async def _all_of(orders: Iterable[Awaitable[Answer]]) -> list[Answer]:
+    """The answers of orders, once none is on its way any more. Raises the first error."""
+    answers = await asyncio.gather(*orders, return_exceptions=True)
+    found: list[Answer] = []
+    for one in answers:
+        if isinstance(one, BaseException):
+            raise one
+        found.append(one)
+    return found
 
 
 # -- the command

@@ -12,7 +12,7 @@ import pytest
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
-from kvmig.core.order_fence import TOKEN_HEADER
+from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.proxy.messages import ModelCard
 from tests.support.waiting import until
@@ -134,6 +134,33 @@ async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_i
     monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 0.3)
     with pytest.raises(StartupError, match=r"does not tell of i2 within 0\.3 s"):
         await watched.add(1)
+
+
+async def test_after_an_order_without_an_answer_another_contact_shows_what_is_there(
+    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, watched = deployment
+    await watched.settle()
+    assert watched.token == OrderToken(17, 1)
+    watched.note_unanswered()
+    made.rows = [InstanceRow(id="i9", state="serving")]
+    await watched.settle()
+    assert watched.token == OrderToken(17, 2)
+    assert [one.id for one in watched.told.data] == ["i9"]
+    await watched.settle()
+    assert watched.token == OrderToken(17, 2), "nothing is unknown any more"
+
+
+async def test_without_another_contact_nothing_is_known(
+    deployment: tuple[Deployment, DeploymentWatcher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, watched = deployment
+    made.silent = True
+    monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 0.1)
+    watched.note_unanswered()
+    for _ in range(2):
+        with pytest.raises(StartupError, match=r"reports nothing within 0\.1 s"):
+            await watched.settle()
 
 
 async def test_one_that_is_followed_no_more_is_asked_for_nothing(

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
-from kvmig.core.errors import ConfigError
+from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
 from kvmig.engines.toy.script import ToyScript
 from kvmig.placement.executor import (
@@ -299,6 +299,12 @@ class Site:
         """The headers of orders to each deployment."""
         return {}
 
+    def note_unanswered(self) -> None:
+        """An order has no answer."""
+
+    async def settle(self) -> None:
+        """No earlier order is carried out any more."""
+
     async def carry_out(self, request: httpx.Request) -> httpx.Response:
         name = request.url.host
         if request.url.path.endswith("/migrations"):
@@ -379,7 +385,14 @@ async def replacing(
     site: Site, target: Placement, said: list[str], nodes: Mapping[int, str] | None = None
 ) -> AsyncIterator[PlacementExecutor]:
     deployments = {
-        name: DeploymentClient(name, f"http://{name}", token=site.token) for name in site.rows
+        name: DeploymentClient(
+            name,
+            f"http://{name}",
+            token=site.token,
+            unanswered=site.note_unanswered,
+            settle=site.settle,
+        )
+        for name in site.rows
     }
     for name, one in deployments.items():
         await one.close()
@@ -429,6 +442,72 @@ async def test_a_placement_is_reached_though_contacts_with_deployments_begin_aga
         await it.run()
     assert site.places() == {"a": "right", "b": "left"}
     assert not [one for one in said if "planned anew" in one]
+
+
+class LateSite(RenewedSite):
+    """Deployments of which one carries out the first order without an answer, and late."""
+
+    def __init__(self, **units: str) -> None:
+        super().__init__(**units)
+        self.late: list[httpx.Request] = []
+        self.unsure = False
+        self.renewals = 0
+        self.swallowed = False
+        self.away = 0
+        """So many more contacts can't be made."""
+
+    def note_unanswered(self) -> None:
+        self.unsure = True
+
+    async def settle(self) -> None:
+        if self.unsure:
+            if self.away:
+                self.away -= 1
+                raise StartupError("it reports nothing")
+            self.contact, self.unsure = self.contact + 1, False
+            self.renewals += 1
+
+    async def carry_out(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST" and not self.swallowed:
+            self.swallowed = True
+            self.late.append(request)
+            raise httpx.ReadTimeout("no answer")
+        answer = await super().carry_out(request)
+        if request.method == "GET" and request.url.path.endswith("/instances"):
+            for one in self.late:  # just after what was seen
+                await super().carry_out(one)
+            self.late = []
+        return answer
+
+
+@pytest.mark.parametrize("away", [0, 2])
+async def test_an_order_without_an_answer_is_not_done_twice(away: int) -> None:
+    site, said = LateSite(left="a b", right="b"), list[str]()
+    site.away = away
+    async with replacing(site, placement(left="a b", right="a b"), said) as it:
+        await it.run()
+    assert site.places() == {"a": "left right", "b": "left right"}
+    assert len(site.starts) == 1
+    assert site.renewals == 1
+
+
+class SlowSite(Site):
+    """Deployments of which one refuses an order before another one has answered its own."""
+
+    async def carry_out(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            if not self.starts:
+                self.starts.append({})
+                return httpx.Response(409, json={"error": {"message": "no free name"}})
+            await asyncio.sleep(0.05)
+        return await super().carry_out(request)
+
+
+async def test_while_an_order_is_on_its_way_nothing_is_planned_again() -> None:
+    site, said = SlowSite(left="a b", right="c"), list[str]()
+    async with replacing(site, placement(left="a b", middle="a b", right="c"), said) as it:
+        await it.run()
+    assert site.places() == {"a": "left middle", "b": "left middle", "c": "right"}
 
 
 def in_units(arena: int, **units: str) -> Site:
