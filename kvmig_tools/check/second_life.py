@@ -62,7 +62,9 @@ class RollingWorld(Struct, frozen=True):
     held: int = 0
     """Calls that wait at the proxy."""
     plan: RolloutPlan | None = START
-    """None: it is done."""
+    """None: it is done, or undone."""
+    undone: bool = False
+    """Whether the old deployment is to be the model's again, and the new one to end."""
     stored: RolloutPlan | None = START
     """The roll-out as the next server finds it."""
     worse: bool = False
@@ -223,6 +225,15 @@ def promotes(now: RollingWorld) -> RollingWorld | None:
     return _ordered(now, promoted)
 
 
+def undoes(now: RollingWorld) -> RollingWorld | None:
+    """Somebody goes back: the newest revision is started as the old one again, which is stored
+    before it is answered."""
+    if now.plan is None:
+        return None
+    fresh = replace(now, plan=None, stored=None, undone=True)
+    return replace(fresh, late=False, worse=False, new_fails=False)
+
+
 def stores(now: RollingWorld) -> RollingWorld | None:
     """A step that the server has taken is stored."""
     return replace(now, stored=now.plan) if now.stored != now.plan else None
@@ -230,6 +241,8 @@ def stores(now: RollingWorld) -> RollingWorld | None:
 
 def another_server(now: RollingWorld) -> RollingWorld | None:
     """The server is killed, and the next one finds what is stored and what runs."""
+    if now.undone:
+        return replace(now, heard=False)
     if now.stored is None or now.plan is None:
         return None  # it is done: what is left ends with its streams
     fresh = replace(now, plan=now.stored, late=False, worse=False, new_fails=False)
@@ -238,6 +251,8 @@ def another_server(now: RollingWorld) -> RollingWorld | None:
 
 def decides(now: RollingWorld) -> RollingWorld | None:
     """The server's next round, as `ModelRollouts` and the lives of both deployments have it."""
+    if now.undone:
+        return goes_back(now)
     if now.plan is None:
         return None
     at = now_of(now)
@@ -264,6 +279,19 @@ def decides(now: RollingWorld) -> RollingWorld | None:
     require(not waits_in_vain, "calls wait while the old deployment serves")
     after = _with_old(after, plan, at, retires=retires)
     after = _with_new(after, stands_by=stands_by)
+    return after if after != now else None
+
+
+def goes_back(now: RollingWorld) -> RollingWorld | None:
+    """A round after an undo: the old deployment gets all new calls, and starts again where it has
+    ended; the new one ends after its streams."""
+    route = Route(now.old == "ready", False)
+    after = replace(now, told=route, heard=False) if route != now.told else now
+    require(now.old != "ready" or after.told.old, "calls wait while the old deployment serves")
+    if now.old == "none" and now.held and not (now.scarce and now.new != "none"):
+        after = replace(after, old="starting")
+    after = _with_new(after, stands_by=False)
+    require(not (after.new == "ending" != now.new and now.on_new), "an undo cuts streams")
     return after if after != now else None
 
 
@@ -309,23 +337,28 @@ FAIR: tuple[Event, ...] = (
 """What happens some time, if nothing prevents it."""
 OTHER: tuple[Event, ...] = (
     calls_the_old, calls_the_new, waits, old_crashes, new_crashes, gets_worse, pauses, resumes,
-    promotes, another_server,
+    promotes, undoes, another_server,
 )  # fmt: skip
 
 
 def explore() -> Lives:
     """Every state of a roll-out: whether a call that waits can be served from each, and whether a
-    roll-out that runs can be done, or stop."""
-    found = explore_worlds(
-        RollingWorld(), FAIR, OTHER, served=lambda one: not one.held or one.plan is None
-    )
+    roll-out that runs can be done, or stop, and one that is undone leaves the old deployment alone.
+    """
+    found = explore_worlds(RollingWorld(), FAIR, OTHER, served=_is_served)
     if not found.violation:
         ending = explore_worlds(RollingWorld(), FAIR, OTHER, served=_is_settled)
         if ending.violation:
-            ending.violation = "a roll-out neither ends nor stops"
+            ending.violation = "a roll-out neither ends nor stops, or an undone one is left"
             return ending
     return found
 
 
+def _is_served(now: RollingWorld) -> bool:
+    return not now.held or (now.plan is None and not now.undone)
+
+
 def _is_settled(now: RollingWorld) -> bool:
+    if now.undone:
+        return now.new == "none"
     return now.plan is None or now.plan.state != "running"
