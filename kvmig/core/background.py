@@ -50,17 +50,21 @@ class BackgroundTasks:
 
 
 async def keep_running(
-    work: Callable[[], Coroutine[Any, Any, object]], name: str, pause_s: float = UNFORESEEN_S
+    work: Callable[[], Coroutine[Any, Any, object]],
+    name: str,
+    pause_s: float = UNFORESEEN_S,
+    failed: Callable[[Exception], object] = lambda error: None,
 ) -> None:
     """Do work that has no end by itself, and begin it again whenever it fails, which is logged.
 
-    name: of the work, in the log.
+    name: of the work, in the log. failed: called with each failure.
     """
     while True:
         try:
             await work()
-        except Exception:
+        except Exception as error:
             log.exception("%s failed, and begins again", name)
+            failed(error)
         else:
             return
         await asyncio.sleep(pause_s)

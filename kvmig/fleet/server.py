@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -67,7 +68,7 @@ from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left
 from kvmig.fleet.read_ahead import WeightsReader, weights_folder
 from kvmig.fleet.relay_links import stand_by
 from kvmig.fleet.rollout import RolloutPlan
-from kvmig.fleet.rollout_controller import sources_of
+from kvmig.fleet.rollout_controller import RunningRollout, sources_of
 from kvmig.fleet.rollout_figures import figures_of
 from kvmig.fleet.rollout_table import StoredRollout, finish_rollout, keep_step
 from kvmig.fleet.settings import ServerLaunch
@@ -286,16 +287,16 @@ class FleetServer:
         self._init.listen()  # what runs is judged by the catalogue
         await self._models.wait_first_round(LOOK_S)  # until then proxies go on with what they know
         await self._links.open()
-        self._turning = _keep(self._models.run, "models")
-        self._watching = _keep(self._watch.run, "GPUs")
-        self._counting = _keep(self._merger.run, "usage")
-        self._sweeping = _keep(self._sweep, "grants")
-        self._judging = _keep(self._judge, "roll-outs")
-        self._fetching = _keep(self._files.run, "model files")
+        self._turning = self._keep_on(self._models.run, "models")
+        self._watching = self._keep_on(self._watch.run, "GPUs")
+        self._counting = self._keep_on(self._merger.run, "usage")
+        self._sweeping = self._keep_on(self._sweep, "grants")
+        self._judging = self._keep_on(self._judge, "roll-outs")
+        self._fetching = self._keep_on(self._files.run, "model files")
         if self._settings.ray:
-            self._joining = _keep(self._cluster.run, "workers")
+            self._joining = self._keep_on(self._cluster.run, "workers")
         if days := self._settings.keep_usage_days:
-            self._keeping = _keep(lambda: self._backend.retention.run(days), "retention")
+            self._keeping = self._keep_on(lambda: self._backend.retention.run(days), "retention")
         await self._serve(take_path(str(self._settings.api)))
 
     async def _lead(self) -> None:
@@ -690,17 +691,32 @@ class FleetServer:
         """Compare the calls of old and new deployments, every JUDGE_S, until cancelled."""
         while True:
             await asyncio.sleep(JUDGE_S)
-            try:
-                for one in self._models.rollouts.both():
-                    found = [
-                        await self._backend.stored(
-                            figures_of, self._ledger, self._settings.spools / each, one.since
-                        )
-                        for each in (one.old, one.new)
-                    ]
-                    self._models.rollouts.judge(one, *found)
-            except StoreError as error:
-                log.warning("the calls of roll-outs are not compared now: %s", error)
+            for one in self._models.rollouts.both():
+                with self._models.faults.guard("judging", self._models.shown(one.name)):
+                    await self._judge_rollout(one)
+
+    async def _judge_rollout(self, one: RunningRollout) -> None:
+        try:
+            found = [
+                await self._backend.stored(
+                    figures_of, self._ledger, self._settings.spools / each, one.since
+                )
+                for each in (one.old, one.new)
+            ]
+        except StoreError as error:
+            log.warning(
+                "the calls of model %s's roll-out are not compared now: %s", one.name, error
+            )
+        else:
+            self._models.rollouts.judge(one, *found)
+
+    def _keep_on(
+        self, work: Callable[[], Coroutine[Any, Any, object]], name: str
+    ) -> asyncio.Task[None]:
+        """Start work that has no end by itself; an unforeseen error is counted, and doesn't end
+        it."""
+        failed = partial(self._models.faults.take_fault, name)
+        return asyncio.create_task(keep_running(work, name, failed=failed), name=name)
 
     def _hear(self, proxy: str, message: ProxyNews | None) -> None:
         match message:
@@ -715,11 +731,6 @@ class FleetServer:
                 self._figures.pop(proxy, None)
                 self._models.reports.forget(proxy)
                 self._heard.set()
-
-
-def _keep(work: Callable[[], Coroutine[Any, Any, object]], name: str) -> asyncio.Task[None]:
-    """Start work that has no end by itself; an unforeseen error doesn't end it."""
-    return asyncio.create_task(keep_running(work, name), name=name)
 
 
 async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -> None:

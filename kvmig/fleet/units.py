@@ -8,7 +8,7 @@ the instances come back to it by themselves (`kvmig.sharing.member`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from kvmig.core.background import cancel_tasks
+from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError, TransportError
 from kvmig.fleet.capacity import CapacityPlan, SharedHold
@@ -43,6 +43,8 @@ LOOK_S = 0.1
 AGAIN_S = 2.0
 """Pause between two looks at one that answers."""
 
+log = logging.getLogger(__name__)
+
 
 class UnitRecord(msgspec.Struct, frozen=True):
     """The note of an agent that the supervisor keeps for the next server."""
@@ -66,12 +68,18 @@ class AgentWatcher:
     async def _follow(self) -> None:
         while True:
             found: UnitState | None = None
-            with contextlib.suppress(TransportError, ConfigError):  # it isn't there yet, or ends
+            pause_s = 0.0
+            try:
                 found = await fetch_unit(self._path)
+            except (TransportError, ConfigError):
+                pass  # it isn't there yet, or ends
+            except Exception:  # the next look may show more
+                log.exception("the unit at %s can't be looked at", self._path)
+                pause_s = UNFORESEEN_S
             before, self.state = self.state, found
             if (before is None) != (self.state is None):
                 self._changed()
-            await asyncio.sleep(LOOK_S if self.state is None else AGAIN_S)
+            await asyncio.sleep(max(pause_s, LOOK_S if self.state is None else AGAIN_S))
 
     async def close(self) -> None:
         """Look no more."""

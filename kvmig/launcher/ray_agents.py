@@ -8,13 +8,16 @@ Ray. This module is imported on each node.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec.structs import replace
 
 from kvmig.launcher import ray_cluster
@@ -50,6 +53,9 @@ MOST_HOLDERS = 4
 """Nodes that a node may fetch a folder from."""
 ENGINES = {"vllm": "vllm", "transformers": "transformers", "toy": "kvmig"}
 """The library that each engine needs."""
+
+
+log = logging.getLogger(__name__)
 
 
 class NodeAgent:
@@ -177,6 +183,11 @@ class WatchedNode:
             )
         self.asked = self._agent.measure.remote(wish, holders)
 
+    def give_up(self, error: Exception) -> None:
+        """Know that the node could not be looked at now; another agent is asked after a pause."""
+        self._why, self.asked = f"it can't be looked at: {error!r}", None
+        self._agent, self._again_at = None, time.monotonic() + AGAIN_S
+
     def take_answer(self) -> None:
         """Take the answer that has come, or the reason why none will."""
         import ray
@@ -184,7 +195,7 @@ class WatchedNode:
 
         asked, self.asked = self.asked, None
         try:
-            self._measured = ray.get(asked)
+            self._measured = checked_measure(ray.get(asked))
         except ActorUnavailableError as error:  # Ray starts it again
             self._why = ray_cluster.last_line(error)
         except RayError as error:
@@ -207,6 +218,22 @@ class WatchedNode:
             silent_s=time.monotonic() - self._at,
             why=self._why,
         )
+
+
+@contextmanager
+def _alone(watched: WatchedNode) -> Iterator[None]:
+    """Look at one node. A failure is its own: the other nodes are looked at all the same."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("node %s can't be looked at now", watched.node.node_id)
+        watched.give_up(error)
+
+
+def checked_measure(found: object) -> NodeMeasure:
+    """What an agent has answered, which may be one of another kvmig. Raises msgspec's
+    ValidationError."""
+    return msgspec.convert(msgspec.to_builtins(found), NodeMeasure)
 
 
 class NodeAgents:
@@ -239,13 +266,15 @@ class NodeAgents:
             ray_cluster.request_nodes(wish.bundles)
             self._requested = wish.bundles
         for node_id in alive:
-            own = wish.of_node(node_id)
-            self._watched[node_id].ask_agent(own, self._holders(node_id, own))
+            with _alone(self._watched[node_id]):
+                own = wish.of_node(node_id)
+                self._watched[node_id].ask_agent(own, self._holders(node_id, own))
         waiting = {one.asked: one for one in self._watched.values() if one.asked is not None}
         if waiting:
             answered, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=ANSWER_S)
             for one in answered:
-                waiting[one].take_answer()
+                with _alone(waiting[one]):
+                    waiting[one].take_answer()
         reports = [one.report() for one in self._watched.values()]
         return ClusterReport(nodes=(*reports, *self._lost.values()))
 

@@ -64,8 +64,10 @@ async def test_work_that_fails_begins_again_until_it_is_done_or_cancelled(
         if len(turns) < 3:
             raise ValueError("no")
 
-    await keep_running(work, "the work", 0.0)
+    failures: list[Exception] = []
+    await keep_running(work, "the work", 0.0, failures.append)
     assert turns == [0, 1, 2]
+    assert [str(one) for one in failures] == ["no", "no"]
     assert [one.getMessage() for one in caplog.records] == ["the work failed, and begins again"] * 2
     waits = asyncio.create_task(keep_running(asyncio.Event().wait, "a wait"))
     await asyncio.sleep(0)

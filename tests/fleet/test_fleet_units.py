@@ -32,7 +32,7 @@ from kvmig.fleet.orders import (
 )
 from kvmig.fleet.settings import FleetSettings, make_folders
 from kvmig.fleet.spec import ModelSpec
-from kvmig.fleet.units import ManagedUnit
+from kvmig.fleet.units import AgentWatcher, ManagedUnit
 from kvmig.proxy.messages import ModelWanted
 from kvmig.sharing.messages import UnitState
 from tests.support.inside import OwnSupervisor
@@ -238,6 +238,28 @@ async def test_the_next_server_takes_over_whatever_of_a_unit_is_left(
         case "the models":
             again = fleet.start_of("unit")
             assert again.words == agent.words
+
+
+async def test_a_look_at_an_agent_that_fails_is_followed_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[UnitState | Exception] = [
+        ZeroDivisionError(),
+        UnitState(arena=ARENA, rule="kvmig", shares=[]),
+    ]
+
+    async def fetch(path: str) -> UnitState:
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr("kvmig.fleet.units.fetch_unit", fetch)
+    monkeypatch.setattr("kvmig.fleet.units.UNFORESEEN_S", 0.01)
+    watched = AgentWatcher("/u.sock", lambda: None)
+    await until(lambda: watched.state is not None)
+    await watched.close()
+    assert "the unit at /u.sock can't be looked at" in caplog.text
 
 
 async def test_of_two_agents_of_a_unit_one_ends(fleet: Fleet) -> None:
