@@ -64,7 +64,7 @@ class SourceFetch:
         Raises SourceFailure, and what the origin's library raises.
         """
         found = self._origin.list_files()
-        listed = checked_list(str(self.source), found)
+        listed = checked_list(str(self.source), found, is_copy=not self.source.is_remote)
         name = folder_name(self.source, listed.revision)
         self._folder.make()
         with self._only_one(name):

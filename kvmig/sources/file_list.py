@@ -72,8 +72,9 @@ def state_of(files: Iterable[RemoteFile]) -> str:
     return blake2b("".join(keys).encode(), digest_size=20).hexdigest()
 
 
-def checked_list(source: str, found: FileList) -> FileList:
-    """The files that are fetched. Raises SourceFailure."""
+def checked_list(source: str, found: FileList, *, is_copy: bool = False) -> FileList:
+    """The files that are fetched. is_copy: of a folder of the user's, in which there may be what
+    the engine chooses from, or no weights. Raises SourceFailure."""
     check_count(source, len(found.files))
     for one in found.files:
         check_name(source, one.name)
@@ -81,6 +82,8 @@ def checked_list(source: str, found: FileList) -> FileList:
             raise SourceFailure(f"{source} lists {one.name} with {one.size} bytes", lasting=True)
     files = chosen(found.files)
     _check_apart(source, [one.name for one in files])
+    if is_copy:
+        return msgspec.structs.replace(found, files=files)
     weights = [one for one in files if _matches(one.name, WEIGHTS)]
     if not weights:
         raise SourceFailure(

@@ -303,6 +303,31 @@ def test_a_node_gives_its_copy_of_a_folder_of_the_users_to_others(
     assert (link / "model.safetensors").read_bytes() == b"weights"
 
 
+@pytest.mark.parametrize("names", [["config.json"], ["a-q4.gguf", "a-q8.gguf"]])
+def test_a_folder_of_the_users_is_copied_as_it_is_and_given_on(
+    site: FilesSite, tmp_path: Path, names: list[str]
+) -> None:
+    """One with no weights, such as for --load-format=dummy, and one with several to choose from."""
+    own, there = site.folder / "own", "/models/nowhere"
+    own.mkdir()
+    for name in names:
+        (own / name).write_bytes(CONFIG)
+    server = NodeFolders({})
+    revision = server.take_wish(site.wish(paths=(str(own),)), {}).paths[str(own)]
+    wish = site.wish(WantedFolder(folder=there, revision=revision), paths=(there,))
+    first, second = site.node("first"), site.node("second")
+
+    def report_at(node: NodeFolders, holder: FolderHolder) -> FolderReport:
+        found = node.take_wish(wish, {there: [holder]}).folder(there, revision)
+        return found or FolderReport(folder="", state="wanted")
+
+    for node, holder in ((first, ElsewhereHolder(server, own)), (second, first)):
+        wait_until(lambda: report_at(node, holder).state in ("whole", "failed"))  # noqa: B023
+        assert report_at(node, holder).why == ""
+    link = copy_link(str(tmp_path / "second"), there)
+    assert sorted(one.name for one in link.iterdir() if one.is_file()) == names
+
+
 def test_a_node_that_has_the_servers_disk_at_another_path_leaves_it_as_it_is(
     site: FilesSite, tmp_path: Path
 ) -> None:
