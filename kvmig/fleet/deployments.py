@@ -263,7 +263,7 @@ class DeploymentWatcher:
         return answer.content
 
     def note_unanswered(self) -> None:
-        """Know that an order of somebody else may be carried out late."""
+        """Know that an order that another part has given may be carried out late."""
         self._is_unsure = True
 
     async def settle(self) -> None:
