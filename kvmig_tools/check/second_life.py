@@ -278,7 +278,7 @@ def decides(now: RollingWorld) -> RollingWorld | None:
     waits_in_vain = now.old == "ready" and not yields and not any(after.told)
     require(not waits_in_vain, "calls wait while the old deployment serves")
     after = _with_old(after, plan, at, retires=retires)
-    after = _with_new(after, stands_by=stands_by)
+    after = with_new(after, stands_by=stands_by)
     return after if after != now else None
 
 
@@ -290,7 +290,7 @@ def goes_back(now: RollingWorld) -> RollingWorld | None:
     require(now.old != "ready" or after.told.old, "calls wait while the old deployment serves")
     if now.old == "none" and now.held and not (now.scarce and now.new != "none"):
         after = replace(after, old="starting")
-    after = _with_new(after, stands_by=False)
+    after = with_new(after, stands_by=False)
     require(not (after.new == "ending" != now.new and now.on_new), "an undo cuts streams")
     return after if after != now else None
 
@@ -320,7 +320,8 @@ def _with_old(now: RollingWorld, plan: RolloutPlan, at: float, *, retires: bool)
     return now
 
 
-def _with_new(now: RollingWorld, *, stands_by: bool) -> RollingWorld:
+def with_new(now: RollingWorld, *, stands_by: bool) -> RollingWorld:
+    """The new deployment, which starts where it is to stand by, and else ends after its streams."""
     if stands_by and now.new == "none" and not now.new_fails:
         room = not now.scarce or now.old == "none"
         return replace(now, new="starting") if room else now

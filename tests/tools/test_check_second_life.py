@@ -77,7 +77,7 @@ def staying(now: RollingWorld, *, stands_by: bool) -> RollingWorld:
 def test_an_undo_that_goes_wrong_is_found(
     wrong: object, violation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(second_life, "_with_new", wrong)
+    monkeypatch.setattr(second_life, "with_new", wrong)
     undone = second_life.undoes(second_life.RollingWorld(new="ready", on_new=1))
     assert undone is not None
     monkeypatch.setattr(second_life, "RollingWorld", lambda: undone)
