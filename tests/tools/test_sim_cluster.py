@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.policy import policy_of
+from kvmig.core.config import SchedulerConfig
 from kvmig.core.errors import ConfigError
 from kvmig_tools.sim import cost
 from kvmig_tools.sim.cluster import SimCluster
@@ -325,3 +327,19 @@ def test_results_and_pictures_are_written(tmp_path: Path) -> None:
     }  # fmt: skip
     (result,) = msgspec.json.decode((tmp_path / "results.json").read_bytes(), type=list[Result])
     assert result.figures["requests"] == 200
+
+
+@given(REQUESTS, st.sets(st.sampled_from(["i0", "i1", "i2"]), max_size=2), st.booleans())
+@examples(60)
+def test_with_prompts_at_instances_of_their_own_every_request_ends_whole_too(
+    rows: list[tuple[float, int, int, int]], apart: set[str], cache: bool
+) -> None:
+    requests = [
+        SimRequest(index, at, prompt, output, priority, "p" if index % 3 else "", 40)
+        for index, (at, prompt, output, priority) in enumerate(sorted(rows))
+    ]
+    config = SchedulerConfig(prompt_instances=tuple(sorted(apart)))
+    model = small("chunked", blocks=40, cache=cache)
+    cluster = SimCluster(requests, 3, model, policy_of(config), setting("live"), Outcomes())
+    outcomes = cluster.run()
+    assert len(outcomes.table()) + outcomes.refused == len(requests)
