@@ -1,0 +1,152 @@
+"""The page in Debian's Chromium before real vLLM: a server of two instances."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from kvmig_tools.nursery import Nursery
+from kvmig_tools.served import SMALL, Served
+from tests.conftest import TWO
+from tests.support import tiny_blip2
+from tests.support.browsers import Visitor, visitor
+from tests.support.leaks import assert_server_is_empty, leaving_nothing
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+KEY = "the-admins"
+CHAT = "/v1/chat/completions"
+TOKENS = 800
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+FIELDS = ("name", "arguments")
+LONG_MS = 300_000
+"""Timeout of whole answers and of starts, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def server(
+    browser: Browser, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """Two instances of a BLIP-2 that reads with the bundled model. (After the browser: without one
+    nothing is started.)"""
+    folder = tmp_path_factory.mktemp("server")
+    flags = [*SMALL, *TWO, *TOOLS, "--served-model-name=eye"]
+    model = folder / "blip2"
+    model.mkdir()
+    tiny_blip2.make(model)
+    made = Served(flags, model=model, nursery=nursery, log=folder / "log", admin_key=KEY)
+    made.model = "eye"
+    with leaving_nothing(made) as served:
+        yield served
+
+
+@pytest.fixture
+def ada(browser: Browser, server: Served) -> Iterator[Visitor]:
+    """Who has the admin key."""
+    with visitor(browser, server.url) as person:
+        yield person
+    assert_server_is_empty(server)
+
+
+def open_playground(person: Visitor, key: str, model: str, tokens: int = TOKENS) -> Page:
+    """key: empty: the person has logged in before."""
+    page = person.open_tab(f"playground?model={model}")
+    if key:
+        person.log_in(page, key)
+    page.locator(f"option[value={model}]").wait_for(state="attached")
+    page.get_by_text("Options", exact=True).click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Most tokens").fill(str(tokens))
+    return page
+
+
+def say(page: Page, words: str) -> Locator:
+    """The answer, which comes."""
+    page.get_by_label("Message").fill(words)
+    page.get_by_role("button", name="Send").click()
+    return page.locator("article.assistant").last
+
+
+def text_of(answer: Locator) -> str:
+    """What the model wrote, without the names of the writers."""
+    return "".join(answer.locator(".text").all_text_contents())
+
+
+def unmoved(
+    url: str, key: str, model: str, content: Any, tokens: int = TOKENS, **more: Any
+) -> dict[str, Any]:
+    """The message of the same chat that is left alone."""
+    body = {
+        "model": model, "messages": [{"role": "user", "content": content}], "temperature": 0,
+        "max_tokens": tokens, **more,
+    }  # fmt: skip
+    headers = {"authorization": f"Bearer {key}"}
+    answer = httpx.post(f"{url}{CHAT}", json=body, headers=headers, timeout=LONG_MS / 1000)
+    message: dict[str, Any] = answer.raise_for_status().json()["choices"][0]["message"]
+    return message
+
+
+def moved_chat(page: Page, words: str) -> Locator:
+    """The whole answer, whose stream moves while it comes."""
+    answer = say(page, words)
+    answer.get_by_text("0060").wait_for()
+    page.get_by_role("button", name="Move to another instance").click()
+    page.get_by_text("The stream moved from").wait_for()
+    answer.locator("footer").wait_for(timeout=LONG_MS)
+    return answer
+
+
+def test_a_chat_with_a_real_model_moves_and_is_the_one_that_was_left_alone(
+    server: Served, ada: Visitor
+) -> None:
+    page = open_playground(ada, KEY, "eye")
+    answer = moved_chat(page, "Count from 0042")
+    spans = answer.locator(".text")
+    writers = [spans.nth(at).get_attribute("data-instance") for at in range(spans.count())]
+    assert set(writers) == {"i0", "i1"}
+    colours = {
+        spans.nth(at).evaluate("one => getComputedStyle(one).backgroundColor") for at in (0, 1)
+    }
+    assert len(colours) == 2
+    assert text_of(answer) == unmoved(server.url, KEY, "eye", "Count from 0042")["content"]
+
+
+def called(url: str, words: str, tokens: int) -> str:
+    """The tool call that the model's stream has for the same chat, as a program gets it."""
+    body = {
+        "model": "eye", "messages": [{"role": "user", "content": words}], "temperature": 0,
+        "max_tokens": tokens, "tools": WEATHER, "tool_choice": "required", "stream": True,
+    }  # fmt: skip
+    headers = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{url}{CHAT}", json=body, headers=headers, timeout=LONG_MS / 1000)
+    lines = answer.raise_for_status().text.splitlines()
+    chunks = [json.loads(one.removeprefix("data: ")) for one in lines if one.startswith("data: {")]
+    calls = [
+        one["function"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for one in choice["delta"].get("tool_calls") or ()
+    ]
+    name, arguments = ("".join(one.get(field) or "" for one in calls) for field in FIELDS)
+    return f"{name}({arguments})"
+
+
+def test_a_real_models_tool_call_is_shown_as_the_api_has_it(server: Served, ada: Visitor) -> None:
+    """The model knows no tools: the grammar lets it call one, with arguments of its own."""
+    page = open_playground(ada, KEY, "eye", 60)
+    page.get_by_label("Tools").fill(json.dumps(WEATHER))
+    page.get_by_label("Tool choice").select_option("required")
+    answer = say(page, "The weather in 0042")
+    answer.locator("footer").wait_for(timeout=LONG_MS)
+    shown = answer.locator(".tool-call code").all_inner_texts()
+    assert shown == [called(server.url, "The weather in 0042", 60)]
+    assert shown[0].startswith("weather(")
+    assert answer.get_by_label("Result of weather").is_visible()
