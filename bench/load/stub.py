@@ -16,6 +16,7 @@ from kvmig.engines.base import (
     EngineLoad,
     Export,
     Frame,
+    Frames,
     OnCallDone,
     OnOutputs,
     RequestState,
@@ -75,6 +76,15 @@ class StubEngine:
 
     async def warm_up(self) -> None:
         """Nothing is cold."""
+
+    async def hold_session(
+        self,
+        request_id: str,
+        payload: Frames,
+        output_token_ids: Sequence[int],
+        shared_tokens: int = 0,
+    ) -> None:
+        raise MigrationRefused("unsupported", "a stub keeps nothing")
 
     async def park(self) -> None:
         raise NotParked("a stub can't be parked")

@@ -60,8 +60,8 @@ class HttpCall:
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
         "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media",
-        "over", "priority", "quota", "request_ids", "room", "sequences", "session", "status",
-        "tenant", "told", "trace", "writers",
+        "over", "priority", "quota", "request_ids", "room", "sequences", "session", "session_name",
+        "status", "tenant", "told", "trace", "writers",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +97,8 @@ class HttpCall:
         self.session: int | None = None
         """What stands for the session that it names (`kvmig.asgi.session_id`); None: it names
         none."""
+        self.session_name: int | None = None
+        """The same for every account that has a session of that id."""
         self.over = False
         """Whether nothing more comes of it: it has its answer, or its client has left."""
         self.answered = False

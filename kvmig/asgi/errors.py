@@ -44,6 +44,27 @@ class AlreadyMigrating(GatewayError):
     param = "request_id"
 
 
+class UnknownSession(GatewayError):
+    """No request of such a session is remembered."""
+
+    status = HTTPStatus.NOT_FOUND
+    param = "session"
+
+
+class AmbiguousSession(GatewayError):
+    """Several accounts have a session of that id."""
+
+    status = HTTPStatus.CONFLICT
+    param = "account"
+
+
+class SessionBusy(GatewayError):
+    """A request of the session runs, and moves as requests do; or the session is being moved."""
+
+    status = HTTPStatus.CONFLICT
+    param = "session"
+
+
 class UnknownInstance(GatewayError):
     """No such instance."""
 

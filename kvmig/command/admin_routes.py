@@ -79,6 +79,7 @@ class AdminRoutes:
             self._route("DELETE", "/instances/{name}/drain", self._stop_drain),
             self._route("GET", "/migrations", self._no_migrations),
             self._route("POST", "/migrations", self._refuse(UNMOVABLE)),
+            self._route("POST", "/sessions/move", self._refuse(UNMOVABLE)),
             self._route("POST", "/park", self._refuse("another engine can't be parked")),
             self._route("POST", "/unpark", self._refuse("another engine can't be parked")),
             Route("/v1/models", self._models),

@@ -28,6 +28,7 @@ from kvmig.controlplane.messages import (
     LoadReport,
     Migrate,
     Migrated,
+    MoveSession,
     OrderDone,
     OrderRefused,
     Outputs,
@@ -52,6 +53,7 @@ from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import (
     ConfigError,
+    MigrationRefused,
     PeerBehind,
     StartupError,
     TransportError,
@@ -250,8 +252,8 @@ class Llumlet:
                 self._call(sender, message, payload)
             case ListRequests():
                 self._tasks.start(self._list(sender, message.call_id))
-            case Migrate():
-                self._tasks.start(self._migrate(message.request_id, message, sender))
+            case Migrate() | MoveSession():
+                self._begin_move(sender, message, payload)
             case Fence():
                 self._tasks.start(self._fence(sender, message))
             case Resolved():
@@ -350,6 +352,14 @@ class Llumlet:
 
     # -- migrations
 
+    def _begin_move(
+        self, sender: bytes, order: Migrate | MoveSession, payload: list[memoryview]
+    ) -> None:
+        if isinstance(order, Migrate):
+            self._tasks.start(self._migrate(order.request_id, order, sender))
+        else:
+            self._tasks.start(self._move_session(sender, order, payload))
+
     async def _migrate(
         self, request_id: str, order: Pair | Migrate, asker: bytes = b""
     ) -> MigrationReport:
@@ -378,6 +388,42 @@ class Llumlet:
         finally:
             self._untold -= 1
         return ended.report
+
+    async def _move_session(
+        self, sender: bytes, order: MoveSession, payload: list[memoryview]
+    ) -> None:
+        """Move a session that has no request now, and report to the front end that asked."""
+        request_id, front = order.request_id, self._fronts.name(sender)
+        frames = [bytes(frame) for frame in payload]
+        try:
+            await self._engine.hold_session(
+                request_id, frames, order.output_token_ids, order.shared_tokens
+            )
+            report = await self._migrations.migrate(
+                request_id,
+                order.destination,
+                order.endpoint,
+                gateway=front,
+                inexact=self._config.scheduler.inexact_moves or order.inexact,
+                idle=True,
+            )
+        except Exception as error:
+            if not isinstance(error, MigrationRefused):
+                log.exception("%s failed", request_id)
+                error = MigrationRefused("error", repr(error))
+            report = MigrationReport(
+                id=request_id,
+                request_id=request_id,
+                source=self.instance,
+                destination=order.destination,
+                state="aborted",
+                reason=error.reason,
+                detail=error.detail,
+            )
+        finally:
+            await self._engine.resume(request_id)  # what is held still, if anything is
+        report = msgspec.structs.replace(report, why="by-hand")
+        self._send(sender, Migrated(order.call_id, report, front))
 
     # -- what the engine gives
 

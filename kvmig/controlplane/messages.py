@@ -159,6 +159,25 @@ class Migrate(RpcMessage, frozen=True, tag=True):
     """Also to an instance of another numerics class."""
 
 
+class MoveSession(RpcMessage, frozen=True, tag=True):
+    """Front end: move what your prefix cache has of a session, and report (`Migrated`).
+
+    Payload: the session's last request, as it was submitted.
+    """
+
+    call_id: int
+    request_id: str
+    """The move's id, which no request has."""
+    destination: str
+    endpoint: str
+    output_token_ids: tuple[int, ...] = ()
+    """What that request gave."""
+    shared_tokens: int = 0
+    """The first ones, which other sessions have, too: they stay."""
+    inexact: bool = False
+    """Also to an instance of another numerics class."""
+
+
 class Migrated(RpcMessage, frozen=True, tag=True):
     """Llumlet: how a migration ended (call_id 0: the scheduler asked, not a front end)."""
 
@@ -475,6 +494,7 @@ ClusterMessage = (
     | ListRequests
     | Requests
     | Migrate
+    | MoveSession
     | Migrated
     | Outputs
     | Fence

@@ -189,6 +189,9 @@ class Export(msgspec.Struct, frozen=True):
     request_id: str
     num_tokens: int
     payload: list[bytes]
+    idle: bool = False
+    """No request, but a session's blocks in a prefix cache: nothing runs after the commit. The
+    payload is one that an engine refuses which doesn't know this field."""
 
 
 class Stage(msgspec.Struct, frozen=True):
@@ -470,6 +473,22 @@ class ServingEngine(Engine, Protocol):
 
     def describe(self) -> bytes:
         """The engine's description for front ends, in the adapter's encoding."""
+        ...
+
+    async def hold_session(
+        self,
+        request_id: str,
+        payload: Frames,
+        output_token_ids: Sequence[int],
+        shared_tokens: int = 0,
+    ) -> None:
+        """Hold what the prefix cache has of a request that has ended, so that it can be moved.
+
+        It is then exported, copied and released (or resumed: it stays cached here) as a request of
+        this id, which never runs. payload: as the request was submitted; output_token_ids: what it
+        gave. shared_tokens: the first ones, which other sessions have, too: they stay cached here.
+        Raises MigrationRefused, also where the engine can't.
+        """
         ...
 
     async def warm_up(self) -> None:

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from kvmig.asgi.access import Rule
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.asgi.problems import PROBLEMS, ErrorBody, Responses, guarded
+from kvmig.asgi.session_id import LONGEST_SESSION
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.controlplane.messages import AddInstances, DrainInstance, RestartInstances, StopDrain
 from kvmig.core.api_records import InstanceRow, Listing, ModelBody, ReachBody
@@ -32,6 +33,8 @@ from kvmig.frontend.struct_answers import (
 )
 
 PREFIX = "/kvmig/v1"
+NameSession = Callable[[str, str], int | None]
+"""What stands for the session of an id and account; of whichever account if that is empty."""
 MOST = 10_000
 """Most instances in one order; the launcher has its own limit."""
 MOST_BYTES = 1 << 60
@@ -49,11 +52,14 @@ def admin_api(
     rule: Rule,
     raise_fence: RaiseOrderFence,
     reach: ModelReach | None = None,
+    *,
+    name_session: NameSession,
 ) -> APIRouter:
     """Routes that show the model, instances, requests and migrations, and move a request.
 
     rows: of all instances, now. model: the served model's name. rule: who may call them.
-    raise_fence: the launcher's. reach: of the model; None: it isn't known.
+    raise_fence: the launcher's. reach: of the model; None: it isn't known. name_session: what
+    stands for a session.
     """
     errors: Responses = {status: {"model": ErrorBody} for status in (400, 404, 409, 503, 504)}
     api = APIRouter(
@@ -62,6 +68,7 @@ def admin_api(
         responses=PROBLEMS,
         route_class=guarded(rule, tuple(MigrationBody.model_fields)),
     )
+    moving = APIRouter(route_class=guarded(rule, tuple(SessionMoveBody.model_fields)))
     changing = APIRouter(route_class=guarded(rule, tuple(ChangeBody.model_fields)))
     fenced = [fenced_by(raise_fence)]
 
@@ -99,6 +106,19 @@ def admin_api(
         report = await router.migrate(body.request_id, body.destination, inexact=body.inexact)
         return answer(shown_report(report))
 
+    @moving.post("/sessions/move", responses=errors | shows(MIGRATION), dependencies=fenced)
+    async def move_session(body: SessionMoveBody) -> Response:
+        """Move what is cached of a session that has no request now, and wait for the end.
+
+        200 with the report, also when it was aborted: the session stays where it was then. 404 or
+        409 if it could not begin.
+        """
+        name = name_session(body.session, "")
+        assert name is not None  # it has a character
+        owner = None if body.account is None else name_session(body.session, body.account)
+        report = await router.sessions.move(name, owner, body.destination, inexact=body.inexact)
+        return answer(shown_report(report))
+
     @api.post("/park", responses=errors | shows(INSTANCES), dependencies=fenced)
     async def park() -> Response:
         """Give the memory of all KV caches back that isn't yet; without requests only.
@@ -126,6 +146,7 @@ def admin_api(
         return answer(Listing(data=[shown_report(one) for one in newest_first[:limit]]))
 
     api.include_router(changing)
+    api.include_router(moving)
     return api
 
 
@@ -255,6 +276,27 @@ class MigrationBody(StrictBody):
     request_id: str = Field(
         min_length=1,
         description="x-request-id of the call, or a sequence's own id (GET /kvmig/v1/requests).",
+    )
+    destination: str | None = Field(
+        default=None, min_length=1, description="Id of an instance; null: the one with most room."
+    )
+    inexact: bool = Field(
+        default=False,
+        description="Also to an instance of another numerics class, where its tokens may differ.",
+    )
+
+
+class SessionMoveBody(StrictBody):
+    """Move this session's cached blocks there."""
+
+    session: str = Field(
+        min_length=1,
+        max_length=LONGEST_SESSION,
+        description="Its id, as its calls name it (x-session-id, prompt_cache_key or user).",
+    )
+    account: str | None = Field(
+        default=None,
+        description="The user whose session it is, behind a fleet; null: there is one of that id.",
     )
     destination: str | None = Field(
         default=None, min_length=1, description="Id of an instance; null: the one with most room."

@@ -49,7 +49,8 @@ def extend(
         return cluster_rows(rows_of_router(), membership.members, model)
 
     rule, fence = http.access.admin, launcher.raise_fence
-    app.include_router(admin_api(router, rows, model, rule, fence, http.reach))
+    named = http.session_name
+    app.include_router(admin_api(router, rows, model, rule, fence, http.reach, name_session=named))
     app.include_router(instances_api(launcher, rows, rule))
     app.include_router(events_api(router, rows, rule, lambda: http.closed, fence))
     exposition = MetricsExposition(
@@ -99,7 +100,9 @@ def add_page(
         """Let every call in: the page has looked at its session."""
 
     routers = (
-        admin_api(router, rows, model, let_in, launcher.raise_fence),
+        admin_api(
+            router, rows, model, let_in, launcher.raise_fence, name_session=http.session_name
+        ),
         instances_api(launcher, rows, let_in),
     )
     view = ServerView(router, rows, model, time.time)

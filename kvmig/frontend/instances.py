@@ -549,6 +549,12 @@ class InstancePool:
                 self._sessions.remember_place(order.session, SessionPlace(instance, demand_blocks))
             return instance
 
+    def note_session_move(self, session: int, source: str, destination: str) -> None:
+        """The session's blocks are elsewhere: the next request had better go there, too."""
+        place = self._sessions.find(session)
+        if place is not None and place.instance == source:
+            self._sessions.remember_place(session, place._replace(instance=destination))
+
     def _marks_of(self, order: DispatchOrder) -> Sequence[int]:
         """The marks of its prompt, where they can decide anything."""
         wanted = order.marks is not None and self._by_prefixes and len(self._instances) > 1

@@ -151,6 +151,10 @@ class HttpState:
             return call.tenant
         return f"key {hashlib.blake2b(given.encode(), digest_size=8).hexdigest()}"
 
+    def session_name(self, session: str, account: str = "") -> int | None:
+        """What stands for a session of that id: of an account, or of whichever."""
+        return session_key(self.session_secret, account, session)
+
     def account(self, headers: MutableHeaders) -> str:
         """The key that a call counts for, as a proxy names it; on a port none is believed."""
         return headers.get(ACCOUNT, "") if self.config.uds else ""
@@ -273,6 +277,7 @@ class HttpMiddleware:
                 sequences = work.sequences
                 session = check_session(headers) or work.session
                 call.session = session_key(state.session_secret, payer, session)
+                call.session_name = state.session_name(session)
                 check_load(state, priority, call.account, sequences)
         except HttpRejection as refused:
             if refused.unread and "expect" not in headers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -77,6 +77,8 @@ class LiveRequest:
     """Whether its client gets no token before the last."""
     logprobs: int = 0
     """Log-probabilities that come with each of its tokens."""
+    marks: Sequence[int] = ()
+    """Marks of its prompt (`kvmig.core.prefix_marks`), if its session is remembered."""
 
     # what the client has
     first_at: float | None = None
@@ -271,6 +273,8 @@ class RequestTable:
         """meter: learns of every request. traces: learns of each run, too; None: none are made."""
         self._meter = meter
         self.traces = traces
+        self.on_ended: Callable[[LiveRequest], None] = lambda request: None
+        """Called with each request that has ended without an error."""
         self.live: dict[str, LiveRequest] = {}
         """Live requests by request id; read only."""
         self.runs: dict[str, LiveRequest] = {}
@@ -310,6 +314,8 @@ class RequestTable:
             self._meter.ended(request, failed)
         if self.traces is not None:
             self.traces.ended(request, failed)
+        if not failed:
+            self.on_ended(request)
         names = {request.call_id, request.external_id}
         for name in names:
             self._calls[name].discard(request_id)

@@ -80,6 +80,7 @@ from kvmig.frontend.requests import (
     priority_of_call,
     sequences_of_call,
 )
+from kvmig.frontend.session_moves import SessionMoves
 from kvmig.frontend.splice import StreamSplicer
 from kvmig.frontend.streams import RequestStreams
 from kvmig.kvtransfer.report import MigrationReport
@@ -140,6 +141,8 @@ class Router:
         self._table = RequestTable(meter, traces)
         self._traces = traces
         self._questions = PendingCalls(self.fleet.send)
+        self.sessions = SessionMoves(self.fleet, self._questions, config, clock, self._runs_session)
+        self._table.on_ended = self.sessions.remember_request
         self._streams = RequestStreams(
             self._table, sink, decode, self.fleet, observer, clock, quotas
         )
@@ -196,6 +199,7 @@ class Router:
         if await self.fleet.remove(instance):
             reason = f"instance {instance} {'has died' if crashed else 'was removed'}"
             self._questions.lost(instance, reason)
+            self.sessions.forget(instance)
             self._ownership.removed(instance, reason, crashed=crashed)
             self._observer.gone(instance)
 
@@ -322,9 +326,17 @@ class Router:
                 search=search,
                 whole=whole and search is None,
                 logprobs=logprobs,
+                marks=self._kept_marks(call, marks),
             )
         )
         return instance
+
+    def _kept_marks(self, call: HttpCall | None, marks: PromptMarks | None) -> Sequence[int]:
+        known = call is not None and call.session is not None and marks is not None
+        return marks() if known and marks is not None else ()
+
+    def _runs_session(self, session: int) -> bool:
+        return any(one.call is not None and one.call.session == session for one in self._table)
 
     async def abort(self, request_ids: Sequence[str], complete: bool = False) -> None:
         """End requests whose clients want no more. Unknown ids are ignored.
@@ -538,6 +550,7 @@ class Router:
             self.reported += 1
             if message.front in ("", self._name):
                 self._observer.migrated(report, None if request is None else request.priority)
+        self.sessions.take_report(report)
         self._questions.answer(message.call_id, message, payload)
         if request is None:
             return

@@ -176,6 +176,7 @@ class MigrationSessions:
         urgent: bool = False,
         inexact: bool = False,
         after_prompt: bool = False,
+        idle: bool = False,
     ) -> MigrationReport:
         """Move a request to the llumlet `destination` at `endpoint`; returns the report.
 
@@ -194,6 +195,7 @@ class MigrationSessions:
             urgent=urgent,
             inexact=inexact,
             after_prompt=after_prompt,
+            idle=idle,
         )
         try:
             await self._take_turn(request_id)

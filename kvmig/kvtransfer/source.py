@@ -83,7 +83,10 @@ class SourceSession(MigrationSession[Event, Action]):
         """Whether nothing is left here; it may still wait for the first token's time."""
         self._context = context = batcher.context
         self.machine = SourceMachine(
-            move.mid, context.config.max_stages, after_prompt=move.after_prompt
+            move.mid,
+            context.config.max_stages,
+            after_prompt=move.after_prompt,
+            idle=move.idle,
         )
         self._engine = context.engine
         self._batcher = batcher
@@ -322,7 +325,7 @@ class SourceSession(MigrationSession[Event, Action]):
                 self._timeline.resumed()
             case ReleaseRequest():
                 self._timeline.resumed()
-                if self.machine.state is SourceState.COMMITTED:
+                if self.machine.state is SourceState.COMMITTED and not self.move.idle:
                     self._context.host.on_left(self.move.request_id, self.endpoint)
                 await self._engine.release(self.move.request_id)
             case SendAbort(reason):

@@ -51,6 +51,10 @@ arbiter's, decides.
 # first stage brings room for the whole prompt; then FollowPrompt, in CHECKING, returns each chunk's
 # blocks, which are a stage, and in the end the tail: the engine takes the request out of the batch
 # at the end of the step that computed the last chunk. So it goes on to SENDING_TAIL.
+#
+# A session that is idle moves like a request that decodes nothing. Nothing of it runs, so two whole
+# copies do no harm: if the destination doesn't say whether it has committed, the source keeps its
+# own, and no arbiter is asked.
 
 from __future__ import annotations
 
@@ -275,9 +279,10 @@ class SourceMachine(StateMachine):
         questions: int = QUESTIONS,
         *,
         after_prompt: bool = False,
+        idle: bool = False,
     ) -> None:
         """max_stages: live stages, then the tail is what is left; questions: see `QUESTIONS`;
-        after_prompt: whether the prompt is computed here to its end."""
+        after_prompt: whether the prompt is computed here to its end; idle: see `Export.idle`."""
         super().__init__(key, SourceState.EXPORTING)
         self._max_stages = max_stages
         self._after_prompt = after_prompt
@@ -285,7 +290,8 @@ class SourceMachine(StateMachine):
         """Stages of a prompt's chunks, which `max_stages` doesn't count."""
         self._tokens = 0
         """The request's when it was exported."""
-        self._questions = questions
+        self._questions = 0 if idle else questions
+        self._idle = idle
         self._commits = 0
         self._plan = Stage([], 0)
         self.stage = 0
@@ -478,8 +484,11 @@ class SourceMachine(StateMachine):
         return [*self._kept("timeout", "kept by the front end"), SendAbort("timeout")]
 
     def orphaned(self) -> list[Action]:
-        """The stream has no reader left: run the request nowhere rather than twice."""
+        """The stream has no reader left: run the request nowhere rather than twice. An idle
+        session, which runs nowhere, stays."""
         self.apply_event(SourceTransition.ORPHANED)
+        if self._idle:
+            return [*self._kept("timeout", "the destination does not answer"), SendAbort("timeout")]
         self.reason, self.detail = "orphaned", "neither destination nor front end answers"
         return [ReleaseRequest()]
 

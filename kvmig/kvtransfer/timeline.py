@@ -38,6 +38,8 @@ class MigrationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The request may go to an engine of another numerics class."""
     after_prompt: bool = False
     """The request's prompt is computed to its end before the request goes."""
+    idle: bool = False
+    """A session without a request: see `Export.idle`."""
 
 
 class MigrationTimeline:

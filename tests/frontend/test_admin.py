@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 
 from kvmig.asgi.access import access
+from kvmig.asgi.session_id import session_key
 from kvmig.controlplane.messages import OrderDone, SetGuarantee
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.config import ClusterConfig, SchedulerConfig
@@ -32,6 +33,10 @@ async def raise_fence(token: OrderToken) -> None:
     """In place of the launcher, which no fleet's server has asked before."""
 
 
+def name_session(session: str, account: str) -> int | None:
+    return session_key(b"a secret", account, session)
+
+
 @asynccontextmanager
 async def served(
     config: ClusterConfig | None = None, *keys: str
@@ -44,7 +49,9 @@ async def served(
             return cluster_rows(it.router.fleet.rows(), [], "the model")
 
         rule = access(keys, "", "127.0.0.1").admin
-        app.include_router(admin_api(it.router, rows, "the model", rule, raise_fence))
+        app.include_router(
+            admin_api(it.router, rows, "the model", rule, raise_fence, name_session=name_session)
+        )
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost/kvmig/v1"

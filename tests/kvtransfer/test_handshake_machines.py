@@ -422,3 +422,18 @@ def test_copying_stops_at_one_block_or_at_the_last_stage() -> None:
     assert enough(1, 0, 8)
     assert not enough(2, 0, 8)
     assert enough(100, 8, 8)
+
+
+def test_a_source_that_does_not_know_whether_an_idle_session_was_committed_keeps_it() -> None:
+    machine = SourceMachine("m", max_stages=8, idle=True)
+    machine.exported(32)
+    machine.reserved(0)
+    machine.checked(Stage([4, 5], 32))
+    machine.reserved(0)
+    machine.copied()
+    machine.checked(Stage([], 32))
+    machine.reserved(0)
+    machine.suspended(Tail([], 32, 0, b""))
+    machine.commit_sent()
+    assert machine.unreachable() == [ResumeRequest(), SendAbort("timeout")]
+    assert (machine.state, machine.reason) == (source.SourceState.ABORTED, "timeout")

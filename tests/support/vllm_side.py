@@ -52,6 +52,8 @@ class Output:
     finish_reason: Any = None
     stop_reason: Any = None
     error: Any = None
+    cached_tokens: int = 0
+    """Tokens of its prompt that the prefix cache had."""
     stats: Any = None
     """`RequestStateStats`, as vLLM's front end keeps them."""
 
@@ -164,6 +166,8 @@ class Side:
                     one, batch.timestamp, first, output.stats, LoRARequestStates(), None
                 )
                 output.tokens += one.new_token_ids
+                if one.prefill_stats is not None:
+                    output.cached_tokens = one.prefill_stats.num_cached_tokens
                 if one.new_logprobs is not None:
                     output.logprobs += one.new_logprobs.logprobs.tolist()
                 if one.new_prompt_logprobs_tensors is not None:

@@ -137,6 +137,15 @@ class ToyEngine:
     async def warm_up(self) -> None:
         """Do nothing: a toy compiles and loads nothing."""
 
+    async def hold_session(
+        self,
+        request_id: str,
+        payload: Frames,
+        output_token_ids: Sequence[int],
+        shared_tokens: int = 0,
+    ) -> None:
+        raise MigrationRefused("unsupported", "a toy engine keeps no ended requests")
+
     async def park(self) -> None:
         if self._batch.running or self._batch.waiting:
             raise NotParked("it has requests")

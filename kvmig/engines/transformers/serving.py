@@ -246,6 +246,17 @@ class ServingTransformers:
         if self._events is not None:
             self._events.call_soon(self._on_call_done, client, call_id, error, [])
 
+    async def hold_session(
+        self,
+        request_id: str,
+        payload: Frames,
+        output_token_ids: Sequence[int],
+        shared_tokens: int = 0,
+    ) -> None:
+        raise MigrationRefused(
+            "unsupported", "a transformers engine keeps nothing of ended requests"
+        )
+
     async def park(self) -> None:
         raise NotParked("a transformers engine can't be parked")
 

@@ -79,6 +79,10 @@ class RequestBuilder:
         await self._on(self._known, lambda: self._feed(request, output_token_ids))
         return request
 
+    async def hash_request(self, submitted: EngineCoreRequest) -> Request:
+        """See `StepCore.hash_request`."""
+        return await self._on(self._known, lambda: self._core.hash_request(submitted))
+
     async def generator_after(self, params: SamplingParams | None, tokens: int) -> bytes | None:
         return await self._on(self._known, lambda: generator_after(self._core, params, tokens))
 

@@ -145,6 +145,15 @@ class StepCore(EngineCoreProc):
 
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
         """vLLM's, of a request whose adapter is called as this engine calls it."""
+        return super().preprocess_add_request(self._with_own_adapter(request))
+
+    def hash_request(self, request: EngineCoreRequest) -> Request:
+        """The request with its blocks' hashes, as a prefix cache knows it; it never runs."""
+        return Request.from_engine_core_request(
+            self._with_own_adapter(request), self.request_block_hasher
+        )
+
+    def _with_own_adapter(self, request: EngineCoreRequest) -> EngineCoreRequest:
         if request.lora_request is not None:
             request = copy.copy(request)
             own = request.lora_request = self.adapters.resolve_adapter(request.lora_request)
@@ -155,7 +164,7 @@ class StepCore(EngineCoreProc):
                     replace(one, identifier=f"{own.lora_name}:{one.identifier}")
                     for one in request.mm_features
                 ]
-        return super().preprocess_add_request(request)
+        return request
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the engine's thread between two steps."""

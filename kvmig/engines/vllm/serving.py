@@ -41,6 +41,12 @@ from kvmig.engines.base import (
 )
 from kvmig.engines.identity import check_unchanged
 from kvmig.engines.vllm.building import RequestBuilder
+from kvmig.engines.vllm.cached_prefixes import (
+    PrefixDestination,
+    PrefixPool,
+    PrefixSource,
+    beginning_of,
+)
 from kvmig.engines.vllm.config import (
     Identify,
     after_call,
@@ -64,6 +70,7 @@ from kvmig.engines.vllm.migration import (
     decode_progress,
     decode_request,
     encode_progress,
+    encode_request,
     unmovable_engine,
 )
 from kvmig.engines.vllm.offload import BeingOffloaded, CacheOffload
@@ -136,6 +143,11 @@ class ServingVllm:
         self._source = VllmSource(core, memory.tables)
         offload = CacheOffload(scheduler)
         self._destination = VllmDestination(core, memory.tables, offload)
+        prefixes = PrefixPool(core, memory.tables, offload, lambda: self._weights)
+        self._prefix_source = PrefixSource(prefixes)
+        self._prefix_destination = PrefixDestination(prefixes)
+        self._sessions: dict[str, Export] = {}
+        """Sessions that are held, so that they can be moved, by the id of their move."""
         self._warm_step = WarmStep(core)
         self._seats = scheduler.max_num_active_reqs
         self._grammars = GrammarLimits(core.structured_output_manager)
@@ -143,7 +155,7 @@ class ServingVllm:
         self._incoming = incoming = IncomingRequests(core, builder, offload)
         self._own = OwnRequests(core, incoming, builder, self._on_engine)
         self._parking = VllmParking(
-            core, memory, incoming, self._own, self._destination.arriving, self._on_engine
+            core, memory, incoming, self._own, self._arriving, self._on_engine
         )
         self._holdings = RequestHoldings(scheduler, memory.tables, self.unmovable)
         self.sharing: Sharing | str = self._device.open(core, memory, self._on_engine)
@@ -260,9 +272,36 @@ class ServingVllm:
         size = self._incoming.why_too_large(state.request_id)
         return replace(state, unmovable=size) if size and not state.unmovable else state
 
+    def _arriving(self) -> set[str]:
+        """Ids of what holds blocks and is no request of the scheduler's."""
+        sessions = self._prefix_source.leaving | self._prefix_destination.arriving
+        return self._destination.arriving() | sessions
+
     # -- source
 
+    async def hold_session(
+        self,
+        request_id: str,
+        payload: Frames,
+        output_token_ids: Sequence[int],
+        shared_tokens: int = 0,
+    ) -> None:
+        if self.unmovable:
+            raise MigrationRefused("unsupported", self.unmovable)
+        frames = [bytes(frame) for frame in payload]
+        submitted = beginning_of(decode_request(frames), request_id, output_token_ids)
+        request = await self._builder.hash_request(submitted)
+        tokens = await self._on_engine(lambda: self._prefix_source.hold(request, shared_tokens))
+        # One token more than is held: a prefix cache never has the last one of a prompt.
+        submitted.prompt_token_ids = (submitted.prompt_token_ids or [])[: tokens + 1]
+        adapter = self._core.adapters.identity(request.lora_request)
+        self._sessions[request_id] = Export(
+            request_id, tokens, [b"", adapter.encode(), *encode_request(submitted)], idle=True
+        )
+
     async def export(self, request_id: str) -> Export:
+        if request_id in self._sessions:
+            return self._sessions[request_id]
         frames = self._incoming.submitted.get(request_id)
         if frames is None or self._destination.is_arriving(request_id):
             raise MigrationRefused("unknown_request", f"request {request_id} is not here")
@@ -284,7 +323,8 @@ class ServingVllm:
         )
 
     async def stage(self, request_id: str, sent: int) -> Stage:
-        return await self._on_engine(lambda: self._source.stage(request_id, sent))
+        source = self._prefix_source if request_id in self._sessions else self._source
+        return await self._on_engine(lambda: source.stage(request_id, sent))
 
     async def follow_prompt(self, request_id: str, sent: int, most_tokens: int) -> Stage | Tail:
         return await self._take_out(
@@ -294,6 +334,8 @@ class ServingVllm:
         )
 
     async def suspend(self, request_id: str, sent: int, out: memoryview | None = None) -> Tail:
+        if request_id in self._sessions:
+            return await self._on_engine(lambda: self._prefix_source.suspend(request_id, sent))
         tail = await self._take_out(
             request_id, out, lambda gather: self._source.suspend(request_id, sent, gather)
         )
@@ -330,15 +372,25 @@ class ServingVllm:
         return await self._memory.copies.gather(block_ids, out, urgent)
 
     async def resume(self, request_id: str) -> None:
-        await self._on_engine(lambda: self._source.resume(request_id))
+        def resume() -> None:
+            self._prefix_source.resume(request_id)
+            self._source.resume(request_id)
+
+        self._sessions.pop(request_id, None)
+        await self._on_engine(resume)
 
     async def release(self, request_id: str) -> None:
+        if self._sessions.pop(request_id, None) is not None:
+            await self._on_engine(lambda: self._prefix_source.release(request_id))
+            return
         await self._on_engine(lambda: self._source.release(request_id))
         self._incoming.forget(request_id)
 
     # -- destination
 
     async def reserve(self, export: Export) -> int:
+        if export.idle:
+            return await self._reserve_session(export)
         try:
             progress = decode_progress(export.payload[0])
             check_known(export.payload[1:])
@@ -355,7 +407,24 @@ class ServingVllm:
         self._incoming.submitted[export.request_id] = list(export.payload[1:])
         return hit
 
+    async def _reserve_session(self, export: Export) -> int:
+        try:
+            adapter, frames = export.payload[1].decode(), export.payload[2:]
+            check_known(frames)
+            submitted = decode_request(frames)
+        except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+            raise MigrationRefused("incompatible", f"session of another kind: {error}") from error
+        request = await self._builder.hash_request(submitted)
+        if self._core.adapters.identity(request.lora_request) != adapter:
+            raise MigrationRefused("incompatible", "its LoRA adapter is another one here")
+        tokens = export.num_tokens
+        return await self._once_offloaded(lambda: self._prefix_destination.reserve(request, tokens))
+
     async def grow(self, request_id: str, num_tokens: int) -> list[int]:
+        if request_id in self._prefix_destination.arriving:
+            return await self._on_engine(
+                lambda: self._prefix_destination.grow(request_id, num_tokens)
+            )
         return await self._once_offloaded(lambda: self._destination.grow(request_id, num_tokens))
 
     async def _once_offloaded(self, take_blocks: Callable[[], T]) -> T:
@@ -383,6 +452,9 @@ class ServingVllm:
             self._core.hold.over(request_id)
 
     async def commit(self, request_id: str, tail: Tail, last: CameBlocks | None = None) -> None:
+        if request_id in self._prefix_destination.arriving:
+            await self._commit_session(request_id, last)
+            return
         progress = decode_progress(tail.state)
         blocks: LastBlocks | None = None
         if last is not None:
@@ -414,8 +486,18 @@ class ServingVllm:
                 await blocks.copied()  # its buffer is somebody else's next
             raise
 
+    async def _commit_session(self, request_id: str, last: CameBlocks | None) -> None:
+        try:
+            if last is not None:
+                last.check(await self.scatter(last.block_ids, last.fused, urgent=True))
+            await self._on_engine(lambda: self._prefix_destination.commit(request_id))
+        except BaseException:
+            await self.cancel(request_id)
+            raise
+
     async def cancel(self, request_id: str) -> None:
         def free() -> bool:
+            self._prefix_destination.cancel(request_id)
             self._core.hold.over(request_id)
             self._destination.cancel(request_id)
             return request_id in self._scheduler.requests

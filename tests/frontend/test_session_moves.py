@@ -1,0 +1,208 @@
+"""Sessions that the admin API moves, over llumlets without engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from kvmig.asgi.access import access
+from kvmig.asgi.call import HttpCall, current_call
+from kvmig.asgi.session_id import session_key
+from kvmig.controlplane.messages import Migrated, MoveSession
+from kvmig.core.config import ClusterConfig, SchedulerConfig
+from kvmig.core.order_fence import OrderToken
+from kvmig.frontend.admin import admin_api
+from kvmig.frontend.struct_answers import add_schemas
+from kvmig.rpc.messages import RpcMessage
+from tests.support.fake_llumlet import Cluster, FakeLlumlet, cluster, report
+from tests.support.waiting import until
+
+
+async def raise_fence(token: OrderToken) -> None:
+    """In place of the launcher, which no fleet's server has asked before."""
+
+
+def problem(answer: httpx.Response) -> tuple[int, dict[str, Any]]:
+    """Status and error."""
+    return answer.status_code, answer.json()["error"]
+
+
+def named(session: str, account: str) -> int | None:
+    return session_key(b"a secret", account, session)
+
+
+@contextmanager
+def of_session(session: str, account: str = "") -> Iterator[None]:
+    """Inside the block requests are those of a call that names a session."""
+    call = HttpCall("c")
+    call.session, call.session_name = named(session, account), named(session, "")
+    token = current_call.set(call)
+    try:
+        yield
+    finally:
+        current_call.reset(token)
+
+
+@asynccontextmanager
+async def served(
+    config: ClusterConfig | None = None,
+) -> AsyncIterator[tuple[Cluster, httpx.AsyncClient]]:
+    async with cluster(config) as it:
+        app = FastAPI()
+        add_schemas(app)
+        rule = access((), "", "127.0.0.1").admin
+        api = admin_api(it.router, it.router.fleet.rows, "m", rule, raise_fence, name_session=named)
+        app.include_router(api)
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost/kvmig/v1"
+        ) as client:
+            yield it, client
+
+
+async def said(it: Cluster, session: str, request_id: str, account: str = "") -> FakeLlumlet:
+    """A session's request that has ended; the instance where it ran."""
+    with of_session(session, account):
+        where = await it.submit(request_id)
+    where.step((request_id, 0, 0, [7, 8]), last=[request_id])
+    await until(lambda: request_id not in it.router.live())
+    return where
+
+
+def other_than(it: Cluster, one: FakeLlumlet) -> FakeLlumlet:
+    return next(other for other in it.llumlets if other is not one)
+
+
+Answer = Callable[[RpcMessage], RpcMessage | None]
+
+
+def answering(reason: str = "") -> tuple[list[MoveSession], Answer]:
+    """What a llumlet was asked, and how it answers."""
+    asked: list[MoveSession] = []
+
+    def answer(message: RpcMessage) -> RpcMessage:
+        assert isinstance(message, MoveSession)
+        asked.append(message)
+        done = report(message.request_id, "?", message.destination, reason)
+        return Migrated(message.call_id, done)
+
+    return asked, answer
+
+
+async def test_a_session_goes_with_what_its_last_request_was_and_gave() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        there = other_than(it, where)
+        asked, where.on[MoveSession] = answering()
+        done = await client.post(
+            "/sessions/move", json={"session": "s", "destination": there.instance}
+        )
+        assert (done.status_code, done.json()["state"]) == (200, "committed"), done.text
+        (order,) = asked
+        assert (order.output_token_ids, order.endpoint) == ((7, 8), there.endpoint)
+        assert where.payload == [b"payload"]
+        back, there.on[MoveSession] = answering()
+        assert (await client.post("/sessions/move", json={"session": "s"})).status_code == 200
+        assert [one.destination for one in back] == [where.instance]
+
+
+async def test_a_session_whose_move_is_given_up_stays_where_it_was() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        for _ in range(2):
+            asked, where.on[MoveSession] = answering("no_blocks")
+            done = await client.post("/sessions/move", json={"session": "s"})
+            assert (done.status_code, done.json()["reason"]) == (200, "no_blocks")
+            assert len(asked) == 1
+
+
+async def test_orders_that_can_not_begin_are_named() -> None:
+    async with served() as (it, client):
+
+        async def refused(**body: object) -> tuple[int, str]:
+            status, error = problem(await client.post("/sessions/move", json=body))
+            return status, error["message"]
+
+        assert (await refused(session="s"))[0] == 404
+        assert "session is missing" in (await refused())[1]
+        assert "session is 'xxx" in (await refused(session="x" * 257))[1]
+        where = await said(it, "s", "r")
+        assert await refused(session="s", destination=where.instance) == (
+            409, f"the session is on instance {where.instance} already",
+        )  # fmt: skip
+        assert (await refused(session="s", destination="9"))[0] == 404
+        with of_session("s"):
+            await it.submit("r2")
+        status, words = await refused(session="s")
+        assert (status, "a request of the session runs" in words) == (409, True)
+
+
+async def test_two_accounts_with_one_id_are_two_sessions() -> None:
+    async with served() as (it, client):
+        await said(it, "s", "r", "alice")
+        bobs = await said(it, "s", "r2", "bob")
+        status, error = problem(await client.post("/sessions/move", json={"session": "s"}))
+        assert (status, error["param"]) == (409, "account")
+        asked, bobs.on[MoveSession] = answering()
+        done = await client.post("/sessions/move", json={"session": "s", "account": "bob"})
+        assert (done.status_code, len(asked), bobs.payload) == (200, 1, [b"payload"])
+
+
+async def test_a_session_that_is_moved_is_not_moved_twice_at_once() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        first = asyncio.create_task(client.post("/sessions/move", json={"session": "s"}))
+        order = await where.hear()
+        assert isinstance(order, MoveSession)
+        status, error = problem(await client.post("/sessions/move", json={"session": "s"}))
+        assert (status, error["message"]) == (409, "the session is being moved already")
+        done = report(order.request_id, where.instance, order.destination)
+        where.send(Migrated(order.call_id, done))
+        assert (await first).json()["state"] == "committed"
+
+
+async def test_a_move_whose_caller_has_left_is_known_when_it_has_ended() -> None:
+    async with served() as (it, _):
+        where = await said(it, "s", "r")
+        there = other_than(it, where)
+        name = named("s", "")
+        assert name is not None
+        moving = asyncio.create_task(it.router.sessions.move(name, None, there.instance))
+        order = await where.hear()
+        assert isinstance(order, MoveSession)
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        where.send(
+            Migrated(order.call_id, report(order.request_id, where.instance, there.instance))
+        )
+        await until(lambda: it.router.sessions.memory.find(name).instance == there.instance)
+
+
+async def test_an_instance_that_is_removed_takes_its_sessions_along() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        await it.router.remove_instance(where.instance)
+        status, _ = problem(await client.post("/sessions/move", json={"session": "s"}))
+        assert status == 404
+
+
+async def test_without_migration_no_session_moves() -> None:
+    config = ClusterConfig(scheduler=SchedulerConfig(migration=False))
+    async with served(config) as (it, client):
+        await said(it, "s", "r")
+        status, error = problem(await client.post("/sessions/move", json={"session": "s"}))
+        assert (status, "--no-migration" in error["message"]) == (409, True)
+
+
+@pytest.mark.parametrize("field", ["session", "account", "destination", "inexact"])
+async def test_a_field_of_another_type_is_named(field: str) -> None:
+    async with served() as (_, client):
+        body = {"session": "s", field: 7}
+        status, error = problem(await client.post("/sessions/move", json=body))
+        assert (status, field in error["message"]) == (400, True)
