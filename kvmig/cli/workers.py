@@ -88,6 +88,7 @@ def worker_view(one: dict[str, Any]) -> str:
             for gpu in one["gpus"]
         ),
         "engines": ", ".join(one["engines"]),
+        "forks": "; ".join(f"{name}: {state}" for name, state in one["fork_servers"].items()),
         "files": files_text(one["files"]),
         "drain": drain_text(one["drain"]),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentDefaultsHelpFormatter, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -43,6 +43,10 @@ class EnginePlugin(Protocol):
 
         Raises StartupError.
         """
+        ...
+
+    def set_environment(self, environment: MutableMapping[str, str]) -> None:
+        """Set what `prepare` sets in the environment of this process."""
         ...
 
     def check_tree(self, tree: str) -> str:
@@ -224,10 +228,10 @@ OFFLINE = {
 """Defaults of the environment; what the user has set stays."""
 
 
-def set_offline() -> None:
+def set_offline(environment: MutableMapping[str, str] = os.environ) -> None:
     """Forbid downloads; call it before a library that knows hubs is imported."""
     for name, value in OFFLINE.items():
-        os.environ.setdefault(name, value)
+        environment.setdefault(name, value)
 
 
 def check_model(model: str) -> None:

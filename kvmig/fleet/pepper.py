@@ -59,6 +59,12 @@ def shown_pepper(pepper: bytes) -> bytes:
     return blake2b(b"pepper", key=pepper).digest()
 
 
+def fleet_word(pepper: bytes) -> str:
+    """A word that all servers of one fleet have, and no other fleet's; the pepper can't be had from
+    it."""
+    return blake2b(b"fleet", key=pepper, digest_size=16).hexdigest()
+
+
 def check_pepper(path: Path, pepper: bytes, kept: bytes, database: str) -> None:
     """Raises DatabaseUnusable for one that isn't the database's. kept: what that shows of it."""
     if not secrets.compare_digest(kept, shown_pepper(pepper)):

@@ -62,7 +62,7 @@ from kvmig.fleet.orders import (
     Start,
     StepDown,
 )
-from kvmig.fleet.pepper import keep_key
+from kvmig.fleet.pepper import fleet_word, keep_key
 from kvmig.fleet.placement_controller import DesiredPlacement as Placed
 from kvmig.fleet.quotas import QuotaSocket, give_back, grant, idle_sources, left, sweep
 from kvmig.fleet.read_ahead import WeightsReader, weights_folder
@@ -270,7 +270,7 @@ class FleetServer:
         self._keys = KeyIndex(self._store.pepper)
         await self._backend.workers.recall()
         await self._files.start()
-        await self._folders.start()
+        await self._folders.start(fleet_word(self._store.pepper), self._store.database.token)
         await self._recall_sizes()  # by the folders of files that were downloaded
         await self.reload()
         if (wanted := await stored(self._store.placement)) is not None:

@@ -103,6 +103,10 @@ class FleetSettings(SecretStruct, frozen=True, kw_only=True):
         """The socket on which the server serves proxies."""
         return self.path("run", "proxies.sock")
 
+    def fork_server(self, engine: str) -> str:
+        """The path of the socket of an engine's fork server."""
+        return str(self.path("run", f"nursery-{engine}.sock"))
+
     def deployment(self, deployment: str) -> Path:
         """The socket of one."""
         return self.path("run", f"d-{deployment}.sock")
@@ -257,6 +261,12 @@ def _not_ours(folder: Path) -> str:
         "a folder with other files, which others may read; must be a new one, an empty one, or for"
         " this user alone (chmod 700)"
     )
+
+
+def environment_of(settings: FleetSettings) -> dict[str, str]:
+    """The one environment of fork servers and deployments (see `kvmig.process.fork_server`)."""
+    # A thread count that instances of all deployments share, for it is read at the import.
+    return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}
 
 
 class ServerLaunch(msgspec.Struct, frozen=True):

@@ -29,7 +29,6 @@ from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.model_sizes import sizes_in
 from kvmig.core.order_fence import OrderFence, OrderToken
-from kvmig.fleet.nurseries import ForkServers, environment_of
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
     Checked,
@@ -49,7 +48,8 @@ from kvmig.fleet.orders import (
     order_of,
 )
 from kvmig.fleet.process_logs import last_of, last_sentence, size_of, turn_log
-from kvmig.fleet.settings import FleetSettings, ServerLaunch, make_folders
+from kvmig.fleet.settings import FleetSettings, ServerLaunch, environment_of, make_folders
+from kvmig.launcher.fork_servers import ForkServers
 from kvmig.mirror.settings import MirrorSettings
 from kvmig.process.child import quiet, say
 from kvmig.process.fork_server import (
@@ -241,7 +241,7 @@ class FleetSupervisor:
         self._sock = sock
         self._hub = hub
         self._peers = peers
-        self._nurseries = ForkServers(settings)
+        self._nurseries = ForkServers(settings.fork_server, partial(environment_of, settings))
         self._forks: ForkServerClient | None = None
         """Fork server of the server and the proxies."""
         self._deployments: dict[str, RunningDeployment] = {}

@@ -37,18 +37,21 @@ class WorkerFolders:
         self._used = used
         self._most_bytes = most_bytes
 
-    async def start(self) -> None:
-        """Mark the server's folder, so that nodes which see it know it. Raises OSError."""
+    async def start(self, fleet: str, term: int) -> None:
+        """Mark the server's folder, so that nodes which see it know it. fleet, term: see
+        `WorkerPool.take_lead`. Raises OSError."""
         if self._pool.there:
+            self._pool.take_lead(fleet, term)
             root = self._files.folder.root
             word = await asyncio.to_thread(owner_word, root)
             self._pool.files.take_place(str(root), word, self._most_bytes)
 
     async def take_models(self, specs: Collection[ModelSpec]) -> None:
-        """Let workers have the folders of these models. specs: with folders as their sources, where
-        they are whole."""
+        """Let workers have the folders and the fork servers of these models. specs: with folders
+        as their sources, where they are whole."""
         if not self._pool.there:
             return
+        self._pool.take_engines({one.library for one in specs} - {""})
         folder, whole = self._files.folder, self._files.whole()
         own = {one.folder for one in specs if one.source.startswith(PATH)} - whole.keys()
         older = {one for one in self._used() if one not in whole and folder.owns(one)}

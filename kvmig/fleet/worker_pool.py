@@ -62,6 +62,8 @@ class WorkerPool:
         self._reserve = reserve
         self._reserve_node = reserve_node
         self._bundles: tuple[Resources, ...] | None = None
+        self._engines: tuple[str, ...] = ()
+        self._fleet, self._term = "", 0
 
     @classmethod
     def of_fleet(cls, settings: FleetSettings, clock: Clock, wall: Clock) -> Self:
@@ -155,7 +157,22 @@ class WorkerPool:
 
     def wish(self) -> ClusterWish:
         """What is wanted of the nodes now."""
-        return msgspec.structs.replace(self.files.wish, bundles=self._bundles)
+        return msgspec.structs.replace(
+            self.files.wish,
+            bundles=self._bundles,
+            engines=self._engines,
+            threads=self._threads,
+            fleet=self._fleet,
+            term=self._term,
+        )
+
+    def take_lead(self, fleet: str, term: int) -> None:
+        """Wish from now on as the server of this term. fleet: the word of the fleet."""
+        self._fleet, self._term = fleet, term
+
+    def take_engines(self, engines: Iterable[str]) -> None:
+        """Let workers have fork servers of these engines."""
+        self._engines = tuple(sorted(engines))
 
     def decide_nodes(
         self, held: Iterable[tuple[str, str]], waiting: Iterable[tuple[ModelSpec, int]]

@@ -71,6 +71,8 @@ class FleetWorker:
     free_resources: Mapping[str, float] = field(default_factory=dict)
     engines: tuple[str, ...] = ()
     """The engines that can start there; empty: not known."""
+    fork_servers: Mapping[str, str] = field(default_factory=dict)
+    """States of its fork servers, by engine: loading, ready, or why there is none."""
     files: NodeFilesReport = field(default_factory=NodeFilesReport)
 
     @property
@@ -178,6 +180,7 @@ class WorkerTable:
             resources=node.total,
             free_resources=node.free,
             engines=() if measured is None else measured.engines,
+            fork_servers={} if measured is None else measured.fork_servers,
             files=NodeFilesReport() if measured is None else measured.files,
         )
         wish = self._wishes.get(name)

@@ -158,6 +158,7 @@ def worker_json(worker: FleetWorker, instances: list[InstanceOnWorker], now: flo
         "resources": dict(worker.resources),
         "free_resources": dict(worker.free_resources),
         "engines": list(worker.engines),
+        "fork_servers": dict(worker.fork_servers),
         "files": {
             "folder": worker.files.root,
             "shared": worker.files.shared,

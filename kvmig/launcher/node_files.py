@@ -1,4 +1,5 @@
-"""Models' files on the nodes of a Ray cluster: which a node is to have, and which it has. Pure.
+"""What is wanted of the nodes of a Ray cluster: above all models' files, which a node is to have,
+and which it has. Pure.
 
 A folder is named by its path on the machine of the fleet's server. A node has those that were
 downloaded at the same path, or in the folder that KVMIG_FILES names on it.
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvmig.core.order_fence import NO_TOKEN, OrderToken
 from kvmig.sources.download_state import State
 from kvmig.sources.files_folder import folder_name
 from kvmig.sources.source import ModelSource
@@ -43,7 +45,7 @@ class WantedFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FilesWish(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of one node."""
+    """Which models' files one node is to have."""
 
     root: str = ""
     """The server's folder of models' files."""
@@ -56,19 +58,47 @@ class FilesWish(msgspec.Struct, frozen=True, kw_only=True):
     folders: tuple[WantedFolder, ...] = ()
 
 
+class NodeWish(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted of one node."""
+
+    files: FilesWish = FilesWish()
+    engines: tuple[str, ...] = ()
+    """The engines of which it is to have fork servers."""
+    environment: Mapping[str, str] = {}
+    """Variables of the user's that instances have on each node."""
+    fleet: str = ""
+    """The word of the fleet, the same for all of its servers."""
+    token: OrderToken = NO_TOKEN
+    """The token of the server that wishes this, see `kvmig.core.order_fence`."""
+
+
 class ClusterWish(msgspec.Struct, frozen=True, kw_only=True):
     """What is wanted of all nodes."""
 
     common: FilesWish = FilesWish()
     """What is wanted of each, without folders."""
+    engines: tuple[str, ...] = ()
+    """The engines of which each is to have fork servers."""
+    threads: int = 1
+    """Threads of each worker of an instance on a CPU."""
+    fleet: str = ""
+    """The word of the fleet, see `NodeWish`."""
+    term: int = 0
+    """The term of the server; 0: it does not lead."""
     folders: Mapping[str, tuple[WantedFolder, ...]] = {}
     """Folders by nodes' ids."""
     bundles: tuple[Mapping[str, float], ...] | None = None
     """What Ray's autoscaler is asked for, see `kvmig.fleet.node_reserve`; None: nothing."""
 
-    def of_node(self, node: str) -> FilesWish:
-        """What is wanted of one."""
-        return msgspec.structs.replace(self.common, folders=self.folders.get(node, ()))
+    def of_node(self, node: str, environment: Mapping[str, str]) -> NodeWish:
+        """What is wanted of one. environment: of the fleet's server."""
+        return NodeWish(
+            files=msgspec.structs.replace(self.common, folders=self.folders.get(node, ())),
+            engines=self.engines,
+            environment=environment,
+            fleet=self.fleet,
+            token=OrderToken(self.term),
+        )
 
 
 class FolderReport(msgspec.Struct, frozen=True, kw_only=True):

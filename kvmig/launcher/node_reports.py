@@ -21,6 +21,10 @@ class NodeMeasure(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[str, ...] = ()
     """The engines whose libraries are installed there."""
     files: NodeFilesReport = NodeFilesReport()
+    fork_servers: Mapping[str, str] = {}
+    """States of the fork servers, by engine: `loading`, `ready`, or why there is none."""
+    refused: str = ""
+    """Why the server's wish was not carried out; empty: it was."""
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
-"""The agents of a Ray cluster: an actor on each node, which measures the node and has models' files
-there.
+"""The agents of a Ray cluster: an actor on each node, which measures the node, has models' files
+there and keeps the fork servers of its instances.
 
 They belong to the process that has made them: Ray ends them with it, and starts one again that
 dies. They take no resources, and get nothing that is secret. Files go from agent to agent through
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from kvmig.core.order_fence import NO_TOKEN
 from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import available_memory, total_memory
-from kvmig.launcher.node_files import ClusterWish, FilesWish, WantedFolder
+from kvmig.launcher.node_fence import NodeFence
+from kvmig.launcher.node_files import ClusterWish, FilesWish, NodeWish, WantedFolder
 from kvmig.launcher.node_folders import NodeFolders
+from kvmig.launcher.node_forks import NodeForks, node_folder
 from kvmig.launcher.node_reports import ClusterReport, NodeMeasure, NodeReport
 from kvmig.launcher.ray_cluster import RayNode
+from kvmig.launcher.ray_environment import THREADS, forwarded
+from kvmig.process.fork_server import HUB_TOKEN
 from kvmig.process.nvml import read_devices
 from kvmig.sources.file_list import SourceFailure
 from kvmig.sources.files_folder import FilesManifest
@@ -43,6 +49,8 @@ RESTARTS = -1
 """Ray starts an agent again as often as it dies, as long as its node lives."""
 FILES = "files"
 """The threads of an agent that answer other agents."""
+FENCE_LOOK_S = 1.0
+"""Pause between two looks whether a later server leads."""
 READERS = 8
 """Their number."""
 READ_S = 60.0
@@ -62,24 +70,63 @@ class NodeAgent:
     """The actor's class."""
 
     def __init__(self) -> None:
-        self._folders = NodeFolders()
+        import ray
 
-    def measure(self, wish: FilesWish, holders: Mapping[str, Sequence[ActorHandle]]) -> NodeMeasure:
-        """The node's memory, all its devices and its files, as they are now. wish: the files that
-        it is to have; holders: agents of nodes that have them, by folder."""
+        node = ray.get_runtime_context().get_node_id()
+        self._folders = NodeFolders()
+        self._forks = NodeForks(node)
+        self._fence = NodeFence(node_folder(node))
+        self._engines = [one for one, library in ENGINES.items() if find_spec(library)]
+        self._turn = threading.Lock()
+        self._wish = NodeWish()
+        """The last one that was carried out."""
+        threading.Thread(target=self._watch_fence, name="fence", daemon=True).start()
+
+    def measure(self, wish: NodeWish, holders: Mapping[str, Sequence[ActorHandle]]) -> NodeMeasure:
+        """The node's memory, all its devices, its files and its fork servers, as they are now.
+        wish: what it is to have; holders: agents of nodes that have its files, by folder."""
         # Ray hides the devices from an actor that takes none.
         environment = {one: it for one, it in os.environ.items() if one != "CUDA_VISIBLE_DEVICES"}
         inventory = read_devices(environment)
-        return NodeMeasure(
+        measured = NodeMeasure(
             memory_total=total_memory(),
             memory_free=available_memory(),
             devices=inventory.devices,
             missing=inventory.missing,
-            engines=tuple(one for one, library in ENGINES.items() if find_spec(library)),
-            files=self._folders.take_wish(
-                wish, {folder: list(map(AgentHolder, each)) for folder, each in holders.items()}
-            ),
+            engines=tuple(self._engines),
         )
+        with self._turn:
+            if refused := self._fence.refuse(wish.fleet, wish.token):
+                self._let_go()
+                return replace(measured, refused=refused)
+            self._wish = wish
+            return replace(
+                measured,
+                files=self._folders.take_wish(
+                    wish.files,
+                    {folder: list(map(AgentHolder, each)) for folder, each in holders.items()},
+                ),
+                fork_servers=self._forks.keep_engines(
+                    wish.files.root,
+                    [one for one in wish.engines if one in self._engines],
+                    wish.environment,
+                ),
+            )
+
+    def _watch_fence(self) -> None:
+        """Let go of the node once a later server leads, also while no wish comes any more."""
+        while True:
+            time.sleep(FENCE_LOOK_S)
+            with self._turn:
+                held = self._wish
+                if held.token != NO_TOKEN and self._fence.refuse(held.fleet, held.token):
+                    self._let_go()
+
+    def _let_go(self) -> None:
+        """Change nothing on the node any more, and leave its folder to others."""
+        self._wish = NodeWish()
+        self._folders.close()
+        self._forks.close()
 
     def list_files(self, folder: str) -> FilesManifest:
         """See `FolderHolder`; other agents call it."""
@@ -144,6 +191,8 @@ class WatchedNode:
         self.asked: Any = None
         """The answer that is awaited; None: none is."""
         self._measured: NodeMeasure | None = None
+        self.refused = ""
+        """Why the last wish was refused; empty: it was not."""
         self._at = time.monotonic()
         self._why = ""
         self._again_at = 0.0
@@ -152,6 +201,11 @@ class WatchedNode:
     def agent(self) -> ActorHandle | None:
         """The node's agent; None: there is none yet, or no more."""
         return self._agent
+
+    @property
+    def measured(self) -> bool:
+        """Whether the agent has carried out a wish, and has answered."""
+        return self._measured is not None
 
     def lacks(self, one: WantedFolder) -> bool:
         """Whether it is not known to have a folder."""
@@ -165,7 +219,7 @@ class WatchedNode:
         sees_all = self._measured is not None and self._measured.files.origin
         return self._agent is not None and (sees_all or not self.lacks(one))
 
-    def ask_agent(self, wish: FilesWish, holders: Mapping[str, Sequence[ActorHandle]]) -> None:
+    def ask_agent(self, wish: NodeWish, holders: Mapping[str, Sequence[ActorHandle]]) -> None:
         """Ask for a measurement, unless the last one has not been answered."""
         import ray
 
@@ -195,14 +249,18 @@ class WatchedNode:
 
         asked, self.asked = self.asked, None
         try:
-            self._measured = checked_measure(ray.get(asked))
+            measured = checked_measure(ray.get(asked))
         except ActorUnavailableError as error:  # Ray starts it again
             self._why = ray_cluster.last_line(error)
         except RayError as error:
             self._why = ray_cluster.last_line(error)
             self._agent, self._again_at = None, time.monotonic() + AGAIN_S
         else:
-            self._at, self._why = time.monotonic(), ""
+            self.refused = measured.refused
+            if measured.refused:
+                self._why = measured.refused
+                return
+            self._measured, self._at, self._why = measured, time.monotonic(), ""
 
     def report(self) -> NodeReport:
         """What is known of it."""
@@ -262,21 +320,28 @@ class NodeAgents:
             watched = self._watched.setdefault(node_id, WatchedNode(node))
             watched.node = node
         wish = self._wish
-        if wish.bundles is not None and wish.bundles != self._requested:
-            ray_cluster.request_nodes(wish.bundles)
-            self._requested = wish.bundles
+        environment = forwarded({THREADS: str(wish.threads), **os.environ})
+        environment.pop(HUB_TOKEN, None)  # an agent gets no secret
         for node_id in alive:
             with _alone(self._watched[node_id]):
-                own = wish.of_node(node_id)
-                self._watched[node_id].ask_agent(own, self._holders(node_id, own))
+                own = wish.of_node(node_id, environment)
+                self._watched[node_id].ask_agent(own, self._holders(node_id, own.files))
         waiting = {one.asked: one for one in self._watched.values() if one.asked is not None}
         if waiting:
             answered, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=ANSWER_S)
             for one in answered:
                 with _alone(waiting[one]):
                     waiting[one].take_answer()
+        if wish.bundles is not None and wish.bundles != self._requested and self._leads():
+            ray_cluster.request_nodes(wish.bundles)
+            self._requested = wish.bundles
         reports = [one.report() for one in self._watched.values()]
         return ClusterReport(nodes=(*reports, *self._lost.values()))
+
+    def _leads(self) -> bool:
+        """Whether agents have answered, and none of them knows of a later server."""
+        known = [one for one in self._watched.values() if one.measured or one.refused]
+        return bool(known) and not any(one.refused for one in known)
 
     def _holders(self, node_id: str, wish: FilesWish) -> dict[str, list[ActorHandle]]:
         """Agents from which a node can fetch what it lacks, by folder."""

@@ -35,6 +35,7 @@ from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
 from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.node_files import FILES_VARIABLE, copy_link, folder_on_node
+from kvmig.launcher.node_forks import forked_or
 from kvmig.launcher.ray_cluster import (
     RayNode,
     actor_options,
@@ -43,6 +44,7 @@ from kvmig.launcher.ray_cluster import (
     last_line,
     share_of,
 )
+from kvmig.launcher.ray_environment import base_environment, forwarded
 from kvmig.launcher.ray_resources import Resources, amounts, needs_of
 from kvmig.process.nvml import read_devices
 from kvmig.process.supervisor import STOP_S, ProcessHandle, running
@@ -250,28 +252,6 @@ async def _answer(name: str, answer: Awaitable[T]) -> T:
 # -- on a node
 
 
-FORWARDED = (
-    "KVMIG_ALLOW_",
-    "VLLM_",
-    "HF_",
-    "TRANSFORMERS_",
-    "TORCH_",
-    "NCCL_",
-    "GLOO_",
-    "UCX_",
-    "OMP_",
-)
-"""Variables of the user's that instances get on every node, by what their names start with."""
-NOT_FORWARDED = (
-    "VLLM_API_KEY",
-    "VLLM_HOST_IP",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "UCX_NET_DEVICES",
-)
-RAYS_OWN = "RAY_"
-
-
 class RayOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Tells a supervisor what to start, and with which part of the node."""
 
@@ -325,6 +305,8 @@ class LlumletActor:
             )
             name = f"instance {launch.instance}"
             spawn = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
+            if order.files:
+                spawn = forked_or(spawn, await self.node(), order.files, launch, environment)
             self._child = await LocalLlumlet.start(name, spawn, launch)
         except BaseException:
             if start is not None:
@@ -351,27 +333,14 @@ class LlumletActor:
         return self._child
 
 
-def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of the launcher's environment that holds on every node."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(FORWARDED) and name not in NOT_FORWARDED
-    }
-
-
 def node_environment(order: RayOrder, own: Mapping[str, str]) -> dict[str, str]:
     """The child's environment, from that of Ray's worker.
 
-    Ray has set CUDA_VISIBLE_DEVICES to the instance's GPUs. Its other variables would make
-    libraries in the child think that they run in the worker.
+    Ray has set CUDA_VISIBLE_DEVICES to the instance's GPUs.
     """
-    base = {name: value for name, value in own.items() if not name.startswith(RAYS_OWN)}
-    # Ray's, of the CPUs that the actor takes; the user's own are among the forwarded ones.
-    base.pop("OMP_NUM_THREADS", None)
-    base |= order.environment
     engine = order.launch.config.engine
-    base = with_tree(engine, base, order.launch.engine_tree)
+    base = with_tree(engine, base_environment(order.environment, own), order.launch.engine_tree)
+    kind_of(engine).set_environment(base)  # as the fork server has it, and each engine sets it
     return llumlet_environment(engine, _gpus(base), order.threads, base)
 
 

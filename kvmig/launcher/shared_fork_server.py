@@ -1,11 +1,12 @@
-"""`python -m kvmig.launcher.shared_fork_server ENGINE SOCKET`: one fork server for all servers of a
-host.
+"""`python -m kvmig.launcher.shared_fork_server ENGINE SOCKET [at-once]`: one fork server for all
+servers of a host.
 
 It loads what instances and front ends of that engine need, then listens on SOCKET until its stdin
-ends, and serves until its last client has gone. A `kvmig.serve` with KVMIG_FORK_SERVER=SOCKET forks
-its instances there; a client that sends a `ForkOrder` for `kvmig.serve` has that forked, too, and
-it serves within a second. Only the user who started the fork server may connect. A process that a
-fork couldn't be like (`fork_server.likeness`) is started in the usual way.
+ends, and serves until its last client has gone; with at-once it ends with its stdin. A
+`kvmig.serve` with KVMIG_FORK_SERVER=SOCKET forks its instances there; a client that sends a
+`ForkOrder` for `kvmig.serve` has that forked, too, and it serves within a second. Only the user who
+started the fork server may connect. A process that a fork couldn't be like
+(`fork_server.likeness`) is started in the usual way.
 """
 
 from __future__ import annotations
@@ -44,33 +45,37 @@ FRONT_END = (
 )  # fmt: skip
 API = {"vllm": "kvmig.frontend.openai.vllm.server"}
 """Module of a front end, by engine; others' is `token_server`."""
+AT_ONCE = "at-once"
 ASKED_S = 30.0
 """Time for a client to connect where nothing can be forked."""
 
 
 def main(words: Sequence[str]) -> int:
     """Exit code 0 after the end of stdin, 2 for what is wrong before it forks."""
-    if not 2 <= len(words) <= 3 or words[0] not in ENGINES:
+    at_once = words[2:3] == [AT_ONCE]
+    own = [*words[:2], *words[3 if at_once else 2 :]]
+    if not 2 <= len(own) <= 3 or own[0] not in ENGINES:
         say(
-            "usage: python -m kvmig.launcher.shared_fork_server ENGINE SOCKET;"
+            "usage: python -m kvmig.launcher.shared_fork_server ENGINE SOCKET [at-once];"
             f" ENGINE is one of {', '.join(ENGINES)}"
         )
         return 2
-    engine, address = words[:2]
-    if len(words) == 2:
+    engine, address = own[:2]
+    if len(own) == 2:
         start_again(engine)
     try:
         quiet("nursery")
         raise_open_files()
         kind_of(engine).prepare()
         # Before it loads: what is on disk now, and the environment as launchers have it then.
-        alike = {**likeness(), ENGINE: engine, SERVERS: words[2], INSTANCES: digest(os.environ)}
+        alike = {**likeness(), ENGINE: engine, SERVERS: own[2], INSTANCES: digest(os.environ)}
         why = load(engine, [*FRONT_END, API.get(engine, "kvmig.frontend.openai.token_server")])
         with listening_at(address, f"SOCKET {address}", socket.SOCK_SEQPACKET) as sock:
             if why:
                 refuse(sock, sys.stdin.fileno(), f"{engine} can't be forked: {why}")
                 return 2
-            return serve([], ForkListener(sock, sys.stdin.fileno(), ForkServerLoaded(alike)))
+            loaded = ForkServerLoaded(alike)
+            return serve([], ForkListener(sock, sys.stdin.fileno(), loaded, at_once))
     except KvmigError as error:
         say(str(error))
         return 2

@@ -48,7 +48,8 @@ HANDED = "KVMIG_FORK_SERVER"
 """Environment variable: the socket of a fork server that a launcher shares with others."""
 NO_FORKS = "none"
 """The socket's place holds it where a fork server has failed: a launcher's own would, too."""
-MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES", SECRET, ADMIN_KEY, HANDED))
+HUB_TOKEN = "HF_TOKEN"
+MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES", HUB_TOKEN, SECRET, ADMIN_KEY, HANDED))
 """Variables that libraries read only when their engine is made, and kvmig's own."""
 LOAD_S = 120.0
 FORK_S = 5.0
@@ -548,13 +549,14 @@ def load(engine: str, more: Sequence[str] = ()) -> str:
 class ForkListener(msgspec.Struct):
     """The socket at which a fork server takes clients, as long as `lifeline` is open.
 
-    It serves clients that have come by then until they go.
+    It serves clients that have come by then until they go, unless it ends `at_once`.
     """
 
     sock: socket.socket
     lifeline: int
     first: ForkServerLoaded
     """The first message to each client."""
+    at_once: bool = False
 
 
 def serve(clients: list[socket.socket], listening: ForkListener | None = None) -> int:
@@ -617,6 +619,9 @@ class _Forking:
         if self.listening is not None:
             if self.listening.lifeline in ready and not os.read(self.listening.lifeline, 4096):
                 self.listening.sock.close()
+                if self.listening.at_once:
+                    while self.clients:
+                        self.clients.pop().close()
                 self.listening = None
             elif self.listening.sock in ready:
                 self._take(self.listening)

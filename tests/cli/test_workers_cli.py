@@ -118,8 +118,11 @@ def test_the_files_of_a_worker_are_shown_with_bytes_seconds_and_what_is_wrong() 
     full = "its files can't be downloaded: the disk is too full: 9 bytes are needed, 5 are free"
     failed = FolderReport(folder="/f/whole/b-2", state="failed", why=full)
     files = NodeFilesReport(root="/f", free_bytes=10**12, folders=(whole, failed))
-    lines = worker_view(shown(files=files, engines=("toy", "vllm"))).splitlines()
+    forks = {"toy": "ready", "vllm": "loading"}
+    view = shown(files=files, engines=("toy", "vllm"), fork_servers=forks)
+    lines = worker_view(view).splitlines()
     assert "engines   toy, vllm" in lines
+    assert "forks     toy: ready; vllm: loading" in lines
     assert "files     4.0 MB in /f; 1000.0 GB of the disk are free" in lines
     assert "  hf:Org/a  4.0 MB, downloaded in 2.5 s" in lines
     assert f"  b-2  {full}" in lines

@@ -161,7 +161,7 @@ async def test_a_folder_that_cannot_be_looked_at_keeps_no_other_one_from_workers
 ) -> None:
     pool = WorkerPool("auto")
     folders = WorkerFolders(pool, bench.files, set, 0)
-    await folders.start()
+    await folders.start("fleet", 1)
     long = f"path:/{'x' * 300}"
     await folders.take_models([spec(long), spec(f"path:{tmp_path}")])
     pool.decide_nodes((), ())

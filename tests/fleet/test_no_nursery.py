@@ -8,15 +8,16 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.fleet import supervisor
-from kvmig.fleet.nurseries import ForkServers
 from kvmig.fleet.orders import Checked, CheckFlags, Start
-from kvmig.fleet.settings import FleetSettings, make_folders
+from kvmig.fleet.settings import FleetSettings, environment_of, make_folders
+from kvmig.launcher.fork_servers import ForkServers
 from kvmig.models import BUNDLED
 from kvmig.process.fork_server import HANDED, NO_FORKS, CannotFork, ForkServerPool
 from tests.support.inside import OwnSupervisor, fork_server_process
@@ -68,7 +69,7 @@ async def init(settings: FleetSettings) -> AsyncIterator[OwnSupervisor]:
 async def test_a_nursery_that_cannot_fork_is_started_once_and_says_why(
     settings: FleetSettings,
 ) -> None:
-    nurseries = ForkServers(settings)
+    nurseries = ForkServers(settings.fork_server, partial(environment_of, settings))
     with pytest.raises(CannotFork, match=r"toy can't be forked.*1 threads: python"):
         await nurseries.server("toy")
     started = fork_server_process(nurseries, "toy")
@@ -85,7 +86,7 @@ async def test_a_nursery_that_cannot_fork_is_started_once_and_says_why(
 async def test_a_nursery_that_fails_otherwise_is_started_again(
     settings: FleetSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nurseries = ForkServers(settings)
+    nurseries = ForkServers(settings.fork_server, partial(environment_of, settings))
     monkeypatch.setenv("PYTHONHOME", "/no")
     with pytest.raises(StartupError, match="has failed"):
         await nurseries.server("toy")

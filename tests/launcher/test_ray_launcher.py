@@ -18,11 +18,11 @@ from kvmig.core.errors import ConfigError
 from kvmig.launcher.environment import GIB, part_of_memory
 from kvmig.launcher.gpu_division import NoRoom
 from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.ray_environment import forwarded
 from kvmig.launcher.ray_launcher import (
     LlumletActor,
     RayOrder,
     bound_to,
-    forwarded,
     node_environment,
 )
 from kvmig.process.supervisor import ChildProcess, Spawn

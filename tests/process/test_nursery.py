@@ -10,7 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from kvmig.core.errors import StartupError
+from kvmig.launcher.shared_fork_server import AT_ONCE
 from kvmig.process.fork_server import (
     HANDED,
     ForkDone,
@@ -50,13 +51,15 @@ def toy_nursery() -> Iterator[Nursery]:
 class Asked:
     """A process that is forked for this test, with pipes as its stdin and stdout."""
 
-    def __init__(self, nursery: Nursery, status: int = 0, **environment: str) -> None:
-        self.nursery = join(nursery.address, {})
+    def __init__(
+        self, address: str, base: Mapping[str, str], status: int = 0, **environment: str
+    ) -> None:
+        self.nursery = join(address, {})
         self.nursery.settimeout(PATIENCE_S)
         stdin, self.told = os.pipe()
         said, stdout = os.pipe()
         self._said = os.fdopen(said)
-        variables = {**nursery.environment, **environment}
+        variables = {**base, **environment}
         order = ForkOrder("tests.support.forked", [str(status)], variables)
         send_order(self.nursery, order, (stdin, stdout, 2, stdin))
         os.close(stdin)
@@ -85,7 +88,13 @@ class Asked:
 
 @pytest.fixture
 def asked(toy_nursery: Nursery) -> Iterator[Asked]:
-    made = Asked(toy_nursery, 3, SOME_VARIABLE="other text", KVMIG_SECRET="a secret")
+    made = Asked(
+        toy_nursery.address,
+        toy_nursery.environment,
+        3,
+        SOME_VARIABLE="other text",
+        KVMIG_SECRET="a secret",
+    )
     yield made
     made.close()
 
@@ -115,7 +124,7 @@ def test_a_fork_has_the_descriptors_that_it_was_given_and_none_of_the_nurserys(
 
 
 def test_how_a_fork_ends_is_told_to_whoever_ordered_it(asked: Asked, toy_nursery: Nursery) -> None:
-    other = Asked(toy_nursery)
+    other = Asked(toy_nursery.address, toy_nursery.environment)
     asked.end()
 
     assert receive_news(asked.nursery) == ForkExited(asked.pid, 3)
@@ -280,6 +289,21 @@ def test_a_nursery_that_shall_end_takes_nobody_new_and_waits_for_its_servers(
         assert not Path(nursery.address).exists()
 
 
+def test_one_that_ends_at_once_does_so_with_its_stdin_and_its_forks_go_on(tmp_path: Path) -> None:
+    address = str(tmp_path / "socket")
+    command = [sys.executable, "-m", "kvmig.launcher.shared_fork_server", "toy", address, AT_ONCE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env={**OURS, "PYTHONPATH": ROOT}) as one:
+        assert one.stdin is not None
+        wait_until(lambda: Path(address).exists())
+        forked = Asked(address, {**OURS, "PYTHONPATH": ROOT})
+        one.stdin.close()
+        assert one.wait(PATIENCE_S) == 0
+    assert not Path(address).exists()
+    assert forked.found()
+    assert psutil.pid_exists(forked.pid)
+    forked.close()
+
+
 STARTS_A_SERVER = """
 import sys, time
 from pathlib import Path
@@ -339,7 +363,7 @@ def test_what_it_is_started_with_is_checked(words: list[str]) -> None:
     done = started(*words)
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "kvmig: usage: python -m kvmig.launcher.shared_fork_server ENGINE SOCKET; ENGINE is"
+        "kvmig: usage: python -m kvmig.launcher.shared_fork_server ENGINE SOCKET [at-once]; ENGINE"
     )
 
 

@@ -18,7 +18,6 @@ from kvmig.controlplane.messages import LoadReport, Pair
 from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.reporter import LoadReporter
 from kvmig.engines.base import ServingEngine
-from kvmig.fleet.nurseries import ForkServers
 from kvmig.fleet.orders import CheckFlags, News, Order, Running, Start, encode
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.supervisor import FleetSupervisor, running
@@ -33,6 +32,7 @@ from kvmig.kvtransfer.migrations import MigrationSessions
 from kvmig.kvtransfer.source import SourceSession
 from kvmig.launcher.cluster import InstanceManager
 from kvmig.launcher.control import ControlServer
+from kvmig.launcher.fork_servers import ForkServers
 from kvmig.launcher.instance import ManagedInstance
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.ray_launcher import LlumletActor

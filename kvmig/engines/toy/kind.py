@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from kvmig.core.config import ClusterConfig, UnitConfig
@@ -51,6 +51,9 @@ class ToyKind(UnsizedEngineKind):
 
     def prepare(self) -> None:
         """Do nothing: a toy has no version to check."""
+
+    def set_environment(self, environment: MutableMapping[str, str]) -> None:
+        """Do nothing: a toy imports no library."""
 
     def load(self) -> None:
         """Do nothing: a toy imports no library."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ class TransformersKind(UnsizedEngineKind):
     def prepare(self) -> None:
         set_offline()
         check_version()
+
+    def set_environment(self, environment: MutableMapping[str, str]) -> None:
+        set_offline(environment)
 
     def load(self) -> None:
         importlib.import_module("kvmig.engines.transformers.serving")

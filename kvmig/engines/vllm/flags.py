@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import NoReturn
 
 from kvmig.core.errors import ConfigError
@@ -25,21 +25,21 @@ EMBEDDING_BYTES = 1 << 25
 bound is 64 times as much."""
 
 
-def set_environment() -> None:
+def set_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what must be set before vLLM is imported; what the user has set stays."""
-    set_offline()
-    choose_caches(os.environ)
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    set_offline(environment)
+    choose_caches(environment)
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     # The engine runs in the llumlet's own process: vLLM must not start another for it.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # A library of quantized kernels compiles in the background as soon as it is imported, with a
     # thread that waits for each compiler; now it does so when a model needs it.
-    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
-    os.environ.setdefault("VLLM_MAX_IMAGE_PIXELS", str(IMAGE_PIXELS))
-    os.environ.setdefault("VLLM_MAX_AUDIO_DECODE_BYTES", str(AUDIO_BYTES))
-    os.environ.setdefault("VLLM_MAX_EMBED_DECODE_BYTES", str(EMBEDDING_BYTES))
+    environment.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
+    environment.setdefault("VLLM_MAX_IMAGE_PIXELS", str(IMAGE_PIXELS))
+    environment.setdefault("VLLM_MAX_AUDIO_DECODE_BYTES", str(AUDIO_BYTES))
+    environment.setdefault("VLLM_MAX_EMBED_DECODE_BYTES", str(EMBEDDING_BYTES))
 
 
 def parse(argv: list[str]) -> Namespace:

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from functools import partial, reduce
 from importlib.metadata import PackageNotFoundError, distributions, version
 from importlib.util import find_spec
@@ -49,6 +49,9 @@ class VllmKind:
     def prepare(self) -> None:
         check_version()
         flags.set_environment()
+
+    def set_environment(self, environment: MutableMapping[str, str]) -> None:
+        flags.set_environment(environment)
 
     def check_tree(self, tree: str) -> str:
         found = {one.name: one.version for one in distributions(path=[tree])}

@@ -1,17 +1,16 @@
-"""The fork servers of a fleet's deployments: one an engine, with the engine's libraries loaded."""
+"""The fork servers of a host for a fleet: one an engine, with the engine's libraries loaded."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Mapping
 
 from kvmig.core.errors import StartupError
-from kvmig.fleet.settings import FleetSettings
 from kvmig.process.fork_server import CannotFork, ForkServerClient, join
 from kvmig.process.supervisor import how_it_ended
 
@@ -33,17 +32,22 @@ class ForkServers:
     whose engine can't be forked on this machine.
     """
 
-    def __init__(self, settings: FleetSettings) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        address: Callable[[str], str],
+        environment: Callable[[], Mapping[str, str]],
+        *words: str,
+    ) -> None:
+        """address: the path of an engine's socket. environment: of each. words: more words of its
+        command line, see `kvmig.launcher.shared_fork_server`."""
+        self.address = address
+        self._environment = environment
+        self._words = words
         self._servers: dict[str, ForkServerClient] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._turns: dict[str, asyncio.Lock] = {}
         self._never: dict[str, str] = {}
         """Why an engine can't be forked, by its name."""
-
-    def address(self, engine: str) -> str:
-        """The path of its socket."""
-        return str(self._settings.path("run", f"nursery-{engine}.sock"))
 
     async def server(self, engine: str) -> ForkServerClient:
         """One that has loaded the engine. Raises StartupError, CannotFork."""
@@ -56,14 +60,13 @@ class ForkServers:
             return server
 
     async def _begin(self, engine: str) -> ForkServerClient:
-        environment = environment_of(self._settings)
         address = self.address(engine)
         if (before := self._processes.pop(engine, None)) is not None:
             await end_now(before)  # it may hang, and hold the address
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "kvmig.launcher.shared_fork_server", engine, address,
-                env=environment, stdin=subprocess.PIPE,
+                *self._words, env=dict(self._environment()), stdin=subprocess.PIPE,
             )  # fmt: skip
         except OSError as error:
             raise StartupError(f"the nursery of {engine} can't be started: {error}") from error
@@ -120,9 +123,3 @@ async def end_now(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
-
-
-def environment_of(settings: FleetSettings) -> dict[str, str]:
-    """The one environment of nurseries and deployments (see `kvmig.process.fork_server`)."""
-    # A thread count that instances of all deployments share, for it is read at the import.
-    return {"OMP_NUM_THREADS": str(settings.threads), **os.environ}

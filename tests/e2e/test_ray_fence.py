@@ -1,0 +1,146 @@
+"""Two servers of one fleet and a node of a real Ray cluster: the one that led before stands still,
+and goes on later by what it knew. The tests are in order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvmig.launcher.node_files import ClusterWish, FilesWish, encode_wish
+from kvmig.launcher.node_reports import NodeReport, report_of
+
+pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+from ray.cluster_utils import Cluster
+
+from tests.support.ray_nodes import RAYS_OWN, STORE_BYTES
+
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+ROOT = str(Path(__file__).parents[2])
+PATIENCE_S = 120.0
+FLEET = "f" * 32
+
+
+class ServersWatch:
+    """What a server has of the cluster: the process that sends agents its wish every second, also
+    while the server stands still."""
+
+    def __init__(self, address: str, term: int, root: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvmig.launcher.ray_watch", address],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT},
+        )  # fmt: skip
+        wish = ClusterWish(
+            common=FilesWish(root=str(root), word=f"of {term}"), engines=("toy",), fleet=FLEET,
+            term=term,
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode_wish(wish))
+        self.process.stdin.flush()
+
+    def next_report(self) -> NodeReport:
+        """What it reports of the only node."""
+        assert self.process.stdout is not None
+        (node,) = report_of(self.process.stdout.readline()).nodes
+        return node
+
+    def until(self, wanted: Callable[[NodeReport], object]) -> NodeReport:
+        deadline = time.monotonic() + PATIENCE_S
+        while not wanted(node := self.next_report()):
+            assert time.monotonic() < deadline, node
+        return node
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.signal(signal.SIGCONT)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in RAYS_OWN.items():
+            patched.setenv(name, value)
+        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of files, at the same path for both servers."""
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def earlier(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
+    made = ServersWatch(cluster.address, 1, root)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def later(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
+    made = ServersWatch(cluster.address, 2, root)
+    yield made
+    made.close()
+
+
+def holds(node: NodeReport) -> bool:
+    """Whether the node does all that the server wishes: nobody else uses its folder, and its
+    instances can be forked."""
+    if node.measured is None or not node.measured.files.root:
+        return False
+    return (node.measured.files.why, node.measured.fork_servers) == ("", {"toy": "ready"})
+
+
+def fork_servers(node: NodeReport) -> list[psutil.Process]:
+    found = []
+    for one in psutil.process_iter(["cmdline"]):
+        words = " ".join(one.info["cmdline"] or ())
+        if "shared_fork_server" in words and f"/node-{node.node_id[:16]}/" in words:
+            found.append(one)
+    return found
+
+
+def test_a_server_that_leads_has_its_wish(earlier: ServersWatch) -> None:
+    assert len(fork_servers(earlier.until(holds))) == 1
+
+
+def test_the_next_leader_has_the_node_though_the_one_before_stands_still(
+    earlier: ServersWatch, later: ServersWatch
+) -> None:
+    (before,) = fork_servers(earlier.next_report())
+    earlier.signal(signal.SIGSTOP)
+    node = later.until(holds)
+    (now,) = fork_servers(node)
+    assert now != before
+
+
+def test_a_server_that_goes_on_after_another_has_led_changes_nothing_and_is_told_why(
+    earlier: ServersWatch, later: ServersWatch
+) -> None:
+    earlier.signal(signal.SIGCONT)
+    node = earlier.until(lambda node: node.why)
+    assert "its token is 1.0, must be 2.0 or higher" in node.why
+    servers = fork_servers(node)
+    for _ in range(5):
+        assert earlier.next_report().why == node.why
+        assert holds(later.next_report())
+    assert fork_servers(node) == servers
