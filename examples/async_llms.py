@@ -242,5 +242,6 @@ async def main(llms: MovableLLMs) -> None:
 
 
 if __name__ == "__main__":
-    small = [str(BUNDLED), "--enforce-eager", "--max-model-len=1216", "--dtype=float32"]
+    small = [str(BUNDLED), "--enforce-eager", "--max-model-len=1216", "--dtype=float32",
+             "--block-size=32", "--num-gpu-blocks-override=64", "--max-num-seqs=8"]  # fmt: skip
     asyncio.run(main(MovableLLMs({"a": small, "b": small})))

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import boto3
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 KEY = "AKIAEXAMPLEEXAMPLE"

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +144,21 @@ def departures(migrations: MigrationSessions) -> dict[str, SourceSession]:
 def running_steps(turns: StepScheduler) -> list[Any]:
     """The grants of steps that run now."""
     return list(turns._running.values())
+
+
+def give_memory_back(engine: Any) -> None:
+    """The step of parking vLLM's engine after which its KV memory is gone."""
+    engine._parking._give_back()
+
+
+@contextmanager
+def other_weights(engine: Any) -> Iterator[None]:
+    """For a while vLLM's engine says that it has others."""
+    before, engine._weights = engine._weights, "others"
+    try:
+        yield
+    finally:
+        engine._weights = before
 
 
 def media_loading() -> Any:

@@ -82,7 +82,7 @@ class PrefixPool:
         self._pool.touch(blocks)
         return blocks
 
-    def take(self, count: int) -> list[KVCacheBlock]:
+    def take_blocks(self, count: int) -> list[KVCacheBlock]:
         """New blocks, as long as those who run keep room to grow. Raises MigrationRefused."""
         free = self._pool.get_num_free_blocks() - self._manager.watermark_blocks
         if count > free:
@@ -225,7 +225,7 @@ class PrefixDestination:
             raise MigrationRefused("incompatible", why)
         held = pool.find(request, tokens)
         try:
-            new = pool.take(tokens // pool.block_tokens - len(held))
+            new = pool.take_blocks(tokens // pool.block_tokens - len(held))
         except MigrationRefused:
             pool.free(held)
             raise

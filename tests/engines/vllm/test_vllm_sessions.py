@@ -11,6 +11,7 @@ import pytest
 from kvmig.core.errors import KvmigError, MigrationRefused
 from kvmig.engines.base import CameBlocks, Export
 from tests.support import tiny_lora
+from tests.support.inside import give_memory_back, other_weights
 from tests.support.vllm_pair import SEEDED, Engines, Pair, assert_same
 from tests.support.vllm_side import BY_PRIORITY, Configuration, Output, Side
 
@@ -225,12 +226,8 @@ async def test_weights_that_are_updated_meanwhile_end_the_move(pair: Pair, side:
     export = await talk.held(a)
     await pair.done(b.engine.reserve(export))
     changed = (a if side == "source" else b).engine
-    before, changed._weights = changed._weights, "others"
-    try:
-        with pytest.raises(MigrationRefused, match="weights were updated"):
-            await suspend_and_commit(pair)
-    finally:
-        changed._weights = before
+    with other_weights(changed), pytest.raises(MigrationRefused, match="weights were updated"):
+        await suspend_and_commit(pair)
     await pair.done(b.engine.cancel("s"))
     await pair.done(a.engine.resume("s"))
     assert (a.used_blocks, b.used_blocks, cached(b)) == (0, 0, 0)
@@ -254,7 +251,7 @@ async def test_a_park_waits_for_a_sessions_move(pair: Pair) -> None:
     await talk.turn(pair.a)
     await talk.held(pair.a)
     with pytest.raises(KvmigError, match="it has requests"):
-        pair.a.engine._parking._give_back()
+        give_memory_back(pair.a.engine)
     await pair.done(pair.a.engine.resume("s"))
 
 
