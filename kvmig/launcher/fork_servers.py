@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from kvmig.core.errors import StartupError
 from kvmig.process.fork_server import CannotFork, ForkServerClient, join
 from kvmig.process.supervisor import how_it_ended
+from kvmig.rpc.unix_peer import credentials
 
 NURSERY_S = 120.0
 """Timeout of loading an engine's libraries."""
@@ -75,7 +76,11 @@ class ForkServers:
             async with asyncio.timeout(NURSERY_S):
                 while process.returncode is None:
                     try:
-                        return ForkServerClient(await asyncio.to_thread(join, address, {}))
+                        sock = await asyncio.to_thread(join, address, {})
+                        if credentials(sock)[0] == process.pid:
+                            return ForkServerClient(sock)
+                        sock.close()  # another one's, that has the address still
+                        await asyncio.sleep(LOOK_S)
                     except CannotFork as error:
                         self._never[engine] = str(error)
                         log.warning("%s; deployments start by themselves, here always", error)

@@ -136,6 +136,20 @@ async def test_where_there_is_no_fork_server_an_instance_starts_by_itself(
     assert (spawned, caplog.text) == (["spawned"], "")
 
 
+async def test_a_fork_server_of_an_earlier_agent_is_not_taken_for_the_own_one(
+    forks: NodeForks, own: dict[str, str]
+) -> None:
+    await asyncio.to_thread(until_ready, forks)
+    later = NodeForks(NODE, own)
+    why = {"toy": "the nursery of toy has failed (exit code 2)"}
+    try:
+        await asyncio.to_thread(
+            wait_until, lambda: later.keep_engines(FILES, ["toy"], GIVEN) == why
+        )
+    finally:
+        later.close()
+
+
 @pytest.mark.long
 def test_what_is_closed_leaves_no_socket_and_can_begin_again(forks: NodeForks) -> None:
     until_ready(forks)
