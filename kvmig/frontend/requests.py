@@ -264,6 +264,10 @@ class RunObserver(RequestObserver, Protocol):
         """The id of a run's trace; empty: it has none."""
 
 
+def ignore_ended(request: LiveRequest) -> None:
+    """Nobody remembers a request that has ended."""
+
+
 class RequestTable:
     """Live requests by id, and the ids of those that ended lately."""
 
@@ -273,7 +277,7 @@ class RequestTable:
         """meter: learns of every request. traces: learns of each run, too; None: none are made."""
         self._meter = meter
         self.traces = traces
-        self.on_ended: Callable[[LiveRequest], None] = lambda request: None
+        self.on_ended: Callable[[LiveRequest], None] = ignore_ended
         """Called with each request that has ended without an error."""
         self.live: dict[str, LiveRequest] = {}
         """Live requests by request id; read only."""

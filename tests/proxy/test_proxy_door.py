@@ -354,7 +354,8 @@ async def test_a_path_may_name_the_model(tmp_path: Path) -> None:
     "path",
     [
         "/models/count/kvmig/v1/instances", "/models/count/v1/../kvmig/v1/instances", "/sleep",
-        "/v1/load_lora_adapter", "/metrics/", "//kvmig/v1/instances", "/models/count/v1%2f..%2fx",
+        "/v1/load_lora_adapter", "/models/count/metrics/", "//kvmig/v1/instances",
+        "/models/count/v1%2f..%2fx",
     ],
 )  # fmt: skip
 async def test_a_deployments_own_paths_are_not_for_clients(tmp_path: Path, path: str) -> None:
