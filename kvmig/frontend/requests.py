@@ -265,7 +265,7 @@ class RunObserver(RequestObserver, Protocol):
 
 
 def ignore_ended(request: LiveRequest) -> None:
-    """Nobody remembers a request that has ended."""
+    """Remember nothing of a request that has ended."""
 
 
 class RequestTable:

@@ -188,6 +188,7 @@ class Suite:
         while waits:
             listed = await self.engines[name].requests()
             waits = any(one.request_id == request_id and one.state == "waiting" for one in listed)
+            await asyncio.sleep(0)  # engines that answer at once make their steps on this loop
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what an engine says of itself in its own time."""

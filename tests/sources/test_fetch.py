@@ -675,6 +675,7 @@ def test_a_launch_shows_no_more_than_its_type() -> None:
     assert repr(FetchLaunch(source=SOURCE, root="/secret")) == "<FetchLaunch>"
 
 
+@pytest.mark.long
 def test_why_a_download_failed_has_no_password_of_the_hubs_address(
     model_hub: ModelHub, tmp_path: Path
 ) -> None:
