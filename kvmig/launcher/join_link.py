@@ -23,7 +23,7 @@ from kvmig.controlplane.messages import (
     Members,
     MessagesRefused,
 )
-from kvmig.core.background import cancel_tasks
+from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.config import JOIN, JoinConfig
 from kvmig.core.errors import ConfigError, PeerError, StartupError, TransportError
 from kvmig.core.secret import SECRET
@@ -139,7 +139,8 @@ class JoinLink:
         """Join: the instances are ready."""
         self._cluster.on_change.append(self._tell)
         self._cluster.on_evacuate.append(self._forward)
-        self._task = asyncio.create_task(self._run(), name="link to the common scheduler")
+        running = keep_running(self._run, "link to the common scheduler", RETRY_S)
+        self._task = asyncio.create_task(running, name="link to the common scheduler")
 
     async def close(self) -> None:
         """Disconnect."""

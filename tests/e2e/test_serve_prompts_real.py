@@ -28,7 +28,7 @@ def served(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     log = tmp_path_factory.mktemp("prompts") / "log"
     flags = [
         *SMALL, *PATIENT, "--instances=2", "--prompt-instances=i0", "--no-enable-prefix-caching",
-        f"--max-num-batched-tokens={CHUNK}", "--heartbeat-interval-ms=1000",
+        f"--max-num-batched-tokens={CHUNK}",
         "--heartbeat-timeout=20",
     ]  # fmt: skip
     with leaving_nothing(Served(flags, nursery=nursery, log=log)) as served:

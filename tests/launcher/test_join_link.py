@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import pytest
 
+from kvmig.controlplane.messages import ClusterMember, ClusterMessage, Members
+from kvmig.core.background import cancel_tasks
 from kvmig.core.config import (
     ClusterConfig,
     JoinConfig,
@@ -18,7 +22,13 @@ from kvmig.core.config import (
     instance_number,
 )
 from kvmig.core.errors import ConfigError
-from kvmig.launcher.join_link import address_towards, endpoint_of, join_of
+from kvmig.launcher.join_link import JoinLink, address_towards, endpoint_of, join_of
+from kvmig.rpc.codec import RefusalCounter
+from kvmig.rpc.zmq_sockets import RpcServer
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from kvmig.launcher.cluster import InstanceManager
 
 JOINED = JoinConfig(scheduler="tcp://127.0.0.1:8100", server="3fa01b7c")
 
@@ -81,3 +91,45 @@ def test_instances_of_joined_servers_have_names_of_their_own() -> None:
     assert config.own_name("77777777-i3") == "77777777-i3"
     assert instance_number("3fa01b7c-i3") == instance_number("i3") == 3
     assert ClusterConfig().public_name("i3") == ClusterConfig().own_name("i3") == "i3"
+
+
+class FailingCluster:
+    """In place of a server's instances: what is told of others fails once, in an unforeseen way."""
+
+    def __init__(self) -> None:
+        self.refusals = RefusalCounter()
+        self.on_change: list[object] = []
+        self.on_evacuate: list[object] = []
+        self.taken: list[list[ClusterMember]] = []
+        self._fails = True
+
+    def members(self) -> list[ClusterMember]:
+        return []
+
+    def set_guests(self, guests: list[ClusterMember]) -> None:
+        if self._fails:
+            self._fails = False
+            raise ZeroDivisionError
+        self.taken.append(guests)
+
+
+async def test_a_server_joins_again_after_an_unforeseen_failure() -> None:
+    secret, cluster = b"a secret of 16 b", FailingCluster()
+    server = RpcServer(secret, "scheduler", "scheduler", ClusterMessage, host="127.0.0.1")
+    join = JoinConfig(scheduler=server.endpoint, server="3fa01b7c")
+    link = JoinLink(join, secret, "toy", cast("InstanceManager", cluster))
+
+    async def name_another() -> None:
+        async for sender, message, _ in server.messages():
+            if isinstance(message, Members):
+                server.send(sender, Members([ClusterMember("77777777-i0", "tcp://x:1")]))
+
+    naming = asyncio.create_task(name_another())
+    link.open()
+    try:
+        await until(lambda: cluster.taken)
+    finally:
+        await link.close()
+        await cancel_tasks(naming)
+        server.close()
+    assert [one.instance for one in cluster.taken[0]] == ["77777777-i0"]

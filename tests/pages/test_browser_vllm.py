@@ -1,14 +1,17 @@
-"""The page in Debian's Chromium before real vLLM: a server of two instances."""
+"""The page in Debian's Chromium before real vLLM: a server of two instances, a fleet's model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 
+from kvmig.models import BUNDLED
+from kvmig_tools.fleet import FleetUp
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import TWO
@@ -150,3 +153,66 @@ def test_a_real_models_tool_call_is_shown_as_the_api_has_it(server: Served, ada:
     assert shown == [called(server.url, "The weather in 0042", 60)]
     assert shown[0].startswith("weather(")
     assert answer.get_by_label("Result of weather").is_visible()
+
+
+def test_a_real_model_sees_the_image_and_its_answer_moves_unchanged(
+    server: Served, ada: Visitor, tmp_path: Path
+) -> None:
+    from base64 import b64encode
+
+    from PIL import Image
+
+    file = tmp_path / "red.png"
+    Image.new("RGB", (tiny_blip2.PIXELS,) * 2, (200, 80, 160)).save(file)
+    page = open_playground(ada, KEY, "eye")
+    page.get_by_label("Image").set_input_files(file)
+    answer = moved_chat(page, "Count from 0042")
+    url = f"data:image/png;base64,{b64encode(file.read_bytes()).decode()}"
+    content = [
+        {"type": "text", "text": "Count from 0042"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    assert text_of(answer) == unmoved(server.url, KEY, "eye", content)["content"]
+
+
+def test_a_fleets_real_model_is_added_started_asked_and_drained_and_its_dots_travel(
+    browser: Browser, tmp_path: Path
+) -> None:
+    with FleetUp(tmp_path) as fleet, visitor(browser, fleet.url) as bea:
+        page = bea.open_tab("models")
+        bea.log_in(page, fleet.key)
+        form = page.locator("form", has=page.get_by_role("button", name="Add"))
+        fields = {
+            "name": "count", "source": f"path:{BUNDLED}", "flags": " ".join(SMALL), "min": "2",
+            "max": "2",
+        }  # fmt: skip
+        for name, value in fields.items():
+            form.locator(f"[name={name}]").fill(value)
+        form.get_by_role("button", name="Add").click()
+        page.locator("h1", has_text="count").wait_for(timeout=LONG_MS)
+        row = page.locator("tr[data-key]")
+        row.get_by_text("starting").wait_for()
+        row.get_by_text("serving").wait_for(timeout=LONG_MS)
+        fleet.until("models/count", serving=2)
+
+        live = bea.open_tab("")
+        live.get_by_text("Live.", exact=True).wait_for()
+        live.locator(".instance", has_text="count").nth(1).wait_for()
+        chat = open_playground(bea, "", "count", 4 * TOKENS)
+        answer = say(chat, "Count from 0042")
+        answer.get_by_text("0060").wait_for()
+        live.locator("#dots .dot").wait_for(state="attached")
+        writer = answer.locator(".text").first.get_attribute("data-instance")
+
+        bea.visit(page, "models/count")
+        drained = page.locator(
+            "tr", has=page.get_by_role("rowheader", name=str(writer), exact=True)
+        )
+        drained.locator("summary", has_text="Drain").click()
+        drained.get_by_role("button", name="Drain").click()
+        live.locator("#dots .moved").wait_for(state="attached")
+        live.locator(".events li", has_text=f"moved from {writer}").first.wait_for()
+        answer.locator("footer").wait_for(timeout=LONG_MS)
+        assert answer.locator(".text").count() == 2
+        alone = unmoved(fleet.url, fleet.key, "count", "Count from 0042", 4 * TOKENS)["content"]
+        assert text_of(answer) == alone

@@ -271,6 +271,7 @@ LORA = Configuration(
 def adapter(folder: Path, number: int) -> LoRARequest:
     from vllm.lora.request import LoRARequest
 
+    folder.mkdir()
     return LoRARequest(f"adapter {number}", number, str(tiny_lora.make(folder, number)))
 
 
