@@ -28,8 +28,8 @@ def doctor(
 ) -> None:
     """Check this machine: one line for each finding, with what to do.
 
-    Exit code 1 if a fleet can't serve here, 0 otherwise. Run it before `kvmig up`: while a fleet
-    serves, its port is taken.
+    Exit code 1 if a fleet can't serve here, 0 otherwise. While the fleet of this --data serves, a
+    taken port is a warning.
     """
     from kvmig.cli.machine_facts import measure
 

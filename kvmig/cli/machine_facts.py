@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import importlib.util
 import os
@@ -20,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 import kvmig
+from kvmig.cli.client import holder_of
 from kvmig.cli.machine_verdicts import DatabaseFact, EngineFact, GpuFact, MachineFacts
 from kvmig.core.errors import ConfigError
 from kvmig.core.shown_urls import shown_url
@@ -44,6 +46,8 @@ def measure(address: tuple[str, int], data: str, database: str) -> MachineFacts:
     driver, driver_cuda = _driver()
     torch, torch_cuda = _torch()
     shm, disk = shutil.disk_usage(SHM), _disk_free(data)
+    error = _address_error(*address)
+    taken = error == os.strerror(errno.EADDRINUSE)
     return MachineFacts(
         python=sys.version_info[:2],
         has_nvidia_files=DRIVER.exists(),
@@ -60,7 +64,8 @@ def measure(address: tuple[str, int], data: str, database: str) -> MachineFacts:
         shm=shm.total,
         shm_free=shm.free,
         address=address,
-        address_error=_address_error(*address),
+        address_error=error,
+        fleet=holder_of(Path(data, "run")) if taken else "",
         data=data,
         disk_free=disk if isinstance(disk, int) else 0,
         disk_error=disk if isinstance(disk, str) else "",

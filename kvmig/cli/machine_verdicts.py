@@ -83,6 +83,8 @@ class MachineFacts(NamedTuple):
     address: tuple[str, int] = ("127.0.0.1", 8080)
     address_error: str = ""
     """Why it can't be listened on; empty: it can."""
+    fleet: str = ""
+    """The process id of the fleet of `data`, where the address is taken; empty: none serves."""
     data: str = ""
     disk_free: int = 0
     disk_error: str = ""
@@ -251,6 +253,12 @@ def _port(facts: MachineFacts) -> MachineVerdict:
     host, port = facts.address
     if not facts.address_error:
         return MachineVerdict("port", "ok", f"{host}:{port} is free")
+    if facts.fleet:
+        said = (
+            f"{host}:{port} is taken, and the fleet of {facts.data} serves (process {facts.fleet}):"
+            " another fleet needs a --port and a --data of its own"
+        )
+        return MachineVerdict("port", "warn", said)
     said = f"{host}:{port} can't be listened on ({facts.address_error}): choose --port or --host"
     return MachineVerdict("port", "fail", said)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
 from pathlib import Path
@@ -79,6 +80,7 @@ def test_a_good_machine_has_nothing_to_mend(facts: MachineFacts) -> None:
         ({"memory": 2 * GIB}, "memory", "warn", "control group"),
         ({"cores": 1}, "cores", "warn", "quota"),
         ({"address_error": "Address already in use"}, "port", "fail", "--port"),
+        ({"address_error": "Address already in use", "fleet": "7"}, "port", "warn", "process 7"),
         ({"disk_free": 1 << 20}, "disk", "fail", "--data"),
         ({"disk_free": 5 * GIB}, "disk", "warn", "--data"),
         ({"disk_error": "it is no folder"}, "disk", "fail", "--data"),
@@ -130,6 +132,21 @@ def test_this_machine_can_be_measured(tmp_path: Path) -> None:
     assert facts.shm >= facts.shm_free > 0
     assert facts.memory > 0
     assert facts.database is None
+
+
+def test_a_port_that_is_taken_while_the_fleet_of_the_folder_serves_is_known(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        (tmp_path / "run" / "init.pid").open("w") as held,
+    ):
+        held.write("4711\n")
+        held.flush()
+        before = measure(("127.0.0.1", taken.getsockname()[1]), str(tmp_path), "")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        after = measure(("127.0.0.1", taken.getsockname()[1]), str(tmp_path), "")
+        free = measure(("127.0.0.1", 0), str(tmp_path), "")
+    assert (before.fleet, after.fleet, free.fleet) == ("", "4711", "")
 
 
 def test_a_folder_below_a_file_is_no_place_for_data(tmp_path: Path) -> None:
