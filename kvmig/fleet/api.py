@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, TypeVar, cast
 from urllib.parse import quote
 
 import anyio.to_thread
@@ -26,19 +26,14 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvmig.accounts.keys import KeyGrant, KeyIndex, KeyTerms, ModelQuota, quotas_of
+from kvmig.accounts.keys import KeyGrant, KeyIndex
 from kvmig.accounts.people import LoginRefused
 from kvmig.asgi.plain_paths import PlainPaths
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
-from kvmig.fleet.based_on import (
-    alias_of,
-    limits_of_key,
-    limits_of_user,
-    order_based_on,
-    order_based_on_values,
-)
+from kvmig.fleet.accounts_api import accounts_api
+from kvmig.fleet.based_on import alias_of, order_based_on, order_based_on_values
 from kvmig.fleet.callers import who_calls, who_lists, who_reads
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
@@ -58,7 +53,6 @@ from kvmig.fleet.pages.sessions import FleetSessions
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.places_api import places_api
 from kvmig.fleet.process_logs import last_lines
-from kvmig.fleet.quotas import left
 from kvmig.fleet.retention import UsageRetention, prune
 from kvmig.fleet.rollout_api import (
     RolloutBody,
@@ -69,7 +63,7 @@ from kvmig.fleet.rollout_api import (
 )
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
-from kvmig.fleet.store import MOST_KEEP_S, FleetStore, NameTaken, NotThere, OrderActor
+from kvmig.fleet.store import FleetStore, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
 from kvmig.fleet.units import ManagedUnit
 from kvmig.fleet.usage_api import usage_api
@@ -78,16 +72,13 @@ from kvmig.pages.live_feed import LiveFeed
 from kvmig.pages.rendering import PREFIX as PAGES
 from kvmig.pages.session import PageSessions
 from kvmig.placement.executor import ReplaceFailed
-from kvmig.proxy.messages import QuotaLeft
 from kvmig.sources.origins import check_installed
 from kvmig.sources.source import is_remote, parse_source
 
 PREFIX = "/kvmig/v2"
 LOG_LINES = 1000
-DAY_S = 86400.0
 BY_RATES = OrderActor("rates of requests")
 """The actor of a placement that was planned again."""
-LeftQuery = Annotated[bool, Query(alias="left")]
 
 Body = dict[str, Any]
 Parameters = ParamSpec("Parameters")
@@ -214,7 +205,9 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
     for api in (
         fleet_api(backend, caller),
         usage_api(database, backend.stored, backend.retention, caller, Depends(reader)),
-        accounts_api(backend, caller, Depends(reader)),
+        accounts_api(
+            backend.store, backend.stored, backend.changed, backend.keys, caller, Depends(reader)
+        ),
         rollout_api(backend, caller, time.time),
         models_api(backend, caller),
         names_api(backend.store, backend.stored, backend.models, Depends(holder)),
@@ -460,103 +453,6 @@ def placement_api(backend: ApiBackend, caller: Any) -> APIRouter:
     return api
 
 
-def accounts_api(backend: ApiBackend, caller: Any, reader: Any) -> APIRouter:
-    """Routes of users and keys. reader: see `who_reads`."""
-    api, store = APIRouter(), backend.store
-
-    @api.get("/users")
-    async def list_users(_: OrderActor = caller) -> Body:
-        """The users of the fleet."""
-        return {"data": msgspec.to_builtins(await backend.stored(store.users))}
-
-    @api.post("/users", status_code=HTTPStatus.CREATED)
-    async def add_user(body: UserBody, actor: OrderActor = caller) -> Body:
-        """Make one."""
-        await backend.stored(store.add_user, body.name, body.role, actor)
-        return {"name": body.name, "role": body.role}
-
-    @api.patch("/users/{name:path}")
-    async def set_user(name: str, body: UserChange, actor: OrderActor = caller) -> Body:
-        """Change a role, limits, or refuse all of the user's keys until they are enabled again."""
-        order = partial(
-            store.set_user, name, actor,
-            role=body.role, disabled=body.disabled, limits=body.changes(),
-        )  # fmt: skip
-        look, based_on = partial(limits_of_user, store, name), body.basis()
-        what = f"limits of user {name}"
-        row = await backend.stored(order_based_on_values, what, look, based_on, order)
-        await backend.changed()
-        found: Body = msgspec.to_builtins(row)
-        return found
-
-    @api.get("/keys")
-    async def list_keys(with_left: LeftQuery = False, user: str | None = reader) -> Body:
-        """The keys of the fleet, by their prefixes; `left`: with what is left of their quotas.
-
-        A key with the scope `read` sees those of its own user.
-        """
-        rows = await backend.stored(store.keys, user)
-        if not with_left:
-            return {"data": msgspec.to_builtins(rows)}
-        granted = [backend.keys().of_prefix(row.prefix) for row in rows]
-        here = [grant for grant in granted if grant is not None]
-        spare = await backend.stored(left, store.database, here, time.time())
-        return {
-            "data": [
-                msgspec.to_builtins(row) | {"left": quotas_left(grant, spare)}
-                for row, grant in zip(rows, granted, strict=True)
-            ]
-        }
-
-    @api.post("/keys", status_code=HTTPStatus.CREATED)
-    async def add_key(body: KeyBody, actor: OrderActor = caller) -> Body:
-        """Make one; the answer shows it this once."""
-        limits = body.model_dump(include=set(LimitsBody.model_fields))
-        quotas = {name: one for name, one in limits.pop("quotas").items() if one is not None}
-        terms = KeyTerms(
-            scopes=tuple(body.scopes),
-            models=None if body.models is None else tuple(body.models),
-            cidrs=None if body.cidrs is None else tuple(body.cidrs),
-            classes=None if body.classes is None else tuple(body.classes),
-            expires=time.time() + body.days * DAY_S if body.days else None,
-            quotas=msgspec.convert(quotas, dict[str, ModelQuota]),
-            **limits,
-        )
-        row, key = await backend.stored(store.create_key, body.user, body.name, terms, actor)
-        await backend.changed()
-        return {"key": key, "prefix": row.prefix}
-
-    @api.patch("/keys/{prefix}")
-    async def limit_key(prefix: str, body: LimitsChange, actor: OrderActor = caller) -> Body:
-        """Change the limits that the body names; all proxies know within a second."""
-        order = partial(store.limit_key, prefix, body.changes(), actor)
-        look, based_on = partial(limits_of_key, store, prefix), body.basis()
-        what = f"limits of key {prefix}"
-        row = await backend.stored(order_based_on_values, what, look, based_on, order)
-        await backend.changed()
-        return cast("Body", msgspec.to_builtins(row))
-
-    @api.post("/keys/{prefix}/rotate")
-    async def rotate_key(
-        prefix: str,
-        keep_s: Annotated[float, Query(ge=0, le=MOST_KEEP_S, allow_inf_nan=False)] = 0.0,
-        actor: OrderActor = caller,
-    ) -> Body:
-        """Make another with the same rights; this one is refused, after `keep_s`."""
-        row, key = await backend.stored(store.rotate_key, prefix, actor, keep_s=keep_s)
-        await backend.changed()
-        return {"key": key, "prefix": row.prefix}
-
-    @api.delete("/keys/{prefix}")
-    async def revoke_key(prefix: str, actor: OrderActor = caller) -> Body:
-        """Refuse it everywhere, within a second."""
-        await backend.stored(store.revoke_key, prefix, actor)
-        await backend.changed()
-        return {"prefix": prefix}
-
-    return api
-
-
 def started_as(spec: ModelSpec) -> tuple[object, ...]:
     """What decides a deployment's command line."""
     own = spec.engine, spec.source, spec.flags, spec.adapters, spec.instances
@@ -612,13 +508,6 @@ class SwitchBody(StrictBody):
     on: bool
 
 
-class UserBody(StrictBody):
-    """A user."""
-
-    name: str = Field(min_length=1, max_length=128)
-    role: Literal["user", "admin"] = "user"
-
-
 class AliasBody(StrictBody):
     """What an alias stands for."""
 
@@ -626,65 +515,6 @@ class AliasBody(StrictBody):
     based_on: dict[str, int] | None = Field(
         default=None,
         description="Refuse it unless these are its weights now, none for a new name; null: don't.",
-    )
-
-
-class ModelQuotaBody(StrictBody):
-    """A quota of one model."""
-
-    tokens: int
-    period: Literal["day", "month", "total"] = "month"
-
-
-class LimitsBody(StrictBody):
-    """Limits of a key, or of a user."""
-
-    rpm: int | None = Field(default=None, description="Requests a minute; null: no limit.")
-    tpm: int | None = Field(default=None, description="Tokens a minute; null: no limit.")
-    parallel: int | None = Field(default=None, description="Requests at once; null: no limit.")
-    quota: int | None = Field(default=None, description="Tokens in a period; null: no limit.")
-    period: Literal["day", "month", "total"] = Field(default="month", description="Of the quota.")
-    quotas: dict[str, ModelQuotaBody | None] = Field(
-        default={}, description="More of them, by models; null: none of that one any more."
-    )
-
-
-class LimitsChange(LimitsBody):
-    """Limits that are to be different; what isn't named stays."""
-
-    based_on: LimitsBody | None = Field(
-        default=None, description="Refuse it unless these are the limits now; null: don't."
-    )
-
-    def changes(self) -> Body:
-        """The limits that are named."""
-        return self.model_dump(include=set(LimitsBody.model_fields), exclude_unset=True)
-
-    def basis(self) -> Body | None:
-        """The limits that the order was made from."""
-        return None if self.based_on is None else self.based_on.model_dump()
-
-
-class UserChange(LimitsChange):
-    """What is to be different of a user; what isn't named stays."""
-
-    role: Literal["user", "admin"] | None = Field(default=None, description="null: as it is.")
-    disabled: bool | None = Field(default=None, description="null: as it is.")
-
-
-class KeyBody(LimitsBody):
-    """A key."""
-
-    user: str
-    name: str = Field(default="", max_length=128)
-    models: list[str] | None = Field(default=None, description="Only these; null: all.")
-    scopes: list[Literal["infer", "read", "admin"]] = Field(default=["infer"], min_length=1)
-    cidrs: list[str] | None = Field(default=None, description="Only from there; null: anywhere.")
-    classes: list[str] | None = Field(
-        default=None, description="Only these priority classes; null: all."
-    )
-    days: float = Field(
-        default=0.0, ge=0, le=36500, allow_inf_nan=False, description="0: for ever."
     )
 
 
@@ -744,26 +574,6 @@ def unit_json(unit: ManagedUnit) -> Body:
         else {one.model: one.lease for one in unit.state.shares},
         "why": unit.waits,
     }
-
-
-def quotas_left(grant: KeyGrant | None, spare: Mapping[str, QuotaLeft]) -> list[Body]:
-    """What is left of each quota that holds for a key, its user's included; none of a revoked one.
-
-    spare: by `Quota.id`.
-    """
-    found = [] if grant is None else quotas_of(grant)
-    return [
-        {
-            "whose": "key" if one.whose.id == grant.origin else "user",
-            "model": one.model or None,
-            "tokens": one.tokens,
-            "period": one.period,
-            "left": max(0, spare[one.id].tokens),
-            "renewed_at": spare[one.id].anew,
-        }
-        for one in found
-        if grant is not None and one.id in spare
-    ]
 
 
 # -- what is wrong

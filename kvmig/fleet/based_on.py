@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvmig.accounts.keys import Limits
+from kvmig.fleet.account_lists import ListWindow
 from kvmig.fleet.limit_changes import named_of
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore, NameTaken
@@ -77,13 +78,14 @@ def order_based_on_values(
 
 def limits_of_key(store: FleetStore, prefix: str) -> dict[str, Any] | None:
     """The limits of a key; None: there is no such key."""
-    rows = store.keys()
+    rows = store.find_keys(None, ListWindow(prefix)).rows
     return next((limits_in(one.terms) for one in rows if one.prefix == prefix), None)
 
 
 def limits_of_user(store: FleetStore, name: str) -> dict[str, Any] | None:
     """The limits of all keys of a user; None: there is no such user."""
-    return next((limits_in(one.limits) for one in store.users() if one.name == name), None)
+    rows = store.find_users(ListWindow(name)).rows
+    return next((limits_in(one.limits) for one in rows if one.name == name), None)
 
 
 def alias_of(store: FleetStore, name: str) -> Mapping[str, int]:

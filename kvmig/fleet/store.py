@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
@@ -28,6 +28,7 @@ from kvmig.accounts.keys import (
     remembered,
 )
 from kvmig.core.errors import ConfigError, KvmigError
+from kvmig.fleet.account_lists import FoundRows, ListWindow, in_window, with_words
 from kvmig.fleet.copies import copy_sqlite
 from kvmig.fleet.limit_changes import changed, check_models, named_of
 from kvmig.fleet.model_rows import (
@@ -68,6 +69,7 @@ from kvmig.fleet.tables import (
     users,
 )
 
+Listed = TypeVar("Listed")
 Role = Literal["admin", "user"]
 ROLES: tuple[str, ...] = get_args(Role)
 MOST_KEEP_S = 365 * 86400.0
@@ -397,6 +399,11 @@ class FleetStore:
             found = connection.execute(select(users).order_by(users.c.name)).mappings()
             return self.set_aside.readable("user", found, _user_row)
 
+    def find_users(self, window: ListWindow) -> FoundRows[UserRow]:
+        """Users by name."""
+        wanted = select(users).where(with_words(window.find, [users.c.name])).order_by(users.c.name)
+        return self._found("user", wanted, window, _user_row)
+
     def add_user(self, name: str, role: str, actor: OrderActor, *, subject: str = "") -> UserRow:
         """subject: see `UserRow`. Raises Taken, ConfigError."""
         if not NAME.fullmatch(name):
@@ -448,6 +455,30 @@ class FleetStore:
         with self.database.transaction(reading=True) as connection:
             rows = connection.execute(wanted).mappings()
             return self.set_aside.readable("key", rows, _key_row)
+
+    def find_keys(self, user: str | None, window: ListWindow) -> FoundRows[KeyRow]:
+        """Keys of all users, or of one: those that are not revoked first, by user, the newest
+        first. They are found by prefix, name and user."""
+        named = [api_keys.c.prefix, api_keys.c.name, users.c.name]
+        wanted = _keys_of_users().where(with_words(window.find, named))
+        if user is not None:
+            wanted = wanted.where(users.c.name == user)
+        newest = api_keys.c.created.desc(), api_keys.c.id
+        wanted = wanted.order_by(api_keys.c.revoked_at.is_not(None), users.c.name, *newest)
+        return self._found("key", wanted, window, _key_row)
+
+    def _found(
+        self,
+        kind: str,
+        wanted: Select[Any],
+        window: ListWindow,
+        make: Callable[[RowMapping], Listed],
+    ) -> FoundRows[Listed]:
+        count = select(func.count()).select_from(wanted.order_by(None).subquery())
+        with self.database.transaction(reading=True) as connection:
+            total = int(connection.execute(count).scalar_one())
+            rows = connection.execute(in_window(wanted, window)).mappings()
+            return FoundRows(self.set_aside.readable(kind, rows, make), total)
 
     def create_key(
         self, user: str, name: str, terms: KeyTerms, actor: OrderActor

@@ -16,7 +16,7 @@ SHOWN = {
 """Where it is only told to people, to clients, or to vLLM as a request's arrival (which vLLM
 orders requests by that come to one engine, and reports)."""
 EXPIRING = {
-    "fleet/api.py", "fleet/login_api.py", "fleet/pages/backend.py",
+    "fleet/accounts_api.py", "fleet/api.py", "fleet/login_api.py", "fleet/pages/backend.py",
     "fleet/pages/provider_login.py", "fleet/server.py", "fleet/usage_api.py",
 }  # fmt: skip
 """Where keys end, at a date that people have given, and the periods of their quotas."""

@@ -16,7 +16,8 @@ VALUES = (
 )  # fmt: skip
 QUERIES = (
     "usage?by=", "usage?since=", "usage?until=", "usage?since=0001-01-01&until=", "usage?what=",
-    "usage.csv?by=", "audit?limit=", "why/qwen?instance=", "why-not/qwen?x=",
+    "usage.csv?by=", "audit?limit=", "keys?find=", "keys?skip=", "users?find=", "users?skip=",
+    "why/qwen?instance=", "why-not/qwen?x=",
 )  # fmt: skip
 FORMS = {
     "models": ("name", "source", "engine", "flags", "min", "max", "target", "zero_after_s"),
