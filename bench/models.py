@@ -100,17 +100,20 @@ def model_folder(name: str) -> Path:
     return folder
 
 
-def model_flags(name: str) -> tuple[str, ...]:
+def model_flags(name: str, token_ms: float | None = None) -> tuple[str, ...]:
     """What `--model name` means for vLLM beside its checkpoint.
+
+    token_ms: of a step, for each of its tokens, of one that waits as for a GPU; None: as usual.
 
     Those of NAMES compute in 32 bits: a CPU without bfloat16 takes many times as long for it.
     """
     if paced := PACED.fullmatch(name):
+        more = "" if token_ms is None else f', "token_ms": {token_ms}'
         overlap = ', "overlap": true' if paced[2] else ""
         return (
             "--dtype=float32",
             "--worker-cls=bench.paced.PacedWorker",
-            f'--additional-config={{"step_ms": {paced[1]}{overlap}}}',
+            f'--additional-config={{"step_ms": {paced[1]}{more}{overlap}}}',
         )
     return ("--dtype=float32",) if name in NAMES else ()
 

@@ -1,0 +1,175 @@
+"""Prompts computed at instances set apart, on four real engines, beside prompts among what decodes.
+
+One server of four vLLM instances for each way, all up at the same time; the same calls, long
+prompts with short answers, go to one after the other, and the order turns from round to round, in
+which the prompts are others. The engines compute the bundled model at the pace of a device, as in
+`bench.prefixes_real`. Arrivals are open: a call is sent when it is due, whatever became of those
+before. Before anything counts, each server gets `--burst` of the calls at once: `--load` of what
+the servers end a second is the rate.
+
+tpot: the mean of a call's later tokens. Percentiles are over all calls of all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+import uvloop
+from numpy.random import RandomState
+from rich.table import Table
+
+from bench import report
+from bench.client import session
+from bench.models import NAMES, PACED, model_flags, model_folder
+from bench.prefixes_real import INSTANCES, MODEL, TOKEN_MS
+from bench.serving import Site
+from bench.serving_calls import FIGURES, STATISTICS, Answer, Call, Run, statistics_of
+from bench.site import all_up
+from kvmig_tools.served import Served
+
+BLOCKS, BLOCK_TOKENS, SEATS, CHUNK = 625, 32, 32, 256
+WAYS: dict[str, tuple[str, ...]] = {
+    "mixed": (),
+    "set apart": ("--prompt-instances=i0,i1",),
+}
+MIXED = "mixed"
+PROMPT, LONGEST_PROMPT = 900, 3000
+OUTPUT, LONGEST_OUTPUT = 60, 240
+"""Means, drawn geometrically, and most."""
+
+
+def calls_of(rate: float, count: int, seed: int) -> list[Call]:
+    """Long prompts. rate: a second."""
+    random = RandomState(seed)
+    prompts = np.minimum(random.geometric(1 / PROMPT, count), LONGEST_PROMPT)
+    outputs = np.clip(random.geometric(1 / OUTPUT, count), 2, LONGEST_OUTPUT)
+    arrivals = np.cumsum(random.exponential(1 / rate, count))
+    return [
+        Call(float(at), int(prompt), int(output))
+        for at, prompt, output in zip(arrivals, prompts, outputs, strict=True)
+    ]
+
+
+async def compare(
+    servers: dict[str, Served], options: argparse.Namespace, settings: dict[str, object]
+) -> tuple[list[Run], list[Answer]]:
+    """Bursts, which find the rate, then the rounds; `settings` gets the rate."""
+    runs: list[Run] = []
+    answers: list[Answer] = []
+    names = list(servers)
+    async with session() as http:
+        sites = {name: Site(name, served, http) for name, served in servers.items()}
+        speeds = []
+        for name in names:
+            await sites[name].play(calls_of(1e9, INSTANCES, 0), -2)  # first calls take long
+            run, _ = await sites[name].play(calls_of(1e9, options.burst, 0), -1)
+            speeds.append(options.burst / run.seconds)
+            report.say(f"{name}: {options.burst} calls at once: {speeds[-1]:.3g} calls/s")
+        rate = options.rate or options.load * fmean(speeds)
+        settings["rate"] = round(rate, 3)
+        calls = [
+            calls_of(rate, max(int(rate * options.seconds), 4), seed)
+            for seed in range(1, 1 + options.repeats)
+        ]
+        for repeat, some in enumerate(calls):
+            turn = repeat % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                run, these = await sites[name].play(some, repeat)
+                runs.append(run)
+                answers += these
+                report.say(f"round {repeat + 1}, {name}: {len(some)} calls in {run.seconds:.0f} s")
+    return runs, answers
+
+
+def flags_of(way: str, model: str) -> list[str]:
+    """Of one server. Blocks: one more, vLLM's null block."""
+    return [
+        "--enforce-eager", f"--block-size={BLOCK_TOKENS}", f"--max-num-seqs={SEATS}",
+        f"--max-num-batched-tokens={CHUNK}", f"--num-gpu-blocks-override={BLOCKS + 1}",
+        f"--instances={INSTANCES}", "--max-model-len=4096", "--shutdown-timeout=2",
+        *model_flags(model, TOKEN_MS if PACED.fullmatch(model) else None), *WAYS[way],
+    ]  # fmt: skip
+
+
+def summarize(runs: Sequence[Run], answers: Sequence[Answer]) -> dict[str, float]:
+    """`way.figure.statistic` over all rounds, then each way beside prompts among what decodes."""
+    summary: dict[str, float] = {}
+    ways = list(dict.fromkeys(run.policy for run in runs))
+    for way in ways:
+        found = statistics_of(one for one in answers if one.policy == way)
+        for figure in FIGURES:
+            for statistic in STATISTICS:
+                summary[f"{way}.{figure}.{statistic}"] = found[figure][statistic]
+        mine = [run for run in runs if run.policy == way]
+        summary[f"{way}.migrations"] = median(sum(run.migrations.values()) for run in mine)
+        summary[f"{way}.aborted"] = median(run.migrations_aborted for run in mine)
+    for way in ways:
+        for name in ("tpot_ms.p99", "tpot_ms.p50", "ttft_ms.p99", "ttft_ms.p50", "e2e_ms.mean"):
+            if way != MIXED:
+                summary[f"{way}.{name}_over_mixed"] = (
+                    summary[f"{way}.{name}"] / summary[f"{MIXED}.{name}"]
+                )
+    return summary
+
+
+TARGETS: dict[str, report.Target] = {"set apart.tpot_ms.p99_over_mixed": {"max": 0.6}}
+
+
+def tables(summary: dict[str, float]) -> list[Table]:
+    """A row a way."""
+    columns = [f"{figure}.{one}" for figure in FIGURES for one in STATISTICS] + ["migrations"]
+    ways = [name.removesuffix(".migrations") for name in summary if name.endswith(".migrations")]
+    rows = [(way, *(summary[f"{way}.{name}"] for name in columns)) for way in ways]
+    return [report.table("prompts on four real engines", ("way", *columns), rows)]
+
+
+def options_of(argv: list[str] | None) -> argparse.Namespace:
+    root = report.parser(__doc__, ("*_over_mixed",))
+    root.add_argument("--model", default=MODEL, help=f"{', '.join(NAMES)} or a folder")
+    root.add_argument("--repeats", type=int, help="rounds of each way; default 3")
+    root.add_argument("--seconds", type=float, help="of calls in a round; default 40")
+    root.add_argument("--burst", type=int, help="calls at once, before anything counts; default 48")
+    root.add_argument("--load", type=float, default=0.6, help="share of what a burst gives")
+    root.add_argument("--rate", type=float, default=0.0, help="calls a second; 0: by --load")
+    options = root.parse_args(argv)
+    quick = options.quick
+    options.repeats = options.repeats or (1 if quick else 3)
+    options.seconds = options.seconds or (8.0 if quick else 40.0)
+    options.burst = options.burst or (12 if quick else 48)
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = options_of(argv)
+    names = ("model", "repeats", "seconds", "burst", "load")
+    settings = {name: getattr(options, name) for name in names} | {
+        "ways": WAYS, "instances": INSTANCES, "blocks": BLOCKS, "block_tokens": BLOCK_TOKENS,
+        "chunk": CHUNK,
+    }  # fmt: skip
+    result = report.begin("prompts_real", settings)
+    model = model_folder(options.model)
+    with tempfile.TemporaryDirectory() as folder:
+        servers = {
+            way: Served(
+                flags_of(way, options.model), model=model, log=Path(folder) / way.replace(" ", "-")
+            )
+            for way in WAYS
+        }
+        report.say(f"starting {len(servers)} servers of {INSTANCES} instances")
+        with all_up(list(servers.values())):
+            runs, answers = uvloop.run(compare(servers, options, result.settings))
+    result.samples = [{"kind": "run", **asdict(run)} for run in runs]
+    result.samples += [{"kind": "answer", **asdict(one)} for one in answers]
+    result.summary, result.targets = summarize(runs, answers), TARGETS
+    return report.finish(result, options, tables(result.summary))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
