@@ -219,18 +219,20 @@ class FewestWithRoom:
             row = _most(columns.room, candidates(view, demand))
             return view.instances[0 if row is None else row]
         is_open = columns.open_until >= view.now
-        held = _held(view, request)
-        slack = np.where(is_open, (columns.room - demand + held) * columns.share, -np.inf)
+        room, held = columns.room - demand, None
+        if request.held_blocks:
+            held = _held(view, request)
+            room += held
+        slack = np.where(is_open, room * columns.share, -np.inf)
         most = slack.max(initial=-np.inf)
         if most < 0:  # it fits nowhere now, but perhaps into a headroom
             row = _most(columns.room, is_open & (columns.room + columns.kept >= demand))
             return self._roomiest.pick(view, request) if row is None else view.instances[row]
         if most >= self.enough:
             crowds = columns.requests + self.prompt_weight * columns.prompts
-            if request.held_blocks:
-                missing = np.maximum(demand - held, 0.0)
-                weight = self.prefill_weight * held.max(initial=0.0) / demand
-                crowds = crowds + weight * missing * (1 + columns.requests)
+            if held is not None:
+                weight = self.prefill_weight * held.max() / demand
+                crowds = crowds + (demand - held) * weight * (1 + columns.requests)
             crowds = np.where(slack >= self.enough, crowds, np.inf)
             rows = np.flatnonzero(crowds == crowds.min())
             most = slack[rows].max()
@@ -242,12 +244,13 @@ class FewestWithRoom:
 
 def _held(view: ClusterView, request: NewRequest) -> Column:
     """Blocks of the request's prompt that each instance holds, at most the whole."""
-    held = np.zeros(len(view.instances))
+    held = [0.0] * len(view.instances)
+    most = request.demand_blocks
     for name, blocks in request.held_blocks.items():
         row = view.row_of(name)
         if row is not None:
-            held[row] = blocks
-    return np.minimum(held, request.demand_blocks)
+            held[row] = min(blocks, most)
+    return np.array(held)
 
 
 def _is_protected(view: ClusterView, priority: int) -> bool:

@@ -1,7 +1,7 @@
 """An index of the prompts' beginnings that instances hold, as reported, and as sent to them.
 
-Pure. One integer a mark has a bit for each instance, so that a look costs some microseconds however
-many instances there are.
+Pure. One integer a mark has a bit for each instance, so that a look costs as much however many
+instances there are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvmig.core.prefix_marks import MARK_TOKENS
-from kvmig.engines.held_marks import MOST_MARKS, PrefixNews, unpack_marks
+from kvmig.engines.held_marks import MARK_METHOD, MOST_MARKS, PrefixNews, unpack_marks
 
 SOON_S = 5.0
 """Least time for which a prompt counts as held where it was sent, and half of the most. Then the
@@ -44,6 +44,8 @@ class PrefixIndex:
 
     def learn(self, instance: str, news: PrefixNews) -> None:
         """Take news in. Where a piece is missing, nothing is known until the next whole."""
+        if news.method != MARK_METHOD:
+            return  # of an older or newer version: such marks equal none of ours
         known = self._numbers.get(instance, 0)
         if news.number <= known:
             return  # an older report, which came late
@@ -88,21 +90,46 @@ class PrefixIndex:
 
     def find_tokens(self, marks: Sequence[int], now: float) -> dict[str, int]:
         """Tokens of the prompt, from its first on, that an instance holds; those with none are left
-        out."""
+        out. What an instance holds it holds from the first mark on, so that a few looks are enough.
+        """
         self._turn_over(now)
         found: dict[str, int] = {}
-        held, sent, before = self._bits, self._sent.bits, self._sent_before.bits
-        alive = -1
-        for index, mark in enumerate(marks):
-            left = alive & (held.get(mark, 0) | sent.get(mark, 0) | before.get(mark, 0))
-            if index and left != alive:
-                self._note(found, alive & ~left, index)
-            alive = left
-            if not alive:
-                return found
         if marks:
-            self._note(found, alive, len(marks))
+            holders = self._holders(marks[0])
+            last = len(marks) - 1
+            kept = holders & self._holders(marks[last])
+            self._find_ends(marks, (0, holders), (last, kept), found)
+            self._note(found, kept, len(marks))
         return found
+
+    def _find_ends(
+        self,
+        marks: Sequence[int],
+        begin: tuple[int, int],
+        end: tuple[int, int],
+        found: dict[str, int],
+    ) -> None:
+        """Note those that hold the mark `begin` and not the mark `end`: where theirs end.
+
+        begin, end: a mark's place and those of whom it is asked that hold it.
+        """
+        (low, before), (high, after) = begin, end
+        if before == after:
+            return
+        if high - low == 1:
+            self._note(found, before & ~after, high)
+            return
+        place = (low + high) // 2
+        middle = place, before & (self._holders(marks[place]) | after)
+        self._find_ends(marks, begin, middle, found)
+        self._find_ends(marks, middle, end, found)
+
+    def _holders(self, mark: int) -> int:
+        return (
+            self._bits.get(mark, 0)
+            | self._sent.bits.get(mark, 0)
+            | self._sent_before.bits.get(mark, 0)
+        )
 
     def _note(self, found: dict[str, int], seats: int, count: int) -> None:
         while seats:

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+MARK_METHOD = 2
+"""How marks are made (`kvmig.core.prefix_marks`): 1 was by a hash. Those of different methods never
+equal each other."""
 MOST_NEWS = 4096
 """Marks of one piece of news: 32 KB. The rest comes with the next one."""
 MOST_MARKS = 1 << 17
@@ -27,6 +30,8 @@ class PrefixNews(msgspec.Struct, frozen=True):
     added: bytes
     """Marks, 8 bytes each."""
     removed: bytes = b""
+    method: int = 1
+    """`MARK_METHOD` of the sender's version."""
 
 
 def pack_marks(marks: Iterable[int]) -> bytes:
@@ -99,7 +104,7 @@ class HeldMarks:
         self._number += 1
         added = (mark for mark, came in last.items() if came)
         removed = (mark for mark, came in last.items() if not came)
-        return PrefixNews(self._number, False, pack_marks(added), pack_marks(removed))
+        return PrefixNews(self._number, False, pack_marks(added), pack_marks(removed), MARK_METHOD)
 
     def whole(self) -> PrefixNews:
         """The marks that it holds, for one that knows none; then it gets the news that all get.
@@ -107,4 +112,4 @@ class HeldMarks:
         Some of it comes again as news, which may be taken in twice: what is said last of a mark
         holds.
         """
-        return PrefixNews(self._number, True, pack_marks(list(self._blocks)))
+        return PrefixNews(self._number, True, pack_marks(list(self._blocks)), method=MARK_METHOD)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from msgspec.structs import replace
 
@@ -286,6 +287,7 @@ class Router:
         token; prompt_logprobs: with its prompt; numbers: of its embedding.
         marks: computes those of its prompt. Raises NoInstance, QuotaUsedUp, AnswerTooLarge.
         """
+        marks = None if marks is None else cache(marks)  # dispatch and the session's memory ask
         call, search, allowance = current_call.get(), current_search.get(), None
         if call is not None:
             call.rendered()

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import SupportsIndex
+
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvmig.controlplane import prefix_index
 from kvmig.controlplane.prefix_index import SOON_S, PrefixIndex
 from kvmig.core.prefix_marks import MARK_TOKENS
-from kvmig.engines.held_marks import HeldMarks, PrefixNews, pack_marks, unpack_marks
+from kvmig.engines.held_marks import MARK_METHOD, HeldMarks, PrefixNews, pack_marks, unpack_marks
 
 NAMES = st.sampled_from(("i0", "i1", "i2"))
 MARKS = st.integers(1, 8)
 
 
 def whole(number: int, *marks: int) -> PrefixNews:
-    return PrefixNews(number, True, pack_marks(marks))
+    return PrefixNews(number, True, pack_marks(marks), method=MARK_METHOD)
+
+
+def more(number: int, added: Sequence[int], removed: Sequence[int] = ()) -> PrefixNews:
+    return PrefixNews(number, False, pack_marks(added), pack_marks(removed), MARK_METHOD)
 
 
 def tokens(count: int) -> int:
@@ -32,12 +40,62 @@ def test_each_instance_counts_for_as_much_of_the_beginning_as_it_holds() -> None
     assert index.find_tokens([9], 0.0) == index.find_tokens([], 0.0) == {}
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))
+def test_the_ends_of_all_are_found(held: list[tuple[int, int]]) -> None:
+    index = PrefixIndex()
+    marks = list(range(100, 109))
+    for number, (reported, sent) in enumerate(held):
+        index.learn(f"i{number}", whole(1, *marks[:reported]))
+        index.expect(f"i{number}", marks[:sent], 0.0)
+    ends = {f"i{number}": tokens(max(one)) for number, one in enumerate(held) if max(one)}
+    assert index.find_tokens(marks, 0.0) == ends
+    assert index.find_tokens([*marks, 7], 0.0) == ends
+
+
+class CountedMarks(list[int]):
+    """Counts the looks at them."""
+
+    looks = 0
+
+    def __getitem__(self, place: SupportsIndex) -> int:  # type: ignore[override]
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+def test_a_long_prompt_takes_few_looks() -> None:
+    index = PrefixIndex()
+    marks = CountedMarks(range(1000))
+    for number in range(64):
+        index.learn(f"i{number}", whole(1, *range(8)))
+    index.learn("i3", whole(2, *range(900)))
+    found = index.find_tokens(marks, 0.0)
+    assert (found["i3"], found["i4"], len(found)) == (tokens(900), tokens(8), 64)
+    assert marks.looks <= 2 * 11
+
+
+def test_marks_that_another_version_makes_otherwise_count_for_nothing() -> None:
+    index = PrefixIndex()
+    index.learn("i0", PrefixNews(1, True, pack_marks([1])))
+    assert (PrefixNews(1, True, b"").method, MARK_METHOD) == (1, 2)
+    assert not index.has_report_of("i0"), "so that a session's hint counts"
+    assert index.find_tokens([1], 0.0) == {}
+    assert {one.method for one in (HeldMarks().whole(), news_of(5))} == {MARK_METHOD}
+
+
+def news_of(mark: int) -> PrefixNews:
+    held = HeldMarks()
+    held.hold(1, mark)
+    news = held.news()
+    assert news is not None
+    return news
+
+
 def test_where_news_are_missing_nothing_is_known_until_all_is_said() -> None:
     index = PrefixIndex()
-    index.learn("i0", PrefixNews(1, False, pack_marks([1])))
+    index.learn("i0", more(1, [1]))
     assert index.find_tokens([1], 0.0) == {}
     index.learn("i0", whole(2, 1))
-    index.learn("i0", PrefixNews(4, False, pack_marks([2])))
+    index.learn("i0", more(4, [2]))
     assert index.find_tokens([1, 2], 0.0) == {}
     index.learn("i0", whole(5, 1, 2))
     index.learn("i0", whole(3))
@@ -59,7 +117,7 @@ def test_what_was_sent_counts_for_a_while_unless_its_instance_is_gone() -> None:
 def test_what_was_sent_counts_also_where_nothing_else_is_known() -> None:
     index = PrefixIndex()
     index.expect("i0", [1, 2], 10.0)
-    index.learn("i0", PrefixNews(7, False, pack_marks([3])))
+    index.learn("i0", more(7, [3]))
     assert index.find_tokens([1, 2], 10.0) == {"i0": tokens(2)}
 
 
@@ -69,9 +127,9 @@ def test_of_an_instance_that_names_marks_without_end_so_many_are_kept(
     monkeypatch.setattr(prefix_index, "MOST_MARKS", 3)
     index = PrefixIndex()
     index.learn("i0", whole(1, 1, 2))
-    index.learn("i0", PrefixNews(2, False, pack_marks([3, 4, 5])))
+    index.learn("i0", more(2, [3, 4, 5]))
     assert sum(bool(index.find_tokens([mark], 0.0)) for mark in range(1, 6)) == 3
-    index.learn("i0", PrefixNews(3, False, pack_marks([6]), pack_marks([1])))
+    index.learn("i0", more(3, [6], [1]))
     assert index.find_tokens([6], 0.0) == {"i0": tokens(1)}
 
 

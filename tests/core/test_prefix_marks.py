@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain, MediaSpan
+from kvmig.engines.held_marks import MARK_METHOD
 
 TOKENS = st.lists(st.integers(0, 2**20), max_size=4 * MARK_TOKENS)
 
@@ -49,3 +50,23 @@ def test_an_image_changes_the_marks_from_its_place_on() -> None:
     with_first, with_other = marks(tokens, "", "", first), marks(tokens, "", "", other)
     assert with_first[0] == with_other[0] == marks(tokens)[0]
     assert not {*with_first[1:]} & {*with_other[1:], *marks(tokens)[1:]}
+
+
+def test_the_same_image_at_another_place_makes_other_marks() -> None:
+    tokens = [1] * (2 * MARK_TOKENS)
+    spans = [MediaSpan(first, first + 9, "cat") for first in (5, 20, MARK_TOKENS - 4)]
+    found = [marks(tokens, "", "", one) for one in spans]
+    assert len({*map(tuple, found)}) == 3
+    assert len({one[1] for one in found}) == 3, "also after it"
+
+
+def test_the_marks_of_this_version_are_these() -> None:
+    """Other marks need another `MARK_METHOD`: engines and front ends of two versions meet."""
+    found = marks(list(range(300)), "salt", "adapter", MediaSpan(130, 140, "cat"))
+    assert (MARK_METHOD, found) == (2, [18433354179185827344, 2557552303509541228])
+
+
+def test_parts_in_another_order_make_other_marks() -> None:
+    first, second = [5] * MARK_TOKENS, [7] * MARK_TOKENS
+    assert marks(first + second)[1] != marks(second + first)[1]
+    assert marks([1, 2, *first])[0] != marks([2, 1, *first])[0]

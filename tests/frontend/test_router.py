@@ -176,6 +176,25 @@ async def test_a_sessions_next_request_goes_where_its_last_one_was(by_prefixes: 
         assert (len(set(places)) == 1) == by_prefixes
 
 
+async def test_the_marks_of_a_sessions_prompt_are_computed_once() -> None:
+    """For dispatch and for the memory of sessions: of a long prompt they are most of the work."""
+    async with cluster() as it:
+        asked: list[str] = []
+
+        def marks() -> list[int]:
+            asked.append("")
+            return [1, 2]
+
+        call = HttpCall()
+        call.session = 7
+        token = current_call.set(call)
+        try:
+            await it.router.submit("r", "r", 300, 0, [b""], marks=marks)
+        finally:
+            current_call.reset(token)
+        assert len(asked) == 1
+
+
 async def test_a_stream_goes_on_across_two_moves() -> None:
     async with cluster() as it:
         a, b = await it.submitted()
