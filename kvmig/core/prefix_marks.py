@@ -29,9 +29,9 @@ MARK_BYTES = 8
 _ODD = np.frombuffer(shake_256(b"kvmig prefix marks").digest(8 * (MARK_TOKENS + 1)), "<u8")
 _ODD = _ODD.astype(np.uint64) | 1
 _WEIGHTS: NDArray[np.uint64] = _ODD[:MARK_TOKENS]
-"""Of each token's place between two marks."""
+"""A weight for each token's place between two marks."""
 _GROWTH = int(_ODD[MARK_TOKENS])
-"""The weights are so many times as large after each mark, modulo 2^64."""
+"""Each mark multiplies the weights after it by this, modulo 2^64."""
 _MODULUS = 1 << 64
 
 
@@ -53,7 +53,7 @@ class MarkChain:
         """salt: under which the prompt is cached; adapter: its LoRA adapter; empty: none."""
         self._mark = _number_of(f"{salt}\0{adapter}")
         self._factor = 1
-        """Of the weights from here on."""
+        """The weights from here on are multiplied by it."""
         self._media = media
         self.tokens = 0
         """Tokens that have their marks."""
