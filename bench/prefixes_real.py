@@ -34,6 +34,7 @@ import httpx
 import numpy as np
 import uvloop
 from numpy.random import RandomState
+from numpy.typing import NDArray
 from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
@@ -42,6 +43,7 @@ from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, PACED, model_flags, model_folder
 from bench.site import all_up
 from kvmig.controlplane.policy import POLICIES
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from kvmig_tools.sim.cluster import SimCluster
 from kvmig_tools.sim.cost import Capacity, Copy, CostModel, Decode, Prefill
@@ -78,6 +80,7 @@ FIGURES = (
 APART = 0.1
 """Policies count as ordered by the simulator if their mean TTFT differ by more than this share."""
 BURST_PROMPT, BURST_OUTPUT = 700, ANSWERED
+Times = Sequence[float] | NDArray[np.float64]
 
 
 # -- the conversations
@@ -307,9 +310,7 @@ def simulate(policy: str, turns: Sequence[TurnSample], cost: CostModel) -> dict[
     return figures_of(ttft, tpot, e2e) | {"hit_share": float(hit / max(asked, 1))}
 
 
-def figures_of(
-    ttft: Sequence[float], tpot: Sequence[float], e2e: Sequence[float]
-) -> dict[str, float]:
+def figures_of(ttft: Times, tpot: Times, e2e: Times) -> dict[str, float]:
     """FIGURES of times in ms."""
     made = {"ttft_mean_ms": float(np.mean(ttft)), "e2e_mean_ms": float(np.mean(e2e))}
     for name, times in (("ttft", ttft), ("tpot", tpot)):
@@ -416,9 +417,14 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     result = report.begin("prefixes_real", settings)
     model, cost = model_folder(options.model), cost_of(options.model)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Nursery("vllm") as nursery:
         servers = {
-            policy: Served(flags_of(policy, options.model), model=model, log=Path(folder) / policy)
+            policy: Served(
+                flags_of(policy, options.model),
+                model=model,
+                nursery=nursery,
+                log=Path(folder) / policy.replace(" ", "-"),
+            )
             for policy in options.policies
         }
         report.say(f"starting {len(servers)} servers of {INSTANCES} instances")

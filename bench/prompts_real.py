@@ -32,6 +32,7 @@ from bench.prefixes_real import INSTANCES, MODEL, TOKEN_MS
 from bench.serving import Site
 from bench.serving_calls import FIGURES, STATISTICS, Answer, Call, Run, statistics_of
 from bench.site import all_up
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
 BLOCKS, BLOCK_TOKENS, SEATS, CHUNK = 625, 32, 32, 256
@@ -155,10 +156,13 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     result = report.begin("prompts_real", settings)
     model = model_folder(options.model)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Nursery("vllm") as nursery:
         servers = {
             way: Served(
-                flags_of(way, options.model), model=model, log=Path(folder) / way.replace(" ", "-")
+                flags_of(way, options.model),
+                model=model,
+                nursery=nursery,
+                log=Path(folder) / way.replace(" ", "-"),
             )
             for way in WAYS
         }

@@ -26,12 +26,12 @@ MARK_TOKENS = 128
 """Tokens from one mark to the next."""
 MARK_BYTES = 8
 
-_ODD = np.frombuffer(shake_256(b"kvmig prefix marks").digest(8 * (MARK_TOKENS + 1)), "<u8")
-_ODD = _ODD.astype(np.uint64) | 1
+_SEED = shake_256(b"kvmig prefix marks").digest(8 * (MARK_TOKENS + 1))
+_ODD: NDArray[np.uint64] = np.frombuffer(_SEED, "<u8").astype(np.uint64) | np.uint64(1)
 _WEIGHTS: NDArray[np.uint64] = _ODD[:MARK_TOKENS]
 """A weight for each token's place between two marks."""
 _GROWTH = int(_ODD[MARK_TOKENS])
-"""Each mark multiplies the weights after it by this, modulo 2^64."""
+"""The weights after a mark are those before it times this, modulo 2^64."""
 _MODULUS = 1 << 64
 
 
