@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from time import thread_time
 
+import msgspec
+
 from bench import queues, report
 from kvmig.controlplane.dispatch import NewRequest, allowed
 from kvmig.controlplane.messages import ClusterMember, LoadReport
@@ -101,7 +103,9 @@ class FrontEnd:
             self._builder.report(LoadReport(name, self._seq, load, 0, 0), self._now)
 
     def place(self, prompt: Sequence[int], session: int, *, prefixes: bool) -> tuple[float, float]:
-        """Dispatch it: microseconds in all, and those of its marks."""
+        """Dispatch it: microseconds in all, and those of its marks. As in a front end, it has been
+        encoded for its instance just before."""
+        msgspec.msgpack.encode(prompt)
         began, now = thread_time(), self._now
         demand = -(-(len(prompt) + 1) // BLOCK_TOKENS)
         marks = MarkChain("", "").extend(prompt, len(prompt) - 1) if prefixes else ()

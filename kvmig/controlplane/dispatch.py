@@ -244,13 +244,14 @@ class FewestWithRoom:
 
 def _held(view: ClusterView, request: NewRequest) -> Column:
     """Blocks of the request's prompt that each instance holds, at most the whole."""
-    held = [0.0] * len(view.instances)
-    most = request.demand_blocks
-    for name, blocks in request.held_blocks.items():
-        row = view.row_of(name)
-        if row is not None:
-            held[row] = min(blocks, most)
-    return np.array(held)
+    held = np.zeros(len(view.instances))
+    known = {
+        row: blocks
+        for name, blocks in request.held_blocks.items()
+        if (row := view.row_of(name)) is not None
+    }
+    held[list(known)] = list(known.values())
+    return np.minimum(held, request.demand_blocks, out=held)
 
 
 def _is_protected(view: ClusterView, priority: int) -> bool:

@@ -18,6 +18,8 @@ instance's own word counts."""
 MOST_SENT = 100_000
 """Marks that count so for longer than that."""
 
+MOST_GROUPS = 1000
+
 
 class SentMarks:
     """Marks that were sent to instances lately."""
@@ -41,6 +43,8 @@ class PrefixIndex:
         self._names: list[str | None] = []
         self._held: dict[str, set[int]] = {}
         self._numbers: dict[str, int] = {}
+        self._groups: dict[int, tuple[str, ...]] = {}
+        """The names of instances that were found together, by their bits."""
 
     def learn(self, instance: str, news: PrefixNews) -> None:
         """Take news in. Where a piece is missing, nothing is known until the next whole."""
@@ -76,6 +80,7 @@ class PrefixIndex:
             for mark in self._held.pop(instance, ()):
                 self._clear(mark, 1 << seat)
             self._names[seat] = None
+            self._groups.clear()
 
     def expect(self, instance: str, marks: Sequence[int], now: float) -> None:
         """Note that a prompt with these marks was sent there."""
@@ -132,11 +137,18 @@ class PrefixIndex:
         )
 
     def _note(self, found: dict[str, int], seats: int, count: int) -> None:
-        while seats:
-            lowest = seats & -seats
-            if (name := self._names[lowest.bit_length() - 1]) is not None:
-                found[name] = count * MARK_TOKENS
-            seats ^= lowest
+        if not seats:
+            return
+        names = self._groups.get(seats)
+        if names is None:
+            if len(self._groups) >= MOST_GROUPS:
+                self._groups.clear()
+            names = self._groups[seats] = self._names_of(seats)
+        found.update(dict.fromkeys(names, count * MARK_TOKENS))
+
+    def _names_of(self, seats: int) -> tuple[str, ...]:
+        named = (name for at, name in enumerate(self._names) if seats >> at & 1)
+        return tuple(name for name in named if name is not None)
 
     def _seat(self, instance: str) -> int:
         seat = self._seats.get(instance)
@@ -148,6 +160,7 @@ class PrefixIndex:
                 self._names.append(instance)
             self._names[seat] = instance
             self._seats[instance] = seat
+            self._groups.clear()
         return seat
 
     def _turn_over(self, now: float) -> None:
