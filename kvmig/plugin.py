@@ -3,7 +3,8 @@
 vLLM calls `start` in each of its processes, before it has done anything (the group
 `vllm.general_plugins`). Without KVMIG nothing of kvmig is imported but this module, and nothing
 changes. With it the server's process, which has read no flag so far, becomes `kvmig.serve` with the
-same flags: same process id, same output, vLLM's own API on kvmig's instances.
+same flags: same process id, same output, vLLM's own API on kvmig's instances. A server whose
+requests can't move stays vLLM's, and prints one line with the reason.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from kvmig.engines.vllm.verdict import ServingVerdict
 
 SWITCH = "KVMIG"
 """The environment variable that turns the plugin on."""
@@ -20,6 +25,13 @@ HELP = ("-h", "--help")
 ALLOW_UNTESTED = "--allow-untested-vllm"
 MODULE = PurePath("vllm/entrypoints/openai/api_server.py")
 """The server as a module, which `python -m` gives as a path."""
+ASKED = (
+    "--config", "--decode-context-parallel-size", "-dcp", "--enable-expert-parallel", "-ep",
+    "--kv-offloading-backend", "--kv-transfer-config", "--pipeline-parallel-size", "-pp",
+    "--prefill-context-parallel-size", "-pcp",
+)  # fmt: skip
+"""Flags for which vLLM's parser is asked first, which takes a second: requests may have to stay."""
+BAD_FLAGS = 2
 LOADS_FROM_HUB = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -33,16 +45,69 @@ def start() -> None:
         return
     if value not in VALUES:
         sys.exit(f"{SWITCH} is {value!r:.100}, must be 1, or 0 for vLLM without kvmig")
-    from kvmig.core.errors import StartupError
+    from kvmig.core.errors import ConfigError, KvmigError, StartupError
     from kvmig.engines.vllm.kind import check_version
 
     if ALLOW_UNTESTED not in words:
         try:
             check_version()
         except StartupError as error:
-            print(f"kvmig: requests of this server can't move: {error}", file=sys.stderr)
+            print_stays(str(error))
             return
+    try:
+        if needs_verdict(words):
+            from kvmig.engines.vllm.verdict import with_file
+
+            words = with_file(words)
+            verdict = judge(words)
+            if verdict.what == "stays":
+                refuse_join(verdict.why, os.environ)
+                print_stays(verdict.why)
+                return
+            if verdict.what == "refused":
+                raise ConfigError(verdict.why)
+    except KvmigError as error:
+        end(str(error))
     become([sys.executable, "-m", "kvmig.serve", *serve_words(words)], environment(os.environ))
+
+
+def print_stays(why: str) -> None:
+    """Print one line: this server is vLLM's own."""
+    print(f"kvmig: requests of this server can't move: {why}", file=sys.stderr)
+
+
+def end(why: str) -> NoReturn:
+    """End this process as `kvmig.serve` does for flags that it refuses."""
+    print(f"kvmig: {why}", file=sys.stderr)
+    sys.exit(BAD_FLAGS)
+
+
+def needs_verdict(words: Sequence[str]) -> bool:
+    """Whether one of the words may be a flag of ASKED, as vLLM's parser reads them: shortened, with
+    underscores, or with a field of its value behind a dot."""
+    names = (word.partition("=")[0].partition(".")[0].replace("_", "-") for word in words)
+    given = {name for name in names if name.startswith("-") and name.strip("-")}
+    return any(flag.startswith(tuple(given)) for flag in ASKED)
+
+
+def judge(words: Sequence[str]) -> ServingVerdict:
+    """Judge the command line of a server. Raises KvmigError where a parser refuses it."""
+    from kvmig.engines.vllm.verdict import judge_words
+    from kvmig.launcher.flags import parser
+
+    flags, rest = parser().parse_known_args(serve_words(words))
+    return judge_words(words, rest, flags.instances)
+
+
+def refuse_join(why: str, present: Mapping[str, str]) -> None:
+    """Raise ConfigError where a server whose requests stay was to join others."""
+    from kvmig.core.config import JOIN
+    from kvmig.core.errors import ConfigError
+
+    if present.get(JOIN):
+        raise ConfigError(
+            f"{JOIN} is {present[JOIN]}, but requests of this server can't move: {why}"
+        )
 
 
 def server_words(argv: Sequence[str]) -> list[str] | None:
@@ -60,13 +125,8 @@ def server_words(argv: Sequence[str]) -> list[str] | None:
 
 def serve_words(words: Sequence[str]) -> list[str]:
     """The words for `kvmig.serve`, with vLLM's defaults where kvmig has others: one engine, on all
-    of the host's addresses.
-
-    Of a flag that is given twice the last one counts. A file of flags (--config) may have a host,
-    which a word here would overrule.
-    """
-    filed = any(word.partition("=")[0] == "--config" for word in words)
-    return ["--instances=1", *([] if filed else ["--host=0.0.0.0"]), *words]
+    of the host's addresses. Of a flag that is given twice the last one counts."""
+    return ["--instances=1", "--host=0.0.0.0", *words]
 
 
 def environment(present: Mapping[str, str]) -> dict[str, str]:

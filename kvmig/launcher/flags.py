@@ -42,6 +42,8 @@ _OF_SOME = re.compile(r"(?P<name>i\d+|[^/]+(?=:\s)):\s*(?P<path>.*)")
 _INSTANCE = re.compile(r"i\d+")
 RANKS = ("--data-parallel-size", "--data_parallel_size", "-dp")
 """vLLM's names for a number of engines behind one address."""
+API_SERVERS = ("--api-server-count", "--api_server_count", "-asc")
+"""vLLM's names for a number of HTTP processes behind one port."""
 EXPERTS = frozenset(("--enable-expert-parallel", "--enable_expert_parallel", "-ep"))
 SHARES = [str(percent) for percent in range(10, 101, 10)]
 FORM = "NAME=PRIORITY[,headroom=TOKENS|,target=MS]"
@@ -141,6 +143,13 @@ def _shares(text: str) -> tuple[int, int]:
         )
     prompts, decodes = (int(one) // 10 for one in words)
     return prompts, decodes
+
+
+def _api_servers(text: str) -> int:
+    """vLLM means by 0 what --headless means."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r:.100} must be 1 or more")
+    return int(text)
 
 
 def _unit(flags: argparse.Namespace) -> UnitConfig | None:
@@ -535,6 +544,14 @@ def _add_lifecycle(root: FlagParser) -> None:
         "front_ends",
         "number of HTTP processes that share the port; 0: as many as there are cores for where"
         " there are GPUs, else 1",
+    )
+    group.add_argument(
+        *API_SERVERS,
+        dest="front_ends",
+        type=_api_servers,
+        default=argparse.SUPPRESS,
+        metavar="FRONT_ENDS",
+        help="the same by vLLM's name, 1 or more",
     )
     group.add(
         "--front-apart",

@@ -6,39 +6,26 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
 from kvmig_tools.served import SMALL, Served
+from tests.support.plugin_server import plugin_server
 from tests.support.streams import count_from, counted, run_moved, run_unmoved, start_streams
 from tests.support.waiting import until_yes
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
-ROOT = Path(__file__).parents[2]
 KEY = "an admin key"
 CALL = {"prompt": "Count: 0017 0018", "max_tokens": 200, "seed": 3, "temperature": 0.8}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`vllm serve` of two data parallel ranks; as a module, since the command wants vLLM's other
-    package."""
-    folder = tmp_path_factory.mktemp("plugin")
-    installed = folder / "kvmig_entry-1.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvmig-entry\nVersion: 1\n")
-    entry = "[vllm.general_plugins]\nkvmig = kvmig.plugin:start\n"
-    (installed / "entry_points.txt").write_text(entry)
-    with Served(
-        [*SMALL, "--data-parallel-size=2", "--policy=freeness", "--shutdown-timeout=5"],
-        command=("-m", "vllm.entrypoints.openai.api_server"),
-        environment={"PYTHONPATH": f"{folder}:{ROOT}", "KVMIG": "1"},
-        log=folder / "log",
-        admin_key=KEY,
-    ) as served:
+    """`vllm serve` of two data parallel ranks."""
+    flags = [*SMALL, "--data-parallel-size=2", "--policy=freeness", "--shutdown-timeout=5"]
+    with plugin_server(flags, tmp_path_factory.mktemp("plugin"), admin_key=KEY) as served:
         yield served
 
 

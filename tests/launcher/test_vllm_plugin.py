@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvmig import plugin
+from kvmig.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
@@ -108,9 +109,26 @@ def test_one_engine_on_all_addresses_is_the_default_as_in_vllm() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [["--config", "c.yaml"], ["--config=c.yaml"]])
-def test_the_host_of_a_file_of_flags_is_not_overruled(words: list[str]) -> None:
-    assert plugin.serve_words(words) == ["--instances=1", *words]
+@pytest.mark.parametrize(
+    "word",
+    ["--enable-expert-parallel", "-ep", "--enable_expert_parallel", "--pipeline-parallel-size=2",
+     "--pipe", "--kv-transfer-config.kv_connector", "--config"],
+)  # fmt: skip
+def test_what_may_keep_requests_where_they_are_is_judged_however_it_is_spelled(word: str) -> None:
+    assert plugin.needs_verdict(["M", word])
+
+
+@pytest.mark.parametrize(
+    "words", [["M"], ["M", "-dp", "2", "--enforce-eager"], ["M", "--", "-", "--headless"]]
+)
+def test_other_command_lines_cost_no_second_parser(words: list[str]) -> None:
+    assert not plugin.needs_verdict(words)
+
+
+def test_a_server_whose_requests_stay_can_not_join_others() -> None:
+    plugin.refuse_join("why", {})
+    with pytest.raises(ConfigError, match="KVMIG_JOIN is unix:x, but requests of this server can"):
+        plugin.refuse_join("why", {"KVMIG_JOIN": "unix:x"})
 
 
 def test_what_the_server_starts_has_no_server_to_become_and_may_load_from_hubs() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, MutableMapping
-from typing import NoReturn
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
 
 from kvmig.core.errors import ConfigError
 from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.engines.vllm.cache_places import choose_caches
 from kvmig.engines.vllm.loaders import check_loader, check_loader_words
+
+if TYPE_CHECKING:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 _UNKNOWN = "kvmig doesn't know it, nor what it does to requests that move"
 
@@ -42,24 +46,42 @@ def set_environment(environment: MutableMapping[str, str] = os.environ) -> None:
     environment.setdefault("VLLM_MAX_EMBED_DECODE_BYTES", str(EMBEDDING_BYTES))
 
 
-def parse(argv: list[str]) -> Namespace:
-    """Parse `MODEL [any flag of vllm serve]`. Raises ConfigError."""
+def make_parser() -> FlexibleArgumentParser:
+    """vLLM's own parser; its mistakes are ConfigErrors."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from kvmig.engines.vllm.compat import cli_args
 
-    parser = cli_args.make_arg_parser(FlexibleArgumentParser(prog="kvmig.serve", add_help=False))
+    parser: FlexibleArgumentParser = cli_args.make_arg_parser(
+        FlexibleArgumentParser(prog="kvmig.serve", add_help=False)
+    )
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(message)
 
     parser.error = refuse
+    return parser
+
+
+@contextmanager
+def unreadable_told() -> Iterator[None]:
+    """Raise ConfigError for what vLLM's parser raises of a file that --config names: missing, no
+    YAML, no mapping."""
     try:
-        args = parser.parse_args(argv)
+        yield
     except ConfigError:
         raise
-    except Exception as error:  # of a file that --config names: missing, no YAML, no mapping
+    except Exception as error:
         raise ConfigError(f"vLLM's flags can't be read: {' '.join(str(error).split())}") from error
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Parse `MODEL [any flag of vllm serve]`. Raises ConfigError."""
+    from kvmig.engines.vllm.compat import cli_args
+
+    parser = make_parser()
+    with unreadable_told():
+        args: Namespace = parser.parse_args(argv)
     if args.model_tag is not None:
         args.model = args.model_tag
     elif not any(word.split("=")[0] in ("--model", "--config") for word in argv):
@@ -122,13 +144,7 @@ def check_words(argv: list[str]) -> None:
 
 def print_help() -> None:
     """vLLM's own flags, all groups."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from kvmig.engines.vllm.compat import cli_args
-
-    cli_args.make_arg_parser(
-        FlexibleArgumentParser(prog="kvmig.serve", add_help=False)
-    ).print_help()
+    make_parser().print_help()
 
 
 # Every flag of vLLM's is judged: it is allowed, or refused with what to use instead. One that
@@ -137,9 +153,15 @@ def print_help() -> None:
 # `tests/engines/vllm/test_vllm_flag_list.py` names those.
 
 _DATA_PARALLEL = "kvmig runs whole instances, use --instances N"
+_HOSTS = (
+    "kvmig runs whole instances, use --instances N on each host, and KVMIG_JOIN to move requests"
+    " between hosts (docs/plugin.md)"
+)
 _CONTEXT_PARALLEL = "it spreads a block's tokens over workers"
 _ONE_HOST = "an instance runs on its llumlet's host, leave it out"
-_CONNECTORS = "kvmig moves KV blocks itself, use --transport"
+_CONNECTORS = (
+    "kvmig moves KV blocks itself, use --transport; and --kv-offloading-size for vLLM's own offload"
+)
 _ENCODERS = "kvmig's instances encode what they get themselves, leave it out"
 _IN_BAND = "images travel with their requests, leave it out"
 _HEADS = "kvmig bounds the heads of calls itself (docs/security.md), leave it out"
@@ -151,16 +173,16 @@ REFUSED: dict[str, str] = {
     "sleep_mode_backend": _SLEEP,
     "sleep_mode_offload_cudagraph": _SLEEP,
     "sleep_preserve_parameter_names": _SLEEP,
-    "data_parallel_address": _DATA_PARALLEL,
+    "data_parallel_address": _HOSTS,
     "data_parallel_backend": _DATA_PARALLEL,
-    "data_parallel_external_lb": _DATA_PARALLEL,
-    "data_parallel_hybrid_lb": _DATA_PARALLEL,
-    "data_parallel_multi_port_external_lb": _DATA_PARALLEL,
-    "data_parallel_rank": _DATA_PARALLEL,
+    "data_parallel_external_lb": _HOSTS,
+    "data_parallel_hybrid_lb": _HOSTS,
+    "data_parallel_multi_port_external_lb": _HOSTS,
+    "data_parallel_rank": _HOSTS,
     "data_parallel_rpc_port": _DATA_PARALLEL,
     "data_parallel_size": _DATA_PARALLEL,
-    "data_parallel_size_local": _DATA_PARALLEL,
-    "data_parallel_start_rank": _DATA_PARALLEL,
+    "data_parallel_size_local": _HOSTS,
+    "data_parallel_start_rank": _HOSTS,
     "data_parallel_supervisor_port": _DATA_PARALLEL,
     "disable_nccl_for_dp_synchronization": _DATA_PARALLEL,
     "dp_supervisor_probe_failure_threshold": _DATA_PARALLEL,
@@ -196,7 +218,7 @@ REFUSED: dict[str, str] = {
     "mm_ipc_gpu_memory_gb": _IN_BAND,
     "mm_tensor_ipc": _IN_BAND,
     "api_server_count": "use --front-ends N",
-    "headless": "kvmig starts front end and instances",
+    "headless": f"kvmig starts front end and instances: {_HOSTS}",
     "grpc": _ONE_API,
     "grpc_port": _ONE_API,
     "uds": _ONE_API,

@@ -74,7 +74,7 @@ class VllmKind:
         return {"VLLM_CACHE_ROOT": f"{root}-{digest}"}
 
     def load(self) -> None:
-        with _lacking_names_told():
+        with lacking_names_told():
             importlib.import_module("kvmig.engines.vllm.config")
             importlib.import_module("kvmig.engines.vllm.serving")
             from vllm.platforms import current_platform
@@ -86,7 +86,7 @@ class VllmKind:
         check_names()
 
     def parse(self, argv: list[str]) -> Namespace:
-        with _lacking_names_told():
+        with lacking_names_told():
             return flags.parse(argv)
 
     def check_words(self, argv: list[str]) -> None:
@@ -277,7 +277,8 @@ def _attribute(of: object, name: str) -> object:
 
 
 @contextlib.contextmanager
-def _lacking_names_told() -> Iterator[None]:
+def lacking_names_told() -> Iterator[None]:
+    """Raise StartupError where vLLM lacks a name."""
     try:
         yield
     except ImportError as error:

@@ -66,7 +66,7 @@ def test_none_is_judged_twice() -> None:
     [
         ("--data-parallel-size=2", "--data-parallel-size 2 can't be used.*use --instances N"),
         ("--data-parallel-rank=0", "--data-parallel-rank 0 can't be used.*use --instances N"),
-        ("--data-parallel-external-lb", "--data-parallel-external-lb can't be used"),
+        ("--data-parallel-external-lb", "--data-parallel-external-lb can't.*KVMIG_JOIN to move"),
         ("--enable-elastic-ep", "--enable-elastic-ep can't be used.*use --instances N"),
         ("--scheduler-cls=a.B", "--scheduler-cls a.B can't be used.*leave it out"),
         (
