@@ -1,6 +1,6 @@
 """Run every check of the house in three lanes beside each other, and say how each went.
 
-`--lint` stops before the tests. Of the long tests each run takes a 24th part, another one with each
+`--lint` stops before the tests. Of the long tests each run takes a 32nd part, another one with each
 commit (scripts/long_slices.py); `--slice K` takes the Kth, `--long` all of them, and `--record`
 keeps how long they took. A failed check doesn't keep the next from running. What a check prints
 comes whole, when it ends.
@@ -101,9 +101,9 @@ DRIFT = (
     ),
 )
 NEXT = "0.33.0"
-"""The other vLLM that is supported; its Python runs on the installed one's kernels. Each check
-upgrades to it under streams (tests/e2e/test_serve_upgrade.py), a long one moves all kinds of
-calls there and back, and runs all that its adapter has."""
+"""The other vLLM that is supported; its Python runs on the installed one's kernels. Long
+checks upgrade to it under streams (tests/e2e/test_serve_upgrade.py), move all kinds of calls there
+and back, and run all that its adapter has."""
 FETCH = Check(
     f"vLLM {NEXT}, beside the installed one",
     ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
@@ -448,12 +448,18 @@ def main() -> int:
             number = number_of_commit(ROOT) if options.slice is None else options.slice
             slices = assign_slices(read_seconds())
             part = LONG if options.long else part_of_long(slices, number)
-            parts = [  # one process each: a second one would import and collect the same again
+            # One process each: a second one would import and collect the same again. The longest
+            # first, so that the lanes end together.
+            first, second, third = LIGHTS
+            parts = [
                 SERVERS,
+                (first,),
                 (FETCH, *DRIFT, *ENGINES),
-                (*LINT, ORDERS),
                 FLEETS,
-                *((check,) for check in (LIGHTS[0], *part, *LIGHTS[1:])),
+                (second,),
+                *((check,) for check in part),
+                (*LINT, ORDERS),
+                (third,),
                 (ON_V2,),
             ]
             with ThreadPoolExecutor(LANES) as pool:

@@ -1,4 +1,4 @@
-"""Which part of the long tests a run of the check takes: another 24th with each commit.
+"""Which part of the long tests a run of the check takes: another 32nd with each commit.
 
 Tests that share a file and a parametrisation share an engine or a server, so they stay together as
 a group. `tests/long_seconds.json` has how long each group took when all long tests last ran
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-SLICES = 24
+SLICES = 32
 SECONDS = Path(__file__).resolve().parent.parent / "tests" / "long_seconds.json"
 START_S = 15.0
 """Of a check's process in a slice, whatever it runs: imports and the collection of tests."""

@@ -28,6 +28,7 @@ async def test_nobody_waits_for_longer_than_said_while_the_loop_turns() -> None:
     assert not answer.cancelled()
 
 
+@pytest.mark.long
 async def test_a_loop_that_stands_still_again_and_again_ends_the_wait_some_time() -> None:
     answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 

@@ -173,6 +173,7 @@ async def test_a_stream_of_a_deployment_that_dies_ends_with_an_error_and_the_mod
     assert sockets == len(fleet.processes("kvmig.serve"))
 
 
+@pytest.mark.long
 async def test_a_deployment_that_hangs_is_ended_with_its_streams_and_starts_again(
     fleet: ToyFleet,
 ) -> None:

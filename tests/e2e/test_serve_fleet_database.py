@@ -53,6 +53,7 @@ def fleet(tmp_path: Path) -> Iterator[ToyFleet]:
         yield made
 
 
+@pytest.mark.long
 async def test_while_the_database_is_locked_models_serve_and_start(fleet: ToyFleet) -> None:
     file = fleet.folder / "kvmig.sqlite"
     async with fleet.client() as client:

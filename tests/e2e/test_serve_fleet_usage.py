@@ -84,6 +84,7 @@ async def test_a_stream_that_moves_is_counted_once(fleet: ToyFleet, key: str) ->
     assert moves_of(fleet, key) > 0
 
 
+@pytest.mark.long
 async def test_a_server_that_is_killed_again_and_again_counts_everything_once(
     fleet: ToyFleet, key: str
 ) -> None:

@@ -203,6 +203,7 @@ async def test_a_request_that_waits_moves_to_where_it_can_run(tight: Toys) -> No
     moved.same_as(await run_unmoved(tight, PATH, body))
 
 
+@pytest.mark.long
 async def test_requests_that_are_preempted_move_all_the_same(tight: Toys) -> None:
     """Eight streams, one a place, grow to more blocks than both instances have."""
     before = preemptions(tight)

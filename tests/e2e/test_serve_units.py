@@ -174,6 +174,7 @@ def test_a_guarantee_that_was_changed_outlives_a_crash_and_a_rolling_restart(
         assert (renewed["i0"], renewed["i1"][1]) == (crashed["i0"], 22)
 
 
+@pytest.mark.long
 def test_memory_follows_the_load_and_every_token_is_right_whatever_happens_to_the_agent(
     agent: Agent, nursery: Nursery, tmp_path: Path
 ) -> None:

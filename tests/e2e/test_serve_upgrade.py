@@ -137,6 +137,7 @@ async def test_a_folder_without_a_vllm_is_refused_and_nothing_is_drained(
     assert {row["state"] for row in installed.get("instances")} == {"serving"}
 
 
+@pytest.mark.long  # tests/frontend/test_rolling_restart.py has it without vLLM
 async def test_a_rolling_upgrade_under_streams_loses_none(installed: Served, tree: str) -> None:
     upgraded = asyncio.Event()
     ended: Counter[int] = Counter()

@@ -50,6 +50,7 @@ def replaced(
         yield served, model
 
 
+@pytest.mark.long  # tests/e2e/test_serve_versions.py has it on toys
 async def test_a_rolling_restart_onto_other_weights_continues_no_stream_by_them(
     replaced: tuple[Served, Path],
 ) -> None:

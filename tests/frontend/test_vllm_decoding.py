@@ -40,6 +40,7 @@ def test_a_large_jpeg_is_decoded_at_half_its_size_and_turned() -> None:
     assert made.media.size == (3024, 4032)
 
 
+@pytest.mark.long
 def test_no_image_takes_more_than_what_its_header_says() -> None:
     run = [sys.executable, "-m", "tests.support.media_measure"]
     done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=120)

@@ -75,7 +75,7 @@ def seconds_of(slices: LongSlices, seconds: long_slices.Seconds) -> list[float]:
     ]
 
 
-def test_each_long_check_runs_within_24_slices() -> None:
+def test_each_long_check_runs_within_32_slices() -> None:
     slices = assign_slices(read_seconds())
     parts = [check.part_of_long(slices, number) for number in range(SLICES)]
     assert {one.name for part in parts for one in part} == check.LONG_NAMES

@@ -671,6 +671,7 @@ def test_a_fetcher_ends_with_its_server(model_hub: ModelHub, tmp_path: Path) -> 
     assert ended(child) != 0
 
 
+@pytest.mark.long
 def test_a_launch_shows_no_more_than_its_type() -> None:
     assert repr(FetchLaunch(source=SOURCE, root="/secret")) == "<FetchLaunch>"
 

@@ -30,7 +30,7 @@ def test_without_a_gpu_the_device_is_refused_by_name() -> None:
         factory(device="cuda")
 
 
-@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize("other", [0, pytest.param(1, marks=pytest.mark.long)])
 async def test_a_request_moves_between_engines_on_gpus_token_for_token(
     gpus: None, monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
@@ -75,6 +75,7 @@ async def test_a_request_moves_between_engines_on_gpus_token_for_token(
             await end.close()
 
 
+@pytest.mark.long
 async def test_a_copy_that_ends_after_its_migration_was_given_up_changes_no_request(
     gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ async def test_two_models_in_one_pool_give_what_each_gives_alone(bench: PoolBenc
     await bench.assert_same_as_alone()
 
 
+@pytest.mark.long
 async def test_an_engine_waits_for_one_that_has_filled_the_pool_and_goes_on_rightly(
     bench: PoolBench,
 ) -> None:

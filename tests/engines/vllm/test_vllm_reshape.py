@@ -21,7 +21,13 @@ OTHER_SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=OTHER_SHAPES.values(), ids=list(OTHER_SHAPES))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(flags, id=name, marks=pytest.mark.long if "workers" in name else ())
+        for name, flags in OTHER_SHAPES.items()
+    ],
+)
 def configurations(request: pytest.FixtureRequest) -> tuple[Configuration, Configuration]:
     exact = Configuration(flags=("--dtype=float32",), unit_tokens=UNIT)
     return exact, replace(exact, flags=(*exact.flags, *request.param))
