@@ -127,7 +127,8 @@ class AnswerCount:
 
     def _output_known(self, found: _Answer) -> bool:
         """Whether an answer without text has a form that is known."""
-        return found.choices is not None or bool(bytes(found.data))
+        known = found.choices is not None or bool(bytes(found.data))
+        return known or isinstance(found.text, str)  # a transcription without words
 
     def _take_units(self, found: _Answer) -> None:
         """Take what an answer says of images and seconds."""

@@ -135,6 +135,12 @@ def test_a_message_counts_its_cached_prompt_too() -> None:
     assert counted(count) == (8, 5, 12)
 
 
+def test_a_recording_without_words_has_no_tokens() -> None:
+    count = counting("/v1/audio/transcriptions", prompt=0)
+    count.take_whole(b'{"text": ""}', json=True)
+    assert count.output == 0
+
+
 def test_a_transcription_without_tokens_counts_its_text() -> None:
     count = counting("/v1/audio/transcriptions", prompt=0)
     answer = {"text": "a" * 8, "usage": {"type": "duration", "seconds": 7}}
