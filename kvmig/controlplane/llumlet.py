@@ -48,6 +48,7 @@ from kvmig.controlplane.own_memory import FIRST_S, LAST_S, OwnMemory
 from kvmig.controlplane.parking import EngineParking
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.reporter import CHANGE_PERIOD_S, LoadReporter
+from kvmig.controlplane.session_turns import SessionTurns
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig
@@ -141,6 +142,9 @@ class Llumlet:
             self._migrate,
             policy_of(config.scheduler).victims,
             at_once=config.migration.max_migrations,
+        )
+        self._session_turns = SessionTurns(
+            lambda move_id: self._migrations.cancel_request(move_id, "busy")
         )
         self._failed: asyncio.Future[BaseException | None] = asyncio.Future()
         self._tasks = BackgroundTasks(f"llumlet {instance}")
@@ -371,16 +375,18 @@ class Llumlet:
         epoch = track.epoch if track else 0
         self._untold += 1
         try:
-            report = await self._migrations.migrate(
-                request_id,
-                order.destination,
-                order.endpoint,
-                gateway=gateway,
-                epoch=epoch,
-                urgent=why in URGENT,
-                after_prompt=why == "prompt",
-                inexact=self._config.scheduler.inexact_moves or bool(by_hand and by_hand.inexact),
-            )
+            with self._session_turns.request_moves():
+                report = await self._migrations.migrate(
+                    request_id,
+                    order.destination,
+                    order.endpoint,
+                    gateway=gateway,
+                    epoch=epoch,
+                    urgent=why in URGENT,
+                    after_prompt=why == "prompt",
+                    inexact=self._config.scheduler.inexact_moves
+                    or bool(by_hand and by_hand.inexact),
+                )
             ended = Migrated(0, msgspec.structs.replace(report, why=why), gateway, epoch)
             if by_hand:
                 self._send(asker, msgspec.structs.replace(ended, call_id=by_hand.call_id))
@@ -396,17 +402,11 @@ class Llumlet:
         request_id, front = order.request_id, self._fronts.name(sender)
         frames = [bytes(frame) for frame in payload]
         try:
-            await self._engine.hold_session(
-                request_id, frames, order.output_token_ids, order.shared_tokens
-            )
-            report = await self._migrations.migrate(
-                request_id,
-                order.destination,
-                order.endpoint,
-                gateway=front,
-                inexact=self._config.scheduler.inexact_moves or order.inexact,
-                idle=True,
-            )
+            if order.patience_ms:
+                async with self._session_turns.session_moves(request_id, order.patience_ms / 1e3):
+                    report = await self._carry_session(order, front, frames)
+            else:
+                report = await self._carry_session(order, front, frames)
         except Exception as error:
             if not isinstance(error, MigrationRefused):
                 log.exception("%s failed", request_id)
@@ -420,10 +420,30 @@ class Llumlet:
                 reason=error.reason,
                 detail=error.detail,
             )
+        report = msgspec.structs.replace(report, why="drain" if order.patience_ms else "by-hand")
+        self._send(sender, Migrated(order.call_id, report, front))
+
+    async def _carry_session(
+        self, order: MoveSession, front: str, frames: list[bytes]
+    ) -> MigrationReport:
+        """Raises MigrationRefused."""
+        request_id = order.request_id
+        try:
+            await self._engine.hold_session(
+                request_id, frames, order.output_token_ids, order.shared_tokens
+            )
+            if order.patience_ms:
+                self._session_turns.check_turn()
+            return await self._migrations.migrate(
+                request_id,
+                order.destination,
+                order.endpoint,
+                gateway=front,
+                inexact=self._config.scheduler.inexact_moves or order.inexact,
+                idle=True,
+            )
         finally:
             await self._engine.resume(request_id)  # what is held still, if anything is
-        report = msgspec.structs.replace(report, why="by-hand")
-        self._send(sender, Migrated(order.call_id, report, front))
 
     # -- what the engine gives
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmig.controlplane.front_messages import FrontMessage
 from kvmig.core.errors import KvmigError
 from kvmig.core.order_fence import NO_TOKEN, OrderToken
 from kvmig.core.start_times import StartTimes
@@ -176,6 +177,9 @@ class MoveSession(RpcMessage, frozen=True, tag=True):
     """The first ones, which other sessions have, too: they stay."""
     inexact: bool = False
     """Also to an instance of another numerics class."""
+    patience_ms: float = 0.0
+    """A drain: longest wait for a time when no request moves, for these come first; 0: it is moved
+    by hand, at once."""
 
 
 class Migrated(RpcMessage, frozen=True, tag=True):
@@ -507,5 +511,6 @@ ClusterMessage = (
     | MessagesRefused
     | Pairs
     | LifecycleMessage
+    | FrontMessage
 )
 """Everything on a control socket besides the migration's own messages."""

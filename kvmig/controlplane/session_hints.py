@@ -48,6 +48,10 @@ class SessionHints:
         """The place of the session's last request; None: it isn't known."""
         return self._places.get(session)
 
+    def forget_session(self, session: int) -> None:
+        """The place isn't known any more."""
+        self._places.pop(session, None)
+
     def forget(self, instance: str) -> None:
         """The instance is gone, or began again: it holds nothing."""
         for session in [key for key, place in self._places.items() if place.instance == instance]:

@@ -555,6 +555,40 @@ class InstancePool:
         if place is not None and place.instance == source:
             self._sessions.remember_place(session, place._replace(instance=destination))
 
+    def held_elsewhere(self, marks: Sequence[int], source: str) -> tuple[int, dict[str, int]]:
+        """Tokens of a prompt with these marks that `source` holds, by its reports, and that others
+        do."""
+        held = self._prefixes.find_tokens(marks, self._clock())
+        return held.pop(source, 0), held
+
+    def rooms_beside(self, source: str) -> dict[str, int]:
+        """Free KV blocks of the instances that serve and that can go on where `source` has begun:
+        weights and numerics are equal."""
+        exact = self.arithmetic(source)
+        return {
+            one.instance: int(one.load.total_blocks - one.virtual_blocks - one.pending_blocks)
+            for one in self._view.view(self._clock()).instances
+            if one.instance != source
+            and one.state == "serving"
+            and self.is_healthy(one.instance)
+            and exact.can_continue_on(self.arithmetic(one.instance))
+        }
+
+    def state_of(self, instance: str) -> str:
+        """The state that it has reported; empty: it isn't connected, or has reported nothing."""
+        one = self._instances.get(instance)
+        return "" if one is None or one.health is None else one.health.state
+
+    def block_bytes(self, instance: str) -> int:
+        """Bytes of a block of its KV cache; 1 where it doesn't say."""
+        one = self._instances.get(instance)
+        return 1 if one is None or one.welcome is None else max(1, one.welcome.block_bytes)
+
+    def forget_session(self, session: int) -> None:
+        """Let only what instances report count for the session's next request: its place is not
+        known any more."""
+        self._sessions.forget_session(session)
+
     def _marks_of(self, order: DispatchOrder) -> Sequence[int]:
         """The marks of its prompt, where they can decide anything."""
         wanted = order.marks is not None and self._by_prefixes and len(self._instances) > 1

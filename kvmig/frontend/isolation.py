@@ -29,6 +29,12 @@ def make_salt(secret: bytes, tenant: str, given: str | None) -> str:
     return hmac.new(secret, words.encode(errors="surrogatepass"), sha256).hexdigest()[:SALT_LENGTH]
 
 
+def session_secret(secret: bytes) -> bytes:
+    """The key of hashes of sessions (`kvmig.asgi.session_id`). secret: the cluster's: a session has
+    the same hash at all front ends."""
+    return hmac.new(secret, b"sessions", sha256).digest()
+
+
 def current_tenant() -> str:
     """The user whose call this task works for; empty: it is unknown."""
     call = current_call.get()

@@ -5,9 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from kvmig.asgi.errors import InstanceLost, LauncherGone, OrderFailed
+from kvmig.controlplane.front_messages import (
+    AskFronts,
+    FrontAnswer,
+    FrontAnswers,
+    FrontAsked,
+    FrontQuestion,
+    FrontReply,
+    SessionsFound,
+)
 from kvmig.controlplane.messages import (
     ClusterMember,
     ClusterMessage,
@@ -35,9 +45,19 @@ ORDER_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer", OrderDone, FrontAnswers)
+
+
+ANSWER_S = 5.0
+"""Time for the launcher to pass answers of other front ends back."""
 
 News = Members | Evacuate | MessagesRefused | PeerError
 """Messages of the launcher to a front end; PeerError: one that can't be taken."""
+
+
+async def know_nothing(asked: FrontAsked) -> FrontReply:
+    """The answer of a front end that has no sessions."""
+    return SessionsFound()
 
 
 class LauncherLink:
@@ -53,9 +73,12 @@ class LauncherLink:
         self._secret = secret
         self._name = name
         self._hear = hear
+        self.reply: Callable[[FrontAsked], Awaitable[FrontReply]] = know_nothing
+        """Answers what the launcher, or another front end, asks."""
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
+        self._waiting: dict[int, asyncio.Future[OrderDone | FrontAnswers]] = {}
         self._client: RpcClient | None = None
+        self._replies = BackgroundTasks("answers to other front ends")
         self._task = asyncio.create_task(self._run(), name="link to the launcher")
 
     async def order(self, make: Callable[[int], RpcMessage]) -> tuple[str, ...]:
@@ -63,25 +86,47 @@ class LauncherLink:
 
         Raises OrderFailed with the launcher's sentence, or LauncherGone.
         """
+        done = await self._call(make, OrderDone, ORDER_TIMEOUT_S)
+        if done.refused:
+            raise OrderFailed(done.refused, done.error)
+        return done.instances
+
+    async def ask_fronts(
+        self, asked: FrontAsked, front: str = "", timeout_s: float = 2.0
+    ) -> dict[str, FrontReply]:
+        """Ask the other front ends of this server; their replies, by name. front: only this one.
+
+        Who is gone, or doesn't answer within `timeout_s`, is left out. Raises LauncherGone.
+        """
+        answers = await self._call(
+            lambda call_id: AskFronts(call_id, asked, front, timeout_s),
+            FrontAnswers,
+            timeout_s + ANSWER_S,
+        )
+        return answers.replies
+
+    async def _call(
+        self, make: Callable[[int], RpcMessage], answered: type[Answer], timeout_s: float
+    ) -> Answer:
         call_id = next(self._ids)
-        answer: asyncio.Future[OrderDone] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[OrderDone | FrontAnswers] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._waiting[call_id] = answer
         try:
             if self._client is None:
                 raise LauncherGone("the launcher is not connected")
             self._client.send(make(call_id))
-            done = await wait_for_answer(answer, ORDER_TIMEOUT_S)
+            done = await wait_for_answer(answer, timeout_s)
         except TransportError as error:
             raise LauncherGone(f"the launcher is gone: {error}") from error
         except TimeoutError as error:
-            raise LauncherGone(
-                f"the launcher did not answer within {ORDER_TIMEOUT_S:g} s"
-            ) from error
+            raise LauncherGone(f"the launcher did not answer within {timeout_s:g} s") from error
         finally:
             del self._waiting[call_id]
-        if done.refused:
-            raise OrderFailed(done.refused, done.error)
-        return done.instances
+        if not isinstance(done, answered):
+            raise LauncherGone(f"the launcher answered with {type(done).__name__}")
+        return done
 
     async def raise_fence(self, token: OrderToken) -> None:
         """Let no order with an earlier token be carried out from now on.
@@ -94,6 +139,7 @@ class LauncherLink:
     async def close(self) -> None:
         """Disconnect."""
         await cancel_tasks(self._task)
+        await self._replies.close()
 
     async def _run(self) -> None:
         while True:
@@ -118,7 +164,9 @@ class LauncherLink:
             match message:
                 case Members() | Evacuate() | MessagesRefused():
                     self._hear(message)
-                case OrderDone():
+                case FrontQuestion():
+                    self._replies.start(self._reply_to(client, message))
+                case OrderDone() | FrontAnswers():
                     answer = self._waiting.get(message.call_id)
                     if answer is not None and not answer.done():
                         answer.set_result(message)
@@ -126,6 +174,13 @@ class LauncherLink:
                     name = type(message).__name__
                     log.warning("the launcher sent %s", name)
                     self._hear(PeerError(f"{name} isn't for a front end"))
+
+    async def _reply_to(self, client: RpcClient, question: FrontQuestion) -> None:
+        reply = await self.reply(question.asked)
+        try:
+            client.send(FrontAnswer(question.call_id, reply))
+        except TransportError as error:
+            log.info("an answer comes too late: %s", error)
 
 
 class InstanceMembership:

@@ -6,11 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvmig.controlplane.front_messages import FrontAsked, FrontReply
 from kvmig.controlplane.messages import Submit
 from kvmig.core.errors import Failure
 from kvmig.engines.base import Frames
 from kvmig.kvtransfer.report import MigrationReport
 from kvmig.rpc.messages import RpcMessage
+
+
+class OtherFronts(Protocol):
+    """The other front ends of this server: `kvmig.frontend.launcher_link.LauncherLink`."""
+
+    async def ask_fronts(
+        self, asked: FrontAsked, front: str = "", timeout_s: float = 2.0
+    ) -> Mapping[str, FrontReply]:
+        """The replies, by front end, of those that give one in time. front: only this one. Raises
+        LauncherGone."""
+        ...
 
 
 class OutputItem(Protocol):

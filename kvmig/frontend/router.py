@@ -142,7 +142,9 @@ class Router:
         self._table = RequestTable(meter, traces)
         self._traces = traces
         self._questions = PendingCalls(self.fleet.send)
-        self.sessions = SessionMoves(self.fleet, self._questions, config, clock, self._runs_session)
+        self.sessions = SessionMoves(
+            self.fleet, self._questions, config, clock, self._running_sessions
+        )
         self._table.on_ended = self.sessions.remember_request
         self._streams = RequestStreams(
             self._table, sink, decode, self.fleet, observer, clock, quotas
@@ -337,8 +339,9 @@ class Router:
         known = call is not None and call.session is not None and marks is not None
         return marks() if known and marks is not None else ()
 
-    def _runs_session(self, session: int) -> bool:
-        return any(one.call is not None and one.call.session == session for one in self._table)
+    def _running_sessions(self) -> dict[int, int | None]:
+        calls = (one.call for one in self._table if one.call is not None)
+        return {one.session: one.session_name for one in calls if one.session is not None}
 
     async def abort(self, request_ids: Sequence[str], complete: bool = False) -> None:
         """End requests whose clients want no more. Unknown ids are ignored.
@@ -516,6 +519,7 @@ class Router:
         log.warning("connection to instance %s: %s", instance.name, reason)
         reason = f"instance {instance.name} is lost"
         self._questions.lost(instance.name, reason)
+        self.sessions.lost(instance.name)
         self._ownership.lost(instance.name, reason)
 
     def _splice(self, instance: str, span: Span, item: OutputItem) -> None:

@@ -104,6 +104,9 @@ class FrontEnd:
         self._launcher = LauncherLink(
             launch.launcher, launch.secret, launch.name, self._membership.apply_news
         )
+        if config.lifecycle.front_ends > 1:
+            self._router.sessions.others = self._launcher
+        self._launcher.reply = self._router.sessions.reply
         self._started = False
         self._writing: asyncio.Task[None] | None = None
         self._watch = LoopWatch(REGISTRY, self._http.budget.take_seen)
@@ -113,6 +116,7 @@ class FrontEnd:
         from prometheus_client import REGISTRY
 
         from kvmig.frontend.call_spans import CallSpans
+        from kvmig.frontend.isolation import session_secret
         from kvmig.frontend.middleware import HttpState
 
         config, fleet, keys = self._launch.config, self._router.fleet, self._args.api_key
@@ -125,6 +129,7 @@ class FrontEnd:
             queued=fleet.waiting,
             overloaded=metrics.refused,
             keyed=bool(keys),
+            session_secret=session_secret(self._launch.secret),
         )
         if self._usage is not None:
             state.begin_work = self._usage.meter.enter

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvmig.asgi.errors import AmbiguousSession, UnknownSession
+from kvmig.asgi.errors import UnknownSession
 from kvmig.core.clock import Clock
 from kvmig.core.prefix_marks import MARK_TOKENS
 from kvmig.engines.base import Frames
@@ -25,9 +25,11 @@ MOST_BYTES = 64 << 20
 """Bound for all sessions together; the one that was used longest ago goes first."""
 FIXED_BYTES = 1024
 """What a session takes besides its request and tokens."""
+UNKNOWN = f"no request of such a session has ended here in the last {KEPT_S / 60:g} minutes"
+"""Why a session isn't found."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class RememberedSession:
     """A session's last request."""
 
@@ -80,24 +82,37 @@ class SessionMemory:
         self.nbytes += session.nbytes
         self.forget_old()
 
-    def find(self, name: int, owner: int | None = None) -> RememberedSession:
-        """The session. owner: None: any.
-
-        Raises UnknownSession, and AmbiguousSession if several have one of that id.
-        """
+    def find(self, owner: int) -> RememberedSession:
+        """The session of this owner. Raises UnknownSession."""
         self.forget_old()
-        found = [
+        session = self._sessions.get(owner)
+        if session is None:
+            raise UnknownSession(UNKNOWN)
+        return session
+
+    def find_all(
+        self, name: int | None = None, owner: int | None = None
+    ) -> list[RememberedSession]:
+        """The sessions of an id, or of an owner; None: of any."""
+        self.forget_old()
+        return [
             one
             for one in self._sessions.values()
-            if (one.name == name if owner is None else one.owner == owner)
+            if name in (None, one.name) and owner in (None, one.owner)
         ]
-        if len(found) > 1:
-            raise AmbiguousSession(f"{len(found)} accounts have a session of that id, name one")
-        if not found:
-            raise UnknownSession(
-                f"no request of such a session has ended here in the last {KEPT_S / 60:g} minutes"
-            )
-        return found[0]
+
+    def note_move(self, owner: int, source: str, destination: str) -> None:
+        """What `source` had of the session is at `destination` now. A later turn that ended
+        meanwhile left only its own tokens there, without their beginning."""
+        session = self._sessions.get(owner)
+        if session is not None and session.instance == source:
+            session.instance = destination
+
+    def forget_at(self, owner: int, instance: str) -> None:
+        """Forget a session that may or may not be at this instance."""
+        session = self._sessions.get(owner)
+        if session is not None and session.instance == instance:
+            self._drop(owner)
 
     def find_shared_tokens(self, session: RememberedSession) -> int:
         """The first tokens that another session at its instance has, too."""

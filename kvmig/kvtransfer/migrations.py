@@ -356,11 +356,12 @@ class MigrationSessions:
             raise MigrationRefused(
                 "incompatible", f"front end {message.gateway} is not connected here"
             )
-        layout = self._engine.layout
+        layout, idle = self._engine.layout, _is_idle(message)
         under_way = [
             kv_bytes(session.opening.num_tokens, layout)
             for session in self._arrivals.values()
             if session.request_id != message.request_id
+            and (idle or not _is_idle(session.opening))  # a session is in no request's way
         ]
         admit(self._config, "in", under_way, kv_bytes(message.num_tokens, layout))
 
@@ -438,6 +439,11 @@ class MigrationSessions:
         if self._closing:
             return "shutdown"
         return "already_migrating" if request_id in self._leaving() else ""
+
+
+def _is_idle(opening: Reserve) -> bool:
+    """Whether a session without a request comes."""
+    return opening.export is not None and opening.export.idle
 
 
 def _part(payload: list[memoryview], chunk: Chunk) -> list[memoryview]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
 
+from kvmig.controlplane.front_messages import SessionsCarried
 from kvmig.controlplane.messages import (
     AddInstances,
     ClusterMember,
@@ -63,6 +64,9 @@ class InstanceManager:
         """Weights that new requests begin under as long as an instance with them has room."""
         self.on_change: list[Callable[[list[ClusterMember]], None]] = []
         self.on_evacuate: list[Callable[[Evacuate], None]] = []
+        self.on_carry: Callable[[str, float], Awaitable[SessionsCarried]] | None = None
+        """Lets front ends move the idle sessions of an instance, within a time; None: there are no
+        front ends yet."""
         self.refusals = RefusalCounter()
         """What the launcher refused, counted over all its sockets."""
         self.guests: list[ClusterMember] = []
@@ -335,6 +339,12 @@ class InstanceManager:
         ends: those that no other instance has the weights of end with an error.
         """
         self.tell_evacuation(Evacuate(self._config.public_name(instance.name), ends))
+
+    async def carry_sessions(self, instance: ManagedInstance, within_s: float) -> SessionsCarried:
+        """Let its idle sessions go to others; the report."""
+        if self.on_carry is None:
+            return SessionsCarried()
+        return await self.on_carry(self._config.public_name(instance.name), within_s)
 
     def tell_evacuation(self, order: Evacuate) -> None:
         """Let the requests on an instance, of this server or another one, go on elsewhere."""

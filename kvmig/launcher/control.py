@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 
+import msgspec
 import zmq
 
+from kvmig.controlplane.front_messages import (
+    AskFronts,
+    CarrySessions,
+    FindSession,
+    FrontAnswer,
+    FrontAnswers,
+    FrontAsked,
+    SessionsCarried,
+    SessionsFound,
+)
 from kvmig.controlplane.messages import (
     AddInstances,
     ClusterMember,
@@ -21,15 +33,21 @@ from kvmig.controlplane.messages import (
     RestartInstances,
     StopDrain,
 )
+from kvmig.controlplane.session_carriage import add_reports, latest_fronts
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.errors import PeerError, StartupError, TransportError
 from kvmig.core.order_fence import OrderFence
 from kvmig.launcher.cluster import InstanceManager
+from kvmig.launcher.front_questions import FrontQuestions
 from kvmig.rpc.messages import Hello, RpcMessage
 from kvmig.rpc.zmq_sockets import RpcServer
 
 Order = AddInstances | DrainInstance | StopDrain | RestartInstances | RaiseFence
 
+LONGEST_QUESTION_S = 600.0
+"""Longest wait for front ends' answers that one of them may ask for."""
+LATE_S = 2.0
+"""Time for front ends to answer beyond a drain's deadline, and to name their sessions."""
 TELL_S = 1.0
 """Pause between two reports of refusals."""
 
@@ -47,6 +65,7 @@ class ControlServer:
         self._cluster = cluster
         self._fronts: list[bytes] = []
         self._open = False
+        self._questions = FrontQuestions(self._send)
         self._fence = OrderFence()
         """Here, as front ends end and start again."""
         try:
@@ -65,6 +84,7 @@ class ControlServer:
         self._tasks.start(self._tell_refusals(), "what was refused")
         cluster.on_change.append(self._members)
         cluster.on_evacuate.append(self._tell)
+        cluster.on_carry = self.carry_sessions
 
     @property
     def endpoint(self) -> str:
@@ -88,12 +108,43 @@ class ControlServer:
                 self._members(self._cluster.members())
                 for told in self._refused():
                     self._send(sender, told)
+            elif isinstance(message, AskFronts):
+                self._tasks.start(self._ask_others(sender, message))
+            elif isinstance(message, FrontAnswer):
+                self._questions.take_answer(sender, message)
             elif isinstance(message, Order):
                 self._send(sender, self._answer(message))
             else:
                 name = type(message).__name__
                 self._server.refusals.count(PeerError(f"{name} isn't for a launcher"))
                 log.warning("a front end sent %s", name)
+
+    async def _ask_others(self, sender: bytes, message: AskFronts) -> None:
+        """Pass a front end's question on, and the answers back."""
+        others = [one for one in self._fronts if one != sender]
+        if message.front:
+            others = [one for one in others if one == message.front.encode()]
+        timeout_s = min(message.timeout_s, LONGEST_QUESTION_S)
+        replies = await self._questions.ask_all(message.asked, others, timeout_s)
+        self._send(sender, FrontAnswers(message.call_id, replies))
+
+    async def carry_sessions(self, instance: str, within_s: float) -> SessionsCarried:
+        """Let front ends move the idle sessions of an instance that drains; their report."""
+        order = CarrySessions(instance, within_s)
+        timeout_s = within_s + LATE_S
+        orders: dict[bytes, FrontAsked] = dict.fromkeys(self._fronts, order)
+        if len(orders) > 1:  # a session that several have served is the last one's
+            replies = await self._questions.ask_all(FindSession(), self._fronts, LATE_S)
+            owners: defaultdict[str, list[int]] = defaultdict(list)
+            found = {name: one for name, one in replies.items() if isinstance(one, SessionsFound)}
+            for owner, front in latest_fronts(found).items():
+                owners[front].append(owner)
+            orders = {
+                front.encode(): msgspec.structs.replace(order, owners=tuple(its))
+                for front, its in owners.items()
+            }
+        replies = await self._questions.ask_each(orders, timeout_s)
+        return add_reports(one for one in replies.values() if isinstance(one, SessionsCarried))
 
     async def _tell_refusals(self) -> None:
         told = self._refused()
@@ -146,9 +197,12 @@ class ControlServer:
         for sender in list(self._fronts):
             self._send(sender, message)
 
-    def _send(self, sender: bytes, message: RpcMessage) -> None:
+    def _send(self, sender: bytes, message: RpcMessage) -> bool:
+        """Whether the front end is there."""
         try:
             self._server.send(sender, message)
         except TransportError as error:
             log.info("a front end is gone: %s", error)
             self._fronts = [one for one in self._fronts if one != sender]
+            return False
+        return True

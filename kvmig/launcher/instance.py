@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from kvmig.controlplane.front_messages import SessionsCarried
 from kvmig.controlplane.messages import (
     ClusterMember,
     ClusterMessage,
@@ -18,6 +19,7 @@ from kvmig.controlplane.messages import (
     OrderRefused,
     SetState,
 )
+from kvmig.controlplane.session_carriage import sentence_of
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import StartupError, TransportError
 from kvmig.launcher.instance_spans import EMPTY
@@ -40,6 +42,8 @@ POLL_S = 0.05
 SETTLE_S = 0.5
 """Time for messages to arrive that were sent to an instance before it drained."""
 RENEWED = "it was told to start again"
+REPORT_S = 1.0
+"""Time beyond the deadline for front ends to report what they could not move of sessions."""
 EVACUATE_S = 2.0
 """Time between two calls to run again elsewhere what a drain hasn't moved by its deadline."""
 
@@ -88,6 +92,9 @@ class InstanceOwner(Protocol):
     def others_serve(self, instance: ManagedInstance) -> bool:
         """Whether there is another one that its requests can go to."""
 
+    async def carry_sessions(self, instance: ManagedInstance, within_s: float) -> SessionsCarried:
+        """Let its idle sessions go to others within that time; what went, and what didn't."""
+
     def evacuate(self, instance: ManagedInstance, *, ends: bool) -> None:
         """Let its requests go on elsewhere. ends: those that no other instance has the weights of
         end with an error."""
@@ -132,6 +139,8 @@ class ManagedInstance:
         self._empty = asyncio.Event()
         """Set when its process shall end now, and start again."""
         self._deadline, self._ends = 0.0, False
+        self._sessions_until = 0.0
+        """When its process ends though idle sessions may be left."""
         self._draining: asyncio.Task[None] | None = None
         self._closing = False
         self._task = asyncio.create_task(self._run(), name=f"instance {self.name}")
@@ -181,6 +190,7 @@ class ManagedInstance:
             raise OrderRefused("conflict", f"instance {self.name} is {self.state}")
         self._leaving = self._leaving or leave
         self._deadline, self._ends = _now() + deadline.seconds, deadline.ends
+        self._sessions_until = self._deadline + REPORT_S
         self._want("draining", "ends when it is empty" if self._leaving else "")
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(self._drain(), name=f"drain of {self.name}")
@@ -338,8 +348,40 @@ class ManagedInstance:
     # -- draining
 
     async def _drain(self) -> None:
+        first = self._carry_sessions()
+        try:
+            await self._empty_out(first)
+        finally:
+            await cancel_tasks(first)
+        # Turns that have ended here meanwhile go now; what the last report has left stays.
+        last = self._carry_sessions()
+        try:
+            await asyncio.wait([last], timeout=max(REPORT_S, self._sessions_until - _now()))
+        finally:
+            await cancel_tasks(last)
+        begun, ended = _carried(first), _carried(last)
+        sentence = sentence_of(
+            SessionsCarried(begun.moved + ended.moved, begun.bytes + ended.bytes, ended.stayed)
+        )
+        if sentence:
+            say(f"instance {self.name}: {sentence}")
+        if self._leaving:
+            self._cluster.remove_instance(self)
+        elif self._renewing is not None:
+            self._wanted = SetState("serving")
+            self._empty.set()
+        else:
+            self._set("draining", f"{EMPTY}; {sentence}" if sentence else EMPTY)
+
+    def _carry_sessions(self) -> asyncio.Task[SessionsCarried]:
+        within_s = max(0.0, self._sessions_until - REPORT_S - _now())
+        carrying = self._cluster.carry_sessions(self, within_s)
+        return asyncio.create_task(carrying, name=f"sessions of {self.name}")
+
+    async def _empty_out(self, carrying: asyncio.Task[SessionsCarried]) -> None:
+        """Wait until nothing runs on it, and its idle sessions have gone, as far as they could."""
         said = False
-        while not self._may_rest():
+        while not (self._may_rest() and (carrying.done() or _now() >= self._sessions_until)):
             late = _now() >= self._deadline and self._says("draining")
             if late and self._cluster.others_serve(self):
                 if not said:
@@ -352,13 +394,6 @@ class ManagedInstance:
                 self._cluster.evacuate(self, ends=self._ends)
                 self._deadline = _now() + EVACUATE_S
             await asyncio.sleep(POLL_S)
-        if self._leaving:
-            self._cluster.remove_instance(self)
-        elif self._renewing is not None:
-            self._wanted = SetState("serving")
-            self._empty.set()
-        else:
-            self._set("draining", EMPTY)
 
     async def _leave_last(self) -> None:
         """Drain the only instance, for which no other can take what comes: only when it is empty,
@@ -415,6 +450,16 @@ class ManagedInstance:
     def _set(self, state: MemberState, detail: str) -> None:
         self.state, self._detail = state, detail
         self._cluster.changed()
+
+
+def _carried(carrying: asyncio.Task[SessionsCarried]) -> SessionsCarried:
+    """The report of sessions that were to move; an empty one if none has come."""
+    if carrying.cancelled():
+        return SessionsCarried()
+    if (error := carrying.exception()) is not None:
+        log.error("%s could not be moved", carrying.get_name(), exc_info=error)
+        return SessionsCarried()
+    return carrying.result()
 
 
 def _engine(tree: str) -> str:

@@ -10,7 +10,7 @@ from kvmig.tracing.spans import SpanTracer, TracedSpan
 
 START, DRAIN = "start instance", "drain instance"
 EMPTY = "it is empty"
-"""Why an instance is in its state that is drained, and stays."""
+"""Begin of why an instance is in its state that is drained, and stays."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +40,7 @@ class InstanceSpans:
             known = self._known.setdefault(member.instance, _Known())
             if member.state != known.state:
                 self._change(known, member, self._began if first else now)
-            elif member.detail == EMPTY:
+            elif member.detail.startswith(EMPTY):
                 self._end(known, now, "")
 
     def _change(self, known: _Known, member: ClusterMember, since: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -129,6 +130,40 @@ async def test_any_front_end_parks_and_wakes_the_instances_and_all_know_it(sever
     for order, parked in (("park", True), ("park", True), ("unpark", False), ("unpark", False)):
         (await call(several, "POST", order)).raise_for_status()
         await say_parked(several, parked)
+
+
+@contextmanager
+def standing_still(process: psutil.Process) -> Iterator[None]:
+    """Inside the block the process takes nothing."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+async def test_a_session_is_moved_by_the_front_end_that_served_its_last_call(
+    several: Toys,
+) -> None:
+    first, second = Footprint.of(several).named("kvmig.frontend.process_main")
+    headers = {"x-session-id": "chat"}
+    for serves, waits in ((first, second), (second, first)):
+        with standing_still(waits):
+            stream = count_from(7, 3)
+            async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+                said = await client.post(f"{several.url}{PATH}", json=stream, headers=headers)
+                said.raise_for_status()
+        with standing_still(serves):
+            asking = asyncio.create_task(
+                call(several, "POST", "sessions/move", json={"session": "chat"})
+            )
+            await asyncio.sleep(0.5)  # until the other one has taken it
+            assert not asking.done()
+        moved = await asking
+        # Toys keep nothing of ended requests: the one that knows the session was asked for it.
+        assert (moved.status_code, moved.json().get("reason")) == (200, "unsupported"), moved.text
+    nobodys = await call(several, "POST", "sessions/move", json={"session": "nobody's"})
+    assert nobodys.status_code == 404
 
 
 async def test_a_front_end_that_dies_is_started_again_and_the_others_go_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -79,3 +80,30 @@ async def test_the_next_turn_of_a_moved_session_finds_it_and_gives_what_it_would
 def test_a_session_that_nobody_knows_is_named(served: Served) -> None:
     answer = post(served, "/kvmig/v1/sessions/move", {"session": "nobody's"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "session")
+
+
+async def test_a_drain_takes_an_idle_session_along_and_its_next_turn_finds_it(
+    served: Served,
+) -> None:
+    stays, moves = secrets.token_hex(8), secrets.token_hex(8)
+    first, _ = turn(served, stays, BEGINNING)
+    assert turn(served, moves, BEGINNING)[0] == first
+    drained = move(served, moves)["destination"]
+    assert post(served, f"/kvmig/v1/instances/{drained}/drain", {}).status_code == 202
+
+    def detail() -> str:
+        listed = httpx.get(f"{served.url}/kvmig/v1/instances").json()["data"]
+        return str(next(row["detail"] for row in listed if row["id"] == drained))
+
+    await until(lambda: detail().startswith("it is empty"))
+    assert "idle sessions moved (" in detail()
+    assert "0 did not" in detail()
+    moved = await asyncio.to_thread(served.get, "migrations")
+    carried = [one for one in moved if (one["source"], one["why"]) == (drained, "drain")]
+    assert {one["state"] for one in carried} == {"committed"}
+    longer = f"{BEGINNING}{first} "
+    text, cached = turn(served, moves, longer)
+    assert (text, cached) == turn(served, stays, longer)
+    assert cached > len(BEGINNING)
+    let_serve = f"{served.url}/kvmig/v1/instances/{drained}/drain"
+    (await asyncio.to_thread(httpx.delete, let_serve)).raise_for_status()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.asgi.errors import AmbiguousSession, UnknownSession
+from kvmig.asgi.errors import UnknownSession
 from kvmig.core.prefix_marks import MARK_TOKENS
 from kvmig.frontend.session_memory import (
     FIXED_BYTES,
@@ -51,15 +51,29 @@ def test_a_session_is_found_by_its_id_and_the_last_request_counts() -> None:
     assert memory.nbytes == last.nbytes
 
 
-def test_an_id_that_two_accounts_use_is_found_by_the_account_alone() -> None:
+def test_an_id_that_two_accounts_use_is_two_sessions() -> None:
     memory, ours, theirs = SessionMemory(Hands()), session(1, 9), session(2, 9)
     memory.remember_session(ours)
     memory.remember_session(theirs)
-    with pytest.raises(AmbiguousSession, match="2 accounts have a session of that id, name one"):
-        memory.find(9)
-    assert (memory.find(9, 1), memory.find(9, 2)) == (ours, theirs)
+    memory.remember_session(session(3, 8))
+    assert memory.find_all(9) == [ours, theirs]
+    assert (memory.find_all(9, 2), memory.find(2)) == ([theirs], theirs)
+    assert memory.find_all(9, 3) == []
+    assert len(memory.find_all()) == 3
     with pytest.raises(UnknownSession):
-        memory.find(9, 3)
+        memory.find(9)
+
+
+def test_a_session_that_has_moved_is_where_it_went_unless_it_was_elsewhere_by_then() -> None:
+    memory = SessionMemory(Hands())
+    memory.remember_session(session(1, instance="a"))
+    memory.remember_session(session(2, instance="c"))
+    for owner in (1, 2, 3):
+        memory.note_move(owner, "a", "b")
+    assert [memory.find(owner).instance for owner in (1, 2)] == ["b", "c"]
+    memory.forget_at(1, "a")
+    memory.forget_at(2, "c")
+    assert [one.owner for one in memory.find_all()] == [1]
 
 
 def test_a_session_is_forgotten_an_hour_after_its_last_request() -> None:

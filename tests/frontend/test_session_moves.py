@@ -13,10 +13,22 @@ from fastapi import FastAPI
 
 from kvmig.asgi.access import access
 from kvmig.asgi.call import HttpCall, current_call
+from kvmig.asgi.errors import LauncherGone
 from kvmig.asgi.session_id import session_key
+from kvmig.controlplane.front_messages import (
+    FindSession,
+    FoundSessionMoved,
+    FrontAsked,
+    FrontReply,
+    KnownSession,
+    MoveFoundSession,
+    SessionsFound,
+)
 from kvmig.controlplane.messages import Migrated, MoveSession
+from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.order_fence import OrderToken
+from kvmig.frontend import session_moves
 from kvmig.frontend.admin import admin_api
 from kvmig.frontend.struct_answers import add_schemas
 from kvmig.rpc.messages import RpcMessage
@@ -69,9 +81,11 @@ async def served(
 async def said(it: Cluster, session: str, request_id: str, account: str = "") -> FakeLlumlet:
     """A session's request that has ended; the instance where it ran."""
     with of_session(session, account):
-        where = await it.submit(request_id)
+        where = it.llumlets[int(await it.router.submit(request_id, "x", 600, 0, [b"payload"]))]
+    await where.hear()
     where.step((request_id, 0, 0, [7, 8]), last=[request_id])
     await until(lambda: request_id not in it.router.live())
+    await until(lambda: not any(one.pending_requests for one in it.router.fleet.views()))
     return where
 
 
@@ -182,6 +196,183 @@ async def test_a_move_whose_caller_has_left_is_known_when_it_has_ended() -> None
             Migrated(order.call_id, report(order.request_id, where.instance, there.instance))
         )
         await until(lambda: it.router.sessions.memory.find(name).instance == there.instance)
+
+
+async def timed_out(
+    it: Cluster, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> tuple[FakeLlumlet, MoveSession]:
+    """A session's instance, and the order of a move that it hasn't answered in time."""
+    monkeypatch.setattr(session_moves, "TIMEOUT_S", 0.05)
+    where = await said(it, "s", "r")
+    status, _ = problem(await client.post("/sessions/move", json={"session": "s"}))
+    assert status == 504
+    order = await where.hear()
+    assert isinstance(order, MoveSession)
+    return where, order
+
+
+async def place_of(client: httpx.AsyncClient) -> tuple[int, str]:
+    """The answer to one more move to an instance that there isn't: it names the session's state."""
+    status, error = problem(
+        await client.post("/sessions/move", json={"session": "s", "destination": "9"})
+    )
+    return status, error["message"]
+
+
+@pytest.mark.parametrize("reason", ["", "no_blocks"])
+async def test_the_report_of_a_move_that_took_too_long_says_where_the_session_is(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served() as (it, client):
+        where, order = await timed_out(it, client, monkeypatch)
+        status, words = await place_of(client)
+        assert (status, words) == (409, "the session is being moved already")
+        there = other_than(it, where)
+        done = report(order.request_id, where.instance, there.instance, reason)
+        where.send(Migrated(order.call_id, done))
+        name, place = named("s", ""), where if reason else there
+        assert name is not None
+        await until(lambda: it.router.reported == 1)
+        assert it.router.sessions.memory.find(name).instance == place.instance
+        assert (await place_of(client))[0] == 404  # of the destination
+        _, place.on[MoveSession] = answering()
+        done_again = await client.post("/sessions/move", json={"session": "s"})
+        assert done_again.json()["state"] == "committed"
+
+
+async def test_a_session_whose_moves_report_is_lost_is_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served() as (it, client):
+        where, _ = await timed_out(it, client, monkeypatch)
+        await where.close()
+        await until(lambda: it.state(where) == "lost")
+        status, words = await place_of(client)
+        assert (status, "no request of such a session" in words) == (404, True)
+
+
+async def test_a_caller_whose_sessions_instance_is_lost_meanwhile_gets_an_error() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        moving = asyncio.create_task(client.post("/sessions/move", json={"session": "s"}))
+        await where.hear()
+        await where.close()
+        assert problem(await moving)[0] == 503
+        assert (await place_of(client))[0] == 404
+
+
+async def test_nobody_follows_a_session_whose_place_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served() as (it, client):
+        where, _ = await timed_out(it, client, monkeypatch)
+        with of_session("s"):
+            place = await it.router.submit("r2", "cmpl-y-0", 600, 0, [b"payload"])
+        assert place == other_than(it, where).instance
+
+
+async def test_a_turn_that_ended_during_a_move_is_where_its_beginning_went() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        there = other_than(it, where)
+        moving = asyncio.create_task(
+            client.post("/sessions/move", json={"session": "s", "destination": there.instance})
+        )
+        order = await where.hear()
+        assert isinstance(order, MoveSession)
+        with of_session("s"):
+            place = await it.router.submit("r2", "cmpl-y-0", 600, 0, [b"longer"])
+        assert place == where.instance, "the hint leads there"
+        where.step(("r2", 0, 0, [7]), last=["r2"])
+        await until(lambda: it.router.live() == [])
+        done = report(order.request_id, where.instance, there.instance)
+        where.send(Migrated(order.call_id, done))
+        await moving
+        name = named("s", "")
+        assert name is not None
+        session = it.router.sessions.memory.find(name)
+        assert (session.instance, session.payload) == (there.instance, [b"longer"])
+
+
+class OtherFront:
+    """The router of another front end, which knows what it is given."""
+
+    def __init__(self, *sessions: KnownSession, gone: bool = False) -> None:
+        self.known = SessionsFound(sessions)
+        self.gone = gone
+        self.moved = FoundSessionMoved(report("session-1"))
+        self.asked: list[tuple[FrontAsked, str]] = []
+
+    async def ask_fronts(
+        self, asked: FrontAsked, front: str = "", timeout_s: float = 2.0
+    ) -> dict[str, FrontReply]:
+        self.asked.append((asked, front))
+        if self.gone:
+            raise LauncherGone("the launcher is not connected")
+        return {"b": self.known if isinstance(asked, FindSession) else self.moved}
+
+
+def key_of(session: str) -> int:
+    key = named(session, "")
+    assert key is not None
+    return key
+
+
+async def test_a_session_whose_last_call_another_front_end_served_is_moved_by_that_one() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        other = it.router.sessions.others = OtherFront(KnownSession(key_of("s"), monotonic() + 9))
+        done = await client.post("/sessions/move", json={"session": "s", "destination": "1"})
+        assert (done.status_code, done.json()["state"]) == (200, "committed")
+        assert other.asked == [
+            (FindSession(key_of("s")), ""), (MoveFoundSession(key_of("s"), "1"), "b"),
+        ]  # fmt: skip
+        assert where.heard.empty()
+        other.moved = FoundSessionMoved(None, "SameInstance", "it is there already")
+        status, error = problem(await client.post("/sessions/move", json={"session": "s"}))
+        assert (status, error["message"]) == (409, "it is there already")
+        other.moved = FoundSessionMoved(None, "PeerError", "odd")
+        assert problem(await client.post("/sessions/move", json={"session": "s"}))[0] == 500
+
+
+async def test_a_session_whose_last_call_came_here_is_moved_here() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        it.router.sessions.others = OtherFront(KnownSession(key_of("s"), 0.0))
+        asked, where.on[MoveSession] = answering()
+        done = await client.post("/sessions/move", json={"session": "s"})
+        assert (done.status_code, len(asked)) == (200, 1)
+
+
+async def test_without_the_launcher_a_front_end_moves_what_it_knows() -> None:
+    async with served() as (it, client):
+        where = await said(it, "s", "r")
+        it.router.sessions.others = OtherFront(gone=True)
+        asked, where.on[MoveSession] = answering()
+        assert (await client.post("/sessions/move", json={"session": "s"})).status_code == 200
+        assert len(asked) == 1
+        assert problem(await client.post("/sessions/move", json={"session": "t"}))[0] == 503
+
+
+async def test_another_front_end_is_told_what_is_known_here() -> None:
+    async with served() as (it, _):
+        where = await said(it, "s", "r")
+        with of_session("t"):
+            await it.submit("r2")
+        sessions = it.router.sessions
+        everything = await sessions.reply(FindSession())
+        assert isinstance(everything, SessionsFound)
+        assert [one.owner for one in everything.sessions] == [key_of("s")]
+        assert everything.running == (key_of("t"),)
+        assert await sessions.reply(FindSession(key_of("u"))) == SessionsFound()
+        asked, where.on[MoveSession] = answering()
+        moved = await sessions.reply(MoveFoundSession(key_of("s")))
+        assert isinstance(moved, FoundSessionMoved)
+        assert moved.report is not None
+        assert (moved.report.state, len(asked)) == ("committed", 1)
+        refused = await sessions.reply(MoveFoundSession(key_of("u")))
+        assert isinstance(refused, FoundSessionMoved)
+        assert (refused.report, refused.error) == (None, "UnknownSession")
 
 
 async def test_an_instance_that_is_removed_takes_its_sessions_along() -> None:
