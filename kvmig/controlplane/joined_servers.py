@@ -62,6 +62,16 @@ class JoinedServers:
         """An instance has reported what it is."""
         self._kinds[report.instance] = EngineKind.of_report(report)
 
+    def told_apart(self, report: LoadReport) -> LoadReport:
+        """The report, so that the rules pair no instances of servers that are unlike."""
+        if not self.joined:
+            return report
+        return replace(
+            report,
+            weights=f"{report.weights} {report.likeness}",
+            numerics=f"{report.numerics} {report.likeness}",
+        )
+
     @property
     def joined(self) -> list[bytes]:
         """Launchers of servers that have joined."""

@@ -292,6 +292,7 @@ class AddInstances(RpcMessage, frozen=True, tag=True):
 class DrainInstance(RpcMessage, frozen=True, tag=True):
     """Front end to the launcher: let its requests go elsewhere.
 
+    instance: empty: all of the server, whose requests other servers take.
     deadline_s: after that time by recompute, or with an error where no other instance has the
     request's weights; None: the launcher's --drain-deadline, and no such error.
     leave: end it when it is empty. now: end it at once. last: end it even if no other serves;
@@ -308,7 +309,7 @@ class DrainInstance(RpcMessage, frozen=True, tag=True):
 
 
 class StopDrain(RpcMessage, frozen=True, tag=True):
-    """Front end to the launcher: let it serve again."""
+    """Front end to the launcher: let it serve again; empty: all of the server that drain."""
 
     call_id: int
     instance: str
@@ -432,7 +433,8 @@ class Members(RpcMessage, frozen=True, tag=True):
     server: str = ""
     """Launcher to a scheduler of several servers: model and address of its server; else empty."""
     unlike: dict[str, str] = msgspec.field(default_factory=dict)
-    """Scheduler to a launcher: other servers whose instances can't take its requests, and why."""
+    """Scheduler to a launcher, launcher to front ends: other servers whose instances can't take its
+    requests, and why."""
 
 
 class MessagesRefused(RpcMessage, frozen=True, tag=True):

@@ -2,7 +2,8 @@
 
 One request at a time to each destination, to several destinations at once; in a drain, where what
 is lent is called back, and of prompts, as many as may migrate at once. Prompts that come between
-two rounds don't wait for the next one (`look_again`).
+two rounds don't wait for the next one (`look_again`). A request that a destination had no room for
+is not tried there again before something has changed (`kvmig.controlplane.refused_moves`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmig.controlplane.messages import SEVERAL, Pair
+from kvmig.controlplane.refused_moves import FULL, RefusedMoves
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
-from kvmig.core.clock import monotonic
+from kvmig.core.clock import Clock, monotonic
 from kvmig.engines.base import RequestState
 from kvmig.kvtransfer.report import MigrationReport
 
@@ -52,10 +54,13 @@ class MigrationDriver:
     rule: VictimRule = DEFAULT_RULE
     at_once: int = 1
     """Requests that move to one destination at once for a pair of `SEVERAL`."""
+    clock: Clock = monotonic
     _pairs: dict[str, Pair] = field(default_factory=dict, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     _refused: dict[str, set[str]] = field(default_factory=dict, init=False)
     """Requests that were tried, by destination."""
+    _full: RefusedMoves = field(default_factory=RefusedMoves, init=False)
+    """Requests that a destination had no room for: over all rounds."""
     _listing: RequestsHere | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -64,6 +69,7 @@ class MigrationDriver:
         self._pairs = {pair.destination: pair for pair in pairs}
         self._spent = dict.fromkeys(self._pairs, 0.0)
         self._refused = {destination: set() for destination in self._pairs}
+        self._full.set_pairs(pairs)
         self._listing = None
         self._changed.set()
 
@@ -119,6 +125,8 @@ class MigrationDriver:
             listing.moved = True
             return True
         log.info("request %s stays: %s %s", victim.request_id, report.reason, report.detail)
+        if report.reason in FULL:
+            self._full.refuse(victim.request_id, pair, self.clock())
         # For other reasons the pair doesn't work now; the next round decides anew.
         return report.reason in ("finished", "aborted_by_client", "started", "unknown_request")
 
@@ -132,18 +140,21 @@ class MigrationDriver:
                 listing = RequestsHere(self._list())
                 self._listing = listing
             requests = await listing.requests
+            if len(self._full):
+                self._full.forget({one.request_id for one in requests})
             pair = self._pairs.get(destination)
             if pair is None:
                 return None
             # Where a prompt can't go to one destination, it may go to another one at once.
             tried = self._refused[destination] if pair.why == "prompt" else listing.tried
+            now = self.clock()
             victim = next_victim(
                 requests,
                 pair,
                 self._spent[destination],
-                tried.union(self.migrating()),
+                tried.union(self.migrating(), self._full.waiting(pair, now)),
                 self.arrived(),
-                monotonic(),
+                now,
                 self.rule,
             )
             if victim is not None:

@@ -41,9 +41,10 @@ def _empty(ledger: RoundPlan, source: int, roomiest: list[int]) -> None:
     left, out = math.ceil(held), float(columns.out[source])
     for place, destination in enumerate(roomiest):
         free = float(ledger.free[destination])
+        seats = float(columns.seats[destination] - ledger.batch[destination])
         share = math.ceil(left / (len(roomiest) - place))
-        requests = min(share, math.floor(max(free, 0.0) / average))
-        if requests < 1 and columns.waiting[source] == 0 and free < 1:
+        requests = math.floor(max(min(share, free / average, seats), 0.0))
+        if requests < 1 and columns.waiting[source] == 0 and (free < 1 or seats < 1):
             continue
         # Those that wait take no room from anybody who runs: they go whatever the budget is.
         budget = max(requests - out, 0.0) * average
@@ -88,6 +89,7 @@ def protect(ledger: RoundPlan) -> None:
     sources = ledger.worst(crowded & (columns.running > columns.out), -over)
     slacks = ledger.slacks()
     roomy = ledger.serving & (columns.kept == 0) & (slacks > ledger.rounds.destination_above)
+    roomy &= ledger.batch < columns.seats
     takers = DestinationHeap(ledger, roomy, slacks, ledger.slack)
     for source, roomiest in takers.offer(sources):
         need = min(float(over[source]), float(columns.lower[source]))
@@ -310,6 +312,7 @@ def balance(ledger: RoundPlan) -> None:
     movable = columns.running > columns.out
     low = ledger.serving & movable & (slacks < rounds.source_below)
     high = ledger.serving & (slacks > rounds.destination_above) & ~low
+    high &= ledger.batch < columns.seats
     sources = [row for row in ledger.worst(low, slacks) if not _slow(ledger, row)]
     if not sources:
         return
@@ -366,7 +369,8 @@ def _moves(ledger: RoundPlan, source: int, destination: int) -> int:
     slope = free_s + free_d + average * (batch_s + batch_d)
     level = gap / slope if slope > 0 else math.inf
     running = float(ledger.columns.running[source])
-    moves = math.floor(min(most, level, running, batch_s))
+    seats = float(ledger.columns.seats[destination]) - batch_d
+    moves = math.floor(min(most, level, running, batch_s, seats))
     if moves < 1:
         return 0
     low = slack(free_s + moves * average, int(batch_s) - moves)

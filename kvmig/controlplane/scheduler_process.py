@@ -151,7 +151,7 @@ class SchedulerProcess:
                 async for message, _ in client.messages(client.endpoint):
                     if isinstance(message, LoadReport):
                         self._servers.learn(message)
-                        self._builder.report(self._told_apart(message), monotonic())
+                        self._builder.report(self._servers.told_apart(message), monotonic())
             except TransportError as error:
                 complain("llumlet %s: %s", member.instance, error)
                 complain = log.debug  # once is enough until the launcher removes it
@@ -191,16 +191,6 @@ class SchedulerProcess:
                 log.warning("the launcher did not hear what was refused: %s", error)
 
     # -- servers that have joined
-
-    def _told_apart(self, report: LoadReport) -> LoadReport:
-        """The report, so that the rules pair no instances of servers that are unlike."""
-        if not self._servers.joined:
-            return report
-        return msgspec.structs.replace(
-            report,
-            weights=f"{report.weights} {report.likeness}",
-            numerics=f"{report.numerics} {report.likeness}",
-        )
 
     async def _tell_members(self, group: asyncio.TaskGroup) -> None:
         while True:

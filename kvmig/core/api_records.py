@@ -62,6 +62,9 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     blocks_used: int = 0
     running: int = 0
     waiting: int = 0
+    seats: Annotated[
+        int, Meta(description="Requests that run at once; 0: as many as there are blocks for.")
+    ] = 0
     freeness: Annotated[
         float | None,
         Meta(
@@ -147,6 +150,44 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     migrating_to: Annotated[
         str | None, Meta(description="Where it is being moved to, if that was asked for here.")
     ] = None
+
+
+DrainState = Literal["serving", "draining", "drained"]
+"""The state of a whole server."""
+
+
+class DrainingInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance of this server that drains."""
+
+    id: str
+    detail: Annotated[str, Meta(description="The reason of this state.")] = ""
+    requests: Annotated[int, Meta(description="Requests that are left on it.")]
+    migrations_out: Annotated[int, Meta(description="Under way now.")] = 0
+
+
+class StayingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that can't leave a draining instance now."""
+
+    id: str
+    call_id: Annotated[str, Meta(description="The call's x-request-id.")] = ""
+    instance: str
+    why: Annotated[str, Meta(description="The reason why it is still there.")]
+
+
+class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The drains of this server."""
+
+    state: Annotated[
+        DrainState,
+        Meta(
+            description="serving: an instance of this server takes requests; draining: none does, "
+            "and some are left; drained: nothing of any client runs on its instances."
+        ),
+    ]
+    instances: Annotated[list[DrainingInstance], Meta(description="Instances that drain.")]
+    blocked: Annotated[
+        list[StayingRequest], Meta(description="Requests that can't leave now, and why.")
+    ]
 
 
 class ReachBody(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from kvmig.frontend.metrics import MetricsExposition
 from kvmig.frontend.middleware import HttpState
 from kvmig.frontend.probes import probe_routes
 from kvmig.frontend.router import Router
+from kvmig.frontend.server_drain import server_drain_api
 from kvmig.frontend.struct_answers import add_schemas
 
 
@@ -52,6 +53,7 @@ def extend(
     named = http.session_name
     app.include_router(admin_api(router, rows, model, rule, fence, http.reach, name_session=named))
     app.include_router(instances_api(launcher, rows, rule))
+    app.include_router(server_drain_api(router, launcher, rows, lambda: router.fleet.unlike, rule))
     app.include_router(events_api(router, rows, rule, lambda: http.closed, fence))
     exposition = MetricsExposition(
         http.registry,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -282,6 +282,8 @@ class InstancePool:
         """Wakes who waits for an instance to be parked, or to wake."""
         self.preferred = ""
         """Weights under which new requests had better begin; empty: no matter which."""
+        self.unlike: Mapping[str, str] = {}
+        """Servers that can't take requests of this one's, and why."""
         self._name = name
         self._secret = secret
         self._clock = clock
@@ -439,7 +441,10 @@ class InstancePool:
         """The instance's endpoint. Raises UnknownInstance."""
         if instance not in self._instances:
             known = ", ".join(self._instances)
-            raise UnknownInstance(f"there is no instance {instance}, only {known}")
+            others = "".join(
+                f"; no requests move to {server}: {why}" for server, why in self.unlike.items()
+            )
+            raise UnknownInstance(f"there is no instance {instance}, only {known}{others}")
         return self._instances[instance].endpoint
 
     def waiting(self, priority: int) -> int:

@@ -242,6 +242,7 @@ class InstanceMembership:
         """Follow these instances. A new endpoint is a new start, which knows of none before."""
         self.members = members.members
         self._router.fleet.preferred = members.weights
+        self._router.fleet.unlike = members.unlike
         own = [one for one in self.members if not one.server]
         if own and all(one.state == "failed" for one in self.members):
             self._router.give_up("no instance is left")

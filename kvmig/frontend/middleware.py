@@ -92,6 +92,8 @@ class HttpState:
     closed: bool = False
     """The server stops and takes no new requests."""
     vacant: Callable[[], bool] = lambda: False
+    without_engine: Callable[[], bool] = lambda: False
+    """Whether no instance of this server is connected, maybe some of other servers."""
     """Whether there is no instance."""
     queued: Callable[[int], int] = lambda priority: 0
     """Requests in instances' queues that aren't after this priority."""
@@ -259,6 +261,7 @@ class HttpMiddleware:
                 headers["authorization"] = state.page.authorization
             else:
                 check_denied(state.access.denied(scope["method"], path, headers), headers)
+            check_engine(state, path)
             if scope["method"] == "POST":
                 check_open(state, scope["path"])
                 check_stalls(state, payer)
@@ -343,6 +346,33 @@ def check_open(state: HttpState, path: str) -> None:
         return
     headers = {**RETRY_AFTER, NOT_TAKEN_HEADER: "1"} if state.closed else RETRY_AFTER
     raise HttpRejection(problem(HTTPStatus.SERVICE_UNAVAILABLE, sentence, headers=headers))
+
+
+ENGINE_CALLS = frozenset(
+    f"/{word}"
+    for word in (
+        "collective_rpc", "finish_weight_update", "get_world_size", "init_weight_transfer_engine",
+        "is_paused", "is_sleeping", "pause", "release_kv_cache_memory", "reset_encoder_cache",
+        "reset_mm_cache", "reset_prefix_cache", "resume", "sleep", "start_profile",
+        "start_weight_update", "stop_profile", "update_weights", "v1/load_lora_adapter",
+        "v1/unload_lora_adapter", "wake_up",
+    )
+)  # fmt: skip
+"""Paths of vLLM's whose calls go to all engines of this server."""
+
+
+def check_engine(state: HttpState, path: str) -> None:
+    """Raises HttpRejection, 503, for a call to this server's engines while it has none.
+
+    Its clients' requests may run at other servers all the same.
+    """
+    if path in ENGINE_CALLS and state.without_engine():
+        sentence = (
+            f"no instance of this server is connected to run {path} on, POST {ADMIN}v1/instances"
+            " starts one"
+        )
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        raise HttpRejection(problem(status, sentence, headers=RETRY_AFTER))
 
 
 def check_stalls(state: HttpState, payer: str) -> None:

@@ -126,6 +126,7 @@ class FrontEnd:
             config.priorities,
             REGISTRY,
             vacant=fleet.vacant,
+            without_engine=lambda: not fleet.alive_here,
             queued=fleet.waiting,
             overloaded=metrics.refused,
             keyed=bool(keys),

@@ -14,12 +14,18 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from kvmig.asgi.problems import Responses
-from kvmig.core.api_records import InstanceRow, Listing, ModelBody, RequestRow
+from kvmig.core.api_records import DrainReport, InstanceRow, Listing, ModelBody, RequestRow
 from kvmig.kvtransfer.report import MigrationReport
 
 INSTANCES, REQUESTS, MIGRATIONS = "Listing_Instance_", "Listing_Request_", "Listing_Migration_"
-MODEL, MIGRATION = "ModelBody", "Migration"
-_KINDS = (ModelBody, Listing[InstanceRow], Listing[RequestRow], Listing[MigrationReport])
+MODEL, MIGRATION, DRAIN = "ModelBody", "Migration", "DrainReport"
+_KINDS = (
+    ModelBody,
+    Listing[InstanceRow],
+    Listing[RequestRow],
+    Listing[MigrationReport],
+    DrainReport,
+)
 _NAMES = {
     "InstanceRow": "Instance", "RequestRow": "Request", "UnitMemory": "OfUnit",
     "MigrationReport": MIGRATION, "StageReport": "Stage", "Downtime": "DowntimeParts",

@@ -71,6 +71,8 @@ class InstanceManager:
         """What the launcher refused, counted over all its sockets."""
         self.guests: list[ClusterMember] = []
         """Instances of other servers that can take requests of this one's."""
+        self.unlike: dict[str, str] = {}
+        """Servers whose instances can't take requests of this one's, and why."""
         self.scheduler_refusals: dict[str, int] = {}
         """What the scheduler refused, by reason, as it reported last."""
         self._name = name
@@ -123,10 +125,11 @@ class InstanceManager:
         """The instances, in the order in which they came."""
         return [instance.member for instance in self._instances.values()]
 
-    def set_guests(self, guests: list[ClusterMember]) -> None:
-        """Take the instances of other servers, as their scheduler names them."""
-        if guests != self.guests:
-            self.guests = guests
+    def set_guests(self, guests: list[ClusterMember], unlike: dict[str, str]) -> None:
+        """Take the instances of other servers, as their scheduler names them, and the servers that
+        have none which could take this one's requests."""
+        if (guests, unlike) != (self.guests, self.unlike):
+            self.guests, self.unlike = guests, unlike
             self.changed()
 
     # -- orders
@@ -174,7 +177,9 @@ class InstanceManager:
         return tuple(free)
 
     def drain(self, order: DrainInstance) -> tuple[str, ...]:
-        """Drain one, or end it; its name. Raises OrderRefused."""
+        """Drain one, or end it, or drain all; their names. Raises OrderRefused."""
+        if not order.instance:
+            return self._drain_all(order)
         instance = self._find(order.instance)
         deadline = self._deadline(order)
         if order.leave and instance.state in ("serving", "draining"):
@@ -195,10 +200,38 @@ class InstanceManager:
         return (instance.name,)
 
     def stop_drain(self, order: StopDrain) -> tuple[str, ...]:
-        """Let a draining one serve again; its name. Raises OrderRefused."""
+        """Let a draining one serve again, or all; their names. Raises OrderRefused."""
+        if not order.instance:
+            return self._stop_all_drains()
         instance = self._find(order.instance)
         instance.stop_drain()
         return (instance.name,)
+
+    def _drain_all(self, order: DrainInstance) -> tuple[str, ...]:
+        """Drain all instances of this server, whose requests go to other servers."""
+        deadline = self._deadline(order)
+        own = [one for one in self._instances.values() if one.state != "failed"]
+        if not own:
+            raise OrderRefused("conflict", "no instance of this server is left to be drained")
+        if starting := [one.name for one in own if one.state == "starting"]:
+            raise OrderRefused("conflict", f"instance {starting[0]} is starting, wait for it")
+        if not any(one.state == "serving" for one in self.guests):
+            others = "".join(f"; {server} can't: {why}" for server, why in self.unlike.items())
+            raise OrderRefused(
+                "conflict", f"no other server serves that could take this one's requests{others}"
+            )
+        for one in own:
+            one.drain(deadline, leave=order.leave)
+        return tuple(one.name for one in own)
+
+    def _stop_all_drains(self) -> tuple[str, ...]:
+        """Let all that drain serve again."""
+        draining = [one for one in self._instances.values() if one.state == "draining"]
+        if not draining:
+            raise OrderRefused("conflict", "no instance of this server is draining")
+        for one in draining:
+            one.stop_drain()
+        return tuple(one.name for one in draining)
 
     def restart(self, order: RestartInstances) -> tuple[str, ...]:
         """Start some again, each once it is drained, one after the other; their names.

@@ -191,7 +191,7 @@ class ControlServer:
     def _members(self, members: Sequence[ClusterMember]) -> None:
         if self._open:
             every = [*members, *self._cluster.guests]
-            self._tell(Members(every, self._cluster.preferred_weights))
+            self._tell(Members(every, self._cluster.preferred_weights, unlike=self._cluster.unlike))
 
     def _tell(self, message: RpcMessage) -> None:
         for sender in list(self._fronts):

@@ -184,7 +184,7 @@ class JoinLink:
                     if self._unlike.get(server) != why:
                         say(f"requests don't move between here and {server}: {why}")
                 self._unlike = message.unlike
-                self._cluster.set_guests(message.members)
+                self._cluster.set_guests(message.members, message.unlike)
             case Evacuate():
                 self._cluster.tell_evacuation(message)
             case MessagesRefused():

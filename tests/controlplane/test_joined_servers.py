@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvmig.controlplane.dispatch import NewRequest, here_first
 from kvmig.controlplane.fronts import FrontendRegistry
 from kvmig.controlplane.joined_servers import JoinedServers
 from kvmig.controlplane.messages import ClusterMember, LoadReport, Members
-from kvmig.controlplane.view import ClusterView, InstanceView
+from kvmig.controlplane.policy import policy_of
+from kvmig.controlplane.scheduler import rebalance
+from kvmig.controlplane.view import ClusterView, InstanceView, ViewBuilder
+from kvmig.core.config import SchedulerConfig
 from kvmig.engines.base import FIRST_GUEST, EngineLoad
 
 LOAD = EngineLoad(100, 10, 1, 0, 0, 0)
@@ -44,6 +49,29 @@ def test_servers_that_are_unlike_learn_why() -> None:
         (report("b-i0", likeness="k"), "its likeness is k, here l"),
     ):
         assert two_servers(report("a-i0"), there).others_of(b"a") == Members([], unlike={"B": why})
+
+
+def test_the_policy_moves_requests_from_a_loaded_server_to_an_idle_one_that_is_alike() -> None:
+    loaded = LoadReport("a-i0", 0, EngineLoad(100, 97, 9, 0, 0, 0), 0, 0)
+    assert pairs_of_a_round(loaded, report("b-i0")) == [("a-i0", "b-i0")]
+
+
+def test_the_policy_pairs_no_servers_that_are_unlike() -> None:
+    loaded = LoadReport("a-i0", 0, EngineLoad(100, 97, 9, 0, 0, 0), 0, 0)
+    for unlike in (("v", "n", "l"), ("w", "m", "l"), ("w", "n", "k")):
+        assert pairs_of_a_round(loaded, report("b-i0", *unlike)) == []
+
+
+def pairs_of_a_round(loaded: LoadReport, there: LoadReport) -> list[tuple[str, str]]:
+    """What the scheduler decides for server A with this report, which is else as all are."""
+    loaded = replace(loaded, weights="w", numerics="n", likeness="l")
+    servers, builder = two_servers(loaded, there), ViewBuilder()
+    builder.members(servers.members())
+    for one in (loaded, there):
+        builder.report(servers.told_apart(one), 0.0)
+    rounds = policy_of(SchedulerConfig()).rounds
+    assert rounds is not None
+    return [(one.source, one.destination) for one in rebalance(builder.view(0.0), (), rounds)]
 
 
 def test_an_instance_that_has_not_reported_is_neither_alike_nor_unlike() -> None:

@@ -24,14 +24,20 @@ class Instance:
     def __init__(
         self, waiting: int, stay: dict[str, str] | None = None, *, running: bool = False
     ) -> None:
-        one = RequestState("", "waiting", 20, 0, 0, 0, wanted_blocks=1)
+        self._one = RequestState("", "waiting", 20, 0, 0, 0, wanted_blocks=1)
         if running:
-            one = RequestState("", "running", 20, 1, 1, 0)
-        self.queue = [replace(one, request_id=f"r{number}") for number in range(waiting)]
+            self._one = RequestState("", "running", 20, 1, 1, 0)
+        self.queue: list[RequestState] = []
+        self.fill(waiting)
         self.stay = stay or {}
         self.lists: list[int] = []
         self.tried: list[str] = []
+        self.went: list[str] = []
+        """Where each of them was to go."""
         self.moving = self.most_moving = 0
+
+    def fill(self, count: int) -> None:
+        self.queue = [replace(self._one, request_id=f"r{number}") for number in range(count)]
 
     async def requests(self, most_waiting: int) -> list[RequestState]:
         self.lists.append(most_waiting)
@@ -39,6 +45,7 @@ class Instance:
 
     async def migrate(self, request_id: str, pair: Pair) -> MigrationReport:
         self.tried.append(request_id)
+        self.went.append(pair.destination)
         self.moving += 1
         self.most_moving = max(self.most_moving, self.moving)
         await asyncio.sleep(0)
@@ -68,6 +75,31 @@ class Instance:
         yield
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+class Turns:
+    """A driver with a clock that only the test moves, and rounds one after the other."""
+
+    def __init__(self, here: Instance, at_once: int = 1) -> None:
+        self.now = 0.0
+        self._here = here
+        self._mover = MigrationDriver(
+            here.requests, lambda: (), dict, here.migrate, at_once=at_once, clock=lambda: self.now
+        )
+
+    async def __aenter__(self) -> Turns:
+        self._running = asyncio.create_task(self._mover.run())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    async def round(self, *pairs: Pair) -> None:
+        """The scheduler's pairs, and all that moves by them."""
+        self._mover.set(pairs)
+        for _ in range(ENOUGH * (1 + len(self._here.queue))):
+            await asyncio.sleep(0)
 
 
 async def test_requests_are_listed_once_for_all_that_move() -> None:

@@ -66,6 +66,26 @@ def test_a_drain_goes_where_there_is_room_and_never_to_one_that_drains_too() -> 
     assert sum(one.budget_blocks for one in pairings if one.destination == "c") >= 40
 
 
+def seated(one: InstanceView, seats: int) -> InstanceView:
+    """The instance, which runs so many requests at once."""
+    return msgspec.structs.replace(one, load=msgspec.structs.replace(one.load, seats=seats))
+
+
+@pytest.mark.parametrize(("seats", "budget"), [(5, 0), (7, 20), (99, 60)])
+def test_no_more_leave_a_draining_instance_than_find_a_place_in_a_batch(
+    seats: int, budget: float
+) -> None:
+    leaving, there = instance("a", 60, 6, state="draining"), instance("b", 20, 5)
+    pairings = decide(leaving, seated(there, seats), rounds=only(drain))
+    assert [one.budget_blocks for one in pairings] == ([budget] if budget else [])
+
+
+def test_one_whose_batch_is_full_takes_nothing_for_balance() -> None:
+    crowded, there = instance("a", 98, 9), instance("b", 10, 2)
+    assert decide(crowded, seated(there, 9), rounds=only(balance))
+    assert decide(crowded, seated(there, 2), rounds=only(balance)) == []
+
+
 def test_what_waits_at_a_draining_instance_goes_even_where_nothing_is_free() -> None:
     pairings = decide(instance("a", 0, 0, (30,), state="draining"), instance("b", 100, 5))
     assert short(pairings) == [("drain", "a", "b", 0)]

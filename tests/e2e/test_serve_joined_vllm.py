@@ -165,8 +165,13 @@ async def test_a_drained_server_ends_its_engine_under_20_streams_behind_a_router
     assert set(places(a).values()) == {here, there}
     (pid,) = (row["pid"] for row in a.get("instances") if row["id"] == here)
 
-    assert (await post(a, f"instances/{here}", "DELETE")).is_success
+    assert (await post(a, "drain", body={"leave": True})).status_code == 202
     await until_yes(lambda: not Path(f"/proc/{pid}").exists())
+    drained = await post(a, "drain", "GET")
+    assert drained.json() == {"state": "drained", "instances": [], "blocked": []}
+    async with httpx.AsyncClient(verify=False) as http:
+        paused = await http.post(f"{a.url}/pause")
+    assert (paused.status_code, "no instance of this server" in paused.text) == (503, True)
 
     running = [stream for stream in streams if not stream.task.done()]
     assert len(running) >= STREAMS / 2, f"only {len(running)} streams outlived the engine"

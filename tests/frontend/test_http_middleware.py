@@ -118,6 +118,28 @@ async def test_without_an_instance_new_requests_are_told_to_come_again() -> None
     assert answer.json()["error"]["message"] == "no instance is there to run it"
 
 
+@pytest.mark.parametrize("path", ["/pause", "/sleep", "/collective_rpc", "/reset_prefix_cache"])
+async def test_a_call_to_the_engines_of_a_server_that_has_none_is_refused_by_name(
+    path: str,
+) -> None:
+    app = FastAPI()
+    behind_middleware(app, without_engine=lambda: True)
+
+    @app.post("/{path:path}")
+    async def answer() -> str:
+        return "in"
+
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        refused = await client.post(path)
+        works = await client.post("/tokenize")
+
+    assert refused.status_code == 503
+    said = f"no instance of this server is connected to run {path} on, POST /kvmig/v1/instances"
+    assert said in refused.json()["error"]["message"]
+    assert works.json() == "in"  # its clients' requests may run at other servers
+
+
 async def test_without_an_instance_an_operator_is_let_in() -> None:
     answer = await knock("/kvmig/v1/instances", vacant=True)
     assert answer.json() == "in"

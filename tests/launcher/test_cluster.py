@@ -670,3 +670,54 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
         await until(lambda: shown("launcher", "unauthenticated") == 1)
         await link.close()
     await router.close()
+
+
+# -- all of a server that has joined others
+
+
+OTHERS = [ClusterMember("b-i0", "tcp://b", server="toy at B")]
+
+
+async def test_a_whole_server_drains_and_its_instances_end_when_they_are_empty() -> None:
+    async with world() as it:
+        it.cluster.set_guests(OTHERS, {})
+        it.launcher.process("i0").load = BUSY
+
+        assert await it.link.order(drain("", leave=True)) == ("i0", "i1")
+
+        await it.hears(**{"i0": "draining", "b-i0": "serving"})  # i1 was empty
+        it.launcher.process("i0").load = IDLE
+        await it.hears(**{"b-i0": "serving"})
+
+
+async def test_a_whole_server_that_was_drained_serves_again() -> None:
+    async with world() as it:
+        it.cluster.set_guests(OTHERS, {})
+        await it.link.order(drain(""))
+        await it.hears(**{"i0": "draining", "i1": "draining", "b-i0": "serving"})
+
+        await it.link.order(lambda number: StopDrain(number, ""))
+
+        await it.hears(**{"i0": "serving", "i1": "serving", "b-i0": "serving"})
+        with pytest.raises(OrderFailed, match="no instance of this server is draining"):
+            await it.link.order(lambda number: StopDrain(number, ""))
+
+
+async def test_without_another_server_a_whole_one_is_not_drained() -> None:
+    async with world() as it:
+        it.cluster.set_guests([], {"toy at C": "its weights is v, here w"})
+
+        with pytest.raises(OrderFailed, match="toy at C can't: its weights is v, here w"):
+            await it.link.order(drain("", leave=True))
+
+        await it.hears(i0="serving", i1="serving")
+
+
+async def test_the_deadline_of_a_whole_servers_drain_lets_the_rest_go_on_elsewhere() -> None:
+    async with world() as it:
+        it.cluster.set_guests(OTHERS, {})
+        it.launcher.process("i1").load = BUSY
+
+        await it.link.order(drain("", deadline_s=0.1))
+
+        await until(lambda: "i1" in it.front.evacuated)

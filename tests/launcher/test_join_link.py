@@ -106,7 +106,7 @@ class FailingCluster:
     def members(self) -> list[ClusterMember]:
         return []
 
-    def set_guests(self, guests: list[ClusterMember]) -> None:
+    def set_guests(self, guests: list[ClusterMember], unlike: dict[str, str]) -> None:
         if self._fails:
             self._fails = False
             raise ZeroDivisionError

@@ -20,6 +20,7 @@ def behind_middleware(
     *,
     closed: bool = False,
     vacant: Callable[[], bool] = lambda: False,
+    without_engine: Callable[[], bool] = lambda: False,
     added: bool = False,
 ) -> HttpState:
     """Give `app` the middleware, unless it was added before, with a state of its own."""
@@ -27,7 +28,13 @@ def behind_middleware(
         app.add_middleware(HttpMiddleware)
     rules = access([], "", "127.0.0.1")
     state = HttpState(
-        http or HttpConfig(), rules, priorities, CollectorRegistry(), closed=closed, vacant=vacant
+        http or HttpConfig(),
+        rules,
+        priorities,
+        CollectorRegistry(),
+        closed=closed,
+        vacant=vacant,
+        without_engine=without_engine,
     )
     app.state.kvmig = state
     return state

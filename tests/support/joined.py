@@ -102,7 +102,9 @@ def places(served: Served) -> dict[str, str]:
     return {row["call_id"]: row["instance"] for row in served.get("requests")}
 
 
-async def post(served: Served, path: str, method: str = "POST") -> httpx.Response:
+async def post(
+    served: Served, path: str, method: str = "POST", body: Mapping[str, object] | None = None
+) -> httpx.Response:
     """An order of the admin API."""
     async with httpx.AsyncClient(verify=False, timeout=60) as http:
-        return await http.request(method, f"{served.url}/kvmig/v1/{path}")
+        return await http.request(method, f"{served.url}/kvmig/v1/{path}", json=body)

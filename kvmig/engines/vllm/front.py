@@ -332,7 +332,8 @@ class RoutingClient(AsyncMPClient):
                 raise RuntimeError(output.failure_message)
             results.append(output.result.result)
         if not results:
-            raise EngineDeadError
+            sentence = f"no engine of this server is connected to run {method} on"
+            raise GracefulHTTPError(sentence, HTTPStatus.SERVICE_UNAVAILABLE)
         return results
 
     def shutdown(self, timeout: float | None = None) -> None:
