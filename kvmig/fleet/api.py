@@ -32,6 +32,7 @@ from kvmig.asgi.plain_paths import PlainPaths
 from kvmig.asgi.problems import as_problem, invalid, problem
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
+from kvmig.core.shown_secrets import shown_text
 from kvmig.fleet.accounts_api import accounts_api
 from kvmig.fleet.based_on import alias_of, order_based_on, order_based_on_values
 from kvmig.fleet.callers import who_calls, who_lists, who_reads
@@ -62,6 +63,13 @@ from kvmig.fleet.rollout_api import (
     terms_of,
 )
 from kvmig.fleet.settings import FleetSettings
+from kvmig.fleet.shown_specs import (
+    restored_fleet,
+    restored_spec,
+    shown_change,
+    shown_revision,
+    shown_spec,
+)
 from kvmig.fleet.spec import PATH, ModelSpec, fleet_of, spec_of
 from kvmig.fleet.store import FleetStore, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError
@@ -137,6 +145,10 @@ class ApiBackend:
     async def row(self, name: str) -> ModelRow:
         """The model's row. Raises NotThere."""
         return await self.stored(self.store.model, name)
+
+    async def known_specs(self) -> dict[str, ModelSpec]:
+        """The models of the catalogue as they are, by name."""
+        return {row.name: row.spec for row in await self.stored(self.store.models)}
 
     async def checked(self, specs: Sequence[ModelSpec], *, alone: bool = False) -> None:
         """Let engines read the flags of models that are new or start otherwise; all must fit here.
@@ -273,6 +285,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def apply(body: ApplyBody, actor: OrderActor = caller) -> Body:
         """Make the catalogue what a file says."""
         fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
+        fleet = restored_fleet(fleet, await backend.known_specs())
         terms = terms_of(body.rollout)
         await backend.checked(fleet.models, alone=body.prune)
         with models.rollouts.order([one.name for one in fleet.models], terms) as terms:
@@ -283,7 +296,8 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
             if not body.dry_run:
                 await backend.changed()
         later = [] if body.dry_run else at_next_start(models, changes)
-        return {"data": msgspec.to_builtins(changes), "at_next_start": later}
+        shown = [shown_change(msgspec.to_builtins(one)) for one in changes]
+        return {"data": shown, "at_next_start": later}
 
     @api.post("/evaluate")
     async def evaluate(body: Body, _: OrderActor = caller) -> Body:
@@ -292,7 +306,9 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         The specification as a fleet's file has it, whether or not the catalogue has the model. Of
         files that are not here only headers are fetched.
         """
-        return await evaluate_model(backend, spec_of(body))
+        spec = spec_of(body)
+        kept = (await backend.known_specs()).get(spec.name)
+        return await evaluate_model(backend, restored_spec(spec, kept))
 
     @api.get("/aliases")
     async def list_aliases(_: OrderActor = caller) -> Body:
@@ -321,7 +337,8 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=1000)] = 100, _: OrderActor = caller
     ) -> Body:
         """Changes with their authors, newest first."""
-        return {"data": msgspec.to_builtins(await backend.stored(store.audit, None, limit))}
+        rows = await backend.stored(store.audit, None, limit)
+        return {"data": [shown_change(msgspec.to_builtins(row)) for row in rows]}
 
     backing_up = asyncio.Lock()
 
@@ -363,7 +380,7 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
     @api.post("", status_code=HTTPStatus.CREATED)
     async def add_model(body: Body, actor: OrderActor = caller) -> Body:
         """Put one into the catalogue: the specification as a fleet's file has it."""
-        spec = spec_of(body)
+        spec = restored_spec(spec_of(body), None)
         await backend.checked([spec])
         row = await backend.stored(store.add_model, spec, actor)
         await backend.changed()
@@ -416,7 +433,8 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
         row = await backend.row(name)
         events = [msgspec.to_builtins(one) for one in models.events if one.model == name]
         revisions = await backend.stored(store.revisions, name)
-        more = {"events": events, "revisions": msgspec.to_builtins(revisions)}
+        shown = [shown_revision(msgspec.to_builtins(one)) for one in revisions]
+        more = {"events": events, "revisions": shown}
         return backend.shown(row) | more
 
     return api
@@ -548,7 +566,7 @@ def model_json(row: ModelRow, model: ManagedModel | None, models: ModelControlle
         "name": row.name,
         "revision": row.revision,
         "on": row.on,
-        "spec": msgspec.to_builtins(row.spec),
+        "spec": shown_spec(msgspec.to_builtins(row.spec)),
         "stale": model is not None
         and model.note is not None
         and (model.former or not model.is_newest),
@@ -594,7 +612,7 @@ def answer_with(status: HTTPStatus) -> Callable[[Request, Exception], Awaitable[
     """A handler of exceptions whose sentence is for the caller."""
 
     async def answer(_: Request, error: Exception) -> Response:
-        return problem(status, str(error))
+        return problem(status, shown_text(str(error)))
 
     return answer
 

@@ -15,6 +15,7 @@ import msgspec
 from kvmig.accounts.keys import Limits
 from kvmig.fleet.account_lists import ListWindow
 from kvmig.fleet.limit_changes import named_of
+from kvmig.fleet.shown_specs import shown_spec
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.store import FleetStore, NameTaken
 
@@ -53,7 +54,8 @@ def check_revision(store: FleetStore, name: str, revision: int) -> None:
 
 def changed_fields(before: ModelSpec, after: ModelSpec) -> str:
     """What two specifications have otherwise, in words."""
-    return changed_values(msgspec.to_builtins(before), msgspec.to_builtins(after))
+    old, new = msgspec.to_builtins(before), msgspec.to_builtins(after)
+    return changed_values(old, new, shown=(shown_spec(old), shown_spec(new)))
 
 
 def order_based_on_values(
@@ -98,11 +100,17 @@ def limits_in(terms: Limits) -> dict[str, Any]:
     return named_of(terms, Limits.__struct_fields__)
 
 
-def changed_values(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """What two mappings have otherwise, in words."""
+def changed_values(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    shown: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> str:
+    """What two mappings have otherwise, in words. shown: both as they may be shown; None: as they
+    are."""
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    shown = ((one, shortened(old.get(one)), shortened(new.get(one))) for one in names)
-    return ", ".join(f"{name} {before} became {after}" for name, before, after in shown)
+    then, now = shown or (old, new)
+    values = ((one, shortened(then.get(one)), shortened(now.get(one))) for one in names)
+    return ", ".join(f"{name} {before} became {after}" for name, before, after in values)
 
 
 def shortened(value: object) -> str:

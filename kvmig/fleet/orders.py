@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kvmig.core.shown_urls import shown_url
+from kvmig.core.shown_secrets import shown_text
 
 MESSAGE_BYTES = 1 << 20
 Program = Literal["serve", "unit", "command"]
@@ -110,7 +110,7 @@ class DeploymentEnded(msgspec.Struct, frozen=True, tag="Ended"):
     def reason(self) -> str:
         """How it ended: in its own words, unless it was killed and has none of it."""
         by_itself = self.how.startswith("exit code") or self.how.startswith("it can't")
-        return shown_url(self.said if by_itself and self.said else self.how)
+        return shown_text(self.said if by_itself and self.said else self.how)
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True):

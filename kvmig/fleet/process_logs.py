@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvmig.core.shown_urls import shown_url
+from kvmig.core.shown_secrets import shown_text
 
 LOG_BYTES = 10_000_000
 """A log that is longer is kept as NAME.log.1, and an empty one begins."""
@@ -55,9 +55,9 @@ def turn_log(path: Path) -> None:
 
 
 def last_lines(path: Path, lines: int) -> list[str]:
-    """The last lines of a log, without secrets of URLs; none if there is no such file."""
+    """The last lines of a log, without secrets of URLs and flags; none if there is no such file."""
     try:
         with path.open(errors="replace") as file:
-            return [shown_url(line.rstrip("\n")) for line in deque(file, lines)]
+            return [shown_text(line.rstrip("\n")) for line in deque(file, lines)]
     except FileNotFoundError:
         return []

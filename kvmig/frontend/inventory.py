@@ -13,6 +13,7 @@ from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMember, Requests, Welcome
 from kvmig.controlplane.view import InstanceView
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
+from kvmig.core.shown_secrets import shown_line
 from kvmig.engines.base import RequestState
 from kvmig.frontend.requests import LiveRequest, call_of
 from kvmig.sharing.messages import InUnit
@@ -85,7 +86,7 @@ def cluster_rows(
                 vllm=member.tree,
                 unit=member.unit,
                 node=member.node,
-                flags=member.flags,
+                flags=shown_line(member.flags),
                 server=member.server,
             )
         )

@@ -495,10 +495,93 @@ async def test_a_model_whose_files_are_yet_to_come_is_added_unchecked_by_its_eng
     assert "gpus is ('0',), must be left out: there is no GPU" in said(refused)[1]
 
 
-async def test_the_log_of_a_model_shows_no_secret_of_a_url(api: Api) -> None:
+async def test_the_log_of_a_model_shows_no_secret_of_a_url_or_a_flag(api: Api) -> None:
     assert (await api.ask("POST", "models", api.model(name="a")))[0] == 201
     log = api.backend.settings.log("a")
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("sends to http://u:pw@h/x?token=t\n")
+    log.write_text("sends to http://u:pw@h/x?token=t\nargs: {'api_key': ['k'], 'seed': 1}\n")
     answer = (await api.ask("GET", "models/a/logs"))[1]
-    assert answer["data"] == ["sends to http://u:***@h/x?token=***"]
+    assert answer["data"] == [
+        "sends to http://u:***@h/x?token=***",
+        "args: {'api_key': ***, 'seed': 1}",
+    ]
+
+
+SECRETS = [
+    "--hf-token",
+    "abc-1",
+    "--config.api_key=abc-2",
+    "--url=http://u:abc-3@h/",
+    "--seed",
+    "1",
+]
+HIDDEN_SECRETS = [
+    "--hf-token", "***", "--config.api_key=***", "--url=http://u:***@h/", "--seed", "1",
+]  # fmt: skip
+
+
+async def flags_kept(api: Api, name: str = "a/b") -> list[str]:
+    """The flags as they are stored."""
+    return list((await api.backend.row(name)).spec.flags)
+
+
+async def test_no_answer_shows_a_secret_in_a_models_flags(api: Api) -> None:
+    answers = [await api.ask("POST", "models", api.model(flags=SECRETS))]
+    assert answers[0][0] == 201
+    changed = {"fleet": {"models": [api.model(flags=[*SECRETS, "--hf_token=abc-4"])]}}
+    for path in ("apply", "apply"):
+        answers.append(await api.ask("POST", path, changed | {"dry_run": len(answers) == 1}))
+    paths = ("models", "models/a/b", "audit", "status", "names", "models/a/b/rollout")
+    answers += [await api.ask("GET", path) for path in paths]
+    answers.append(await api.ask("POST", "models/a/b/scale", {"min": 0, "max": 2}))
+    answers.append(await api.ask("POST", "models/a/b/switch", {"on": False}))
+    stale = changed | {"based_on": {"a/b": 1}}
+    stale["fleet"] = {"models": [api.model(flags=["--nothing"])]}
+    answers.append(await api.ask("POST", "apply", stale))
+    assert answers[-1][0] == 409
+    wrong = api.model(name="x", flags=["--hf-token=abc-5"], pass_environment=["HF_TOKEN=abc-6"])
+    answers.append(await api.ask("POST", "models", wrong))
+    assert [status for status, _ in answers if status >= 400] == [409, 400]
+    assert "abc-" not in str(answers)
+    assert answers[0][1]["spec"]["flags"] == HIDDEN_SECRETS
+    assert "abc-1" in await flags_kept(api)
+
+
+async def test_a_changed_model_that_was_shown_keeps_its_secrets(api: Api) -> None:
+    await api.ask("POST", "models", api.model(flags=SECRETS))
+    spec = (await api.ask("GET", "models/a/b"))[1]["spec"]
+    spec["flags"][-1] = "2"
+    status, answer = await api.ask("POST", "apply", {"fleet": {"models": [spec]}})
+    assert status == 200, answer
+    assert await flags_kept(api) == [*SECRETS[:-1], "2"]
+    spec["flags"][1] = "abc-new"
+    assert (await api.ask("POST", "apply", {"fleet": {"models": [spec]}}))[0] == 200
+    assert await flags_kept(api) == ["--hf-token", "abc-new", *SECRETS[2:-1], "2"]
+    assert (await api.ask("POST", "evaluate", spec | {"flags": HIDDEN_SECRETS}))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["models", "evaluate", "apply"])
+async def test_a_hidden_secret_that_nobody_knows_is_refused_by_the_name_of_its_flag(
+    api: Api, path: str
+) -> None:
+    await api.ask("POST", "models", api.model(flags=["--seed", "1"]))
+    body = api.model(name="a/b" if path == "apply" else "new", flags=["--hf-token", "***"])
+    given = {"fleet": {"models": [body]}} if path == "apply" else body
+    status, sentence = said(await api.ask("POST", path, given))
+    assert (status, "flags has '--hf-token ***'" in sentence) == (400, True), sentence
+    assert await flags_kept(api) == ["--seed", "1"]
+
+
+async def test_secrets_in_a_command_are_hidden_and_kept(api: Api) -> None:
+    api.backend.settings = replace(api.backend.settings, allow_commands=True)
+    command = ["env", "HF_TOKEN=abc", sys.executable, "--api-key", "abc", "--port", "{port}"]
+    body = {
+        "name": "c", "source": f"path:{api.folder}", "engine": "command", "memory": 1 << 20,
+        "command": command, "share_prefixes": True,
+    }  # fmt: skip
+    status, answer = await api.ask("POST", "models", body)
+    assert (status, "abc" in str(answer)) == (201, False), answer
+    spec = answer["spec"] | {"parallel": 3}
+    assert (await api.ask("POST", "apply", {"fleet": {"models": [spec]}}))[0] == 200
+    kept = (await api.backend.row("c")).spec
+    assert (list(kept.command), kept.parallel) == (command, 3)

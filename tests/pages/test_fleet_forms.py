@@ -348,3 +348,21 @@ async def test_an_alias_that_somebody_has_set_since_is_not_overwritten(pages: Pa
     known = re.findall(r'name="known" value="([^"]*)"', stale.text)[0]
     again = await pages.send("aliases", **form | {"known": html.unescape(known)})
     assert again.status_code == 303, alert_of(again)
+
+
+async def test_the_form_of_a_model_shows_no_secret_of_its_flags_and_keeps_it(pages: Pages) -> None:
+    await add_model(pages, flags="--hf-token abc-1 --config.password=abc-2")
+    page = (await pages.browse("models/qwen")).text
+    assert "abc-" not in page
+    (typed,) = re.findall(r"<textarea[^>]*>(.*?)</textarea>", page, re.DOTALL)
+    spec = json.loads(html.unescape(typed)) | {"priority": 7}
+    answer = await pages.send("models/qwen/change", spec=json.dumps(spec), based_on="1")
+    assert answer.status_code == 303, alert_of(answer)
+    kept = (await pages.backend.row("qwen")).spec
+    assert (kept.priority, kept.flags[1:]) == (7, ("abc-1", "--config.password=abc-2"))
+    for shown in ("models/qwen", "models", "audit"):
+        assert "abc-" not in (await pages.browse(shown)).text
+    spec["flags"][1] = "***"
+    spec["flags"][0] = "--other-token"
+    refused = await pages.send("models/qwen/change", spec=json.dumps(spec))
+    assert (refused.status_code, "--other-token ***" in alert_of(refused)) == (400, True)
