@@ -16,7 +16,7 @@ from starlette.responses import Response
 from kvmig.accounts.keys import KeyGrant, KeyIndex, KeyTerms, ModelQuota, quotas_of
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.fleet.account_lists import ListWindow
-from kvmig.fleet.based_on import limits_of_key, limits_of_user, order_based_on_values
+from kvmig.fleet.based_on import limits_of_key, order_based_on_values, values_of_user
 from kvmig.fleet.quotas import left
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, OrderActor
 from kvmig.proxy.messages import QuotaLeft
@@ -30,6 +30,8 @@ FindQuery = Annotated[
 LimitQuery = Annotated[int | None, Query(ge=1, le=10_000, description="Most rows; null: all.")]
 SkipQuery = Annotated[int, Query(ge=0, le=1_000_000_000, description="Rows to leave out.")]
 
+STATE_FIELDS = ("role", "disabled")
+"""What orders change of a user, apart from limits."""
 Body = dict[str, Any]
 
 
@@ -70,8 +72,9 @@ def accounts_api(
             store.set_user, name, actor,
             role=body.role, disabled=body.disabled, limits=body.changes(),
         )  # fmt: skip
-        look, based_on = partial(limits_of_user, store, name), body.basis()
-        what = f"limits of user {name}"
+        based_on = body.basis()
+        look = partial(values_of_user, store, name, based_on or ())
+        what = f"user {name}"
         row = await stored(order_based_on_values, what, look, based_on, order)
         await changed()
         found: Body = msgspec.to_builtins(row)
@@ -202,11 +205,31 @@ class LimitsChange(LimitsBody):
         return None if self.based_on is None else self.based_on.model_dump()
 
 
+class UserBasis(LimitsBody):
+    """A user as an order was made from it. Limits are compared where one of them is named, or
+    nothing is."""
+
+    role: Literal["user", "admin"] | None = Field(default=None, description="null: not compared.")
+    disabled: bool | None = Field(default=None, description="null: not compared.")
+
+
 class UserChange(LimitsChange):
     """What is to be different of a user; what isn't named stays."""
 
+    based_on: UserBasis | None = Field(
+        default=None, description="Refuse it unless the user is so now; null: don't."
+    )
     role: Literal["user", "admin"] | None = Field(default=None, description="null: as it is.")
     disabled: bool | None = Field(default=None, description="null: as it is.")
+
+    def basis(self) -> Body | None:
+        """What the order was made from, of the user's role, state and limits."""
+        if (given := self.based_on) is None:
+            return None
+        state = given.model_dump(include=set(STATE_FIELDS), exclude_none=True)
+        if state and given.model_fields_set <= set(STATE_FIELDS):
+            return state
+        return state | given.model_dump(include=set(LimitsBody.model_fields))
 
 
 class KeyBody(LimitsBody):

@@ -34,7 +34,7 @@ from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
 from kvmig.core.shown_secrets import shown_text
 from kvmig.fleet.accounts_api import accounts_api
-from kvmig.fleet.based_on import alias_of, order_based_on, order_based_on_values
+from kvmig.fleet.based_on import alias_of, alias_there, order_based_on, order_based_on_values
 from kvmig.fleet.callers import who_calls, who_lists, who_reads
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
@@ -87,6 +87,15 @@ PREFIX = "/kvmig/v2"
 LOG_LINES = 1000
 BY_RATES = OrderActor("rates of requests")
 """The actor of a placement that was planned again."""
+
+RevisionQuery = Annotated[
+    int | None,
+    Query(description="Refuse it unless this is the model's revision; none: don't."),
+]
+WeightsQuery = Annotated[
+    str | None,
+    Query(description="Refuse it unless these are its weights now, as JSON; none: don't."),
+]
 
 Body = dict[str, Any]
 Parameters = ParamSpec("Parameters")
@@ -326,9 +335,13 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         return {"name": name, "targets": body.targets}
 
     @api.delete("/aliases/{name:path}")
-    async def remove_alias(name: str, actor: OrderActor = caller) -> Body:
+    async def remove_alias(
+        name: str, based_on: WeightsQuery = None, actor: OrderActor = caller
+    ) -> Body:
         """Let it stand for nothing."""
-        await backend.stored(store.set_alias, name, {}, actor)
+        known = None if based_on is None else weights_of(based_on)
+        order, look = partial(store.set_alias, name, {}, actor), partial(alias_there, store, name)
+        await backend.stored(order_based_on_values, f"alias {name}", look, known, order)
         await backend.changed()
         return {"name": name}
 
@@ -421,9 +434,13 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
         return {"data": await anyio.to_thread.run_sync(last_lines, path, lines)}
 
     @api.delete("/{name:path}")
-    async def remove_model(name: str, actor: OrderActor = caller) -> Body:
+    async def remove_model(
+        name: str, based_on: RevisionQuery = None, actor: OrderActor = caller
+    ) -> Body:
         """Take it out of the catalogue; its requests end first."""
-        await backend.stored(store.remove_model, name, actor)
+        revisions = {} if based_on is None else {name: based_on}
+        order = partial(store.remove_model, name, actor)
+        await backend.stored(order_based_on, store, revisions, order)
         await backend.changed()
         return {"name": name}
 
@@ -469,6 +486,16 @@ def placement_api(backend: ApiBackend, caller: Any) -> APIRouter:
         return {}
 
     return api
+
+
+def weights_of(text: str) -> dict[str, int]:
+    """Weights of models, as JSON. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, int])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f'based_on is {text!r:.100}, must be JSON such as {{"MODEL": 1}}: {error}'
+        ) from error
 
 
 def started_as(spec: ModelSpec) -> tuple[object, ...]:

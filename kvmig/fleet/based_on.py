@@ -1,4 +1,5 @@
-"""Orders that were made from what a model, or limits, were, and are refused once that has changed.
+"""Orders that were made from what something was, and are refused once that has changed: a model, an
+alias, a user, the limits of a key, a worker.
 
 So that of two admins who change the same, the second learns of the first one's change before
 undoing it.
@@ -7,7 +8,7 @@ undoing it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -70,12 +71,18 @@ def order_based_on_values(
     The store's thread runs it, where no other order comes between. Raises what the order raises;
     NameTaken with what has changed since.
     """
-    if based_on is not None and (now := look()) is not None and now != based_on:
+    if based_on is not None and (now := look()) is not None:
+        check_values(what, based_on, now)
+    return order()
+
+
+def check_values(what: str, based_on: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises NameTaken with what has changed, unless it is now as it was when an order was made."""
+    if now != based_on:
         raise NameTaken(
             f"{what}: {changed_values(based_on, now)} since this order was made; nothing was"
             " changed, look at what it is now and order again"
         )
-    return order()
 
 
 def limits_of_key(store: FleetStore, prefix: str) -> dict[str, Any] | None:
@@ -84,15 +91,24 @@ def limits_of_key(store: FleetStore, prefix: str) -> dict[str, Any] | None:
     return next((limits_in(one.terms) for one in rows if one.prefix == prefix), None)
 
 
-def limits_of_user(store: FleetStore, name: str) -> dict[str, Any] | None:
-    """The limits of all keys of a user; None: there is no such user."""
-    rows = store.find_users(ListWindow(name)).rows
-    return next((limits_in(one.limits) for one in rows if one.name == name), None)
+def values_of_user(store: FleetStore, name: str, fields: Collection[str]) -> dict[str, Any] | None:
+    """What these fields of a user are, of role, disabled and the limits of all keys; None: there is
+    no such user."""
+    found = next((one for one in store.find_users(ListWindow(name)).rows if one.name == name), None)
+    if found is None:
+        return None
+    every = {"role": found.role, "disabled": found.disabled, **limits_in(found.limits)}
+    return {field: every[field] for field in fields}
 
 
 def alias_of(store: FleetStore, name: str) -> Mapping[str, int]:
     """The weights of the models that a name stands for."""
     return store.fleet().aliases.get(name, {})
+
+
+def alias_there(store: FleetStore, name: str) -> Mapping[str, int] | None:
+    """The same; None: there is no such alias."""
+    return store.fleet().aliases.get(name)
 
 
 def limits_in(terms: Limits) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pydantic import Field
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.based_on import check_values
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.store import FleetStore, NameTaken, NotThere, OrderActor
 from kvmig.fleet.worker_drain import InstanceOnWorker, drain_view
@@ -40,13 +41,29 @@ class StoreThread(Protocol):
     ) -> Result: ...
 
 
-class LabelsBody(StrictBody):
+class WorkerBasis(StrictBody):
+    """A worker as an order was made from it; null: not compared."""
+
+    labels: dict[str, str] | None = Field(default=None, max_length=MOST_LABELS)
+    cordoned: bool | None = None
+    draining: bool | None = None
+
+
+class WorkerOrderBody(StrictBody):
+    """What an order was made from."""
+
+    based_on: WorkerBasis | None = Field(
+        default=None, description="Refuse it unless the worker is so now; null: don't."
+    )
+
+
+class LabelsBody(WorkerOrderBody):
     """Labels of a worker; null removes one."""
 
     labels: dict[str, str | None] = Field(max_length=MOST_LABELS)
 
 
-class WorkerDrainBody(StrictBody):
+class WorkerDrainBody(WorkerOrderBody):
     """Move all instances away."""
 
     deadline_s: float | None = Field(
@@ -95,17 +112,27 @@ class FleetWorkers:
                 return one
         raise NotThere(f"there is no worker {name!r:.100}")
 
-    async def order(self, name: str, change: Change, action: str, actor: OrderActor) -> Body:
-        """Store a change of what is wanted of a worker, and return the worker. Raises NotThere,
-        NameTaken, ConfigError, StoreError."""
+    async def order(
+        self,
+        name: str,
+        change: Change,
+        action: str,
+        actor: OrderActor,
+        body: WorkerOrderBody | None = None,
+    ) -> Body:
+        """Store a change of what is wanted of a worker, and return the worker. body: what the order
+        was made from. Raises NotThere, NameTaken, ConfigError, StoreError."""
         node = self.row(name)["node"]
         if not self._models.workers.there:
             raise NameTaken(
                 f"worker {name} is this host, the only one: `kvmig up --ray` serves from several"
             )
         now = self.wall()
+        based_on = {} if body is None or body.based_on is None else basis_of(body.based_on)
 
         def ordered(wish: WorkerWish) -> WorkerWish:
+            wanted = values_of(wish)
+            check_values(f"worker {name}", based_on, {one: wanted[one] for one in based_on})
             return replace(change(wish), node=node or wish.node)
 
         await self._stored(order_worker, self._store.database, name, ordered, action, actor, now)
@@ -170,6 +197,20 @@ def worker_json(worker: FleetWorker, instances: list[InstanceOnWorker], now: flo
     }
 
 
+def basis_of(body: WorkerBasis) -> Body:
+    """What an order was made from."""
+    return body.model_dump(exclude_none=True)
+
+
+def values_of(wish: WorkerWish) -> Body:
+    """What orders change of a worker, as `WorkerBasis` has it."""
+    return {
+        "labels": dict(wish.labels),
+        "cordoned": wish.cordoned,
+        "draining": wish.drained_at is not None,
+    }
+
+
 def labelled(given: dict[str, str | None]) -> Change:
     """A change of labels. Raises ConfigError."""
     for name, value in given.items():
@@ -226,17 +267,21 @@ def workers_api(workers: FleetWorkers, caller: Any) -> APIRouter:
     @api.post("/{name}/labels")
     async def label_worker(name: str, body: LabelsBody, actor: OrderActor = caller) -> Body:
         """Set or remove labels."""
-        return await workers.order(name, labelled(body.labels), "label", actor)
+        return await workers.order(name, labelled(body.labels), "label", actor, body)
 
     @api.post("/{name}/cordon")
-    async def cordon_worker(name: str, actor: OrderActor = caller) -> Body:
+    async def cordon_worker(
+        name: str, body: WorkerOrderBody | None = None, actor: OrderActor = caller
+    ) -> Body:
         """Let no new instance start there; those that are there stay."""
-        return await workers.order(name, cordoned, "cordon", actor)
+        return await workers.order(name, cordoned, "cordon", actor, body)
 
     @api.post("/{name}/uncordon")
-    async def uncordon_worker(name: str, actor: OrderActor = caller) -> Body:
+    async def uncordon_worker(
+        name: str, body: WorkerOrderBody | None = None, actor: OrderActor = caller
+    ) -> Body:
         """Let instances start there again; a drain ends, and what still serves there stays."""
-        return await workers.order(name, uncordoned, "uncordon", actor)
+        return await workers.order(name, uncordoned, "uncordon", actor, body)
 
     @api.post("/{name}/drain")
     async def drain_worker(
@@ -244,6 +289,7 @@ def workers_api(workers: FleetWorkers, caller: Any) -> APIRouter:
     ) -> Body:
         """Cordon it, and move its instances elsewhere: others start first, then streams move."""
         deadline_s = None if body is None else body.deadline_s
-        return await workers.order(name, drained(workers.wall(), deadline_s), "drain", actor)
+        change = drained(workers.wall(), deadline_s)
+        return await workers.order(name, change, "drain", actor, body)
 
     return api

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
@@ -61,6 +62,17 @@ async def test_an_alias_is_set_shown_and_removed(api: Api) -> None:
     assert (await api.ask("DELETE", "aliases/a/b"))[0] == 200
     assert await api.ask("GET", "aliases") == (200, {"data": {}})
     assert said(await api.ask("DELETE", "aliases/a/b")) == (404, "no alias 'a/b'")
+
+
+@pytest.mark.parametrize("based_on", ["nonsense", "[]", '{"qwen": "x"}', "{", '"\\ud800"'])
+async def test_what_a_removal_was_made_from_may_be_no_nonsense(api: Api, based_on: str) -> None:
+    await add_model(api)
+    await api.ask("PUT", "aliases/a", {"targets": {"qwen": 3}})
+    status, sentence = said(await api.ask("DELETE", f"aliases/a?based_on={quote(based_on)}"))
+    assert (status, sentence.startswith("based_on is ")) == (400, True), sentence
+    assert (await api.ask("DELETE", "models/qwen?based_on=x"))[0] == 400
+    right = quote('{"qwen": 3}')
+    assert (await api.ask("DELETE", f"aliases/a?based_on={right}"))[0] == 200
 
 
 def run_here(api: Api, **more: Any) -> None:

@@ -366,3 +366,78 @@ async def test_the_form_of_a_model_shows_no_secret_of_its_flags_and_keeps_it(pag
     spec["flags"][0] = "--other-token"
     refused = await pages.send("models/qwen/change", spec=json.dumps(spec))
     assert (refused.status_code, "--other-token ***" in alert_of(refused)) == (400, True)
+
+
+def form_for(page: str, path: str, label: str) -> dict[str, str]:
+    """The hidden fields of the form with this button that goes to /ui/`path`."""
+    (form,) = [
+        one
+        for one in re.findall(r"<form[^>]*>.*?</form>", page, re.DOTALL)
+        if f'action="/ui/{path}"' in one and re.search(rf"<button[^>]*>\s*{label}", one)
+    ]
+    fields = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form)
+    return {name: html.unescape(value) for name, value in fields}
+
+
+async def test_an_alias_that_somebody_has_set_since_is_not_removed(pages: Pages) -> None:
+    await add_model(pages)
+    await add_model(pages, "other")
+    await pages.ask("PUT", "aliases/x", {"targets": {"qwen": 3}})
+    form = form_for((await pages.browse("models")).text, "aliases/remove", "Remove")
+    await pages.ask("PUT", "aliases/x", {"targets": {"qwen": 3, "other": 1}})
+    stale = await pages.send("aliases/remove", **form)
+    said = html.unescape(alert_of(stale))
+    assert (stale.status_code, "alias x: other null became 1" in said) == (409, True), said
+    assert (await pages.ask("GET", "aliases"))[1]["data"] == {"x": {"qwen": 3, "other": 1}}
+    again = await pages.send("aliases/remove", **form_for(stale.text, "aliases/remove", "Remove"))
+    assert again.status_code == 303, alert_of(again)
+    gone = await pages.send("aliases/remove", **form)
+    assert (gone.status_code, "no alias" in alert_of(gone)) == (404, True)
+
+
+async def test_a_model_that_somebody_has_changed_since_is_not_removed(pages: Pages) -> None:
+    await add_model(pages)
+    form = form_for((await pages.browse("models/qwen")).text, "models/qwen/remove", "Remove")
+    await pages.ask("POST", "models/qwen/scale", {"min": 0, "max": 4})
+    stale = await pages.send("models/qwen/remove", **form)
+    said = html.unescape(alert_of(stale))
+    assert (stale.status_code, "has revision 2" in said, '"max": 4' in said) == (409, True, True)
+    again = form_for(stale.text, "models/qwen/remove", "Remove")
+    assert (await pages.send("models/qwen/remove", **again)).status_code == 303
+    assert (await pages.ask("GET", "models"))[1]["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("label", "other", "changed"),
+    [
+        ("Disable", {"role": "admin"}, "role &#34;user&#34; became &#34;admin&#34;"),
+        ("Make an admin", {"disabled": True}, "disabled false became true"),
+        ("Make an admin", {"role": "admin"}, "role &#34;user&#34; became &#34;admin&#34;"),
+    ],
+)
+async def test_a_user_whose_role_or_state_somebody_has_changed_since_stays_so(
+    pages: Pages, label: str, other: dict[str, object], changed: str
+) -> None:
+    await pages.ask("POST", "users", {"name": "tom"})
+    form = form_for((await pages.browse("users")).text, "users/tom/change", f"{label} tom")
+    await pages.ask("PATCH", "users/tom", {"rpm": 5})
+    assert (await pages.ask("PATCH", "users/tom", other))[0] == 200
+    before = (await pages.ask("GET", "users"))[1]
+    stale = await pages.send("users/tom/change", **form)
+    assert (stale.status_code, changed in alert_of(stale)) == (409, True), alert_of(stale)
+    assert (await pages.ask("GET", "users"))[1] == before
+
+
+async def test_limits_that_somebody_has_set_since_keep_no_role_from_being_changed(
+    pages: Pages,
+) -> None:
+    await pages.ask("POST", "users", {"name": "tom"})
+    form = form_for((await pages.browse("users")).text, "users/tom/change", "Make an admin tom")
+    await pages.ask("PATCH", "users/tom", {"rpm": 5})
+    answer = await pages.send("users/tom/change", **form)
+    assert answer.status_code == 303, alert_of(answer)
+    body = {"rpm": 7, "based_on": {"rpm": 5, "role": "user"}}
+    status, refused = await pages.ask("PATCH", "users/tom", body)
+    assert (status, "role" in refused["error"]["message"]) == (409, True)
+    body["based_on"] = {"rpm": 5, "role": "admin"}
+    assert (await pages.ask("PATCH", "users/tom", body))[0] == 200

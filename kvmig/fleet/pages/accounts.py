@@ -157,6 +157,8 @@ def user_routes(pages: FleetPages) -> list[Route]:
             body["role"] = form["role"]
         if "disabled" in form:
             body["disabled"] = form["disabled"] == "yes"
+        if "based_on" in form:
+            body["based_on"] = typed_json(str(form["based_on"]))
         await pages.call(request, "PATCH", path, body=body)
         return part_of(form).path("/users")
 

@@ -75,9 +75,9 @@ async def undrain(pages: FleetPages, request: Request, name: str, form: FormData
     return path_of(name)
 
 
-async def remove(pages: FleetPages, request: Request, name: str, _: FormData) -> str:
+async def remove(pages: FleetPages, request: Request, name: str, form: FormData) -> str:
     """Take it out of the catalogue."""
-    await pages.call(request, "DELETE", api_path(name))
+    await pages.call(request, "DELETE", api_path(name), query=basis_query(form))
     return "/models"
 
 
@@ -111,6 +111,12 @@ def path_of(name: str) -> str:
 def api_path(name: str) -> str:
     """The path of a model in the API."""
     return f"/models/{quote(name)}"
+
+
+def basis_query(form: FormData) -> dict[str, str]:
+    """What an order was made from, where its form has that."""
+    based_on = str(form.get("based_on", ""))
+    return {"based_on": based_on} if based_on else {}
 
 
 def typed(form: FormData, field: str) -> int | float | str | None:

@@ -18,6 +18,7 @@ from kvmig.fleet.pages.backend import FleetPages
 from kvmig.fleet.pages.model_orders import (
     ORDERS,
     api_path,
+    basis_query,
     order_to,
     path_of,
     spec_of_form,
@@ -83,7 +84,8 @@ def catalogue_routes(pages: FleetPages) -> list[Route]:
         return "/models"
 
     async def remove_alias(request: Request, form: FormData) -> str:
-        await pages.call(request, "DELETE", f"/aliases/{quote(str(form.get('alias', '')))}")
+        path = f"/aliases/{quote(str(form.get('alias', '')))}"
+        await pages.call(request, "DELETE", path, query=basis_query(form))
         return "/models"
 
     return [

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from kvmig.fleet.pages.backend import FleetPages
 from kvmig.pages.site import NO_FORM, FormOutcome
-from kvmig.pages.words import typed_number
+from kvmig.pages.words import typed_json, typed_number
 
 
 def worker_routes(pages: FleetPages) -> list[Route]:
@@ -34,9 +34,9 @@ def worker_routes(pages: FleetPages) -> list[Route]:
 
     async def order(request: Request, form: FormData) -> str:
         name, word = request.path_params["name"], request.path_params["order"]
-        body = None
+        body = {"based_on": typed_json(str(form.get("based_on", "")))}
         if word == "drain":
-            body = {"deadline_s": typed_number(str(form.get("deadline_s", "")))}
+            body["deadline_s"] = typed_number(str(form.get("deadline_s", "")))
         await pages.call(request, "POST", f"/workers/{quote(name, safe='')}/{word}", body=body)
         return "/workers"
 
@@ -44,7 +44,11 @@ def worker_routes(pages: FleetPages) -> list[Route]:
         path = f"/workers/{quote(request.path_params['name'], safe='')}/labels"
         name, value = str(form.get("label", "")).strip(), str(form.get("value", "")).strip()
         removed = form.get("remove") == "yes"
-        await pages.call(request, "POST", path, body={"labels": {name: None if removed else value}})
+        body = {
+            "labels": {name: None if removed else value},
+            "based_on": typed_json(str(form.get("based_on", ""))),
+        }
+        await pages.call(request, "POST", path, body=body)
         return "/workers"
 
     async def drop_placement(request: Request, form: FormData) -> str:
