@@ -97,6 +97,10 @@ class InstanceLost(GatewayError):
     status = HTTPStatus.SERVICE_UNAVAILABLE
 
 
+class InstanceRemoved(InstanceLost):
+    """The instance is no longer one of the server's, and what it had is given back."""
+
+
 class CallTimeout(GatewayError):
     """An instance took too long to answer."""
 

@@ -10,7 +10,12 @@ from typing import Protocol
 
 import msgspec
 
-from kvmig.asgi.errors import InstanceLost, NoDestination, UnknownInstance
+from kvmig.asgi.errors import (
+    InstanceLost,
+    InstanceRemoved,
+    NoDestination,
+    UnknownInstance,
+)
 from kvmig.controlplane.dispatch import NewRequest, allowed, here_first
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport, Welcome
@@ -509,7 +514,7 @@ class InstancePool:
         """Queue a message, at once. Raises InstanceLost."""
         one = self._instances.get(instance)
         if one is None:
-            raise InstanceLost(f"instance {instance} was removed")
+            raise InstanceRemoved(f"instance {instance} was removed")
         one.send(message, payload)
 
     def dispatch(self, order: DispatchOrder) -> str:

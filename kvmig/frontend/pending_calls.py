@@ -75,11 +75,11 @@ class PendingCalls:
         if waiting is not None and not waiting.future.done():
             waiting.future.set_result((message, payload))
 
-    def lost(self, instance: str, reason: str) -> None:
-        """The instance is gone: so are its answers."""
+    def lost(self, instance: str, reason: str, kind: type[InstanceLost] = InstanceLost) -> None:
+        """The instance is gone: so are its answers, in place of which questions get this error."""
         for waiting in self._waiting.values():
             if waiting.instance == instance and not waiting.future.done():
-                waiting.future.set_exception(InstanceLost(reason))
+                waiting.future.set_exception(kind(reason))
 
     async def run(self, instance: str, method: str, payload: Frames, timeout_s: float) -> Payload:
         """Run an engine method. Raises CallFailed, CallTimeout, InstanceLost."""

@@ -21,6 +21,7 @@ from kvmig.asgi.errors import (
     AlreadyMigrating,
     CallTimeout,
     InstanceLost,
+    InstanceRemoved,
     MigrationDisabled,
     OrderFailed,
     RequestFinished,
@@ -201,7 +202,7 @@ class Router:
         """
         if await self.fleet.remove(instance):
             reason = f"instance {instance} {'has died' if crashed else 'was removed'}"
-            self._questions.lost(instance, reason)
+            self._questions.lost(instance, reason, InstanceRemoved)
             self.sessions.forget(instance)
             self._ownership.removed(instance, reason, crashed=crashed)
             self._observer.gone(instance)
@@ -223,11 +224,22 @@ class Router:
         """Run an engine method on `instances` (default: all of this server that are connected), at
         once.
 
-        Raises CallFailed, CallTimeout, InstanceLost.
+        Of all, one that is removed meanwhile has no answer: it is none of them any more. Raises
+        CallFailed, CallTimeout, InstanceLost.
         """
+
+        async def run(name: str) -> list[memoryview] | None:
+            try:
+                return await self._questions.run(name, method, payload, timeout_s)
+            except InstanceRemoved:
+                if instances is not None:
+                    raise
+                return None
+
         names = self.fleet.alive_here if instances is None else instances
-        answers = (self._questions.run(name, method, payload, timeout_s) for name in names)
-        return dict(zip(names, await asyncio.gather(*answers), strict=True))
+        answers = await asyncio.gather(*map(run, names))
+        found = zip(names, answers, strict=True)
+        return {name: answer for name, answer in found if answer is not None}
 
     async def park(self) -> None:
         """Let all instances give their KV caches' memory back; those that have do nothing.
@@ -247,13 +259,16 @@ class Router:
             self.fleet.endpoint(instance)
         except UnknownInstance as error:
             raise OrderFailed("unknown", str(error)) from error
-        done, _ = await self._questions.call_instance(
-            instance,
-            lambda call_id: SetGuarantee(call_id, size),
-            OrderDone,
-            GUARANTEE_TIMEOUT_S,
-            "SetGuarantee",
-        )
+        try:
+            done, _ = await self._questions.call_instance(
+                instance,
+                lambda call_id: SetGuarantee(call_id, size),
+                OrderDone,
+                GUARANTEE_TIMEOUT_S,
+                "SetGuarantee",
+            )
+        except InstanceRemoved as error:
+            raise OrderFailed("unknown", str(error)) from error
         if done.refused:
             raise OrderFailed(done.refused, done.error)
 

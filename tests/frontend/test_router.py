@@ -16,6 +16,7 @@ from kvmig.asgi.errors import (
     CallTimeout,
     InstanceLost,
     MigrationDisabled,
+    OrderFailed,
     RequestFinished,
     SameInstance,
     UnknownInstance,
@@ -34,6 +35,7 @@ from kvmig.controlplane.messages import (
     Requests,
     Resolve,
     Resolved,
+    SetGuarantee,
     Submit,
 )
 from kvmig.core.config import ClusterConfig, SchedulerConfig
@@ -106,6 +108,48 @@ async def test_a_call_goes_to_all_instances_and_brings_all_answers() -> None:
             "0": [b"arguments"],
             "1": [b"arguments"],
         }
+
+
+async def test_a_call_to_all_instances_goes_on_without_one_that_is_removed_meanwhile() -> None:
+    async with cluster() as it:
+        asked: list[RpcMessage] = []
+        it.llumlets[0].on[EngineCall] = asked.append
+        it.llumlets[1].on[EngineCall] = lambda call: CallDone(getattr(call, "call_id", 0))
+        everywhere = asyncio.create_task(it.router.call("reset_prefix_cache"))
+        parking = asyncio.create_task(it.router.park())
+        named = asyncio.create_task(it.router.call("sleep", instances=["0"]))
+        async with asyncio.timeout(5):
+            await until(lambda: len(asked) == 3)
+            await it.router.remove_instance("0")
+            assert list(await everywhere) == ["1"]
+            await parking
+            with pytest.raises(InstanceLost, match="instance 0 was removed"):
+                await named
+
+
+async def test_a_guarantee_of_an_instance_that_is_removed_meanwhile_is_of_no_instance() -> None:
+    async with cluster() as it:
+        asked: list[RpcMessage] = []
+        it.llumlets[0].on[SetGuarantee] = asked.append
+        order = asyncio.create_task(it.router.set_guarantee("0", 1 << 20))
+        await until(lambda: len(asked) == 1)
+        await it.router.remove_instance("0")
+        with pytest.raises(OrderFailed, match="instance 0 was removed") as refused:
+            await order
+        assert refused.value.status == 404
+
+
+async def test_an_instance_whose_connection_is_lost_fails_a_call_to_all() -> None:
+    async with cluster() as it:
+        asked: list[RpcMessage] = []
+        it.llumlets[0].on[EngineCall] = asked.append
+        it.llumlets[1].on[EngineCall] = lambda call: CallDone(getattr(call, "call_id", 0))
+        everywhere = asyncio.create_task(it.router.park())
+        await until(lambda: len(asked) == 1)
+        await it.llumlets[0].close()
+        with pytest.raises(InstanceLost, match="instance 0 is lost"):
+            async with asyncio.timeout(15):
+                await everywhere
 
 
 async def test_a_call_that_fails_or_is_not_answered_is_an_error_that_names_the_instance() -> None:
