@@ -430,7 +430,7 @@ class ModelController:
                     ResidentModel(
                         name,
                         model.claimed,
-                        since=life.since,
+                        since=life.there_since if life.state == "serving" else life.since,
                         stay_s=STAY_S if model.start_s is None else STAY * model.start_s,
                         ready=self.workers.there  # its node knows what is yet to come
                         or seen[name].ready

@@ -39,6 +39,8 @@ REST_S = 60.0
 """Time for a deployment to be parked, or to wake."""
 HANG_S = 30.0
 """A deployment that should serve and says nothing of itself for so long hangs, and is killed."""
+LET_END_S = 5.0
+"""Time for requests to end that have come while their model was about to make room."""
 END_S = 60.0
 """Time for a deployment to end, beyond its requests' own time; then it is killed."""
 
@@ -105,6 +107,9 @@ class ModelStatus(Struct, frozen=True):
     """Why it failed, or waits; empty otherwise."""
     lost_at: float | None = None
     """Time since which it should serve, or be parked, but isn't; None: all is well."""
+    there_since: float = 0.0
+    """When it was ordered, or began to serve; one that was about to end and serves on has never
+    left."""
     adopted: bool = False
     """Whether a server before this one has started it, and this one hasn't seen it serve yet."""
 
@@ -164,7 +169,9 @@ def _up(seen: ObservedState) -> State:
 
 def _to(life: ModelStatus, state: State, now: float) -> ModelStatus:
     lost_at = life.lost_at if state == "stopping" else None
-    return replace(life, state=state, since=now, lost_at=lost_at)
+    stays = state == "emptying" or (life.state, state) == ("emptying", "serving")
+    there = life.there_since if stays else now if state in ("starting", "serving") else 0.0
+    return replace(life, state=state, since=now, lost_at=lost_at, there_since=there)
 
 
 def wants_to_start(life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float) -> bool:
@@ -242,9 +249,10 @@ def _emptying(
 ) -> tuple[ModelStatus, Action | None]:
     if seen.ended or not seen.deployment:
         return ModelStatus(since=now), None
-    # Who waits for its room was there before those who want it now.
-    stays = _wanted(wish, seen) and (not seen.yields or seen.running > 0 or wish.least > 0)
-    if stays:
+    # Who waits for its room was there before those who want it now. Proxies learn a moment later
+    # that it empties: what they have sent it until then ends first, unless that takes long.
+    lasts = seen.running > 0 and now - life.since >= LET_END_S
+    if _wanted(wish, seen) and (not seen.yields or lasts or wish.least > 0):
         return _to(life, _up(seen), now), None
     if not seen.unrouted or (seen.running and not wish.overdue):
         return life, None

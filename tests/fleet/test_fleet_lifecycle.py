@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from kvmig.fleet.lifecycle import (
     END_S,
     HANG_S,
+    LET_END_S,
     REST_S,
     STABLE_S,
     DesiredState,
@@ -68,7 +69,26 @@ def test_an_idle_one_makes_room_and_who_wants_it_then_waits() -> None:
     life, _ = reconcile(ModelStatus("serving"), WISH, yields, 900)
     assert life.state == "emptying"
     assert reconcile(life, WISH, replace(yields, wanted=True), 901)[0].state == "emptying"
-    assert reconcile(life, WISH, replace(yields, wanted=True, running=1), 901)[0].state == "serving"
+
+
+def test_requests_that_came_while_one_was_about_to_make_room_end_and_then_it_makes_room() -> None:
+    slipped_in = replace(READY, yields=True, wanted=True, running=1)
+    life, action = reconcile(ModelStatus("emptying", 900), WISH, slipped_in, 901)
+    assert (life.state, action, life.routed) == ("emptying", None, False)
+    ended = replace(slipped_in, running=0, unrouted=True)
+    assert reconcile(life, WISH, ended, 901.5)[1] == "stop"
+
+
+def test_one_with_a_long_request_serves_on_as_if_it_had_never_been_about_to_make_room() -> None:
+    """Its time to stay does not begin again: it makes room once it is idle."""
+    life, _ = reconcile(ModelStatus("starting", 800), WISH, READY, 810)
+    assert (life.state, life.there_since) == ("serving", 810)
+    life, _ = reconcile(life, WISH, replace(READY, yields=True), 900)
+    long = replace(READY, yields=True, wanted=True, running=1)
+    assert reconcile(life, WISH, long, 900 + LET_END_S - 1)[0].state == "emptying"
+    life, _ = reconcile(life, WISH, long, 900 + LET_END_S)
+    assert (life.state, life.there_since, life.since) == ("serving", 810, 900 + LET_END_S)
+    assert reconcile(ModelStatus("waking", 5), WISH, READY, 6)[0].there_since == 6
 
 
 def test_one_that_answers_makes_no_room() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +19,11 @@ from kvmig.fleet.capacity import (
     why_not_parked,
 )
 from kvmig.fleet.capacity import plan as plan_on
+from kvmig.fleet.lifecycle import DesiredState, ModelStatus, ObservedState, reconcile
 from kvmig.fleet.worker_nodes import LOCAL, InstancePlace, WorkerNode
 
 HOST = HostCapacity(total=20, available=1000)
+WISH = DesiredState(zero_after_s=300)
 NOW = 100.0
 
 
@@ -252,3 +256,120 @@ def test_everyone_who_waits_gets_in_while_others_come_again_and_again(data: st.D
         assert sum(claim[name] for name in there) <= HOST.total
     longest = max([longest, *(399 - since for since in wants.values())])
     assert longest <= 10 * len(claims)
+
+
+@pytest.mark.parametrize("told_s", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize("pauses", [(0.3,), (0.7, 1.1)])
+def test_models_that_take_turns_have_as_many_turns_each(
+    told_s: float, pauses: tuple[float, ...]
+) -> None:
+    """Three models on room for two. Each has clients that ask again after a pause each.
+
+    told_s: until proxies know that a model is emptied; until then they send it requests.
+    """
+    turns = TurnsSimulation("abc", pauses, start_s=1.0, told_s=told_s)
+    for _ in range(3000):
+        turns.tick(0.05)
+    answered = sorted(turns.answered.values())
+    assert answered[0] * 1.5 > answered[-1], answered
+    assert turns.longest_wait < 8, "a start, four times as long until one may end, and a start"
+
+
+@dataclass
+class AskingClient:
+    """A client that asks a model again and again."""
+
+    pause_s: float
+    asks_at: float = 0.0
+    runs_until: float | None = None
+
+
+class TurnsSimulation:
+    """Models with clients that ask again and again, decided by `plan` and `reconcile`."""
+
+    ANSWER_S, CLAIM = 0.3, 10
+
+    def __init__(
+        self, names: str, pauses: tuple[float, ...], start_s: float, told_s: float
+    ) -> None:
+        self.now = 0.0
+        self.answered = dict.fromkeys(names, 0)
+        self.longest_wait = 0.0
+        self._start_s, self._told_s = start_s, told_s
+        self._clients = {name: [AskingClient(one) for one in pauses] for name in names}
+        self._life = {name: ModelStatus() for name in names}
+        self._ended_at = dict.fromkeys(names, 0.0)
+        self._asks_since: dict[str, float] = {}
+        self._there: set[str] = set()
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for name, clients in self._clients.items():
+            for one in clients:
+                self._serve(name, one)
+        seen = {name: self._seen(name) for name in self.answered}
+        for name, life in self._life.items():
+            if life.state in ("zero", "waiting") and seen[name].wanted:
+                self._asks_since.setdefault(name, self.now)
+            else:
+                self._asks_since.pop(name, None)
+        waiting = [
+            WaitingModel(name, self.CLAIM, since) for name, since in self._asks_since.items()
+        ]
+        residents = [self._resident(name, seen[name]) for name in sorted(self._there)]
+        found = plan(HOST, waiting, residents, self.now)
+        for name, life in self._life.items():
+            told = msgspec.structs.replace(
+                seen[name],
+                no_room=found.refused.get(name, ""),
+                yields=name in found.yielding,
+            )
+            self._life[name], action = reconcile(life, WISH, told, self.now)
+            if action == "start":
+                self._there.add(name)
+            elif action == "stop":
+                self._there.remove(name)
+
+    def _routed(self, name: str) -> bool:
+        life = self._life[name]
+        empties = life.state == "emptying" and self.now < life.since + self._told_s
+        return life.state == "serving" or empties
+
+    def _serve(self, name: str, client: AskingClient) -> None:
+        if client.runs_until is not None:
+            if self.now >= client.runs_until:
+                self.answered[name] += 1
+                self._ended_at[name] = self.now
+                client.runs_until, client.asks_at = None, self.now + client.pause_s
+        elif self.now >= client.asks_at and self._routed(name):
+            self.longest_wait = max(self.longest_wait, self.now - client.asks_at)
+            client.runs_until = self.now + self.ANSWER_S
+
+    def _seen(self, name: str) -> ObservedState:
+        life, clients = self._life[name], self._clients[name]
+        running = sum(one.runs_until is not None for one in clients)
+        there = name in self._there
+        starts = life.state == "starting" and self.now - life.since < self._start_s
+        return ObservedState(
+            deployment=there,
+            ready=there and not starts,
+            ended="exit code 0" if life.state == "stopping" and not there else "",
+            clean=life.state == "stopping",
+            wanted=any(one.runs_until is None and self.now >= one.asks_at for one in clients),
+            running=running,
+            idle_s=0.0 if running else self.now - self._ended_at[name],
+            unrouted=life.state == "emptying" and not self._routed(name),
+        )
+
+    def _resident(self, name: str, seen: ObservedState) -> ResidentModel:
+        life = self._life[name]
+        return ResidentModel(
+            name,
+            self.CLAIM,
+            since=life.there_since,
+            stay_s=4 * self._start_s,
+            ready=seen.ready,
+            idle_s=seen.idle_s,
+            kept=life.state == "starting" or seen.wanted or seen.running > 0,
+            leaving=life.state in ("emptying", "stopping"),
+        )
