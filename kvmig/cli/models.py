@@ -225,7 +225,8 @@ def add_model(
         str,
         typer.Argument(
             help="Folder with the weights, as path:FOLDER, or a source such as"
-            " hf:ORG/NAME[@REVISION], whose files are then downloaded."
+            " hf:ORG/NAME[@REVISION], whose files are then downloaded. ORG/NAME, where no such"
+            " folder is, means hf:ORG/NAME."
         ),
     ],
     engine: Annotated[

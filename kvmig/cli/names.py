@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,8 +60,8 @@ def known_source(client: FleetClient, text: str) -> KnownModel:
     listed = client.get("catalogue", name=text)["data"]
     if listed:
         return KnownModel(listed[0]["name"], listed[0]["source"], listed[0]["flags"])
-    if text.count("/") == 1 and REPOSITORY.fullmatch(text):
-        return KnownModel(name_for(f"hf:{text}"), f"hf:{text}")
+    if (source := hub_source(text)) is not None:
+        return KnownModel(name_for(source), source)
     raise CallFailure(
         f"no model {text!r:.150} in this fleet or in its catalogue (`kvmig model search`); a source"
         " such as hf:ORG/NAME works as well"
@@ -89,6 +90,19 @@ def given_source(text: str) -> str | None:
     return None
 
 
+def hub_source(text: str) -> str | None:
+    """The source of a repository of the Hugging Face Hub, given as ORG/NAME or ORG/NAME@REVISION;
+    None: it is none."""
+    place = text.partition("@")[0]
+    return f"hf:{text}" if place.count("/") == 1 and REPOSITORY.fullmatch(place) else None
+
+
 def typed_source(text: str) -> str:
-    """The same; what is neither is a folder that the server may have."""
-    return given_source(text) or PATH + str(Path(text).absolute())
+    """A source with its scheme, or a folder that is there; else ORG/NAME is a model of the Hugging
+    Face Hub, as for `kvmig run`, and anything else a folder that the server may have."""
+    if (given := given_source(text)) is not None:
+        return given
+    if (source := hub_source(text)) is not None:
+        print(f"kvmig: there is no folder {text} here: the source is {source}", file=sys.stderr)
+        return source
+    return PATH + str(Path(text).absolute())
