@@ -45,7 +45,7 @@ from kvmig.launcher.environment import (
 )
 from kvmig.launcher.front_end_count import usual_front_ends
 from kvmig.launcher.front_ends import FrontEnds, FrontLaunch
-from kvmig.launcher.gpu_division import GpuNeed, asked, divide
+from kvmig.launcher.gpu_division import GpuNeed, divide, need_by_flags, no_gpu_for, sized
 from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
 from kvmig.launcher.instance_spans import InstanceSpans
 from kvmig.launcher.join_link import JoinLink, address_towards, join_of
@@ -186,6 +186,7 @@ def serve(
     Raises KvmigError.
     """
     config, argv = front.config, front.engine_argv
+    check_gpu_memory(config, argv, kind, host)
     args = kind.parse(argv)
     if config.load and host is not None:
         choice = kind.choose_load(args, first_gpu(config, host))
@@ -227,6 +228,26 @@ def serve(
         )
         front = msgspec.structs.replace(front, config=config, engine_argv=argv, whose=whose)
         return uvloop.run(ClusterServer(cluster, front, args, sock, forks).run())
+
+
+def check_gpu_memory(
+    config: ClusterConfig, argv: Sequence[str], kind: EnginePlugin, host: LocalHost | None
+) -> None:
+    """Raise ConfigError where no instance can keep to bytes of its own. host: None with Ray."""
+    each = config.lifecycle.instance_gpu_memory
+    if not each:
+        return
+    if not kind.shares_memory:
+        wrong = f"left out with --engine {config.engine}, which takes what it needs"
+    elif config.unit is not None:
+        wrong = "left out with --unit: the unit divides the memory"
+    elif sized(argv):
+        wrong = "left out beside flags of the engine that say how much memory it takes"
+    elif host is not None and not host.inventory.devices:
+        raise ConfigError(no_gpu_for(each, host.inventory.node))
+    else:
+        return
+    raise ConfigError(f"--instance-gpu-memory is {each}, must be {wrong}")
 
 
 def first_gpu(config: ClusterConfig, host: LocalHost) -> DeviceRecord | None:
@@ -291,6 +312,7 @@ def divided(
         {name: shape.workers for name, shape in shapes.items()},
         config.lifecycle.gpu_memory,
         own_gpus(config.instance_gpus, config.instances),
+        config.lifecycle.instance_gpu_memory,
     )
     weights = kind.weight_bytes(args) if host.gpus else 0
     if host.gpus and kind.shares_memory:
@@ -298,16 +320,12 @@ def divided(
     memory = EngineMemory(kind.shares_memory, weights, shared)
     units = own_units(config.instance_unit, config.instances)
     starts = GpuStarts(division, memory, host.inventory.node, at=units)
-    total = min((one.total for one in host.inventory.devices), default=0)
     needs: dict[str, GpuNeed] = {}
     for name, shape in shapes.items() if host.gpus and kind.shares_memory else ():
         words = [*argv, *shape.own]
         own = kind.parse(words) if shape.own else args
-        need = starts.need(shape.workers, words)
         share, kv_bytes = own.gpu_memory_utilization, own.kv_cache_memory_bytes
-        needs[name] = GpuNeed(
-            need.weights, asked=asked(words, share, kv_bytes, total, need.weights)
-        )
+        needs[name] = need_by_flags(words, share, kv_bytes, starts.need(shape.workers, words))
     starts.check(needs)
     for line in division.lines():
         say(line)

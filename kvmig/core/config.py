@@ -179,6 +179,9 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of instances, including those that start or drain."""
     gpu_memory: int = 0
     """Bytes of each GPU that all instances may take together; 0: all that is free at the start."""
+    instance_gpu_memory: int = 0
+    """Bytes that an instance takes of each of its GPUs, whatever their sizes; 0: an equal part of
+    what is free."""
     max_restarts: int = 5
     """Maximum consecutive restarts of an instance that dies soon after its start."""
     drain_deadline_s: float = 300.0
@@ -450,6 +453,7 @@ def _check_lifecycle(lifecycle: LifecycleConfig, instances: int) -> None:
     most = lifecycle.max_instances
     _require(most >= instances, "--max-instances", most, f"at least --instances ({instances})")
     _least("--gpu-memory", lifecycle.gpu_memory, 0)
+    _least("--instance-gpu-memory", lifecycle.instance_gpu_memory, 0)
     _least("--max-restarts", lifecycle.max_restarts, 0)
     _least("--drain-deadline", lifecycle.drain_deadline_s, 0)
     _least("--front-ends", lifecycle.front_ends, 0)

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 from kvmig.command.launch import CommandLaunch, encode_launch
 from kvmig.core.config import USUAL_MOST, instance_name
-from kvmig.fleet.device_claims import SHARE_FLAG, DeviceClaim
+from kvmig.fleet.device_claims import DeviceClaim
 from kvmig.fleet.orders import Start
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import WORKERS, ModelSpec, text_in
@@ -126,8 +126,8 @@ def gpu_words(
         for at, gpus in enumerate(places)
         if len(gpus) != spec.workers
     ]
-    if claim.share and spec.engine == "vllm":
-        own.append(f"{SHARE_FLAG}={claim.share:.4f}")
+    if claim.bounds:
+        own.append(f"--instance-gpu-memory={claim.each}")
     if spec.warm == "parked" and spec.engine == "vllm":
         own.append("--enable-sleep-mode")
     return own

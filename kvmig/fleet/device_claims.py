@@ -38,8 +38,8 @@ class DeviceClaim:
     kv: int = 0
     """Bytes of the KV cache; 0: it takes what the others leave of `each`."""
     rest: int = 0
-    share: float = 0.0
-    """Part of the largest GPU that vLLM may take; 0: the flags decide that."""
+    bounds: bool = False
+    """Whether the launcher is to keep an instance to `each`; else the flags say what it takes."""
     parked: int = 0
     """Bytes while it is parked."""
 
@@ -73,10 +73,10 @@ def claim_of(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceClaim | No
         not known.measured or spec.memory_each or spec.unit
     ):  # what is measured has pages of the unit
         return made
-    # An engine that keeps to a share may take all of that at its next start.
-    each = max(known.measured, made.each if made.share else 0)
+    # An engine that is kept to its claim may take all of that at its next start.
+    each = max(known.measured, made.each if made.bounds else 0)
     return DeviceClaim(
-        each, "measured", made.weights, made.kv, made.rest, made.share, min(made.parked, each)
+        each, "measured", made.weights, made.kv, made.rest, made.bounds, min(made.parked, each)
     )
 
 
@@ -92,7 +92,7 @@ def _before_it_runs(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceCla
     share = _share_in(text_in(spec.flags, SHARE_FLAG))
     of_flags = bool(kv or share)
     if spec.memory_each:
-        own = 0.0 if of_flags else share_for(spec.memory_each, total)
+        own = not of_flags and spec.engine == "vllm"
         beside = max(0, spec.memory_each - weights - known.rest)
         return DeviceClaim(
             spec.memory_each, "gpu_memory", weights, kv or beside, known.rest, own, known.rest
@@ -105,7 +105,7 @@ def _before_it_runs(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceCla
         return DeviceClaim(each, "flags", weights, kv, known.rest, parked=known.rest)
     kv = usual_kv(spec, sizes, total)
     each = weights + kv + known.rest
-    own = share_for(each, total) if spec.engine == "vllm" else 0.0
+    own = spec.engine == "vllm"
     return DeviceClaim(each, "estimated", weights, kv, known.rest, own, known.rest)
 
 
@@ -123,11 +123,6 @@ def need_of(spec: ModelSpec, claim: DeviceClaim | None) -> DeviceNeed | None:
     if claim is None:
         return None
     return DeviceNeed(claim.each, spec.workers, frozenset(spec.gpus))
-
-
-def share_for(each: int, total: int) -> float:
-    """The part of a GPU that vLLM may take within a claim, rounded down."""
-    return max(0.0001, math.floor((each - OUTSIDE) / max(1, total) * 10_000) / 10_000)
 
 
 _STEPS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}

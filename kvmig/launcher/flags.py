@@ -76,6 +76,7 @@ def parse(argv: list[str]) -> tuple[ClusterConfig, list[str], str | None]:
             flags,
             max_instances=_max_instances(flags),
             gpu_memory=int(flags.gpu_memory),
+            instance_gpu_memory=int(flags.instance_gpu_memory),
         ),
         scaling=_scaling(flags),
         priorities=priority_classes(flags.priority_class),
@@ -525,6 +526,14 @@ def _add_lifecycle(root: FlagParser) -> None:
         "gpu_memory",
         "maximum memory of each GPU that all instances take together, in bytes or with a unit"
         " (40GiB); 0: what is free at the start",
+        type=quantity("B"),
+        metavar="BYTES",
+    )
+    group.add(
+        "--instance-gpu-memory",
+        "instance_gpu_memory",
+        "memory that each instance takes of each of its GPUs, in bytes or with a unit (20GiB); 0:"
+        " an equal part of what is free",
         type=quantity("B"),
         metavar="BYTES",
     )

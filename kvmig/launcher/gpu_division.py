@@ -59,6 +59,14 @@ class GpuNeed(msgspec.Struct, frozen=True):
     has."""
     asked: int = 0
     """Bytes that the user's own flags give it; 0: they give none."""
+    part: float = 0.0
+    """Part of a GPU that the user's own flags give it, instead of bytes; 0: they give none."""
+
+    def on(self, total: int) -> GpuNeed:
+        """The same of a GPU with so many bytes."""
+        if not self.part:
+            return self
+        return msgspec.structs.replace(self, asked=int(self.part * total), part=0.0)
 
     @property
     def least(self) -> int:
@@ -86,8 +94,11 @@ class GpuDivision:
         devices: Sequence[DeviceRecord],
         budget: Mapping[str, int],
         places: Mapping[str, GpuPlace],
+        each: int = 0,
     ) -> None:
-        """budget: bytes of each device, by its id, for all instances; places: by instance."""
+        """budget: bytes of each device, by its id, for all instances; places: by instance. each:
+        bytes of each of its GPUs that an instance has; 0: what the others leave."""
+        self.each = each
         self.devices = {one.id: one for one in devices}
         self.budget = dict(budget)
         self.places = dict(places)
@@ -113,7 +124,7 @@ class GpuDivision:
             Counter(gpu for place in self.places.values() for gpu in place.gpus),
         )
         size = min((_at_most(self.devices[gpu], self.left(gpu)) for gpu in chosen), default=0)
-        self.places[name] = place = GpuPlace(chosen, max(0, size))
+        self.places[name] = place = GpuPlace(chosen, self.each or max(0, size))
         return place
 
     def resize(self, name: str, size: int) -> None:
@@ -143,12 +154,14 @@ def divide(
     workers: Mapping[str, int],
     most: int = 0,
     given: Mapping[str, Sequence[str]] | None = None,
+    each: int = 0,
 ) -> GpuDivision:
     """Give each instance a GPU for each of its workers, and divide what is free of them.
 
     workers: of each planned instance. most: bytes of each GPU that all may have together; 0: what
     is free. given: GPUs of some instances; the others get those where they'd have most, and that
-    reach each other. Raises NoRoom where an instance has more workers than there are GPUs.
+    reach each other. each: bytes of each of its GPUs that an instance has; 0: an equal part. Raises
+    NoRoom where an instance has more workers than there are GPUs.
     """
     budget = {one.id: _budget(one, most) for one in devices}
     taken: Counter[str] = Counter()
@@ -161,18 +174,20 @@ def divide(
     places = {
         name: GpuPlace(
             gpus,
-            min((_at_most(by_id[gpu], budget[gpu] // taken[gpu]) for gpu in gpus), default=0),
+            each
+            or min((_at_most(by_id[gpu], budget[gpu] // taken[gpu]) for gpu in gpus), default=0),
         )
         for name, gpus in chosen.items()
     }
-    return GpuDivision(devices, budget, places)
+    return GpuDivision(devices, budget, places, each)
 
 
 def check(division: GpuDivision, needs: Mapping[str, GpuNeed]) -> None:
     """Raise NoRoom for the first of these instances that can't serve on what it gets."""
-    for name, need in needs.items():
+    for name, given in needs.items():
         place = division.place(name)
         for gpu in place.gpus:
+            need = given.on(division.devices[gpu].total)
             free, least = place.size, need.least
             if need.asked:  # the user may leave nothing for others
                 free, least = division.devices[gpu].free // len(division.having(gpu)), need.asked
@@ -180,16 +195,18 @@ def check(division: GpuDivision, needs: Mapping[str, GpuNeed]) -> None:
                 raise NoRoom(refusal(division, name, gpu, need, free))
 
 
-def asked(
-    words: Sequence[str], share: float, kv_bytes: int | None, total: int, weights: int
-) -> int:
-    """Bytes of a GPU that the user's own flags give an instance; 0: they give none.
+def need_by_flags(
+    words: Sequence[str], share: float, kv_bytes: int | None, need: GpuNeed
+) -> GpuNeed:
+    """What an instance needs by the user's own flags, or as it is known where they don't say.
 
     words: all its flags; share, kv_bytes: their values, or the engine's defaults.
     """
     if kv_bytes is not None:
-        return weights + kv_bytes
-    return 0 if SHARE_FLAG not in _names(words) else int(share * total)
+        return GpuNeed(need.weights, asked=need.weights + kv_bytes)
+    if SHARE_FLAG in _names(words):
+        return GpuNeed(need.weights, part=share)
+    return need
 
 
 def refusal(division: GpuDivision, name: str, gpu: str, need: GpuNeed, free: int) -> str:
@@ -228,12 +245,12 @@ def flags(
     if need.measured:
         return [*share, SIZE_FLAG, str(max(0, place.size - OUTSIDE - need.measured))]
     own = share_of(place, total)
-    return [] if own >= USUAL_SHARE else [SHARE_FLAG, f"{own:.4f}"]
+    return [] if own == USUAL_SHARE else [SHARE_FLAG, f"{own:.4f}"]
 
 
 def share_of(place: GpuPlace, total: int) -> float:
     """The part of a device that an engine may take that measures by itself, rounded down."""
-    return min(USUAL_SHARE, math.floor((place.size - OUTSIDE) / total * 10_000) / 10_000)
+    return max(0.0001, math.floor((place.size - OUTSIDE) / total * 10_000) / 10_000)
 
 
 def measured(place: GpuPlace, total: int, kv_bytes: int) -> int:
@@ -244,6 +261,14 @@ def measured(place: GpuPlace, total: int, kv_bytes: int) -> int:
 def measures(words: Sequence[str]) -> bool:
     """Whether an engine with these flags measures how much KV cache it can have."""
     return SIZE_FLAG not in _names(words)
+
+
+def no_gpu_for(each: int, node: str) -> str:
+    """Why an instance can't have bytes of a GPU on a host without any that it can measure."""
+    return (
+        f"--instance-gpu-memory is {each}, must be left out: NVML shows no GPU on {node} that the"
+        " instance may use"
+    )
 
 
 def sized(words: Sequence[str]) -> bool:

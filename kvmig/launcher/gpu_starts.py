@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from kvmig.core.devices import DeviceInventory, find_device
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.gpu_division import (
+    OUTSIDE,
     GpuDivision,
     GpuNeed,
     GpuPlace,
@@ -106,7 +107,8 @@ class GpuStarts:
     def need(self, workers: int, words: Sequence[str] = (), tree: str = "") -> GpuNeed:
         """What each worker of an instance with these flags needs."""
         known = self._measured.get((tree, *words), 0)
-        return GpuNeed(self._memory.weights // max(1, workers), known)
+        asked = max(0, self.division.each - OUTSIDE)
+        return GpuNeed(self._memory.weights // max(1, workers), known, asked)
 
     def check_gpus(self, gpus: Sequence[str], workers: int) -> None:
         """Raise ConfigError for GPUs that an instance can't be given."""
@@ -227,7 +229,7 @@ class GpuStarts:
             await asyncio.sleep(LOOK_S)
         for gpu, device in zip(place.gpus, now, strict=True):
             self.division.devices[gpu] = replace(device, id=gpu)
-            if device.free < need.least:
+            if device.free < (need.asked or need.least):
                 raise NoRoom(refusal(self.division, name, gpu, need, device.free))
         say(
             f"instance {name} gets {least.free} bytes of GPU {', '.join(place.gpus)}, not"

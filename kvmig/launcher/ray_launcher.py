@@ -30,7 +30,7 @@ from kvmig.engines.registry import kind_of, with_tree
 from kvmig.kvtransfer.transports.shm import sweep
 from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import llumlet_environment, memory_flags, part_of_memory, weights_of
-from kvmig.launcher.gpu_division import divide, sized
+from kvmig.launcher.gpu_division import divide, no_gpu_for, sized
 from kvmig.launcher.gpu_starts import EngineMemory, GpuStarts
 from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.local import LocalLlumlet
@@ -346,7 +346,7 @@ def node_environment(order: RayOrder, own: Mapping[str, str]) -> dict[str, str]:
 
 def gpus_of_node(order: RayOrder, environment: Mapping[str, str]) -> GpuStarts:
     """The GPUs that Ray has given the instance, as NVML has them on this node; none on a CPU, and
-    where NVML isn't there. Raises NoRoom.
+    where NVML isn't there. Raises ConfigError or NoRoom.
 
     Of a GPU that it shares with others it may have its part. How much of it they need is measured
     here, one after the other.
@@ -354,7 +354,11 @@ def gpus_of_node(order: RayOrder, environment: Mapping[str, str]) -> GpuStarts:
     devices = read_devices(environment).devices if _gpus(environment) else ()
     least = min((one.total for one in devices), default=0)
     most = int(least * order.gpu) if order.gpu < 1 else 0
-    division = divide(devices, {order.launch.instance: order.workers} if devices else {}, most)
+    each = order.launch.config.lifecycle.instance_gpu_memory
+    if each and not devices:
+        raise ConfigError(no_gpu_for(each, platform.node()))
+    workers = {order.launch.instance: order.workers} if devices else {}
+    division = divide(devices, workers, most, each=each)
     divides = kind_of(order.launch.config.engine).shares_memory
     memory = EngineMemory(divides, weights_of(order.model))
     starts = GpuStarts(division, memory, platform.node(), partial(read_devices, environment))

@@ -66,6 +66,18 @@ REFUSED = [
         "--instance-gpus is i0: 1, must be left out with --ray: Ray chooses the GPUs",
     ),
     (
+        [MODEL, "--engine=toy", "--instance-gpu-memory", "4GiB"],
+        "--instance-gpu-memory is 4294967296, must be left out with --engine toy",
+    ),
+    (
+        [MODEL, "--instance-gpu-memory", "4GiB", "--kv-cache-memory-bytes=1G"],
+        "--instance-gpu-memory is 4294967296, must be left out beside flags of the engine",
+    ),
+    (
+        [MODEL, "--instance-gpu-memory", "4GiB"],
+        "--instance-gpu-memory is 4294967296, must be left out: NVML shows no GPU",
+    ),
+    (
         [MODEL, "--ray", "--gpu-memory", "4GiB"],
         "--gpu-memory is 4294967296, must be left out with --ray",
     ),

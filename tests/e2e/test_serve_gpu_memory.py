@@ -138,6 +138,23 @@ def test_more_instances_than_a_gpu_holds_are_refused_before_anything_loads(
 
 
 @pytest.mark.long
+def test_instances_take_the_bytes_that_they_are_given_on_gpus_of_different_sizes(
+    nursery: Nursery, sees: None
+) -> None:
+    given = ["--instance-gpu-memory=6GiB", "--instance-gpus=i0: 0", "--instance-gpus=i1: 1"]
+    gpu = OneGpu(nursery, folder_of(nursery), *given, number=2)
+    small, large = devices(2, 8 * GIB)
+    large.total = 24 * GIB
+    FakeMachine(gpu.folder).install([small, large])
+    with gpu.served as served:
+        assert [row["gpus"] for row in served.get("instances")] == [["0"], ["1"]]
+        held = [one.used for one in read_devices(gpu.environment | os.environ).devices]
+        assert all(5.2 * GIB < one <= 6 * GIB for one in held), held
+        assert abs(held[0] - held[1]) < large.total // 1_000
+        asyncio.run(answers(served))
+
+
+@pytest.mark.long
 def test_an_instance_of_two_workers_has_both_gpus_and_a_second_one_shares_them(
     nursery: Nursery, sees: None
 ) -> None:

@@ -7,14 +7,14 @@ from kvmig.fleet.device_claims import DeviceClaim
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 
-CLAIM = DeviceClaim(1 << 30, "estimated", share=0.25)
+CLAIM = DeviceClaim(1 << 30, "estimated", bounds=True)
 SLEEP = "--enable-sleep-mode"
 
 
 def test_one_that_may_be_parked_on_a_gpu_can_sleep() -> None:
     parked = ModelSpec(name="a", source="path:/a", warm="parked")
     own = gpu_words(parked, CLAIM, [["0"]])
-    assert own == ["--instance-gpus=i0: 0", "--gpu-memory-utilization=0.2500", SLEEP]
+    assert own == ["--instance-gpus=i0: 0", f"--instance-gpu-memory={1 << 30}", SLEEP]
 
 
 def test_no_other_has_vllm_make_its_memory_for_that() -> None:

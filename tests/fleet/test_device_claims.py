@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvmig.core.devices import DeviceInventory, DeviceProcess, DeviceRecord
 from kvmig.core.errors import ConfigError
@@ -70,7 +68,7 @@ def test_a_model_in_a_unit_claims_no_cache_and_what_was_measured_with_one_counts
         assert each(known, **in_unit, gpu_memory=17 * GIB) == 17 * GIB
     claim = claim_of(spec(**in_unit), KNOWN, TOTAL)
     assert claim is not None
-    assert not claim.share, "the launcher gives it the unit's flags"
+    assert not claim.bounds, "the launcher gives it the unit's flags"
 
 
 def test_one_request_of_the_whole_length_fits_however_small_the_gpu() -> None:
@@ -87,15 +85,22 @@ def test_what_was_measured_goes_before_what_was_assumed() -> None:
     assert each(measured) == each(), "vLLM may take all of its share at the next start"
 
 
-@given(st.integers(0, 60), st.integers(1, 900), st.integers(8, 200))
-def test_an_engine_that_keeps_to_its_share_stays_within_its_claim(
-    weights: int, target: int, total: int
+@pytest.mark.parametrize(
+    ("more", "bounds"),
+    [
+        ({}, True),
+        ({"gpu_memory": 5 * GIB}, True),
+        ({"gpu_memory": 5 * GIB, "flags": ("--kv-cache-memory-bytes", "2G")}, False),
+        ({"flags": ("--gpu-memory-utilization=0.5",)}, False),
+        ({"engine": "transformers", "flags": ("--device", "cuda")}, False),
+    ],
+)
+def test_vllm_is_kept_to_its_claim_unless_its_flags_say_what_it_takes(
+    more: dict[str, Any], bounds: bool
 ) -> None:
-    sizes = ModelSizes(weights=weights * GIB, files=0, tokens=1, layers=SIZES.layers)
-    model = spec(instances=InstanceCounts(target=target))
-    claim = claim_of(model, KnownSizes(sizes=sizes), total * GIB)
+    claim = claim_of(spec(**more), KNOWN, TOTAL)
     assert claim is not None
-    assert claim.share * total * GIB + OUTSIDE <= claim.each
+    assert claim.bounds == bounds
 
 
 def test_engines_that_use_no_gpu_claim_none() -> None:

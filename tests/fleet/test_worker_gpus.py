@@ -98,6 +98,16 @@ async def test_an_instance_whose_worker_is_not_seen_now_is_not_measured(
     assert bench.model.held == {"GPU-a0": 20 * GIB}
 
 
+async def test_a_claim_is_the_same_bytes_on_workers_whose_gpus_differ_in_size(
+    bench: WorkerBench,
+) -> None:
+    bench.see(node("a", 0, total=80 * GIB), node("b", 0, total=24 * GIB))
+    bench.add(**ENGINE, instances=InstanceCounts(min=2, max=2))
+    assert f"--instance-gpu-memory={20 * GIB}" in bench.start.words
+    assert not [one for one in bench.start.words if one.startswith("--gpu-memory-utilization")]
+    assert bench.model.held == {"GPU-a0": 20 * GIB, "GPU-b0": 20 * GIB}
+
+
 async def test_another_instance_is_added_where_a_gpu_has_the_bytes(
     bench: WorkerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

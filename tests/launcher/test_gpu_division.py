@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvmig.core.devices import GIB, DeviceProcess, DeviceRecord
 from kvmig.launcher.gpu_division import (
@@ -16,11 +17,11 @@ from kvmig.launcher.gpu_division import (
     GpuNeed,
     GpuPlace,
     NoRoom,
-    asked,
     check,
     divide,
     flags,
     measured,
+    need_by_flags,
     share_of,
 )
 
@@ -152,14 +153,36 @@ def test_a_cache_of_a_unit_has_the_arenas_addresses() -> None:
 
 def test_what_the_user_asks_for_is_refused_where_it_is_not_free() -> None:
     division, words = divide([device(0)], of(1, 1)), ["--gpu-memory-utilization=0.6"]
-    wanted = asked(words, 0.6, None, TOTAL, 16 * GIB)
-    assert wanted == int(0.6 * TOTAL)
+    known = GpuNeed(16 * GIB)
+    wanted = need_by_flags(words, 0.6, None, known)
+    assert wanted.on(TOTAL).asked == int(0.6 * TOTAL)
     with pytest.raises(NoRoom, match=r"needs \d+ bytes \(49.00 GiB\): 48.00 GiB by its flags"):
-        check(division, {"i0": GpuNeed(16 * GIB, asked=wanted)})
+        check(division, {"i0": wanted})
     check(divide([device(0)], of(1)), {"i0": GpuNeed(asked=int(0.97 * TOTAL))})
 
-    assert asked([], 0.92, None, TOTAL, 16 * GIB) == 0
-    assert asked([], 0.92, 2 * GIB, TOTAL, 16 * GIB) == 18 * GIB
+    assert need_by_flags([], 0.92, None, known) == known
+    assert need_by_flags([], 0.92, 2 * GIB, known).asked == 18 * GIB
+
+
+def test_a_part_that_the_user_asks_for_is_of_the_gpu_that_the_instance_has() -> None:
+    small = replace(device(1, used=8 * GIB), total=24 * GIB)
+    division = divide([device(0, used=20 * GIB), small], of(1, 1), given={"i0": "0", "i1": "1"})
+    check(division, {"i1": GpuNeed(part=0.6)})
+    with pytest.raises(NoRoom, match=r"i0 .*64\.00 GiB by its flags"):
+        check(division, {"i0": GpuNeed(part=0.8)})
+
+
+def test_instances_have_the_bytes_that_they_are_given_on_each_gpu() -> None:
+    devices = [device(0), replace(device(1), total=24 * GIB)]
+    division = divide(devices, of(1, 1), each=20 * GIB)
+    assert [division.place(one).size for one in ("i0", "i1")] == [20 * GIB] * 2
+    assert division.add("i2", 1, ("0",)).size == 20 * GIB
+    own = [
+        flags(division.place("i1"), one.total, [], GpuNeed())[1] for one in devices
+    ]  # the same bytes
+    assert own == [f"{19 / 80:.4f}", f"{19 / 24 - 1e-4:.4f}"]
+    most = divide([device(0)], of(1), each=78 * GIB).place("i0")
+    assert flags(most, TOTAL, [], GpuNeed()) == ["--gpu-memory-utilization", "0.9625"]
 
 
 @given(

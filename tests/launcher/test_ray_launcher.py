@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmig.core.config import ClusterConfig, MigrationConfig
+from kvmig.core.config import ClusterConfig, LifecycleConfig, MigrationConfig
 from kvmig.core.errors import ConfigError
 from kvmig.launcher.environment import GIB, part_of_memory
 from kvmig.launcher.gpu_division import NoRoom
@@ -151,6 +151,32 @@ async def test_a_node_measures_the_gpu_that_ray_gave_one_instance_after_the_othe
     for one in started:
         assert one.engine_argv == ["--gpu-memory-utilization", "0.4875", "m", "-x"]
         assert one.where == f"GPU 1 of {platform.node()}"
+
+
+@pytest.mark.parametrize("total", [24, 80])
+async def test_an_instance_has_the_bytes_that_it_is_given_whatever_gpu_ray_gives(
+    started: list[LlumletLaunch], machine: FakeMachine, total: int
+) -> None:
+    machine.install(devices(2, total * GIB))
+    await LlumletActor().start(of_bytes(20 * GIB), "127.0.0.1")
+    share, part, *_ = started[0].engine_argv
+    assert share == "--gpu-memory-utilization"
+    assert 19 * GIB - total * GIB / 10_000 <= float(part) * total * GIB <= 19 * GIB
+
+
+async def test_bytes_of_a_gpu_are_refused_where_nvml_shows_none(
+    started: list[LlumletLaunch],
+) -> None:
+    with pytest.raises(ConfigError, match=f"--instance-gpu-memory is {GIB}, must be left out: NV"):
+        await LlumletActor().start(of_bytes(GIB), "127.0.0.1")
+    assert not started
+
+
+def of_bytes(each: int) -> RayOrder:
+    """The order of an instance that takes so many bytes of its GPU."""
+    config = ClusterConfig(lifecycle=LifecycleConfig(instance_gpu_memory=each))
+    launch = msgspec.structs.replace(order().launch, config=config)
+    return order(launch=launch, gpu=1.0)
 
 
 async def test_what_has_no_room_on_its_nodes_gpu_is_refused_there_in_bytes(
