@@ -50,9 +50,13 @@ class FleetUp:
         self._api = httpx.Client(transport=transport, base_url="http://x", timeout=PATIENCE_S)
 
     def start(self) -> None:
-        """Return once it serves."""
+        """Return once it serves; where it doesn't, nothing of it is left. Raises StartupError."""
         self.begin()
-        self.says(f"serving on {self.url}")
+        try:
+            self.says(f"serving on {self.url}")
+        except BaseException:
+            self.end()
+            raise
 
     def begin(self) -> None:
         """Return once its process is there."""
@@ -70,10 +74,15 @@ class FleetUp:
             time.sleep(0.02)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit code."""
+        """Its exit code. Raises subprocess.TimeoutExpired after killing it."""
         assert self.process is not None
         self.process.send_signal(how)
-        return self.process.wait(STOP_S)
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # what it has started ends with it
+            self.process.wait()
+            raise
 
     def __enter__(self) -> Self:
         self.start()

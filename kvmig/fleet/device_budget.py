@@ -5,7 +5,7 @@ It has no GPU where the host has none; models then only need the host's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvmig.core.errors import ConfigError
@@ -68,11 +68,12 @@ class DeviceBudget:
             return None if of_one is None else split(of_one, spec.workers)
         return found
 
-    def open_sizes(self, spec: ModelSpec) -> tuple[int, ...]:
+    def open_sizes(self, spec: ModelSpec, groups: Iterable[Sequence[str]]) -> tuple[int, ...]:
         """The numbers of GPUs that an instance may have where the fleet chooses, the preferred one
-        first."""
-        there = len(spec.gpus) or len(self.watch.inventory.devices)
-        return candidates(there, heads_of(spec.folder))
+        first. groups: the GPUs, in each of which all reach each other."""
+        allowed = set(self.named(spec.gpus))
+        there = (sum(not allowed or one in allowed for one in group) for group in groups)
+        return candidates(max(there, default=1), heads_of(spec.folder))
 
     def measure(self, spec: ModelSpec, used: int, at: float) -> bool:
         """Take what an instance uses of a GPU; whether that is more than was known. at: Unix
@@ -159,7 +160,10 @@ class DeviceBudget:
                 f"{where}: instances.target_kind is 'freeness', must be concurrency or rps on a"
                 " host with GPUs, where the fleet gives each instance its own"
             )
-        tried = [sized(spec, gpus) for gpus in self.open_sizes(spec)] if is_open(spec) else [spec]
+        tried = [spec]
+        if is_open(spec):
+            groups = device_room.groups_of(self.watch.memory({}, {}))
+            tried = [sized(spec, gpus) for gpus in self.open_sizes(spec, groups)]
         wrong = [self._too_large(where, one) for one in tried]
         if all(wrong):
             raise ConfigError(wrong[-1])

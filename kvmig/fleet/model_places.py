@@ -180,12 +180,25 @@ class ModelPlaces:
             return spec
 
         def need(gpus: int) -> InstanceNeed:
-            found = self.device_need(sized(spec, gpus))
-            return InstanceNeed(spec.name, 0, () if found is None else (found,))
+            of_size = sized(spec, gpus)
+            found = self.device_need(of_size)
+            return InstanceNeed(
+                spec.name,
+                0,  # it waits for memory with the number that GPUs have room for
+                () if found is None else (found,),
+                spec.engine,
+                spec.worker_selector,
+                spec.source,
+                self.resources(of_size),
+            )
 
         now = {one.name: room_now(one, 0) for one in nodes}
-        empty = {name: replace(room, devices=room.node.sizes) for name, room in now.items()}
-        sizes = self._memory.devices.open_sizes(spec)
+        empty = {
+            name: replace(room, devices=room.node.sizes, resources=room.node.resources)
+            for name, room in now.items()
+        }
+        groups = (group for one in nodes for group in one.groups)
+        sizes = self._memory.devices.open_sizes(spec, groups)
         return sized(spec, choose_gpus(sizes, need, now, empty, instances))
 
     def most_more(self, model: ManagedModel, rooms: Rooms) -> int:
@@ -242,7 +255,10 @@ class ModelPlaces:
             devices=tuple(without(own, node.devices)),
             instances=tuple(one for one in node.instances if one.model not in own),
         )
-        spec = self.with_gpus(spec, 1, [node])
+        others_only = [
+            replace(one, devices=tuple(without(own, one.devices))) for one in self.nodes()
+        ]
+        spec = self.with_gpus(spec, 1, others_only)
         host, known = memory.host(), devices.known(spec)
         return verdict(
             spec.name,

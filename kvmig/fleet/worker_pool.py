@@ -241,11 +241,17 @@ class WorkerPool:
                 f"model {spec.name}: load is {spec.load!r}, must be left out with `kvmig up --ray`:"
                 " which way is the fastest differs between hosts"
             )
-        for field in ("gpus", "gpus_per_instance", "tensor_parallel", "unit"):
+        if spec.tensor_parallel and (given := text_in(spec.flags, RESOURCES)):
+            raise ConfigError(
+                f"model {spec.name}: flags has {RESOURCES} {given}, must not with tensor_parallel"
+                f" {spec.tensor_parallel}: an instance takes a GPU for each of its workers"
+            )
+        for field in ("gpus", "gpus_per_instance", "unit"):
             if getattr(spec, field):
                 raise ConfigError(
                     f"model {spec.name}: {field} is given, must be left out with `kvmig up --ray`:"
-                    f" Ray gives out GPUs ({RESOURCES} and --tensor-parallel-size in flags)"
+                    f" Ray gives out GPUs (tensor_parallel auto, or {RESOURCES} and"
+                    " --tensor-parallel-size in flags)"
                 )
         if spec.instances.target_kind == "freeness":
             raise ConfigError(

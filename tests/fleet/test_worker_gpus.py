@@ -10,8 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.devices import DeviceRecord
+from kvmig.core.errors import ConfigError
 from kvmig.fleet.instance_orders import PAUSE_S
-from kvmig.fleet.spec import InstanceCounts
+from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.launcher.node_reports import NodeMeasure, NodeReport
 from tests.support.made_up_nodes import GIB, made_up_node
 from tests.support.model_bench import silence
@@ -22,12 +23,14 @@ ENGINE: dict[str, Any] = {"engine": "vllm", "gpu_memory": 20 * GIB}
 
 def node(letter: str, *used: int, total: int = 40 * GIB, memory: int = 4 * GIB) -> NodeReport:
     """A node whose GPUs have so many bytes taken."""
+    uuids = [f"GPU-{letter}{at}" for at in range(len(used))]
     devices = tuple(
         DeviceRecord(
-            id=str(at), index=at, uuid=f"GPU-{letter}{at}", name="GPU", total=total, used=size
+            id=str(at), index=at, uuid=uuids[at], name="GPU", total=total, used=size,
+            peers=tuple(one for one in uuids if one != uuids[at]),
         )
         for at, size in enumerate(used)
-    )
+    )  # fmt: skip
     amounts = {"CPU": 4.0, "GPU": float(len(used))}
     measured = NodeMeasure(memory_total=memory, memory_free=memory, devices=devices)
     return made_up_node(letter, measured=measured, total=amounts, free=amounts)
@@ -120,6 +123,74 @@ async def test_another_instance_is_added_where_a_gpu_has_the_bytes(
     assert {f"--instance-node=i{at}: {one}" for at, one in enumerate((A, B))} <= {
         *bench.start.words
     }
+
+
+OPEN: dict[str, Any] = {"tensor_parallel": "auto", "engine": "vllm"}
+
+
+@pytest.mark.parametrize(("whole", "gpus"), [(30 * GIB, 1), (60 * GIB, 2), (130 * GIB, 4)])
+async def test_the_fleet_chooses_how_many_gpus_of_a_worker_an_instance_has(
+    bench: WorkerBench, whole: int, gpus: int
+) -> None:
+    used = 5 * GIB
+    bench.see(node("a", used), node("b", used, used, used, used, memory=16 * GIB))
+    bench.add(**OPEN, gpu_memory=whole)
+    words = bench.start.words
+    assert f"--tensor-parallel-size={gpus}" in words
+    assert f'--ray-resources={{"GPU":{float(gpus)}}}' in words
+    assert f"--instance-gpu-memory={whole // gpus}" in words
+    assert gpus == 1 or f"--instance-node=i0: {B}" in words
+    assert list(bench.model.held.values()) == [whole // gpus] * gpus
+
+
+async def test_the_number_is_one_that_a_worker_with_the_models_labels_can_have(
+    bench: WorkerBench,
+) -> None:
+    bench.see(node("a", 0, 0), node("b", 0, 0, 0, 0))
+    own = {"worker": "worker-a"}
+    bench.add(**OPEN, gpu_memory=60 * GIB, worker_selector=own)
+    assert "--tensor-parallel-size=2" in bench.start.words
+    assert f"--instance-node=i0: {A}" in bench.start.words
+
+
+async def test_gpus_that_ray_has_given_to_others_are_no_room_for_the_number(
+    bench: WorkerBench,
+) -> None:
+    busy = replace(node("a", 0, 0), free={"CPU": 4.0, "GPU": 1.0})
+    used = 25 * GIB
+    bench.see(busy, node("b", used, used, used, used, memory=16 * GIB))
+    bench.add(**OPEN, gpu_memory=60 * GIB)
+    assert "--tensor-parallel-size=4" in bench.start.words
+    assert f"--instance-node=i0: {B}" in bench.start.words
+
+
+async def test_a_model_that_no_number_has_room_for_says_why_of_each_worker(
+    bench: WorkerBench,
+) -> None:
+    bench.see(node("a", 30 * GIB), node("b", 30 * GIB, 30 * GIB))
+    bench.add(**OPEN, gpu_memory=60 * GIB)
+    assert bench.model.life.state == "waiting"
+    found = {one.node: one.refusals for one in bench.models.why_not(bench.model).nodes}
+    assert [one.why for one in found["worker-a"]] == [
+        "it has 1 GPU free of 2 GPU",
+        "1 GPUs are there, it needs 2",
+    ]
+    (why,) = found["worker-b"]
+    assert (why.filter, why.need_bytes, why.free_bytes) == ("gpu_memory", 30 * GIB, 10 * GIB)
+    bench.see(node("a", 30 * GIB), node("b", 5 * GIB, 5 * GIB))
+    bench.turn()
+    assert "--tensor-parallel-size=2" in bench.start.words
+
+
+async def test_the_number_of_gpus_and_rays_resources_are_not_given_both(
+    bench: WorkerBench,
+) -> None:
+    bench.see(node("a", 0, 0))
+    flags = ("--ray-resources", '{"GPU": 1}')
+    open_spec = ModelSpec(name="a", source="path:/a", **OPEN, flags=flags)
+    with pytest.raises(ConfigError, match=r"flags has --ray-resources .*, must not with tens"):
+        bench.pool.check(open_spec)
+    bench.pool.check(replace(open_spec, flags=()))
 
 
 async def test_a_model_that_takes_no_gpu_needs_none(bench: WorkerBench) -> None:

@@ -57,8 +57,8 @@ def common_scheduler(
 ) -> Iterator[CommonScheduler]:
     """One inside the block."""
     made = CommonScheduler(folder, endpoint, flags)
-    made.start()
     try:
+        made.start()
         yield made
     finally:
         if made.process is not None and made.process.poll() is None:

@@ -86,8 +86,8 @@ def cluster(bin_folder: Path) -> Iterator[Cluster]:
     """One that runs; ended and removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="kvmig-pg-") as folder:
         made = Cluster(bin_folder, Path(folder))
-        made.start()
         try:
+            made.start()
             yield made
         finally:
             made.stop()
