@@ -242,7 +242,7 @@ def check_gpu_memory(
     elif config.unit is not None:
         wrong = "left out with --unit: the unit divides the memory"
     elif sized(argv):
-        wrong = "left out beside flags of the engine that say how much memory it takes"
+        wrong = "left out with flags of the engine that set how much memory it takes"
     elif host is not None and not host.inventory.devices:
         raise ConfigError(no_gpu_for(each, host.inventory.node))
     else:

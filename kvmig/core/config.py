@@ -180,8 +180,8 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory: int = 0
     """Bytes of each GPU that all instances may take together; 0: all that is free at the start."""
     instance_gpu_memory: int = 0
-    """Bytes that an instance takes of each of its GPUs, whatever their sizes; 0: an equal part of
-    what is free."""
+    """Bytes that an instance takes of each of its GPUs, small or large; 0: an equal part of what is
+    free."""
     max_restarts: int = 5
     """Maximum consecutive restarts of an instance that dies soon after its start."""
     drain_deadline_s: float = 300.0

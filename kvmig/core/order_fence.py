@@ -38,6 +38,9 @@ class OrderToken(NamedTuple):
 
 NO_TOKEN = OrderToken()
 """The token of orders that people give on a deployment's own API."""
+PROGRAM_TOKEN = OrderToken(0, 1)
+"""The token of a program's orders, which it decides by what it sees: none is carried out where a
+server of a fleet has given one."""
 
 
 class OrderFence:
@@ -54,6 +57,8 @@ class OrderFence:
         """
         if token == NO_TOKEN:
             return ""
+        if token == PROGRAM_TOKEN < self.highest:
+            return "a fleet's server gives the orders here, and no other program"
         if token < self.highest:
             return (
                 f"the order is of an earlier server of the fleet, or of an earlier connection: its "

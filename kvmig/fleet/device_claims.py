@@ -39,7 +39,7 @@ class DeviceClaim:
     """Bytes of the KV cache; 0: it takes what the others leave of `each`."""
     rest: int = 0
     bounds: bool = False
-    """Whether the launcher is to keep an instance to `each`; else the flags say what it takes."""
+    """Whether the launcher is to keep an instance to `each`; else the flags set what it takes."""
     parked: int = 0
     """Bytes while it is parked."""
 

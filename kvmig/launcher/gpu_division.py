@@ -63,7 +63,7 @@ class GpuNeed(msgspec.Struct, frozen=True):
     """Part of a GPU that the user's own flags give it, instead of bytes; 0: they give none."""
 
     def on(self, total: int) -> GpuNeed:
-        """The same of a GPU with so many bytes."""
+        """The same of a GPU of this size. total: bytes."""
         if not self.part:
             return self
         return msgspec.structs.replace(self, asked=int(self.part * total), part=0.0)
@@ -198,7 +198,7 @@ def check(division: GpuDivision, needs: Mapping[str, GpuNeed]) -> None:
 def need_by_flags(
     words: Sequence[str], share: float, kv_bytes: int | None, need: GpuNeed
 ) -> GpuNeed:
-    """What an instance needs by the user's own flags, or as it is known where they don't say.
+    """What an instance needs: by the user's own flags where they set it, else as it is known.
 
     words: all its flags; share, kv_bytes: their values, or the engine's defaults.
     """

@@ -26,6 +26,7 @@ import msgspec
 from kvmig.core.api_records import InstanceRow, RequestRow
 from kvmig.core.config import MigrationConfig
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.order_fence import PROGRAM_TOKEN, TOKEN_HEADER
 from kvmig.core.secret import ADMIN_KEY
 from kvmig.placement.file import Placement, read
 from kvmig.placement.learned import LearnedMigration, as_many_as, drains, mean, requests_s, step_s
@@ -117,6 +118,18 @@ class DeploymentClient:
     async def close(self) -> None:
         """Disconnect."""
         await self._http.aclose()
+
+    async def check_lead(self) -> None:
+        """Raise ConfigError where the deployment takes no orders with this token, as a server of a
+        fleet has given some; and ReplaceFailed where it doesn't answer."""
+        try:
+            events = self._http.stream("GET", f"{ADMIN}/events", headers=dict(self._token()))
+            async with events as answer:
+                if answer.is_error:
+                    why = (await answer.aread()).decode(errors="replace")
+                    raise ConfigError(f"deployment {self.name} takes no orders: {why:.300}")
+        except httpx.HTTPError as error:
+            raise ReplaceFailed(f"deployment {self.name} doesn't answer: {error!r}") from error
 
     async def rows(self) -> list[InstanceRow]:
         """The deployment's instances. Raises ReplaceFailed."""
@@ -481,7 +494,10 @@ async def _run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} is {value:g}, must be a number above 0")
     start_s = dict.fromkeys(named, 10.0) | _seconds(args.start, named)
     key = os.environ.get(ADMIN_KEY, "")
-    deployments = {name: DeploymentClient(name, url, key) for name, url in named.items()}
+    token = {TOKEN_HEADER: str(PROGRAM_TOKEN)}
+    deployments = {
+        name: DeploymentClient(name, url, key, token=lambda: token) for name, url in named.items()
+    }
     try:
         it = PlacementExecutor(
             placement,
@@ -492,6 +508,8 @@ async def _run(args: argparse.Namespace) -> int:
         if args.dry_run:
             print(way_to_text(await it.waves()))
             return 0
+        for one in deployments.values():
+            await one.check_lead()
         began = time.monotonic()
         await it.run()
         print(f"the placement is reached, after {time.monotonic() - began:.1f} s")

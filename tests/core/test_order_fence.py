@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvmig.core.order_fence import NO_TOKEN, OrderFence, OrderToken
+from kvmig.core.order_fence import NO_TOKEN, PROGRAM_TOKEN, OrderFence, OrderToken
 
 WANTED = 3
 """Instances of the model."""
@@ -29,6 +29,14 @@ def test_peoples_orders_have_no_token_and_are_carried_out() -> None:
     fence = OrderFence(OrderToken(7, 7))
     assert not fence.refuse(NO_TOKEN)
     assert fence.highest == OrderToken(7, 7)
+
+
+def test_a_programs_orders_are_carried_out_until_a_fleets_server_has_given_one() -> None:
+    fence = OrderFence()
+    assert not fence.refuse(PROGRAM_TOKEN)
+    assert not fence.refuse(OrderToken(1, 0))
+    assert fence.refuse(PROGRAM_TOKEN).startswith("a fleet's server gives the orders here")
+    assert not fence.refuse(NO_TOKEN)
 
 
 def test_a_token_is_read_as_it_was_written() -> None:

@@ -71,7 +71,7 @@ REFUSED = [
     ),
     (
         [MODEL, "--instance-gpu-memory", "4GiB", "--kv-cache-memory-bytes=1G"],
-        "--instance-gpu-memory is 4294967296, must be left out beside flags of the engine",
+        "--instance-gpu-memory is 4294967296, must be left out with flags of the engine",
     ),
     (
         [MODEL, "--instance-gpu-memory", "4GiB"],

@@ -149,7 +149,10 @@ def test_instances_take_the_bytes_that_they_are_given_on_gpus_of_different_sizes
     with gpu.served as served:
         assert [row["gpus"] for row in served.get("instances")] == [["0"], ["1"]]
         held = [one.used for one in read_devices(gpu.environment | os.environ).devices]
-        assert all(5.2 * GIB < one <= 6 * GIB for one in held), held
+        most = int(
+            4.5 * GIB
+        )  # 1 GiB is for CUDA, half of it taken; 1 GiB of working memory is free
+        assert all(most - GIB // 100 < one <= most for one in held), held
         assert abs(held[0] - held[1]) < large.total // 1_000
         asyncio.run(answers(served))
 

@@ -763,6 +763,23 @@ def told(target: Placement, toys: dict[str, Toys], folder: Path) -> Sequence[str
 
 
 @pytest.mark.server
+def test_no_order_is_given_where_a_fleets_server_gives_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with three_toys(tmp_path) as toys, httpx.Client(timeout=60) as http:
+        token = {TOKEN_HEADER: str(OrderToken(1, 1))}
+        with http.stream("GET", f"{toys['c'].url}/kvmig/v1/events", headers=token) as contact:
+            assert contact.status_code == 200
+        before = places(toys)
+        words = told(placement(left="a c", right="a b"), toys, tmp_path)
+        assert main([*words, "--dry-run"]) == 0
+        assert main(words) == 2
+        assert places(toys) == before
+    assert "deployment c takes no orders: " in (said := capsys.readouterr().err)
+    assert "a fleet's server gives the orders here" in said
+
+
+@pytest.mark.server
 def test_three_servers_are_replaced_under_a_stream_which_loses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
