@@ -94,8 +94,13 @@ class SessionMoves:
         lost; also those whose callers have got a timeout."""
 
     def remember_request(self, request: LiveRequest) -> None:
-        """A request has ended: its session, if its call has named one, may move from now on."""
+        """A request has ended: its session, if its call has named one, may move from now on.
+
+        A request without a token, whose client left before, leaves nothing that is known.
+        """
         call, instance = request.call, request.instance
+        if not request.output_token_ids:
+            return
         if not self._enabled or call is None or instance is None or request.search is not None:
             return
         if call.session is None or call.session_name is None:
@@ -252,10 +257,15 @@ class SessionMoves:
         """A migration has ended; ignored unless it is a session's. It may come after the caller has
         left, or got a timeout."""
         session = self._moving.pop(report.request_id, None)
-        if session is not None and report.state == "committed":
-            source = session.instance
-            self.memory.note_move(session.owner, source, report.destination)
-            self._fleet.note_session_move(session.owner, source, report.destination)
+        if session is None or report.state != "committed":
+            return
+        source = session.instance
+        if report.destination not in self._fleet.alive:  # lost since it committed
+            self.memory.forget_at(session.owner, source)
+            self._fleet.forget_session(session.owner)
+            return
+        self.memory.note_move(session.owner, source, report.destination)
+        self._fleet.note_session_move(session.owner, source, report.destination)
 
     def lost(self, instance: str) -> None:
         """The connection is gone, and with it the reports of sessions that were leaving the

@@ -29,6 +29,10 @@ Invariants, in every state:
 and at every end, which comes whatever happens (there is no circle):
   every reserved block is given back, no migration is left
   the client has its whole answer, if an instance and its front end live
+of an idle session that moves while its next turn comes, in every state:
+  a prompt finds no block that holds something else, nobody copies or frees others' blocks
+  it is whole somewhere, and where the front end remembers it, unless its blocks had to make way
+  or an instance died; what died is remembered no more
 and of a model that starts from zero, whatever dies, in every state:
   it has one deployment at most, which answers until its last stream has ended
   no request is sent to one that was told to end

@@ -85,9 +85,8 @@ class Explorer:
 
     def _visit(self, at: int) -> None:
         left, state = self._nodes[at]
-        decoding = self._request.decoding(state)
-        if len(decoding) > 1:
-            self._wrong(at, f"{' and '.join(decoding)} decode the request at once")
+        if wrong := self._request.broken(state):
+            self._wrong(at, wrong)
             return
         free = self._request.free(state)
         for step in free:

@@ -54,7 +54,8 @@ class Facts:
 
     deaf: channels whose messages wait. holds: what isn't given back yet. decodes: epoch of
     each run that it decodes. links: instances that it is connected to; reply: the channel over
-    which a source hears its destination.
+    which a source hears its destination. Of a session: cache: what an instance has of it; place:
+    where the front end remembers it.
     """
 
     moves: tuple[Move, ...] = ()
@@ -63,6 +64,8 @@ class Facts:
     decodes: tuple[tuple[str, int], ...] = ()
     links: tuple[str, ...] = ()
     reply: str = ""
+    cache: str = ""
+    place: str = ""
 
 
 class Oracle:

@@ -29,7 +29,7 @@ class Request:
         cuts: bool = True,
         name: str = "r",
     ) -> None:
-        """names: instances, a letter each. orders: the scheduler's, instance -> destination.
+        """names: instances, a letter each. orders: the scheduler's, who obeys -> destinations.
 
         cuts: whether a fault may break a connection of the front end. name: the request's.
         """
@@ -39,7 +39,8 @@ class Request:
         self.names = names
         self._cluster = Cluster(names, self.library)
         self._orders = tuple(
-            (f"S>{at}", (self.library.letter(Order(to)),)) for at, to in sorted(orders.items())
+            (f"S>{at}", tuple(self.library.letter(Order(one)) for one in to))
+            for at, to in sorted(orders.items())
         )
         sites = [self.site(at) for at in names]
         sites[0].begin()
@@ -81,7 +82,8 @@ class Request:
         known = self._faulty[number]
         if number not in self._hit:
             self._hit.add(number)
-            known += self._steps(self._faults.edges(self._states[number]))
+            state = self._states[number]
+            known += self._steps([*self._faults.edges(state), *self.own_faults(state)])
         return known
 
     def _steps(self, edges: list[Edge]) -> list[Step]:
@@ -94,7 +96,16 @@ class Request:
             steps.append(Step(label, number, cost, seconds, shared, violation))
         return steps
 
+    def state(self, number: int) -> State:
+        """Its parts and messages."""
+        return self._states[number]
+
     # -- what holds
+
+    def broken(self, number: int) -> str:
+        """What is wrong in this state, in a sentence; empty: nothing."""
+        decoding = self.decoding(number)
+        return f"{' and '.join(decoding)} decode the request at once" if len(decoding) > 1 else ""
 
     def decoding(self, number: int) -> list[str]:
         """Instances whose tokens reach the client."""
@@ -127,6 +138,10 @@ class Request:
         ]
 
     # -- what may happen
+
+    def own_faults(self, state: State) -> list[Edge]:
+        """What may go wrong besides `Faults`."""
+        return []
 
     def _find(self, state: State) -> tuple[list[Edge], list[Edge]]:
         own = self._own(state)

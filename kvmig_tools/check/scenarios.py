@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvmig_tools.check.explore import Explorer, Result, all_kept
 from kvmig_tools.check.request import Request
+from kvmig_tools.check.session import SessionMove
 from kvmig_tools.check.site import Shape
 from kvmig_tools.check.two import Two
 
@@ -20,9 +21,11 @@ LIFE = "a model's life"
 class Scenario:
     """names: of the instances, a letter each, by request: it starts at the first.
 
-    orders: the scheduler's for each request, as "ab" for a move from a to b. faults: how many at
-    most. cuts: whether a fault may break a connection of the front end. compared: of two requests,
-    how many faults each may have had while they are compared with each alone. long: takes minutes.
+    orders: the scheduler's for each request, as "ab" for a move from a to b; of a session the
+    front end's, as "Fba" for a move to b and one to a. session: whether it is one, idle. faults:
+    how many at most. cuts: whether a fault may break a connection of the front end. compared: of
+    two requests, how many faults each may have had while they are compared with each alone. long:
+    takes minutes.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Scenario:
     cuts: bool = True
     compared: int = 1
     long: bool = False
+    session: bool = False
 
     def with_faults(self, faults: int) -> Scenario:
         """The same with more or fewer."""
@@ -44,8 +48,9 @@ class Scenario:
 
     def requests(self) -> list[Request]:
         """Its requests, not explored yet."""
+        kind = SessionMove if self.session else Request
         return [
-            Request(at, self.shape, {one[0]: one[1] for one in orders}, None, self.cuts, name)
+            kind(at, self.shape, {one[0]: one[1:] for one in orders}, None, self.cuts, name)
             for at, orders, name in zip(self.names, self.orders, NAMES, strict=False)
         ]
 
@@ -59,6 +64,8 @@ SCENARIOS = (
     Scenario("tail in Commit", Shape(tokens=2, stages=1, together=True)),
     Scenario("one that waits", Shape(tokens=1, stages=1, waits=True)),
     Scenario("a prompt's handover", Shape(tokens=3, stages=1, chunks=2)),
+    Scenario("an idle session", Shape(tokens=1, stages=1), orders=(("Fb",),), session=True),
+    Scenario("idle, there and back", SHORT, orders=(("Fba",),), session=True, long=True),
     Scenario("two faults", SHORT, faults=2),
     Scenario("a single question", replace(SHORT, questions=1), faults=2, long=True),
     Scenario("on to a third", SHORT, ("abc",), (("ab", "bc"),)),

@@ -154,6 +154,10 @@ class Site(Part):
         """Of a request that comes; with blocks, if it doesn't wait."""
         return Slot("reserved", room=room)
 
+    def arrival(self, message: Reserve) -> Arrival:
+        """Of what comes with this message."""
+        return Arrival(message, DestinationMachine(message.mid))
+
     def hears_front(self, run: str) -> bool:
         """Whether the front end of this run can be asked."""
         return self.front_known and self.front_up and self.tracking.get(run) is not None
@@ -330,7 +334,7 @@ class Site(Part):
             self.tombstones.bury(machine, attempt)
             return
         self._cancel_arrivals(message.request_id, "superseded")
-        self.arrivals[mid] = arrival = Arrival(message, DestinationMachine(mid))
+        self.arrivals[mid] = arrival = self.arrival(message)
         arrival.hear(self, message)
 
     def _answers(self, mid: str, actions: list[Action]) -> None:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from kvmig.asgi.access import access
 from kvmig.asgi.call import HttpCall, current_call
-from kvmig.asgi.errors import LauncherGone
+from kvmig.asgi.errors import LauncherGone, UnknownSession
 from kvmig.asgi.session_id import session_key
 from kvmig.controlplane.front_messages import (
     FindSession,
@@ -373,6 +373,42 @@ async def test_another_front_end_is_told_what_is_known_here() -> None:
         refused = await sessions.reply(MoveFoundSession(key_of("u")))
         assert isinstance(refused, FoundSessionMoved)
         assert (refused.report, refused.error) == (None, "UnknownSession")
+
+
+async def test_a_session_whose_destination_is_lost_after_its_commit_is_remembered_nowhere() -> None:
+    async with served() as (it, _):
+        where = await said(it, "s", "r")
+        there = other_than(it, where)
+        name = named("s", "")
+        assert name is not None
+        moving = asyncio.create_task(it.router.sessions.move(name, None, there.instance))
+        order = await where.hear()
+        assert isinstance(order, MoveSession)
+        await it.router.remove_instance(there.instance, crashed=True)
+        where.send(
+            Migrated(order.call_id, report(order.request_id, where.instance, there.instance))
+        )
+        assert (await moving).state == "committed"
+        with pytest.raises(UnknownSession):
+            it.router.sessions.memory.find(name)
+
+
+async def test_a_request_whose_client_leaves_before_its_first_token_takes_no_session_along() -> (
+    None
+):
+    async with served() as (it, _):
+        where = await said(it, "s", "r")
+        name = named("s", "")
+        assert name is not None
+        elsewhere = ""
+        for number in range(9):
+            with of_session("s"):
+                elsewhere = (await it.submit(f"q{number}")).instance
+            await it.router.abort([f"q{number}"])
+            if elsewhere != where.instance:
+                break
+        assert elsewhere != where.instance, "no request went elsewhere"
+        assert it.router.sessions.memory.find(name).instance == where.instance
 
 
 async def test_an_instance_that_is_removed_takes_its_sessions_along() -> None:
