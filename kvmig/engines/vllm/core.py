@@ -43,6 +43,7 @@ from kvmig.engines.vllm.lora import (
     LoraAdapters,
     decode_adapter,
     given_name,
+    media_name,
     replaced_waiting,
     unloaded_output,
 )
@@ -161,7 +162,7 @@ class StepCore(EngineCoreProc):
             if lora is not None and lora.enable_tower_connector_lora and request.mm_features:
                 # What encoders make of media depends on the adapter, too.
                 request.mm_features = [
-                    replace(one, identifier=f"{own.lora_name}:{one.identifier}")
+                    replace(one, identifier=media_name(own, one.identifier))
                     for one in request.mm_features
                 ]
         return request

@@ -18,23 +18,30 @@ from vllm.v1.request import Request
 
 from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain, MediaSpan
 from kvmig.engines.held_marks import HeldMarks
+from kvmig.engines.vllm.lora import given_name, media_name
 
 
-def chain_of(request: Any) -> MarkChain | None:
+def chain_of(request: Any, *, own: bool = False) -> MarkChain | None:
     """The marks of a request, as a front end or an engine has it; None: it has no tokens.
 
-    request: vLLM's EngineCoreRequest or Request.
+    request: vLLM's EngineCoreRequest or Request. own: it is an engine's, whose adapter and, with
+    it, media have names of the engine's own: the marks are of those that front ends know.
     """
     if not request.prompt_token_ids or getattr(request, "prompt_embeds", None) is not None:
         return None
-    lora = request.lora_request
+    lora, adapter, engines = request.lora_request, "", ""
+    if lora is not None:
+        adapter = given_name(lora) if own else lora.lora_name
+        engines = media_name(lora, "") if own else ""
     spans = (
         MediaSpan(
-            one.mm_position.offset, one.mm_position.offset + one.mm_position.length, one.identifier
+            one.mm_position.offset,
+            one.mm_position.offset + one.mm_position.length,
+            one.identifier.removeprefix(engines),
         )
         for one in request.mm_features or ()
     )
-    return MarkChain(request.cache_salt or "", "" if lora is None else lora.lora_name, tuple(spans))
+    return MarkChain(request.cache_salt or "", adapter, tuple(spans))
 
 
 def marks_of_prompt(request: Any) -> list[int]:
@@ -100,7 +107,7 @@ class _PoolWatch:
             return
         chain = self._chains.get(request)
         if chain is None or chain.tokens > num_cached_blocks * block_size:  # it was preempted
-            chain = chain_of(request)
+            chain = chain_of(request, own=True)
             if chain is None:
                 return
             self._chains[request] = chain

@@ -106,6 +106,11 @@ def given_name(own: LoRARequest) -> str:
     return own.lora_name.rsplit(_MARK, 2)[0]
 
 
+def media_name(own: LoRARequest, identifier: str) -> str:
+    """What an engine calls media whose encoders have this adapter, from what front ends do."""
+    return f"{own.lora_name}:{identifier}"
+
+
 def unloaded_output(request: Request) -> EngineCoreOutputs:
     """The end of a request whose adapter can't be loaded; why has paths in it, for the log."""
     from kvmig.engines.vllm.outputs import failure  # the front end's, which an engine seldom needs

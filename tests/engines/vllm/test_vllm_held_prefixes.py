@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.engine import EngineCoreRequest
 
 from kvmig.controlplane.prefix_index import PrefixIndex
 from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain
-from kvmig.engines.vllm.held_prefixes import marks_of_prompt
+from kvmig.engines.vllm.held_prefixes import chain_of, marks_of_prompt
+from kvmig.engines.vllm.lora import LoraAdapters, media_name
+from tests.support import tiny_lora
 from tests.support.vllm_pair import Engines, Pair, preempt
-from tests.support.vllm_side import BY_PRIORITY, Side
+from tests.support.vllm_side import BY_PRIORITY, Configuration, Side
 
 pytestmark = pytest.mark.engine
 
@@ -90,6 +95,51 @@ def test_a_request_for_which_no_prefix_cache_is_read_has_no_marks() -> None:
     assert len(marks_of_prompt(asked(PoolingParams()))) == WHOLE // MARK_TOKENS
     assert marks_of_prompt(asked(SamplingParams(prompt_logprobs=1))) == []
     assert marks_of_prompt(asked(PoolingParams(skip_reading_prefix_cache=True))) == []
+
+
+def asked_with(lora: LoRARequest | None) -> EngineCoreRequest:
+    """A call's request, as a front end has it."""
+    return EngineCoreRequest("r", PROMPT, None, SamplingParams(), None, 0.0, lora, None, None)
+
+
+def test_marks_of_an_adapter_are_those_of_the_name_that_clients_call_it(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("one")
+    asked = asked_with(LoRARequest("one@home", 7, str(tmp_path)))
+    assert asked.lora_request is not None
+    here = asked_with(LoraAdapters().resolve_adapter(asked.lora_request))
+    span = PlaceholderRange(offset=3, length=20)
+    for request, identifier in ((asked, "p"), (here, media_name(here.lora_request, "p"))):
+        request.mm_features = [MultiModalFeatureSpec(None, "image", identifier, span)]
+    chain = chain_of(here, own=True)
+    assert chain is not None
+    assert chain.extend(PROMPT, len(PROMPT)) == marks_of_prompt(asked)
+    assert chain.extend(PROMPT, len(PROMPT)) == []
+    assert marks_of_prompt(asked_with(None)) != marks_of_prompt(asked)
+
+
+@pytest.mark.long
+async def test_a_prompt_with_an_adapter_is_held_for_calls_of_that_adapter_alone(
+    engines: Engines, tmp_path: Path
+) -> None:
+    one, two = (
+        LoRARequest(f"adapter {number}", number, str(tiny_lora.make(tmp_path, number)))
+        for number in (1, 2)
+    )
+    flags = ("--enable-lora", "--max-loras=1", "--max-cpu-loras=4", "--max-lora-rank=8")
+    async with engines.lent(Configuration(flags=flags), Configuration(flags=flags)) as pair:
+
+        def found(side: Side, lora: LoRARequest | None) -> int:
+            assert side.engine.held_marks is not None
+            index = PrefixIndex()
+            index.learn("i", side.engine.held_marks.whole())
+            return index.find_tokens(marks_of_prompt(asked_with(lora)), 0.0).get("i", 0)
+
+        await pair.run(pair.a, "r", PROMPT, until=3, lora=one)
+        assert [found(pair.a, lora) for lora in (one, two, None)] == [WHOLE, 0, 0]
+        await pair.move(pair.a, pair.b, "r")
+        await pair.step(pair.b, until=("r", 8))
+        assert [found(pair.b, lora) for lora in (one, two, None)] == [WHOLE, 0, 0]
+        await pair.finish("r")
 
 
 async def test_an_engine_without_a_prefix_cache_says_nothing(engines: Engines) -> None:
