@@ -10,9 +10,8 @@ from kvmig.frontend.session_memory import SessionMemory
 from kvmig.kvtransfer import destination_machine as there
 from kvmig.kvtransfer import source_machine as here
 from kvmig.kvtransfer.destination_machine import DestinationMachine
-from kvmig.kvtransfer.messages import Commit
 from kvmig.kvtransfer.source_machine import SourceMachine, SourceTransition
-from kvmig_tools.check.prefix_cache import BLOCKS, POOL, PrefixCache
+from kvmig_tools.check.prefix_cache import BLOCKS, POOL, PrefixCache, SessionEngine
 from kvmig_tools.check.scenarios import SHORT, Scenario, explore
 
 IDLE = Scenario("idle", SHORT, orders=(("Fb",),), session=True)
@@ -44,11 +43,8 @@ def _the_lease_forgets_to_free(plant: PLANT) -> None:
     plant.setattr(DestinationMachine, "cancel", lambda self, reason: cancel(self, reason)[-1:])
 
 
-def _commits_without_its_blocks(plant: PLANT) -> None:
-    def trusting(self: DestinationMachine, message: Commit) -> int:
-        return message.blocks
-
-    plant.setattr(DestinationMachine, "_come_with", trusting)
+def _blocks_never_arrive(plant: PLANT) -> None:
+    plant.setattr(SessionEngine, "write", lambda self, move, chunk: None)
 
 
 def _commits_twice(plant: PLANT) -> None:
@@ -77,7 +73,7 @@ def _memory_keeps_what_is_lost(plant: PLANT) -> None:
     [
         (_frees_when_nobody_answers, "whole nowhere"),
         (_the_lease_forgets_to_free, "blocks"),
-        (_commits_without_its_blocks, "which has not come"),
+        (_blocks_never_arrive, "which has not come"),
         (_commits_twice, "twice"),
         (_what_is_held_is_given_away, "whole nowhere"),
         (_memory_keeps_what_is_lost, "which is gone"),
