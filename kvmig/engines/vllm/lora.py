@@ -107,7 +107,7 @@ def given_name(own: LoRARequest) -> str:
 
 
 def media_name(own: LoRARequest, identifier: str) -> str:
-    """What an engine calls media whose encoders have this adapter, from what front ends do."""
+    """The engine's name of media that encoders see with this adapter, from the front ends'."""
     return f"{own.lora_name}:{identifier}"
 
 
