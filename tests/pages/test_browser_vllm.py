@@ -29,6 +29,8 @@ CHAT = "/v1/chat/completions"
 TOKENS = 800
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser=hermes")
 WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CLOCK = {"name": "clock", "parameters": {"type": "object", "additionalProperties": False}}
+"""A tool without arguments: each call of it is whole after a few tokens."""
 FIELDS = ("name", "arguments")
 LONG_MS = 300_000
 """Timeout of whole answers and of starts, on a busy machine."""
@@ -153,6 +155,36 @@ def test_a_real_models_tool_call_is_shown_as_the_api_has_it(server: Served, ada:
     assert shown == [called(server.url, "The weather in 0042", 60)]
     assert shown[0].startswith("weather(")
     assert answer.get_by_label("Result of weather").is_visible()
+
+
+def test_a_real_model_goes_on_with_the_result_of_its_tool_call(
+    server: Served, ada: Visitor
+) -> None:
+    page = open_playground(ada, KEY, "eye", 200)
+    page.get_by_label("Tools").fill(json.dumps([{"type": "function", "function": CLOCK}]))
+    page.get_by_label("Tool choice").select_option("required")
+    first = say(page, "The time after 0042")
+    first.locator("footer").wait_for(timeout=LONG_MS)
+    page.get_by_label("Tool choice").select_option("auto")
+    first.get_by_label("Result of clock").fill("It is 0300.")
+    with page.expect_request("**/ui/v1/chat/completions") as sent:
+        first.get_by_role("button", name="Send the result").click()
+    second = page.locator("article.assistant").nth(1)
+    second.locator("footer").wait_for(timeout=LONG_MS)
+    assert page.locator("article.tool .words").inner_text() == "It is 0300."
+    assert text_of(second).split()[:3] == ["0300", "0301", "0302"]
+
+    asked: dict[str, Any] = sent.value.post_data_json or {}
+    (call,) = asked["messages"][1]["tool_calls"]
+    assert call["function"]["name"] == "clock"
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "It is 0300."}
+    assert asked["messages"][2:] == [result]
+    names = ("model", "messages", "temperature", "max_tokens", "tools")
+    body = {name: asked[name] for name in names}
+    headers = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{server.url}{CHAT}", json=body, headers=headers, timeout=LONG_MS / 1000)
+    alone = answer.raise_for_status().json()["choices"][0]["message"]["content"]
+    assert text_of(second) == alone
 
 
 def test_a_real_model_sees_the_image_and_its_answer_moves_unchanged(
