@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.conftest import PATIENT
 from tests.e2e.test_serve_policies import clients_of
 from tests.support.joined import (
     CommonScheduler,
@@ -38,6 +39,7 @@ def joined(
     folder: Path, flags: tuple[str, ...], more: tuple[str, ...] = ()
 ) -> Iterator[tuple[CommonScheduler, Toys, Toys]]:
     """A scheduler and two servers. flags: of both; more: of the first one."""
+    flags = (*PATIENT, *flags)
     with ExitStack() as stack:
         scheduler = stack.enter_context(common_scheduler(folder))
         a = stack.enter_context(joined_toys(scheduler, folder / "a", [*flags, *more]))
