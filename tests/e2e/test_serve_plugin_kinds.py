@@ -1,0 +1,99 @@
+"""Every kind of call between two ranks of `vllm serve` with the plugin, and what else people run
+with it: adapters, tools, several HTTP processes, /pause.
+
+tests/e2e/test_serve_kinds.py has images and drafts, between instances of `kvmig.serve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvmig_tools.served import SMALL, Served
+from tests.conftest import NEVER_BY_ITSELF, PATIENT
+from tests.e2e.test_serve_moves import CALLS, CHAT, COMPLETIONS, chat, completion
+from tests.support import tiny_lora
+from tests.support.leaks import assert_server_is_empty, leaving_nothing
+from tests.support.plugin_server import plugin_server
+from tests.support.streams import (
+    run_moved,
+    run_unmoved,
+)
+
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+ADAPTERS = ("one", "two")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {
+            "type": "object",
+            "properties": {"digits": {"type": "string"}},
+            "required": ["digits"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("plugin")
+    adapters = (f"{name}={tiny_lora.make(folder, at)}" for at, name in enumerate(ADAPTERS))
+    flags = [
+        *SMALL, *PATIENT, NEVER_BY_ITSELF, "--shutdown-timeout=5",
+        "--data-parallel-size=2", "--api-server-count=2",
+        "--enable-auto-tool-choice", "--tool-call-parser=hermes",
+        "--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--lora-modules", *adapters,
+    ]  # fmt: skip
+    with leaving_nothing(plugin_server(flags, folder)) as served:
+        yield served
+
+
+@pytest.fixture
+def ranks(server: Served) -> Iterator[Served]:
+    yield server
+    assert_server_is_empty(server)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+async def test_a_call_moved_to_the_other_rank_and_back_equals_one_that_stayed(
+    ranks: Served, kind: str
+) -> None:
+    path, body = CALLS[kind]
+    unmoved = await run_unmoved(ranks, path, body)
+
+    moved, reports = await run_moved(ranks, path, body)
+
+    assert [report["state"] for report in reports] == ["committed"] * len(reports), reports
+    assert len(reports) == 2 * len(moved.choices)
+    moved.same_as(unmoved)
+
+
+async def test_calls_with_adapters_moved_between_ranks_equal_ones_that_stayed(
+    ranks: Served,
+) -> None:
+    texts = set()
+    for adapter in ADAPTERS:
+        _, body = completion(temperature=0.8, seed=5, logprobs=2, model=adapter)
+        unmoved = await run_unmoved(ranks, COMPLETIONS, body)
+
+        moved, reports = await run_moved(ranks, COMPLETIONS, body)
+
+        assert [report["state"] for report in reports] == ["committed"] * 2, reports
+        moved.same_as(unmoved)
+        texts.add(moved.choices[0].text)
+    assert len(texts) == len(ADAPTERS), "the adapters change nothing"
+
+
+async def test_a_stream_that_may_call_a_tool_moved_between_ranks_equals_one_that_stayed(
+    ranks: Served,
+) -> None:
+    _, body = chat(temperature=0, tools=[TOOL], tool_choice="auto")
+    unmoved = await run_unmoved(ranks, CHAT, body)
+
+    moved, reports = await run_moved(ranks, CHAT, body)
+
+    assert [report["state"] for report in reports] == ["committed"] * 2, reports
+    moved.same_as(unmoved)
