@@ -11,7 +11,7 @@ import pytest
 
 from kvmig.controlplane.front_messages import CarrySessions, SessionsCarried
 from kvmig.controlplane.messages import LoadReport, Migrated, MoveSession
-from kvmig.engines.held_marks import PrefixNews, pack_marks
+from kvmig.engines.held_marks import MARK_METHOD, PrefixNews, pack_marks
 from kvmig.rpc.messages import RpcMessage
 from tests.frontend.test_session_moves import key_of, of_session
 from tests.support.fake_llumlet import LOAD, Cluster, FakeLlumlet, cluster, report
@@ -172,7 +172,7 @@ async def test_what_reports_show_decides_what_leaves() -> None:
             (source, "draining", [5, 6, 8]), (other, "serving", [5, 6]),
         ):  # fmt: skip
             llumlet.report(LOAD, state)
-            news = PrefixNews(1, True, pack_marks(held))
+            news = PrefixNews(1, True, pack_marks(held), method=MARK_METHOD)
             told = LoadReport(
                 llumlet.instance, 9999, LOAD, 0, 0, state, numerics="n", prefixes=news
             )
