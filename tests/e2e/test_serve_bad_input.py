@@ -232,7 +232,9 @@ def test_bad_input_is_answered_with_one_sentence(
 
     assert code == 2
     assert "Traceback" not in log.read_text()
-    [said] = [line for line in log.read_text().splitlines() if line.startswith("kvmig: ")]
+    lines = [line for line in log.read_text().splitlines() if line.startswith("kvmig: ")]
+    # A server of another engine than the nursery's first says that it can't be forked from it.
+    [said] = [line for line in lines if "this server starts its own" not in line]
     assert wanted in said
 
 
