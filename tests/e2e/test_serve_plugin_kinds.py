@@ -6,8 +6,10 @@ tests/e2e/test_serve_kinds.py has images and drafts, between instances of `kvmig
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from kvmig_tools.served import SMALL, Served
@@ -17,6 +19,10 @@ from tests.support import tiny_lora
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
 from tests.support.plugin_server import plugin_server
 from tests.support.streams import (
+    Stream,
+    ask,
+    other,
+    row_when,
     run_moved,
     run_unmoved,
 )
@@ -47,7 +53,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--enable-auto-tool-choice", "--tool-call-parser=hermes",
         "--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--lora-modules", *adapters,
     ]  # fmt: skip
-    with leaving_nothing(plugin_server(flags, folder)) as served:
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # it has the route /pause
+    with leaving_nothing(plugin_server(flags, folder, environment=environment)) as served:
         yield served
 
 
@@ -97,3 +104,34 @@ async def test_a_stream_that_may_call_a_tool_moved_between_ranks_equals_one_that
 
     assert [report["state"] for report in reports] == ["committed"] * 2, reports
     moved.same_as(unmoved)
+
+
+async def post(served: Served, path: str) -> None:
+    async with httpx.AsyncClient(base_url=served.url, verify=False, timeout=60) as http:
+        answer = await http.post(path)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_a_paused_servers_stream_stands_still_where_it_is_and_goes_on_and_moves_after_it(
+    ranks: Served,
+) -> None:
+    _, body = completion(temperature=0.8, seed=6, logprobs=1, max_tokens=1000)
+    unmoved = await run_unmoved(ranks, COMPLETIONS, body)
+    stream = Stream(ranks, COMPLETIONS, body)
+    await stream.reach(20)
+
+    await post(ranks, "/pause?mode=keep")
+    row = await row_when(ranks, stream, lambda _: True)
+    refused = (await ask(ranks, row["id"], other(row["instance"]))).json()
+    await asyncio.sleep(1)
+    before = stream.answer.tokens
+    await asyncio.sleep(1)
+    after = stream.answer.tokens
+    await post(ranks, "/resume")
+    await stream.reach(after + 20)
+    moved = (await ask(ranks, row["id"], other(row["instance"]))).json()
+
+    assert (refused["state"], refused["detail"]) == ("aborted", "the engine is paused")
+    assert before == after
+    assert moved["state"] == "committed", moved
+    (await stream.end()).same_as(unmoved)
