@@ -1,9 +1,10 @@
 """Which part of the long tests a run of the check takes: another 32nd with each commit.
 
 Tests that share a file and a parametrisation share an engine or a server, so they stay together as
-a group. `tests/long_seconds.json` has how long each group took when all long tests last ran
-(`python -m scripts.check --long --record`), by which slices take about as long as each other. A
-group that the file doesn't have is in one of the slices in which its check runs anyway.
+a group; so do all of some files. `tests/long_seconds.json` has how long each group took when all
+long tests last ran (`python -m scripts.check --long --record`), by which slices take about as long
+as each other. A group that the file doesn't have is in one of the slices in which its check runs
+anyway.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from zlib import crc32
 
 SLICES = 32
 SECONDS = Path(__file__).resolve().parent.parent / "tests" / "long_seconds.json"
+WHOLE_FILES = frozenset(
+    {"test_serve_plugin_kinds", "test_serve_prompt_kills", "test_serve_session_kills"}
+)
+"""All tests of these share one server, whatever their parameters."""
 START_S = 15.0
 """Of a check's process in a slice, whatever it runs: imports and the collection of tests."""
 Seconds = Mapping[str, Mapping[str, float]]
@@ -50,7 +55,8 @@ def group_of(test: str) -> str:
     """
     file, _, name = test.partition("::")
     _, bracket, parameters = name.partition("[")
-    return f"{file.removesuffix('.py').replace('/', '.').rpartition('.')[2]}{bracket}{parameters}"
+    stem = file.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    return stem if stem in WHOLE_FILES else f"{stem}{bracket}{parameters}"
 
 
 def assign_slices(seconds: Seconds) -> LongSlices:

@@ -201,7 +201,7 @@ def test_a_key_is_made_rotated_and_revoked(kvmig: Kvmig) -> None:
     key = kvmig("key", "add", "bea", *options).strip()
     _, prefix, _ = key.split("-", 2)
     other = kvmig("key", "rotate", prefix, "--keep", "60").strip()
-    old, new = kvmig.json("key", "ls")
+    new, old = kvmig.json("key", "ls")  # the newest first
     assert (old["prefix"], new["prefix"]) == (prefix, other.split("-", 2)[1])
     assert old["terms"]["expires"] < new["terms"]["expires"]
     assert new["terms"]["classes"] == ["low", "normal"]

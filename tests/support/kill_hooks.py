@@ -50,9 +50,14 @@ def kill_at(point: str, file: Path) -> None:
     file.write_text(point)
 
 
+def was_killed(file: Path) -> bool:
+    """Whether one has come to it."""
+    return not file.exists()
+
+
 def assert_killed(file: Path, said: object = "") -> None:
     """One has come to it. said: what to show if not."""
-    assert not file.exists(), f"none came to {file.read_text()}: {said}"
+    assert was_killed(file), f"none came to {file.read_text()}: {said}"
 
 
 class KillHooks(AdapterLogitsProcessor):
