@@ -204,5 +204,6 @@ class ControlServer:
         except TransportError as error:
             log.info("a front end is gone: %s", error)
             self._fronts = [one for one in self._fronts if one != sender]
+            self._questions.lose_front(sender)
             return False
         return True

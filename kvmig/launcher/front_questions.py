@@ -20,7 +20,8 @@ class OpenQuestion:
     """A question that a front end hasn't answered yet."""
 
     front: bytes
-    reply: asyncio.Future[FrontReply]
+    reply: asyncio.Future[FrontReply | None]
+    """A reply, or None where the front end is gone."""
 
 
 class FrontQuestions:
@@ -59,7 +60,7 @@ class FrontQuestions:
         self, asked: FrontAsked, front: bytes, timeout_s: float
     ) -> FrontReply | None:
         call_id = next(self._ids)
-        reply: asyncio.Future[FrontReply] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[FrontReply | None] = asyncio.get_running_loop().create_future()
         self._open[call_id] = OpenQuestion(front, reply)
         try:
             if not self._send(front, FrontQuestion(call_id, asked)):
@@ -77,3 +78,9 @@ class FrontQuestions:
         question = self._open.get(answer.call_id)
         if question is not None and question.front == front and not question.reply.done():
             question.reply.set_result(answer.reply)
+
+    def lose_front(self, front: bytes) -> None:
+        """End the questions to a front end that is gone."""
+        for question in self._open.values():
+            if question.front == front and not question.reply.done():
+                question.reply.set_result(None)

@@ -153,6 +153,20 @@ async def test_no_session_keeps_an_instance_longer_than_its_deadline() -> None:
         assert orders(second)[0].within_s <= 0.1
 
 
+async def test_a_drain_waits_for_no_front_end_that_is_gone() -> None:
+    async with two_more() as (it, second, third):
+        third.carried.set()
+        await it.link.order(drain("i0"))
+        await until(lambda: orders(second))
+        await second.link.close()
+        another = TalkingFront(it, "front-4", 4)  # its launcher starts it in the other's place
+        another.carried.set()
+        try:
+            await until(lambda: it.front.members[0].detail == "it is empty")
+        finally:
+            await another.link.close()
+
+
 async def test_an_instance_that_is_let_serve_again_waits_for_no_sessions() -> None:
     async with two_more() as (it, second, _):
         await it.link.order(drain("i0"))
