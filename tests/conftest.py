@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from kvmig.process.child import begin_loading, end_loading
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.support import fake_gpu, postgres
-from tests.support.fleet_stores import Place
+from tests.support.fleet_stores import Place, make_tables
 from tests.support.fleets import ToyFleet
 from tests.support.leaks import Footprint, assert_server_is_empty
 from tests.support.retries import SESSION
@@ -219,16 +220,53 @@ def postgres_cluster() -> Iterator[postgres.Cluster]:
         yield made
 
 
+@pytest.fixture(scope="session")
+def sqlite_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the newest schema's tables, to be copied: to make them takes longer."""
+    file = tmp_path_factory.mktemp("tables") / "fleet.sqlite"
+    make_tables(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture(scope="session")
+def postgres_tables(postgres_cluster: postgres.Cluster) -> tuple[str, str]:
+    """A database's URL, and what fills it with the newest schema's tables."""
+    url = postgres_cluster.new()
+    make_tables(url)
+    return url, postgres_cluster.dump(url)
+
+
 @pytest.fixture
-def sqlite_place(tmp_path: Path) -> Place:
-    """Where a store in SQLite may be opened."""
+def empty_place(tmp_path: Path) -> Place:
+    """Where a store in SQLite may be opened for the first time."""
     return Place(f"sqlite:///{tmp_path / 'fleet.sqlite'}", tmp_path)
 
 
+@pytest.fixture(params=["sqlite", "postgres"])
+def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Where a store may be opened for the first time: each kind of database."""
+    if request.param == "postgres":
+        return Place(request.getfixturevalue("postgres_cluster").new(), tmp_path)
+    empty: Place = request.getfixturevalue("empty_place")
+    return empty
+
+
 @pytest.fixture
-def postgres_place(postgres_cluster: postgres.Cluster, tmp_path: Path) -> Place:
-    """Where a store in PostgreSQL may be opened."""
-    return Place(postgres_cluster.new(), tmp_path)
+def sqlite_place(empty_place: Place, sqlite_tables: Path) -> Place:
+    """Where a store in SQLite may be opened that has its tables."""
+    file = empty_place.folder / "fleet.sqlite"
+    shutil.copyfile(sqlite_tables, file)
+    file.chmod(0o600)
+    return empty_place
+
+
+@pytest.fixture
+def postgres_place(
+    postgres_cluster: postgres.Cluster, postgres_tables: tuple[str, str], tmp_path: Path
+) -> Place:
+    """Where a store in PostgreSQL may be opened that has its tables, and nothing of other tests."""
+    postgres_cluster.refill(*postgres_tables)
+    return Place(postgres_tables[0], tmp_path)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -72,8 +72,8 @@ def refused(place: Place, sentence: str) -> None:
 # -- the schema
 
 
-def test_the_migrations_make_the_tables(place: Place) -> None:
-    with opened(place) as store, store.database.transaction(reading=True) as connection:
+def test_the_migrations_make_the_tables(new_place: Place) -> None:
+    with opened(new_place) as store, store.database.transaction(reading=True) as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
 
 
@@ -103,18 +103,18 @@ def test_a_schema_that_is_not_known_is_refused(
         place.store().open()
 
 
-def test_a_newer_schemas_file_stays_as_it_is(sqlite_place: Place) -> None:
-    set_schema(sqlite_place, "0099")
-    refused(sqlite_place, "start a newer kvmig, or restore a backup")
+def test_a_newer_schemas_file_stays_as_it_is(empty_place: Place) -> None:
+    set_schema(empty_place, "0099")
+    refused(empty_place, "start a newer kvmig, or restore a backup")
 
 
 def test_a_database_that_the_seven_revisions_of_before_0_1_0_made_is_opened(
-    sqlite_place: Place,
+    empty_place: Place,
 ) -> None:
-    with closing(sqlite3.connect(file_of(sqlite_place))) as file:
+    with closing(sqlite3.connect(file_of(empty_place))) as file:
         file.executescript(MADE_BY_REVISIONS.read_text())
-    (sqlite_place.folder / "pepper").write_bytes(ITS_PEPPER)
-    with opened(sqlite_place) as store:
+    (empty_place.folder / "pepper").write_bytes(ITS_PEPPER)
+    with opened(empty_place) as store:
         with store.database.transaction(reading=True) as connection:
             assert compare_metadata(MigrationContext.configure(connection), metadata) == []
         assert [user.name for user in store.users()] == ["bea"]
@@ -124,42 +124,42 @@ def test_a_database_that_the_seven_revisions_of_before_0_1_0_made_is_opened(
         store.set_user("carl", ANNA, role="admin")
 
 
-def test_another_programs_database_is_refused(sqlite_place: Place) -> None:
-    with closing(sqlite3.connect(file_of(sqlite_place))) as other:
+def test_another_programs_database_is_refused(empty_place: Place) -> None:
+    with closing(sqlite3.connect(file_of(empty_place))) as other:
         other.execute("CREATE TABLE bookmarks (id)")
-    refused(sqlite_place, "holds something else than a kvmig fleet")
+    refused(empty_place, "holds something else than a kvmig fleet")
 
 
-def test_another_programs_alembic_is_refused(sqlite_place: Place) -> None:
-    with closing(sqlite3.connect(file_of(sqlite_place))) as other:
+def test_another_programs_alembic_is_refused(empty_place: Place) -> None:
+    with closing(sqlite3.connect(file_of(empty_place))) as other:
         other.execute("CREATE TABLE alembic_version (version_num)")
         other.execute("INSERT INTO alembic_version VALUES ('ae1027a6')")
         other.commit()
-    refused(sqlite_place, "holds something else than a kvmig fleet")
+    refused(empty_place, "holds something else than a kvmig fleet")
 
 
 # -- files
 
 
-def test_a_file_that_is_no_database_is_refused(sqlite_place: Place) -> None:
-    file_of(sqlite_place).write_bytes(b"certainly no database, " * 500)
-    refused(sqlite_place, "is no SQLite database, or a damaged one")
+def test_a_file_that_is_no_database_is_refused(empty_place: Place) -> None:
+    file_of(empty_place).write_bytes(b"certainly no database, " * 500)
+    refused(empty_place, "is no SQLite database, or a damaged one")
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.7])
-def test_a_file_that_was_cut_is_refused(sqlite_place: Place, keep: float) -> None:
-    fill(sqlite_place)
-    whole = file_of(sqlite_place).read_bytes()
-    file_of(sqlite_place).write_bytes(whole[: int(len(whole) * keep)])
-    refused(sqlite_place, "damaged")
+def test_a_file_that_was_cut_is_refused(empty_place: Place, keep: float) -> None:
+    fill(empty_place)
+    whole = file_of(empty_place).read_bytes()
+    file_of(empty_place).write_bytes(whole[: int(len(whole) * keep)])
+    refused(empty_place, "damaged")
 
 
-def test_a_file_with_a_page_of_noise_is_refused(sqlite_place: Place) -> None:
-    fill(sqlite_place)
-    damaged = bytearray(file_of(sqlite_place).read_bytes())
+def test_a_file_with_a_page_of_noise_is_refused(empty_place: Place) -> None:
+    fill(empty_place)
+    damaged = bytearray(file_of(empty_place).read_bytes())
     damaged[8192:12288] = os.urandom(4096)
-    file_of(sqlite_place).write_bytes(damaged)
-    refused(sqlite_place, "damaged")
+    file_of(empty_place).write_bytes(damaged)
+    refused(empty_place, "damaged")
 
 
 def fill(place: Place) -> None:
@@ -196,10 +196,10 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         place.store().open()
 
 
-def test_the_files_are_for_their_user_alone(sqlite_place: Place) -> None:
-    with opened(sqlite_place):
+def test_the_files_are_for_their_user_alone(empty_place: Place) -> None:
+    with opened(empty_place):
         for name in ("fleet.sqlite", "fleet.sqlite-wal", "pepper"):
-            assert (sqlite_place.folder / name).stat().st_mode & 0o777 == 0o600
+            assert (empty_place.folder / name).stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
@@ -259,29 +259,29 @@ def test_the_wrong_pepper_is_refused(place: Place) -> None:
 # -- while it runs
 
 
-def test_a_locked_database_is_waited_for_and_then_usable(sqlite_place: Place) -> None:
-    with opened(sqlite_place) as store, closing(sqlite3.connect(file_of(sqlite_place))) as other:
+def test_a_locked_database_is_waited_for_and_then_usable(empty_place: Place) -> None:
+    with opened(empty_place) as store, closing(sqlite3.connect(file_of(empty_place))) as other:
         other.execute("BEGIN IMMEDIATE")
         for _ in range(3):
             with pytest.raises(StoreError, match=r"is locked by another program, for 0\.2 s now"):
-                store.add_model(sqlite_place.spec(), ANNA)
+                store.add_model(empty_place.spec(), ANNA)
             assert store.models() == []  # reading goes on
         other.rollback()
-        store.add_model(sqlite_place.spec(), ANNA)
+        store.add_model(empty_place.spec(), ANNA)
         assert len(store.audit()) == 1
 
 
-def test_a_short_lock_is_not_noticed(sqlite_place: Place) -> None:
-    with opened(sqlite_place) as store:
-        other = sqlite3.connect(file_of(sqlite_place), check_same_thread=False)
+def test_a_short_lock_is_not_noticed(empty_place: Place) -> None:
+    with opened(empty_place) as store:
+        other = sqlite3.connect(file_of(empty_place), check_same_thread=False)
         other.execute("BEGIN IMMEDIATE")
         threading.Timer(0.05, other.rollback).start()
-        store.add_model(sqlite_place.spec(), ANNA)
+        store.add_model(empty_place.spec(), ANNA)
         other.close()
 
 
-def test_a_full_disk_leaves_whole_orders_only(sqlite_place: Place) -> None:
-    with opened(sqlite_place) as store:
+def test_a_full_disk_leaves_whole_orders_only(empty_place: Place) -> None:
+    with opened(empty_place) as store:
         store.add_user("bea", "user", ANNA)
         set_most_pages(store, 1)
         with pytest.raises(StoreError, match="has no room left"):
@@ -399,32 +399,32 @@ def test_no_postgres_at_all_is_one_sentence(tmp_path: Path) -> None:
 # -- backups
 
 
-def test_a_backup_is_a_fleets_database(sqlite_place: Place) -> None:
-    with opened(sqlite_place) as store:
-        added = store.add_model(sqlite_place.spec(), ANNA)
-        store.backup(sqlite_place.folder / "saved")
+def test_a_backup_is_a_fleets_database(empty_place: Place) -> None:
+    with opened(empty_place) as store:
+        added = store.add_model(empty_place.spec(), ANNA)
+        store.backup(empty_place.folder / "saved")
         store.remove_model("qwen", ANNA)
-    saved = Place(f"sqlite:///{sqlite_place.folder / 'saved'}", sqlite_place.folder)
-    assert (sqlite_place.folder / "saved").stat().st_mode & 0o777 == 0o600
+    saved = Place(f"sqlite:///{empty_place.folder / 'saved'}", empty_place.folder)
+    assert (empty_place.folder / "saved").stat().st_mode & 0o777 == 0o600
     with opened(saved) as store:
         assert store.models() == [added]
 
 
-def test_a_backup_overwrites_nothing(sqlite_place: Place) -> None:
-    saved = sqlite_place.folder / "saved"
+def test_a_backup_overwrites_nothing(empty_place: Place) -> None:
+    saved = empty_place.folder / "saved"
     saved.write_text("precious")
-    with opened(sqlite_place) as store:
+    with opened(empty_place) as store:
         with pytest.raises(ConfigError, match="saved is there already, must be a new file"):
             store.backup(saved)
         with pytest.raises(StoreError, match=r"nowhere/saved can't be written"):
-            store.backup(sqlite_place.folder / "nowhere" / "saved")
+            store.backup(empty_place.folder / "nowhere" / "saved")
         with pytest.raises(StoreError, match="can't be written"):
-            store.backup(sqlite_place.folder / ("x" * 300))
-        for odd in (Path("saved"), sqlite_place.folder / "a\0b", Path("/")):
+            store.backup(empty_place.folder / ("x" * 300))
+        for odd in (Path("saved"), empty_place.folder / "a\0b", Path("/")):
             with pytest.raises(ConfigError):
                 store.backup(odd)
     assert saved.read_text() == "precious"
-    assert list(sqlite_place.folder.glob("*.part")) == []
+    assert list(empty_place.folder.glob("*.part")) == []
 
 
 def test_postgres_is_saved_by_its_own_tools(postgres_place: Place) -> None:

@@ -355,8 +355,8 @@ def test_a_server_that_does_not_lead_counts_what_its_calls_used(
     leader.close()
 
 
-def test_nobody_leads_a_new_database(place: Place) -> None:
-    with looking(host(place, "a")) as database:
+def test_nobody_leads_a_new_database(new_place: Place) -> None:
+    with looking(host(new_place, "a")) as database:
         assert leader_of(database) is None
         with pytest.raises(StoreError):
             raise_beat(database, 1)

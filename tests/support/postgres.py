@@ -14,7 +14,11 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import psycopg
+
 START_S = 60.0
+LOCK_MS = 20_000
+"""So long a connection that a test has left open may keep the next one waiting."""
 
 
 def programs() -> Path | None:
@@ -51,6 +55,17 @@ class Cluster:
         self._run("createdb", "-h", str(self._folder), "-U", "kvmig", name)
         return f"postgresql+psycopg://kvmig@/{name}?host={self._folder}"
 
+    def dump(self, url: str) -> str:
+        """What makes a database's tables and rows, as SQL."""
+        lines = self._run("pg_dump", "--inserts", "--no-owner", _plain(url)).splitlines()
+        return "\n".join(line for line in lines if not line.startswith("\\"))  # those are psql's
+
+    def refill(self, url: str, dumped: str) -> None:
+        """Leave nothing in a database but what was dumped: sooner done than a new one."""
+        whole = f"DROP SCHEMA public CASCADE; CREATE SCHEMA public; {dumped}"
+        with psycopg.connect(_plain(url), options=f"-c lock_timeout={LOCK_MS}") as connection:
+            connection.execute(whole.encode())
+
     def start(self) -> None:
         """Return once it takes connections."""
         self._server = subprocess.Popen(
@@ -74,11 +89,17 @@ class Cluster:
             self._server.wait(START_S)
             self._server = None
 
-    def _run(self, program: str, *args: str) -> None:
-        subprocess.run(
+    def _run(self, program: str, *args: str) -> str:
+        done = subprocess.run(
             [self._bin / program, *args],
-            user=_user(), check=True, timeout=START_S, capture_output=True, cwd="/",
+            user=_user(), check=True, timeout=START_S, capture_output=True, cwd="/", text=True,
         )  # fmt: skip
+        return done.stdout
+
+
+def _plain(url: str) -> str:
+    """As PostgreSQL's own programs take it."""
+    return url.replace("+psycopg", "", 1)
 
 
 @contextmanager
