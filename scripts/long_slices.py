@@ -20,7 +20,12 @@ from zlib import crc32
 SLICES = 32
 SECONDS = Path(__file__).resolve().parent.parent / "tests" / "long_seconds.json"
 WHOLE_FILES = frozenset(
-    {"test_serve_plugin_kinds", "test_serve_prompt_kills", "test_serve_session_kills"}
+    {
+        "test_serve_fleet_ledger",
+        "test_serve_plugin_kinds",
+        "test_serve_prompt_kills",
+        "test_serve_session_kills",
+    }
 )
 """All tests of these share one server, whatever their parameters."""
 START_S = 15.0

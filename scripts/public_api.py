@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from difflib import unified_diff
+from functools import cache
 from pathlib import Path
 
 import griffe
@@ -135,6 +136,7 @@ def _bases(of: griffe.Class) -> str:
     return f"({', '.join(words)})" if words else ""
 
 
+@cache
 def signatures() -> str:
     """The whole file."""
     lines = [HEAD]

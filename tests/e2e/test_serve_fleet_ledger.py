@@ -20,7 +20,7 @@ from tests.e2e.test_serve_fleet_quotas import new_key
 from tests.support import tiny_judges
 from tests.support.fleets import ToyFleet, kill, socket_of
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATIENCE_S = 60.0
 TEXT = "Count: 0017 0018"

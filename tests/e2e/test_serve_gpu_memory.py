@@ -79,6 +79,7 @@ def folder_of(nursery: Nursery) -> Path:
     return Path(nursery.environment[gpu_nursery.ORDERS])
 
 
+@pytest.mark.long
 def test_two_instances_share_a_gpu_without_a_flag_and_a_third_is_refused_in_bytes(
     nursery: Nursery, sees: None
 ) -> None:

@@ -24,7 +24,9 @@ FLAGS = ("--instances=1", "--shutdown-timeout=2")
 RUNNING = {"kvmig_instance_running", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"}
 
 
-@pytest.fixture(scope="module", params=["vllm", "transformers", "toy"])
+@pytest.fixture(
+    scope="module", params=["vllm", pytest.param("transformers", marks=pytest.mark.long), "toy"]
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

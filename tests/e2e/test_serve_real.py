@@ -17,7 +17,7 @@ from kvmig_tools.served import Served
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
 from tests.support.streams import Stream, row_of, run_moved, run_unmoved
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATH = "/v1/completions"
 FLAGS = (

@@ -32,11 +32,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_the_site_is_built_without_a_warning(site: Path) -> None:
     assert (site / "index.html").exists()
     assert "kvmig.engines.base.Engine.suspend" in (site / "api" / "engine-port.html").read_text()
 
 
+@pytest.mark.long
 def test_a_page_needs_nothing_from_elsewhere(site: Path) -> None:
     wanted = re.compile(r"<(?:script|img|iframe)[^>]+src=\"(?:https?:)?//|<link[^>]+href=\"https?:")
     pages = {page: wanted.findall(page.read_text()) for page in site.rglob("*.html")}

@@ -12,6 +12,7 @@ from kvmig_tools import fleet
 from kvmig_tools.fleet import FleetUp
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_fleet_that_does_not_come_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
