@@ -110,8 +110,7 @@ class FrontEnd:
         demand = -(-(len(prompt) + 1) // BLOCK_TOKENS)
         marks = MarkChain("", "").extend(prompt, len(prompt) - 1) if prefixes else ()
         marked = thread_time()
-        found = self._prefixes.find_tokens(marks, now)
-        held = {name: tokens / BLOCK_TOKENS for name, tokens in found.items()}
+        held = self._prefixes.find_blocks(marks, now, BLOCK_TOKENS)
         last = self._sessions.find(session) if prefixes else None
         if last is not None and not (marks and self._prefixes.has_report_of(last.instance)):
             held.setdefault(last.instance, last.presumed_blocks(demand))

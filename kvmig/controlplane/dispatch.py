@@ -7,6 +7,7 @@ others only if there is none. Ties go to the fewest requests, then round and rou
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import repeat
 from typing import Protocol
 
 import msgspec
@@ -244,14 +245,11 @@ class FewestWithRoom:
 
 def _held(view: ClusterView, request: NewRequest) -> Column:
     """Blocks of the request's prompt that each instance holds, at most the whole."""
-    held = np.zeros(len(view.instances))
-    known = {
-        row: blocks
-        for name, blocks in request.held_blocks.items()
-        if (row := view.row_of(name)) is not None
-    }
-    held[list(known)] = list(known.values())
-    return np.minimum(held, request.demand_blocks, out=held)
+    known, count = request.held_blocks, len(request.held_blocks)
+    held = np.zeros(len(view.instances) + 1)  # the last row takes what those hold that aren't here
+    rows = np.fromiter(map(view.rows.get, known, repeat(-1)), np.intp, count)
+    held[rows] = np.fromiter(known.values(), np.float64, count)
+    return np.minimum(held[:-1], request.demand_blocks)
 
 
 def _is_protected(view: ClusterView, priority: int) -> bool:

@@ -6,6 +6,7 @@ instances there are.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import islice
 
@@ -66,7 +67,8 @@ class PrefixIndex:
             self._clear(mark, bit)
         for mark in islice(added - held, max(0, MOST_MARKS - len(held))):
             held.add(mark)
-            self._bits[mark] = self._bits.get(mark, 0) | bit
+            others = self._bits.get(mark)
+            self._bits[mark] = bit if others is None else others | bit  # most have one, the same
 
     def has_report_of(self, instance: str) -> bool:
         """Whether the instance reports what it holds."""
@@ -89,66 +91,75 @@ class PrefixIndex:
         self._turn_over(now)
         bit = 1 << self._seat(instance)
         sent = self._sent.bits
-        for mark in marks:
-            sent[mark] = sent.get(mark, 0) | bit
+        # Marks come with all that are before them: the first ones were sent before, to some
+        # instance; of these the first were sent to this one.
+        known = bisect_left(marks, True, key=lambda mark: mark not in sent)
+        for mark in marks[known:]:
+            sent[mark] = bit
+        for mark in reversed(marks[:known]):
+            if sent[mark] & bit:
+                break
+            sent[mark] |= bit
         self._sent.seats |= bit
 
     def find_tokens(self, marks: Sequence[int], now: float) -> dict[str, int]:
         """Tokens of the prompt, from its first on, that an instance holds; those with none are left
         out. What an instance holds it holds from the first mark on, so that a few looks are enough.
         """
-        self._turn_over(now)
         found: dict[str, int] = {}
-        if marks:
-            holders = self._holders(marks[0])
-            last = len(marks) - 1
-            kept = holders & self._holders(marks[last])
-            self._find_ends(marks, (0, holders), (last, kept), found)
-            self._note(found, kept, len(marks))
+        for names, tokens in self._find_ends(marks, now):
+            found |= dict.fromkeys(names, tokens)
         return found
 
-    def _find_ends(
-        self,
-        marks: Sequence[int],
-        begin: tuple[int, int],
-        end: tuple[int, int],
-        found: dict[str, int],
-    ) -> None:
-        """Note those that hold the mark `begin` and not the mark `end`: where theirs end.
+    def find_blocks(self, marks: Sequence[int], now: float, block_tokens: int) -> dict[str, float]:
+        """The same in blocks of `block_tokens` tokens."""
+        found: dict[str, float] = {}
+        for names, tokens in self._find_ends(marks, now):
+            found |= dict.fromkeys(names, tokens / block_tokens)
+        return found
 
-        begin, end: a mark's place and those of whom it is asked that hold it.
-        """
-        (low, before), (high, after) = begin, end
-        if before == after:
-            return
-        if high - low == 1:
-            self._note(found, before & ~after, high)
-            return
-        place = (low + high) // 2
-        middle = place, before & (self._holders(marks[place]) | after)
-        self._find_ends(marks, begin, middle, found)
-        self._find_ends(marks, middle, end, found)
+    def _find_ends(self, marks: Sequence[int], now: float) -> list[tuple[tuple[str, ...], int]]:
+        """The instances that hold equally many tokens of the prompt, and how many."""
+        self._turn_over(now)
+        if not marks:
+            return []
+        reported, sent, before = self._bits.get, self._sent.bits.get, self._sent_before.bits.get
 
-    def _holders(self, mark: int) -> int:
-        return (
-            self._bits.get(mark, 0)
-            | self._sent.bits.get(mark, 0)
-            | self._sent_before.bits.get(mark, 0)
-        )
+        def holders(place: int) -> int:
+            mark = marks[place]
+            return reported(mark, 0) | sent(mark, 0) | before(mark, 0)
 
-    def _note(self, found: dict[str, int], seats: int, count: int) -> None:
-        if not seats:
-            return
+        first = holders(0)
+        if not first:
+            return []
+        last = len(marks) - 1
+        whole = first & holders(last)
+        ends = [(self._names_of(whole), len(marks) * MARK_TOKENS)] if whole else []
+        # (place, those that hold its mark, a later place, those of them that hold that one's)
+        spans = [(0, first, last, whole)]
+        while spans:
+            low, some, high, fewer = spans.pop()
+            while some != fewer and high - low > 1:
+                place = (low + high) // 2
+                here = some & (holders(place) | fewer)
+                if here == some:
+                    low = place
+                    continue
+                if here != fewer:
+                    spans.append((place, here, high, fewer))
+                high, fewer = place, here
+            if some != fewer:
+                ends.append((self._names_of(some & ~fewer), high * MARK_TOKENS))
+        return ends
+
+    def _names_of(self, seats: int) -> tuple[str, ...]:
         names = self._groups.get(seats)
         if names is None:
             if len(self._groups) >= MOST_GROUPS:
                 self._groups.clear()
-            names = self._groups[seats] = self._names_of(seats)
-        found.update(dict.fromkeys(names, count * MARK_TOKENS))
-
-    def _names_of(self, seats: int) -> tuple[str, ...]:
-        named = (name for at, name in enumerate(self._names) if seats >> at & 1)
-        return tuple(name for name in named if name is not None)
+            named = (name for at, name in enumerate(self._names) if seats >> at & 1)
+            names = self._groups[seats] = tuple(name for name in named if name is not None)
+        return names
 
     def _seat(self, instance: str) -> int:
         seat = self._seats.get(instance)

@@ -245,11 +245,16 @@ class ClusterView:
         self._columns = columns
         self._rows = rows
 
-    def row_of(self, instance: str) -> int | None:
-        """The instance's row; None: it isn't among these."""
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """The rows of all instances, by their names."""
         if self._rows is None:
             self._rows = {one.instance: row for row, one in enumerate(self.instances)}
-        return self._rows.get(instance)
+        return self._rows
+
+    def row_of(self, instance: str) -> int | None:
+        """The instance's row; None: it isn't among these."""
+        return self.rows.get(instance)
 
     def rows_of(self, instances: Iterable[str]) -> Mask:
         """The rows of these instances; those that aren't here have none."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b, shake_256
 from typing import NamedTuple
 
@@ -33,6 +34,10 @@ _WEIGHTS: NDArray[np.uint64] = _ODD[:MARK_TOKENS]
 _GROWTH = int(_ODD[MARK_TOKENS])
 """The weights after a mark are those before it times this, modulo 2^64."""
 _MODULUS = 1 << 64
+POWERS: NDArray[np.uint64] = np.multiply.accumulate(
+    np.array([1] + [_GROWTH] * 8191, dtype=np.uint64)
+)
+"""The powers of `_GROWTH` for the marks of a million tokens."""
 
 
 class MediaSpan(NamedTuple):
@@ -47,13 +52,11 @@ class MediaSpan(NamedTuple):
 class MarkChain:
     """The marks of one prompt, or of a request that grows."""
 
-    __slots__ = ("_factor", "_mark", "_media", "tokens")
+    __slots__ = ("_mark", "_media", "tokens")
 
     def __init__(self, salt: str, adapter: str, media: Sequence[MediaSpan] = ()) -> None:
         """salt: under which the prompt is cached; adapter: its LoRA adapter; empty: none."""
         self._mark = _number_of(f"{salt}\0{adapter}")
-        self._factor = 1
-        """The weights from here on are multiplied by it."""
         self._media = media
         self.tokens = 0
         """Tokens that have their marks."""
@@ -64,23 +67,26 @@ class MarkChain:
         count = (end - first) // MARK_TOKENS
         if count <= 0:
             return []
+        if count > len(POWERS):
+            half = first + count // 2 * MARK_TOKENS
+            return [*self.extend(tokens, half), *self.extend(tokens, end)]
         self.tokens = end = first + count * MARK_TOKENS
         # A slice of the whole would take a sixth as long as all that follows.
         whole = not first and isinstance(tokens, list) and len(tokens) - end < MARK_TOKENS
-        numbers = array("Q", tokens if whole else tokens[first:end])
+        some = tokens if whole else tokens[first:end]
+        numbers = array("Q")
+        numbers.fromlist(some if isinstance(some, list) else list(some))  # faster than `array` is
         rows = np.frombuffer(numbers, np.uint64, count * MARK_TOKENS).reshape(count, MARK_TOKENS)
         sums = rows @ _WEIGHTS
         if self._media:
             sums += self._media_numbers(first, count)
-        factors = np.full(count, _GROWTH, np.uint64)
-        factors[0] = self._factor
-        np.multiply.accumulate(factors, out=factors)
-        sums *= factors
+        sums *= POWERS[:count]
+        if first:
+            sums *= pow(_GROWTH, first // MARK_TOKENS, _MODULUS)
         np.add.accumulate(sums, out=sums)
         sums += self._mark
         marks: list[int] = sums.tolist()
         self._mark = marks[-1]
-        self._factor = int(factors[-1]) * _GROWTH % _MODULUS
         return marks
 
     def _media_numbers(self, first: int, count: int) -> NDArray[np.uint64]:
@@ -94,5 +100,6 @@ class MarkChain:
         return np.array([one % _MODULUS for one in added], np.uint64)
 
 
+@lru_cache(maxsize=1024)
 def _number_of(words: str) -> int:
     return int.from_bytes(blake2b(words.encode(), digest_size=MARK_BYTES).digest())

@@ -522,10 +522,7 @@ class InstancePool:
         now = self._clock()
         demand_blocks = math.ceil((order.tokens + 1) / self.block_tokens)
         marks = self._marks_of(order)
-        held = {
-            name: tokens / self.block_tokens
-            for name, tokens in self._prefixes.find_tokens(marks, now).items()
-        }
+        held = self._prefixes.find_blocks(marks, now, self.block_tokens)
         last = None if order.session is None else self._sessions.find(order.session)
         if last is not None and not (marks and self._prefixes.has_report_of(last.instance)):
             held.setdefault(last.instance, last.presumed_blocks(demand_blocks))

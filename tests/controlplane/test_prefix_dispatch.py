@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvmig.controlplane.dispatch import FewestWithRoom, NewRequest
 from kvmig.controlplane.view import ClusterView, InstanceView
@@ -84,3 +86,14 @@ def test_a_short_beginning_that_all_hold_leaves_the_choice_as_it_is() -> None:
 
 def test_an_instance_that_is_gone_counts_for_nothing() -> None:
     assert pick(view(3, 2), gone=90.0) == "i1"
+
+
+@given(
+    st.dictionaries(st.sampled_from(("i0", "i1", "i2", "i3", "gone", "left")), st.floats(0, 120)),
+    st.lists(st.integers(0, 20), min_size=4, max_size=4),
+)
+def test_neither_the_order_of_names_nor_those_that_are_gone_change_the_choice(
+    held: dict[str, float], running: list[int]
+) -> None:
+    here = {name: blocks for name, blocks in reversed(held.items()) if name.startswith("i")}
+    assert pick(view(*running), **held) == pick(view(*running), **here)

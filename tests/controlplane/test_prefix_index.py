@@ -52,6 +52,29 @@ def test_the_ends_of_all_are_found(held: list[tuple[int, int]]) -> None:
     assert index.find_tokens([*marks, 7], 0.0) == ends
 
 
+CHAIN = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(
+    lambda turns: [int("1" + "".join(map(str, turns[: at + 1])), 2) for at in range(len(turns))]
+)
+"""Marks of a prompt: each stands for all turns so far."""
+
+
+@given(st.lists(st.tuples(NAMES, CHAIN), max_size=12), CHAIN)
+def test_prompts_that_share_beginnings_are_found_wherever_they_were_sent(
+    sends: list[tuple[str, list[int]]], asked: list[int]
+) -> None:
+    index = PrefixIndex()
+    sent: dict[str, set[int]] = {}
+    for name, chain in sends:
+        index.expect(name, chain, 0.0)
+        sent.setdefault(name, set()).update(chain)
+    for chain in (asked, *(chain for _, chain in sends)):
+        counts = {name: sum(mark in marks for mark in chain) for name, marks in sent.items()}
+        found = index.find_tokens(chain, 0.0)
+        assert found == {name: tokens(count) for name, count in counts.items() if count}
+        blocks = index.find_blocks(chain, 0.0, 48)
+        assert blocks == {name: held / 48 for name, held in found.items()}
+
+
 class CountedMarks(list[int]):
     """Counts the looks at them."""
 

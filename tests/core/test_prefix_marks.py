@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmig.core import prefix_marks
 from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain, MediaSpan
 from kvmig.engines.held_marks import MARK_METHOD
 
@@ -35,6 +39,22 @@ def test_a_request_that_grows_has_the_marks_of_one_that_came_whole(
     for end in [*sorted(min(end, len(tokens)) for end in ends), len(tokens)]:
         found += chain.extend(tokens, end)
     assert found == marks(tokens)
+
+
+@given(TOKENS, st.integers(1, 3))
+def test_a_prompt_of_more_marks_than_there_are_powers_kept_has_the_same(
+    tokens: list[int], kept: int
+) -> None:
+    expected = marks(tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_marks, "POWERS", prefix_marks.POWERS[:kept])
+        assert marks(tokens) == expected
+
+
+def test_tokens_of_another_kind_than_a_list_have_the_same_marks() -> None:
+    tokens = list(range(3 * MARK_TOKENS + 5))
+    for kind in (tuple(tokens), array("I", tokens)):
+        assert MarkChain("", "").extend(kind, len(kind)) == marks(tokens)
 
 
 def test_nothing_is_found_under_another_salt_or_adapter() -> None:
