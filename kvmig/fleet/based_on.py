@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvmig.accounts.keys import Limits
-from kvmig.fleet.account_lists import ListWindow
 from kvmig.fleet.limit_changes import named_of
 from kvmig.fleet.shown_specs import shown_spec
 from kvmig.fleet.spec import ModelSpec
-from kvmig.fleet.store import FleetStore, NameTaken
+from kvmig.fleet.store import FleetStore, NameTaken, NotThere
 
 MOST_VALUE = 100
 """Characters of a changed value that are shown."""
@@ -87,15 +86,18 @@ def check_values(what: str, based_on: Mapping[str, Any], now: Mapping[str, Any])
 
 def limits_of_key(store: FleetStore, prefix: str) -> dict[str, Any] | None:
     """The limits of a key; None: there is no such key."""
-    rows = store.find_keys(None, ListWindow(prefix)).rows
-    return next((limits_in(one.terms) for one in rows if one.prefix == prefix), None)
+    try:
+        return limits_in(store.key(prefix).terms)
+    except NotThere:
+        return None
 
 
 def values_of_user(store: FleetStore, name: str, fields: Collection[str]) -> dict[str, Any] | None:
     """What these fields of a user are, of role, disabled and the limits of all keys; None: there is
     no such user."""
-    found = next((one for one in store.find_users(ListWindow(name)).rows if one.name == name), None)
-    if found is None:
+    try:
+        found = store.user(name)
+    except NotThere:
         return None
     every = {"role": found.role, "disabled": found.disabled, **limits_in(found.limits)}
     return {field: every[field] for field in fields}

@@ -85,7 +85,7 @@ def key_for(
     """A new key of the person's user, who is made at the first time. address: for the audit, as the
     user's name is: a token may have another one each time. name: the key's. Raises LoginRefused,
     ConfigError, StoreError."""
-    user = next((one for one in store.users() if one.subject == person.subject), None)
+    user = store.user_of(person.subject)
     actor = OrderActor(f"{person.name if user is None else user.name} (login)", address)
     if user is None:
         user = store.add_user(person.name, person.role, actor, subject=person.subject)

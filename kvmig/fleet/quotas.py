@@ -12,12 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Table, case, delete, exists, func, select
+from sqlalchemy import ColumnElement, Table, case, delete, exists, func, or_, select
 from sqlalchemy.engine import Connection
 
 from kvmig.accounts.allowances import SMALL, TokenGrant, TokenRequest
@@ -48,6 +50,8 @@ from kvmig.proxy.messages import QuotaLeft
 OVER = "the call is over"
 LINE_BYTES = 1 << 20
 """Most bytes of a front end's message."""
+MOST_NAMED = 1000
+"""Accounts that a query names; one about more of them reads those of all."""
 
 log = logging.getLogger(__name__)
 
@@ -207,20 +211,46 @@ def left(database: FleetDatabase, keys: Iterable[KeyGrant], now: float) -> dict[
     """What isn't used of the quotas of keys and their users in this period, by `AppliedQuota.id`.
     What of it calls have reserved, they may give back.
 
-    Raises StoreError.
+    However many quotas there are, the ledger is asked once. Raises StoreError.
     """
     every = {one.id: one for key in keys for one in quotas_of(key)}
     if not every:
         return {}
+    accounts = {one.whose.id for one in every.values()}
     with database.transaction(reading=True) as connection:
-        return {
-            one.id: QuotaLeft(
-                one.tokens
-                - int(connection.execute(_used(one, period_of(one.period, now))).scalar() or 0),
-                begins_anew(one.period, now),
-            )
-            for one in every.values()
-        }
+        used = _used_by(connection, accounts, {one.period for one in every.values()}, now)
+    return {
+        one.id: QuotaLeft(
+            one.tokens - used[one.whose.id, one.period, one.model], begins_anew(one.period, now)
+        )
+        for one in every.values()
+    }
+
+
+def _used_by(
+    connection: Connection, accounts: Collection[str], kinds: Collection[Period], now: float
+) -> Counter[tuple[str, Period, str]]:
+    """Tokens that the ledger has of this period, by account, kind of period, and model; the model
+    is empty for those of all models together. accounts: ids of users, and origins of keys.
+    """
+    periods = {kind: period_of(kind, now) for kind in kinds}
+    day, tokens = usage_daily.c.day, usage_daily.c.prompt + usage_daily.c.output
+    sums = [func.sum(case((day.startswith(begin), tokens), else_=0)) for begin in periods.values()]
+    whose = (api_keys.c.origin, api_keys.c.user_id)
+    wanted = (
+        select(*whose, usage_daily.c.model, *sums)
+        .join_from(usage_daily, api_keys, usage_daily.c.key_id == api_keys.c.id)
+        .where(day >= min(periods.values()))
+        .group_by(*whose, usage_daily.c.model)
+    )
+    if len(accounts) <= MOST_NAMED:
+        wanted = wanted.where(or_(*(one.in_(sorted(accounts)) for one in whose)))
+    used: Counter[tuple[str, Period, str]] = Counter()
+    for origin, user, model, *counts in connection.execute(wanted):
+        for kind, count in zip(periods, counts, strict=True):
+            for account, of in product((origin, user), {"", model}):
+                used[account, kind, of] += int(count)
+    return used
 
 
 class QuotaSocket:

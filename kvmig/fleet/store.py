@@ -393,11 +393,17 @@ class FleetStore:
 
     # -- users and keys
 
-    def users(self) -> list[UserRow]:
-        """The rows, by name."""
+    def user_of(self, subject: str) -> UserRow | None:
+        """The user that a person of an identity provider has here, if there is one."""
+        wanted = select(users).where(users.c.subject == subject)
         with self.database.transaction(reading=True) as connection:
-            found = connection.execute(select(users).order_by(users.c.name)).mappings()
-            return self.set_aside.readable("user", found, _user_row)
+            found = connection.execute(wanted).mappings()
+            return next(iter(self.set_aside.readable("user", found, _user_row)), None)
+
+    def user(self, name: str) -> UserRow:
+        """Raises NotThere."""
+        with self.database.transaction(reading=True) as connection:
+            return _user(connection, name)
 
     def find_users(self, window: ListWindow) -> FoundRows[UserRow]:
         """Users by name."""
@@ -455,6 +461,11 @@ class FleetStore:
         with self.database.transaction(reading=True) as connection:
             rows = connection.execute(wanted).mappings()
             return self.set_aside.readable("key", rows, _key_row)
+
+    def key(self, prefix: str) -> KeyRow:
+        """Raises NotThere."""
+        with self.database.transaction(reading=True) as connection:
+            return _key(connection, prefix)
 
     def find_keys(self, user: str | None, window: ListWindow) -> FoundRows[KeyRow]:
         """Keys of all users, or of one: those that are not revoked first, by user, the newest

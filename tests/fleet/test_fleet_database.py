@@ -22,6 +22,7 @@ from sqlalchemy import text
 from kvmig.accounts.keys import KeyTerms
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import migrations
+from kvmig.fleet.account_lists import ListWindow
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import SCHEMA, DatabaseUnusable, LeadershipLost, StoreError, metadata
 from tests.support import postgres
@@ -117,7 +118,7 @@ def test_a_database_that_the_seven_revisions_of_before_0_1_0_made_is_opened(
     with opened(empty_place) as store:
         with store.database.transaction(reading=True) as connection:
             assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-        assert [user.name for user in store.users()] == ["bea"]
+        assert [user.name for user in store.find_users(ListWindow()).rows] == ["bea"]
         assert [key.prefix for key in store.keys("bea")] == ["4jez2qq5"]
         assert [model.name for model in store.models()] == ["qwen"]
         store.add_user("carl", "user", ANNA)
@@ -360,7 +361,9 @@ def test_a_transaction_that_postgres_cuts_is_not_half_done(
 
         with pytest.raises(StoreError, match="can't be used"):
             cut()
-        assert [(row.role, row.disabled) for row in store.users()] == [("user", False)]
+        assert [(row.role, row.disabled) for row in store.find_users(ListWindow()).rows] == [
+            ("user", False)
+        ]
 
 
 def test_another_server_may_take_over_what_postgres_cut(postgres_place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvmig.accounts.allowances import TokenGrant, TokenRequest
 from kvmig.accounts.keys import KeyGrant, KeyTerms, ModelQuota, Period, quotas_of
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
+from kvmig.fleet import quotas
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.quotas import (
     begins_anew,
@@ -29,7 +31,7 @@ from kvmig.fleet.quotas import (
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import grants
 from tests.support.examples import examples
-from tests.support.fleet_stores import ANNA, Place
+from tests.support.fleet_stores import ANNA, Place, database_reads
 
 NOON = datetime(2026, 12, 31, 12, tzinfo=UTC).timestamp()
 DAY_S = 86400.0
@@ -277,6 +279,27 @@ def test_limits_of_a_key_change_with_those_of_the_one_that_it_takes_the_place_of
     of_old = grant_of(store, old.prefix)
     assert (of_old.quota, of_old.expires) == (77, place.now + 60)
     assert grant_of(store, new.prefix).expires is None
+
+
+@pytest.mark.parametrize("named", [0, quotas.MOST_NAMED])
+def test_what_is_left_of_many_quotas_is_asked_of_the_ledger_once(
+    store: FleetStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: int
+) -> None:
+    monkeypatch.setattr(quotas, "MOST_NAMED", named)
+    store.set_user("bea", ANNA, limits={"quota": 10_000, "period": "month"})
+    kinds: list[Period] = ["day", "month", "total"]
+    keys = [key(store, 1000, kinds[at % 3]) for at in range(30)]
+    days = (NOON, NOON - DAY_S, NOON - 40 * DAY_S)
+    for at, (of, began) in enumerate(product(keys[:3], days), 1):
+        count(store, tmp_path, of, at, prompt=1, output=at, began=began, ended=began)
+
+    with database_reads() as reads:
+        found = left(store.database, keys, NOON)
+
+    assert len(reads.of("usage_daily")) == 1
+    of_keys = [1000 - found[one.origin].tokens for one in keys]
+    assert of_keys == [2, 5 + 6, 8 + 9 + 10, *[0] * 27]
+    assert 10_000 - found[keys[0].user_id].tokens == 2 + 3 + 5 + 6 + 8 + 9
 
 
 # -- of one model

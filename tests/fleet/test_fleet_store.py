@@ -17,10 +17,12 @@ from sqlalchemy import delete, text, update
 
 from kvmig.accounts.keys import EXPIRED_S, KeyIndex, KeyTerms
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.account_lists import ListWindow
+from kvmig.fleet.based_on import limits_of_key, values_of_user
 from kvmig.fleet.spec import FleetFile
 from kvmig.fleet.store import FleetStore, KeyRow, NameTaken, NotThere, OrderActor
 from kvmig.fleet.tables import StoreError, api_keys, audit, revisions, rollouts
-from tests.support.fleet_stores import ANNA, Place
+from tests.support.fleet_stores import ANNA, Place, database_reads
 
 # -- models
 
@@ -378,13 +380,32 @@ def test_who_is_no_admin_any_more_has_no_admins_keys(store: FleetStore) -> None:
     assert scopes[row.prefix] == ("infer",)
 
 
+def test_what_an_order_about_one_user_or_key_is_compared_with_is_read_without_the_others(
+    sqlite_place: Place,
+) -> None:
+    store = sqlite_place.store()
+    store.open()
+    for name in ("bea", *(f"bea-{at}" for at in range(20))):
+        store.add_user(name, "user", ANNA)
+    row, _ = store.create_key("bea", "x", KeyTerms(rpm=7), ANNA)
+    for _ in range(20):
+        store.create_key("bea", row.prefix, KeyTerms(), ANNA)
+    with database_reads() as reads:
+        assert values_of_user(store, "bea", ["role"]) == {"role": "user"}
+        assert (limits_of_key(store, row.prefix) or {})["rpm"] == 7
+        assert values_of_user(store, "nobody", ["role"]) is None
+        assert limits_of_key(store, "nothing") is None
+    assert len(reads.rows) == 2
+    store.close()
+
+
 @pytest.mark.parametrize("change", [{"role": "user"}, {"disabled": True}])
 def test_one_admin_remains(store: FleetStore, change: dict[str, str | bool]) -> None:
     store.first_admin_key()
     with pytest.raises(ConfigError, match="admin is the only admin"):
         store.set_user("admin", ANNA, **change)  # type: ignore[arg-type]
-    assert store.users()[0].role == "admin"
-    assert not store.users()[0].disabled
+    assert store.find_users(ListWindow()).rows[0].role == "admin"
+    assert not store.find_users(ListWindow()).rows[0].disabled
 
 
 @pytest.mark.parametrize(
@@ -397,7 +418,7 @@ def test_one_admin_remains(store: FleetStore, change: dict[str, str | bool]) -> 
 def test_a_user_is_checked(store: FleetStore, name: str, role: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         store.add_user(name, role, ANNA)
-    assert store.users() == []
+    assert store.find_users(ListWindow()).rows == []
 
 
 def test_users_and_keys_that_are_not_there_are_named(store: FleetStore) -> None:

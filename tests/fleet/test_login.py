@@ -17,11 +17,12 @@ from joserfc.jwk import ECKey
 
 from kvmig.accounts.people import LoginTerms
 from kvmig.fleet import identity_provider
+from kvmig.fleet.account_lists import ListWindow
 from kvmig.fleet.api import STATUS, answer_with
 from kvmig.fleet.identity_provider import AWAY_S, IdentityProvider, ProviderAway
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.store import FleetStore
-from tests.support.fleet_stores import ANNA, Place
+from tests.support.fleet_stores import ANNA, Place, database_reads
 from tests.support.provider_site import CLIENT, ProviderSite, new_key, provider_site
 
 
@@ -117,8 +118,19 @@ async def test_a_person_stays_the_same_user_with_the_role_of_today(
     assert (first["role"], again["role"]) == ("admin", "user")
     assert first["user"] == again["user"] == "bea"
     assert first["terms"]["scopes"] == ["infer", "read", "admin"]
-    roles = {row.name: row.role for row in logins.store.users()}
+    roles = {row.name: row.role for row in logins.store.find_users(ListWindow()).rows}
     assert roles == {"admin": "admin", "bea": "user"}
+
+
+async def test_a_log_in_reads_no_other_user(logins: Logins, site: ProviderSite) -> None:
+    await logins.log_in(site.token())
+    for at in range(50):
+        logins.store.add_user(f"user-{at}", "user", ANNA)
+    with database_reads() as reads:
+        status, _ = await logins.log_in(site.token())
+    assert status == 200
+    assert reads.of("users")
+    assert [row for row in reads.rows if "user-" in repr(row)] == []
 
 
 async def test_a_person_does_not_become_a_user_whom_an_admin_has_made(

@@ -19,6 +19,7 @@ from sqlalchemy import update
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import standby, tables
+from kvmig.fleet.account_lists import ListWindow
 from kvmig.fleet.leadership import BEAT_S, LeaderRow
 from kvmig.fleet.ledger import merge, sums
 from kvmig.fleet.settings import FleetSettings, check_settings
@@ -131,7 +132,7 @@ def test_a_leader_that_is_followed_hears_of_it_and_writes_nothing_more(place: Pl
     with pytest.raises(LeadershipLost, match="b leads the fleet now"):
         one.add_user("carl", "user", ANNA)
     other.add_user("dora", "user", ANNA)
-    assert [row.name for row in other.users()] == ["bea", "dora"]
+    assert [row.name for row in other.find_users(ListWindow()).rows] == ["bea", "dora"]
     assert other.database.token > token
     one.close()
     other.close()
@@ -150,7 +151,7 @@ async def test_a_standby_leads_at_once_when_the_lead_is_left(place: Place) -> No
         await asyncio.to_thread(store.close)
         async with asyncio.timeout(5):
             await task
-    assert [row.name for row in other.users()] == ["bea"]
+    assert [row.name for row in other.find_users(ListWindow()).rows] == ["bea"]
     other.close()
 
 
@@ -274,7 +275,7 @@ async def test_a_leader_that_is_killed_or_stands_still_loses_no_order_and_does_n
         rest, _ = await asyncio.to_thread(process.communicate, timeout=20)
     said += rest.split()
     numbers = [one for one in said if one.isdecimal()]
-    names = {row.name for row in other.users()}
+    names = {row.name for row in other.find_users(ListWindow()).rows}
     audited = [row.object for row in other.audit(limit=100_000)]
     assert {f"u{number}" for number in numbers} <= names, "what was answered is there"
     assert sorted(audited) == sorted(names), "each order once, with its row of the audit"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import create_engine
+from sqlalchemy import Engine, Pool, create_engine, event
 from sqlalchemy.pool import NullPool
 
 from kvmig.core.clock import monotonic
@@ -57,3 +60,41 @@ def idle_files(
         return
 
     return ModelFiles(settings, store.database, stored, changed, set, monotonic, time.time)
+
+
+@dataclass
+class DatabaseReads:
+    """What was asked of databases, and how much of it SQLite gave."""
+
+    queries: list[str] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def of(self, table: str) -> list[str]:
+        """The queries that read a table."""
+        return [one for one in self.queries if table in one]
+
+
+@contextmanager
+def database_reads() -> Iterator[DatabaseReads]:
+    """What this process reads from databases within the block."""
+    made = DatabaseReads()
+
+    def note(_: Any, __: Any, statement: str, *___: Any) -> None:
+        if statement.startswith("SELECT"):
+            made.queries.append(statement)
+
+    def count(connection: Any, *_: Any) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.row_factory = take
+
+    def take(_: sqlite3.Cursor, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        made.rows.append(row)
+        return row
+
+    event.listen(Engine, "before_cursor_execute", note)
+    event.listen(Pool, "checkout", count)
+    try:
+        yield made
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+        event.remove(Pool, "checkout", count)
