@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.golden_outputs import metrics
 from scripts.monitoring.__main__ import DEPLOY, RULES, files
 from scripts.monitoring.panels import BOARDS, BoardSpec
 from scripts.monitoring.rules import AlertTimes, alert_rules
@@ -21,6 +22,8 @@ CASES = ROOT / "tests" / "house" / "alert_rules.yml"
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: Debian's prometheus")
 NAME = re.compile(r"\bkvmig_[a-z_]+")
+OTHER_UNITS = re.compile(r"_(ns|us|ms|s|[kmg]i?b|percent|milliseconds|minutes|hours)(_|$)")
+UNIT_INSIDE = re.compile(r"_(seconds|bytes|ratio)_(?!total$)")
 SUFFIXES = re.compile(r"_(total|bucket|count|sum|info)$")
 
 
@@ -73,6 +76,17 @@ def test_every_metric_that_is_asked_for_is_one_of_kvmigs() -> None:
     columns = {"kvmig_instance_" + name for name in re.findall(r'^    "([a-z_]+)": "', text, re.M)}
     unknown = {one for one in names - columns if f'"{SUFFIXES.sub("", one)}' not in text}
     assert unknown == set()
+
+
+def test_every_metric_says_what_it_is_and_its_name_ends_with_a_base_unit_if_it_has_one() -> None:
+    shown = [line for text in metrics().values() for line in text.splitlines()]
+    assert [line for line in shown if not re.search(r": [A-Z1].*\.$", line)] == []
+    timed = {line.split(" ")[0] for line in shown if " histogram " in line}
+    names = {line.split(" ")[0] for line in shown} | set(
+        re.findall(r'"(kvmig_[a-z_]+)"', written())
+    )
+    assert [one for one in timed if not one.endswith("_seconds")] == []
+    assert [one for one in names if OTHER_UNITS.search(one) or UNIT_INSIDE.search(one)] == []
 
 
 def test_every_alert_has_a_case_in_which_it_fires() -> None:
