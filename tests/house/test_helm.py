@@ -139,6 +139,32 @@ def test_an_admins_key_reaches_drains_and_prometheus_from_a_secret_only() -> Non
         assert "kvmig-admin" in text or name == "fleet"
 
 
+@pytest.mark.parametrize(("name", "pod"), [("ray", "instance"), ("servers", "Deployment")])
+def test_pods_with_instances_are_disrupted_one_at_a_time(name: str, pod: str) -> None:
+    manifests = rendered(values_of(name))
+    budget = manifests["PodDisruptionBudget"]["spec"]
+    assert budget["maxUnavailable"] == 1
+    every = pods_of(manifests)
+    chosen = budget["selector"]["matchLabels"].items()
+    assert [one for one in every if chosen <= every[one]["metadata"]["labels"].items()] == [pod]
+
+
+def test_the_only_pod_of_a_fleet_keeps_no_node_from_being_drained() -> None:
+    assert "PodDisruptionBudget" not in rendered(values_of("fleet"))
+
+
+@pytest.mark.parametrize(("name", "key"), [("fleet", "kvmig-admin"), ("servers", None)])
+def test_prometheus_scrapes_the_service_of_the_release(name: str, key: str | None) -> None:
+    manifests = rendered(values_of(name))
+    monitor, service = manifests["ServiceMonitor"]["spec"], manifests["Service"]
+    labels = service["metadata"]["labels"].items()
+    assert monitor["selector"]["matchLabels"].items() <= labels
+    (end,) = monitor["endpoints"]
+    assert (end["path"], end["honorLabels"]) == ("/metrics", True)
+    assert end["port"] in [one["name"] for one in service["spec"]["ports"]]
+    assert end.get("authorization", {}).get("credentials", {}).get("name") == key
+
+
 def test_models_processes_inherit_neither_the_admins_key_nor_the_databases_password() -> None:
     pods = pods_of(rendered(values_of("ray")))
     for what, secret in (("instance", "KVMIG_KEY"), ("head", "KVMIG_DATABASE")):
