@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
@@ -32,6 +32,7 @@ from kvmig.frontend.openai.vllm import (
     spelling,
 )
 from tests.support.vllm_application import MODEL, application, client_of
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.engine
 TOKENS, LIKELIEST = 40, 5
@@ -264,6 +265,63 @@ async def test_chunks_that_nobody_waits_for_are_made_no_more() -> None:
     assert [await anext(chunks), await anext(chunks)] == [1, 1]
     await chunks.aclose()
     assert ended == ["results", "maker"]
+
+
+async def one_and_no_more(ended: list[str]) -> AsyncGenerator[int, None]:
+    """As of a request whose engine is paused after its first token."""
+    try:
+        yield 1
+        await asyncio.Event().wait()
+    finally:
+        ended.append("results")
+
+
+async def test_a_maker_that_waits_for_a_result_ends_once_its_client_leaves() -> None:
+    ended: list[str] = []
+
+    async def make(results: Any) -> Any:
+        try:
+            async for one in results:
+                yield one
+        finally:
+            ended.append("maker")
+
+    chunks = answer_chunks.made_chunks(make, one_and_no_more(ended), lambda _: 0)
+    assert await anext(chunks) == 1
+    waiting = asyncio.ensure_future(anext(chunks))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert ended == ["results", "maker"]
+
+
+@pytest.mark.parametrize("makes", [True, False])
+async def test_a_maker_whose_client_leaves_while_it_makes_a_chunk_ends_after_that(
+    makes: bool,
+) -> None:
+    """makes: whether the result makes a chunk; else the maker waits for the next one."""
+    ended: list[str] = []
+    begun, going_on = threading.Event(), threading.Event()
+
+    async def make(results: Any) -> Any:
+        try:
+            async for one in results:
+                begun.set()
+                going_on.wait(60)
+                if makes:
+                    yield one
+        finally:
+            ended.append("maker")
+
+    many = logprob_counts.MANY + 1
+    chunks = answer_chunks.made_chunks(make, one_and_no_more(ended), lambda _: many)
+    waiting = asyncio.ensure_future(anext(chunks))
+    await asyncio.to_thread(begun.wait, 60)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert ended == ["results"]
+    going_on.set()
+    await until(lambda: ended == ["results", "maker"])
 
 
 async def test_an_input_of_many_items_is_checked_on_another_thread() -> None:

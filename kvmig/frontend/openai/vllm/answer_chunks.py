@@ -8,6 +8,7 @@ wait for nothing except results, so each step of them can be made on a thread.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
@@ -56,12 +57,18 @@ def _pause() -> Generator[None, None, None]:
 
 
 class ChunkSteps:
-    """Makes chunks of results, a step at a time, on any thread."""
+    """Makes chunks of results, a step at a time, on any thread; `close` is for the event loop's."""
 
     def __init__(self, make: Callable[[AsyncIterator[Any]], Chunks]) -> None:
         self._feed = _ResultFeed()
         self._chunks = make(self._feed)
         self._step: Any = None
+        """The step that waits for a result."""
+        self._lock = threading.Lock()
+        """Has what `close` and a step on a thread both look at: the next two."""
+        self._steps = False
+        """Whether a step is being made."""
+        self._closed = False
 
     def feed(self, result: Any) -> None:
         """A result; an exception in its place; or None: there are no more."""
@@ -69,6 +76,20 @@ class ChunkSteps:
 
     def make_next(self) -> Any:
         """The next chunk; None if it takes another result. Raises StopAsyncIteration at the end."""
+        with self._lock:
+            if self._closed:
+                raise StopAsyncIteration
+            self._steps = True
+        try:
+            return self._make_step()
+        finally:
+            with self._lock:
+                self._steps = False
+                left = self._closed
+            if left:  # its client has left meanwhile
+                self._end()
+
+    def _make_step(self) -> Any:
         step, self._step = self._step or self._chunks.__anext__(), None
         try:
             waits_for = step.send(None)
@@ -80,17 +101,26 @@ class ChunkSteps:
         return None
 
     def close(self) -> None:
-        """Let the maker end."""
-        if self._step is not None:
-            self._step.close()
-        if self._chunks.ag_running:
-            return  # on a thread, whose client has left: it ends with that step
-        closing = self._chunks.aclose()
+        """Let the maker end; one that makes a step on a thread ends after it."""
+        with self._lock:
+            self._closed = True
+            if self._steps:
+                return
+        self._end()
+
+    def _end(self) -> None:
+        """A maker that waits for a result must be ended by way of its step: it counts as running,
+        and can't be closed."""
+        step, self._step = self._step, None
         try:
-            closing.send(None)
-        except StopIteration:
-            return
-        raise RuntimeError("it waits for something at its end")
+            if step is None:
+                self._chunks.aclose().send(None)
+            else:
+                step.throw(GeneratorExit)
+        except (StopIteration, StopAsyncIteration, GeneratorExit):
+            if self._chunks.ag_frame is None:
+                return
+        raise RuntimeError("it goes on at its end")
 
 
 async def made_chunks(
