@@ -525,8 +525,9 @@ class TrainableEngine(ServingEngine, Protocol):
         """Load the weights at `source`, forget what the prefix cache has of those before, and
         return their identity, which `layout` has as well.
 
-        Requests that come meanwhile begin under the new weights. Raises WeightsInUse while the
-        engine has requests, and ConfigError for a source that isn't there: then all is as before.
-        After any other error the weights are part old: requests wait until another load succeeds.
+        Requests that come meanwhile begin under the new weights. What a migration that was given up
+        still holds is waited for. Raises WeightsInUse while the engine has requests, and
+        ConfigError for a source that isn't there: then all is as before. After any other error the
+        weights are part old: requests wait until another load succeeds.
         """
         ...

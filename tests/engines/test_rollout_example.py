@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
+import kvmig
 from examples.rollout import RolloutRounds, pack_tail
-from kvmig.core.errors import ConfigError, WeightsInUse
+from kvmig.core.errors import ConfigError, NotParked, WeightsInUse
 from kvmig.engines.toy.engine import ToyEngine
 from kvmig.engines.toy.script import ScriptFile, ToyScript
 from tests.support import count_down
@@ -101,6 +102,51 @@ async def test_a_toy_with_a_request_keeps_its_weights(tmp_path: Path) -> None:
     engine.abort(["r"])
     assert await engine.load_weights(script(tmp_path, 2)) == "counts-by-2"
     await engine.close(5.0)
+
+
+class HeldScatter:
+    """A toy's copies into its cache, of which the first one waits for `free`."""
+
+    def __init__(self, engine: ToyEngine) -> None:
+        self.began, self.free = asyncio.Event(), asyncio.Event()
+        self._scatter, engine.scatter = engine.scatter, self.scatter
+
+    async def scatter(
+        self, block_ids: Sequence[int], data: memoryview, urgent: bool = False
+    ) -> list[int]:
+        self.began.set()
+        await self.free.wait()
+        return await self._scatter(block_ids, data, urgent)
+
+
+async def test_what_a_given_up_move_holds_is_waited_for_before_a_toy_forgets_its_cache(
+    tmp_path: Path,
+) -> None:
+    engines = {name: ToyEngine() for name in "ab"}
+    source, destination = engines.values()
+    held = HeldScatter(destination)
+    async with kvmig.Migrator(engines) as migrator:
+        for name, one in engines.items():
+            one.connect(
+                migrator.tap(name, lambda *out: None), lambda *done: None, lambda error: None
+            )
+        source.submit(1, "r", source.encode_request(PROMPT, 400))
+        await until(lambda: source.load().running)
+        moving = asyncio.create_task(migrator.migrate("r", "a", "b"))
+        await held.began.wait()
+        migrator.cancel("r")
+        source.abort(["r"])
+        assert (await moving).state == "aborted"
+
+        with pytest.raises(NotParked, match="it has requests"):
+            await destination.park()
+        loading = asyncio.create_task(destination.load_weights(script(tmp_path, 2)))
+        await asyncio.sleep(0.05)
+        assert not loading.done()
+        held.free.set()
+        assert await loading == "counts-by-2"
+        await destination.park()
+    await asyncio.gather(*(one.close(5.0) for one in engines.values()))
 
 
 async def test_weights_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:

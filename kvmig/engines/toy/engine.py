@@ -49,6 +49,10 @@ from kvmig.engines.transformers.payload import (
 )
 
 STEP_MS = 1.0
+SETTLE_S = 10.0
+"""Longest wait for migrations to give back what they hold."""
+LOOK_S = 0.001
+"""Pause between two looks whether they have."""
 
 
 class ToyEngine:
@@ -147,7 +151,8 @@ class ToyEngine:
         raise MigrationRefused("unsupported", "a toy engine keeps no ended requests")
 
     async def park(self) -> None:
-        if self._batch.running or self._batch.waiting:
+        # A migration's copy may be under way, into blocks that would be forgotten.
+        if self._batch.running or self._batch.waiting or self._moving:
             raise NotParked("it has requests")
         self._cache.forget()
 
@@ -157,16 +162,31 @@ class ToyEngine:
 
     async def load_weights(self, source: Path) -> str:
         """source: a script, whose `counts_by` is the weights; nothing else of it counts here."""
-        batch = self._batch
-        leaving, arriving = self._source.suspended(), self._destination.arriving
-        if batch.running or batch.waiting or leaving or arriving:
-            raise WeightsInUse("it has requests")
+        await self._settled()
         weights = weights_at(source)
-        batch.counts_by = weights.read().counts_by
+        self._batch.counts_by = weights.read().counts_by
         self._weights = weights
         self._cache.forget()
         self.layout = replace(self.layout, weights=weights.read().weights)
         return self.layout.weights
+
+    async def _settled(self) -> None:
+        """Wait until migrations hold nothing here: of one that was given up the destination has its
+        blocks until its copies under way have ended. Raises WeightsInUse for requests."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            if self._batch.running or self._batch.waiting:
+                raise WeightsInUse("it has requests")
+            if not self._moving:
+                return
+            if time.monotonic() > deadline:
+                raise WeightsInUse("it has requests that move")
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def _moving(self) -> bool:
+        """Whether migrations hold blocks here that no request in the batch has."""
+        return bool(self._source.suspended() or self._destination.arriving)
 
     async def step_times(self, limit_s: float) -> list[StepTime]:
         return [StepTime(1, self._step_ms)]
