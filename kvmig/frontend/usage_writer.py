@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from kvmig.accounts.usage import HAND_OVER, HandOver, UsageRecord, UsageSpool
+from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import Clock, monotonic
 
 WRITE_S = 1.0
@@ -73,13 +74,16 @@ class UsageWriter(Generic[Meter]):
 
     async def run(self) -> None:
         """Run until cancelled."""
-        await asyncio.to_thread(self._reserve)
-        while True:
-            await asyncio.sleep(WRITE_S)
-            was_full = self._since is not None
-            await self.write()
-            if was_full and self._since is None:
-                await asyncio.to_thread(self._reserve)
+        reserving = asyncio.create_task(asyncio.to_thread(self._reserve), name="reserve")
+        try:
+            while True:
+                await asyncio.sleep(WRITE_S)
+                was_full = self._since is not None
+                await self.write()  # also while a slow disk takes its time for the reserve
+                if was_full and self._since is None and reserving.done():
+                    reserving = asyncio.create_task(asyncio.to_thread(self._reserve))
+        finally:
+            await cancel_tasks(reserving)
 
     async def write(self) -> None:
         """Write now. What can't be kept is tried again."""

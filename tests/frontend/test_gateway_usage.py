@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 
 from kvmig.accounts.usage import HAND_OVER, RESERVE_BYTES, HandOver, UsageRecord, UsageSpool
 from kvmig.asgi.call import HttpCall
+from kvmig.core.background import cancel_tasks
 from kvmig.frontend import usage_writer
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.usage_writer import UsageWriter
+from tests.support.waiting import PATIENCE_S, until
 
 
 class Disk:
@@ -156,3 +159,19 @@ async def test_what_is_lost_in_the_end_is_said_with_its_number(
     with caplog.at_level(logging.ERROR):
         await writer.close()
     assert "usage of 3 calls, 0 tokens, is lost: no room is left" in caplog.text
+
+
+async def test_a_slow_reserve_keeps_no_count_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_writer, "WRITE_S", 0.01)
+    free = threading.Event()
+    monkeypatch.setattr(UsageSpool, "reserve", lambda spool: free.wait(PATIENCE_S))
+    writer = writer_in(tmp_path)
+    call_of(writer)
+    running = asyncio.create_task(writer.run())
+    try:
+        await until(lambda: kept(tmp_path) == 1)
+    finally:
+        free.set()
+        await cancel_tasks(running)
