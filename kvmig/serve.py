@@ -389,9 +389,11 @@ def in_units(config: ClusterConfig, tokens: int, kind: EnginePlugin) -> ClusterC
 def joining(
     config: ClusterConfig, unit: UnitConfig, args: Namespace
 ) -> tuple[ClusterConfig, InstanceUnits]:
-    """The config with the model's name in the unit, and the units. Raises ConfigError."""
+    """The config with the model's name in the unit, and the units; with Ray each node knows its
+    own. Raises ConfigError."""
     arenas: dict[str, UnitArena] = {}
-    for path in dict.fromkeys((unit.path, *unit.paths.values())):
+    paths = dict.fromkeys((unit.path, *unit.paths.values()))
+    for path in paths if config.ray is None else ():
         try:
             found = asyncio.run(fetch_unit(path))
         except TransportError as error:

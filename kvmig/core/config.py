@@ -474,8 +474,8 @@ def _check_faults(faults: FaultConfig, heartbeat_interval_ms: float) -> None:
 def _check_unit(unit: UnitConfig, config: ClusterConfig) -> None:
     _least("--unit-guarantee", unit.guarantee, 0)
     _least("--reclaim-patience", unit.patience_s, 0)
-    alone = "left out with --ray: a unit is on one host"
-    _require(config.ray is None, "--unit", unit.path, alone)
+    alone = "left out with --ray: only `kvmig up --ray` starts agents of units on nodes"
+    _require(config.ray is None or bool(config.ray.files), "--unit", unit.path, alone)
     others = f"left out with --engine {config.engine}: only vLLM's engines share KV cache"
     _require(config.engine == "vllm", "--unit", unit.path, others)
 

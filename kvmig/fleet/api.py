@@ -612,11 +612,10 @@ def unit_json(unit: ManagedUnit) -> Body:
     return {
         "name": unit.name,
         "gpus": unit.gpus,
+        "worker": unit.worker,
         "models": sorted(unit.models),
         "arena_bytes": unit.arena,
-        "leased_bytes": None
-        if unit.state is None
-        else {one.model: one.lease for one in unit.state.shares},
+        "leased_bytes": unit.leased,
         "why": unit.waits,
     }
 

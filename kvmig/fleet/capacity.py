@@ -18,7 +18,13 @@ from functools import cached_property
 from kvmig.core.devices import in_gib
 from kvmig.fleet import device_room
 from kvmig.fleet.device_room import DeviceNeed, Strategy
-from kvmig.fleet.place_choice import PlaceExplanation, choose_places, explained, with_places
+from kvmig.fleet.place_choice import (
+    PlaceExplanation,
+    choose_places,
+    explained,
+    places_on,
+    with_places,
+)
 from kvmig.fleet.room_moves import MovableInstance, RoomPlan, make_room
 from kvmig.fleet.worker_filters import TINY, admits, most_on, refused_node
 from kvmig.fleet.worker_nodes import (
@@ -127,6 +133,8 @@ class WaitingModel:
     """The strategy of its specification; None: that of the fleet counts."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of what else each instance takes, by Ray's names."""
+    workers: Sequence[str] = ()
+    """The workers of its instances, as a placement names them; empty: they are chosen."""
     patience_s: float = 0.0
     """Seconds that others may move for it before its start; 0: none moves for it."""
 
@@ -327,6 +335,11 @@ def _waking(one: WaitingModel) -> bool:
     return bool(one.more or one.wakes_on)
 
 
+def _is_fixed(one: WaitingModel) -> bool:
+    """Whether a placement says where its instances are."""
+    return bool(one.workers) or (one.need is not None and bool(one.need.at))
+
+
 def _wakes_on(one: WaitingModel) -> Mapping[str, int]:
     return one.wakes_on or {LOCAL: one.claim}
 
@@ -335,6 +348,8 @@ def _places(
     rooms: Rooms, one: WaitingModel, strategy: Strategy
 ) -> tuple[InstancePlace, ...] | None:
     """Places for its instances, none if it wakes; None: there is no room for all of them."""
+    if one.workers:
+        return places_on(rooms, one.of_instance, one.workers)
     if not _waking(one):
         return choose_places(rooms, one.of_instance, one.instances, strategy)
     for name, size in _wakes_on(one).items():
@@ -390,7 +405,7 @@ def _negative(amounts: Mapping[str, float]) -> dict[str, float]:
 
 def _fits(rooms: Rooms, one: WaitingModel, *, anywhere: bool = False) -> bool:
     """Whether its instances have room. anywhere: also where a node takes none of them now."""
-    if _waking(one) or (one.need is not None and one.need.at):
+    if _waking(one) or _is_fixed(one):
         return _places(rooms, one, "pack") is not None
     need, missing = one.of_instance, one.instances
     for room in rooms.values():
@@ -584,7 +599,7 @@ class _RoomMade:
         self._rooms = dict(left)
         self._need = one.of_instance
         self._ended: set[str] = set()
-        self._counts = not (_waking(one) or (one.need is not None and one.need.at))
+        self._counts = not (_waking(one) or _is_fixed(one))
         """Whether it is enough to count the instances that have room on each node."""
         self._on = {name: self._most_on(room) for name, room in left.items() if self._counts}
         self._most = sum(self._on.values())
@@ -642,7 +657,7 @@ def _may_end(one: ResidentModel, now: float) -> bool:
 
 def _too_large(one: WaitingModel, site: _Site) -> str:
     """What is wrong with a model that can never start; empty: nothing."""
-    if _waking(one) or _fits(site.whole, one, anywhere=True):
+    if _waking(one) or one.workers or _fits(site.whole, one, anywhere=True):
         return ""
     alone = len(site.nodes) == 1
     size = one.claim if alone else one.of_instance.memory
@@ -662,6 +677,8 @@ def _taken_nowhere(one: WaitingModel, site: _Site) -> str:
     """The reason why no node takes the model now; empty: one does, if it has room. It names no
     node."""
     need = one.of_instance
+    if one.workers:
+        return _not_on_workers(one, site)
     if _waking(one) or any(admits(node, need) for node in site.nodes):
         return ""
     if not site.nodes:
@@ -669,6 +686,16 @@ def _taken_nowhere(one: WaitingModel, site: _Site) -> str:
     why = Counter(refused_node(node, need)[0].filter for node in site.nodes)
     said = ", ".join(f"{count} {WORDS[name]}" for name, count in sorted(why.items()))
     return f"no room: no worker takes it now: of {len(site.nodes)}, {said}"
+
+
+def _not_on_workers(one: WaitingModel, site: _Site) -> str:
+    """The reason why a worker that a placement names takes none of its instances."""
+    nodes = {node.name: node for node in site.nodes}
+    if any(name not in nodes for name in one.workers):
+        return "no room: a worker that the placement names is not there"
+    refused = (refused_node(nodes[name], one.of_instance) for name in one.workers)
+    why = next((found[0].filter for found in refused if found), "")
+    return f"no room: a worker that the placement names is {WORDS[why]}" if why else ""
 
 
 WORDS = {
@@ -692,7 +719,11 @@ def _no_room(one: WaitingModel, left: Rooms) -> str:
     if _waking(one):
         return _no_room_to_wake(one, left)
     need = one.of_instance
-    rooms = [room for room in left.values() if admits(room.node, need)]
+    rooms = [
+        room
+        for name, room in left.items()
+        if admits(room.node, need) and (not one.workers or name in one.workers)
+    ]
     size = one.claim if len(left) == 1 else need.memory
     most = max((room.memory for room in rooms), default=0)
     for name, amount in need.resources.items():

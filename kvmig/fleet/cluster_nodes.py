@@ -22,13 +22,14 @@ class InstanceDemand:
 
 @dataclass(frozen=True, slots=True)
 class InstanceHold:
-    """An instance that is on a node, or was ordered there."""
+    """An instance, or a unit's KV cache, that is on a node, or was ordered there."""
 
     node: str
     demand: InstanceDemand
     serves: bool
     """Whether it has taken its memory already."""
     model: str = ""
+    """The instance's; empty: it is the KV cache of a unit."""
 
 
 def worker_nodes(
@@ -74,7 +75,7 @@ def _node(worker: FleetWorker, here: Sequence[InstanceHold], files: WorkerFiles)
         engines=frozenset(worker.engines),
         files=local_sources(worker),
         no_files=files.refused(worker),
-        instances=tuple(NodeInstance(one.model) for one in here),
+        instances=tuple(NodeInstance(one.model) for one in here if one.model),
         resources=worker.resources,
         free_resources=left,
     )

@@ -147,7 +147,9 @@ class ModelController:
         self._placed: Mapping[str, Sequence[PlacedUnit]] = {}
         """Units of the instances of models that a placement sets."""
         self._changed = asyncio.Event()
-        self.units = FleetUnits(settings, order, memory.devices, clock, self._changed.set)
+        self.units = FleetUnits(
+            settings, order, memory.devices, clock, self._changed.set, self.workers
+        )
         self._agents = PlacedAgents(settings, self.units, memory.devices)
         self.places = ModelPlaces(self._models, self.units, memory, self.workers)
         self._workers = self.places.workers
@@ -356,7 +358,8 @@ class ModelController:
         with guard("routing"):
             self._send_routes()
         with guard("units"):
-            self.units.reconcile(self._agents.in_units(self._models, self._placed))
+            in_units = self._agents.in_units(self._models, self._placed)
+            self.units.reconcile(in_units, self._workers.unit_nodes())
         with guard("moving instances"):
             if self._plan.moves is not None:
                 self.mover.begin(self._plan.moves, self._plan.rooms)
@@ -478,6 +481,11 @@ class ModelController:
         instances = 1 if model.deployment else self._first(model)
         return self.mover.moves_for(model, self._plan.rooms, instances)
 
+    def awaits_files(self, name: str, worker: str) -> str:
+        """Why a model can't start on a worker yet for want of its files; empty: it can."""
+        model = self._models.get(name)
+        return "" if model is None else self._workers.files_awaited(model, [worker])
+
     def _waiting(self, model: ManagedModel, since: float) -> WaitingModel:
         name, spec = model.key, model.wanted.spec
         if model.deployment:  # it is parked, and wakes where it is
@@ -489,17 +497,19 @@ class ModelController:
         need = self.places.device_need(self._agents.spec(spec, placed))
         if need is not None and (at := self.places.in_units(placed)):
             need = replace(need, at=at)
+        of_node = self.places.need_of_node(model)
         return WaitingModel(
             name,
-            model.claim * first,
+            of_node.memory * first,
             since,
             need,
             first,
             engine=spec.engine,
-            selector=spec.worker_selector,
+            selector=of_node.selector,
             source=spec.source,
             strategy=spec.placement_strategy or None,
-            resources=self.places.resources(spec),
+            resources=of_node.resources,
+            workers=[one.worker for one in placed if one.worker],
             patience_s=patience_s(model),
         )
 
@@ -610,7 +620,8 @@ class ModelController:
         model.pid, model.scaling = one.pid, None
         self._agents.recall(note.agents)
         if note.unit:
-            self.units.recall(note.unit, next(iter(note.gpus.values()), ()), note.unit_bytes)
+            gpus, node = next(iter(note.gpus.values()), ()), next(iter(note.nodes.values()), "")
+            self.units.recall(note.unit, gpus, note.unit_bytes, node)
 
     def _keep(self, model: ManagedModel, deployment: str, note: DeploymentRecord) -> None:
         model.deployment, model.note = deployment, note
@@ -734,6 +745,9 @@ class ModelController:
             left = with_places(self._plan.rooms, self.places.need(model), places)
             self._plan = replace(self._plan, rooms=left)
         places, why = self._workers.with_files(model, places, why)
+        wanted = [one.wanted.spec for one in self._models.values() if one.wanted.on]
+        if places and self.units.await_unit(model.wanted.spec, places[0], wanted):
+            places, why = (), ()
         model.places.coming = tuple(one.gpus for one in places if one.gpus)
         if self.workers.there:
             model.nodes.coming = tuple(self.workers.node_id(one.node) for one in places)

@@ -130,6 +130,8 @@ class MemoryBudget:
         """Bytes of the KV cache of each worker in the host's memory."""
         if spec.engine == "toy" or self.devices.claim(spec) is not None:
             return 0
+        if spec.unit and self._workers is not None:  # the unit claims it on its worker
+            return 0
         usual = CPU_KV_MOST if spec.engine == "vllm" else 0
         return size_in(text_in(spec.flags, KV_FLAG)) or usual
 

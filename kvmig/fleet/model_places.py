@@ -73,7 +73,9 @@ class ModelPlaces:
 
     def nodes(self) -> tuple[WorkerNode, ...]:
         """The nodes with what is on them: the workers, or this host."""
-        return self.workers.nodes(self.devices()) if self._pool.there else (self._host(),)
+        if not self._pool.there:
+            return (self._host(),)
+        return self.workers.nodes(self.devices(), self._units.holds())
 
     def _host(self) -> WorkerNode:
         """The host; where there are workers, all of them together."""
@@ -139,13 +141,28 @@ class ModelPlaces:
 
     def need(self, model: ManagedModel) -> InstanceNeed:
         """What an instance of it wants of a node."""
+        need = self.device_need(model.wanted.spec)
+        return replace(self.need_of_node(model), wants=() if need is None else (need,))
+
+    def need_of_node(self, model: ManagedModel) -> InstanceNeed:
+        """The same apart from GPUs: with all of its unit, until that is on a worker."""
+        spec, alone = model.wanted.spec, self._alone(model)
+        if not (spec.unit and self._pool.there):
+            return alone
+        others = [
+            (one.wanted.spec, self._alone(one))
+            for one in self._models.values()
+            if one.wanted.on and one.wanted.spec.unit == spec.unit and one is not model
+        ]
+        return self._units.need_of_node(spec, alone, others)
+
+    def _alone(self, model: ManagedModel) -> InstanceNeed:
+        """The same without the other models of its unit, and without its unit's KV cache."""
         spec = model.wanted.spec
-        need = self.device_need(spec)
-        wants = () if need is None else (need,)
         return InstanceNeed(
             model.key,
             model.claim,
-            wants,
+            (),
             spec.engine,
             spec.worker_selector,
             spec.source,

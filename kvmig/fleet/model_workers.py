@@ -4,11 +4,11 @@ models together."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvmig.core.api_records import InstanceRow
-from kvmig.fleet.cluster_nodes import InstanceHold
+from kvmig.fleet.cluster_nodes import InstanceDemand, InstanceHold
 from kvmig.fleet.device_room import DeviceMemory
 from kvmig.fleet.leaving_instances import LeavingStep, leaving_step
 from kvmig.fleet.managed_model import ManagedModel
@@ -36,10 +36,14 @@ class ModelWorkers:
         self._pool = pool
         self._models = models
 
-    def nodes(self, devices: Sequence[DeviceMemory]) -> tuple[WorkerNode, ...]:
+    def nodes(
+        self, devices: Sequence[DeviceMemory], units: Iterable[tuple[str, int]]
+    ) -> tuple[WorkerNode, ...]:
         """The workers, with what is left there of what the instances of all models take. devices:
-        the GPUs of all."""
-        found: list[InstanceHold] = []
+        the GPUs of all. units: nodes' ids with the bytes that units' members may take there yet."""
+        found = [
+            InstanceHold(node, InstanceDemand(size), serves=False) for node, size in units if size
+        ]
         for name, one in self._models.items():
             if one.deployment:
                 demand = self._pool.demand(one.wanted.spec, one.claim)
@@ -146,6 +150,16 @@ class ModelWorkers:
             )
             for one in names
         }
+
+    def unit_nodes(self) -> dict[str, list[str]]:
+        """The nodes' ids of the instances in each unit, those included that were only ordered."""
+        found: dict[str, list[str]] = {}
+        for model in self._models.values():
+            if model.unit and model.deployment:
+                rows = model.nodes.rows(model.instance_rows)
+                nodes = [*map(model.nodes.node_of, rows), *model.nodes.coming]
+                found.setdefault(model.unit, []).extend(nodes)
+        return found
 
     def instances_on(self, node: str) -> list[InstanceOnWorker]:
         """The instances of all models on a node, those included that were only ordered."""

@@ -86,6 +86,22 @@ def choose_places(
     return None
 
 
+def places_on(
+    rooms: Rooms, need: InstanceNeed, workers: Sequence[str]
+) -> tuple[InstancePlace, ...] | None:
+    """Places of one instance on each of these workers, as a placement names them; None: one of them
+    is not there, or has no room."""
+    left, places = dict(rooms), list[InstancePlace]()
+    for name in workers:
+        room = left.get(name)
+        found = None if room is None else _best_on(room, need, "pack")
+        if room is None or found is None:
+            return None
+        places.append(found.place)
+        left[name] = room.with_instance(need, found.place)
+    return tuple(places)
+
+
 def most_instances(rooms: Rooms, need: InstanceNeed, most: int) -> int:
     """How many instances find room together, up to `most`."""
     wants: Sequence[DeviceNeed | None] = need.wants or (None,)

@@ -52,6 +52,11 @@ WAIT_S = 0.5
 """Pause between two looks at models that don't serve yet."""
 MIXED = "--mixed-shapes"
 """The flag with which a model's instances may have different numbers of workers."""
+OF_RAY = {
+    "gpus": "Ray chooses the GPUs of a worker",
+    "arena_bytes": "models that share KV cache on a worker have the field unit",
+}
+"""Why a unit on a worker can't have these."""
 LINES = 100
 """Lines of the history that are kept."""
 
@@ -130,13 +135,14 @@ class PlacementController:
         ConfigError: it can't be used, or there is no way; ReplaceFailed: not now; NameTaken:
         another one is on its way.
         """
-        if self._models.workers.there:
-            raise ConfigError(
-                "a placement can't be set with `kvmig up --ray`: Ray chooses the GPUs"
-            )
         if self._planning.locked() or self._state == "running":
             raise NameTaken("a re-placement runs already (GET /kvmig/v2/placement)")
         placement = placement_from(given, "placement")
+        if replan is not None and self._models.workers.there:
+            raise ConfigError(
+                "replan is given, must be left out with `kvmig up --ray`: it plans for the GPUs of"
+                " one host"
+            )
         self._check(placement)
         rule = None if replan is None else _rule(replan, placement)
         async with self._planning:
@@ -192,6 +198,7 @@ class PlacementController:
     def _check(self, wanted: Placement) -> None:
         """Raises ConfigError."""
         for unit in wanted.units:
+            self._check_worker(unit)
             if wanted.elastic:
                 gpus = self._models.memory.devices.named(tuple(map(str, unit.gpus)))
                 agent = self._models.units.record(unit.called)
@@ -231,6 +238,28 @@ class PlacementController:
                 raise ConfigError(f"placement: model {name} runs, and has no place in it")
         check(wanted, [*{*running, *wanted.models()}], "placement")
 
+    def _check_worker(self, unit: PlacedUnit) -> None:
+        """Raises ConfigError for a unit that is on no worker where there are some, or on one where
+        there are none."""
+        where, pool = f"placement: unit {unit.called}", self._models.workers
+        names = [one.name for one in pool.workers()]
+        if not pool.there:
+            if unit.worker:
+                raise ConfigError(
+                    f"{where}: worker is {unit.worker!r:.100}, must be left out without `kvmig up"
+                    " --ray`"
+                )
+            return
+        if unit.worker not in names:
+            there = ", ".join(names) or "none, as none is known yet"
+            raise ConfigError(f"{where}: worker is {unit.worker!r:.100}, must be one of {there}")
+        for field, given in (("gpus", unit.gpus), ("arena_bytes", unit.arena_bytes)):
+            if given:
+                raise ConfigError(
+                    f"{where}: {field} is {given}, must be left out with `kvmig up --ray`:"
+                    f" {OF_RAY[field]}"
+                )
+
     def _check_gpus(self, unit: PlacedUnit) -> None:
         """Raises ConfigError for GPUs that aren't there, or aren't one for each worker."""
         where, inventory = (
@@ -269,7 +298,7 @@ class PlacementController:
                 for name, one in deployments.items()
             }
         units: dict[str, dict[str, str]] = {}
-        for name, fresh in adopted(placement, rows).items():
+        for name, fresh in adopted(placement, rows, self._nodes(placement)).items():
             model = self._models.shown(name)
             assert model is not None
             units[model.deployment] = before.get(model.deployment, {}) | fresh
@@ -309,6 +338,7 @@ class PlacementController:
             self._state, self._why = "running", waits
             await asyncio.sleep(WAIT_S)
             return wanted
+        await self._end_lost(wanted)
         if self._state != "reached" or await self._has_left(wanted):
             self._state, self._why = "running", ""
             await self._reach(wanted)
@@ -336,8 +366,32 @@ class PlacementController:
             log.warning("the placement is not looked at now: %s", error)
             return False
 
+    def _nodes(self, placement: Placement) -> dict[str, str]:
+        """Ids of the nodes of the workers that it names, by name."""
+        pool = self._models.workers
+        return {one.worker: pool.node_id(one.worker) for one in placement.units if one.worker}
+
+    async def _end_lost(self, wanted: DesiredPlacement) -> None:
+        """End the instances on nodes that were lost: they start where the placement has them, once
+        a node with the worker's name is there. Raises ReplaceFailed."""
+        pool = self._models.workers
+        if not pool.there:
+            return
+        async with _Site(self._models, wanted) as deployments:
+            for one in deployments.values():
+                for row in await one.rows():
+                    if row.node and pool.is_lost(row.node):
+                        self._tell(f"{one.name} {row.id} ends: its worker was lost")
+                        await one.drain_instance(row.id, last=True, now=True)
+
     def _waits_for(self, wanted: DesiredPlacement) -> str:
-        """The first model that doesn't serve; empty: all do."""
+        """The first worker or model that isn't ready; empty: all are."""
+        for unit in wanted.placement.units:
+            if why := self._models.workers.unready(unit.worker) if unit.worker else "":
+                return f"worker {unit.worker} of unit {unit.called}: {why}"
+            for one in unit.models if unit.worker else ():
+                if why := self._models.awaits_files(one.name, unit.worker):
+                    return f"model {one.name} in unit {unit.called}: {why}"
         for name in wanted.placement.models():
             model = self._models.shown(name)
             state = "not known yet" if model is None else model.life.state
@@ -371,7 +425,9 @@ class PlacementController:
     def _replacing(
         self, wanted: DesiredPlacement, deployments: Mapping[str, DeploymentClient]
     ) -> PlacementExecutor:
-        settings = ExecutorSettings(self._starts(list(deployments)))
+        settings = ExecutorSettings(
+            self._starts(list(deployments)), workers=self._nodes(wanted.placement)
+        )
         return PlacementExecutor(wanted.placement, deployments, settings, self._tell, by_name=True)
 
     def _starts(self, names: Sequence[str]) -> dict[str, float]:

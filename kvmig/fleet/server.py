@@ -279,8 +279,9 @@ class FleetServer:
             except msgspec.ValidationError as error:  # the database keeps it; nothing is placed
                 self._set_aside.add("placement", "of the database", error)
             else:
-                if self._settings.ray:
-                    log.warning("the placement rests: with --ray Ray chooses the GPUs")
+                on_workers = bool(self._settings.ray)
+                if any(bool(one.worker) != on_workers for one in placed.placement.units):
+                    log.warning("the placement rests: its units are on workers only with --ray")
                 else:
                     await self._backend.replacer.reach_placement(placed)
         await self._quotas.open()

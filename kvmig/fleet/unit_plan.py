@@ -1,13 +1,13 @@
 """What a unit needs of a GPU, and when its agent starts and ends. Pure; all sizes are bytes.
 
-The models of a unit share KV cache on one GPU (`kvmig.sharing`). The unit is placed on a GPU that
-has room for that cache and for all of its models; of these, each claims its bytes when it starts.
-Its agent runs as long as one of its models does, or waits for its start.
+The models of a unit share KV cache on one GPU (`kvmig.sharing`), or on one worker's CPUs. The unit
+is placed where there is room for that cache and for all of its models; of these, each claims its
+bytes when it starts. Its agent runs as long as one of its models does, or waits for its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -18,11 +18,15 @@ from kvmig.core.devices import in_gib
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, too_large
 from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.worker_nodes import InstanceNeed, with_amounts
 
 STABLE_S = 60.0
 """An agent that ends later than this is the first one again that has ended."""
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 30.0
+
+WORKER = "worker"
+"""The label of a worker that is its name."""
 
 Step = Literal["start", "stop"]
 
@@ -59,6 +63,49 @@ def check_unit(
 def need_in_unit(need: DeviceNeed, gpus: Iterable[str]) -> DeviceNeed:
     """What a model wants of the GPU that its unit has already."""
     return replace(need, only=frozenset(gpus))
+
+
+# -- on workers
+
+
+def need_of_unit(need: InstanceNeed, others: Iterable[InstanceNeed], arena: int) -> InstanceNeed:
+    """What the first instance of a unit wants of its worker: room for all of the unit. others: of
+    its other models. arena: bytes of its KV cache."""
+    memory, selector, resources = need.memory + arena, dict(need.selector), need.resources
+    for one in others:
+        memory += one.memory
+        selector |= one.selector
+        resources = with_amounts(resources, one.resources)
+    return replace(need, memory=memory, selector=selector, resources=resources)
+
+
+def need_on_worker(need: InstanceNeed, worker: str) -> InstanceNeed:
+    """What an instance wants whose unit is on a worker already."""
+    return replace(need, selector={**need.selector, WORKER: worker})
+
+
+def check_selectors(unit: str, models: Iterable[ModelSpec]) -> None:
+    """Raises ConfigError for models that no worker can have together."""
+    found: dict[str, tuple[str, str]] = {}
+    for one in models:
+        for label, value in one.worker_selector.items():
+            other, before = found.setdefault(label, (one.name, value))
+            if before != value:
+                raise ConfigError(
+                    f"unit {unit}: worker_selector of {one.name} has {label}={value}, must be"
+                    f" {label}={before} as of {other}: all of a unit are on one worker"
+                )
+
+
+def node_of_unit(now: str, instances: Sequence[str], leaves: Callable[[str], bool]) -> str:
+    """The node on which instances of a unit start; empty: it is to be chosen. now: the present one.
+    instances: those of its instances. leaves: whether a node is drained, or was lost.
+
+    A unit goes where one of its instances is already, so that the others come after it.
+    """
+    if now and not leaves(now):
+        return now
+    return next((one for one in instances if one and not leaves(one)), "")
 
 
 class AgentLife(Struct, frozen=True):

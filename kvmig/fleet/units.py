@@ -1,8 +1,10 @@
-"""The units of a fleet, whose models share KV cache on one GPU: where each is, and its agent.
+"""The units of a fleet, whose models share KV cache on one GPU or worker: where each is, and its
+agent.
 
 An agent is a deployment of the supervisor's as a model is: it outlives the server, and the next
 server learns of it, or of the models that are in the unit. An agent that dies is started again, and
-the instances come back to it by themselves (`kvmig.sharing.member`).
+the instances come back to it by themselves (`kvmig.sharing.member`). On workers the agent is
+started and ended by its node's (`kvmig.launcher.node_units`), as the server wishes.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from urllib.parse import quote
 
 import msgspec
@@ -28,13 +32,21 @@ from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import (
     AgentLife,
     arena_of,
+    check_selectors,
     check_unit,
     ended,
     need_in_unit,
+    need_of_unit,
+    need_on_worker,
     next_step,
+    node_of_unit,
     started,
     whole_need,
 )
+from kvmig.fleet.worker_nodes import InstanceNeed, InstancePlace
+from kvmig.fleet.worker_pool import WorkerPool
+from kvmig.launcher.node_files import WantedUnit
+from kvmig.launcher.node_reports import UnitReport
 from kvmig.sharing.messages import UnitState
 from kvmig.sharing.unit_state import fetch_unit
 
@@ -42,6 +54,8 @@ LOOK_S = 0.1
 """Pause between two attempts to reach an agent that starts."""
 AGAIN_S = 2.0
 """Pause between two looks at one that answers."""
+
+NOWHERE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +113,13 @@ class ManagedUnit:
     watched: AgentWatcher | None = None
     models: frozenset[str] = frozenset()
     """Models that run in it, or wait for their start, as of the last round."""
+    node: str = ""
+    """Id of the worker's node on which its instances start; empty: it has none, or there is one
+    host."""
+    worker: str = ""
+    """The name of that worker."""
+    reports: Mapping[str, UnitReport | None] = field(default_factory=dict)
+    """Reports of the nodes that have it, as of the last round. None: not yet."""
 
     @property
     def state(self) -> UnitState | None:
@@ -106,8 +127,25 @@ class ManagedUnit:
         return None if self.watched is None else self.watched.state
 
     @property
+    def leased(self) -> Mapping[str, int] | None:
+        """Bytes of KV cache that its models have; None: no agent answers."""
+        reports = [one for one in self.reports.values() if one is not None and not one.why]
+        if reports:
+            found = Counter[str]()
+            for one in reports:
+                found.update(one.leased)
+            return found
+        return None if self.state is None else {one.model: one.lease for one in self.state.shares}
+
+    @property
     def waits(self) -> str:
         """Why none of its models can start now; empty: they can."""
+        if self.node:
+            report = self.reports.get(self.node)
+            if report is not None and not report.why:
+                return ""
+            why = f": {report.why}" if report is not None else ""
+            return f"the agent of unit {self.name} starts on its worker{why}"
         if self.state is not None and not self.life.ends:
             return ""
         why = f", the last one ended: {self.life.why}" if self.life.why else ""
@@ -124,8 +162,11 @@ class FleetUnits:
         devices: DeviceBudget,
         clock: Clock,
         changed: Callable[[], None],
+        pool: WorkerPool,
     ) -> None:
-        """order: to init. changed: called when an agent answers, or does so no more."""
+        """order: to init. changed: called when an agent answers, or does so no more. pool: the
+        workers; without any, agents run on this host."""
+        self._pool = pool
         self._settings = settings
         self._order = order
         self._devices = devices
@@ -147,9 +188,12 @@ class FleetUnits:
         else:
             self._follow(unit, one.deployment)
 
-    def recall(self, name: str, gpus: tuple[str, ...], arena: int) -> ManagedUnit:
-        """Take over a unit of which something runs."""
-        return self._units.setdefault(name, ManagedUnit(name, gpus, arena))
+    def recall(self, name: str, gpus: tuple[str, ...], arena: int, node: str = "") -> ManagedUnit:
+        """Take over a unit of which something runs. node: id of its worker's."""
+        unit = self._units.setdefault(name, ManagedUnit(name, gpus, arena))
+        if node and not unit.node:
+            unit.node, unit.worker = node, self._pool.name_of(node)
+        return unit
 
     def take_end(self, news: DeploymentEnded) -> bool:
         """Take the end of a deployment; whether it was an agent."""
@@ -170,6 +214,7 @@ class FleetUnits:
         """Raises ConfigError for a unit that can't have these models on any GPU here."""
         if unit in self.placed:
             raise ConfigError(f"unit {unit}: the placement has a unit of this name, choose another")
+        check_selectors(unit, models)
         devices = self._devices.watch.memory({}, {})
         check_unit(unit, self._needs(models), arena_of(models), devices)
 
@@ -186,9 +231,31 @@ class FleetUnits:
         every = [*(one for one in models if one.name != spec.name), spec]
         return whole_need(self._needs(every), arena_of(every))
 
+    def need_of_node(
+        self, spec: ModelSpec, need: InstanceNeed, others: Sequence[tuple[ModelSpec, InstanceNeed]]
+    ) -> InstanceNeed:
+        """What an instance wants of a worker: with all of its unit, until that has its place.
+
+        need: of the instance alone. others: those of the unit's other models.
+        """
+        unit = self._units.get(spec.unit)
+        if unit is not None and unit.worker:
+            return need_on_worker(need, unit.worker)
+        arena = arena_of([spec, *(one for one, _ in others)])
+        return need_of_unit(need, (one for _, one in others), arena)
+
     def has_place(self, unit: str) -> bool:
-        """Whether it is on a GPU already."""
-        return unit in self._units
+        """Whether it is on a GPU, or a worker, already."""
+        found = self._units.get(unit)
+        return found is not None and (not self._pool.there or bool(found.worker))
+
+    def await_unit(self, spec: ModelSpec, place: InstancePlace, models: Sequence[ModelSpec]) -> str:
+        """Put the unit of a model on the worker that its next instance gets, if it is on none; why
+        the instance has to wait there, empty: it doesn't. models: all of the catalogue."""
+        if not (spec.unit and self._pool.there):
+            return ""
+        arena = arena_of([spec, *(one for one in models if one.unit == spec.unit)])
+        return self.recall(spec.unit, (), arena, self._pool.node_id(place.node)).waits
 
     def admit(
         self, plan: CapacityPlan, asking: Sequence[ModelSpec], models: Sequence[ModelSpec]
@@ -200,18 +267,28 @@ class FleetUnits:
         for spec in asking:
             if spec.unit and not self.has_place(spec.unit) and (at := plan.places.get(spec.name)):
                 arena = arena_of([spec, *(one for one in models if one.unit == spec.unit)])
-                self.recall(spec.unit, at[0].gpus, arena)
+                node = self._pool.node_id(at[0].node) if self._pool.there else ""
+                self.recall(spec.unit, at[0].gpus, arena, node)
         refused = dict(plan.refused)
         for spec in asking:
             if spec.unit and spec.name not in refused and spec.name not in plan.never:
                 unit = self._units.get(spec.unit)
-                waits = f"unit {spec.unit} has no GPU yet" if unit is None else unit.waits
+                place = "worker" if self._pool.there else "GPU"
+                waits = f"unit {spec.unit} has no {place} yet"
+                if unit is not None and self.has_place(spec.unit):
+                    waits = unit.waits
                 if waits:
                     refused[spec.name] = waits
         return replace(plan, refused=refused)
 
-    def reconcile(self, wanted: Mapping[str, frozenset[str]]) -> None:
-        """Start and end agents. wanted: models that run or wait for their start, by unit."""
+    def reconcile(
+        self, wanted: Mapping[str, frozenset[str]], nodes: Mapping[str, Sequence[str]] = NOWHERE
+    ) -> None:
+        """Start and end agents. wanted: models that run or wait for their start, by unit. nodes:
+        ids of the workers' nodes on which units have instances."""
+        if self._pool.there:
+            self._wish_agents(wanted, nodes)
+            return
         now = self._clock()
         for name, unit in list(self._units.items()):
             unit.models = wanted.get(name, frozenset())
@@ -224,7 +301,35 @@ class FleetUnits:
             if not unit.models and not unit.life.agent:
                 del self._units[name]
 
+    def _wish_agents(
+        self, wanted: Mapping[str, frozenset[str]], nodes: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Let nodes have the agents of the units that are there, or come there."""
+        wish: dict[str, list[WantedUnit]] = {}
+        for name, unit in list(self._units.items()):
+            unit.models = wanted.get(name, frozenset())
+            if not unit.models:
+                del self._units[name]
+                continue
+            there = list(dict.fromkeys(nodes.get(name, ())))
+            unit.node = node_of_unit(unit.node, there, self._pool.leaves)
+            unit.worker = self._pool.name_of(unit.node) if unit.node else ""
+            path = str(self._settings.unit(name))
+            every = dict.fromkeys(one for one in (unit.node, *there) if one)
+            for node in every:
+                wish.setdefault(node, []).append(WantedUnit(path=path, memory=unit.arena))
+            unit.reports = {node: self._pool.unit_on(node, path) for node in every}
+        self._pool.take_units({node: tuple(units) for node, units in wish.items()})
+
     # -- what is told
+
+    def holds(self) -> list[tuple[str, int]]:
+        """Ids of nodes with the bytes that members of a unit may take there yet."""
+        return [
+            (node, max(0, unit.arena - (0 if it is None else sum(it.leased.values()))))
+            for unit in self._units.values()
+            for node, it in unit.reports.items()
+        ]
 
     def every(self) -> list[ManagedUnit]:
         """The units that have their GPUs."""

@@ -26,8 +26,8 @@ from kvmig.fleet.spec import ModelSpec, text_in
 from kvmig.fleet.worker_files import WorkerFiles
 from kvmig.fleet.worker_nodes import WorkerNode
 from kvmig.fleet.workers import FleetWorker, Leaving, WorkerTable, WorkerWish
-from kvmig.launcher.node_files import ClusterWish, FolderReport
-from kvmig.launcher.node_reports import ClusterReport
+from kvmig.launcher.node_files import ClusterWish, FolderReport, WantedUnit
+from kvmig.launcher.node_reports import ClusterReport, UnitReport
 from kvmig.launcher.ray_resources import Resources, needs_of, parse_resources
 
 RESOURCES = "--ray-resources"
@@ -63,6 +63,7 @@ class WorkerPool:
         self._reserve_node = reserve_node
         self._bundles: tuple[Resources, ...] | None = None
         self._engines: tuple[str, ...] = ()
+        self._units: Mapping[str, tuple[WantedUnit, ...]] = {}
         self._fleet, self._term = "", 0
 
     @classmethod
@@ -161,6 +162,7 @@ class WorkerPool:
             self.files.wish,
             bundles=self._bundles,
             engines=self._engines,
+            units=self._units,
             threads=self._threads,
             fleet=self._fleet,
             term=self._term,
@@ -169,6 +171,32 @@ class WorkerPool:
     def take_lead(self, fleet: str, term: int) -> None:
         """Wish from now on as the server of this term. fleet: the word of the fleet."""
         self._fleet, self._term = fleet, term
+
+    def take_units(self, units: Mapping[str, tuple[WantedUnit, ...]]) -> None:
+        """Let nodes have the agents of these units, by nodes' ids."""
+        self._units = units
+
+    def unit_on(self, node: str, path: str) -> UnitReport | None:
+        """What a node's agent reports of a unit; None: nothing yet, or it is not ready."""
+        worker = self._table.node(node)
+        if worker is None or worker.state != "ready":
+            return None
+        return next((one for one in worker.units if one.path == path), None)
+
+    def leaves(self, node: str) -> bool:
+        """Whether instances of this node are to be elsewhere."""
+        return bool(self._table.leaving(node, self._clock()))
+
+    def is_lost(self, node: str) -> bool:
+        """Whether a node was lost, longer ago than a lease."""
+        return self._table.leaving(node, self._clock()) == "lost"
+
+    def unready(self, name: str) -> str:
+        """Why a worker can have no instances now, cordoned or not; empty: it can."""
+        worker = self._table.named(name)
+        if worker is None:
+            return "it is not there"
+        return "" if worker.state == "ready" else worker.refusal
 
     def take_engines(self, engines: Iterable[str]) -> None:
         """Let workers have fork servers of these engines."""
@@ -246,7 +274,12 @@ class WorkerPool:
                 f"model {spec.name}: flags has {RESOURCES} {given}, must not with tensor_parallel"
                 f" {spec.tensor_parallel}: an instance takes a GPU for each of its workers"
             )
-        for field in ("gpus", "gpus_per_instance", "unit"):
+        if spec.unit and self._table.has_gpus:
+            raise ConfigError(
+                f"model {spec.name}: unit is {spec.unit}, must be left out with `kvmig up --ray`"
+                " where workers have GPUs: Ray gives each instance GPUs of its own"
+            )
+        for field in ("gpus", "gpus_per_instance"):
             if getattr(spec, field):
                 raise ConfigError(
                     f"model {spec.name}: {field} is given, must be left out with `kvmig up --ray`:"

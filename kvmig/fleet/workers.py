@@ -16,7 +16,7 @@ import msgspec
 
 from kvmig.core.devices import DeviceRecord
 from kvmig.launcher.node_files import FolderReport, NodeFilesReport
-from kvmig.launcher.node_reports import ClusterReport, NodeReport
+from kvmig.launcher.node_reports import ClusterReport, NodeReport, UnitReport
 
 WorkerState = Literal["joining", "ready", "silent", "lost", "unknown"]
 Leaving = Literal["", "drain", "lost"]
@@ -74,6 +74,7 @@ class FleetWorker:
     fork_servers: Mapping[str, str] = field(default_factory=dict)
     """States of its fork servers, by engine: loading, ready, or why there is none."""
     files: NodeFilesReport = field(default_factory=NodeFilesReport)
+    units: tuple[UnitReport, ...] = ()
 
     @property
     def refusal(self) -> str:
@@ -182,6 +183,7 @@ class WorkerTable:
             engines=() if measured is None else measured.engines,
             fork_servers={} if measured is None else measured.fork_servers,
             files=NodeFilesReport() if measured is None else measured.files,
+            units=() if measured is None else measured.units,
         )
         wish = self._wishes.get(name)
         return worker if wish is None else _wanted(worker, wish)

@@ -58,6 +58,15 @@ class FilesWish(msgspec.Struct, frozen=True, kw_only=True):
     folders: tuple[WantedFolder, ...] = ()
 
 
+class WantedUnit(msgspec.Struct, frozen=True, kw_only=True):
+    """A unit whose agent a node is to have, see `kvmig.launcher.node_units`."""
+
+    path: str
+    """The unit's socket on the server's machine, which names it."""
+    memory: int
+    """Bytes of KV cache."""
+
+
 class NodeWish(msgspec.Struct, frozen=True, kw_only=True):
     """What is wanted of one node."""
 
@@ -66,6 +75,7 @@ class NodeWish(msgspec.Struct, frozen=True, kw_only=True):
     """The engines of which it is to have fork servers."""
     environment: Mapping[str, str] = {}
     """Variables of the user's that instances have on each node."""
+    units: tuple[WantedUnit, ...] = ()
     fleet: str = ""
     """The word of the fleet, the same for all of its servers."""
     token: OrderToken = NO_TOKEN
@@ -87,6 +97,8 @@ class ClusterWish(msgspec.Struct, frozen=True, kw_only=True):
     """The term of the server; 0: it does not lead."""
     folders: Mapping[str, tuple[WantedFolder, ...]] = {}
     """Folders by nodes' ids."""
+    units: Mapping[str, tuple[WantedUnit, ...]] = {}
+    """The same of units."""
     bundles: tuple[Mapping[str, float], ...] | None = None
     """What Ray's autoscaler is asked for, see `kvmig.fleet.node_reserve`; None: nothing."""
 
@@ -96,6 +108,7 @@ class ClusterWish(msgspec.Struct, frozen=True, kw_only=True):
             files=msgspec.structs.replace(self.common, folders=self.folders.get(node, ())),
             engines=self.engines,
             environment=environment,
+            units=self.units.get(node, ()),
             fleet=self.fleet,
             token=OrderToken(self.term),
         )

@@ -10,6 +10,17 @@ from kvmig.core.devices import DeviceRecord
 from kvmig.launcher.node_files import NodeFilesReport
 
 
+class UnitReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A unit on a node."""
+
+    path: str
+    """The path that the server wished it by."""
+    why: str = ""
+    """Why its agent does not answer; empty: it does."""
+    leased: Mapping[str, int] = {}
+    """Bytes of KV cache that members have, by model."""
+
+
 class NodeMeasure(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent of a node has measured there. Bytes."""
 
@@ -23,6 +34,7 @@ class NodeMeasure(msgspec.Struct, frozen=True, kw_only=True):
     files: NodeFilesReport = NodeFilesReport()
     fork_servers: Mapping[str, str] = {}
     """States of the fork servers, by engine: `loading`, `ready`, or why there is none."""
+    units: tuple[UnitReport, ...] = ()
     refused: str = ""
     """Why the server's wish was not carried out; empty: it was."""
 

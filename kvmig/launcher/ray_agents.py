@@ -1,5 +1,5 @@
 """The agents of a Ray cluster: an actor on each node, which measures the node, has models' files
-there and keeps the fork servers of its instances.
+there, and keeps the fork servers of its instances and the agents of its units.
 
 They belong to the process that has made them: Ray ends them with it, and starts one again that
 dies. They take no resources, and get nothing that is secret. Files go from agent to agent through
@@ -29,6 +29,7 @@ from kvmig.launcher.node_files import ClusterWish, FilesWish, NodeWish, WantedFo
 from kvmig.launcher.node_folders import NodeFolders
 from kvmig.launcher.node_forks import NodeForks, node_folder
 from kvmig.launcher.node_reports import ClusterReport, NodeMeasure, NodeReport
+from kvmig.launcher.node_units import NodeUnits
 from kvmig.launcher.ray_cluster import RayNode
 from kvmig.launcher.ray_environment import THREADS, forwarded
 from kvmig.process.fork_server import HUB_TOKEN
@@ -75,6 +76,7 @@ class NodeAgent:
         node = ray.get_runtime_context().get_node_id()
         self._folders = NodeFolders()
         self._forks = NodeForks(node)
+        self._units = NodeUnits(node)
         self._fence = NodeFence(node_folder(node))
         self._engines = [one for one, library in ENGINES.items() if find_spec(library)]
         self._turn = threading.Lock()
@@ -111,6 +113,7 @@ class NodeAgent:
                     [one for one in wish.engines if one in self._engines],
                     wish.environment,
                 ),
+                units=self._units.keep_units(wish.units),
             )
 
     def _watch_fence(self) -> None:
@@ -127,6 +130,7 @@ class NodeAgent:
         self._wish = NodeWish()
         self._folders.close()
         self._forks.close()
+        self._units.close()
 
     def list_files(self, folder: str) -> FilesManifest:
         """See `FolderHolder`; other agents call it."""

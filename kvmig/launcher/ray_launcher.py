@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from kvmig.core.config import ClusterConfig, RayConfig
-from kvmig.core.errors import ConfigError, KvmigError, StartupError
+from kvmig.core.errors import ConfigError, KvmigError, StartupError, TransportError
 from kvmig.engines.registry import kind_of, with_tree
 from kvmig.kvtransfer.transports.shm import sweep
 from kvmig.launcher import ray_cluster
@@ -36,6 +36,7 @@ from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.node_files import FILES_VARIABLE, copy_link, folder_on_node
 from kvmig.launcher.node_forks import forked_or
+from kvmig.launcher.node_units import state_of, unit_address
 from kvmig.launcher.ray_cluster import (
     RayNode,
     actor_options,
@@ -288,8 +289,9 @@ class LlumletActor:
     async def start(self, order: RayOrder, address: str) -> None:
         """Start the llumlet; it binds to `address`. Raises ConfigError or StartupError."""
         sweep()  # of instances that were killed on this host
-        order = on_node(order, os.environ)
+        order = in_unit(on_node(order, os.environ), await self.node())
         environment = node_environment(order, os.environ)
+        arena = await asyncio.to_thread(arena_of_unit, order, environment)
         launch = msgspec.structs.replace(
             order.launch, config=bound_to(order.launch.config, address)
         )
@@ -297,7 +299,7 @@ class LlumletActor:
         start = await starts.begin(launch, order.workers) if starts.ids else None
         try:
             if start is None:
-                added, where = _memory_flags(order, environment), ""
+                added, where = _memory_flags(order, environment, arena), ""
             else:
                 added, where = start.flags, f"GPU {','.join(start.place.gpus)} of {starts.node}"
             launch = msgspec.structs.replace(
@@ -379,6 +381,32 @@ def on_node(order: RayOrder, environment: Mapping[str, str]) -> RayOrder:
     return msgspec.structs.replace(order, model=model, launch=launch)
 
 
+def in_unit(order: RayOrder, node: str) -> RayOrder:
+    """The same with the path of the unit's socket on this node. node: Ray's id of it."""
+    config = order.launch.config
+    if config.unit is None:
+        return order
+    unit = msgspec.structs.replace(config.unit, path=unit_address(node, config.unit.path))
+    config = msgspec.structs.replace(config, unit=unit)
+    return msgspec.structs.replace(
+        order, launch=msgspec.structs.replace(order.launch, config=config)
+    )
+
+
+def arena_of_unit(order: RayOrder, environment: Mapping[str, str]) -> int:
+    """Bytes of KV cache of the instance's unit, as its agent on this node reports it; 0: it is in
+    none. Raises ConfigError or StartupError."""
+    unit = order.launch.config.unit
+    if unit is None:
+        return 0
+    if _gpus(environment):
+        raise ConfigError("--unit is given, must be left out with --ray where instances have GPUs")
+    try:
+        return state_of(unit.path).arena
+    except TransportError as error:
+        raise StartupError(f"the unit's agent on this node does not answer: {error}") from error
+
+
 def bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
     """`config` for a node that others reach at `address`."""
     return msgspec.structs.replace(config, control_host=address)
@@ -388,9 +416,9 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
     return [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
 
 
-def _memory_flags(order: RayOrder, environment: Mapping[str, str]) -> list[str]:
-    """Flags for its share of the node's memory, where its engine has them. Raises ConfigError if
-    that is too little."""
+def _memory_flags(order: RayOrder, environment: Mapping[str, str], arena: int) -> list[str]:
+    """Flags for its share of the node's memory, where its engine has them. arena: bytes of KV cache
+    of its unit; 0: it is in none. Raises ConfigError if that is too little."""
     if not kind_of(order.launch.config.engine).shares_memory:
         return []
     on_one_gpu = int(1 / order.gpu) if 0 < order.gpu < 1 else 1
@@ -402,4 +430,5 @@ def _memory_flags(order: RayOrder, environment: Mapping[str, str]) -> list[str]:
         part_of_memory(order.share),
         environment,
         weights_of(order.model),
+        arena,
     )

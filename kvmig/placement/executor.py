@@ -71,6 +71,8 @@ class ExecutorSettings(NamedTuple):
     patience_s: float = PATIENCE_S
     nodes: Mapping[int, str] = MappingProxyType({})
     """Ids of Ray nodes, by their numbers in the placement; none: deployments are on one host."""
+    workers: Mapping[str, str] = MappingProxyType({})
+    """Ids of the Ray nodes of a fleet's workers, by their names in the placement."""
 
 
 class CompletedWave(NamedTuple):
@@ -334,6 +336,7 @@ class PlacementExecutor:
                 unit = self._units[step.unit]
                 own = own_flags(self._placement, step.model, len(unit.gpus), step.quota)
                 node = self._settings.nodes.get(unit.node, "") if unit.gpus else ""
+                node = self._settings.workers.get(unit.worker, node)
                 gpus = [] if node else [str(gpu) for gpu in unit.gpus]
                 percent = tenths(share) if asks else None
                 await at.start(InstanceStart(step.unit, gpus, own, percent, node))

@@ -64,6 +64,8 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arena_bytes: int = 0
     """KV cache that its agent (`kvmig.sharing`) leases, so that quotas change while instances
     serve; 0: it has none, and they don't."""
+    worker: str = ""
+    """Name of the fleet's worker that it is on (`kvmig up --ray`); empty: there are no workers."""
 
     @property
     def called(self) -> str:
@@ -300,6 +302,7 @@ def to_toml(placement: Placement) -> str:
             f"name = {json.dumps(unit.called, ensure_ascii=False)}",
             f"node = {unit.node}",
             f"gpus = {unit.gpus}",
+            *([f"worker = {json.dumps(unit.worker, ensure_ascii=False)}"] if unit.worker else []),
             f"memory_bytes = {unit.memory_bytes}",
             *([f"arena_bytes = {unit.arena_bytes}"] if unit.arena_bytes else []),
             *([] if unit.models else ["models = []"]),

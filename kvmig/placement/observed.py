@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
@@ -12,6 +13,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.placement.file import PlacedModel, Placement
 from kvmig.placement.moves import PlacedLease, PlanStep, Slot
 
+NO_WORKERS: Mapping[str, str] = MappingProxyType({})
 MOST_LOOKS = 10_000
 """Most looks for units of instances that report none."""
 
@@ -70,12 +72,15 @@ def check(
                 )
 
 
-def adopted(placement: Placement, rows: Rows) -> dict[str, dict[str, str]]:
+def adopted(
+    placement: Placement, rows: Rows, workers: Mapping[str, str] = NO_WORKERS
+) -> dict[str, dict[str, str]]:
     """Units for instances that report none, by deployment and instance: where
     the placement has the model, as far as there is room for all.
 
     The GPUs of an instance, by index, are those of its unit; only a host's CPUs can be meant by
-    several units. Raises ConfigError where no unit is left.
+    several units. workers: ids of the Ray nodes of units' workers, by name: an instance is in a
+    unit of its node. Raises ConfigError where no unit is left.
     """
     there = [(name, row) for name, listed in rows.items() for row in listed
              if row.state != "failed"]  # fmt: skip
@@ -84,10 +89,15 @@ def adopted(placement: Placement, rows: Rows) -> dict[str, dict[str, str]]:
     room = Counter({one.called: one.memory_bytes for one in placement.units})
     for name, row in there:
         room[row.unit] -= size[name]
-    search = _UnitSearch(placement, [(name, row.gpus) for name, row in homeless], size)
+    nodes = {one.called: workers.get(one.worker, "") for one in placement.units}
+    places = [(name, row.gpus, row.node) for name, row in homeless]
+    search = _UnitSearch(placement, places, size, nodes)
     units = search.units_from(0, frozenset((name, row.unit) for name, row in there), room)
     if units is None:
-        listed = ", ".join(f"{name} {row.id}{_on(row.gpus)}" for name, row in homeless)
+        names = {node: name for name, node in workers.items()}
+        listed = ", ".join(
+            f"{name} {row.id}{_on(row.gpus, names.get(row.node, ''))}" for name, row in homeless
+        )
         raise ConfigError(
             f"nobody said in which units {listed} are, and those without GPUs or on theirs have no"
             " room for all"
@@ -98,8 +108,10 @@ def adopted(placement: Placement, rows: Rows) -> dict[str, dict[str, str]]:
     return found
 
 
-def _on(gpus: Sequence[str]) -> str:
-    return f" (GPU {','.join(gpus)})" if gpus else ""
+def _on(gpus: Sequence[str], worker: str) -> str:
+    where = [f"worker {worker}"] if worker else []
+    where += [f"GPU {','.join(gpus)}"] if gpus else []
+    return f" ({', '.join(where)})" if where else ""
 
 
 class _UnitSearch:
@@ -108,10 +120,13 @@ class _UnitSearch:
     def __init__(
         self,
         placement: Placement,
-        homeless: Sequence[tuple[str, Sequence[str]]],
+        homeless: Sequence[tuple[str, Sequence[str], str]],
         size: Mapping[str, int],
+        nodes: Mapping[str, str],
     ) -> None:
-        """homeless: the instances' models and GPUs. size: bytes of an instance, by model."""
+        """homeless: the instances' models, GPUs and nodes. size: bytes of an instance, by model.
+        nodes: ids of units' nodes, by unit; empty: it has none."""
+        self._nodes = nodes
         self._units = placement.units
         self._homeless = homeless
         self._size = size
@@ -126,8 +141,8 @@ class _UnitSearch:
         """
         if at == len(self._homeless):
             return []
-        name, gpus = self._homeless[at]
-        for unit in self._candidates(name, gpus):
+        name, gpus, node = self._homeless[at]
+        for unit in self._candidates(name, gpus, node):
             if (name, unit) in taken or room[unit] < self._size[name] or self._tired():
                 continue
             left = {**room, unit: room[unit] - self._size[name]}
@@ -136,10 +151,13 @@ class _UnitSearch:
                 return [unit, *rest]
         return None
 
-    def _candidates(self, name: str, gpus: Sequence[str]) -> list[str]:
+    def _candidates(self, name: str, gpus: Sequence[str], node: str) -> list[str]:
         """Units by name, first those for which the placement has the model."""
         fitting = [
-            one for one in self._units if not one.gpus or set(map(str, one.gpus)) == set(gpus)
+            one
+            for one in self._units
+            if not one.gpus or set(map(str, one.gpus)) == set(gpus)
+            if self._nodes[one.called] in ("", node)
         ]
         fitting.sort(key=lambda unit: all(one.name != name for one in unit.models))
         return [one.called for one in fitting]

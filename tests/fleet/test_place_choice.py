@@ -19,6 +19,7 @@ from kvmig.fleet.place_choice import (
     explain,
     explained,
     most_instances,
+    places_on,
     with_places,
 )
 from kvmig.fleet.worker_nodes import (
@@ -367,3 +368,28 @@ def test_what_is_left_counts_the_instances_of_each_gpu(
         before = there[name].counts.by_model.get("m", {})
         for gpu in room.devices:
             assert own.get(gpu, 0) == before.get(gpu, 0) + used[gpu]
+
+
+# -- on workers that a placement names
+
+
+@given(sites(), st.lists(st.sampled_from(["n0", "n1", "n2"]), min_size=1, max_size=4),
+       st.integers(0, 4), st.integers(0, 9))  # fmt: skip
+def test_instances_on_named_workers_have_room_there_one_after_the_other_or_none_has(
+    nodes: list[WorkerNode], workers: list[str], memory: int, each: int
+) -> None:
+    here = rooms(*nodes)
+    need = on_gpus(each, memory=memory) if each else InstanceNeed("m", memory)
+    found = places_on(here, need, workers)
+    left: Rooms = here
+    for at, name in enumerate(workers):
+        fits = name in left and choose_places({name: left[name]}, need, 1) is not None
+        if found is None:
+            if not fits:
+                return
+            left = with_places(left, need, choose_places({name: left[name]}, need, 1, "pack") or ())
+        else:
+            assert fits
+            assert found[at].node == name
+            left = with_places(left, need, [found[at]])
+    assert found is not None

@@ -11,16 +11,21 @@ from hypothesis import strategies as st
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed
+from kvmig.fleet.place_choice import choose_places, with_places
 from kvmig.fleet.unit_plan import (
     LAST_PAUSE_S,
     AgentLife,
     check_unit,
     ended,
     need_in_unit,
+    need_of_unit,
+    need_on_worker,
     next_step,
+    node_of_unit,
     started,
     whole_need,
 )
+from kvmig.fleet.worker_nodes import InstanceNeed, NodeRoom, Rooms, WorkerNode, room_now
 
 GIB = 1 << 30
 A, B = DeviceNeed(4 * GIB), DeviceNeed(3 * GIB, only=frozenset({"g0", "g1"}))
@@ -86,3 +91,81 @@ def test_an_agent_that_keeps_dying_is_tried_ever_later_and_at_once_after_a_long_
     assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
     again = ended(started(life, "agent", 10), "it was killed", 100)
     assert again.retry_at == 100.5
+
+
+# -- on workers
+
+CPUS = st.integers(0, 6)
+NODES = st.lists(st.tuples(st.integers(0, 40), CPUS, st.booleans()), min_size=1, max_size=5)
+MODELS = st.lists(st.tuples(st.integers(0, 9), CPUS, st.booleans()), min_size=1, max_size=4)
+
+
+def rooms_of(nodes: list[tuple[int, int, bool]]) -> Rooms:
+    """Nodes by their GiB and CPUs; those in the east have a label."""
+    found: dict[str, NodeRoom] = {}
+    for at, (size, cpus, east) in enumerate(nodes):
+        name, amounts = f"w{at}", {"CPU": float(cpus)}
+        labels = {"worker": name} | ({"zone": "east"} if east else {})
+        node = WorkerNode(
+            name, size * GIB, size * GIB, labels=labels, resources=amounts, free_resources=amounts
+        )
+        found[name] = room_now(node, size * GIB)
+    return found
+
+
+def needs_of(models: list[tuple[int, int, bool]]) -> list[InstanceNeed]:
+    return [
+        InstanceNeed(
+            f"m{at}", size * GIB, selector={"zone": "east"} if east else {},
+            resources={"CPU": float(cpus)},
+        )
+        for at, (size, cpus, east) in enumerate(models)
+    ]  # fmt: skip
+
+
+@given(NODES, MODELS, st.integers(0, 20))
+def test_where_a_unit_is_put_all_of_its_models_have_room_beside_its_cache(
+    nodes: list[tuple[int, int, bool]], models: list[tuple[int, int, bool]], arena: int
+) -> None:
+    rooms, needs = rooms_of(nodes), needs_of(models)
+    first, *others = needs
+    places = choose_places(rooms, need_of_unit(first, others, arena * GIB), 1)
+    if places is None:
+        return
+    (place,) = places
+    room = rooms[place.node]
+    left: Rooms = {**rooms, place.node: replace(room, memory=room.memory - arena * GIB)}
+    for need in needs:
+        found = choose_places(left, need_on_worker(need, place.node), 1)
+        assert found is not None
+        assert found[0].node == place.node
+        left = with_places(left, need, found)
+
+
+@given(NODES, MODELS, st.integers(0, 20))
+def test_a_unit_waits_only_where_no_worker_holds_all_of_it(
+    nodes: list[tuple[int, int, bool]], models: list[tuple[int, int, bool]], arena: int
+) -> None:
+    rooms, needs = rooms_of(nodes), needs_of(models)
+    first, *others = needs
+    if choose_places(rooms, need_of_unit(first, others, arena * GIB), 1) is not None:
+        return
+    memory = arena + sum(size for size, _, _ in models)
+    cpus = sum(cpus for _, cpus, _ in models)
+    east = any(east for _, _, east in models)
+    for size, there, is_east in nodes:
+        assert size < memory or there < cpus or (east and not is_east)
+
+
+@given(st.sampled_from("abc") | st.just(""), st.lists(st.sampled_from("abc")), st.sets(
+    st.sampled_from("abc")
+))  # fmt: skip
+def test_a_unit_stays_while_it_can_and_then_goes_where_one_of_its_instances_is(
+    now: str, instances: list[str], leaving: set[str]
+) -> None:
+    found = node_of_unit(now, instances, leaving.__contains__)
+    assert found not in leaving
+    if now and now not in leaving:
+        assert found == now
+    else:
+        assert bool(found) == any(one not in leaving for one in instances)

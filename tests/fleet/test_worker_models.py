@@ -22,8 +22,9 @@ from kvmig.fleet.settings import FleetSettings, check_settings
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import LEASE_S, WorkerWish
+from kvmig.placement.file import PlacedUnit
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
-from tests.support.made_up_nodes import GIB, made_up_node, node_id
+from tests.support.made_up_nodes import GIB, cluster_of, made_up_node, node_id
 from tests.support.model_bench import silence
 from tests.support.worker_bench import A, B, WorkerBench, drain, row
 
@@ -338,7 +339,6 @@ async def test_a_worker_that_comes_back_with_its_name_has_room_for_what_it_had(
     ("more", "sentence"),
     [
         ({"gpus": ("0",)}, "gpus is given, must be left out with `kvmig up --ray`"),
-        ({"unit": "u", "unit_memory": 1 << 30}, "unit is given, must be left out"),
         ({"instances": InstanceCounts(target_kind="freeness")}, "target_kind is 'freeness'"),
         ({"load": "auto"}, "load is 'auto', must be left out with `kvmig up --ray`"),
         ({"engine": "command"}, "engine is 'command', must be vllm or transformers with"),
@@ -394,3 +394,48 @@ async def test_what_a_roll_out_leaves_gathers_away_from_a_worker_that_is_drained
     ((what, instance, deadline_s),) = await bench.orders()
     assert (what, instance) == ("drain", "i0")
     assert deadline_s == pytest.approx(60, abs=5), "the drain's deadline counts"
+
+
+def unit_on(worker: str) -> PlacedUnit:
+    return PlacedUnit(memory_bytes=9, name=f"of {worker}", worker=worker)
+
+
+async def test_a_model_that_a_placement_has_on_workers_starts_on_these(bench: WorkerBench) -> None:
+    bench.see(made_up_node("a"), made_up_node("b"), made_up_node("c", memory=64 * GIB))
+    bench.models.place({"a": [unit_on("worker-b"), unit_on("worker-a")]})
+    bench.add()
+    words = bench.start.words
+    assert {f"--instance-node=i0: {B}", f"--instance-node=i1: {A}"} <= {*words}
+    assert {"--instance-unit=i0: of worker-b", "--instance-unit=i1: of worker-a"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        ([made_up_node("a")], "no room: a worker that the placement names is not there"),
+        (
+            [made_up_node("a", memory=64 * GIB), made_up_node("b", alive=False)],
+            "no room: a worker that the placement names is not ready",
+        ),
+        (
+            [made_up_node("a"), made_up_node("b", total={"CPU": 1.0}, free={"CPU": 1.0})],
+            "no room: it needs 2 CPU, 1 CPU is free, the rest is taken for good",
+        ),
+    ],
+)
+async def test_a_model_whose_placements_worker_takes_none_waits_and_says_why(
+    bench: WorkerBench, nodes: list[Any], why: str
+) -> None:
+    bench.see(*nodes)
+    bench.models.place({"a": [unit_on("worker-b")]})
+    bench.add()
+    assert bench.model.life.why == why
+
+
+def test_a_placements_workers_are_shown_with_their_states() -> None:
+    pool = WorkerPool("10.0.0.1:6379")
+    pool.take_wishes([WorkerWish(name="worker-a", cordoned=True)])
+    pool.take_report(cluster_of(made_up_node("a"), made_up_node("b", alive=False)))
+    assert pool.unready("worker-a") == "", "what a placement names may be cordoned"
+    assert pool.unready("worker-b") == "it is lost"
+    assert pool.unready("worker-c") == "it is not there"

@@ -179,6 +179,20 @@ def test_an_instance_on_gpus_is_in_the_unit_that_has_them() -> None:
         adopted(wanted, rows)
 
 
+def test_an_instance_on_a_worker_is_in_a_unit_of_its_worker() -> None:
+    text = placement_text(left="a b", right="a b")
+    for at, name in enumerate(("west", "east")):
+        size = f"memory_bytes = {2000 + at}"
+        text = text.replace(size, f'worker = "{name}"\n{size}')
+    wanted, nodes = read(text, "p.toml"), {"west": "n0", "east": "n1"}
+    assert read(to_toml(wanted), "p.toml") == wanted
+    rows = {"a": [replace(row("i0", ""), node="n1")], "b": [replace(row("i0", ""), node="n0")]}
+    assert adopted(wanted, rows, nodes) == {"a": {"i0": "right"}, "b": {"i0": "left"}}
+    rows["a"] = [replace(row("i0", ""), node="n1"), replace(row("i1", ""), node="n1")]
+    with pytest.raises(ConfigError, match=r"in which units .*a i1 \(worker east\)"):
+        adopted(wanted, rows, nodes)
+
+
 def test_an_instance_without_a_unit_needs_room_in_one() -> None:
     rows = {"a": [row(f"i{at}", "") for at in range(3)]}
     with pytest.raises(ConfigError, match="nobody said in which units a i0, a i1, a i2 are"):

@@ -1,0 +1,179 @@
+"""The units of one node of a Ray cluster: their agents, which the node's agent starts and ends.
+
+Instances of several models share a unit's KV cache on one node (`kvmig.sharing`). A unit's agent
+ends with the node's agent, and the next one starts it again: instances keep what they have leased,
+and join it by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+
+from kvmig.core.clock import Clock
+from kvmig.core.errors import ConfigError, StartupError, TransportError
+from kvmig.launcher.node_files import WantedUnit
+from kvmig.launcher.node_forks import node_folder
+from kvmig.launcher.node_reports import UnitReport
+from kvmig.process.supervisor import how_it_ended
+from kvmig.rpc.unix_peer import credentials
+from kvmig.sharing.messages import UnitState
+from kvmig.sharing.unit_state import fetch_unit
+
+MODULE = "kvmig.sharing"
+ANSWER_S = 1.0
+"""Longest wait for the answer of a unit's agent."""
+STABLE_S = 60.0
+"""A unit's agent that ends later is the first one again that has ended."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
+END_S = 5.0
+"""Time for a unit's agent to end, then it is killed."""
+STARTS = "its agent starts"
+
+log = logging.getLogger(__name__)
+
+
+def unit_address(node: str, path: str) -> str:
+    """The path of a unit's socket on a node. node: Ray's id of it. path: the unit's on the machine
+    of the fleet's server. Raises StartupError."""
+    return str(node_folder(node) / f"unit-{blake2b(path.encode(), digest_size=8).hexdigest()}.sock")
+
+
+def state_of(address: str) -> UnitState:
+    """The state of the unit there. Raises TransportError or ConfigError."""
+    return asyncio.run(fetch_unit(address, ANSWER_S))
+
+
+def listener_at(address: str) -> int:
+    """The id of the process that listens there; 0: none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        return 0 if probe.connect_ex(address) else credentials(probe)[0]
+
+
+def pause_after(deaths: int) -> float:
+    """Seconds until an agent is started again that has ended so often in a row."""
+    return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(deaths - 1, 30))
+
+
+class UnitProcess:
+    """The agent of one unit; another one each time that it ends."""
+
+    def __init__(self, wanted: WantedUnit, address: str, clock: Clock) -> None:
+        self.wanted = wanted
+        self._address = address
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._since = 0.0
+        self._deaths = 0
+        """Ends in a row."""
+        self._again_at = 0.0
+        self._why = ""
+
+    def keep(self) -> None:
+        """Start it, if none runs and the pause after the last end is over."""
+        now = self._clock()
+        if self._process is not None and (code := self._process.poll()) is not None:
+            stable = now - self._since >= STABLE_S
+            self._deaths = 1 if stable else self._deaths + 1
+            self._again_at = now + pause_after(self._deaths)
+            self._why = f"its agent has ended: {how_it_ended(code)}"
+            log.warning("unit at %s: %s", self._address, self._why)
+            self._close_stdin(self._process)
+            self._process = None
+        if self._process is None and now >= self._again_at:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, self._address,
+                 f"--memory={self.wanted.memory}B", "--end-with-stdin"],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            )  # fmt: skip
+            self._since = now
+
+    def report(self, look: Callable[[str], UnitState]) -> UnitReport:
+        """How it stands. look: asks the agent at an address."""
+        if self._process is None:
+            return UnitReport(path=self.wanted.path, why=self._why)
+        try:
+            if listener_at(self._address) != self._process.pid:  # of an agent before, which ends
+                return UnitReport(path=self.wanted.path, why=STARTS)
+            found = look(self._address)
+        except (TransportError, ConfigError) as error:
+            return UnitReport(path=self.wanted.path, why=str(error))
+        leased: dict[str, int] = {}
+        for one in found.shares:
+            leased[one.model] = leased.get(one.model, 0) + one.lease
+        return UnitReport(path=self.wanted.path, leased=leased)
+
+    def end(self) -> None:
+        """Ask it to end, by the end of its stdin."""
+        if self._process is not None:
+            self._close_stdin(self._process)
+
+    def await_end(self) -> None:
+        """Return once it is gone; one that does not end is killed."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    @staticmethod
+    def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+class NodeUnits:
+    """Make it on the node. Its methods are called from one thread at a time, and may block."""
+
+    def __init__(
+        self,
+        node: str,
+        clock: Clock = time.monotonic,
+        look: Callable[[str], UnitState] = state_of,
+    ) -> None:
+        """node: Ray's id of it. look: asks the agent at an address."""
+        self._node = node
+        self._clock = clock
+        self._look = look
+        self._units: dict[str, UnitProcess] = {}
+
+    def keep_units(self, wanted: Sequence[WantedUnit]) -> tuple[UnitReport, ...]:
+        """Have the agents of these units and no others; how each of them stands."""
+        named: Mapping[str, WantedUnit] = {one.path: one for one in wanted}
+        leaving = [one for one in self._units.values() if named.get(one.wanted.path) != one.wanted]
+        self._end(leaving)
+        reports: list[UnitReport] = []
+        for one in wanted:
+            try:
+                unit = self._units.get(one.path)
+                if unit is None:
+                    address = unit_address(self._node, one.path)
+                    unit = self._units[one.path] = UnitProcess(one, address, self._clock)
+                unit.keep()
+            except (OSError, StartupError) as error:
+                reports.append(UnitReport(path=one.path, why=f"its agent can't start: {error}"))
+            else:
+                reports.append(unit.report(self._look))
+        return tuple(reports)
+
+    def close(self) -> None:
+        """End them all."""
+        self._end(list(self._units.values()))
+
+    def _end(self, leaving: Sequence[UnitProcess]) -> None:
+        for one in leaving:
+            one.end()
+        for one in leaving:
+            one.await_end()
+            del self._units[one.wanted.path]

@@ -1,0 +1,174 @@
+"""The agents of units that a node's agent keeps, without Ray: the processes are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvmig.core.config import ClusterConfig, RayConfig, UnitConfig, check
+from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.order_fence import OrderToken
+from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.node_files import NodeWish, WantedUnit
+from kvmig.launcher.node_reports import UnitReport
+from kvmig.launcher.node_units import (
+    FIRST_PAUSE_S,
+    LAST_PAUSE_S,
+    NodeUnits,
+    listener_at,
+    pause_after,
+    state_of,
+    unit_address,
+)
+from kvmig.launcher.ray_agents import NodeAgent, checked_measure
+from kvmig.launcher.ray_launcher import RayOrder, arena_of_unit, in_unit
+from tests.support.waiting import wait_until
+
+NODE, PATH, MIB = "0123456789abcdef0123", "/the/servers/run/unit-u.sock", 1 << 20
+WANTED = WantedUnit(path=PATH, memory=64 * MIB)
+THERE = (UnitReport(path=PATH),)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sockets of this test alone, with short paths, unlike those in tmp_path."""
+    with tempfile.TemporaryDirectory(prefix="kvmig-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@pytest.fixture
+def units() -> Iterator[NodeUnits]:
+    made = NodeUnits(NODE)
+    yield made
+    made.close()
+
+
+def keep(units: NodeUnits, wanted: Sequence[WantedUnit]) -> None:
+    """Until all answer."""
+    there = tuple(UnitReport(path=one.path) for one in wanted)
+    wait_until(lambda: units.keep_units(wanted) == there)
+
+
+def listens(wanted: WantedUnit) -> bool:
+    return Path(unit_address(NODE, wanted.path)).exists()
+
+
+def order_of(unit: UnitConfig | None) -> RayOrder:
+    config = ClusterConfig(ray=RayConfig(address="auto", files="/files"), unit=unit)
+    launch = LlumletLaunch(
+        cluster="test", instance="i0", secret=b"s", config=config, engine_argv=[]
+    )
+    return RayOrder(
+        launch=launch, workers=1, threads=1, share=1.0, gpu=0.0, model="/m", kv_bytes=None,
+        environment={},
+    )  # fmt: skip
+
+
+def test_a_unit_that_is_wanted_has_an_agent_and_one_that_is_not_any_more_has_none(
+    units: NodeUnits,
+) -> None:
+    other = WantedUnit(path="/another.sock", memory=MIB)
+    keep(units, [WANTED, other])
+    assert state_of(unit_address(NODE, PATH)).arena == 64 * MIB
+    keep(units, [other])
+    assert not listens(WANTED)
+    assert listens(other)
+    units.close()
+    assert not listens(other)
+
+
+def test_a_unit_of_another_size_gets_another_agent(units: NodeUnits) -> None:
+    keep(units, [WANTED])
+    larger = WantedUnit(path=PATH, memory=128 * MIB)
+    keep(units, [larger])
+    assert state_of(unit_address(NODE, PATH)).arena == 128 * MIB
+
+
+def test_an_agent_that_is_killed_is_started_again_after_a_pause(units: NodeUnits) -> None:
+    keep(units, [WANTED])
+    os.kill(listener_at(unit_address(NODE, PATH)), signal.SIGKILL)
+    wait_until(lambda: units.keep_units([WANTED]) != THERE)
+    (said,) = units.keep_units([WANTED])
+    assert said.why == "its agent has ended: killed by SIGKILL"
+    keep(units, [WANTED])
+
+
+def test_an_agent_ends_with_who_has_started_it() -> None:
+    """The node's agent may be killed: the end of a pipe is all that is left of it then."""
+    code = (
+        f"import sys, tempfile; tempfile.tempdir = {tempfile.tempdir!r};"
+        "from kvmig.launcher.node_files import WantedUnit;"
+        "from kvmig.launcher.node_units import NodeUnits;"
+        f"made = NodeUnits({NODE!r}); made.keep_units([{WANTED!r}]); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as agent:
+        wait_until(lambda: listens(WANTED))
+        agent.kill()
+    wait_until(lambda: not listens(WANTED))
+
+
+def test_pauses_grow_to_half_a_minute() -> None:
+    assert [pause_after(one) for one in (1, 2, 3, 7, 999)] == [
+        FIRST_PAUSE_S, 1.0, 2.0, LAST_PAUSE_S, LAST_PAUSE_S,
+    ]  # fmt: skip
+
+
+async def test_an_instance_on_a_node_joins_the_nodes_agent_and_has_its_arena(
+    units: NodeUnits,
+) -> None:
+    order = in_unit(order_of(UnitConfig(path=PATH)), NODE)
+    assert order.launch.config.unit == UnitConfig(path=unit_address(NODE, PATH))
+    with pytest.raises(StartupError, match="the unit's agent on this node does not answer"):
+        await asyncio.to_thread(arena_of_unit, order, {})
+    await asyncio.to_thread(keep, units, [WANTED])
+    assert await asyncio.to_thread(arena_of_unit, order, {}) == 64 * MIB
+    with pytest.raises(ConfigError, match="--unit is given, must be left out with --ray where"):
+        await asyncio.to_thread(arena_of_unit, order, {"CUDA_VISIBLE_DEVICES": "0"})
+
+
+def test_an_instance_without_a_unit_is_as_it_was() -> None:
+    assert in_unit(order_of(None), NODE) == order_of(None)
+    assert arena_of_unit(order_of(None), {}) == 0
+
+
+def test_units_on_nodes_are_a_fleets() -> None:
+    unit = UnitConfig(path=PATH)
+    check(ClusterConfig(ray=RayConfig(address="auto", files="/files"), unit=unit))
+    with pytest.raises(ConfigError, match="only `kvmig up --ray` starts agents of units on nodes"):
+        check(ClusterConfig(ray=RayConfig(address="auto"), unit=unit))
+
+
+class OwnNode:
+    """What Ray tells an actor of its node."""
+
+    def get_node_id(self) -> str:
+        return NODE
+
+
+def test_a_later_servers_agent_has_the_units_and_the_one_before_lets_go_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+    monkeypatch.setattr("ray.get_runtime_context", OwnNode)
+    first, second, third = NodeAgent(), NodeAgent(), NodeAgent()
+
+    def wish(term: int, *units: WantedUnit) -> NodeWish:
+        return NodeWish(fleet="f", token=OrderToken(term), units=units)
+
+    wait_until(lambda: checked_measure(first.measure(wish(1, WANTED), {})).units == THERE)
+    before = listener_at(unit_address(NODE, PATH))
+    wait_until(lambda: second.measure(wish(2, WANTED), {}).units == THERE)
+    assert listener_at(unit_address(NODE, PATH)) not in (0, before)
+    refused = first.measure(wish(1, WANTED), {})
+    assert (refused.units, "its token is 1.0" in refused.refused) == ((), True)
+    third.measure(wish(3), {})  # the one before sees that by itself
+    wait_until(lambda: not listens(WANTED))
