@@ -47,10 +47,16 @@ BURNS = {"KvmigTtftBurnsFast", "KvmigTtftBurnsSlow", "KvmigTpotBurnsFast", "Kvmi
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyFleet]:
+def machine(tmp_path_factory: pytest.TempPathFactory) -> FakeMachine:
+    """With two GPUs."""
+    made = FakeMachine(tmp_path_factory.mktemp("machine"))
+    made.install(devices(2, SIZE))
+    return made
+
+
+@pytest.fixture(scope="module")
+def fleet(machine: FakeMachine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToyFleet]:
     """On two GPUs, with model a, which has two instances."""
-    machine = FakeMachine(tmp_path_factory.mktemp("machine"))
-    machine.install(devices(2, SIZE))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in machine.environment.items():
             patch.setenv(name, value)
@@ -291,6 +297,18 @@ def test_a_database_that_is_locked_leaves_the_ledger_behind(
         calm.wait_firing("KvmigUsageBehind")
         assert calm.firing() - BURNS == {"KvmigUsageBehind"}
         locking.execute("ROLLBACK")
+
+
+def test_a_driver_that_answers_what_nobody_foresaw_is_a_fault_of_the_rounds(
+    fleet: ToyFleet, machine: FakeMachine, calm: PrometheusServer
+) -> None:
+    with machine.answering_nonsense():
+        calm.wait_firing("KvmigRoundFaults")
+        assert calm.firing() - BURNS == {"KvmigRoundFaults"}
+        (alert,) = calm.samples('ALERTS{alertname="KvmigRoundFaults", alertstate="firing"}')
+        assert alert["metric"]["part"] == "GPUs"
+        assert call(fleet, ask("a", 10)).status_code == 200
+    calm.wait_calm()  # once it answers again
 
 
 def test_a_fleet_that_is_gone_is_a_target_that_is_down(

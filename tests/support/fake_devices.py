@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -95,6 +96,17 @@ class FakeMachine:
         """What there is."""
         found: list[dict[str, object]] = json.loads((self.folder / "machine.json").read_text())
         return found
+
+    @contextmanager
+    def answering_nonsense(self) -> Iterator[None]:
+        """Within the block its driver fails in a way that NVML knows no error for."""
+        file = self.folder / "machine.json"
+        before = file.read_text()
+        _write(file, "nonsense")
+        try:
+            yield
+        finally:
+            _write(file, before)
 
     def take(self, uuid: str, nbytes: int, pid: int | None = None) -> None:
         """A process (None: this one) has so many bytes of it from now on; 0: none."""

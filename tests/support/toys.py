@@ -24,6 +24,7 @@ class Toys(Served):
         environment: Mapping[str, str] | None = None,
         nursery: Nursery | None = None,
         enter: Sequence[str] = (),
+        admin_key: str = "",
     ) -> None:
         """folder: where its log and its script go."""
         path = folder / "script"
@@ -34,6 +35,7 @@ class Toys(Served):
             nursery=nursery,
             log=folder / "log",
             enter=enter,
+            admin_key=admin_key,
         )
         self._script = ScriptFile(str(path))
         self._usual = ToyScript()
