@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -24,6 +25,7 @@ from tests.support.browsers import (
     visitor,
 )
 from tests.support.fleets import PATH, ToyFleet, ask, counted
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -171,6 +173,58 @@ def test_a_start_is_watched_live(fleet: ToyFleet, bea: Visitor) -> None:
     row.wait_for(state="detached")
 
 
+def test_a_roll_out_is_paused_and_undone_on_the_models_page(fleet: ToyFleet, bea: Visitor) -> None:
+    fleet.add_toy("rolled", instances={"min": 1, "max": 1})
+    fleet.until("models/rolled", serving=1)
+    page = open_page(bea, fleet.key, "models/rolled")
+    form = page.locator("form", has=page.get_by_role("button", name="Change", exact=True))
+    spec = json.loads(form.locator("[name=spec]").input_value())
+    before = spec["flags"]
+    weights = f"--script={fleet.folder.parent / 'other-script'}"
+    changed = [weights if "--script" in one else one for one in before]
+    form.locator("[name=spec]").fill(json.dumps(spec | {"flags": changed}))
+    form.get_by_label("Canary steps").fill("50")
+    form.get_by_label("Seconds of a step").fill("3600")
+    form.get_by_role("button", name="Change", exact=True).click()
+    page.get_by_role("heading", name="Roll-out").wait_for()
+    page.get_by_role("button", name="Pause", exact=True).click()
+    page.get_by_role("button", name="Resume", exact=True).wait_for()
+    assert fleet.get("models/rolled/rollout")["rollout"]["state"] == "paused"
+    wait_until(lambda: (fleet.get("models/rolled/rollout")["rollout"]["new"] or {}).get("serving"))
+    bea.visit(page, "models/rolled")
+    new = page.get_by_role("group", name="Deployments").locator("tr", has_text="new")
+    new.get_by_text("serving", exact=True).wait_for()
+    assert serious_faults(page) == []
+
+    page.get_by_role("button", name="Resume", exact=True).click()
+    page.get_by_role("button", name="Pause", exact=True).wait_for()
+    page.locator("summary", has_text="Undo").click()
+    page.get_by_role("button", name="Undo", exact=True).click()
+    page.get_by_text(re.compile("to revision 2")).first.wait_for(state="attached")
+    wait_until(lambda: fleet.get("models/rolled/rollout")["rollout"] is None)
+    bea.visit(page, "models/rolled")
+    assert page.get_by_role("heading", name="Roll-out").count() == 0
+    assert fleet.get("models/rolled")["spec"]["flags"] == before
+    fleet.ask("DELETE", "models/rolled").raise_for_status()
+
+
+def test_the_reasons_of_a_place_and_of_those_of_another_instance_are_shown(
+    fleet: ToyFleet, bea: Visitor
+) -> None:
+    page = open_page(bea, fleet.key, "models/count")
+    page.get_by_role("link", name="Why here?").first.click()
+    page.get_by_text("is on worker local").wait_for()
+    decided = page.get_by_role("group", name="Decisions about workers").locator("tbody tr")
+    assert decided.count() == 1
+    assert "chosen" in decided.inner_text()
+    assert serious_faults(page) == []
+    bea.visit(page, "models/count")
+    page.get_by_role("link", name="Where would another instance go").click()
+    page.get_by_role("heading", name="why not elsewhere").wait_for()
+    assert "local" in decided.inner_text()
+    assert serious_faults(page) == []
+
+
 def test_dots_travel_on_the_picture_while_an_instance_is_drained_and_no_token_is_lost(
     fleet: ToyFleet, bea: Visitor, tmp_path: Path
 ) -> None:
@@ -180,11 +234,12 @@ def test_dots_travel_on_the_picture_while_an_instance_is_drained_and_no_token_is
         page.get_by_text(f"{STREAMS} streams.").wait_for()
         page.locator("#dots .dot").nth(STREAMS - 1).wait_for()
         order = bea.open_tab("models/count")
-        order.locator("summary", has_text="Drain").first.click()
+        order.locator("summary", has_text="Drain").last.click()
         name = order.locator("details[open] button").inner_text().split()[-1]
         order.locator("details[open] button").click()
         page.locator("#dots .moved").first.wait_for(state="attached")
         page.locator(".events li", has_text=f"moved from {name}").first.wait_for()
+        page.wait_for_timeout(300)  # the dots are between two boxes then
         take_picture(page, "page-fleet", tmp_path)
         assert page.locator("#dots .dot").count() == STREAMS
     assert texts == [counted(TOKENS, start) for start in range(STREAMS)]
@@ -205,16 +260,10 @@ def test_the_picture_comes_back_by_itself_after_the_server_was_killed(
     fleet.until("models/count", serving=2)
 
 
-def test_two_tabs_show_the_same_picture_and_closed_ones_cost_nothing(
-    fleet: ToyFleet, bea: Visitor
-) -> None:
-    one = open_page(bea, fleet.key)
-    two = bea.open_tab("")
-    for page in (one, two):
+def test_two_tabs_show_the_same_picture(fleet: ToyFleet, bea: Visitor) -> None:
+    for page in (open_page(bea, fleet.key), bea.open_tab("")):
         page.get_by_text("Live.").wait_for()
         page.locator(".instance").nth(1).wait_for()
-    one.close()
-    two.close()
 
 
 def test_a_slow_network_shows_the_picture_all_the_same(fleet: ToyFleet, bea: Visitor) -> None:

@@ -97,7 +97,7 @@ class StreamDots {
         if (!dot || dot.at !== key) return;
         const slot = at % (columns * rows);
         const x = box.left - origin.left + (slot % columns) * STEP;
-        const y = box.top - origin.top + Math.floor(slot / columns) * STEP;
+        const y = box.bottom - origin.top - (Math.floor(slot / columns) + 1) * STEP; // from the bottom, as the box is filled
         dot.element.style.transform = `translate(${x}px, ${y}px)`;
         if (dot.element.classList.contains("new")) requestAnimationFrame(() => dot.element.classList.remove("new"));
       });
