@@ -1,14 +1,21 @@
 """What the plugin costs where it is installed and not wanted: vLLM without KVMIG, beside vLLM that
 does not load kvmig's plugin at all.
 
-start: a new Python that imports vLLM's loader of plugins and runs it, as `vllm serve` and each of
-  its processes do: the seconds of both, and of the loader alone.
-step: three processes with an engine each, which take turns: `with` has loaded kvmig's plugin,
-  `without` and `again` have not. Seconds a step of a batch of eight that decodes.
+loader: a process that has imported what vLLM imports before it loads plugins is forked, and the
+  fork runs vLLM's loader. A start takes seconds, of which the plugin can change milliseconds: 100
+  pairs of whole starts would take half an hour and show less. The imports are the same code in all
+  arms, so their seconds, from the whole starts below, are added to both sides of a pair: that is
+  `start_ratio`. plugin_ms: what the plugin adds to each process that loads it.
+whole_start: a few pairs of new Pythons that import and run the loader, as `vllm serve` and each of
+  its processes do.
+step: three processes with an engine each, which stay up and take turns: `with` has loaded kvmig's
+  plugin, `without` and `again` have not. Seconds a step of a batch of eight that decodes.
 
 Of each pair the ratio counts, `with` over `without`; the order turns. `noise` is the same ratio of
-`again` over `without`, which differ in nothing. vLLM's own plugins, which
-import all of it, are loaded nowhere: a start would be their time.
+`again` over `without`, which differ in nothing. vLLM's own plugins, which import all of it, are
+loaded nowhere: a start would be their time. Python keeps what it compiles, as it does where vLLM is
+installed. With --out the samples are in the file from the first pair on, also of a run that is
+interrupted.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -44,7 +51,24 @@ load_general_plugins()
 ended = time.perf_counter()
 import sys
 assert ("kvmig.plugin" in sys.modules) == (sys.argv[1] == "with")
-print("answer", ended - began, ended - found)
+print("answer", ended - began, found - began)
+"""
+FORKS = """
+import os, sys, time
+from vllm.plugins import load_general_plugins
+print("answer ready", flush=True)
+for arm in map(str.strip, sys.stdin):
+    os.environ["VLLM_PLUGINS"] = "kvmig" if arm == "with" else ""
+    if (child := os.fork()) == 0:
+        began = time.perf_counter()
+        load_general_plugins()
+        took = time.perf_counter() - began
+        right = ("kvmig.plugin" in sys.modules) == (arm == "with")
+        if right:
+            print("answer", took, flush=True)
+        os._exit(0 if right else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
 """
 STEPS = 64
 BATCH = 8
@@ -69,10 +93,16 @@ for _ in sys.stdin:
     llm.generate(prompts, asked, use_tqdm=False)
     print("answer", (time.perf_counter() - began) / steps, flush=True)
 """
+WHOLE_STARTS = 10
+"""Pairs of these in a whole run."""
+QUICK = 3
 TARGETS: dict[str, report.Target] = {
     f"{what}_ratio": {"min": 0.98, "max": 1.02} for what in ("start", "step")
 }
 LONG_RUN = tuple(TARGETS)
+Samples = list[dict[str, Any]]
+Keep = Callable[[Samples], None]
+"""Takes the samples of a pair as soon as there are all."""
 
 
 def environment(arm: str, folder: Path) -> dict[str, str]:
@@ -81,6 +111,7 @@ def environment(arm: str, folder: Path) -> dict[str, str]:
     return {
         **kept, **plain_environment(),
         "PYTHONPATH": f"{folder}:{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "",
         "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -93,32 +124,21 @@ def turns(pairs: int) -> list[tuple[str, ...]]:
     return [(*ARMS[n % 3 :], *ARMS[: n % 3]) for n in range(pairs)]
 
 
-def start_once(arm: str, folder: Path) -> dict[str, float]:
-    """Seconds of a new process."""
-    done = subprocess.run(
-        [sys.executable, "-c", START, arm],
-        env=environment(arm, folder), capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
-    )  # fmt: skip
-    line = next(line for line in done.stdout.splitlines() if line.startswith(MARK))
-    whole, loader = map(float, line.split()[1:])
-    return {"s": whole, "loader_s": loader}
+class AskedProcess:
+    """A Python program that answers each line which it gets; it ends with its input."""
 
-
-class EngineProcess:
-    """A process with an engine, which decodes when it is asked to."""
-
-    def __init__(self, arm: str, folder: Path, model: Path) -> None:
-        self._arm = arm
-        self._folder = folder
-        self._model = str(model)
+    def __init__(self, program: str, words: Sequence[str], environment: dict[str, str]) -> None:
+        self._command = (sys.executable, "-c", program, *words)
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
 
-    async def __aenter__(self) -> EngineProcess:
+    async def __aenter__(self) -> AskedProcess:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", ENGINE, self._arm, self._model, str(BATCH), str(STEPS)),
-            env=environment(self._arm, self._folder),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+            *self._command,
+            env=self._environment,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
         try:
             await self._answer()
         except BaseException:
@@ -132,11 +152,11 @@ class EngineProcess:
             self._process.kill()
         await self._process.wait()
 
-    async def step_s(self) -> float:
-        """Seconds a step of one batch. Raises RuntimeError where the process has ended."""
+    async def seconds(self, line: str = "") -> float:
+        """What it answers to that line. Raises RuntimeError where the process has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
+        self._process.stdin.write(f"{line}\n".encode())
         return float(await self._answer())
 
     async def _answer(self) -> str:
@@ -146,78 +166,127 @@ class EngineProcess:
             while line := (await self._process.stdout.readline()).decode():
                 if line.startswith(MARK):
                     return line.removeprefix(MARK).strip()
-        raise RuntimeError(f"the engine {self._arm} ended: {await self._process.wait()}")
+        raise RuntimeError(f"a process that is measured ended: {await self._process.wait()}")
 
 
-async def steps(pairs: int, folder: Path, model: Path) -> list[dict[str, Any]]:
-    """Step times of all arms, in turn."""
-    samples: list[dict[str, Any]] = []
-    async with contextlib.AsyncExitStack() as stack:
-        engines = {
-            arm: await stack.enter_async_context(EngineProcess(arm, folder, model)) for arm in ARMS
-        }
-        for number, order in enumerate(turns(pairs)):
-            for arm in order:
-                seconds = await engines[arm].step_s()
-                samples.append({"what": "step", "pair": number, "arm": arm, "s": seconds})
-    return samples
+def start_once(arm: str, folder: Path) -> dict[str, float]:
+    """Seconds of a new process; imports_s: until the loader runs."""
+    done = subprocess.run(
+        [sys.executable, "-c", START, arm],
+        env=environment(arm, folder), capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+    )  # fmt: skip
+    line = next(line for line in done.stdout.splitlines() if line.startswith(MARK))
+    whole, imports = map(float, line.split()[1:])
+    return {"s": whole, "imports_s": imports}
 
 
-def starts(pairs: int, folder: Path) -> list[dict[str, Any]]:
+def whole_starts(pairs: int, folder: Path, keep: Keep) -> None:
     """Start times of all arms, in turn; the first find caches cold and are dropped."""
     for arm in ARMS:
         start_once(arm, folder)
-    return [
-        {"what": "start", "pair": number, "arm": arm, **start_once(arm, folder)}
-        for number, order in enumerate(turns(pairs))
-        for arm in order
-    ]
+    for number, order in enumerate(turns(pairs)):
+        keep([
+            {"what": "whole_start", "pair": number, "arm": arm, **start_once(arm, folder)}
+            for arm in order
+        ])  # fmt: skip
 
 
-def ratios(samples: Sequence[dict[str, Any]], what: str, arm: str) -> list[float]:
-    """Of each pair: the arm's seconds over those of `without`."""
-    found = {(one["pair"], one["arm"]): one["s"] for one in samples if one["what"] == what}
-    return [s / found[pair, "without"] for (pair, one), s in found.items() if one == arm]
+async def loaders(pairs: int, folder: Path, keep: Keep) -> None:
+    """Times of the loader in all arms, in turn; the first of each is dropped."""
+    async with AskedProcess(FORKS, (), environment("without", folder)) as forks:
+        for arm in ARMS:
+            await forks.seconds(arm)
+        for number, order in enumerate(turns(pairs)):
+            keep([
+                {"what": "loader", "pair": number, "arm": arm, "s": await forks.seconds(arm)}
+                for arm in order
+            ])  # fmt: skip
 
 
-def summarise(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians of the ratios with the quartiles of the noise, and milliseconds."""
-    summary: dict[str, float] = {}
-    for what in ("start", "step"):
-        noise = ratios(samples, what, "again")
-        low, _, high = quantiles(noise, n=4)
-        summary |= {
-            f"{what}_pairs": len(noise),
-            f"{what}_ratio": median(ratios(samples, what, "with")),
-            f"{what}_noise": median(noise),
-            f"{what}_noise_quartile_1": low,
-            f"{what}_noise_quartile_3": high,
-        }
-        for arm in ARMS[:2]:
-            times = [one for one in samples if one["what"] == what and one["arm"] == arm]
-            summary[f"{what}_{arm}_ms"] = median(one["s"] for one in times) * 1e3
-            if what == "start":
-                summary[f"loader_{arm}_ms"] = median(one["loader_s"] for one in times) * 1e3
+async def steps(pairs: int, folder: Path, model: Path, keep: Keep) -> None:
+    """Step times of all arms, in turn."""
+    words = (str(model), str(BATCH), str(STEPS))
+    async with contextlib.AsyncExitStack() as stack:
+        engines: dict[str, AskedProcess] = {}
+        for arm in ARMS:
+            one = AskedProcess(ENGINE, (arm, *words), environment(arm, folder))
+            engines[arm] = await stack.enter_async_context(one)
+        for number, order in enumerate(turns(pairs)):
+            keep([
+                {"what": "step", "pair": number, "arm": arm, "s": await engines[arm].seconds()}
+                for arm in order
+            ])  # fmt: skip
+
+
+def seconds_of(samples: Samples, what: str, arm: str) -> list[float]:
+    """By pair."""
+    return [one["s"] for one in samples if one["what"] == what and one["arm"] == arm]
+
+
+def ratios(samples: Samples, what: str, arm: str, more_s: float = 0.0) -> list[float]:
+    """Of each pair: the arm's seconds over those of `without`. more_s: that both take besides."""
+    pairs = zip(seconds_of(samples, what, arm), seconds_of(samples, what, "without"), strict=True)
+    return [(more_s + one) / (more_s + other) for one, other in pairs]
+
+
+def spread(samples: Samples, what: str, name: str, more_s: float = 0.0) -> dict[str, float]:
+    """The median of the ratios, beside the noise and its quartiles."""
+    noise = ratios(samples, what, "again", more_s)
+    low, _, high = quantiles(noise, n=4)
+    return {
+        f"{name}_pairs": len(noise),
+        f"{name}_ratio": median(ratios(samples, what, "with", more_s)),
+        f"{name}_noise": median(noise),
+        f"{name}_noise_quartile_1": low,
+        f"{name}_noise_quartile_3": high,
+    }
+
+
+def summarise(samples: Samples) -> dict[str, float]:
+    """The figures."""
+    imports_s = median(one["imports_s"] for one in samples if one["what"] == "whole_start")
+    summary = {
+        **spread(samples, "loader", "start", imports_s),
+        **spread(samples, "whole_start", "whole_start"),
+        **spread(samples, "step", "step"),
+        "imports_ms": imports_s * 1e3,
+    }
+    for what in ("loader", "step"):
+        for arm in ARMS:
+            summary[f"{what}_{arm}_ms"] = median(seconds_of(samples, what, arm)) * 1e3
+    without = seconds_of(samples, "loader", "without")
+    for name, arm in (("plugin_ms", "with"), ("plugin_noise_ms", "again")):
+        pairs = zip(seconds_of(samples, "loader", arm), without, strict=True)
+        summary[name] = median(one - other for one, other in pairs) * 1e3
     return summary
 
 
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--model", default="count", help="count, llama-1b-kv or another of --model")
-    root.add_argument("--pairs", type=int, help="100, or 3 with --quick")
+    root.add_argument("--pairs", type=int, help=f"100, or {QUICK} with --quick")
     options = root.parse_args(argv)
     if PACED.fullmatch(options.model):
         root.error(f"--model is {options.model}, must be one that computes its steps")
-    pairs = options.pairs or (3 if options.quick else 100)
-    settings = {"model": options.model, "pairs": pairs, "batch": BATCH, "steps": STEPS}
+    pairs = options.pairs or (QUICK if options.quick else 100)
+    whole = min(pairs, WHOLE_STARTS)
+    settings = {"model": options.model, "pairs": pairs, "whole_starts": whole, "batch": BATCH,
+                "steps": STEPS}  # fmt: skip
     result = report.begin("plugin_pairs", settings)
+
+    def keep(samples: Samples) -> None:
+        result.samples += samples
+        report.keep(result, options)
+
     model = model_folder(options.model)
     with tempfile.TemporaryDirectory() as scratch:
         folder = entry_point(Path(scratch))
-        report.say("starts")
-        result.samples += starts(pairs, folder)
+        report.say("whole starts")
+        whole_starts(whole, folder, keep)
+        report.say("loaders")
+        asyncio.run(loaders(pairs, folder, keep))
         report.say("steps")
-        result.samples += asyncio.run(steps(pairs, folder, model))
+        asyncio.run(steps(pairs, folder, model, keep))
     result.summary, result.targets = summarise(result.samples), dict(TARGETS)
     return report.finish(result, options)
 

@@ -8,6 +8,8 @@ beside those of the scheduler. wrong: answers that differ; lost: calls that ende
 error, and tokens that are missing; stuck: calls of which nothing came any more. Then what the idle
 server still holds.
 
+With --out the file has what clients saw so far, twice a minute, also of a run that is interrupted.
+
 Other models than the bundled one have no answers that are known beforehand: their calls are those
 whose answers an undisturbed run gave.
 """
@@ -22,6 +24,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from bench import report
 from bench.chaos.answers import Answer
@@ -43,6 +46,7 @@ FLAGS = (*SMALL, "--data-parallel-size=2", "--api-server-count=2", "--shutdown-t
 RANKS = 2
 CLIENTS = 12
 MOVES_PER_S = 8.0
+KEEP_S = 30.0
 STUCK = ("did not end", "nothing came")
 """What bench.chaos says of calls that stand still."""
 LEAKS = (
@@ -53,13 +57,23 @@ ZERO = ("wrong", "lost", "stuck", "tokens_lost", "tokens_repeated", *LEAKS)
 
 
 @dataclass
-class Soaked:
-    """Everything that was measured."""
+class SoakLoad:
+    """What clients and migrations did."""
 
     ledger: Ledger
     mover: Mover
+
+
+@dataclass
+class Soaked:
+    """Everything that was measured."""
+
+    load: SoakLoad
     before: Holdings
     after: Holdings
+
+
+Keep = Callable[[SoakLoad], None]
 
 
 def kinds_of(model: str) -> tuple[str, ...]:
@@ -67,17 +81,18 @@ def kinds_of(model: str) -> tuple[str, ...]:
     return KINDS if model == "count" or PACED.fullmatch(model) else tuple(REFERENCES)
 
 
-async def soak(served: Served, place: Place, seconds: float, kinds: tuple[str, ...]) -> Soaked:
-    """The load, and the quiet before and after it."""
+async def soak(
+    served: Served, place: Place, seconds: float, kinds: tuple[str, ...], keep: Keep
+) -> Soaked:
+    """The load, and the quiet before and after it. keep: takes what there is so far."""
     wanted = await references(served)
-    await traffic(served, wanted, WARM_S, kinds, Ledger(began=time.monotonic()))
+    await traffic(served, wanted, WARM_S, kinds)
     await asyncio.sleep(SETTLE_S)
     before = await asyncio.to_thread(when_idle, served, place, RANKS)
     report.say("under load")
-    ledger = Ledger(began=time.monotonic())
-    mover = await traffic(served, wanted, seconds, kinds, ledger)
+    load = await traffic(served, wanted, seconds, kinds, keep)
     await asyncio.sleep(SETTLE_S)
-    return Soaked(ledger, mover, before, await asyncio.to_thread(when_idle, served, place, RANKS))
+    return Soaked(load, before, await asyncio.to_thread(when_idle, served, place, RANKS))
 
 
 async def traffic(
@@ -85,17 +100,22 @@ async def traffic(
     wanted: dict[str, Answer],
     seconds: float,
     kinds: tuple[str, ...],
-    ledger: Ledger,
-) -> Mover:
+    keep: Keep | None = None,
+) -> SoakLoad:
     """All clients and migrations for so long, and until every call has ended."""
-    mover, over = Mover(served, 1, MOVES_PER_S), after(seconds)
+    load = SoakLoad(Ledger(began=time.monotonic()), Mover(served, 1, MOVES_PER_S))
+    over = after(seconds)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-        group.create_task(mover.run(over))
+        group.create_task(load.mover.run(over))
         for number in range(CLIENTS):
-            client = await stack.enter_async_context(Client(served.url, served.model, ledger))
+            client = Client(served.url, served.model, load.ledger)
+            await stack.enter_async_context(client)
             random = Random(f"plugin {number}")
             group.create_task(keep_asking(client, random, wanted, over, kinds=kinds))
-    return mover
+        while keep is not None and not over():
+            await asyncio.sleep(KEEP_S)
+            keep(load)
+    return load
 
 
 def after(seconds: float) -> Callable[[], bool]:
@@ -104,25 +124,33 @@ def after(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > end
 
 
-def summarise(seen: Soaked) -> dict[str, float]:
-    """The figures."""
-    outcomes = seen.ledger.outcomes
+def summarise_load(load: SoakLoad) -> dict[str, float]:
+    """The figures of what clients saw."""
+    outcomes = load.ledger.outcomes
     stuck = [one for one in outcomes if one.error in STUCK]
-    moves = seen.mover.ended
+    moves = load.mover.ended
     return {
-        "requests_sent": seen.ledger.sent,
-        "tokens": seen.ledger.tokens,
+        "requests_sent": load.ledger.sent,
+        "tokens": load.ledger.tokens,
         "wrong": sum(bool(one.verdict.what) for one in outcomes),
         "lost": sum(bool(one.error) for one in outcomes) - len(stuck),
         "stuck": len(stuck),
         "tokens_lost": sum(one.verdict.lost for one in outcomes),
         "tokens_repeated": sum(one.verdict.repeated for one in outcomes),
         "longest_gap_s": round(max((one.gap_s for one in outcomes), default=0.0), 3),
-        "refused_and_sent_again": seen.ledger.refused,
+        "refused_and_sent_again": load.ledger.refused,
         "migrations_committed": moves["committed"],
         "migrations_aborted": moves.total() - moves["committed"],
-        **compare(seen.before, seen.after),
     }
+
+
+def samples_of(load: SoakLoad) -> list[dict[str, Any]]:
+    """One for each call that has ended."""
+    return [
+        {"call": one.call.kind, "at_s": round(one.at, 1), "manner": one.call.manner,
+         "error": one.error, "wrong": one.verdict.what, "gap_s": round(one.gap_s, 3)}
+        for one in load.ledger.outcomes
+    ]  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -136,29 +164,32 @@ def main(argv: list[str] | None = None) -> int:
     settings = {"minutes": minutes, "model": options.model, "clients": CLIENTS,
                 "moves_per_s": MOVES_PER_S, "kinds": kinds, "flags": flags}  # fmt: skip
     result = report.begin("plugin_soak", settings)
+
+    def keep(load: SoakLoad) -> None:
+        result.samples, result.summary = samples_of(load), summarise_load(load)
+        report.keep(result, options)
+
     model = model_folder(options.model)
     with Place() as place:
         path = {"PYTHONPATH": f"{entry_point(place.folder)}:{ROOT}", SWITCH: "1"}
-        with Served(
-            flags,
-            model=model,
-            command=COMMAND,
-            environment={**plain_environment(), **place.environment, **path},
-            log=place.log,
-            enter=place.enter,
-        ) as served:
-            seen = asyncio.run(soak(served, place, minutes * 60, kinds))
-        if options.log is not None:
-            options.log.write_text(place.log.read_text(errors="replace"))
-    result.samples = [
-        {"call": one.call.kind, "at_s": round(one.at, 1), "manner": one.call.manner,
-         "error": one.error, "wrong": one.verdict.what, "gap_s": round(one.gap_s, 3)}
-        for one in seen.ledger.outcomes
-    ]  # fmt: skip
-    result.summary = summarise(seen)
+        try:
+            with Served(
+                flags,
+                model=model,
+                command=COMMAND,
+                environment={**plain_environment(), **place.environment, **path},
+                log=place.log,
+                enter=place.enter,
+            ) as served:
+                seen = asyncio.run(soak(served, place, minutes * 60, kinds, keep))
+        finally:
+            if options.log is not None:
+                options.log.write_text(place.log.read_text(errors="replace"))
+    result.samples = samples_of(seen.load)
+    result.summary = {**summarise_load(seen.load), **compare(seen.before, seen.after)}
     result.targets = {name: {"max": 0.0} for name in ZERO}
     result.targets["migrations_committed"] = {"min": 1.0}
-    rows = sorted(seen.mover.ended.items())
+    rows = sorted(seen.load.mover.ended.items())
     return report.finish(result, options, [report.table("Migrations", ("", "times"), rows)])
 
 

@@ -139,9 +139,7 @@ def finish(
     failures = missed(result.summary, result.targets)
     for one in (*tables, _verdicts(result, left_out)):
         console.print(one)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(dumps(result))
+    keep(result, options)
     if options.plot is not None and draw is not None:
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(result, options.plot)
@@ -152,6 +150,16 @@ def finish(
     for line in failures:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def keep(result: Result, options: argparse.Namespace) -> None:
+    """Write what there is so far, where a file was asked for: a run that is interrupted has it."""
+    if options.out is None:
+        return
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    part = options.out.with_name(f"{options.out.name}.part")
+    part.write_text(dumps(result))
+    part.replace(options.out)
 
 
 def dumps(result: Result) -> str:
