@@ -6,7 +6,6 @@ The next minor's tree lies beside the installed vLLM (`python scripts/setup_env.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +17,10 @@ import pytest
 
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
-from scripts.check import NEXT, ROOT
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.e2e.test_serve_moves import CALLS
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
+from tests.support.next_vllm import next_tree
 from tests.support.streams import (
     Stream,
     count_from,
@@ -35,19 +34,13 @@ from tests.support.streams import (
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 240.0
 STREAMS = 3
-TREE = ROOT / ".vllm" / NEXT
 
 
 @pytest.fixture(scope="module")
 def tree() -> str:
-    """The next minor's folder; checks that run beside this one may still be fetching it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (TREE / "complete").exists():
-        assert time.monotonic() < deadline, f"python scripts/setup_env.py --vllm {NEXT} makes it"
-        time.sleep(0.5)
-    return str(TREE)
+    """The next minor's folder."""
+    return next_tree()
 
 
 @contextmanager

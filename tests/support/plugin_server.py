@@ -20,14 +20,20 @@ def plugin_server(
     environment: Mapping[str, str] | None = None,
     admin_key: str = "",
     first: Sequence[str | Path] = (),
+    command: Sequence[str] = COMMAND,
 ) -> Served:
-    """KVMIG=1, in a folder for its log. first: folders before all others on its path."""
-    path = ":".join(map(str, (*first, entry_point(folder), ROOT)))
+    """In a folder for its log. first: folders before all others on its path."""
     return Served(
         flags,
         model=model,
-        command=COMMAND,
-        environment={"PYTHONPATH": path, "KVMIG": "1", **(environment or {})},
+        command=command,
+        environment={**plugin_environment(folder, first), **(environment or {})},
         log=folder / "log",
         admin_key=admin_key,
     )
+
+
+def plugin_environment(folder: Path, first: Sequence[str | Path] = ()) -> dict[str, str]:
+    """KVMIG=1, and the plugin's entry point in `folder`, beside what else is there."""
+    path = ":".join(map(str, (*first, entry_point(folder), ROOT)))
+    return {"PYTHONPATH": path, "KVMIG": "1"}
