@@ -117,7 +117,16 @@ class VllmKind:
             return None
 
     def check_gpus(self, args: Namespace, gpu_ids: Sequence[str]) -> None:
-        """No variables: vLLM's build determines what it runs on."""
+        """No variables: vLLM's build determines what it runs on, and whether that sleeps."""
+        if not args.enable_sleep_mode or gpu_ids:
+            return
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
+            raise ConfigError(
+                "--enable-sleep-mode can't be used: vLLM gives back the memory of GPUs, and this"
+                " machine has no GPU that may be used"
+            )
 
     def print_help(self) -> None:
         flags.print_help()

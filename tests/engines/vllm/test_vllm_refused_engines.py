@@ -13,8 +13,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from kvmig.core.errors import ConfigError, MigrationRefused, UnsupportedLayout
 from kvmig.engines.vllm import lora
 from kvmig.engines.vllm.config import refuse_experts, refuse_workers, why_not, workers_word
+from kvmig.engines.vllm.kind import VllmKind
 from kvmig.engines.vllm.subblocks import LayerCache, RankCache, SubBlocks, UnitMap
 from kvmig.kernels.driver import LIBRARY, _initialised
+from kvmig.models import BUNDLED
 from tests.support import fake_gpu
 
 pytestmark = pytest.mark.engine
@@ -63,6 +65,15 @@ def test_several_workers_on_a_cpu_need_no_gpu() -> None:
     refuse_workers("cuda", 1)
     with pytest.raises(ConfigError, match="--tensor-parallel-size is 2, must be 1 on xpu"):
         refuse_workers("xpu", 2)
+
+
+def test_a_server_that_is_to_sleep_is_refused_on_a_cpu_at_the_door() -> None:
+    kind = VllmKind()
+    args = kind.parse([str(BUNDLED), "--enable-sleep-mode"])
+
+    kind.check_gpus(args, ["0"])
+    with pytest.raises(ConfigError, match=r"--enable-sleep-mode can't be used: .* no GPU"):
+        kind.check_gpus(args, [])
 
 
 def test_several_workers_are_taken_on_gpus_that_the_first_one_reaches(driver: None) -> None:
