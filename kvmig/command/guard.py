@@ -31,7 +31,7 @@ NOT_STARTED = 127
 
 def main(argv: Sequence[str]) -> int:
     """The server's exit code, or 128 and the number of the signal that killed it."""
-    stop_s, report, words = float(argv[1]), int(argv[2]), list(argv[3:])
+    stop_s, report, words = float(argv[0]), int(argv[1]), list(argv[2:])
     os.setpgid(0, 0)  # what ends the deployment's group must not end the guard
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent stays below the guard
@@ -106,4 +106,4 @@ def _reap(server: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main(sys.argv[1:]))

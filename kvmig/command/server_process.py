@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Self
 
 from kvmig.command.guard import KILLED
 from kvmig.core.errors import StartupError
+from kvmig.process.hidden_words import start_of
 from kvmig.process.supervisor import how_it_ended, line_from
 
 GUARD = "kvmig.command.guard"
@@ -39,9 +39,10 @@ class ServerProcess:
         report, reports = os.pipe()
         try:
             try:
+                start = start_of(GUARD, (f"{STOP_S:g}", str(reports), *words), environment)
                 guard = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", GUARD, f"{STOP_S:g}", str(reports), *words,
-                    stdin=stdin, env=dict(environment), pass_fds=(reports,),
+                    *start.command,
+                    stdin=stdin, env=dict(start.environment), pass_fds=(reports,),
                 )  # fmt: skip
             finally:
                 os.close(stdin)

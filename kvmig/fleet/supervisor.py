@@ -59,6 +59,7 @@ from kvmig.process.fork_server import (
     ForkOrder,
     ForkServerClient,
 )
+from kvmig.process.hidden_words import start_of
 from kvmig.process.kept_child import KeptChild
 from kvmig.process.sockets import WAITING_CLIENTS, raise_open_files, take_long, take_port
 from kvmig.process.supervisor import (
@@ -215,11 +216,12 @@ async def by_itself(
     standard: tuple[int, int, int],
     *more: int,
 ) -> asyncio.subprocess.Process:
-    """`python -m module words`. more: descriptors, whose numbers follow the words. Raises
-    OSError."""
+    """`python -m module words`, whose secrets `ps` doesn't show. more: descriptors, whose numbers
+    follow the words. Raises OSError."""
+    start = start_of(module, words, environment, *more)
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *words, *map(str, more),
-        stdin=standard[0], stdout=standard[1], stderr=standard[2], env=dict(environment),
+        *start.command,
+        stdin=standard[0], stdout=standard[1], stderr=standard[2], env=dict(start.environment),
         pass_fds=more, process_group=0,
     )  # fmt: skip
 

@@ -35,6 +35,7 @@ import setproctitle
 
 from kvmig.core.errors import StartupError
 from kvmig.core.secret import ADMIN_KEY, SECRET
+from kvmig.core.shown_secrets import shown_words
 from kvmig.engines.registry import kind_of, with_tree
 from kvmig.process.child import lead_group, leave, say
 from kvmig.process.forkable import make_forkable
@@ -688,7 +689,7 @@ def become(order: ForkOrder, descriptors: Sequence[int]) -> int:
         os.close(one)
     lead_group()
     os.environ["SPT_NOENV"] = "1"  # setproctitle: leave what ps shows of our environment
-    setproctitle.setproctitle(" ".join((order.module, *order.words)))
+    setproctitle.setproctitle(" ".join((order.module, *shown_words(order.words))))
     os.environ.clear()
     os.environ.update(order.environment)
     logging.root.handlers.clear()  # lines get the process's own name

@@ -10,7 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,12 @@ class Asked:
     """A process that is forked for this test, with pipes as its stdin and stdout."""
 
     def __init__(
-        self, address: str, base: Mapping[str, str], status: int = 0, **environment: str
+        self,
+        address: str,
+        base: Mapping[str, str],
+        status: int = 0,
+        words: Sequence[str] = (),
+        **environment: str,
     ) -> None:
         self.nursery = join(address, {})
         self.nursery.settimeout(PATIENCE_S)
@@ -60,7 +65,7 @@ class Asked:
         said, stdout = os.pipe()
         self._said = os.fdopen(said)
         variables = {**base, **environment}
-        order = ForkOrder("tests.support.forked", [str(status)], variables)
+        order = ForkOrder("tests.support.forked", [str(status), *words], variables)
         send_order(self.nursery, order, (stdin, stdout, 2, stdin))
         os.close(stdin)
         os.close(stdout)
@@ -110,6 +115,20 @@ def test_a_fork_is_like_a_process_that_was_started(asked: Asked, toy_nursery: Nu
     assert found["argv"][:2] == ["tests.support.forked", "3"]
     assert found["group"], "a signal for the nursery's group isn't for this process"
     assert found["open files"][0] == found["open files"][1]
+
+
+def test_the_title_of_a_fork_shows_no_secret_of_its_words(toy_nursery: Nursery) -> None:
+    words = ("--hf-token", "hf_ofSomebody", "--port=1")
+    asked = Asked(toy_nursery.address, toy_nursery.environment, 0, words)
+    try:
+        found = asked.found()
+        title = " ".join(psutil.Process(asked.pid).cmdline())
+    finally:
+        asked.close()
+
+    assert found["argv"][:5] == ["tests.support.forked", "0", *words]
+    assert "--port=1" in title
+    assert "hf_ofSomebody" not in title
 
 
 def test_a_fork_has_the_descriptors_that_it_was_given_and_none_of_the_nurserys(
