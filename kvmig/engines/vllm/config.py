@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from vllm import __version__
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -20,7 +21,8 @@ from vllm.v1.engine.core import EngineCore
 
 from kvmig.core.errors import ConfigError, KernelUnavailable
 from kvmig.engines.identity import identity_of, numerics_class, updated
-from kvmig.engines.vllm.flags import REFUSED
+from kvmig.engines.vllm.flag_errors import why_invalid
+from kvmig.engines.vllm.flags import ALLOWED, REFUSED
 from kvmig.engines.vllm.loaders import check_device, weights_word
 from kvmig.engines.vllm.runner import WORKER_TIMEOUT_S, uses_v2
 from kvmig.kernels.peers import unreached
@@ -166,12 +168,9 @@ def refuse_workers(device: str, workers: int, own_allocator: str = "") -> None:
 
 def first_sentence(error: BaseException) -> str:
     """The part of an error message that a person needs, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # pydantic: "1 validation error for X", the field, then "Value error, why [type=...]".
-    if lines and "validation error" in lines[0]:
-        lines = [line for line in lines[1:] if not line.startswith("For further")]
-    text = " ".join(lines) or type(error).__name__
-    return text.split(" [type=")[0].removeprefix("Value error, ")
+    if isinstance(error, ValidationError):
+        return why_invalid(error, ALLOWED | REFUSED.keys())
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def why_not(error: BaseException, args: Namespace) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvmig.core.errors import ConfigError
 from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.engines.vllm.cache_places import choose_caches
+from kvmig.engines.vllm.flag_errors import name_bad_values
 from kvmig.engines.vllm.loaders import check_loader, check_loader_words
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def set_environment(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def make_parser() -> FlexibleArgumentParser:
-    """vLLM's own parser; its mistakes are ConfigErrors."""
+    """vLLM's own parser; its mistakes are ConfigErrors of one line."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from kvmig.engines.vllm.compat import cli_args
@@ -57,9 +58,10 @@ def make_parser() -> FlexibleArgumentParser:
     )
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(" ".join(message.split()))
 
     parser.error = refuse
+    name_bad_values(parser)
     return parser
 
 

@@ -1,0 +1,102 @@
+"""A value that one of vLLM's flags can't have: one line with field, value and what is allowed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvmig.core.errors import ConfigError
+from kvmig.engines.vllm import flags
+from kvmig.engines.vllm.config import engine_config
+from kvmig.engines.vllm.verdict import judge_words
+from kvmig.models import BUNDLED
+from tests.support.environment import environment
+from tests.support.vllm_side import ENVIRONMENT
+
+pytestmark = pytest.mark.engine
+
+
+def refusal(*given: str) -> str:
+    """What is said of these flags."""
+    with environment(ENVIRONMENT):
+        flags.set_environment()
+        try:
+            engine_config(flags.parse([str(BUNDLED), *given]))
+        except ConfigError as error:
+            return str(error)
+    raise AssertionError(f"{given} is taken")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            ("--compilation-config", "{bad"),
+            "--compilation-config is '{bad', must be JSON: key must be a string at .*",
+        ),
+        (
+            ("--hf-overrides", "{bad}"),
+            "--hf-overrides is '{bad}', must be JSON: Expecting property name .*",
+        ),
+        (
+            ("--default-chat-template-kwargs", "{x\ny"),
+            r"--default-chat-template-kwargs is '{x\\ny', must be JSON: .*",
+        ),
+        (
+            ("--compilation-config.mode", "x"),
+            "--compilation-config.mode is 'x': Invalid compilation mode: x. Valid modes are: .*",
+        ),
+        (
+            ("--structured-outputs-config", '{"backend": "no"}'),
+            "--structured-outputs-config.backend is 'no', must be 'auto', 'xgrammar', .*",
+        ),
+        (
+            ("--eplb-config", '{"x": 1, "step_interval": "y"}'),
+            "--eplb-config.step_interval is 'y', must be a valid integer, .*"
+            "; --eplb-config.x is 1, must be a field of vLLM's EPLBConfig: .*, window_size",
+        ),
+        (("--pooler-config", "[1]"), "--pooler-config is .1., must be an object"),
+        (
+            ("--compilation-config", '{"cudagraph_mode": "no"}'),
+            """--compilation-config is '{"cudagraph_mode": "no"}': KeyError 'NO'""",
+        ),
+        (("--max-model-len", "abc"), "--max-model-len is 'abc', must be a whole number"),
+        (("--gpu-memory-utilization", "x"), "--gpu-memory-utilization is 'x', must be a number"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_refused_in_one_line(
+    given: tuple[str, ...], sentence: str
+) -> None:
+    assert re.fullmatch(sentence.replace("{", r"\{").replace("}", r"\}"), refusal(*given))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            ("--speculative-config", '{"method": "no"}'),
+            "--speculative-config.method is 'no', must be 'ngram', .*",
+        ),
+        (
+            ("--diffusion-config", '{"x": 1}'),
+            "--diffusion-config.x is 1, must be a field of vLLM's DiffusionConfig: .*",
+        ),
+        (
+            ("--watermark-config", "{}"),
+            "--watermark-config.key is missing, must be given",
+        ),
+        (("--mm-processor-kwargs", "[1]"), "--mm-processor-kwargs is .1., must be a valid dict.*"),
+        (("--block-size", "-3"), "--block-size is -3, must be greater than 0"),
+    ],
+)
+def test_one_that_vllm_refuses_for_its_engine_is_refused_so_too(
+    given: tuple[str, ...], sentence: str
+) -> None:
+    assert re.fullmatch(sentence.replace("{", r"\{").replace("}", r"\}"), refusal(*given))
+
+
+def test_a_server_whose_requests_would_stay_has_its_flags_refused_so_too() -> None:
+    words = (str(BUNDLED), "--kv-transfer-config", '{"kv_role": "no"}')
+    with pytest.raises(ConfigError, match=r"^--kv-transfer-config\.kv_role is 'no', must be 'kv_"):
+        judge_words(words, words, 1)
