@@ -21,12 +21,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean
 
 import aiohttp
@@ -41,7 +39,7 @@ from rich.table import Table
 from bench import report
 from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, PACED, model_flags, model_folder
-from bench.site import all_up
+from bench.rounds import play_rounds, servers_beside
 from kvmig.controlplane.policy import POLICIES
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
@@ -237,39 +235,33 @@ class PolicySite:
 async def compare(
     servers: dict[str, Served], options: argparse.Namespace, settings: dict[str, object]
 ) -> tuple[list[RoundSample], list[TurnSample]]:
-    """Bursts, which find the rate, then the rounds; `settings` gets the rate."""
-    rows: list[RoundSample] = []
-    turns: list[TurnSample] = []
-    names = list(servers)
+    """See `play_rounds`."""
+
+    async def burst(site: PolicySite) -> float:
+        await site.burst(INSTANCES)  # first calls take long
+        return await site.burst(options.burst)
+
+    def plans_of(rate: float) -> list[list[Conversation]]:
+        return [conversations(rate, options.seconds, repeat) for repeat in range(options.repeats)]
+
     async with session() as http:
         sites = {name: PolicySite(name, served, http) for name, served in servers.items()}
-        speeds = []
-        for name in names:
-            await sites[name].burst(INSTANCES)  # first calls take long
-            speeds.append(await sites[name].burst(options.burst))
-            report.say(f"{name}: {options.burst} calls at once: {speeds[-1]:.3g} calls/s")
-        rate = options.rate or options.load * fmean(speeds)
-        settings["rate"] = round(rate, 3)
-        report.say(f"{rate:.3g} turns a second")
-        for repeat in range(options.repeats):
-            plan = conversations(rate, options.seconds, repeat)
-            turn = repeat % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                row, some = await sites[name].play(plan, repeat)
-                rows.append(row)
-                turns += some
-                report.say(f"round {repeat + 1}, {name}: {len(some)} turns in {row.seconds:.0f} s")
-    return rows, turns
+        return await play_rounds(sites, options, settings, burst, plans_of, PolicySite.play)
+
+
+def engine_flags(model: str, blocks: int, chunk: int) -> list[str]:
+    """Of a server of paced engines. blocks: of each; vLLM's null block is one more."""
+    return [
+        "--enforce-eager", f"--block-size={BLOCK_TOKENS}", f"--max-num-seqs={SEATS}",
+        f"--max-num-batched-tokens={chunk}", f"--num-gpu-blocks-override={blocks + 1}",
+        f"--instances={INSTANCES}", "--max-model-len=4096", "--shutdown-timeout=2",
+        *model_flags(model, TOKEN_MS if PACED.fullmatch(model) else None),
+    ]  # fmt: skip
 
 
 def flags_of(policy: str, model: str) -> list[str]:
-    """Of one policy's server. Blocks: one more, vLLM's null block."""
-    return [
-        "--enforce-eager", f"--block-size={BLOCK_TOKENS}", f"--max-num-seqs={SEATS}",
-        f"--max-num-batched-tokens={CHUNK}", f"--num-gpu-blocks-override={BLOCKS + 1}",
-        f"--instances={INSTANCES}", "--max-model-len=4096", "--shutdown-timeout=2",
-        *model_flags(model, TOKEN_MS if PACED.fullmatch(model) else None), *RULES[policy],
-    ]  # fmt: skip
+    """Of one policy's server."""
+    return [*engine_flags(model, BLOCKS, CHUNK), *RULES[policy]]
 
 
 # -- the same in the simulator
@@ -417,19 +409,9 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     result = report.begin("prefixes_real", settings)
     model, cost = model_folder(options.model), cost_of(options.model)
-    with tempfile.TemporaryDirectory() as folder, Nursery("vllm") as nursery:
-        servers = {
-            policy: Served(
-                flags_of(policy, options.model),
-                model=model,
-                nursery=nursery,
-                log=Path(folder) / policy.replace(" ", "-"),
-            )
-            for policy in options.policies
-        }
-        report.say(f"starting {len(servers)} servers of {INSTANCES} instances")
-        with all_up(list(servers.values())):
-            rows, turns = uvloop.run(compare(servers, options, result.settings))
+    flags = {policy: flags_of(policy, options.model) for policy in options.policies}
+    with Nursery("vllm") as nursery, servers_beside(flags, model, nursery) as servers:
+        rows, turns = uvloop.run(compare(servers, options, result.settings))
     result.samples = [{"kind": "round", **asdict(one)} for one in rows]
     result.samples += [{"kind": "turn", **asdict(one)} for one in turns]
     real = {policy: measured(policy, rows, turns) for policy in options.policies}

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 import uvloop
@@ -27,15 +25,15 @@ from rich.table import Table
 
 from bench import report
 from bench.client import session
-from bench.models import NAMES, PACED, model_flags, model_folder
-from bench.prefixes_real import INSTANCES, MODEL, TOKEN_MS
+from bench.models import NAMES, model_folder
+from bench.prefixes_real import BLOCK_TOKENS, INSTANCES, MODEL, engine_flags
+from bench.rounds import play_rounds, servers_beside
 from bench.serving import Site
 from bench.serving_calls import FIGURES, STATISTICS, Answer, Call, Run, statistics_of
-from bench.site import all_up
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
-BLOCKS, BLOCK_TOKENS, SEATS, CHUNK = 625, 32, 32, 256
+BLOCKS, CHUNK = 625, 256
 WAYS: dict[str, tuple[str, ...]] = {
     "mixed": (),
     "set apart": ("--prompt-instances=i0,i1",),
@@ -61,42 +59,25 @@ def calls_of(rate: float, count: int, seed: int) -> list[Call]:
 async def compare(
     servers: dict[str, Served], options: argparse.Namespace, settings: dict[str, object]
 ) -> tuple[list[Run], list[Answer]]:
-    """Bursts, which find the rate, then the rounds; `settings` gets the rate."""
-    runs: list[Run] = []
-    answers: list[Answer] = []
-    names = list(servers)
+    """See `play_rounds`."""
+
+    async def burst(site: Site) -> float:
+        await site.play(calls_of(1e9, INSTANCES, 0), -2)  # first calls take long
+        run, _ = await site.play(calls_of(1e9, options.burst, 0), -1)
+        return float(options.burst / run.seconds)
+
+    def plans_of(rate: float) -> list[list[Call]]:
+        count = max(int(rate * options.seconds), 4)
+        return [calls_of(rate, count, 1 + repeat) for repeat in range(options.repeats)]
+
     async with session() as http:
         sites = {name: Site(name, served, http) for name, served in servers.items()}
-        speeds = []
-        for name in names:
-            await sites[name].play(calls_of(1e9, INSTANCES, 0), -2)  # first calls take long
-            run, _ = await sites[name].play(calls_of(1e9, options.burst, 0), -1)
-            speeds.append(options.burst / run.seconds)
-            report.say(f"{name}: {options.burst} calls at once: {speeds[-1]:.3g} calls/s")
-        rate = options.rate or options.load * fmean(speeds)
-        settings["rate"] = round(rate, 3)
-        calls = [
-            calls_of(rate, max(int(rate * options.seconds), 4), seed)
-            for seed in range(1, 1 + options.repeats)
-        ]
-        for repeat, some in enumerate(calls):
-            turn = repeat % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                run, these = await sites[name].play(some, repeat)
-                runs.append(run)
-                answers += these
-                report.say(f"round {repeat + 1}, {name}: {len(some)} calls in {run.seconds:.0f} s")
-    return runs, answers
+        return await play_rounds(sites, options, settings, burst, plans_of, Site.play)
 
 
 def flags_of(way: str, model: str) -> list[str]:
-    """Of one server. Blocks: one more, vLLM's null block."""
-    return [
-        "--enforce-eager", f"--block-size={BLOCK_TOKENS}", f"--max-num-seqs={SEATS}",
-        f"--max-num-batched-tokens={CHUNK}", f"--num-gpu-blocks-override={BLOCKS + 1}",
-        f"--instances={INSTANCES}", "--max-model-len=4096", "--shutdown-timeout=2",
-        *model_flags(model, TOKEN_MS if PACED.fullmatch(model) else None), *WAYS[way],
-    ]  # fmt: skip
+    """Of one server."""
+    return [*engine_flags(model, BLOCKS, CHUNK), *WAYS[way]]
 
 
 def summarize(runs: Sequence[Run], answers: Sequence[Answer]) -> dict[str, float]:
@@ -156,19 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     }  # fmt: skip
     result = report.begin("prompts_real", settings)
     model = model_folder(options.model)
-    with tempfile.TemporaryDirectory() as folder, Nursery("vllm") as nursery:
-        servers = {
-            way: Served(
-                flags_of(way, options.model),
-                model=model,
-                nursery=nursery,
-                log=Path(folder) / way.replace(" ", "-"),
-            )
-            for way in WAYS
-        }
-        report.say(f"starting {len(servers)} servers of {INSTANCES} instances")
-        with all_up(list(servers.values())):
-            runs, answers = uvloop.run(compare(servers, options, result.settings))
+    flags = {way: flags_of(way, options.model) for way in WAYS}
+    with Nursery("vllm") as nursery, servers_beside(flags, model, nursery) as servers:
+        runs, answers = uvloop.run(compare(servers, options, result.settings))
     result.samples = [{"kind": "run", **asdict(run)} for run in runs]
     result.samples += [{"kind": "answer", **asdict(one)} for one in answers]
     result.summary, result.targets = summarize(runs, answers), TARGETS

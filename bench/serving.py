@@ -23,12 +23,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 
 import aiohttp
 import httpx
@@ -40,6 +38,7 @@ from bench import report
 from bench.arrivals import Arrival
 from bench.client import Stream, prompt_of, session
 from bench.models import NAMES, model_flags, model_folder
+from bench.rounds import play_rounds, servers_beside
 from bench.serving_calls import (
     FIGURES,
     STATISTICS,
@@ -51,7 +50,6 @@ from bench.serving_calls import (
     summarise,
 )
 from bench.serving_plot import draw_serving
-from bench.site import all_up
 from kvmig.controlplane.policy import POLICIES
 from kvmig.core.errors import ConfigError
 from kvmig_tools.served import Served
@@ -125,30 +123,19 @@ class Site:
 async def compare(
     servers: dict[str, Served], options: argparse.Namespace, settings: dict[str, object]
 ) -> tuple[list[Run], list[Answer]]:
-    """Burst, then the repeats; `settings` gets the rate that came of the burst."""
-    runs: list[Run] = []
-    answers: list[Answer] = []
-    names = list(servers)
+    """See `play_rounds`; each round has the same calls."""
+
+    async def burst(site: Site) -> float:
+        calls = _calls(options, 1e9, options.burst)
+        run, _ = await site.play(calls, -1)
+        return len(calls) / run.seconds
+
+    def plans_of(rate: float) -> list[list[Call]]:
+        return [_calls(options, rate, options.requests)] * int(options.repeats)
+
     async with session() as http:
         sites = {name: Site(name, served, http) for name, served in servers.items()}
-        burst = _calls(options, 1e9, options.burst)
-        speeds = []
-        for name in names:
-            run, _ = await sites[name].play(burst, -1)
-            speeds.append(len(burst) / run.seconds)
-            report.say(f"{name}: {len(burst)} calls at once: {speeds[-1]:.3g} calls/s")
-        rate = options.rate or options.load * fmean(speeds)
-        settings["rate"] = round(rate, 4)
-        calls = _calls(options, rate, options.requests)
-        report.say(f"{len(calls)} calls, {rate:.3g} a second")
-        for repeat in range(options.repeats):
-            turn = repeat % len(names)
-            for name in (*names[turn:], *names[:turn]):
-                run, these = await sites[name].play(calls, repeat)
-                runs.append(run)
-                answers += these
-                report.say(f"repeat {repeat + 1}, {name}: {run.seconds:.0f} s")
-    return runs, answers
+        return await play_rounds(sites, options, settings, burst, plans_of, Site.play)
 
 
 def _calls(options: argparse.Namespace, rate: float, count: int) -> list[Call]:
@@ -263,18 +250,10 @@ def main(argv: list[str] | None = None) -> int:
     settings = {name: getattr(options, name) for name in names} | {"trace": options.trace.name}
     result = report.begin("serving", settings)
     model = model_folder(options.model)
-    with tempfile.TemporaryDirectory() as folder:
-        servers = {
-            policy: Served(
-                [*flags_of(policy, options), *model_flags(options.model)],
-                model=model,
-                log=Path(folder) / policy,
-            )
-            for policy in options.policy
-        }
-        report.say(f"starting {len(servers)} servers of {options.instances} instances")
-        with all_up(list(servers.values())):
-            runs, answers = uvloop.run(compare(servers, options, result.settings))
+    own = model_flags(options.model)
+    flags = {policy: [*flags_of(policy, options), *own] for policy in options.policy}
+    with servers_beside(flags, model) as servers:
+        runs, answers = uvloop.run(compare(servers, options, result.settings))
     result.samples = [{"kind": "run", **asdict(run)} for run in runs]
     result.samples += [{"kind": "answer", **asdict(one)} for one in answers]
     result.summary = summarise(answers, runs)
