@@ -26,6 +26,8 @@ def test_what_the_tour_names_is_there(file: str, name: str) -> None:
     module = file.removesuffix(".py").replace("/", ".")
     owner, _, method = name.partition(".")
     assert TREE.find(module, owner) is not None
+    defined = rf"^(async )?(class|def) {owner}\b"
+    assert re.search(defined, (ROOT / file).read_text(), re.MULTILINE), "it is imported there"
     if method:
         cls = TREE.cls(module, owner)
         assert cls is not None
