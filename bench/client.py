@@ -7,7 +7,6 @@ import gc
 import json
 import random
 import time
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -90,12 +89,7 @@ class Stream:
         self._task = asyncio.create_task(self._read(response))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import tempfile
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from bench.chaos.hooks import ARMED, FIRED, FOLDER, NOW
 
@@ -150,12 +149,7 @@ class Place:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as Ctrl-C does
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             for pid in self.processes():  # none, unless something went wrong before
                 with contextlib.suppress(ProcessLookupError):

@@ -23,8 +23,6 @@ AHEAD_S = 60
 """Lead of the clock of another host that has made a session, at most."""
 PATH = "/ui"
 """The paths of which browsers send the cookie."""
-CSRF_FIELD = "csrf"
-"""Field of a form."""
 CSRF_HEADER = "x-csrf-token"
 """Header of a script's call."""
 _FORM = re.compile(r"([0-9a-z]{8})\.(\d{1,12})\.([A-Za-z0-9_-]{22})\.([0-9a-f]{64})")

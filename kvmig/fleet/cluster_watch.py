@@ -19,6 +19,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.launcher.node_files import ClusterWish, encode_wish
 from kvmig.launcher.node_reports import ClusterReport, report_of
 from kvmig.launcher.ray_cluster import checked_address
+from kvmig.process.supervisor import end_by_stdin
 
 MODULE = "kvmig.launcher.ray_watch"
 CHECK_S = 60.0
@@ -94,7 +95,7 @@ class ClusterWatch:
         try:
             return await self._follow(process)
         finally:
-            await _end(process)
+            await end_by_stdin(process, END_S)  # it frees its agents then
 
     async def _follow(self, process: Process) -> str:
         assert process.stdout is not None
@@ -117,16 +118,3 @@ class ClusterWatch:
             if report.failed:
                 return report.failed
             self._take(report)
-
-
-async def _end(process: Process) -> None:
-    """End it: it frees its agents at the end of its stdin."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(END_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        async with asyncio.timeout(END_S):
-            await process.wait()

@@ -92,11 +92,6 @@ class RoomPlan(msgspec.Struct, frozen=True):
         """The nodes that instances move from and to."""
         return frozenset(name for one in self.moves for name in (one.node, one.to_node))
 
-    @property
-    def cost_bytes(self) -> int:
-        """Bytes that are loaded and moved."""
-        return sum(one.load_bytes + one.move_bytes for one in self.moves)
-
 
 def make_room(
     rooms: Rooms,

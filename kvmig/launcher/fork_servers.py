@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from kvmig.core.errors import StartupError
 from kvmig.process.fork_server import CannotFork, ForkServerClient, join
-from kvmig.process.supervisor import how_it_ended
+from kvmig.process.supervisor import end_by_stdin, how_it_ended
 from kvmig.rpc.unix_peer import credentials
 
 NURSERY_S = 120.0
@@ -96,13 +96,7 @@ class ForkServers:
         for server in self._servers.values():
             server.close()
         for process in self._processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                async with asyncio.timeout(END_S):
-                    await process.wait()
-            except TimeoutError:
-                await end_now(process)
+            await end_by_stdin(process, END_S)
 
     async def watch(self) -> None:
         """End those that hang: whoever wants a fork has another one started then."""

@@ -229,6 +229,20 @@ def how_it_ended(code: int) -> str:
         return f"killed by signal {-code}"
 
 
+async def end_by_stdin(process: asyncio.subprocess.Process, within_s: float) -> None:
+    """Close the stdin of a process, which ends it; kill it if that takes too long. Raises
+    TimeoutError for one that is there even then."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(within_s):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        async with asyncio.timeout(within_s):
+            await process.wait()
+
+
 async def first_of(*waits: Awaitable[str]) -> str:
     """Return what the first to end says; the others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]

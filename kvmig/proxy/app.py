@@ -34,12 +34,10 @@ from kvmig.asgi import request_body as gateway
 from kvmig.asgi.answer_writers import HEADER as WRITERS
 from kvmig.asgi.body_bounds import ROOM, ModelReach
 from kvmig.asgi.body_budget import BodyBudget
-from kvmig.asgi.call import HttpCall
 from kvmig.asgi.call_work import sequences_of
-from kvmig.asgi.error_stage import ErrorStage
 from kvmig.asgi.priority import PRIORITY
 from kvmig.asgi.problems import NOT_TAKEN_HEADER
-from kvmig.asgi.request_body import UNREAD_BYTES, BodyRules, check_whole, rules_of
+from kvmig.asgi.request_body import BodyRules, check_whole, rules_of
 from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import BODIES, HttpConfig
@@ -56,7 +54,14 @@ from kvmig.proxy.activator import (
     drawn,
 )
 from kvmig.proxy.admission import AdmittedCall, CallAdmission
-from kvmig.proxy.call import MOST_KEPT, NOTHING, ClientGone, ProxiedCall, on_lost_nothing
+from kvmig.proxy.call import (
+    MOST_KEPT,
+    NOTHING,
+    ClientGone,
+    ProxiedCall,
+    on_lost_nothing,
+    serve_call,
+)
 from kvmig.proxy.calls import CallBody, CallTarget, asked, body_of, check_encoding, target
 from kvmig.proxy.cross_origin import CrossOrigin
 from kvmig.proxy.directory import FoundModel, ModelDirectory
@@ -224,24 +229,8 @@ class ProxyApp:
         if self._is_for_pages(call):
             call.cross_origin = self._cross_origin.answer_headers(call.headers)
         try:
-            await self._serve(call)
-        except ProxyRefusal as why:
-            self._note_status(call, why.status)
-            if not call.gone:
-                comes = call.cycle.more_body and "expect" not in call.headers
-                await call.refuse(why, UNREAD_BYTES if comes else 0)
-        except gateway.HttpRejection as no_body:
-            self._note_status(call, no_body.answer.status_code)
-            if no_body.unread and "expect" not in call.headers:
-                await gateway.discard(receive, no_body.unread)
-            stage = ErrorStage(call.api, HttpCall(call.call_id), send, worded=True)
-            call.allow_page(no_body.answer)
-            await no_body.answer(scope, receive, stage.send)
-        except ClientGone:
-            call.finish()
+            await serve_call(call, self._serve, partial(self._note_status, call))
         finally:
-            call.over = True
-            call.give_body_back()
             if call.trace is not None:
                 call.trace.end(gone=call.gone)
 

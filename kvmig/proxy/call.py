@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from math import ceil
 from typing import Any, cast
@@ -15,9 +15,10 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from kvmig.asgi import request_body as gateway
 from kvmig.asgi.body_budget import BodyBudget, BodyShare
-from kvmig.asgi.call import CALL_ID, accepted
+from kvmig.asgi.call import CALL_ID, HttpCall, accepted
 from kvmig.asgi.connection import HttpConnection
 from kvmig.asgi.error_forms import EventNumbers, api_of
+from kvmig.asgi.error_stage import ErrorStage
 from kvmig.asgi.plain_paths import plain_path
 from kvmig.asgi.route_table import Api
 from kvmig.proxy.calls import error_body, error_event, heartbeat, unnamed
@@ -350,3 +351,36 @@ class ProxiedCall:
         if not cycle.keep_alive:
             self.connection.transport.close()
         cycle.on_response()
+
+
+async def serve_call(
+    call: ProxiedCall,
+    serve: Callable[[ProxiedCall], Awaitable[None]],
+    note_status: Callable[[int], None] | None = None,
+) -> None:
+    """Serve a call to its end: a refusal is its answer, and what it holds is given back.
+
+    note_status: gets the status of a refusal.
+    """
+    expects = "expect" in call.headers
+    try:
+        await serve(call)
+    except ProxyRefusal as why:
+        if note_status is not None:
+            note_status(why.status)
+        if not call.gone:
+            comes = call.cycle.more_body and not expects
+            await call.refuse(why, gateway.UNREAD_BYTES if comes else 0)
+    except gateway.HttpRejection as no_body:
+        if note_status is not None:
+            note_status(no_body.answer.status_code)
+        if no_body.unread and not expects:
+            await gateway.discard(call.receive, no_body.unread)
+        stage = ErrorStage(call.api, HttpCall(call.call_id), call.send, worded=True)
+        call.allow_page(no_body.answer)
+        await no_body.answer(call.scope, call.receive, stage.send)
+    except ClientGone:
+        call.finish()
+    finally:
+        call.over = True
+        call.give_body_back()

@@ -16,13 +16,18 @@ from starlette.types import Receive, Scope, Send
 
 from kvmig.asgi import request_body as gateway
 from kvmig.asgi.body_budget import BodyBudget
-from kvmig.asgi.call import HttpCall
-from kvmig.asgi.error_stage import ErrorStage
-from kvmig.asgi.request_body import UNREAD_BYTES, BodyRules
+from kvmig.asgi.request_body import BodyRules
 from kvmig.asgi.route_table import LIVE_PATH
 from kvmig.core.clock import monotonic
 from kvmig.core.config import BODIES, HttpConfig
-from kvmig.proxy.call import CLIENT_ADDRESS, NOTHING, ClientGone, ProxiedCall, on_lost_nothing
+from kvmig.proxy.call import (
+    CLIENT_ADDRESS,
+    NOTHING,
+    ClientGone,
+    ProxiedCall,
+    on_lost_nothing,
+    serve_call,
+)
 from kvmig.proxy.leading_host import HostLink
 from kvmig.proxy.refusals import ProxyRefusal
 from kvmig.proxy.relay import CROSS_ORIGIN, OWN, CloseFraming, UpstreamCall, UpstreamProtocolError
@@ -45,23 +50,7 @@ class StandbyRelay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        call = ProxiedCall(scope, receive, send)
-        try:
-            await self._serve(call)
-        except ProxyRefusal as why:
-            if not call.gone:
-                comes = call.cycle.more_body and "expect" not in call.headers
-                await call.refuse(why, UNREAD_BYTES if comes else 0)
-        except gateway.HttpRejection as no_body:
-            if no_body.unread and "expect" not in call.headers:
-                await gateway.discard(receive, no_body.unread)
-            stage = ErrorStage(call.api, HttpCall(call.call_id), send, worded=True)
-            await no_body.answer(scope, receive, stage.send)
-        except ClientGone:
-            call.finish()
-        finally:
-            call.over = True
-            call.give_body_back()
+        await serve_call(ProxiedCall(scope, receive, send), self._serve)
 
     async def _serve(self, call: ProxiedCall) -> None:
         if call.path == LIVE_PATH:
