@@ -154,6 +154,9 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
 
 DrainState = Literal["serving", "draining", "drained"]
 """The state of a whole server."""
+DRAIN_ENDED = "it is empty"
+"""Begin of an instance's detail once its drain has ended: its requests have gone, and its idle
+sessions, as far as they could."""
 
 
 class DrainingInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +184,8 @@ class DrainReport(msgspec.Struct, frozen=True, kw_only=True):
         DrainState,
         Meta(
             description="serving: an instance of this server takes requests; draining: none does, "
-            "and some are left; drained: nothing of any client runs on its instances."
+            "and requests, or idle sessions on their way, are left; drained: nothing of any "
+            "client is on its instances, and all their drains have ended."
         ),
     ]
     instances: Annotated[list[DrainingInstance], Meta(description="Instances that drain.")]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvmig.controlplane.refused_moves import FULL
 from kvmig.core.api_records import (
+    DRAIN_ENDED,
     DrainingInstance,
     DrainReport,
     DrainState,
@@ -52,8 +53,14 @@ def _state(own: Sequence[InstanceRow]) -> DrainState:
     """The state of the whole server, whose instances these are."""
     if any(row.state != "draining" for row in own):
         return "serving"
-    left = any(row.running + row.waiting + row.migrations_in + row.migrations_out for row in own)
-    return "draining" if left else "drained"
+    return "drained" if all(_has_ended(row) for row in own) else "draining"
+
+
+def _has_ended(row: InstanceRow) -> bool:
+    """Whether the instance's drain is over. Between the moves of two idle sessions nothing is under
+    way there; that all have gone, the launcher says."""
+    busy = row.running + row.waiting + row.migrations_in + row.migrations_out
+    return not busy and row.detail.startswith(DRAIN_ENDED)
 
 
 def why_it_stays(

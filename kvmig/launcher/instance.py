@@ -20,9 +20,9 @@ from kvmig.controlplane.messages import (
     SetState,
 )
 from kvmig.controlplane.session_carriage import sentence_of
+from kvmig.core.api_records import DRAIN_ENDED
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import StartupError, TransportError
-from kvmig.launcher.instance_spans import EMPTY
 from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher
 from kvmig.process.child import say
 from kvmig.process.supervisor import ProcessHandle, deaths_in_a_row, first_of, restart_pause
@@ -371,7 +371,7 @@ class ManagedInstance:
             self._wanted = SetState("serving")
             self._empty.set()
         else:
-            self._set("draining", f"{EMPTY}; {sentence}" if sentence else EMPTY)
+            self._set("draining", f"{DRAIN_ENDED}; {sentence}" if sentence else DRAIN_ENDED)
 
     def _carry_sessions(self) -> asyncio.Task[SessionsCarried]:
         within_s = max(0.0, self._sessions_until - REPORT_S - _now())

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmig.controlplane.messages import ClusterMember, MemberState
+from kvmig.core.api_records import DRAIN_ENDED
 from kvmig.tracing.spans import SpanTracer, TracedSpan
 
 START, DRAIN = "start instance", "drain instance"
-EMPTY = "it is empty"
-"""Begin of why an instance is in its state that is drained, and stays."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +39,7 @@ class InstanceSpans:
             known = self._known.setdefault(member.instance, _Known())
             if member.state != known.state:
                 self._change(known, member, self._began if first else now)
-            elif member.detail.startswith(EMPTY):
+            elif member.detail.startswith(DRAIN_ENDED):
                 self._end(known, now, "")
 
     def _change(self, known: _Known, member: ClusterMember, since: float) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from kvmig.core.api_records import InstanceRow, RequestRow
+from kvmig.core.api_records import DRAIN_ENDED, InstanceRow, RequestRow
 from kvmig.frontend.drain_report import drain_report
 from kvmig.kvtransfer.report import MigrationReport
 
 HERE = InstanceRow(
     id="a", state="draining", blocks_total=100, blocks_used=20, running=2, weights="w", numerics="n"
 )
+EMPTY = replace(HERE, running=0, detail=DRAIN_ENDED)
 THERE = replace(HERE, id="b", state="serving", server="toy at B", running=3, seats=9)
 REQUEST = RequestRow(id="r", call_id="c", instance="a", state="running", blocks=10)
 REFUSED = MigrationReport(
@@ -84,13 +85,26 @@ def test_what_cannot_be_moved_at_all_says_why() -> None:
     assert whys(THERE, REQUEST, replace(HERE, unmovable="an engine")) == ["an engine"]
 
 
+def test_a_server_is_not_drained_between_the_moves_of_two_idle_sessions() -> None:
+    resting = replace(HERE, running=0)  # nothing is under way, and the drain goes on
+
+    for state in ("draining", "failed"):
+        other = replace(EMPTY, id="c", state=state)
+        assert drain_report([resting, other, THERE], [], [], {}).state == "draining"
+
+
 @pytest.mark.parametrize(
     ("here", "state"),
     [
         (replace(HERE, state="serving"), "serving"),
         (HERE, "draining"),
         (replace(HERE, running=0, migrations_out=1), "draining"),
-        (replace(HERE, running=0), "drained"),
+        (replace(EMPTY, running=1), "draining"),
+        (EMPTY, "drained"),
+        (
+            replace(EMPTY, detail="it is empty; 3 idle sessions moved (1.0 MB), 0 did not"),
+            "drained",
+        ),
         (replace(HERE, state="failed"), "drained"),
     ],
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvmig.controlplane.messages import ClusterMember, MemberState
-from kvmig.launcher.instance_spans import DRAIN, EMPTY, START, InstanceSpans
+from kvmig.core.api_records import DRAIN_ENDED
+from kvmig.launcher.instance_spans import DRAIN, START, InstanceSpans
 from tests.support.span_memory import SpanMemory, span_memory
 
 
@@ -54,7 +55,7 @@ def test_a_drain_ends_when_the_instance_is_empty_or_gone_or_serves_again() -> No
         watched.say("draining")
         match last:
             case "empty":
-                watched.say("draining", EMPTY)
+                watched.say("draining", DRAIN_ENDED)
                 watched.say("serving")
             case "serves":
                 watched.say("serving")
