@@ -78,8 +78,23 @@ class SessionsCarried(msgspec.Struct, frozen=True, tag=True):
     migration."""
 
 
-FrontAsked = FindSession | MoveFoundSession | CarrySessions
-FrontReply = SessionsFound | FoundSessionMoved | SessionsCarried
+class AbortCalls(msgspec.Struct, frozen=True, tag=True):
+    """End these calls of your clients."""
+
+    request_ids: tuple[str, ...] | None = None
+    """The ids that clients know; None: all that run."""
+
+
+class CallsAborted(msgspec.Struct, frozen=True, tag=True):
+    """Answer to AbortCalls."""
+
+    count: int = 0
+    """Requests that it has ended, or of calls that were named: those that it was to end."""
+
+
+SessionsAsked = FindSession | MoveFoundSession | CarrySessions
+FrontAsked = SessionsAsked | AbortCalls
+FrontReply = SessionsFound | FoundSessionMoved | SessionsCarried | CallsAborted
 
 
 class FrontQuestion(RpcMessage, frozen=True, tag=True):

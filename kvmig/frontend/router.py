@@ -53,6 +53,7 @@ from kvmig.core.background import BackgroundTasks, cancel_tasks
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import AnswerTooLarge, PeerError
+from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.dispatch_turns import DispatchTurns
 from kvmig.frontend.instances import InstanceConnection, InstancePool
 from kvmig.frontend.inventory import (
@@ -146,6 +147,8 @@ class Router:
         self.sessions = SessionMoves(
             self.fleet, self._questions, config, clock, self._running_sessions
         )
+        self.aborts = CallAborts()
+        """Orders to end calls, and what other front ends order."""
         self._table.on_ended = self.sessions.remember_request
         self._streams = RequestStreams(
             self._table, sink, decode, self.fleet, observer, clock, quotas

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmig.asgi.access import access
+from kvmig.controlplane.front_messages import AbortCalls, FrontAsked, FrontReply
 from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.heap import keep_small
 from kvmig.launcher.front_ends import FrontLaunch
@@ -105,12 +106,18 @@ class FrontEnd:
             launch.launcher, launch.secret, launch.name, self._membership.apply_news
         )
         if config.lifecycle.front_ends > 1:
-            self._router.sessions.others = self._launcher
-        self._launcher.reply = self._router.sessions.reply
+            self._router.sessions.others = self._router.aborts.others = self._launcher
+        self._launcher.reply = self._reply
         self._started = False
         self._writing: asyncio.Task[None] | None = None
         self._watch = LoopWatch(REGISTRY, self._http.budget.take_seen)
         self._watching: list[asyncio.Task[None]] = []
+
+    async def _reply(self, asked: FrontAsked) -> FrontReply:
+        """Answer the launcher, or another front end."""
+        if isinstance(asked, AbortCalls):
+            return await self._router.aborts.reply(asked)
+        return await self._router.sessions.reply(asked)
 
     def _http_state(self, metrics: FrontendMetrics) -> HttpState:
         from prometheus_client import REGISTRY

@@ -28,10 +28,10 @@ from kvmig.controlplane.front_messages import (
     CarrySessions,
     FindSession,
     FoundSessionMoved,
-    FrontAsked,
     FrontReply,
     KnownSession,
     MoveFoundSession,
+    SessionsAsked,
     SessionsFound,
 )
 from kvmig.controlplane.messages import Migrated, MoveSession
@@ -132,7 +132,7 @@ class SessionMoves:
             return await self._pass_on(found, destination, inexact)
         return await self._move_here(found.owner, destination, inexact)
 
-    async def reply(self, asked: FrontAsked) -> FrontReply:
+    async def reply(self, asked: SessionsAsked) -> FrontReply:
         """Answer another front end, or the launcher."""
         match asked:
             case FindSession(name, owner):

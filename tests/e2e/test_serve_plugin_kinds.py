@@ -112,6 +112,21 @@ async def post(served: Served, path: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
+async def test_an_order_to_end_all_calls_ends_those_of_both_http_processes(ranks: Served) -> None:
+    """A call's connection comes to either of them by chance: 8 come to both."""
+    _, body = completion(temperature=0.8, seed=6, max_tokens=1000)
+    streams = [Stream(ranks, COMPLETIONS, body) for _ in range(8)]
+    for stream in streams:
+        await stream.reach(3)
+
+    async with httpx.AsyncClient(base_url=ranks.url, verify=False, timeout=60) as http:
+        answer = await http.post("/abort_requests", json={})
+
+    assert answer.json() == {"status": "aborted", "aborted": len(streams)}
+    for stream in streams:
+        assert [one.finish_reason for one in (await stream.end()).choices.values()] == ["abort"]
+
+
 async def test_a_paused_servers_stream_stands_still_where_it_is_and_goes_on_and_moves_after_it(
     ranks: Served,
 ) -> None:

@@ -34,6 +34,12 @@ def test_what_is_given_counts_and_what_an_engine_keeps_in_one_keeps_it_to_one(
     assert decided(ClusterConfig(ray=RayConfig())) == 1
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
-    assert decided(ClusterConfig(), VllmKind().needs_one_front_end(["--tokens-only"])) == 1
+    assert (
+        decided(ClusterConfig(), VllmKind().needs_one_front_end(["--enable-server-load-tracking"]))
+        == 1
+    )
     said = capsys.readouterr().err
-    assert "one front end instead of 3: VLLM_ENABLE_RESPONSES_API_STORE is '1', --tokens-" in said
+    assert (
+        "one front end instead of 3: VLLM_ENABLE_RESPONSES_API_STORE is '1', --enable-server-"
+        in said
+    )

@@ -18,6 +18,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from kvmig.core.errors import Failure, NoInstance, QuotaUsedUp
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
+from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.openai.vllm.server import VllmServer
 from kvmig.frontend.router import Router
 from kvmig.models import BUNDLED
@@ -42,6 +43,8 @@ Put = Callable[[str, EngineCoreRequest], Sequence[EngineCoreOutput]]
 
 class OneSequence:
     """What a router says of a call that has one sequence."""
+
+    aborts: CallAborts
 
     def priority_of_call(self, asked: int) -> int:
         return asked
@@ -108,9 +111,14 @@ class EndingRouter(OneSequence):
 
 @asynccontextmanager
 async def application(
-    *more: str, model: Path = BUNDLED, put: Put | None = None, task: str = "generate"
+    *more: str,
+    model: Path = BUNDLED,
+    put: Put | None = None,
+    task: str = "generate",
+    aborts: CallAborts | None = None,
 ) -> AsyncIterator[tuple[FastAPI, EndingRouter]]:
-    """The application, and what ends its requests. put: makes their outputs, in place of that."""
+    """The application, and what ends its requests. put: makes their outputs, in place of that.
+    aborts: orders to end calls."""
     argv = [str(model), "--enforce-eager", f"--served-model-name={MODEL}", *more]
     with environment(ENVIRONMENT), socket.socket() as sock:
         flags.set_environment()
@@ -118,7 +126,8 @@ async def application(
         await server.load()
     server.learn([msgspec.msgpack.encode((READY, (task,)))])
     router = EndingRouter(server, "retry", "")
-    answering = router if put is None else AnsweringRouter(server, put)
+    answering: OneSequence = router if put is None else AnsweringRouter(server, put)
+    answering.aborts = aborts or CallAborts()
     app = await server.make_app(cast("Router", answering))
     behind_middleware(app, added=True)
     try:

@@ -1,7 +1,7 @@
 """What vLLM's application remembers between two calls, in its own process.
 
-With several front ends the next call may go to another one, which has never seen the adapter, the
-response or the request. So what makes vLLM remember keeps a server to one front end, and is refused
+With several front ends the next call may go to another one, which has never seen the adapter or
+the response. So what makes vLLM remember keeps a server to one front end, and is refused
 by name where several are wanted. Pure.
 """
 
@@ -18,8 +18,6 @@ _VARIABLES = {
     "VLLM_ENABLE_RESPONSES_API_STORE": "stored and background responses are in one front end only:",
 }
 _FLAGS = {
-    "--enable-scale-out": "/inference/v1/abort_requests ends requests of one front end only:",
-    "--tokens-only": "/abort_requests ends requests of one front end only:",
     "--enable-server-load-tracking": "/load counts the calls of one front end only: look at"
     " /metrics, which sums them up, or",
 }

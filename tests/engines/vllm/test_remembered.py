@@ -23,14 +23,15 @@ def test_a_setting_that_one_front_end_would_remember_is_refused_with_several_by_
     assert VllmKind().flags_for(["MODEL"], ClusterConfig()) == []
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["--enable-scale-out", "--enable_scale_out", "--tokens-only", "--enable-server-load-tracking"],
-)
+@pytest.mark.parametrize("word", ["--enable-server-load-tracking", "--enable_server_load_tracking"])
 def test_a_route_that_knows_one_front_end_is_refused_with_several(word: str) -> None:
     with pytest.raises(ConfigError, match="use --front-ends 1"):
         refuse_remembered(3, {}, ["MODEL", word])
     refuse_remembered(1, {}, ["MODEL", word])
+
+
+def test_routes_that_end_calls_of_all_front_ends_are_no_reason() -> None:
+    refuse_remembered(3, {}, ["MODEL", "--enable-scale-out", "--tokens-only"])
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "False"])

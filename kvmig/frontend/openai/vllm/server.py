@@ -39,6 +39,7 @@ from kvmig.frontend.isolation import PromptSalts
 from kvmig.frontend.media_rules import MediaRules
 from kvmig.frontend.middleware import HttpMiddleware
 from kvmig.frontend.openai.body_threads import check_beside_loop
+from kvmig.frontend.openai.vllm.aborts import abort_everywhere
 from kvmig.frontend.openai.vllm.answers import make_beside_loop
 from kvmig.frontend.openai.vllm.background import end_background_responses
 from kvmig.frontend.openai.vllm.beams import count_beams_as_one
@@ -134,6 +135,7 @@ class VllmServer(HttpTask):
         check_beside_loop()
         let_pages_read_errors(app)
         await init_app_state(llm, app.state, args, self._tasks)
+        abort_everywhere(app, llm, router.aborts)
         keep_responses_apart(getattr(app.state, "openai_serving_responses", None))
         return app
 
