@@ -25,9 +25,10 @@ WHOLE_FILES = frozenset(
         "test_serve_plugin_kinds",
         "test_serve_prompt_kills",
         "test_serve_session_kills",
+        "test_vllm_connectors",
     }
 )
-"""All tests of these share one server, whatever their parameters."""
+"""All tests of these share one server, or its engines, whatever their parameters."""
 START_S = 15.0
 """Of a check's process in a slice, whatever it runs: imports and the collection of tests."""
 Seconds = Mapping[str, Mapping[str, float]]

@@ -53,7 +53,9 @@ class Output:
     stop_reason: Any = None
     error: Any = None
     cached_tokens: int = 0
-    """Tokens of its prompt that the prefix cache had."""
+    """Tokens of its prompt that the prefix cache had, or a connector."""
+    transfer: dict[str, Any] | None = None
+    """What a connector says to whoever reads its blocks."""
     stats: Any = None
     """`RequestStateStats`, as vLLM's front end keeps them."""
 
@@ -174,6 +176,7 @@ class Side:
                     output.prompt_logprobs.append(one.new_prompt_logprobs_tensors)
                 output.finish_reason = one.finish_reason
                 output.stop_reason = one.stop_reason
+                output.transfer = one.kv_transfer_params
                 output.error = getattr(one, "error", None)  # from vLLM 0.33 on
 
         self.engine._loop = asyncio.get_running_loop()
@@ -259,5 +262,6 @@ class Side:
     def close(self) -> None:
         self.engine._memory.close()
         self.engine._builder.close()
+        self.engine._close_side_channel()
         with collecting_nothing():
             self.core.shutdown()

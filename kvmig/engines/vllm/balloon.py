@@ -57,7 +57,7 @@ def unshared(config: VllmConfig, tables: RequestTables | None = None, unmovable:
     if config.parallel_config.world_size > 1:
         return "several workers"
     if config.kv_transfer_config is not None:
-        return "an offload of KV cache, which reads blocks that are free"
+        return "a KV connector, which reads blocks that are free"
     if unmovable:
         return unmovable
     return "" if tables is None or tables.plain else "KV cache of several kinds, windows or states"

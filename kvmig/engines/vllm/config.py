@@ -21,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 
 from kvmig.core.errors import ConfigError, KernelUnavailable
 from kvmig.engines.identity import identity_of, numerics_class, updated
+from kvmig.engines.vllm.connectors import KNOWN, NATIVE, is_known
 from kvmig.engines.vllm.flag_errors import why_invalid
 from kvmig.engines.vllm.flags import ALLOWED, REFUSED
 from kvmig.engines.vllm.loaders import check_device, weights_word
@@ -65,9 +66,6 @@ def inspect_here() -> None:
         registry._run_in_subprocess = lambda look: look()
 
 
-NATIVE_OFFLOAD = "OffloadingConnector"
-
-
 def refuse_settings(config: VllmConfig) -> None:
     """Refuse what vLLM has made of the flags, where that can't hold with kvmig, however it came.
 
@@ -85,11 +83,11 @@ def refuse_settings(config: VllmConfig) -> None:
         if value is not None:
             raise ConfigError(f"vLLM's {name} is set, must be none: {why}")
     transfer = config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector != NATIVE_OFFLOAD:
+    if transfer is not None and transfer.kv_connector != NATIVE and not is_known(transfer):
         raise ConfigError(
-            f"vLLM's kv_connector is {transfer.kv_connector}, must be {NATIVE_OFFLOAD}"
-            " (--kv-offloading-size) or none: kvmig moves KV blocks itself, and can't tell others"
-            " of requests that arrive"
+            f"vLLM's kv_connector is {transfer.kv_connector}, must be {NATIVE}"
+            f" (--kv-offloading-size), {', '.join(KNOWN)} or none: what others hold of requests"
+            " isn't known"
         )
     one_of = (
         ("data_parallel_size", parallel.data_parallel_size),
@@ -127,8 +125,8 @@ def refuse_sleep(config: VllmConfig) -> None:
     """Refuse what has not been tried with an engine that sleeps. Raises ConfigError."""
     if sleeps(config) and config.kv_transfer_config is not None:
         raise ConfigError(
-            f"{SLEEP_FLAG} can't be used with --kv-offloading-size: what the host keeps of"
-            " the KV cache would not follow"
+            f"{SLEEP_FLAG} can't be used with --kv-offloading-size or --kv-transfer-config: what a"
+            " connector keeps of the KV cache would not follow"
         )
 
 

@@ -238,6 +238,8 @@ class StepCore(EngineCoreProc):
         own = request.lora_request
         if own is None or own.lora_int_id in self._loaded or self.has_adapter(request, own):
             super().add_request(request, request_wave)
+            if request.abort_immediately:  # the KV connector had to know it; the router waits
+                self._send_abort_outputs_to_client([request.request_id], request.client_index)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter for a client, which means its files of now."""

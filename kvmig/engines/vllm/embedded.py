@@ -46,8 +46,8 @@ class EmbeddedVllm(ServingVllm):
         """Load the model: minutes. Raises ConfigError."""
         if config.kv_transfer_config is not None:
             raise ConfigError(
-                "--kv-offloading-size can't be used by engines in one's own process, leave it out:"
-                " vLLM has one connector a process"
+                "--kv-offloading-size and --kv-transfer-config can't be used by engines in one's"
+                " own process, leave them out: vLLM has one connector a process"
             )
         with _STEPS:
             super().__init__(config)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvmig.core.errors import ConfigError
 from kvmig.engines.kind import api_keys, check_model, set_offline
 from kvmig.engines.vllm.cache_places import choose_caches
+from kvmig.engines.vllm.connectors import KNOWN, is_known
 from kvmig.engines.vllm.flag_errors import name_bad_values
 from kvmig.engines.vllm.loaders import check_loader, check_loader_words
 
@@ -109,6 +110,8 @@ def refuse_conflicts(args: Namespace, default: Callable[[str], object]) -> None:
     for name, value in vars(args).items():
         if name in ALLOWED or value == default(name) or value in MEANS_NOTHING.get(name, ()):
             continue
+        if name == "kv_transfer_config" and is_known(value):
+            continue
         flag = f"--{name.replace('_', '-')}"
         plain = isinstance(value, int | float | str) and not isinstance(value, bool)
         given = f" {value}" if plain else ""
@@ -162,7 +165,8 @@ _HOSTS = (
 _CONTEXT_PARALLEL = "it spreads a block's tokens over workers"
 _ONE_HOST = "an instance runs on its llumlet's host, leave it out"
 _CONNECTORS = (
-    "kvmig moves KV blocks itself, use --transport; and --kv-offloading-size for vLLM's own offload"
+    "kvmig moves KV blocks itself, use --transport; and --kv-offloading-size for vLLM's own"
+    f" offload. Of KV connectors it knows {', '.join(KNOWN)}"
 )
 _ENCODERS = "kvmig's instances encode what they get themselves, leave it out"
 _IN_BAND = "images travel with their requests, leave it out"

@@ -21,6 +21,7 @@ from kvmig.engines.vllm.building import (
     without_what_was_sent,
 )
 from kvmig.engines.vllm.compat import refuse
+from kvmig.engines.vllm.connectors import without_load
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.migration import encode_request
 from kvmig.engines.vllm.offload import CacheOffload
@@ -121,6 +122,7 @@ class IncomingRequests:
             if reason:
                 raise MigrationRefused("unsupported", reason)
             without_what_was_sent(request)
+            without_load(request)
             built = await self._builder.build(request, output_token_ids, waits=False)
             generator = await self._builder.generator_after(
                 request.sampling_params, len(output_token_ids)

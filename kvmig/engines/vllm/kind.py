@@ -140,6 +140,12 @@ class VllmKind:
             raise ConfigError(
                 "--enable-sleep-mode can't be used with --unit: the unit has the KV cache's memory"
             )
+        connects = any("kv-transfer" in word.replace("_", "-") for word in words)
+        if config.http.isolate_users and connects:
+            raise ConfigError(
+                "--kv-transfer-config can't be used where users are kept apart: a KV connector"
+                " knows no users (or share_prefixes: true in the model's specification)"
+            )
         if config.http.isolate_users and any("spec" in word for word in words):
             refuse_shared_drafts(flags.parse(list(words)).speculative_config)
         return scheduling_flags(words, config.priorities)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
+from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.request_queue import (
     FCFSRequestQueue,
     PriorityRequestQueue,
@@ -34,13 +35,21 @@ class RequestListing(NamedTuple):
 class RequestHoldings:
     """The requests of one engine. Made before the first of them comes."""
 
-    def __init__(self, scheduler: Scheduler, tables: RequestTables, unmovable_here: str) -> None:
-        """unmovable_here: why none of the requests can be moved, if so."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tables: RequestTables,
+        unmovable_here: str,
+        transfer: KVTransferConfig | None = None,
+    ) -> None:
+        """unmovable_here: why none of the requests can be moved, if so. transfer: the engine's KV
+        connector, which may hold some."""
         self._scheduler = scheduler
         self._tables = tables
         self._preemptions = PreemptionCounter(scheduler)
         self._queues = queues_of(scheduler, tables.demand)
         self._unmovable_here = unmovable_here
+        self._transfer = transfer
 
     def load(self) -> EngineLoad:
         """Blocks and counts, on the engine's thread. O(running requests), however many wait."""
@@ -112,7 +121,7 @@ class RequestHoldings:
             output_tokens=request.num_output_tokens,
             blocks=self._tables.count_blocks(block_ids),
             priority=request.priority,
-            unmovable=unmovable(request, self._unmovable_here),
+            unmovable=unmovable(request, self._unmovable_here, self._transfer),
             wanted_blocks=self._tables.demand(request.num_tokens) if state == "waiting" else 0,
             arrived_s=request.arrival_time,
         )

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 from vllm import __version__
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -29,6 +29,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from kvmig.core.errors import MigrationRefused, RequestGone
 from kvmig.engines.base import Stage, Tail
 from kvmig.engines.vllm import lora, runner
+from kvmig.engines.vllm.connectors import why_held
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.offload import CacheOffload
 from kvmig.engines.vllm.tables import RequestTables, SentBlocks
@@ -44,18 +45,18 @@ _STATES = (
 )
 
 
-def unmovable(request: Request, here: str) -> str:
+def unmovable(request: Request, here: str, transfer: KVTransferConfig | None) -> str:
     """Why the request can't be moved now, in a few words; empty when it can.
 
     here: why none of its engine's can, see `unmovable_engine`, which isn't to be asked each time:
-    vLLM looks its answers up in the model's own files.
+    vLLM looks its answers up in the model's own files. transfer: the engine's KV connector.
     """
-    return here or _kind(request) or _moment(request)
+    return here or _kind(request) or why_held(request, transfer) or _moment(request)
 
 
 def check_movable(request: Request, config: VllmConfig) -> None:
     """Raise MigrationRefused with the reason, if there is one."""
-    reason = unmovable(request, unmovable_engine(config))
+    reason = unmovable(request, unmovable_engine(config), config.kv_transfer_config)
     if reason:
         raise MigrationRefused("unsupported", reason)
 
@@ -401,9 +402,9 @@ class VllmSource:
         if request is not leaving.request or request.num_preemptions != leaving.num_preemptions:
             self.resume(request_id)
             raise RequestGone("preempted", f"request {request_id} was preempted at the source")
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        if held := why_held(request, self._core.vllm_config.kv_transfer_config):
             self.resume(request_id)
-            raise RequestGone("started", f"blocks of {request_id} come back from the host")
+            raise RequestGone("started", held)
         return leaving
 
 

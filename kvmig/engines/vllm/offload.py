@@ -32,16 +32,18 @@ class BeingOffloaded(MigrationRefused):
 
 
 class CacheOffload:
-    """One engine's, on its thread; without a connector there is nothing to do."""
+    """One engine's, on its thread; without an offload there is nothing to do."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         """Puts itself before the connector's view of each step."""
         self._scheduler = scheduler
         self._arrived: set[str] = set()
         """Requests whose blocks no step has shown to the connector yet."""
-        self._connector = connector = scheduler.connector
+        connector = scheduler.connector
+        if not isinstance(connector, OffloadingConnector):
+            connector = None  # none, or one that keeps nothing of requests that arrive
+        self._connector = connector
         if connector is not None:
-            assert isinstance(connector, OffloadingConnector)  # `config.refuse_settings`
             self._build_meta = connector.build_connector_meta
             connector.build_connector_meta = self._build
 
@@ -58,7 +60,7 @@ class CacheOffload:
             raise BeingOffloaded
 
     def blocks_of(self, request: Request) -> set[int]:
-        """The request's blocks; none without a connector, for none needs them."""
+        """The request's blocks; none without an offload, for none needs them."""
         if self._connector is None:
             return set()
         groups = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -71,7 +73,7 @@ class CacheOffload:
 
     @property
     def _offloading(self) -> OffloadingConnectorScheduler:
-        assert isinstance(self._connector, OffloadingConnector)
+        assert self._connector is not None
         return self._connector.scheduler
 
     def _read(self) -> set[int]:

@@ -53,6 +53,7 @@ from kvmig.engines.vllm.config import (
     identity_of_config,
     numerics_of,
 )
+from kvmig.engines.vllm.connectors import open_side_channel, without_load
 from kvmig.engines.vllm.core import StepCore
 from kvmig.engines.vllm.device_sharing import DeviceSharing
 from kvmig.engines.vllm.grammars import GrammarLimits
@@ -109,6 +110,7 @@ class ServingVllm:
         unit: see `kvmig.engines.kind.EnginePlugin.make`.
         """
         alone = config.parallel_config.world_size == 1
+        self._side_channel = open_side_channel(config.kv_transfer_config)
         self._identify = identify = identify or partial(identity_of_config, config)
         self._weights = weights = identify()
         """The identity of the weights, on the engine's thread."""
@@ -130,6 +132,7 @@ class ServingVllm:
         except BaseException:
             self._core.shutdown()  # workers are processes of their own
             self._device.close_streams()
+            self._close_side_channel()
             raise
 
     def _open(self, unit_tokens: int, weights: str) -> None:
@@ -157,7 +160,9 @@ class ServingVllm:
         self._parking = VllmParking(
             core, memory, incoming, self._own, self._arriving, self._on_engine
         )
-        self._holdings = RequestHoldings(scheduler, memory.tables, self.unmovable)
+        self._holdings = RequestHoldings(
+            scheduler, memory.tables, self.unmovable, core.vllm_config.kv_transfer_config
+        )
         self.sharing: Sharing | str = self._device.open(core, memory, self._on_engine)
         self._load = self._seen_load()
         self._load_at = 0.0
@@ -234,6 +239,11 @@ class ServingVllm:
             if stopped:
                 self._core.shutdown()
                 self._device.close()
+                self._close_side_channel()
+
+    def _close_side_channel(self) -> None:
+        if self._side_channel is not None:
+            self._side_channel.close()
 
     def assign(self, request_id: str, client: int) -> None:
         self._destination.assign(request_id, client)
@@ -397,6 +407,7 @@ class ServingVllm:
             submitted = decode_request(export.payload[1:])
         except (msgspec.MsgspecError, IndexError) as error:
             raise MigrationRefused("incompatible", f"export of another kind: {error}") from error
+        without_load(submitted)
         known = progress.output_token_ids
         waits = not known and not progress.num_computed_tokens
         request = await self._builder.build(submitted, known, waits=waits)

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from kvmig.core.errors import ConfigError
+from kvmig.engines.vllm.connectors import NATIVE, is_known
 from kvmig.engines.vllm.flags import make_parser, refuse_conflicts, unreadable_told
 from kvmig.engines.vllm.kind import lacking_names_told
 
 FILE = "--config"
-NATIVE = "OffloadingConnector"
-"""vLLM's own offload, which kvmig knows; it comes by --kv-offloading-size."""
 _SPREAD = (
     ("pipeline_parallel_size", "each stage has a part of a request's KV cache"),
     ("decode_context_parallel_size", "its workers share a block's tokens"),
@@ -71,7 +70,7 @@ def why_unmovable(args: Namespace, ranks: int) -> str:
         if (count := getattr(args, name)) > 1:
             return f"--{name.replace('_', '-')} {count}: {why}"
     connector = getattr(args.kv_transfer_config, "kv_connector", None)
-    if connector not in (None, NATIVE):
+    if connector not in (None, NATIVE) and not is_known(args.kv_transfer_config):
         return f"--kv-transfer-config with {connector}: {_HELD}"
     if args.kv_offloading_size is not None and args.kv_offloading_backend != "native":
         return f"--kv-offloading-backend {args.kv_offloading_backend}: {_HELD}"

@@ -70,7 +70,14 @@ class OutputProbe:
         length = max(1, min(PROBE_TOKENS, config.model_config.max_model_len // 2))
         # The warm-up's few tokens: any other may stand for an image, which isn't there.
         prompt = [min(1 + place * (place + 1) // 2 % 8, vocabulary - 1) for place in range(length)]
-        params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, ignore_eos=True)
+        # It is to compute its prompt, not to load what another engine has saved of it.
+        params = SamplingParams(
+            max_tokens=4,
+            temperature=0.0,
+            logprobs=5,
+            ignore_eos=True,
+            skip_reading_prefix_cache=None if config.kv_transfer_config is None else True,
+        )
         self.request = token_request(PROBE_ID, prompt, params, _SALT)
 
     @staticmethod

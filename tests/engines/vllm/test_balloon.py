@@ -319,7 +319,7 @@ def test_a_vllm_that_takes_its_cache_otherwise_is_refused() -> None:
         (2, True, None, "", "several workers"),
         (1, True, None, "KV cache kind X", "KV cache kind X"),
         (1, False, None, "", "KV cache of several kinds, windows or states"),
-        (1, True, "some", "", "an offload of KV cache, which reads blocks that are free"),
+        (1, True, "some", "", "a KV connector, which reads blocks that are free"),
         (1, True, None, "", ""),
     ],
 )

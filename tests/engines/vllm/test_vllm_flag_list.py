@@ -139,14 +139,24 @@ def test_on_a_cpu_no_process_is_started_to_look_at_a_models_class(
 
 def test_engines_in_ones_own_process_have_no_offload() -> None:
     transfer = SimpleNamespace(kv_connector="OffloadingConnector")
-    with pytest.raises(ConfigError, match="--kv-offloading-size can't be used by engines in one"):
+    with pytest.raises(ConfigError, match="--kv-offloading-size and --kv-transfer-config can't"):
         EmbeddedVllm(finished(kv_transfer_config=transfer))
 
 
-@pytest.mark.parametrize("name", ["LMCacheMPConnector", "NixlConnector"])
+@pytest.mark.parametrize("name", ["LMCacheMPConnector", "NixlPushConnector"])
 def test_another_owner_of_kv_is_refused_by_what_vllm_makes_of_it(name: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_connector is {name}, must be OffloadingConnector"):
-        refuse_settings(finished(kv_transfer_config=SimpleNamespace(kv_connector=name)))
+        refuse_settings(finished(kv_transfer_config=transfer_by(name)))
+
+
+def test_a_connector_of_ones_own_by_a_known_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_connector is NixlConnector, must be"):
+        refuse_settings(finished(kv_transfer_config=transfer_by("NixlConnector", "theirs")))
+    refuse_settings(finished(kv_transfer_config=transfer_by("NixlConnector")))
+
+
+def transfer_by(name: str, module: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=module)
 
 
 def finished(**of: Any) -> VllmConfig:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -25,6 +24,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kvmig.core.errors import RequestGone
 from kvmig.engines.vllm.offload import BeingOffloaded
+from tests.support.vllm_connector import start_connected
 from tests.support.vllm_pair import SAMPLING, SEEDED, Engines, Pair, assert_same, preempt
 from tests.support.vllm_side import Configuration, Output, Side
 
@@ -79,11 +79,7 @@ WORKERS: dict[Side, HostWorker] = {}
 
 
 def begin(engines: Engines, wanted: Configuration, number: int) -> None:
-    """Start an engine whose worker is a HostWorker, unless it is there.
-
-    vLLM has one connector a process, for its one worker there: each engine gets its own back for
-    its steps, and those of other tests none.
-    """
+    """Start an engine whose worker is a HostWorker, unless it is there."""
     with pytest.MonkeyPatch.context() as patch:
         made: list[HostWorker] = []
 
@@ -92,22 +88,9 @@ def begin(engines: Engines, wanted: Configuration, number: int) -> None:
             return made[0]
 
         patch.setattr(CPUOffloadingSpec, "get_worker", get_worker)
-        side = engines.side(wanted, number)
-    if side in WORKERS:
-        return
-    (WORKERS[side],) = made
-    agent = kv_transfer_state._KV_CONNECTOR_AGENT
-    kv_transfer_state._KV_CONNECTOR_AGENT = None
-    step = side.core._process_engine_step
-
-    def step_with_agent() -> bool:
-        kv_transfer_state._KV_CONNECTOR_AGENT = agent
-        try:
-            return step()
-        finally:
-            kv_transfer_state._KV_CONNECTOR_AGENT = None
-
-    setattr(side.core, "_process_engine_step", step_with_agent)  # noqa: B010
+        side = start_connected(engines, wanted, number)
+    if side not in WORKERS:
+        (WORKERS[side],) = made
 
 
 @pytest.fixture(params=[pytest.param(False, marks=pytest.mark.long), True], ids=["sync", "async"])
@@ -261,11 +244,11 @@ async def test_one_whose_blocks_come_back_from_the_host_is_not_moved(pair: Pair)
     await pair.done(pair.a.engine.export("r"))
     pair.a.step()
 
-    with pytest.raises(RequestGone, match="started: blocks of r come back from the host"):
+    with pytest.raises(RequestGone, match="started: OffloadingConnector holds it: blocks"):
         await pair.done(pair.a.engine.stage("r", 0))
 
     (state,) = await pair.done(pair.a.engine.requests())
-    assert "WAITING_FOR_REMOTE_KVS" in state.unmovable
+    assert state.unmovable == "OffloadingConnector holds it: blocks of its prompt are on their way"
     assert (await pair.finish("r")).tokens == alone.tokens
 
 

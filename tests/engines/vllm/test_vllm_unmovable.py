@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -43,6 +43,7 @@ def config(
     pooling: bool = False,
     workers: int = 1,
     device: str = "cuda",
+    transfer: KVTransferConfig | None = None,
 ) -> VllmConfig:
     """What movability reads of vLLM's configuration."""
     return cast(
@@ -59,11 +60,17 @@ def config(
             speculative_config=method and SimpleNamespace(method=method),
             scheduler_config=SimpleNamespace(async_scheduling=overlapped),
             observability_config=SimpleNamespace(per_request_spec_decode_metrics=metrics),
+            kv_transfer_config=transfer,
         ),
     )
 
 
-def request(outputs: int = 3, status: RequestStatus = RequestStatus.RUNNING, **of: Any) -> Request:
+def request(
+    outputs: int = 3,
+    status: RequestStatus = RequestStatus.RUNNING,
+    computed: int = 0,
+    **of: Any,
+) -> Request:
     """A request of vLLM's own."""
     params = of.pop("params", None) or SamplingParams(max_tokens=100)
     made = Request(
@@ -74,6 +81,7 @@ def request(outputs: int = 3, status: RequestStatus = RequestStatus.RUNNING, **o
         **of,
     )
     made.append_output_token_ids([5] * outputs)
+    made.num_computed_tokens = computed
     made.status = status
     return made
 
@@ -94,7 +102,8 @@ def row(of: Request, settings: VllmConfig) -> RequestState:
         kv_cache_manager=SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4, 5],)),
         _preempt_request=lambda request: None,
     )
-    holdings = RequestHoldings(cast("Scheduler", scheduler), TABLES, unmovable_engine(settings))
+    here, transfer = unmovable_engine(settings), settings.kv_transfer_config
+    holdings = RequestHoldings(cast("Scheduler", scheduler), TABLES, here, transfer)
     if of.status is RequestStatus.RUNNING:
         scheduler.running.append(of)
     else:
@@ -173,6 +182,76 @@ REQUESTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("because", REQUESTS)
 def test_a_request_whose_state_cannot_travel_stays(because: str) -> None:
     stays(request(**REQUESTS[because]), config(), because)
+
+
+def connector(name: str, **extra: bool) -> VllmConfig:
+    """With a KV connector."""
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    return config(transfer=transfer)
+
+
+def transferred(**params: object) -> dict[str, Any]:
+    """A request whose call says this to a connector."""
+    return {"params": SamplingParams(max_tokens=50, extra_args={"kv_transfer_params": params})}
+
+
+PULLED, READ = {"do_remote_prefill": True}, {"do_remote_decode": True}
+DONE = {"do_remote_prefill": False, "do_remote_decode": False, "remote_block_ids": [1, 2]}
+HELD = [
+    (
+        connector("NixlConnector"),
+        {"status": RequestStatus.WAITING_FOR_REMOTE_KVS, "outputs": 0},
+        "NixlConnector holds it: blocks of its prompt are on their way",
+    ),
+    (
+        connector("OffloadingConnector"),
+        {"status": RequestStatus.WAITING, "computed": 32, "outputs": 0},
+        "OffloadingConnector holds it: blocks of its prompt have come, and it begins next",
+    ),
+    (
+        connector("NixlConnector"),
+        transferred(**PULLED) | {"status": RequestStatus.WAITING, "outputs": 0},
+        "NixlConnector holds it: its prompt's blocks come from another engine",
+    ),
+    (
+        connector("NixlPullConnector"),
+        transferred(**READ),
+        "NixlPullConnector holds it: another engine reads its blocks when it ends",
+    ),
+    (
+        connector("NixlConnector", bidirectional_kv_xfer=True),
+        transferred(**DONE),
+        "NixlConnector holds it: its blocks are kept for the next turn when it ends",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "of", "because"), HELD)
+def test_a_request_that_a_connector_holds_stays_by_the_connectors_name(
+    settings: VllmConfig, of: dict[str, Any], because: str
+) -> None:
+    stays(request(**of), settings, because)
+
+
+@pytest.mark.parametrize(
+    ("settings", "of"),
+    [
+        (connector("NixlConnector"), {}),
+        (connector("NixlConnector"), transferred()),
+        (connector("NixlConnector"), transferred(**DONE)),
+        (connector("NixlConnector", bidirectional_kv_xfer=True), {}),
+        (connector("ExampleConnector"), {}),
+        (connector("ExampleConnector"), transferred(**PULLED)),  # which doesn't look at it
+        (connector("OffloadingConnector"), transferred(max_load_tokens=9)),
+    ],
+)
+def test_a_request_that_its_engines_connector_does_not_hold_moves(
+    settings: VllmConfig, of: dict[str, Any]
+) -> None:
+    check_movable(request(**of), settings)
+    assert chosen(row(request(outputs=20, **of), settings))
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ DRAFTS = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3
 TIMEOUT_S = 240.0
 
 
-def connector(name: str) -> str:
-    return f"--kv-transfer-config={json.dumps({'kv_connector': name, 'kv_role': 'kv_both'})}"
+def connector(name: str, module: str | None = None) -> str:
+    config = {"kv_connector": name, "kv_role": "kv_both", "kv_connector_module_path": module}
+    return f"--kv-transfer-config={json.dumps(config)}"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,9 @@ def connector(name: str) -> str:
         ("--kv-offloading-size", "1"),
         ("--kv-offloading-size", "1", "--kv-offloading-backend", "native"),
         ("--policy", "none", "--front-ends", "2"),
+        (connector("NixlConnector"),),
+        (connector("NixlPullConnector"),),
+        (connector("ExampleConnector"),),
     ],
 )
 def test_requests_move_between_ranks_with(words: tuple[str, ...]) -> None:
@@ -64,7 +68,11 @@ def test_requests_of_one_engine_that_spreads_experts_over_its_workers_move() -> 
         (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size 2: each stage has a part"),
         (("-pp", "2"), "--pipeline-parallel-size 2: "),
         (("--decode-context-parallel-size", "2"), "--decode-context-parallel-size 2: "),
-        ((connector("NixlConnector"),), "--kv-transfer-config with NixlConnector: a KV connector"),
+        (
+            (connector("NixlPushConnector"),),
+            "--kv-transfer-config with NixlPushConnector: a KV connector",
+        ),
+        ((connector("ExampleConnector", module="theirs"),), "--kv-transfer-config with Example"),
         ((connector("LMCacheConnectorV1"),), "--kv-transfer-config with LMCacheConnectorV1: "),
         (
             ("--kv-offloading-size", "1", "--kv-offloading-backend", "lmcache"),
