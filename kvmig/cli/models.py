@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import msgspec
 import typer
@@ -177,7 +178,19 @@ def fit_view(one: dict[str, Any]) -> str:
             f"{gpu['gpu']}: needs {gpu['need_bytes']} bytes, {gpu['free_bytes']} of"
             f" {gpu['total_bytes']} are free{here}"
         )
+    lines += [f"it fits with {suggestion_text(one)}" for one in one["suggestions"]]
     return "\n".join([one["name"], *lines])
+
+
+def suggestion_text(one: dict[str, Any]) -> str:
+    """A change after which a model fits, for people."""
+    changed = [shlex.join(one["flags"])] if one["flags"] else []
+    if one["gpus_per_instance"]:
+        changed.append(f"gpus_per_instance: {one['gpus_per_instance']}")
+    return (
+        f"{' and '.join(changed)}: it then needs {one['need_bytes']} bytes, and takes requests of"
+        f" {one['max_tokens']} tokens"
+    )
 
 
 @model_app.command("ls")
@@ -318,6 +331,9 @@ def evaluate_model(
     ] = "",
     engine: Annotated[str, typer.Option(help="Engine: vllm, transformers, or toy.")] = "vllm",
     flags: Annotated[str, typer.Option(help="Flags of the engine, as one quoted string.")] = "",
+    worker: Annotated[
+        str, typer.Option(help="The only worker that it may be on (default: any).")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Say in bytes whether and where a model fits, before it starts."""
@@ -332,7 +348,8 @@ def evaluate_model(
         spec = known.shown["spec"] if known.shown else spec
     spec["flags"] += words_of_flags(flags)
     with patience(CHECKING):
-        answer = client.post("evaluate", spec)
+        where_to = f"?worker={quote(worker)}" if worker else ""
+        answer = client.post(f"evaluate{where_to}", spec)
     show(answer, as_json, fit_view)
 
 

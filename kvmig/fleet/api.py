@@ -38,7 +38,9 @@ from kvmig.fleet.based_on import alias_of, alias_there, order_based_on, order_ba
 from kvmig.fleet.callers import who_calls, who_lists, who_reads
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.evaluate import FitVerdict
 from kvmig.fleet.files_api import catalogue_api, files_api
+from kvmig.fleet.fit_suggestions import changes, suggestion
 from kvmig.fleet.gguf_sizes import gguf_sizes
 from kvmig.fleet.identity_provider import IdentityProvider, ProviderAway
 from kvmig.fleet.live_api import MOST_STREAMS, live_api
@@ -47,6 +49,7 @@ from kvmig.fleet.login_api import login_api
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.model_rows import ModelRow
+from kvmig.fleet.model_shapes import heads_of
 from kvmig.fleet.names_api import names_api
 from kvmig.fleet.pages.app import fleet_pages
 from kvmig.fleet.pages.provider_login import ProviderLogins
@@ -309,15 +312,15 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
         return {"data": shown, "at_next_start": later}
 
     @api.post("/evaluate")
-    async def evaluate(body: Body, _: OrderActor = caller) -> Body:
+    async def evaluate(body: Body, worker: str = "", _: OrderActor = caller) -> Body:
         """Compute in bytes whether one instance of a model fits now, and where; start nothing.
 
         The specification as a fleet's file has it, whether or not the catalogue has the model. Of
-        files that are not here only headers are fetched.
+        files that are not here only headers are fetched. worker: the only one that may get it.
         """
         spec = spec_of(body)
         kept = (await backend.known_specs()).get(spec.name)
-        return await evaluate_model(backend, restored_spec(spec, kept))
+        return await evaluate_model(backend, restored_spec(spec, kept), worker)
 
     @api.get("/aliases")
     async def list_aliases(_: OrderActor = caller) -> Body:
@@ -365,12 +368,29 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     return api
 
 
-async def evaluate_model(backend: ApiBackend, spec: ModelSpec) -> Body:
-    """What one instance would take, and where it fits. Raises ConfigError, StoreError."""
+async def evaluate_model(backend: ApiBackend, spec: ModelSpec, worker: str = "") -> Body:
+    """What one instance would take, and where it fits; if nowhere, after which changes. Raises
+    ConfigError, StoreError."""
     spec = backend.files.resolved(spec)
     if is_remote(spec.source):  # the headers of its files say what the whole files would
         heads = await backend.files.heads(spec.source)
         spec = msgspec.structs.replace(spec, source=f"{PATH}{heads}")
+    found = await fit_of(backend, spec, worker)
+    suggestions = []
+    for changed in () if found.fits else changes(spec, found, heads_of(spec.folder)):
+        try:
+            fit = await fit_of(backend, changed, worker)
+        except ConfigError:  # the engine refuses the change, so nobody is told of it
+            continue
+        if fit.fits:
+            suggestions.append(suggestion(spec, changed, fit))
+    found = msgspec.structs.replace(found, suggestions=tuple(suggestions))
+    return cast("Body", msgspec.to_builtins(found))
+
+
+async def fit_of(backend: ApiBackend, spec: ModelSpec, worker: str) -> FitVerdict:
+    """The evaluation of a specification whose files, or their headers, are here. Raises
+    ConfigError, StoreError."""
     devices = backend.models.memory.devices
     if devices.sizes(spec) is None:
         await backend.check(spec, True)
@@ -378,7 +398,7 @@ async def evaluate_model(backend: ApiBackend, spec: ModelSpec) -> Body:
         sizes = await asyncio.to_thread(gguf_sizes, spec.folder)
         if sizes is not None:
             devices.learn(spec, sizes)
-    return cast("Body", msgspec.to_builtins(backend.models.places.evaluate(spec)))
+    return backend.models.places.evaluate(spec, worker)
 
 
 def models_api(backend: ApiBackend, caller: Any) -> APIRouter:

@@ -41,6 +41,19 @@ class DeviceVerdict(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
 
 
+class FitSuggestion(msgspec.Struct, frozen=True, kw_only=True):
+    """A change after which the model fits, by an evaluation of its own."""
+
+    flags: tuple[str, ...]
+    """Flags to add after those of the specification."""
+    gpus_per_instance: int = 0
+    """What that field of the specification must be then; 0: left out, as it is."""
+    max_tokens: int
+    """The longest request, in tokens."""
+    need_bytes: int
+    """Bytes that an instance takes then: of each of its GPUs, or of the host."""
+
+
 class FitVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a model's size, and where it would start."""
 
@@ -73,6 +86,8 @@ class FitVerdict(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[DeviceVerdict] = []
     place: list[str] = []
     """UUIDs of the GPUs that its first instance would get."""
+    suggestions: tuple[FitSuggestion, ...] = ()
+    """Where it does not fit: changes after which it does."""
 
 
 def verdict(
@@ -93,15 +108,18 @@ def verdict(
     """
     sizes = known.sizes or ModelSizes(weights=0, files=known.weights, tokens=0)
     rest, basis = host_rest if claim is None else (claim.rest, known.rest_basis)
+    kv = host_kv if claim is None else claim.kv
+    why = "" if host.fits else _host_reason(host)
+    why = why or _cache_reason(kv, sizes)
     found = FitVerdict(
         name=name,
-        fits=host.fits,
-        why="" if host.fits else _host_reason(host),
+        fits=not why,
+        why=why,
         basis="host" if claim is None else claim.basis,
         workers=workers,
         weights_bytes=sizes.weights or known.weights // workers,
         files_bytes=sizes.files,
-        kv_bytes=host_kv if claim is None else claim.kv,
+        kv_bytes=kv,
         rest_bytes=rest,
         rest_basis=basis,
         token_bytes=sizes.token,
@@ -126,6 +144,16 @@ def verdict(
 
 def _host_reason(host: HostVerdict) -> str:
     return f"the host: needs {host.need_bytes} bytes, {host.free_bytes} are free"
+
+
+def _cache_reason(kv: int, sizes: ModelSizes) -> str:
+    """Why the engine would refuse the KV cache; empty: it has room for one request."""
+    if not kv or sizes.request <= kv:
+        return ""
+    return (
+        f"a KV cache of {kv} bytes has no room for a request of {sizes.tokens} tokens, which takes"
+        f" {sizes.request} bytes"
+    )
 
 
 def _row(one: DeviceMemory, need: DeviceNeed) -> DeviceVerdict:

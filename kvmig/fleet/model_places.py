@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvmig.core.api_records import InstanceRow
+from kvmig.core.errors import ConfigError
 from kvmig.fleet import device_room
-from kvmig.fleet.capacity import ResidentModel, free
+from kvmig.fleet.capacity import HostCapacity, ResidentModel, free
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, Places, Strategy
 from kvmig.fleet.device_watch import title_of
 from kvmig.fleet.evaluate import FitVerdict, on_host, verdict, without
@@ -257,8 +258,9 @@ class ModelPlaces:
         places = choose_places(rooms, need, 1, strategy)
         return explain(rooms, need, strategy, places[0] if places else None, holders=True)
 
-    def evaluate(self, spec: ModelSpec) -> FitVerdict:
-        """Whether an instance fits with all other models there, and where."""
+    def evaluate(self, spec: ModelSpec, worker: str = "") -> FitVerdict:
+        """Whether an instance fits with all other models there, and where. worker: the only one
+        that it may be on; empty: any. Raises ConfigError."""
         memory, devices = self._memory, self._memory.devices
         own = {key for key, one in self._models.items() if one.wanted.name == spec.name}
         others = [
@@ -266,7 +268,17 @@ class ModelPlaces:
             for name, one in self._models.items()
             if one.deployment and name not in own
         ]
-        node = self._host()
+        host = memory.host()
+        node, left = self._host(), free(host, others)
+        if worker:
+            node = self._worker(worker)
+            taken = sum(
+                self.claims_on(one).get(worker, 0)
+                for key, one in self._models.items()
+                if one.deployment and key not in own
+            )
+            host = HostCapacity(node.total, node.available)
+            left = max(0, min(node.total - taken, node.available))
         node = replace(
             node,
             devices=tuple(without(own, node.devices)),
@@ -276,11 +288,11 @@ class ModelPlaces:
             replace(one, devices=tuple(without(own, one.devices))) for one in self.nodes()
         ]
         spec = self.with_gpus(spec, 1, others_only)
-        host, known = memory.host(), devices.known(spec)
+        known = devices.known(spec)
         return verdict(
             spec.name,
             spec.workers,
-            on_host(memory.claim(spec), host, free(host, others)),
+            on_host(memory.claim(spec), host, left),
             known,
             memory.kv(spec),
             memory.rest_of_worker(spec),
@@ -289,6 +301,14 @@ class ModelPlaces:
             node,
             self.strategy(spec),
         )
+
+    def _worker(self, name: str) -> WorkerNode:
+        """The worker with that name. Raises ConfigError."""
+        nodes = {one.name: one for one in self.nodes()}
+        if name not in nodes:
+            there = ", ".join(sorted(nodes)) or "none yet"
+            raise ConfigError(f"worker is {name!r:.100}, must be one of the workers: {there}")
+        return nodes[name]
 
     def reasons(self, model: ManagedModel) -> list[str]:
         """Why each GPU has no room for a model that waits. It names models: for admins only."""

@@ -25,6 +25,7 @@ from kvmig.cli import app as console
 from kvmig.cli import chat
 from kvmig.cli.client import KEY, CallFailure, FleetClient
 from kvmig.cli.common import day_of
+from kvmig.cli.models import suggestion_text
 from kvmig.cli.names import KnownModel, known_model
 from kvmig.cli.placement_rates import loads_of, models_file, seconds_of
 from kvmig.core.errors import ConfigError
@@ -769,6 +770,25 @@ def test_a_gguf_file_is_evaluated_by_its_header(kvmig: Kvmig, tmp_path: Path) ->
     found = json.loads(kvmig(*words))
     assert found["weights_bytes"] == found["files_bytes"] == 8192
     assert found["token_bytes"] == 16 * 8 * 128 * 2
+
+
+def test_a_model_is_evaluated_for_the_worker_that_is_named(kvmig: Kvmig) -> None:
+    words = ("model", "evaluate", "qwen", "--engine", "toy", "--worker")
+    kvmig.add_model()
+    assert "fits" in kvmig(*words, "local")
+    said = kvmig.refused(*words, "gpu 1&x")
+    assert "worker is 'gpu 1&x', must be one of the workers: local" in said
+
+
+def test_a_change_after_which_a_model_fits_is_said_as_its_flags() -> None:
+    change = {
+        "flags": ["--max-model-len=896"], "gpus_per_instance": 2, "max_tokens": 896,
+        "need_bytes": 7,
+    }  # fmt: skip
+    assert suggestion_text(change) == (
+        "--max-model-len=896 and gpus_per_instance: 2: it then needs 7 bytes, and takes requests of"
+        " 896 tokens"
+    )
 
 
 # -- what a newcomer types

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.api_records import InstanceRow
+from kvmig.core.model_sizes import LayerSizes, ModelSizes
 from kvmig.fleet.callers import FORWARDED
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.ledger import merge
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.rollout import RolloutTerms, begun
 from kvmig.fleet.rollout_table import StoredRollout
-from kvmig.fleet.spec import InstanceCounts, ModelSpec
+from kvmig.fleet.spec import InstanceCounts, ModelSpec, number_in
 from kvmig.fleet.tables import StoreError
 from tests.support.fleet_api import Api, said
 from tests.support.fleet_stores import Place
@@ -597,3 +598,31 @@ async def test_secrets_in_a_command_are_hidden_and_kept(api: Api) -> None:
     assert (await api.ask("POST", "apply", {"fleet": {"models": [spec]}}))[0] == 200
     kept = (await api.backend.row("c")).spec
     assert (list(kept.command), kept.parallel) == (command, 3)
+
+
+async def test_what_does_not_fit_comes_with_a_change_after_which_it_does(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check(spec: ModelSpec, sizes: bool) -> None:
+        """As an engine that keeps 1,000 bytes of a token."""
+        tokens = number_in(spec.flags, 8192, "--max-model-len")
+        layer = LayerSizes(kind="full", layers=1, token=1000, request=1000 * tokens)
+        made = ModelSizes(weights=10, files=10, tokens=tokens, layers=(layer,))
+        api.models.memory.devices.learn(spec, made)
+
+    monkeypatch.setattr(api.backend, "check", check)
+    flags = ["--kv-cache-memory-bytes=3000000"]
+    body = {"name": "a", "source": f"path:{api.folder}", "flags": flags, "memory": 1 << 20}
+    _, found = await api.ask("POST", "evaluate", body)
+    assert (found["fits"], found["suggestions"]) == (
+        False,
+        [
+            {
+                "flags": ["--max-model-len=2944"], "gpus_per_instance": 0, "max_tokens": 2944,
+                "need_bytes": 1 << 20,
+            }
+        ],
+    )  # fmt: skip
+    body["flags"] += found["suggestions"][0]["flags"]
+    _, again = await api.ask("POST", "evaluate", body)
+    assert (again["fits"], again["suggestions"]) == (True, [])

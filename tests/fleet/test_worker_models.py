@@ -439,3 +439,18 @@ def test_a_placements_workers_are_shown_with_their_states() -> None:
     assert pool.unready("worker-a") == "", "what a placement names may be cordoned"
     assert pool.unready("worker-b") == "it is lost"
     assert pool.unready("worker-c") == "it is not there"
+
+
+async def test_a_model_is_evaluated_for_one_worker_alone(bench: WorkerBench) -> None:
+    bench.see(made_up_node("a"), made_up_node("b"))
+    spec = ModelSpec(name="new", source="path:/models/new", engine="toy")
+    anywhere, on_one = (bench.models.places.evaluate(spec, worker) for worker in ("", "worker-a"))
+    assert 0 < on_one.host.total_bytes < anywhere.host.total_bytes
+    bench.add(memory=GIB)
+    taken = bench.start.words
+    (name,) = (f"worker-{one[-1]}" for one in taken if "instance-node" in one)
+    (other,) = {"worker-a", "worker-b"} - {name}
+    left = {one: bench.models.places.evaluate(spec, one).host.free_bytes for one in (name, other)}
+    assert left[name] == left[other] - GIB
+    with pytest.raises(ConfigError, match="must be one of the workers: worker-a, worker-b"):
+        bench.models.places.evaluate(spec, "c")

@@ -7,8 +7,12 @@ import html
 import json
 import re
 
+import msgspec
 import pytest
 
+from kvmig.fleet.evaluate import FitSuggestion, FitVerdict, HostVerdict
+from kvmig.pages.rendering import render
+from kvmig.pages.words import size_text
 from tests.support.page_api import Pages, alert_of, text_of
 
 
@@ -124,6 +128,17 @@ async def test_the_form_says_whether_a_model_would_fit(pages: Pages) -> None:
     assert "<main" not in part.text
     wrong = await pages.send("evaluate", **{**form, "source": "nowhere"})
     assert "source" in alert_of(wrong)
+
+
+def test_a_change_after_which_a_model_fits_is_on_the_page() -> None:
+    change = FitSuggestion(flags=("--max-model-len=896",), max_tokens=896, need_bytes=2 << 30)
+    fit = FitVerdict(
+        name="a", fits=False, why="no room", basis="host", workers=1, weights_bytes=1,
+        files_bytes=1, kv_bytes=1, rest_bytes=1, suggestions=(change,),
+        host=HostVerdict(need_bytes=1, total_bytes=1, free_bytes=1, fits=True),
+    )  # fmt: skip
+    page = render("fit", fit={**msgspec.to_builtins(fit), "error": ""})
+    assert f"It fits with --max-model-len=896: it then needs {size_text(2 << 30)}, and" in page
 
 
 async def test_a_new_key_is_shown_once(pages: Pages) -> None:
