@@ -25,6 +25,7 @@ import httpx
 from bench import report
 from bench.report import Result
 from kvmig.core.errors import StartupError
+from kvmig.fleet.device_claims import KV_FLAG, size_in
 from kvmig_tools.fleet import FleetUp
 from tests.support.zoo import FAMILIES, SERVING_FLAGS, make
 
@@ -47,6 +48,9 @@ SMALLER: dict[str, str] = {
     "qwen3-next": "--max-num-batched-tokens=512",
 }
 """Families that start again with a smaller step."""
+ROOMIER: dict[str, str] = {"llama3": f"{KV_FLAG}=300M"}
+"""Families that start again with a KV cache that has a block for each request of the largest step:
+the one with a large vocabulary."""
 SETTLE_S = 15.0
 """Time for an instance to look at its memory once more."""
 WITHIN = 0.1
@@ -114,12 +118,20 @@ def named(family: str) -> str:
     return family.replace(".", "-")
 
 
+def kind_of(more: str) -> str:
+    """The beginning of a name, by the further flag."""
+    if not more:
+        return ""
+    return "roomy-" if more.startswith(KV_FLAG) else "small-"
+
+
 def once(fleet: FleetUp, family: str, folder: Path, name: str, more: str = "") -> dict[str, Any]:
     """Evaluate, start, ask, measure and end it. more: a further flag."""
     flags = [*FLAGS, *SERVING_FLAGS.get(family, ()), *([more] if more else [])]
     spec: dict[str, Any] = {"name": name, "source": f"path:{folder}", "flags": flags}
     sizes = evaluated(fleet, spec)
-    kv = max(KV_LEAST, int(KV_SPARE * sizes["request_bytes"]))
+    given = size_in(more.removeprefix(f"{KV_FLAG}=")) if more.startswith(KV_FLAG) else 0
+    kv = given or max(KV_LEAST, int(KV_SPARE * sizes["request_bytes"]))
     spec["flags"] = [*flags, f"--kv-cache-memory-bytes={kv}"]
     found = evaluated(fleet, spec)
     if not found["host"]["fits"]:
@@ -153,7 +165,7 @@ def starts_of(
     """The family's starts, or why one could not be. more: a further flag."""
     folder = make(family, data)
     for start in range(1, starts + 1):
-        name = f"{named(family)}-{'small-' if more else ''}{start}"
+        name = f"{named(family)}-{kind_of(more)}{start}"
         try:
             yield {"start": start, **once(fleet, family, folder, name, more)}
         except (StartupError, httpx.HTTPError, TimeoutError) as error:
@@ -169,7 +181,10 @@ def summarise(result: Result) -> None:
         "before its first start": [
             one["off"] for one in measured if one["start"] == 1 and not one["more"]
         ],
-        "with a smaller step": [one["off"] for one in measured if one["more"]],
+        "with a smaller step": [one["off"] for one in measured if kind_of(one["more"]) == "small-"],
+        "with blocks for all requests": [
+            one["off"] for one in measured if kind_of(one["more"]) == "roomy-"
+        ],
         "by its own first start": [one["off"] for one in measured if one["start"] == 2],
     }
     for known, off in kinds.items():
@@ -200,11 +215,14 @@ def main(argv: list[str] | None = None) -> int:
     options = root.parse_args(argv)
     families = QUICK if options.quick else options.families
     smaller = {} if options.quick else {one: SMALLER[one] for one in families if one in SMALLER}
-    settings = {"families": list(families), "smaller": smaller, "flags": FLAGS}
+    roomier = {} if options.quick else {one: ROOMIER[one] for one in families if one in ROOMIER}
+    settings = {
+        "families": list(families), "smaller": smaller, "roomier": roomier, "flags": FLAGS,
+    }  # fmt: skip
     result = report.begin("model_memory", settings)
     with tempfile.TemporaryDirectory() as data, FleetUp(Path(data)) as fleet:
         planned = [(one, options.starts, "") for one in families]
-        planned += [(one, 1, more) for one, more in smaller.items()]
+        planned += [(one, 1, more) for one, more in (*smaller.items(), *roomier.items())]
         for family, starts, more in planned:
             for row in starts_of(fleet, family, Path(data), starts, more):
                 result.samples.append(row)

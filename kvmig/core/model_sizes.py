@@ -33,6 +33,8 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The longest request, in tokens."""
     workers: int = 1
     layers: tuple[LayerSizes, ...] = ()
+    shortest: int = 0
+    """Bytes at least of any request in the KV cache: a block of each layer. 0: not known."""
 
     @property
     def token(self) -> int:

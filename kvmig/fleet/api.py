@@ -380,7 +380,7 @@ async def evaluate_model(backend: ApiBackend, spec: ModelSpec, worker: str = "")
     for changed in () if found.fits else changes(spec, found, heads_of(spec.folder)):
         try:
             fit = await fit_of(backend, changed, worker)
-        except ConfigError:  # the engine refuses the change, so nobody is told of it
+        except ConfigError:  # the engine refuses this change
             continue
         if fit.fits:
             suggestions.append(suggestion(spec, changed, fit))

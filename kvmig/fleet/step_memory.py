@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-RULE = 1
+RULE = 2
 """Version of the rule: figures that were measured under another one don't count."""
 FLOAT = 4
 """Bytes of a number where vLLM computes in float32."""
@@ -24,8 +24,13 @@ DELTA_COPIES = 3
 SCORES = 4
 """Matrices of attention's scores that live at once where it is dense (MLA): what is merged with a
 request's past needs the sums of their exponentials, too."""
-LOGITS = 2.25
-"""Tensors of logits in float32 that live at once in the sampler."""
+LOGITS = 5.5
+"""Tensors of logits in float32 that live at once in the sampler, and the model's own are added: a
+copy, the sorted ones, their indices of 8 bytes, probabilities, and two masks. All requests have a
+top-k and a top-p, as where vLLM measures itself; log-probabilities and penalties would add more."""
+ENTRY, MERGE = 400, 530
+"""Bytes of an entry and of a merge of a vocabulary, as `tokenizers` holds them: measured with
+tokenizers of 32,000 to 256,000 entries, with and without merges."""
 MLA_WORKSPACE = 64 << 10
 """Tokens of a request's past that a step of MLA takes at once."""
 
@@ -44,6 +49,14 @@ class StepLimits:
     """Size of a number of the model."""
     fitting: float = 0.0
     """Requests of the whole length that the KV cache has room for; 0: not known."""
+
+    sampled: float = 0.0
+    """Requests of the shortest length that the KV cache has room for; 0: not known."""
+
+    @property
+    def rows(self) -> int:
+        """Requests at most that one step samples for."""
+        return min(self.requests, max(1, int(self.sampled))) if self.sampled else self.requests
 
     @property
     def step(self) -> int:
@@ -68,7 +81,7 @@ def step_memory(config: Mapping[str, object], limits: StepLimits, workers: int =
     )  # fmt: skip
     stream = RESIDUALS * model.hidden * limits.number * limits.step
     vocabulary = model("vocab_size")
-    sampler = int(LOGITS * FLOAT * limits.requests * vocabulary)
+    sampler = int((LOGITS * FLOAT + limits.number) * limits.rows * vocabulary)
     packed = 2 * vocabulary * model.hidden * limits.number // workers
     return packed + max(stream + widest // workers, sampler)
 

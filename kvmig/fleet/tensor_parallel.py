@@ -66,6 +66,7 @@ def split(sizes: ModelSizes, gpus: int) -> ModelSizes:
         sizes,
         weights=-(-sizes.weights // gpus),
         workers=gpus,
+        shortest=-(-sizes.shortest // gpus),
         layers=tuple(_part(one, gpus) for one in sizes.layers),
     )
 

@@ -14,7 +14,9 @@ from kvmig.core.errors import ConfigError
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_watch import DeviceWatch
 from kvmig.fleet.host_memory import LEAST_REST, MemoryBudget
+from kvmig.fleet.model_shapes import tokenizer_of
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
+from kvmig.fleet.step_memory import ENTRY, MERGE
 from kvmig.launcher.environment import CPU_KV_MOST, INSTANCE_OVERHEAD
 
 WEIGHTS = 1000
@@ -194,3 +196,25 @@ def test_a_specification_with_its_own_memory_and_other_engines_have_no_step(llam
     budget = MemoryBudget()
     assert budget.step(spec(llama, memory=1 << 30)) == 0
     assert budget.step(spec(llama, engine="transformers")) == 0
+
+
+def test_a_tokenizer_counts_by_its_entries_and_merges_once_for_all_workers(llama: Path) -> None:
+    budget, flags = MemoryBudget(), (*EAGER, "--tensor-parallel-size=2")
+    without = budget.claim(spec(llama, flags=flags))
+    assert budget.tokenizer(spec(llama, flags=flags)) == 0
+    other = llama / "other"
+    other.mkdir()
+    for one in ("config.json", "model.safetensors"):
+        (other / one).write_bytes((llama / one).read_bytes())
+    words = {"vocab": {str(one): one for one in range(1000)}, "merges": [["a", "b"]] * 10}
+    (other / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": words}))
+    model = spec(other, flags=flags)
+    assert budget.claim(model) - without == 1000 * ENTRY + 10 * MERGE
+    assert budget.measure(model, without + budget.tokenizer(model) - 2 * 77, at=0)
+    assert budget.claim(model) - without == 1000 * ENTRY + 10 * MERGE
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"model": 1}', '{"model": {"vocab": 1}}', "\xff"])
+def test_a_tokenizer_that_cannot_be_read_counts_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1"))
+    assert tokenizer_of(str(tmp_path)) == 0

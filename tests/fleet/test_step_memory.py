@@ -16,7 +16,8 @@ MIB = 1 << 20
 LIMITS = StepLimits(tokens=2048, requests=128, length=1216)
 SMALL = replace(LIMITS, tokens=128)
 MEASURED = {
-    "llama3": (LIMITS, 192), "llama7b": (replace(LIMITS, fitting=1.3), 61), "qwen2.5": (LIMITS, 87),
+    "llama3": (replace(LIMITS, sampled=23), 192), "llama7b": (replace(LIMITS, fitting=1.3), 61),
+    "qwen2.5": (LIMITS, 87),
     "qwen3": (LIMITS, 110), "qwen3-moe": (LIMITS, 93), "mixtral": (LIMITS, 63),
     "mistral": (LIMITS, 70), "gemma3": (LIMITS, 83), "gpt-oss": (LIMITS, 19),
     "deepseek-v2": (LIMITS, 144), "qwen3-next": (LIMITS, 599),
@@ -85,3 +86,11 @@ def test_a_text_model_within_another_counts_as_itself() -> None:
 def test_any_configuration_has_a_size(config: dict[str, Any], tokens: int, fitting: float) -> None:
     limits = replace(LIMITS, tokens=tokens, fitting=fitting)
     assert step_memory(config, limits) >= 0
+
+
+def test_the_sampler_has_no_more_requests_than_the_kv_cache_has_blocks_for() -> None:
+    config = FAMILIES["llama3"]
+    few, many = (replace(LIMITS, requests=requests, sampled=24.0) for requests in (32, 128))
+    assert step_memory(config, few) == step_memory(config, many)
+    assert step_memory(config, many) < step_memory(config, replace(many, sampled=128.0))
+    assert step_memory(config, LIMITS) == step_memory(config, replace(LIMITS, sampled=500.0))

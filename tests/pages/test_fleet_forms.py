@@ -10,9 +10,9 @@ import re
 import msgspec
 import pytest
 
+from kvmig.core.quantities import size_text
 from kvmig.fleet.evaluate import FitSuggestion, FitVerdict, HostVerdict
 from kvmig.pages.rendering import render
-from kvmig.pages.words import size_text
 from tests.support.page_api import Pages, alert_of, text_of
 
 

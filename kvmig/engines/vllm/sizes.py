@@ -40,7 +40,8 @@ def sizes_of(config: VllmConfig) -> ModelSizes:
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
-        kinds = by_kind((spec for spec in specs if spec is not None), config)
+        keeping = [spec for spec in specs if spec is not None]
+        kinds = by_kind(keeping, config)
     tensors = {id(one): one for one in (*made.parameters(), *made.buffers())}
     return ModelSizes(
         weights=sum(one.numel() * one.element_size() for one in tensors.values()),
@@ -48,6 +49,7 @@ def sizes_of(config: VllmConfig) -> ModelSizes:
         tokens=model.max_model_len,
         workers=workers,
         layers=tuple(kinds),
+        shortest=sum(one.page_size_bytes for one in keeping),
     )
 
 

@@ -31,7 +31,9 @@ pages = [
     for group in cache.kv_cache_groups
 ]
 files = sum(one.stat().st_size for one in model.glob("*.safetensors"))
-found = sizes.token, both.token, sizes.weights, both.weights, sizes.files, files, pages
+found = (
+    sizes.token, both.token, sizes.weights, both.weights, sizes.files, files, pages, sizes.shortest
+)
 print("found: " + json.dumps(found), flush=True)
 import os
 os._exit(0)
@@ -48,8 +50,10 @@ def test_a_token_takes_in_the_cache_what_vllm_said_before(
         capture_output=True, text=True, timeout=200, check=False, env=dict(os.environ),
     )  # fmt: skip
     (line,) = [one for one in done.stdout.splitlines() if one.startswith("found: ")]
-    token, shared, weights, part, files, on_disk, pages = json.loads(line.removeprefix("found: "))
+    found = json.loads(line.removeprefix("found: "))
+    token, shared, weights, part, files, on_disk, pages, shortest = found
     assert token == sum(layers * page // block for layers, page, block in pages)
+    assert shortest == sum(layers * page for layers, page, _ in pages)
     assert shared == (token // 2 if split else token)
     assert 0 < part < weights
     assert 0 < on_disk - files < 100_000, "all but the headers"
