@@ -41,6 +41,8 @@ WHOLE, WHOLE_PROMPT = 32, 500
 """Calls at once whose prompts a step takes whole, and their tokens."""
 SAMPLED, SAMPLED_PROMPT = 128, 16
 """Calls at once that draw their tokens, and their prompts' tokens: as many as a step takes."""
+DRAWN = 16
+"""Tokens of their answers: the last of these calls have come before the first have ended."""
 SMALLER: dict[str, str] = {
     "llama3": "--max-num-seqs=32",
     "deepseek-v2": "--max-num-batched-tokens=512",
@@ -87,7 +89,8 @@ async def fill(fleet: FleetUp, model: str, calls: int) -> None:
     bodies = [
         {"model": model, "prompt": [7 + one] * PROMPT, "max_tokens": 2} for one in range(calls)
     ]
-    drawn = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "ignore_eos": True, "max_tokens": 4}
+    drawn = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "ignore_eos": True}
+    drawn["max_tokens"] = DRAWN
     short = [
         {"model": model, "prompt": [7 + one] * SAMPLED_PROMPT, **drawn} for one in range(SAMPLED)
     ]

@@ -20,7 +20,7 @@ LENGTH_STEP = 128
 
 
 def changes(spec: ModelSpec, found: FitVerdict, heads: int) -> Iterator[ModelSpec]:
-    """Specifications to try. found: the evaluation of this one, which says that it does not fit.
+    """Specifications to try. found: the evaluation of this one, by which it does not fit.
     heads: attention heads of the model; 0: not known."""
     if found.gpus and spec.engine == "vllm" and not is_open(spec):
         more = (one for one in candidates(len(found.gpus), heads) if one > spec.workers)
