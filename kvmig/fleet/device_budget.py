@@ -144,6 +144,8 @@ class DeviceBudget:
         where, inventory = f"model {spec.name}", self.watch.inventory
         if not self.there:
             for field in ("gpus", "gpus_per_instance", "gpu_memory", "unit"):
+                if field == "unit" and self.watch.elsewhere:  # workers' CPUs have units
+                    continue
                 if value := getattr(spec, field):
                     why = inventory.missing or "this host has none that the fleet may use"
                     raise ConfigError(

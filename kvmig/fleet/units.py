@@ -211,10 +211,13 @@ class FleetUnits:
     # -- what is decided
 
     def check(self, unit: str, models: Sequence[ModelSpec]) -> None:
-        """Raises ConfigError for a unit that can't have these models on any GPU here."""
+        """Raises ConfigError for a unit that can't have these models on any GPU here, or on any
+        worker."""
         if unit in self.placed:
             raise ConfigError(f"unit {unit}: the placement has a unit of this name, choose another")
-        check_selectors(unit, models)
+        if self._pool.there:  # a worker that is large enough may join later
+            check_selectors(unit, models)
+            return
         devices = self._devices.watch.memory({}, {})
         check_unit(unit, self._needs(models), arena_of(models), devices)
 

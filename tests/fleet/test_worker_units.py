@@ -11,6 +11,7 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.deployments import DeploymentEvent
+from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
 from kvmig.fleet.orders import Deployed, Running, Start
 from kvmig.fleet.settings import FleetSettings
@@ -241,6 +242,19 @@ def test_models_of_a_unit_that_no_worker_may_have_together_are_refused() -> None
     )  # fmt: skip
     with pytest.raises(ConfigError, match="worker_selector of b has zone=west, must be zone=east"):
         check_selectors("u", [east, west])
+
+
+async def test_a_worker_without_gpus_may_have_units_and_this_host_may_not(
+    bench: UnitBench,
+) -> None:
+    spec = ModelSpec(
+        name="a", source="path:/a", engine="toy", unit="u", unit_memory=ARENA, memory=GIB
+    )
+    bench.see(bench.node("a"))
+    bench.models.memory.check(spec)
+    bench.models.units.check("u", [spec])
+    with pytest.raises(ConfigError, match="unit is 'u', must be left out: there is no GPU"):
+        MemoryBudget().check(spec)
 
 
 def test_units_are_refused_where_workers_have_gpus() -> None:
