@@ -289,30 +289,33 @@ class Pair:
         await self.move(self.a, self.b, "moved", steps=steps)
         return await self.finish("moved")
 
-    async def handed_over(self, prompt: Sequence[int], **params: Any) -> Output:
-        """A request whose prompt `a` computes, while its chunks go to `b`, which decodes it."""
+    async def hand_over(self, prompt: Sequence[int], *, steps: int = 0, **params: Any) -> list[int]:
+        """A request whose prompt `a` computes, while its chunks go to `b`, where it is afterwards.
+
+        steps: of its prompt that are done before it is exported. Returns how many blocks went
+        before each of the others, which are all but the tail's.
+        """
         self.submit(self.a, "moved", prompt, **params)
-        self.a.step()
+        for _ in range(steps):
+            self.a.step()
         await self.settle()
         export = await self.done(self.a.engine.export("moved"))
         sent = await self.done(self.b.engine.reserve(export))
         blocks = await self.done(self.b.engine.grow("moved", export.num_tokens))
-        stages, most = 0, export.num_tokens + 1
-        while isinstance(found := await self._follow(sent, most), Stage):
+        went: list[int] = []
+        while isinstance(found := await self._follow(sent, export.num_tokens + 1), Stage):
             assert not found.decoding
-            await self.copy(
-                self.a, self.b, found.block_ids, [blocks[place] for place in found.places]
-            )
+            into = [blocks[place] for place in found.places]
+            await self.copy(self.a, self.b, found.block_ids, into)
             sent += len(found.block_ids)
-            stages += bool(found.block_ids)
-        assert stages > 1, "its prompt was shorter"
+            went.append(len(found.block_ids))
         into = [blocks[place] for place in found.places]
         await self.copy(self.a, self.b, found.block_ids, into)
         self.b.engine.assign("moved", 1)
         await self.done(self.b.engine.commit("moved", found))
         await self.done(self.a.engine.release("moved"))
         assert len(self.outputs["moved"].tokens) == found.num_output_tokens == 1
-        return await self.finish("moved")
+        return went
 
     async def _follow(self, sent: int, most_tokens: int) -> Stage | Tail:
         """What is new at the next step boundary of `a`; then it steps, as far as it must."""

@@ -52,9 +52,12 @@ def in_queue(output: Output) -> float:
     return float(stats.scheduled_ts - stats.queued_ts)
 
 
-async def test_a_prompt_is_computed_at_one_and_decoded_at_the_other(pair: Pair) -> None:
+@pytest.mark.parametrize("steps", [0, 1], ids=["waits", "begun"])
+async def test_a_prompt_is_computed_at_one_and_decoded_at_the_other(pair: Pair, steps: int) -> None:
     unmoved = await pair.unmoved(LONG)
-    assert_same(await pair.handed_over(LONG), unmoved)
+    went = await pair.hand_over(LONG, steps=steps)
+    assert sum(map(bool, went)) > 1, "its prompt was shorter"
+    assert_same(await pair.finish("moved"), unmoved)
 
 
 async def test_a_request_moves_in_the_middle_of_its_prefill(pair: Pair) -> None:
