@@ -38,6 +38,9 @@ class NewRequest(msgspec.Struct, frozen=True):
     held_blocks: dict[str, float] = {}
     """Blocks of its prompt that an instance holds and needn't compute; those with none are left
     out."""
+    carry_ratio: float = 1.0
+    """Time to copy what an instance holds of it to another one, by the time to compute it there;
+    1: it would be computed."""
 
 
 class DispatchPolicy(Protocol):
@@ -233,7 +236,8 @@ class FewestWithRoom:
             crowds = columns.requests + self.prompt_weight * columns.prompts
             if held is not None:
                 weight = self.prefill_weight * held.max() / demand
-                crowds = crowds + (demand - held) * weight * (1 + columns.requests)
+                carried = (held.max() - held) * (1 - request.carry_ratio)
+                crowds = crowds + (demand - held - carried) * weight * (1 + columns.requests)
             crowds = np.where(slack >= self.enough, crowds, np.inf)
             rows = np.flatnonzero(crowds == crowds.min())
             most = slack[rows].max()

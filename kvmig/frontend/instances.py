@@ -16,6 +16,13 @@ from kvmig.asgi.errors import (
     NoDestination,
     UnknownInstance,
 )
+from kvmig.controlplane.carry_ahead import (
+    CarryRates,
+    PrefillRate,
+    TurnCarriage,
+    carry_ratio,
+    plan_carriage,
+)
 from kvmig.controlplane.dispatch import NewRequest, allowed, here_first
 from kvmig.controlplane.freeness import instance_freeness
 from kvmig.controlplane.messages import ClusterMember, ClusterMessage, LoadReport, Welcome
@@ -301,6 +308,7 @@ class InstancePool:
         self._by_prefixes = config.scheduler.prefix_dispatch
         self._prefixes = PrefixIndex()
         self._sessions = SessionHints()
+        self._prefill_rate = PrefillRate()
         self._instances: dict[str, InstanceConnection] = {}
         self._most_here = config.lifecycle.max_instances
         self._guests: frozenset[str] = frozenset()
@@ -519,30 +527,11 @@ class InstancePool:
 
     def dispatch(self, order: DispatchOrder) -> str:
         """Send a run where the policy wants it; returns the instance. Raises NoInstance."""
-        now = self._clock()
-        demand_blocks = math.ceil((order.tokens + 1) / self.block_tokens)
-        marks = self._marks_of(order)
-        held = self._prefixes.find_blocks(marks, now, self.block_tokens)
-        last = None if order.session is None else self._sessions.find(order.session)
-        if last is not None and not (marks and self._prefixes.has_report_of(last.instance)):
-            held.setdefault(last.instance, last.presumed_blocks(demand_blocks))
-        request = NewRequest(
-            demand_blocks,
-            order.priority,
-            *order.begun,
-            preferred=self.preferred,
-            held_blocks=held,
-        )
+        now, marks = self._clock(), self._marks_of(order)
+        request = self._make_request(order, marks, now)
         while True:
             try:
-                view = self._view.view(now)
-                if order.fit:
-                    well = [one for one in view.instances if self.is_healthy(one.instance)]
-                    view = ClusterView(now, well, view.stale_after_s)
-                able = allowed(view, request)
-                if self._guests:
-                    able = here_first(able, request, self._guests, self._weights_here)
-                instance = self._dispatch.pick(able, request).instance
+                instance = self._pick_instance(order, request, now)
                 self._instances[instance].send(order.submit, order.payload)
             except NoInstance:
                 raise NoInstance("no instance is connected that could take the request") from None
@@ -550,11 +539,78 @@ class InstancePool:
                 log.warning("a request goes elsewhere: %s", lost)
                 self.forget(self._instances[instance])
                 continue
+            demand_blocks = request.demand_blocks
             self._view.dispatched(instance, demand_blocks, now)
             self._prefixes.expect(instance, marks, now)
             if order.session is not None and self._by_prefixes:
                 self._sessions.remember_place(order.session, SessionPlace(instance, demand_blocks))
             return instance
+
+    def find_carriage(self, order: DispatchOrder, source: str) -> TurnCarriage | None:
+        """The instance where a session's turn had better run after `source` has copied there what
+        it holds; None: it runs where dispatch sends it, and what is lacking is computed.
+
+        No request waits for the copy: neither end moves any then.
+        """
+        now, marks = self._clock(), self._marks_of(order)
+        view = self._view.view(now)
+        row = view.row_of(source)
+        if row is None or not marks or not self._prefixes.has_report_of(source):
+            return None
+        here = view.instances[row]
+        rates = CarryRates(here.bandwidth, self._prefill_rate.tokens_s / self.block_tokens)
+        if here.state != "serving" or here.migrations_out or not rates.copy:
+            return None
+        request = self._make_request(order, marks, now)
+        ratio = carry_ratio(request.held_blocks.get(source, 0.0), rates)
+        if ratio >= 1:
+            return None
+        try:
+            chosen = self._pick_instance(
+                order, msgspec.structs.replace(request, carry_ratio=ratio), now
+            )
+        except NoInstance:
+            return None
+        found = plan_carriage(request.held_blocks, chosen, source, rates)
+        if found is None or found.blocks > self.rooms_beside(source).get(chosen, 0):
+            return None
+        there = next(one for one in view.instances if one.instance == chosen)
+        return None if there.migrations_in else found
+
+    def expect_beginning(self, instance: str, order: DispatchOrder) -> None:
+        """The instance holds the beginning of this turn's prompt from now on."""
+        self._prefixes.expect(instance, self._marks_of(order), self._clock())
+
+    def note_prompt(self, tokens: int, seconds: float) -> None:
+        """Note the time from a prompt's start to its first token. tokens: those that were
+        computed."""
+        self._prefill_rate.note_prompt(tokens, seconds)
+
+    def _make_request(self, order: DispatchOrder, marks: Sequence[int], now: float) -> NewRequest:
+        """The run as policies see it."""
+        demand_blocks = math.ceil((order.tokens + 1) / self.block_tokens)
+        held = self._prefixes.find_blocks(marks, now, self.block_tokens)
+        last = None if order.session is None else self._sessions.find(order.session)
+        if last is not None and not (marks and self._prefixes.has_report_of(last.instance)):
+            held.setdefault(last.instance, last.presumed_blocks(demand_blocks))
+        return NewRequest(
+            demand_blocks,
+            order.priority,
+            *order.begun,
+            preferred=self.preferred,
+            held_blocks=held,
+        )
+
+    def _pick_instance(self, order: DispatchOrder, request: NewRequest, now: float) -> str:
+        """The instance that the policy chooses. Raises NoInstance."""
+        view = self._view.view(now)
+        if order.fit:
+            well = [one for one in view.instances if self.is_healthy(one.instance)]
+            view = ClusterView(now, well, view.stale_after_s)
+        able = allowed(view, request)
+        if self._guests:
+            able = here_first(able, request, self._guests, self._weights_here)
+        return self._dispatch.pick(able, request).instance
 
     def note_session_move(self, session: int, source: str, destination: str) -> None:
         """The session's blocks are elsewhere: the next request had better go there, too."""

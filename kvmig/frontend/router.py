@@ -320,18 +320,18 @@ class Router:
                 tokens, most = prompt_tokens + search.width - 1, None
             allowance = await self._quotas.begin(call, prompt, tokens, most)
         arrived = self._clock()
+        order = DispatchOrder(
+            prompt_tokens,
+            priority,
+            Submit(request_id),
+            payload,
+            marks=marks,
+            session=None if call is None else call.session,
+        )
+        await self.sessions.carry_ahead(order)
         if call is not None and call.tenant:
             await self._turns.wait(request_id, priority, call.tenant)
-        instance = self.fleet.dispatch(
-            DispatchOrder(
-                prompt_tokens,
-                priority,
-                Submit(request_id),
-                payload,
-                marks=marks,
-                session=None if call is None else call.session,
-            )
-        )
+        instance = self.fleet.dispatch(order)
         self._table.add(
             LiveRequest(
                 request_id=request_id,

@@ -84,11 +84,15 @@ class SessionMemory:
 
     def find(self, owner: int) -> RememberedSession:
         """The session of this owner. Raises UnknownSession."""
-        self.forget_old()
-        session = self._sessions.get(owner)
+        session = self.find_if_known(owner)
         if session is None:
             raise UnknownSession(UNKNOWN)
         return session
+
+    def find_if_known(self, owner: int) -> RememberedSession | None:
+        """The session of this owner; None: it isn't known."""
+        self.forget_old()
+        return self._sessions.get(owner)
 
     def find_all(
         self, name: int | None = None, owner: int | None = None

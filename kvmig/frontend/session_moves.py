@@ -7,6 +7,8 @@ the blocks are whole at the source until the destination has committed, and then
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 from array import array
 from collections.abc import Callable, Mapping
@@ -40,7 +42,7 @@ from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import KvmigError, PeerError
 from kvmig.frontend.instances import InstancePool
 from kvmig.frontend.pending_calls import PendingCalls
-from kvmig.frontend.ports import OtherFronts
+from kvmig.frontend.ports import DispatchOrder, OtherFronts
 from kvmig.frontend.requests import LiveRequest
 from kvmig.frontend.session_carrier import SessionCarrier
 from kvmig.frontend.session_memory import KEPT_S, RememberedSession, SessionMemory
@@ -51,6 +53,8 @@ TIMEOUT_S = 120.0
 """Longest wait for a session to have moved."""
 PASSED_ON_S = 10.0
 """Longer than that, if another front end moves it."""
+
+log = logging.getLogger(__name__)
 
 _PASSED: dict[str, type[GatewayError]] = {
     one.__name__: one
@@ -206,6 +210,31 @@ class SessionMoves:
         session, endpoint = self.memory.find(owner), self._fleet.endpoint(destination)
         self._check_still(session)
         return await self._order_move(session, destination, endpoint, False, patience_s)
+
+    async def carry_ahead(self, turn: DispatchOrder) -> None:
+        """Let a session's blocks go first to where its turn had better run, if that is sooner than
+        to compute them there.
+
+        The turn waits no longer than the computing takes; the move goes on then, and the turn runs
+        where dispatch sends it, as it does when the move is given up.
+        """
+        session = None if turn.session is None else self.memory.find_if_known(turn.session)
+        if session is None or not self._enabled:
+            return
+        found = self._fleet.find_carriage(turn, session.instance)
+        if found is None:
+            return
+        there = found.destination
+        try:
+            self._check_still(session)
+            async with asyncio.timeout(found.compute_s):
+                endpoint = self._fleet.endpoint(there)
+                report = await self._order_move(session, there, endpoint, False)
+        except (TimeoutError, GatewayError, PeerError) as error:
+            log.info("a turn doesn't wait for its session's move to %s: %r", there, error)
+            return
+        if report.state == "committed":
+            self._fleet.expect_beginning(there, turn)
 
     def _check_still(self, session: RememberedSession) -> None:
         """Raises SessionBusy if the session has a request, or is moved."""

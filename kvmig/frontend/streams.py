@@ -100,6 +100,10 @@ class RequestStreams:
             if (request := runs.get(run_id)) is not None and request.first_at is None:
                 request.cached_tokens = min(tokens, request.prompt_tokens)
                 request.queued_s = batch.queued.get(run_id, 0.0)
+                self.instances.note_prompt(
+                    request.prompt_tokens - request.cached_tokens,
+                    now - request.placed - request.queued_s,
+                )
         items = batch.items
         for span, item in zip(outputs.spans, items, strict=True):
             request = runs.get(span.request_id)

@@ -230,6 +230,9 @@ class Front(Part):
         self.send(self.alive[0], order.submit)
         return self.alive[0]
 
+    def note_prompt(self, tokens: int, seconds: float) -> None:
+        """Nothing is measured here."""
+
     # -- a sink
 
     def deliver(self, index: int, items: Sequence[OutputItem], meta: object) -> None:

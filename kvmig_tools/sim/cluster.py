@@ -25,6 +25,7 @@ from kvmig_tools.sim.reports import Reports
 from kvmig_tools.sim.request import SimRequest
 from kvmig_tools.sim.scale import Scaling
 from kvmig_tools.sim.series import Series
+from kvmig_tools.sim.session_moves import SessionRules, SimSessionMoves
 
 
 class _Ears:
@@ -68,11 +69,12 @@ class SimCluster:
         *,
         by_prefixes: bool = False,
         by_sessions: bool = False,
+        session_rules: SessionRules | None = None,
     ) -> None:
         """sample_s: virtual seconds between two samples of `series`; 0: none.
 
         by_prefixes: dispatch knows what instances hold of a prompt; by_sessions: where the last
-        request of its session was sent.
+        request of its session was sent; session_rules: which conversations move by themselves.
         """
         self.events = EventQueue()
         self.cost = cost
@@ -90,6 +92,9 @@ class SimCluster:
         self._sample_s = sample_s
         self._since: dict[str, float] = {}
         self._network = Network(self.events, cost.copy.bandwidth)
+        self.session_moves = SimSessionMoves(
+            session_rules or SessionRules(), self.events, self._network, cost
+        )
         self._dispatch = policy.dispatcher()
         self._scheduler = Scheduler(policy.rounds)
         self._builder = ViewBuilder(headroom=policy.headroom)
@@ -195,13 +200,15 @@ class SimCluster:
             last = self._sessions.find(request.session)
         if last is not None and not self._by_prefixes:
             held.setdefault(last.instance, last.presumed_blocks(demand))
-        order = NewRequest(demand, request.priority, held_blocks=held)
+        ratio = self.session_moves.ratio(held)
+        order = NewRequest(demand, request.priority, held_blocks=held, carry_ratio=ratio)
         chosen = self._dispatch.pick(self._view(), order)
         if self._sessions is not None and request.session is not None:
             self._sessions.remember_place(request.session, SessionPlace(chosen.instance, demand))
         if self.setting.reports == "live":
             self._builder.dispatched(chosen.instance, demand, self.events.now)
-        self.llumlets[chosen.instance].submit(request)
+        submit = partial(self.llumlets[chosen.instance].submit, request)
+        self.session_moves.carry_ahead(request, held, self.members, chosen.instance, submit)
 
     def _held_blocks(self, request: SimRequest) -> dict[str, float]:
         found = {name: one.engine.held_blocks(request) for name, one in self.members.items()}
@@ -227,6 +234,7 @@ class SimCluster:
             self._scaling.decide(view, self.members)
         for source, pairs in orders:
             self.llumlets[source].pair(pairs.pairs)
+        self.session_moves.round(self.members)
         if self.busy:
             self.events.after(self.setting.round_s, self._round)
 

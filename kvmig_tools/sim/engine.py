@@ -122,6 +122,11 @@ class SimEngine:
         return self._cache.held_blocks(request) if self._cache is not None else 0
 
     @property
+    def kept(self) -> PrefixCache | None:
+        """What its free blocks still hold; None: it has no prefix cache."""
+        return self._cache
+
+    @property
     def prompt_tokens(self) -> tuple[int, int]:
         """Tokens of all prompts that were begun, and those of them that were here."""
         return (0, 0) if self._cache is None else (self._cache.asked_tokens, self._cache.hit_tokens)

@@ -65,6 +65,28 @@ class PrefixCache:
             shared = min(shared, self._blocks.get(request.prefix, 0))
         return max(self._blocks.get(request.request_id, 0), shared)
 
+    def idle_blocks(self, prefix: str) -> int:
+        """Blocks that are kept of a prefix that no running request shares."""
+        return self._blocks.get(prefix, 0)
+
+    def is_running(self, prefix: str) -> bool:
+        """Whether a running request shares it."""
+        return self._running[prefix] > 0
+
+    def idle_prefixes(self) -> list[str]:
+        """Prefixes that are kept, the one that was used last first; requests' own are left
+        out, and those that have only come from elsewhere."""
+        return [key for key in reversed(self._blocks) if key in self._running]
+
+    def give_up(self, prefix: str) -> None:
+        """What was kept of the prefix is elsewhere."""
+        self._take(prefix)
+
+    def take_in(self, prefix: str, blocks: int) -> None:
+        """Blocks of the prefix came from elsewhere."""
+        if not self._running[prefix] and blocks > self.idle_blocks(prefix):
+            self._put(prefix, blocks)
+
     def freed(self, request: SimRequest, blocks: int) -> None:
         """A request that ran has left `blocks` blocks, the shared ones among them."""
         shared = 0

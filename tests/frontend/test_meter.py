@@ -80,6 +80,10 @@ def test_a_call_without_a_first_token_had_nothing_of_a_cache() -> None:
 class Nobody:
     """Takes all tokens, and is the one instance."""
 
+    def __init__(self) -> None:
+        self.prompts: list[tuple[int, float]] = []
+        """What was measured: tokens that were computed, and seconds."""
+
     def deliver(self, index: int, items: Sequence[object], meta: object) -> None:
         pass
 
@@ -88,6 +92,9 @@ class Nobody:
 
     def arithmetic(self, instance: str) -> object:
         return NOT_BEGUN
+
+    def note_prompt(self, tokens: int, seconds: float) -> None:
+        self.prompts.append((tokens, seconds))
 
 
 def test_what_was_cached_is_what_the_first_run_said_with_its_first_token() -> None:
@@ -108,6 +115,7 @@ def test_what_was_cached_is_what_the_first_run_said_with_its_first_token() -> No
     front.table.remove("1")
     record = front.record()
     assert (record.output, record.reruns, record.cached) == (2, 1, 32)
+    assert nobody.prompts == [(50 - 32, 2.0)]
 
 
 def search_of(front: Front, width: int, steps: int) -> BeamSearch:

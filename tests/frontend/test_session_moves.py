@@ -28,6 +28,9 @@ from kvmig.controlplane.messages import Migrated, MoveSession
 from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.order_fence import OrderToken
+from kvmig.core.prefix_marks import MARK_TOKENS
+from kvmig.engines.base import EngineLoad
+from kvmig.engines.held_marks import MARK_METHOD, PrefixNews, pack_marks
 from kvmig.frontend import session_moves
 from kvmig.frontend.admin import admin_api
 from kvmig.frontend.struct_answers import add_schemas
@@ -433,3 +436,98 @@ async def test_a_field_of_another_type_is_named(field: str) -> None:
         body = {"session": "s", field: 7}
         status, error = problem(await client.post("/sessions/move", json=body))
         assert (status, field in error["message"]) == (400, True)
+
+
+# -- ahead of a turn
+
+MARKS = list(range(1, 21))
+FAST, SLOW = 12_000.0, 600.0
+"""KV blocks a second that migrations have sent; prompts are computed at 2,083."""
+
+
+async def crowded(it: Cluster, bandwidth: float) -> tuple[FakeLlumlet, FakeLlumlet]:
+    """The instance of session s, where prompts wait, and one where nothing runs."""
+    tokens = MARK_TOKENS * len(MARKS)
+    with of_session("s"):
+        place = await it.router.submit("r", "x", tokens, 0, [b"payload"], marks=lambda: MARKS)
+    where = it.llumlets[int(place)]
+    await where.hear()
+    where.step(("r", 0, 0, [7]), last=["r"])
+    await until(lambda: "r" not in it.router.live())
+    there = other_than(it, where)
+    where.bandwidth = bandwidth
+    where.prefixes = PrefixNews(1, True, pack_marks(MARKS), method=MARK_METHOD)
+    there.prefixes = PrefixNews(1, True, b"", method=MARK_METHOD)
+    where.report(EngineLoad(10_000, 2_000, 10, 0, 0, 0, prefill_blocks=150))
+    there.report(EngineLoad(10_001, 0, 0, 0, 0, 0))
+    await until(lambda: sum(row.blocks_total for row in it.router.fleet.rows()) == 20_001)
+    await until(lambda: not any(one.pending_requests for one in it.router.fleet.views()))
+    it.router.fleet.note_prompt(10_000, 0.3)
+    return where, there
+
+
+async def next_turn(it: Cluster) -> str:
+    with of_session("s"):
+        tokens = MARK_TOKENS * len(MARKS) + 40
+        return await it.router.submit("r2", "x", tokens, 0, [b"more"], marks=lambda: MARKS)
+
+
+async def test_a_turn_leaves_a_crowded_instance_after_its_sessions_blocks() -> None:
+    async with cluster() as it:
+        where, there = await crowded(it, FAST)
+        asked, where.on[MoveSession] = answering()
+        assert await next_turn(it) == there.instance
+        assert [(one.destination, one.endpoint) for one in asked] == [
+            (there.instance, there.endpoint)
+        ]
+
+
+async def test_over_a_slow_link_a_turn_goes_where_it_would_go_and_nothing_moves() -> None:
+    async with cluster() as it:
+        where, _ = await crowded(it, SLOW)
+        asked, where.on[MoveSession] = answering()
+        assert await next_turn(it) == where.instance
+        assert asked == []
+
+
+@pytest.mark.parametrize(
+    "off",
+    [SchedulerConfig(migration=False), SchedulerConfig(prefix_dispatch=False)],
+    ids=["migration", "dispatch by prefixes"],
+)
+async def test_what_is_turned_off_moves_no_session_ahead_of_a_turn(off: SchedulerConfig) -> None:
+    async with cluster(ClusterConfig(scheduler=off)) as it:
+        where, _ = await crowded(it, FAST)
+        asked, where.on[MoveSession] = answering()
+        await next_turn(it)
+        assert asked == []
+
+
+async def test_no_request_that_moves_waits_for_a_sessions_blocks() -> None:
+    async with cluster() as it:
+        where, _ = await crowded(it, FAST)
+        where.migrations_out = 1
+        await until(lambda: any(one.migrations_out for one in it.router.fleet.views()))
+        asked, where.on[MoveSession] = answering()
+        assert await next_turn(it) == where.instance
+        assert asked == []
+
+
+async def test_a_turn_whose_sessions_move_is_given_up_runs_where_it_would_have_run() -> None:
+    async with cluster() as it:
+        where, _ = await crowded(it, FAST)
+        asked, where.on[MoveSession] = answering("no_blocks")
+        assert await next_turn(it) == where.instance
+        assert len(asked) == 1
+
+
+async def test_a_turn_waits_no_longer_for_a_move_than_its_prefill_takes() -> None:
+    async with cluster() as it:
+        where, there = await crowded(it, FAST)
+        assert await next_turn(it) == where.instance
+        order = await where.hear()
+        assert isinstance(order, MoveSession)
+        done = report(order.request_id, where.instance, there.instance)
+        where.send(Migrated(order.call_id, done))
+        (known,) = it.router.sessions.memory.find_all()
+        await until(lambda: known.instance == there.instance)

@@ -24,6 +24,7 @@ from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import ClusterConfig
 from kvmig.core.errors import Failure
 from kvmig.engines.base import EngineLoad
+from kvmig.engines.held_marks import PrefixNews
 from kvmig.frontend.ports import OutputBatch, OutputItem, RouterObserver
 from kvmig.frontend.router import Router
 from kvmig.kvtransfer.report import Downtime, MigrationReport, StageReport
@@ -88,6 +89,9 @@ class FakeLlumlet:
         self.numerics = "n"
         self.shared: InUnit | None = None
         self.parked = False
+        self.bandwidth = 0.0
+        self.migrations_out = 0
+        self.prefixes: PrefixNews | None = None
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._report())]
 
     async def _run(self) -> None:
@@ -131,8 +135,10 @@ class FakeLlumlet:
             self._seq,
             load,
             0,
-            0,
+            self.migrations_out,
             state,
+            bandwidth=self.bandwidth,
+            prefixes=self.prefixes,
             weights=self.weights,
             numerics=self.numerics,
             shared=self.shared,
