@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvmig.core.errors import RequestGone
+from kvmig.core.errors import MigrationRefused, RequestGone
 from tests.support.vllm_pair import PROMPT, SAMPLING, Engines, Pair, assert_same, preempt
 from tests.support.vllm_side import AS_SERVED, Configuration, Side
+from tests.support.vllm_talk import Talk, cached, found, stayed
 from tests.support.zoo import eagle, make
 
 pytestmark = pytest.mark.engine
@@ -32,7 +33,8 @@ class Case:
     """Two engines of a family.
 
     tokens: of a prompt that doesn't fit the window, where the family has one; cached: how many of
-    them the next request with this prompt finds in the prefix cache.
+    them the next request with this prompt finds in the prefix cache; stays: why a session without
+    a request can't move.
     """
 
     family: str
@@ -40,6 +42,7 @@ class Case:
     cached: int = 192
     flags: tuple[str, ...] = ()
     async_scheduling: bool = False
+    stays: str = ""
 
     @property
     def prompt(self) -> list[int]:
@@ -50,10 +53,12 @@ class Case:
 # which has blocks of 16 and no prefix cache. Where a family has states, a block is of so many
 # tokens that one fits in.
 BLOCKS_OF_128: dict[str, Any] = {"flags": ("--block-size=128",), "cached": 128}
+STATES, UNCACHED = "states", "without a prefix cache"
+AMX = torch.cpu._is_amx_tile_supported()
 CASES = {
     "gemma3": Case("gemma3", tokens=600, cached=576, flags=("--dtype=float32",)),
-    "deepseek-v2": Case("deepseek-v2", cached=192 if torch.cpu._is_amx_tile_supported() else 0),
-    "qwen3-next": Case("qwen3-next", tokens=60, cached=0),
+    "deepseek-v2": Case("deepseek-v2", cached=192 if AMX else 0, stays="" if AMX else UNCACHED),
+    "qwen3-next": Case("qwen3-next", tokens=60, cached=0, stays=STATES),
 }
 SELDOM = {
     "llama3": Case("llama3"),  # as the bundled model, but for its vocabulary
@@ -68,10 +73,12 @@ SELDOM = {
     "gpt-oss, blocks of 128": Case("gpt-oss", **BLOCKS_OF_128),
     "gpt-oss": Case("gpt-oss"),
     "llama4": Case("llama4", tokens=300, cached=288),
-    "granite4": Case("granite4", tokens=440, cached=416),
-    "qwen3-next, asynchronous": Case("qwen3-next", tokens=600, cached=544, async_scheduling=True),
-    "nemotron-h": Case("nemotron-h", cached=0),
-    "mamba2": Case("mamba2", cached=0),
+    "granite4": Case("granite4", tokens=440, cached=416, stays=STATES),
+    "qwen3-next, asynchronous": Case(
+        "qwen3-next", tokens=600, cached=544, async_scheduling=True, stays=STATES
+    ),
+    "nemotron-h": Case("nemotron-h", cached=0, stays=STATES),
+    "mamba2": Case("mamba2", cached=0, stays=STATES),
     "paddleocr-vl": Case("paddleocr-vl", flags=('--limit-mm-per-prompt={"image": 0}',)),
 }
 
@@ -169,6 +176,39 @@ async def test_what_the_destination_has_cached_need_not_travel(pair: Pair, case:
 
     assert hit == case.cached // pair.b.engine.layout.block_tokens
     assert_same(await pair.finish("moved"), unmoved)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new there", "its beginning is there"])
+async def test_a_sessions_next_turn_is_the_same_whether_it_moves_or_must_stay(
+    pair: Pair, case: Case, known: bool
+) -> None:
+    a, b = pair.a, pair.b
+    more: dict[str, Any] = {"prompt": case.prompt, "max_tokens": 50}
+    alone = await stayed(pair, 2, **more)
+    if known:
+        await Talk(pair, prompt=case.prompt, max_tokens=1).turn(b)
+    talk = Talk(pair, **more)
+    assert_same(await talk.turn(a), alone[0])
+    here, there, turns_at = cached(a), cached(b), b
+    if case.stays:
+        with pytest.raises(MigrationRefused, match=case.stays):
+            await talk.held(a)
+        turns_at = a
+    else:
+        await pair.done(b.engine.reserve(await talk.held(a)))
+        await pair.done(b.engine.cancel("s"))
+        await pair.done(a.engine.resume("s"))
+    assert (a.used_blocks, b.used_blocks, cached(a), cached(b)) == (0, 0, here, there)
+    if not case.stays:
+        hit = await talk.move(a, b)
+        assert (hit > 0) == known
+        assert cached(a) < here
+
+    second = await talk.turn(turns_at)
+
+    assert_same(second, alone[1])
+    assert found(second) == found(alone[1])
+    assert found(second) >= case.cached
 
 
 async def preempted_at_20(pair: Pair, request_id: str) -> None:
