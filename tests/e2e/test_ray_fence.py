@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvmig.launcher.node_files import ClusterWish, FilesWish, encode_wish
-from kvmig.launcher.node_reports import NodeReport, report_of
+from kvmig.launcher.node_files import ClusterWish, FilesWish, WantedUnit, encode_wish
+from kvmig.launcher.node_reports import NodeReport, UnitReport, report_of
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
@@ -28,20 +28,22 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 ROOT = str(Path(__file__).parents[2])
 PATIENCE_S = 120.0
 FLEET = "f" * 32
+UNIT = WantedUnit(path="/run/unit-u.sock", memory=1 << 20)
 
 
 class ServersWatch:
     """What a server has of the cluster: the process that sends agents its wish every second, also
     while the server stands still."""
 
-    def __init__(self, address: str, term: int, root: Path) -> None:
+    def __init__(self, address: str, term: int, root: Path, node: str) -> None:
+        """node: Ray's id of the only one."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvmig.launcher.ray_watch", address],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT},
         )  # fmt: skip
         wish = ClusterWish(
             common=FilesWish(root=str(root), word=f"of {term}"), engines=("toy",), fleet=FLEET,
-            term=term,
+            term=term, units={node: (UNIT,)},
         )  # fmt: skip
         assert self.process.stdin is not None
         self.process.stdin.write(encode_wish(wish))
@@ -63,6 +65,9 @@ class ServersWatch:
         self.process.send_signal(number)
 
     def close(self) -> None:
+        """End it; may be called twice."""
+        if self.process.poll() is not None:
+            return
         self.signal(signal.SIGCONT)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -90,47 +95,61 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def earlier(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
-    made = ServersWatch(cluster.address, 1, root)
+    made = ServersWatch(cluster.address, 1, root, cluster.head_node.node_id)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def later(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
-    made = ServersWatch(cluster.address, 2, root)
+    made = ServersWatch(cluster.address, 2, root, cluster.head_node.node_id)
     yield made
     made.close()
 
 
 def holds(node: NodeReport) -> bool:
     """Whether the node does all that the server wishes: nobody else uses its folder, and its
-    instances can be forked."""
+    instances can be forked, and join their unit."""
     if node.measured is None or not node.measured.files.root:
         return False
-    return (node.measured.files.why, node.measured.fork_servers) == ("", {"toy": "ready"})
+    measured = node.measured
+    found = measured.files.why, measured.fork_servers, measured.units
+    return found == ("", {"toy": "ready"}, (UnitReport(path=UNIT.path),))
 
 
-def fork_servers(node: NodeReport) -> list[psutil.Process]:
+def running(node: NodeReport, module: str) -> list[psutil.Process]:
+    """What runs a module for the node."""
     found = []
     for one in psutil.process_iter(["cmdline"]):
         words = " ".join(one.info["cmdline"] or ())
-        if "shared_fork_server" in words and f"/node-{node.node_id[:16]}/" in words:
+        if module in words and f"/node-{node.node_id[:16]}/" in words:
             found.append(one)
     return found
 
 
+def fork_servers(node: NodeReport) -> list[psutil.Process]:
+    return running(node, "shared_fork_server")
+
+
+def unit_agents(node: NodeReport) -> list[psutil.Process]:
+    return running(node, "kvmig.sharing")
+
+
 def test_a_server_that_leads_has_its_wish(earlier: ServersWatch) -> None:
-    assert len(fork_servers(earlier.until(holds))) == 1
+    node = earlier.until(holds)
+    assert len(fork_servers(node)) == 1
+    assert len(unit_agents(node)) == 1
 
 
 def test_the_next_leader_has_the_node_though_the_one_before_stands_still(
     earlier: ServersWatch, later: ServersWatch
 ) -> None:
-    (before,) = fork_servers(earlier.next_report())
+    (before,), (agent,) = fork_servers(node := earlier.next_report()), unit_agents(node)
     earlier.signal(signal.SIGSTOP)
     node = later.until(holds)
-    (now,) = fork_servers(node)
+    (now,), (another,) = fork_servers(node), unit_agents(node)
     assert now != before
+    assert another != agent
 
 
 def test_a_server_that_goes_on_after_another_has_led_changes_nothing_and_is_told_why(
@@ -139,8 +158,16 @@ def test_a_server_that_goes_on_after_another_has_led_changes_nothing_and_is_told
     earlier.signal(signal.SIGCONT)
     node = earlier.until(lambda node: node.why)
     assert "its token is 1.0, must be 2.0 or higher" in node.why
-    servers = fork_servers(node)
+    servers = fork_servers(node), unit_agents(node)
     for _ in range(5):
         assert earlier.next_report().why == node.why
         assert holds(later.next_report())
-    assert fork_servers(node) == servers
+    assert (fork_servers(node), unit_agents(node)) == servers
+
+
+def test_a_unit_that_is_wanted_no_more_ends_with_the_server_that_wished_it(
+    later: ServersWatch,
+) -> None:
+    (agent,) = unit_agents(later.next_report())
+    later.close()
+    agent.wait(PATIENCE_S)
