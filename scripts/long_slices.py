@@ -22,13 +22,14 @@ SECONDS = Path(__file__).resolve().parent.parent / "tests" / "long_seconds.json"
 WHOLE_FILES = frozenset(
     {
         "test_serve_fleet_ledger",
+        "test_serve_kinds",
         "test_serve_plugin_kinds",
         "test_serve_prompt_kills",
         "test_serve_session_kills",
         "test_vllm_connectors",
     }
 )
-"""All tests of these share one server, or its engines, whatever their parameters."""
+"""All tests of these share a server, or its engines, whatever their parameters."""
 START_S = 15.0
 """Of a check's process in a slice, whatever it runs: imports and the collection of tests."""
 Seconds = Mapping[str, Mapping[str, float]]

@@ -1,6 +1,7 @@
 """Calls that bring more than text move over HTTP: images, LoRA adapters, with n-gram drafts.
 
-One server has all of it: a tiny BLIP-2 with two adapters and one place for them.
+One server has all of it: a tiny BLIP-2 with two adapters and one place for them. It is started as
+kvmig's, and as vLLM's with the plugin.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support import tiny_blip2, tiny_lora
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
+from tests.support.plugin_server import plugin_server
 from tests.support.retries import EndedEarly
 from tests.support.streams import Stream, move_one, row_of, run_moved, run_unmoved
 
@@ -29,22 +31,28 @@ DRAFTS = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 3
 ADAPTERS = ("one", "two")
 
 
-@pytest.fixture(scope="module")
-def server(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["kvmig.serve", "plugin"])
+def server(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("kinds")
     adapters = (
         f"{name}={tiny_lora.make(folder, number, 'language_model.')}"
         for number, name in enumerate(ADAPTERS, 1)
     )
     flags = [
-        *SMALL, *PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5",
+        *SMALL, *PATIENT, "--data-parallel-size=2", NEVER_BY_ITSELF, "--shutdown-timeout=5",
         "--enable-lora", "--max-loras=1", "--max-cpu-loras=4", "--max-lora-rank=8",
         f"--speculative-config={json.dumps(DRAFTS)}", "--lora-modules", *adapters,
     ]  # fmt: skip
     model = folder / "blip2"
     model.mkdir()
     tiny_blip2.make(model)
-    with leaving_nothing(Served(flags, model=model, nursery=nursery, log=folder / "log")) as served:
+    if request.param == "plugin":
+        one = plugin_server(flags, folder, model)
+    else:
+        one = Served(flags, model=model, nursery=nursery, log=folder / "log")
+    with leaving_nothing(one) as served:
         yield served
 
 

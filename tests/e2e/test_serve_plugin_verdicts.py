@@ -1,4 +1,9 @@
-"""`vllm serve` with the plugin and flags with which it is refused by name at its start."""
+"""`vllm serve` with the plugin and flags of each verdict, on real vLLM: requests move, or the
+server is refused by name at its start.
+
+tests/e2e/test_serve_plugin_kinds.py has adapters, tools, several HTTP processes and /pause;
+test_serve_kinds.py images and drafts.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,38 @@ import pytest
 
 from kvmig.models import BUNDLED
 from kvmig_tools.served import SMALL
-from tests.support.plugin_server import COMMAND, plugin_environment
+from tests.conftest import NEVER_BY_ITSELF, PATIENT
+from tests.support.leaks import Footprint, assert_server_is_empty
+from tests.support.plugin_server import COMMAND, plugin_environment, plugin_server
+from tests.support.streams import run_moved, run_unmoved
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
+PATH = "/v1/completions"
+CALL = {
+    "prompt": "Count: 0017 0018", "max_tokens": 300, "seed": 3, "temperature": 0.8, "logprobs": 2,
+    "ignore_eos": True,
+}  # fmt: skip
+GONE_S = 60.0
+"""vLLM's workers notice by themselves that their engine has ended."""
 REFUSED_S = 240.0
 BAD_FLAGS = 2
+
+
+async def test_a_stream_moved_between_ranks_of_two_workers_each_equals_one_that_stayed(
+    tmp_path: Path,
+) -> None:
+    flags = [*SMALL, *PATIENT, NEVER_BY_ITSELF, "--shutdown-timeout=5"]
+    flags += ["--data-parallel-size=2", "--tensor-parallel-size=2"]
+    with plugin_server(flags, tmp_path) as served:
+        unmoved = await run_unmoved(served, PATH, CALL)
+        moved, reports = await run_moved(served, PATH, CALL)
+        assert_server_is_empty(served)
+        footprint = Footprint.of(served)
+    footprint.assert_gone(GONE_S)
+
+    assert [(one["state"], one["exact"]) for one in reports] == [("committed", True)] * 2, reports
+    moved.same_as(unmoved)
 
 
 @pytest.mark.parametrize(
