@@ -178,10 +178,8 @@ async def test_what_the_destination_has_cached_need_not_travel(pair: Pair, case:
     assert_same(await pair.finish("moved"), unmoved)
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new there", "its beginning is there"])
-async def test_a_sessions_next_turn_is_the_same_whether_it_moves_or_must_stay(
-    pair: Pair, case: Case, known: bool
-) -> None:
+async def assert_next_turn_same(pair: Pair, case: Case, *, known: bool) -> None:
+    """known: whether the destination has the session's beginning, too."""
     a, b = pair.a, pair.b
     more: dict[str, Any] = {"prompt": case.prompt, "max_tokens": 50}
     alone = await stayed(pair, 2, **more)
@@ -209,6 +207,18 @@ async def test_a_sessions_next_turn_is_the_same_whether_it_moves_or_must_stay(
     assert_same(second, alone[1])
     assert found(second) == found(alone[1])
     assert found(second) >= case.cached
+
+
+async def test_a_sessions_next_turn_is_the_same_whether_it_moves_or_must_stay(
+    pair: Pair, case: Case
+) -> None:
+    await assert_next_turn_same(pair, case, known=False)
+
+
+async def test_what_the_destination_has_of_a_session_does_not_travel(
+    pair: Pair, case: Case
+) -> None:
+    await assert_next_turn_same(pair, case, known=True)
 
 
 async def preempted_at_20(pair: Pair, request_id: str) -> None:
