@@ -1,7 +1,7 @@
 """Every kind of call between two ranks of `vllm serve` with the plugin, and what else people run
-with it: adapters, tools, several HTTP processes, /pause.
+with it: adapters, tools, several HTTP processes, /pause and /sleep.
 
-tests/e2e/test_serve_kinds.py has images and drafts, between instances of `kvmig.serve`.
+tests/e2e/test_serve_kinds.py has images and drafts, test_serve_plugin_verdicts.py other flags.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--enable-auto-tool-choice", "--tool-call-parser=hermes",
         "--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--lora-modules", *adapters,
     ]  # fmt: skip
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # it has the route /pause
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # it has /pause and /sleep
     with leaving_nothing(plugin_server(flags, folder, environment=environment)) as served:
         yield served
 
@@ -127,22 +127,29 @@ async def test_an_order_to_end_all_calls_ends_those_of_both_http_processes(ranks
         assert [one.finish_reason for one in (await stream.end()).choices.values()] == ["abort"]
 
 
+@pytest.mark.parametrize(
+    ("pause", "resume"),
+    [
+        ("/pause?mode=keep", "/resume"),
+        ("/sleep?level=0&mode=keep", "/wake_up?tags=scheduling"),
+    ],
+)
 async def test_a_paused_servers_stream_stands_still_where_it_is_and_goes_on_and_moves_after_it(
-    ranks: Served,
+    ranks: Served, pause: str, resume: str
 ) -> None:
     _, body = completion(temperature=0.8, seed=6, logprobs=1, max_tokens=1000)
     unmoved = await run_unmoved(ranks, COMPLETIONS, body)
     stream = Stream(ranks, COMPLETIONS, body)
     await stream.reach(20)
 
-    await post(ranks, "/pause?mode=keep")
+    await post(ranks, pause)
     row = await row_when(ranks, stream, lambda _: True)
     refused = (await ask(ranks, row["id"], other(row["instance"]))).json()
     await asyncio.sleep(1)
     before = stream.answer.tokens
     await asyncio.sleep(1)
     after = stream.answer.tokens
-    await post(ranks, "/resume")
+    await post(ranks, resume)
     await stream.reach(after + 20)
     moved = (await ask(ranks, row["id"], other(row["instance"]))).json()
 

@@ -1,7 +1,7 @@
 """`vllm serve` with the plugin and flags of each verdict, on real vLLM: requests move, or the
 server is refused by name at its start.
 
-tests/e2e/test_serve_plugin_kinds.py has adapters, tools, several HTTP processes and /pause;
+tests/e2e/test_serve_plugin_kinds.py has adapters, tools, several HTTP processes, /pause and /sleep;
 test_serve_kinds.py images and drafts.
 """
 
