@@ -78,7 +78,7 @@ SELDOM = {
         "qwen3-next", tokens=600, cached=544, async_scheduling=True, stays=STATES
     ),
     "nemotron-h": Case("nemotron-h", cached=0, stays=STATES),
-    "mamba2": Case("mamba2", cached=0, stays=STATES),
+    "mamba2": Case("mamba2", cached=0, stays=UNCACHED),
     "paddleocr-vl": Case("paddleocr-vl", flags=('--limit-mm-per-prompt={"image": 0}',)),
 }
 
