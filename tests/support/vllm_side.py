@@ -255,6 +255,12 @@ class Side:
         return self.engine._device
 
     @property
+    def attention_tokens(self) -> int | None:
+        """Tokens of its smallest block of attention; None: it has states alone."""
+        tables = self.engine._source._tables._tables
+        return min((one.block_tokens for one in tables if not one.state), default=None)
+
+    @property
     def used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())

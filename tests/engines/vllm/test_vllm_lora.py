@@ -14,7 +14,7 @@ import pytest
 
 from kvmig.core.errors import MigrationRefused
 from tests.support import tiny_lora
-from tests.support.vllm_pair import PROMPT, SEEDED, Engines, Pair, assert_same
+from tests.support.vllm_pair import LONG, PROMPT, SEEDED, Engines, Pair, assert_same
 from tests.support.vllm_side import Configuration, Side
 
 if TYPE_CHECKING:
@@ -61,6 +61,18 @@ async def test_a_lora_request_moved_there_and_back_equals_one_left_alone(
     plain = await pair.unmoved(PROMPT)
     unmoved = await pair.unmoved(PROMPT, lora=one)
     moved = await pair.there_and_back(PROMPT, lora=one)
+    assert_same(moved, unmoved)
+    assert moved.tokens != plain.tokens
+
+
+async def test_a_prompt_with_an_adapter_is_computed_at_one_and_decoded_at_the_other(
+    pair: Pair, one: LoRARequest
+) -> None:
+    plain = await pair.unmoved(LONG)
+    unmoved = await pair.unmoved(LONG, lora=one)
+    went = await pair.hand_over(LONG, lora=one)
+    assert sum(map(bool, went)) > 1
+    moved = await pair.finish("moved")
     assert_same(moved, unmoved)
     assert moved.tokens != plain.tokens
 

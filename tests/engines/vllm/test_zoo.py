@@ -26,6 +26,8 @@ FLAGS = ("--max-num-seqs=8", "--num-gpu-blocks-override=128", AS_SERVED)
 SHORT = PROMPT[:40]
 SEEDED = SAMPLING["penalties"]
 TOKENS = 30
+CHUNK = 128
+"""Tokens of a step."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Case:
 
     tokens: of a prompt that doesn't fit the window, where the family has one; cached: how many of
     them the next request with this prompt finds in the prefix cache; stays: why a session without
-    a request can't move.
+    a request can't move; long: of a prompt that fills a block of attention before its last step.
     """
 
     family: str
@@ -43,10 +45,19 @@ class Case:
     flags: tuple[str, ...] = ()
     async_scheduling: bool = False
     stays: str = ""
+    long: int = 300
 
     @property
     def prompt(self) -> list[int]:
-        return [40 + number * number % 97 for number in range(self.tokens)]
+        return tokens_of_prompt(self.tokens)
+
+    @property
+    def long_prompt(self) -> list[int]:
+        return tokens_of_prompt(max(self.tokens, self.long))
+
+
+def tokens_of_prompt(count: int) -> list[int]:
+    return [40 + number * number % 97 for number in range(count)]
 
 
 # vLLM's attention on a CPU takes blocks of 32 tokens and no smaller ones, but for MLA without AMX,
@@ -58,7 +69,7 @@ AMX = torch.cpu._is_amx_tile_supported()
 CASES = {
     "gemma3": Case("gemma3", tokens=600, cached=576, flags=("--dtype=float32",)),
     "deepseek-v2": Case("deepseek-v2", cached=192 if AMX else 0, stays="" if AMX else UNCACHED),
-    "qwen3-next": Case("qwen3-next", tokens=60, cached=0, stays=STATES),
+    "qwen3-next": Case("qwen3-next", tokens=60, cached=0, stays=STATES, long=660),
 }
 SELDOM = {
     "llama3": Case("llama3"),  # as the bundled model, but for its vocabulary
@@ -73,9 +84,9 @@ SELDOM = {
     "gpt-oss, blocks of 128": Case("gpt-oss", **BLOCKS_OF_128),
     "gpt-oss": Case("gpt-oss"),
     "llama4": Case("llama4", tokens=300, cached=288),
-    "granite4": Case("granite4", tokens=440, cached=416, stays=STATES),
+    "granite4": Case("granite4", tokens=440, cached=416, stays=STATES, long=520),
     "qwen3-next, asynchronous": Case(
-        "qwen3-next", tokens=600, cached=544, async_scheduling=True, stays=STATES
+        "qwen3-next", tokens=600, cached=544, async_scheduling=True, stays=STATES, long=660
     ),
     "nemotron-h": Case("nemotron-h", cached=0, stays=STATES),
     "mamba2": Case("mamba2", cached=0, stays=UNCACHED),
@@ -163,6 +174,22 @@ async def test_a_request_moves_after_the_first_step_of_its_prompt(pair: Pair, ca
 
     await pair.move(pair.a, pair.b, "moved", steps=0)
 
+    assert_same(await pair.finish("moved"), unmoved)
+
+
+@pytest.mark.long
+async def test_a_prompt_is_computed_at_one_and_decoded_at_the_other(pair: Pair, case: Case) -> None:
+    """Full blocks go while the next chunk is computed; states, and all without chunks, with the
+    tail."""
+    prompt = case.long_prompt
+    unmoved = await pair.unmoved(prompt, max_tokens=TOKENS)
+    went = await pair.hand_over(prompt, max_tokens=TOKENS)
+    if pair.a.core.vllm_config.scheduler_config.enable_chunked_prefill:
+        size, before_last = pair.a.attention_tokens, (len(prompt) - 1) // CHUNK * CHUNK
+        assert len(went) > 2
+        assert any(went) == (size is not None and size <= before_last)
+    else:
+        assert went == [0]
     assert_same(await pair.finish("moved"), unmoved)
 
 
