@@ -113,7 +113,7 @@ async def test_a_stream_moved_to_the_other_replica_and_back_equals_one_that_stay
     body = count_from(17, 600, temperature=1.0, seed=5, logprobs=2)
     async with httpx.AsyncClient(timeout=60) as http:
         await until_yes(lambda: [known(one) for one in deployed.servers] == [2, 2])
-        unmoved = await run_unmoved(deployed.door, PATH, body)  # type: ignore[arg-type]
+        unmoved = await run_unmoved(deployed.door, PATH, body)
         stream = Stream(deployed.door, PATH, body)
         states = []
         for tokens in (20, 200):

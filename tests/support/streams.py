@@ -289,7 +289,7 @@ async def move_one(served: Served, row: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
-async def run_unmoved(served: Served, path: str, body: dict[str, Any]) -> Answer:
+async def run_unmoved(served: Served | Door, path: str, body: dict[str, Any]) -> Answer:
     """The same call, left alone."""
     return await Stream(served, path, body).end()
 

@@ -11,6 +11,7 @@ from textual.widgets import Static
 
 from kvmig.cli.top.app import LiveTable, TopApp
 from kvmig.cli.top.sources import LiveSource
+from tests.support.waiting import PATIENCE_S
 
 
 @asynccontextmanager
@@ -29,9 +30,11 @@ def line(app: TopApp, name: str) -> str:
     return str(app.screen_stack[0].query_one(name, Static).render())
 
 
-async def shows(pilot: Pilot[None], holds: Callable[[], object]) -> None:
+async def shows(
+    pilot: Pilot[None], holds: Callable[[], object], within_s: float = PATIENCE_S
+) -> None:
     async def looked() -> None:
         while not holds():
             await pilot.pause(0.1)
 
-    await asyncio.wait_for(looked(), 60)
+    await asyncio.wait_for(looked(), within_s)
