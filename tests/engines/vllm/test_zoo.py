@@ -233,7 +233,8 @@ async def assert_next_turn_same(pair: Pair, case: Case, *, known: bool) -> None:
 
     assert_same(second, alone[1])
     assert found(second) == found(alone[1])
-    assert found(second) >= case.cached
+    if not case.stays:  # states are cached at few places, maybe at none that this turn reads
+        assert found(second) >= case.cached
 
 
 async def test_a_sessions_next_turn_is_the_same_whether_it_moves_or_must_stay(
