@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.fleets import PATH, ToyFleet, ask, counted, ended, kill
 from tests.support.mirrors import free_port
-from tests.support.model_hub import ModelHub, small_model
+from tests.support.model_hub import TOKEN, ModelHub, small_model
 from tests.support.waiting import until, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -167,3 +168,36 @@ def test_the_bundled_model_is_evaluated_by_its_headers_then_comes_from_the_hub_a
     assert done.returncode == 0, done.stderr
     assert "0042 0043" in done.stdout, done.stdout
     assert kvmig(fleet, "rm", "count").returncode == 0
+
+
+def test_a_gated_models_token_is_in_no_file_answer_or_command_line(
+    hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("Org/Gated", small_model(100_000), gated=True)
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "fleet").mkdir()
+    with ToyFleet(tmp_path / "fleet") as fleet:
+        done = kvmig(fleet, "run", "hf:Org/Gated", "Count: 0017 0018", "--engine", "toy",
+                     "--max-tokens", "5")  # fmt: skip
+        assert (done.returncode, bool(done.stdout.strip())) == (0, True), done.stderr
+        processes = [psutil.Process(one) for one in fleet.processes("")]
+        commands = json.dumps([one.cmdline() for one in processes])
+        paths = ("models", "models/gated", "models/gated/logs", "files", "audit", "status")
+        answers = json.dumps([fleet.get(one) for one in paths])
+        (tmp_path / "token").unlink()
+        assert kvmig(fleet, "rm", "gated").returncode == 0
+        wait_until(
+            lambda: fleet.ask("DELETE", "files?source=hf:Org/Gated").status_code == 200
+        )  # once what used them has ended
+        refused = kvmig(fleet, "run", "hf:Org/Gated", "Hello", "--engine", "toy")
+        assert "hf:Org/Gated is gated, and there is no token" in refused.stderr
+        answers += json.dumps([fleet.get(one) for one in paths])
+    written = {one: one.read_bytes() for one in (tmp_path / "fleet").rglob("*") if one.is_file()}
+    assert {"kvmig.sqlite", "log"} <= {one.name for one in written}
+    assert not [str(one) for one, data in written.items() if TOKEN.encode() in data]
+    assert TOKEN not in commands + answers + done.stderr + refused.stderr
+    assert len(processes) > 3
