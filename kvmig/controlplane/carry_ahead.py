@@ -1,9 +1,9 @@
 """Whether a session's blocks had better be copied before its turn, than be computed again. Pure.
 
 A turn goes where its beginning is, unless that instance is so crowded that another one is better.
-There the beginning is lacking: it is copied first, where that takes less time than to compute it.
-What a copy takes is what migrations have measured, and what prompts take is what their first tokens
-have shown (`PrefillRate`). Nothing is copied until both are known.
+There the beginning is lacking: it is copied first, where that takes at most half the time of
+computing it. What a copy takes is what migrations have measured, and what prompts take is what
+their first tokens have shown (`PrefillRate`). Nothing is copied until both are known.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ MOVE_S = 0.004
 """What a session's move takes besides its bytes: messages, and steps that it waits for."""
 LEAST_BLOCKS = 8
 """Fewer aren't worth a move."""
+MOST_RATIO = 0.5
+"""A copy that takes a larger share of the time of a prefill isn't made: it gains its turn little,
+and others wait for the link (`bench.idle_sessions`)."""
 KEPT = 0.9
 """Weight of what was measured before, at each new sample."""
 LEAST_TOKENS = 256
@@ -48,14 +51,15 @@ class CarryRates(NamedTuple):
 
 
 def carry_ratio(blocks: float, rates: CarryRates) -> float:
-    """Time to copy these blocks, by the time to compute them; 1 where that gains nothing.
+    """Time to copy these blocks, by the time to compute them; 1 where they are not copied.
 
     Example: 400 blocks at 12,000 blocks/s take 37 ms with the messages, at 2,300 computed blocks/s
     174 ms: 0.21. At 600 blocks/s the copy takes 671 ms: 1, they are computed.
     """
     if blocks <= 0 or rates.copy <= 0 or rates.prefill <= 0:
         return 1.0
-    return min(1.0, (MOVE_S + blocks / rates.copy) * rates.prefill / blocks)
+    ratio = (MOVE_S + blocks / rates.copy) * rates.prefill / blocks
+    return ratio if ratio <= MOST_RATIO else 1.0
 
 
 class TurnCarriage(NamedTuple):

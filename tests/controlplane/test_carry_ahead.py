@@ -27,6 +27,13 @@ def test_a_copy_is_weighed_against_the_prefill_that_it_saves() -> None:
     assert carry_ratio(400, FAST._replace(copy=600)) == 1
 
 
+def test_a_copy_that_takes_over_half_the_time_of_the_prefill_is_not_made() -> None:
+    assert carry_ratio(400, FAST._replace(copy=6_000)) == pytest.approx(0.41, abs=0.01)
+    slower = FAST._replace(copy=4_600)
+    assert carry_ratio(400, slower) == 1
+    assert plan_carriage({"i0": 400.0}, "i1", "i0", slower) is None
+
+
 @pytest.mark.parametrize("lacking", ["copy", "prefill"])
 def test_what_was_not_measured_is_not_relied_on(lacking: str) -> None:
     unknown = FAST._replace(**{lacking: 0.0})

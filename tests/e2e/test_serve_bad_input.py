@@ -36,7 +36,7 @@ MARK = "KVMIG_TEST_RUN"
 REFUSED = [
     (["no/such/folder"], "MODEL is no/such/folder, must be a folder with a config.json"),
     ([], "MODEL is missing"),
-    ([MODEL, "--block-size", "abc"], "argument --block-size: invalid int value: 'abc'"),
+    ([MODEL, "--block-size", "abc"], "--block-size is 'abc', must be a whole number"),
     (
         [MODEL, "--check", "--max-model-len", "100000000"],
         "User-specified max_model_len (100000000) is greater than the derived max_model_len",
@@ -59,7 +59,7 @@ REFUSED = [
     ([MODEL, "--unit", ""], "--unit is [''], must be one path of a unit's socket"),
     (
         [MODEL, "--unit", "/u", "--ray"],
-        "--unit is /u, must be left out with --ray: a unit is on one",
+        "--unit is /u, must be left out with --ray: only `kvmig up --ray` starts agents",
     ),
     (
         [MODEL, "--ray", "--instance-gpus", "i0: 1"],
@@ -102,7 +102,10 @@ REFUSED = [
         "--reclaim-patience is -1.0, must be 0 or",
     ),
     ([MODEL, "--instance-flags", "i7: --block-size 64"], "must be one of i0, i1, a colon and"),
-    ([MODEL, "--instance-flags", "i1: --block-size x"], "invalid int value: 'x'"),
+    (
+        [MODEL, "--instance-flags", "i1: --block-size x"],
+        "--block-size is 'x', must be a whole number",
+    ),
     ([MODEL, "--instance-vllm", "i7: /tmp"], "must be one of i0, i1, a colon and a folder"),
     ([MODEL, "--instance-vllm", "i1: /nowhere"], "'/nowhere' holds no vLLM, must be a folder with"),
     ([MODEL, "--port", "0", "--instances", "500"], "not enough memory for 500 instances"),

@@ -38,6 +38,7 @@ from kvmig.engines.vllm.outputs import (
     check_failure,
     failure,
 )
+from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.isolation import OwnEntries
 from kvmig.frontend.openai.vllm.server import VllmServer
 from kvmig.frontend.router import Router
@@ -164,6 +165,9 @@ def test_a_pooling_request_that_fails_says_why(
 
 class Cluster:
     """In place of a router: no instance serves."""
+
+    def __init__(self) -> None:
+        self.aborts = CallAborts()
 
     async def submit(self, *_: object, **__: object) -> object:
         raise NoInstance("no instance serves")
