@@ -50,7 +50,7 @@ def _latencies(pyplot: Any, finished: Sequence[Finished]) -> Any:
             axis.plot(values, np.arange(1, len(values) + 1) / len(values), label=_label(one))
         axis.set(title=title, xlabel="seconds", ylabel="share of requests", xscale="log")
         axis.grid(visible=True, alpha=0.3)
-    axes[-1].legend(frameon=False, fontsize="small")
+    axes[-1].legend(frameon=False, fontsize="small", loc="lower right")
     return figure
 
 
@@ -63,7 +63,7 @@ def _time(pyplot: Any, finished: Sequence[Finished]) -> Any:
         axes[1].plot(at, series.column("instances"), label=_label(one))
     axes[0].set(ylabel="mean freeness, blocks a request", ylim=(-20, 100))
     axes[1].set(ylabel="instances", xlabel="seconds", ylim=(0, None))
-    axes[0].legend(frameon=False, fontsize="small")
+    axes[0].legend(frameon=False, fontsize="small", loc="upper right")
     return figure
 
 
@@ -76,7 +76,7 @@ def _memory(pyplot: Any, finished: Sequence[Finished]) -> Any:
         axis.plot(at, one.series.column("free_blocks"), label="free, all instances")
         axis.plot(at, one.series.column("head_blocks"), label="wanted by the heads of queues")
         axis.set(title=_label(one), ylabel="KV blocks")
-    axes[0][0].legend(frameon=False, fontsize="small")
+    axes[0][0].legend(frameon=False, fontsize="small", loc="upper right")
     axes[-1][0].set_xlabel("seconds")
     return figure
 
