@@ -155,6 +155,8 @@ LATER = ("long", "alone")
 KINDS_OF_TESTS = ("engine", "server")
 NEITHER = "not engine and not server"
 FLEET_FILES = "test_serve_fleet*.py"
+SERVE_FILES = "test_serve_*.py"
+"""About half of the time of the long tests on servers: one lane would take the whole an hour."""
 SERVERS = (
     Check(
         "tests on servers",
@@ -186,7 +188,19 @@ LONG_AGAIN = (ALL_ON_V2, CONFORMS_ON_V2, CONFORMS_ON_NEXT, NEXT_ON_V2, ALL_ON_NE
 last: it may have to be fetched first."""
 ALONE = (Check("tests that measure", marks="alone and not long", naming="alone"),)
 LONG_MARKED = (
-    Check("long tests on servers", marks="server and long", naming="server", but=FLEET_FILES),
+    Check(
+        "long tests on servers, test_serve",
+        marks="server and long",
+        naming="server",
+        files=SERVE_FILES,
+        but=FLEET_FILES,
+    ),
+    Check(
+        "long tests on servers, others",
+        marks="server and long",
+        naming="server",
+        but=SERVE_FILES,
+    ),
     Check("long tests on fleets", marks="server and long", naming="server", files=FLEET_FILES),
     Check("long tests on engines", marks="engine and long", naming="engine"),
     Check("long tests without engines", marks=f"{NEITHER} and long", sparing=KINDS_OF_TESTS),
