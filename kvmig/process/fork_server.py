@@ -50,8 +50,10 @@ HANDED = "KVMIG_FORK_SERVER"
 NO_FORKS = "none"
 """The socket's place holds it where a fork server has failed: a launcher's own would, too."""
 HUB_TOKEN = "HF_TOKEN"
-MAY_DIFFER = frozenset(("CUDA_VISIBLE_DEVICES", HUB_TOKEN, SECRET, ADMIN_KEY, HANDED))
-"""Variables that libraries read only when their engine is made, and kvmig's own."""
+OF_SHELLS = frozenset(("PS1", "PS2", "PS4", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"))
+"""Variables that shells set, or unset, for each program (Ray starts its workers by one)."""
+MAY_DIFFER = OF_SHELLS | {"CUDA_VISIBLE_DEVICES", HUB_TOKEN, SECRET, ADMIN_KEY, HANDED}
+"""Variables that libraries read only when their engine is made, or never, and kvmig's own."""
 LOAD_S = 120.0
 FORK_S = 5.0
 JOIN_S = 5.0

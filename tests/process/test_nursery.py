@@ -242,6 +242,7 @@ def test_an_environment_differs_by_what_libraries_may_have_read_of_it() -> None:
     assert digest({**OURS, "OMP_NUM_THREADS": "7"}) != ours
     assert digest({**OURS, "LD_PRELOAD": "libtcmalloc.so"}) != ours
     assert digest({**OURS, "CUDA_VISIBLE_DEVICES": "3", "KVMIG_SECRET": "x", HANDED: "y"}) == ours
+    assert digest({**OURS, "PS1": "(.venv) ", "SHLVL": "2", "OLDPWD": "/"}) == ours
 
 
 # -- servers
