@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -48,6 +49,10 @@ PATIENT = ("--reply-timeout-ms=20000", "--lease-ms=60000")
 """On a busy machine a migration takes its time, and a test is about how it ends."""
 TWO = (*PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5")
 
+# Nodes of Ray ask each other for a token, as Ray advises; one that a user of this machine keeps
+# would change what a test sees, and Ray would keep the one that it makes up there.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
 begin_loading()  # a lane that imports vLLM would walk all of it again and again
 

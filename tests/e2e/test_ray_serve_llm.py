@@ -75,7 +75,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     entry = folder / "entry"
     entry.mkdir()
     with pytest.MonkeyPatch.context() as patch, common_scheduler(folder) as scheduler:
-        for name, value in {**RAYS_OWN, "RAY_AUTH_MODE": "disabled"}.items():
+        for name, value in RAYS_OWN.items():
             patch.setenv(name, value)
         ray.init(num_cpus=8, include_dashboard=False, object_store_memory=80_000_000)
         try:
