@@ -223,9 +223,9 @@ class FewestWithRoom:
             row = _most(columns.room, candidates(view, demand))
             return view.instances[0 if row is None else row]
         is_open = columns.open_until >= view.now
-        room, held = columns.room - demand, None
+        room, held, longest = columns.room - demand, None, 0.0
         if request.held_blocks:
-            held = _held(view, request)
+            held, longest = _held(view, request)
             room += held
         slack = np.where(is_open, room * columns.share, -np.inf)
         most = slack.max(initial=-np.inf)
@@ -235,9 +235,12 @@ class FewestWithRoom:
         if most >= self.enough:
             crowds = columns.requests + self.prompt_weight * columns.prompts
             if held is not None:
-                weight = self.prefill_weight * held.max() / demand
-                carried = (held.max() - held) * (1 - request.carry_ratio)
-                crowds = crowds + (demand - held - carried) * weight * (1 + columns.requests)
+                lacking = demand - held
+                if request.carry_ratio != 1:
+                    lacking -= (longest - held) * (1 - request.carry_ratio)
+                lacking *= self.prefill_weight * longest / demand
+                lacking *= 1 + columns.requests
+                crowds += lacking
             crowds = np.where(slack >= self.enough, crowds, np.inf)
             rows = np.flatnonzero(crowds == crowds.min())
             most = slack[rows].max()
@@ -247,13 +250,17 @@ class FewestWithRoom:
         return view.instances[self._rotation.take_row(rows)]
 
 
-def _held(view: ClusterView, request: NewRequest) -> Column:
-    """Blocks of the request's prompt that each instance holds, at most the whole."""
+def _held(view: ClusterView, request: NewRequest) -> tuple[Column, float]:
+    """Blocks of the request's prompt that each instance holds, at most the whole; and the most."""
     known, count = request.held_blocks, len(request.held_blocks)
     held = np.zeros(len(view.instances) + 1)  # the last row takes what those hold that aren't here
     rows = np.fromiter(map(view.rows.get, known, repeat(-1)), np.intp, count)
     held[rows] = np.fromiter(known.values(), np.float64, count)
-    return np.minimum(held[:-1], request.demand_blocks)
+    here = held[:-1]
+    longest = float(here.max())
+    if longest > request.demand_blocks:
+        return np.minimum(here, request.demand_blocks), request.demand_blocks
+    return here, longest
 
 
 def _is_protected(view: ClusterView, priority: int) -> bool:

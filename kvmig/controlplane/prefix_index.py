@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
+from typing import TypeVar
 
 from kvmig.core.prefix_marks import MARK_TOKENS
 from kvmig.engines.held_marks import MARK_METHOD, MOST_MARKS, PrefixNews, unpack_marks
@@ -20,6 +21,8 @@ MOST_SENT = 100_000
 """Marks that count so for longer than that."""
 
 MOST_GROUPS = 1000
+
+_Length = TypeVar("_Length", int, float)
 
 
 class SentMarks:
@@ -44,8 +47,9 @@ class PrefixIndex:
         self._names: list[str | None] = []
         self._held: dict[str, set[int]] = {}
         self._numbers: dict[str, int] = {}
-        self._groups: dict[int, tuple[str, ...]] = {}
-        """The names of instances that were found together, by their bits."""
+        self._groups: dict[int, dict[str, None]] = {}
+        """The names of instances that were found together, by their bits. Names come as the keys
+        of a dictionary: one with other values is made from it without hashing."""
 
     def learn(self, instance: str, news: PrefixNews) -> None:
         """Take news in. Where a piece is missing, nothing is known until the next whole."""
@@ -94,8 +98,7 @@ class PrefixIndex:
         # Marks come with all that are before them: the first ones were sent before, to some
         # instance; of these the first were sent to this one.
         known = bisect_left(marks, True, key=lambda mark: mark not in sent)
-        for mark in marks[known:]:
-            sent[mark] = bit
+        sent.update(zip(marks[known:], repeat(bit)))
         for mark in reversed(marks[:known]):
             if sent[mark] & bit:
                 break
@@ -106,34 +109,28 @@ class PrefixIndex:
         """Tokens of the prompt, from its first on, that an instance holds; those with none are left
         out. What an instance holds it holds from the first mark on, so that a few looks are enough.
         """
-        found: dict[str, int] = {}
-        for names, tokens in self._find_ends(marks, now):
-            found |= dict.fromkeys(names, tokens)
-        return found
+        return _names_with(self._find_ends(marks, now))
 
     def find_blocks(self, marks: Sequence[int], now: float, block_tokens: int) -> dict[str, float]:
         """The same in blocks of `block_tokens` tokens."""
-        found: dict[str, float] = {}
-        for names, tokens in self._find_ends(marks, now):
-            found |= dict.fromkeys(names, tokens / block_tokens)
-        return found
+        ends = self._find_ends(marks, now)
+        return _names_with([(names, tokens / block_tokens) for names, tokens in ends])
 
-    def _find_ends(self, marks: Sequence[int], now: float) -> list[tuple[tuple[str, ...], int]]:
+    def _find_ends(self, marks: Sequence[int], now: float) -> list[tuple[dict[str, None], int]]:
         """The instances that hold equally many tokens of the prompt, and how many."""
         self._turn_over(now)
         if not marks:
             return []
         reported, sent, before = self._bits.get, self._sent.bits.get, self._sent_before.bits.get
-
-        def holders(place: int) -> int:
-            mark = marks[place]
-            return reported(mark, 0) | sent(mark, 0) | before(mark, 0)
-
-        first = holders(0)
+        # The instances of a mark are those of all three. A function for that would be called ten
+        # times, and a call takes as long as a look.
+        mark = marks[0]
+        first = reported(mark, 0) | sent(mark, 0) | before(mark, 0)
         if not first:
             return []
         last = len(marks) - 1
-        whole = first & holders(last)
+        mark = marks[last]
+        whole = first & (reported(mark, 0) | sent(mark, 0) | before(mark, 0))
         ends = [(self._names_of(whole), len(marks) * MARK_TOKENS)] if whole else []
         # (place, those that hold its mark, a later place, those of them that hold that one's)
         spans = [(0, first, last, whole)]
@@ -141,7 +138,8 @@ class PrefixIndex:
             low, some, high, fewer = spans.pop()
             while some != fewer and high - low > 1:
                 place = (low + high) // 2
-                here = some & (holders(place) | fewer)
+                mark = marks[place]
+                here = some & (reported(mark, 0) | sent(mark, 0) | before(mark, 0) | fewer)
                 if here == some:
                     low = place
                     continue
@@ -152,13 +150,13 @@ class PrefixIndex:
                 ends.append((self._names_of(some & ~fewer), high * MARK_TOKENS))
         return ends
 
-    def _names_of(self, seats: int) -> tuple[str, ...]:
+    def _names_of(self, seats: int) -> dict[str, None]:
         names = self._groups.get(seats)
         if names is None:
             if len(self._groups) >= MOST_GROUPS:
                 self._groups.clear()
             named = (name for at, name in enumerate(self._names) if seats >> at & 1)
-            names = self._groups[seats] = tuple(name for name in named if name is not None)
+            names = self._groups[seats] = dict.fromkeys(name for name in named if name is not None)
         return names
 
     def _seat(self, instance: str) -> int:
@@ -185,3 +183,12 @@ class PrefixIndex:
             self._bits[mark] = left
         else:
             del self._bits[mark]
+
+
+def _names_with(ends: Sequence[tuple[dict[str, None], _Length]]) -> dict[str, _Length]:
+    """The names of all groups, each with the length of its own."""
+    found: dict[str, _Length] = {}
+    for names, length in ends:
+        some = dict.fromkeys(names, length)
+        found = found | some if found else some
+    return found
