@@ -92,11 +92,15 @@ class ForkServers:
         raise StartupError(f"the nursery of {engine} has failed ({how})")
 
     async def close(self) -> None:
-        """End them; what they have forked doesn't mind."""
+        """End them all at once; what they have forked doesn't mind. Raises TimeoutError for one
+        that is there even then."""
         for server in self._servers.values():
             server.close()
-        for process in self._processes.values():
-            await end_by_stdin(process, END_S)
+        ends = [end_by_stdin(process, END_S) for process in self._processes.values()]
+        ended = await asyncio.gather(*ends, return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
 
     async def watch(self) -> None:
         """End those that hang: whoever wants a fork has another one started then."""

@@ -109,6 +109,11 @@ def process_of(server: ForkServerClient) -> subprocess.Popen[bytes] | None:
     return server._process
 
 
+def add_nursery(servers: ForkServers, engine: str, process: object) -> None:
+    """Let `servers` own a process that is made up."""
+    servers._processes[engine] = process  # type: ignore[assignment]
+
+
 def forget_driver() -> None:
     """Let the next use of CUDA's driver look for it again."""
     driver._initialised.cache_clear()
