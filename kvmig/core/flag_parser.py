@@ -9,7 +9,7 @@ from kvmig.core.errors import ConfigError
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises ConfigError where argparse would exit."""
+    """An `ArgumentParser` that raises ConfigError, of one line, where argparse would exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(" ".join(message.split()))
