@@ -12,6 +12,7 @@ from json import JSONDecodeError
 from typing import TYPE_CHECKING, Any
 
 from kvmig.core.errors import ConfigError
+from kvmig.engines.vllm.json_flags import reads_json, why_unfit
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -40,12 +41,16 @@ def _named(action: Action) -> Callable[[str], Any]:
     """The action's reader of values, whose errors name the flag."""
     flag, read = action.option_strings[0], action.type
     assert callable(read)
+    takes_json = reads_json(action)
 
     def reads(text: str) -> Any:
         try:
-            return read(text)
+            value = read(text)
         except Exception as error:  # a flag's own checks raise what they like
             raise ConfigError(why_refused(flag, text, error)) from error
+        if takes_json and (allowed := why_unfit(action, text, value)):
+            raise ConfigError(f"{_is(flag, text)}, {allowed}")
+        return value
 
     return reads
 
