@@ -9,6 +9,9 @@ Tests that failed are run once more, by themselves. One that passes then is flak
 names it, the first failure's text stays in the output, and the check passes as long as no more
 than one test in 50 is. At the end come the slowest tests, the skipped ones with their reasons and
 one closing line; the exit status is 1 if anything failed.
+
+A process of pytest that ends without a report fails its check, whatever its exit status: the
+summary has the signal or the status, and the test that began last.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+from kvmig.process.supervisor import how_it_ended
 from kvmig_tools.check.scenarios import LIFE, SCENARIOS
 from scripts.long_slices import (
     SECONDS,
@@ -45,6 +49,8 @@ BIN = Path(sys.executable).parent
 SOME_FAILED = 1
 NO_TESTS = 5
 """pytest's exit statuses: tests failed; it found nothing to run."""
+ENDS_WHOLE = (0, SOME_FAILED, NO_TESTS)
+"""Statuses with which a process of pytest has come to its end."""
 TESTS_PER_FLAKY = 50
 SLOWEST = 30
 LANES = 3
@@ -124,7 +130,8 @@ NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks="engine", t
 ALL_ON_NEXT = Check(
     f"all tests of the adapter on vLLM {NEXT}",
     ("pytest", "-q", *(str(path) for path in sorted((ROOT / "tests").rglob("test_vllm_*.py")))),
-    marks="not server and not alone",  # its front end wants packages that the installed one doesn't
+    # The test on a server takes another version's name; tests/e2e/test_serve_plugin_next.py serves.
+    marks="not server and not alone",
     tree=NEXT,
 )
 CONFORMS = ("--pyargs", "kvmig.testing", "--engine", "kvmig.engines.vllm:factory", "-W", "ignore")
@@ -233,6 +240,17 @@ class Outcome:
     flaky: Sequence[str] = ()
     must_pass: bool = True
     processor_s: float = 0.0
+    why: str = ""
+    """How its process ended, if not as processes of its kind do."""
+
+
+@dataclass(frozen=True)
+class PytestRun:
+    """What one process of pytest left. why: it ended in its midst, and how; empty: it didn't."""
+
+    status: int
+    cases: list[Case]
+    why: str = ""
 
 
 def cases_of(report: Path) -> list[Case]:
@@ -240,6 +258,26 @@ def cases_of(report: Path) -> list[Case]:
     if not report.exists():
         return []
     return [_case(one) for one in ElementTree.parse(report).getroot().iter("testcase")]
+
+
+def run_of(status: int, report: Path, begun: Path) -> PytestRun:
+    """What a process of pytest left. begun: the name of the test that began last.
+
+    A process that ends in the midst of a test, by a signal or `os._exit`, writes no report. What it
+    has printed is lost: pytest keeps it in a file until the test ends. Its status may be 0.
+    """
+    cases, whole = [], report.exists()
+    try:
+        cases = cases_of(report)
+    except ElementTree.ParseError:
+        whole = False  # it ended while it wrote
+    if whole and status in ENDS_WHOLE:
+        return PytestRun(status, cases)
+    last = (
+        f"the test that began last: {begun.read_text()}" if begun.exists() else "no test had begun"
+    )
+    without = "" if whole else " without a report"
+    return PytestRun(status, cases, f"pytest ended{without} ({how_it_ended(status)}); {last}")
 
 
 def _case(element: ElementTree.Element) -> Case:
@@ -319,29 +357,33 @@ class Runner:
 
     def _checked(self, check: Check, folder: Path) -> Outcome:
         began = time.monotonic()
-        passed = self._call(check.command, folder, self.environment) == 0
+        status = self._call(check.command, folder, self.environment)
         seconds = time.monotonic() - began
-        return Outcome(check.name, passed, seconds, must_pass=check.must_pass)
+        why = how_it_ended(status) if status < 0 else ""
+        return Outcome(check.name, status == 0, seconds, must_pass=check.must_pass, why=why)
 
     def _tested(self, check: Check, folder: Path) -> Outcome:
         began = time.monotonic()
-        status, first = self._pytest(check, (), folder, "first")
+        first = self._pytest(check, (), folder, "first")
         seconds = time.monotonic() - began
-        failed = failed_in(first)
-        if status != SOME_FAILED or not 0 < len(failed) <= may_be_flaky(len(first)):
-            return Outcome(check.name, status in (0, NO_TESTS), seconds, first)
+        if first.why:
+            return Outcome(check.name, False, seconds, first.cases, why=first.why)
+        failed = failed_in(first.cases)
+        if first.status != SOME_FAILED or not 0 < len(failed) <= may_be_flaky(len(first.cases)):
+            return Outcome(check.name, first.status != SOME_FAILED, seconds, first.cases)
         alone = ("--last-failed", "--last-failed-no-failures=none")
-        status, again = self._pytest(check, alone, folder, "again")
+        again = self._pytest(check, alone, folder, "again")
         seconds = time.monotonic() - began
-        outcome = after_retry(check.name, seconds, first, again)
-        return outcome if status == 0 else Outcome(check.name, False, seconds, outcome.cases)
+        outcome = after_retry(check.name, seconds, first.cases, again.cases)
+        if again.status == 0 and not again.why:
+            return outcome
+        return Outcome(check.name, False, seconds, outcome.cases, why=again.why)
 
-    def _pytest(
-        self, check: Check, flags: Sequence[str], folder: Path, which: str
-    ) -> tuple[int, list[Case]]:
-        report = folder / f"{which}.xml"
+    def _pytest(self, check: Check, flags: Sequence[str], folder: Path, which: str) -> PytestRun:
+        report, begun = folder / f"{which}.xml", folder / f"{which}.begun"
         # A cache of its own says what failed here, not in the other lane.
-        own = ("-o", f"cache_dir={folder / 'cache'}", f"--junitxml={report}")
+        own: tuple[str, ...] = ("-o", f"cache_dir={folder / 'cache'}", f"--junitxml={report}")
+        own = (*own, "-p", "tests.support.begun_tests", f"--begun-tests={begun}")
         if check.slice is not None:
             part = ("--long-slice", str(check.slice), "--long-check", check.name)
             flags = (*flags, "-p", "tests.support.long_slice", *part)
@@ -351,7 +393,7 @@ class Runner:
         cache = str(ROOT / ".vllm" / f"{check.tree}-cache")
         beside = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": cache} if check.tree else {}
         status = self._call(words, folder, {**self.environment, **beside})
-        return status, cases_of(report)
+        return run_of(status, report, begun)
 
     def _call(self, command: Sequence[str], folder: Path, environment: dict[str, str]) -> int:
         with (folder / "output").open("ab") as output:
@@ -391,7 +433,10 @@ def slowest_files(outcomes: Sequence[Outcome], most: int = SLOWEST // 2) -> list
 def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     """What is said at the end. seconds: of all, from the first check's start."""
     cases = [case for outcome in outcomes for case in outcome.cases]
-    states = [f"  {_state(one):8}{one.name} ({_times(one)})" for one in outcomes]
+    states = [
+        f"  {_state(one):8}{one.name} ({_times(one)}){one.why and f': {one.why}'}"
+        for one in outcomes
+    ]
     lines = ["", "=== Summary", *states]
     if cases:
         lines += ["Slowest tests:", *(f"  {line}" for line in slowest(outcomes))]
