@@ -21,7 +21,9 @@ SLICES = 32
 SECONDS = Path(__file__).resolve().parent.parent / "tests" / "long_seconds.json"
 WHOLE_FILES = frozenset(
     {
+        "test_balloon",
         "test_serve_fleet_ledger",
+        "test_serve_gpus",
         "test_serve_kinds",
         "test_serve_plugin_kinds",
         "test_serve_prompt_kills",

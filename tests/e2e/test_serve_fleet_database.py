@@ -68,6 +68,7 @@ async def test_while_the_database_is_locked_models_serve_and_start(fleet: ToyFle
     assert fleet.ask("POST", "users", {"name": "carl"}).status_code == 201
 
 
+@pytest.mark.long
 async def test_without_postgres_models_serve_and_the_next_server_waits_for_it(
     postgres_cluster: postgres.Cluster, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.fleets import ToyFleet, answer, ask, counted
 from tests.support.provider_site import CLIENT, provider_site
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 
 def kvmig(fleet: ToyFleet, *words: str) -> subprocess.CompletedProcess[str]:

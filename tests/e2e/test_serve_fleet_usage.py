@@ -164,6 +164,7 @@ async def test_a_deployment_whose_disk_is_full_hands_its_counts_over_before_it_e
     assert (found["calls"], found["output"]) == (11, 305)
 
 
+@pytest.mark.long
 async def test_calls_are_refused_while_nobody_can_keep_what_they_use(
     fleet: ToyFleet, key: str
 ) -> None:

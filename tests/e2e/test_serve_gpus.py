@@ -40,7 +40,7 @@ from tests.support.streams import (
 )
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATH = "/v1/completions"
 SERVING = "serving"
@@ -185,18 +185,12 @@ BEFORE: dict[State, dict[State, Blow]] = {
     ("destination", "cancelled"): {("source", "copying"): Blow(SIGSTOP)},
 }
 """What leads to a state that a migration that goes well hasn't."""
-OFTEN: dict[str, set[str]] = {
-    "source": {"copying"},
-    "destination": {"scattering"},
-}
-"""States in which one holds what the other has mapped."""
 
 
 def kill_of(state: State, delay_s: float) -> Any:
-    """A case; the other states' are long."""
+    """A case."""
     name = " ".join(state) + (" in a copy" if delay_s else "")
-    marks = () if state[1] in OFTEN[state[0]] and not delay_s else pytest.mark.long
-    return pytest.param(state, delay_s, id=name, marks=marks)
+    return pytest.param(state, delay_s, id=name)
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +236,6 @@ async def test_an_instance_that_is_killed_in_a_state_leaves_nothing_and_no_clien
         ("KVMIG_FAKE_MIG", "cuMemImportFromShareableH"),
     ],
 )
-@pytest.mark.long
 async def test_auto_goes_through_the_hosts_memory_where_gpus_do_not_reach_each_other_and_says_so(
     nursery: Nursery, tmp_path: Path, what: str, fails: str
 ) -> None:
@@ -255,7 +248,6 @@ async def test_auto_goes_through_the_hosts_memory_where_gpus_do_not_reach_each_o
 # -- a server that is parked
 
 
-@pytest.mark.long
 async def test_a_parked_server_gives_its_gpus_memory_back_and_then_answers_and_moves_as_before(
     nursery: Nursery, tmp_path: Path
 ) -> None:
@@ -282,7 +274,6 @@ async def test_a_parked_server_gives_its_gpus_memory_back_and_then_answers_and_m
 # -- what a lent GPU is to show
 
 
-@pytest.mark.long
 def test_the_benchmark_for_a_gpu_moves_streams_by_cuda_ipc(
     nursery: Nursery, tmp_path: Path
 ) -> None:
@@ -296,7 +287,6 @@ def test_the_benchmark_for_a_gpu_moves_streams_by_cuda_ipc(
     assert (result["summary"]["wrong"], result["summary"]["by_cuda_ipc"]) == (0, 1)
 
 
-@pytest.mark.long
 def test_the_benchmark_of_drains_and_kills_loses_no_stream(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +300,6 @@ def test_the_benchmark_of_drains_and_kills_loses_no_stream(
     assert min(result["summary"][f"{what}_longest_ms"] for what in ("drain", "kill")) > 0
 
 
-@pytest.mark.long
 def test_the_benchmark_of_two_models_in_a_unit_keeps_within_the_arena(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,21 +319,18 @@ def test_the_benchmark_of_two_models_in_a_unit_keeps_within_the_arena(
 # -- other ways to run an engine
 
 
-@pytest.mark.long
 async def test_steps_that_do_not_overlap_move_as_exactly(nursery: Nursery, tmp_path: Path) -> None:
     with machine(nursery, tmp_path) as at:
         are(at, "V1", False)
         await moves_exactly(at, "cuda-ipc")
 
 
-@pytest.mark.long
 async def test_instances_on_one_gpu_move_blocks_within_it(nursery: Nursery, tmp_path: Path) -> None:
     with machine(nursery, tmp_path, OVERLAPPING, visible="1") as at:
         are(at, "V1", True, ("1", "1"))
         await moves_exactly(at, "cuda-ipc")
 
 
-@pytest.mark.long
 async def test_instances_of_two_workers_move_blocks_of_both_gpus(
     nursery: Nursery, tmp_path: Path
 ) -> None:
@@ -353,7 +339,6 @@ async def test_instances_of_two_workers_move_blocks_of_both_gpus(
         await moves_exactly(at, "cuda-ipc")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("flags", [[OVERLAPPING], []], ids=["async", "sync"])
 async def test_requests_move_as_exactly_on_model_runner_v2(
     tmp_path: Path, flags: list[str]

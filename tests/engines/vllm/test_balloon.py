@@ -32,7 +32,7 @@ async def resized(side: Side, blocks: int, patience_s: float = 60.0) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(False, id="sync"),
+        pytest.param(False, id="sync", marks=pytest.mark.long),
         pytest.param(True, id="async", marks=pytest.mark.long),
     ],
 )
@@ -167,10 +167,7 @@ async def test_cold_prefixes_go_before_those_that_were_used_lately(both: Pair) -
     assert hits == {"cold": 0, "warm": 96}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["seeded", *(pytest.param(one, marks=pytest.mark.long) for one in ("greedy", "penalties"))],
-)
+@pytest.mark.parametrize("kind", ["seeded", "greedy", "penalties"])
 async def test_a_request_computes_the_same_while_the_balloon_grows_and_shrinks(
     both: Pair, kind: str
 ) -> None:

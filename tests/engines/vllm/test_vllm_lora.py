@@ -65,6 +65,7 @@ async def test_a_lora_request_moved_there_and_back_equals_one_left_alone(
     assert moved.tokens != plain.tokens
 
 
+@pytest.mark.long
 async def test_a_prompt_with_an_adapter_is_computed_at_one_and_decoded_at_the_other(
     pair: Pair, one: LoRARequest
 ) -> None:
