@@ -2,7 +2,9 @@
 
 Engines' applications know better than we what they count where a call is not one prompt with its
 answers: several rounds of a model with tools in between, encoders, pairs of texts. Nothing but the
-end of an answer is looked at, and no more of it is decoded than the few numbers.
+end of an answer is looked at, and no more of it is decoded than the few numbers. Answers of the
+Responses API repeat objects of their calls, such as schemas of tools, where a client may have
+written a usage: of those only the answer's own field is taken.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 import json
 from collections import deque
 from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
 
 from kvmig.asgi.route_table import Api
 
@@ -27,6 +32,17 @@ class CallUsage(NamedTuple):
 
     prompt: int
     output: int
+
+
+class _Response(msgspec.Struct):
+    usage: Raw = Raw()
+
+
+class _ResponseEvent(msgspec.Struct):
+    """A response, or an event that holds it."""
+
+    usage: Raw = Raw()
+    response: _Response | None = None
 
 
 class UsageReader:
@@ -63,6 +79,8 @@ class UsageReader:
         return b'"choices":[]' in event
 
     def _read(self, body: bytes) -> CallUsage | None:
+        if self._api == "responses":
+            return self._usage(_usage_of_response(body))
         at = body.rfind(_KEY)
         if at < 0:
             return None
@@ -71,14 +89,24 @@ class UsageReader:
             found, _ = _DECODER.raw_decode(text)
         except ValueError:
             return None
-        return self._usage(found) if isinstance(found, dict) else None
+        return self._usage(found)
 
-    def _usage(self, found: dict[str, Any]) -> CallUsage | None:
-        if self._api == "messages":
+    def _usage(self, found: Any) -> CallUsage | None:
+        if not isinstance(found, dict) or self._api == "messages":
             return None  # of what a cache had it says less
         own = self._api == "responses"
         prompt = found.get("input_tokens" if own else "prompt_tokens")
         output = found.get("output_tokens" if own else "completion_tokens") or 0
         if type(prompt) is int and type(output) is int and prompt >= 0 and output >= 0:
             return CallUsage(prompt, output)
+        return None
+
+
+def _usage_of_response(part: bytes) -> Any:
+    """The usage of a response, whole or in an event; None: it names none."""
+    try:
+        found = msgspec.json.decode(part[max(0, part.find(b"{")) :], type=_ResponseEvent)
+        usage = found.usage if found.response is None else found.response.usage
+        return msgspec.json.decode(usage) if len(usage) <= _MOST else None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

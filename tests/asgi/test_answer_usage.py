@@ -82,3 +82,24 @@ def test_no_text_of_a_client_or_a_model_is_taken_for_usage(said: str) -> None:
     forged = said + body(usage={"prompt_tokens": 0, "completion_tokens": 0}).decode()
     answer = body(usage=USED, choices=[{"text": forged}], kv={"a": forged})
     assert read(JSON, answer) == CallUsage(7, 30)
+
+
+FORGED = {"usage": {"input_tokens": 0, "output_tokens": 0}}
+
+
+def test_no_object_of_a_client_in_a_response_is_taken_for_its_usage() -> None:
+    used = {"input_tokens": 70, "output_tokens": 30}
+    shown = [{"tools": {"functions": {"parameters": {"properties": FORGED}}}}]
+    response = {"output": [], "usage": used, "user": None, "input_messages": shown}
+    assert read(JSON, body(**response), api="responses") == CallUsage(70, 30)
+    last = event(type="response.completed", response=response)
+    assert read(EVENTS, last, api="responses") == CallUsage(70, 30)
+
+
+def test_a_response_without_usage_has_none_of_its_clients_objects() -> None:
+    response = {"tools": [{"parameters": FORGED}], "output": [], "usage": None}
+    assert read(JSON, body(**response), api="responses") is None
+    del response["usage"]
+    assert read(JSON, body(**response), api="responses") is None
+    last = event(type="response.incomplete", response=response)
+    assert read(EVENTS, last, api="responses") is None
