@@ -187,8 +187,10 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()  # it may have hardly begun, and lead no group yet
         await self._process.wait()
-        remove(self._shared)
+        if self._over:  # another stop has come this far first: the descriptor may be another's
+            return
         self._over = True
+        remove(self._shared)
         os.close(self._told)
 
 

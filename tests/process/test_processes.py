@@ -9,15 +9,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvloop
 
+from kvmig.process import supervisor
 from kvmig.process.child import StartAnnouncement
 from kvmig.process.supervisor import (
     PAUSES_S,
     STABLE_S,
     ChildProcess,
+    ProcessPort,
     deaths_in_a_row,
     restart_pause,
     running,
@@ -183,6 +186,26 @@ async def announced() -> None:
     child = await ChildProcess.start("child", spawn, StartAnnouncement())
     assert await child.ready(60.0) == "here"
     os.close(child._told)
+
+
+async def test_two_stops_at_once_close_the_childs_stdin_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second one would close what another thread has opened meanwhile."""
+    closed = list[int]()
+
+    async def spawn(stdin: int, announced: int) -> ProcessPort:
+        return await asyncio.create_subprocess_exec("sleep", "600", stdin=stdin, process_group=0)
+
+    child = await ChildProcess.start("child", spawn, StartAnnouncement())
+
+    def close(descriptor: int) -> None:
+        closed.append(descriptor)
+        os.close(descriptor)
+
+    monkeypatch.setattr(supervisor, "os", SimpleNamespace(**{**vars(os), "close": close}))
+    await asyncio.gather(child.stop(), child.stop())
+    assert len(closed) == 1
 
 
 def test_no_descriptor_of_another_thread_is_closed_when_a_child_is_ready() -> None:
