@@ -161,7 +161,7 @@ async def test_a_limit_that_is_raised_lets_the_next_request_in(tmp_path: Path) -
 async def test_a_call_counts_as_all_the_sequences_that_it_asks_for(tmp_path: Path) -> None:
     given, grant = key(parallel=3, rpm=7)
     call: dict[str, Any] = {"model": "count", "prompt": ["a", "b"]}
-    async with site(tmp_path, grant) as door, door.deployment() as there:
+    async with site(tmp_path, grant, clock=lambda: 100.0) as door, door.deployment() as there:
         too_many = await door.ask({**call, "n": 2}, "/v1/completions", given=given)
         left = [
             (await door.ask(call, "/v1/completions", given=given)).headers[

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kvmig.asgi.uvicorn_task import HttpTask, uvicorn_server
+from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import HttpConfig
 from kvmig.proxy import leading_host, standby_relay
 from kvmig.proxy.call import CLIENT_ADDRESS, DoorConnection
@@ -50,13 +51,19 @@ class OtherHost:
 
 @asynccontextmanager
 async def other_host(
-    folder: Path, *grants: object, pepper: bytes = PEPPER, term: int = 5, **limits: Any
+    folder: Path,
+    *grants: object,
+    pepper: bytes = PEPPER,
+    term: int = 5,
+    clock: Clock = monotonic,
+    **limits: Any,
 ) -> AsyncIterator[OtherHost]:
-    """pepper: of the host that stands by. term: of the leader that it knows; 0: none."""
+    """pepper: of the host that stands by. term: of the leader that it knows; 0: none. clock: of the
+    host that leads."""
     for name, own in (("leads", PEPPER), ("stands-by", pepper)):
         (folder / name).mkdir()
         (folder / name / "pepper").write_bytes(own)
-    async with site(folder, *grants) as leads:  # type: ignore[arg-type]
+    async with site(folder, *grants, clock=clock) as leads:  # type: ignore[arg-type]
         peers = socket.create_server(("127.0.0.1", 0))
         door = "{}:{}".format(*peers.getsockname())
         server = PeerServer(folder / "leads" / "pepper", peers.detach())
@@ -110,7 +117,8 @@ async def test_several_calls_of_one_connection_each_have_their_answer(tmp_path: 
 
 async def test_a_limit_of_a_key_is_the_same_through_both_hosts(tmp_path: Path) -> None:
     shown, grant = key(rpm=6)
-    async with other_host(tmp_path, grant) as host, host.leads.deployment():
+    stopped = other_host(tmp_path, grant, clock=lambda: 100.0)  # else 10 s let a seventh call in
+    async with stopped as host, host.leads.deployment():
         statuses = [
             answer.status_code
             for _ in range(5)
