@@ -44,7 +44,7 @@ from scripts.long_slices import (
     record_seconds,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 SOME_FAILED = 1
 NO_TESTS = 5
@@ -388,10 +388,12 @@ class Runner:
             part = ("--long-slice", str(check.slice), "--long-check", check.name)
             flags = (*flags, "-p", "tests.support.long_slice", *part)
         words = [*check.command, *flags, "-m", check.marks, *own, *files_of(check)]
-        path = f"{ROOT / '.vllm' / check.tree}{os.pathsep}{ROOT}"
-        # A model is inspected anew, for seconds, where another version has been with its cache.
-        cache = str(ROOT / ".vllm" / f"{check.tree}-cache")
-        beside = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": cache} if check.tree else {}
+        # Its plugins are found by the path: pytest's own setting holds below its own root only.
+        beside = {"PYTHONPATH": str(HERE)}
+        if check.tree:
+            beside["PYTHONPATH"] = f"{ROOT / '.vllm' / check.tree}{os.pathsep}{ROOT}"
+            # A model is inspected again, for seconds, where another version has left its cache.
+            beside["VLLM_CACHE_ROOT"] = str(ROOT / ".vllm" / f"{check.tree}-cache")
         status = self._call(words, folder, {**self.environment, **beside})
         return run_of(status, report, begun)
 

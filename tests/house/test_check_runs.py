@@ -72,7 +72,7 @@ def test_a_test_that_ends_the_process_without_an_error_fails_its_check_by_name(
     assert outcome.why.startswith(
         "pytest ended without a report (exit code 0); the test that began"
     )
-    assert outcome.why.endswith("/test_ends.py::test_ends")
+    assert outcome.why.endswith("test_ends.py::test_ends")
     assert f"FAILED  some tests (0 s, 0 s of a core): {outcome.why}" in closing(
         [Outcome("some tests", False, 0.0, why=outcome.why)], 0.0
     )
