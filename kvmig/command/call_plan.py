@@ -8,9 +8,8 @@ body: every token of a prompt has a byte of it at least, and four on the average
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -28,8 +27,12 @@ OUTPUT_MOST = 16_384
 """Tokens of an answer under a quota, where its call has no limit of its own."""
 TEMPLATE_TOKENS, TURN_TOKENS = 512, 32
 """Tokens that a chat template adds to a conversation, and to each of its messages, at most."""
-_MEDIA = re.compile(rb'"data:[^"]{64,}"')
-_TURN = re.compile(rb'"role"')
+_TURN = b'"role"'
+_INLINE, _INLINE_LEAST = b'"data:', 64
+"""How a medium begins that a body brings with it, and its least bytes."""
+_WITH_PARTS = ("messages", "input")
+"""Fields whose messages may have media among the parts of their content. What looks like media
+elsewhere (in a prompt, a tool's schema, a call's arguments) is text to a server."""
 SPEECH, IMAGES = "/v1/audio/speech", "/v1/images/generations"
 _WITH_USAGE = ("/v1/completions", "/v1/chat/completions")
 _CHAT = ("max_completion_tokens", "max_tokens")
@@ -54,6 +57,8 @@ _LONGEST = 40
 """Characters of a number that is read."""
 _USUAL_MOST = {"/v1/completions": 16, SPEECH: 0, IMAGES: MEDIA_TOKENS}
 """Tokens of an answer whose call has no limit: for completions as OpenAI's API has it."""
+
+_Read = TypeVar("_Read")
 
 
 class CallPlan(NamedTuple):
@@ -97,12 +102,11 @@ def plan_call(
     whether the server takes `stream_options.include_usage`."""
     if route.model == "form":
         return _plan_form(route, body, kind, sequences)
-    plain, media = _MEDIA.subn(b'""', body)
-    turns = len(_TURN.findall(plain))
-    added = MEDIA_TOKENS * media + TEMPLATE_TOKENS * prompts + TURN_TOKENS * turns
-    bound = len(plain) + added
-    plan = CallPlan(body, prompt=-(-len(plain) // TOKEN_BYTES), prompt_most=bound)
     fields = fields_of(body)
+    media = list(_media_in(fields)) if fields is not None and _INLINE in body else []
+    text = len(body) - sum(media)
+    added = MEDIA_TOKENS * len(media) + TEMPLATE_TOKENS * prompts + TURN_TOKENS * body.count(_TURN)
+    plan = CallPlan(body, prompt=-(-text // TOKEN_BYTES), prompt_most=text + added)
     if fields is None:  # the server says what is wrong
         return plan
     limits = _LIMITS.get(route.path, ())
@@ -158,6 +162,51 @@ def fields_of(body: bytes) -> dict[str, Raw] | None:
     """A JSON object's fields; None: it is none."""
     try:
         return msgspec.json.decode(body, type=dict[str, Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class _Turn(msgspec.Struct):
+    content: Raw = Raw()
+
+
+class _ContentPart(msgspec.Struct):
+    """Part of a message in OpenAI's APIs; its type names the field that it has."""
+
+    type: str = ""
+    image_url: Raw = Raw()
+    video_url: Raw = Raw()
+    audio_url: Raw = Raw()
+
+
+class _MediaUrl(msgspec.Struct):
+    url: Raw = Raw()
+
+
+def _media_in(fields: Mapping[str, Raw]) -> Iterator[int]:
+    """The bytes of each medium that a call brings with it."""
+    for name in _WITH_PARTS:
+        for turn in _read(fields.get(name, Raw()), list[_Turn | str]) or ():
+            if isinstance(turn, _Turn):
+                yield from _media_of(turn)
+
+
+def _media_of(turn: _Turn) -> Iterator[int]:
+    for part in _read(turn.content, list[_ContentPart | str]) or ():
+        if isinstance(part, str):
+            continue
+        field = "image_url" if part.type == "input_image" else part.type
+        url = getattr(part, field) if field in ("image_url", "video_url", "audio_url") else Raw()
+        within = _read(url, _MediaUrl)
+        raw = bytes(url if within is None else within.url)
+        if raw.startswith(_INLINE) and len(raw) >= _INLINE_LEAST:
+            yield len(raw)
+
+
+def _read(raw: Raw, kind: type[_Read]) -> _Read | None:
+    """Decode a value, or return None if it is of another kind."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 

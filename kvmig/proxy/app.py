@@ -259,6 +259,7 @@ class ProxyApp:
         ):
             await self._answer_preflight(call)
         elif call.path == LOGIN:
+            self._pages.charge_visitor(call.address)
             await self._log_in(call)
         elif is_page(call.path):
             await self._serve_page(call)

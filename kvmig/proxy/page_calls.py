@@ -227,12 +227,13 @@ class PageEntry:
         way = judge(method, path, query, headers, session, known.cookies)
         if isinstance(way, VisitorCall):
             calls = 1.0 if method in READS and not path.startswith(f"{LOGIN}/") else TRY
-            if wait_s := self._visitors.wait_s(address, calls, self._clock()):
-                sentence = (
-                    "too many calls of this address without a log-in, try again in"
-                    f" {ceil(wait_s)} s"
-                )
-                raise ProxyRefusal(
-                    HTTPStatus.TOO_MANY_REQUESTS, sentence, "too_many_logins", wait_s
-                )
+            self.charge_visitor(address, calls)
         return way
+
+    def charge_visitor(self, address: str, calls: float = TRY) -> None:
+        """Count calls without a session; a log-in is `TRY` of them. Raises ProxyRefusal."""
+        if wait_s := self._visitors.wait_s(address, calls, self._clock()):
+            sentence = (
+                f"too many calls of this address without a log-in, try again in {ceil(wait_s)} s"
+            )
+            raise ProxyRefusal(HTTPStatus.TOO_MANY_REQUESTS, sentence, "too_many_logins", wait_s)

@@ -89,6 +89,43 @@ def test_an_image_counts_by_number_and_not_by_its_bytes() -> None:
     assert plan.prompt < 100
 
 
+LOOKS = "data:" + "x " * 10_000
+PARTS = [{"type": "image_url", "image_url": {"url": LOOKS}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": LOOKS}),
+        ("/v1/completions", {"prompt": [LOOKS, LOOKS]}),
+        ("/v1/embeddings", {"input": [LOOKS]}),
+        ("/v1/responses", {"input": LOOKS}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LOOKS}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": LOOKS}]}]},
+        ),
+        ("/v1/chat/completions", {"messages": [], "tools": [{"messages": PARTS, "input": PARTS}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [{"content": PARTS}]}]},
+        ),
+    ],
+)
+def test_text_that_looks_like_a_medium_counts_by_its_bytes(
+    path: str, fields: dict[str, Any]
+) -> None:
+    plan = planned(path, **fields)
+    assert plan.prompt_most >= len(LOOKS)
+    assert plan.prompt >= len(LOOKS) // 4
+
+
+def test_an_image_of_a_response_counts_by_number() -> None:
+    part = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * 100_000}
+    plan = planned("/v1/responses", input=[{"role": "user", "content": [part, part]}])
+    assert 2 * MEDIA_TOKENS < plan.prompt_most < 3 * MEDIA_TOKENS
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "most"),
     [

@@ -77,3 +77,18 @@ async def test_slow_readers_of_files_leave_room_for_log_ins_and_are_cut(
                 assert b" 408 " in await reader.readline()
             writer.close()
     await server.close()
+
+
+async def test_an_address_without_a_key_tries_to_log_in_a_few_times_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvmig.proxy.page_calls.EACH_S", 1e-3)
+    server = Deployment(f"{tmp_path}/api", says_ok)
+    await server.open()
+    async with site(tmp_path) as door, door.deployment():
+        assert [(await door.ask({}, LOGIN)).status_code for _ in range(10)] == [200] * 10
+        refused = await door.ask({}, LOGIN)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_logins")
+        assert len(server.got) == 10
+        assert (await door.ask({"model": "count", "prompt": "a"})).status_code == 200
+    await server.close()
