@@ -13,12 +13,9 @@ import typer
 
 from kvmig.cli.client import CallFailure, FleetClient
 from kvmig.cli.common import patience, said, where, words_of_flags
-from kvmig.cli.files import follow_download
+from kvmig.cli.files import INTERRUPTED, follow_download
 from kvmig.cli.models import CHECKING
 from kvmig.cli.names import KnownModel, known_model
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
 
 Prompt = Annotated[str, typer.Argument(help="One prompt (default: read from stdin).")]
 MostTokens = Annotated[int, typer.Option(help="Maximum number of tokens in an answer.")]

@@ -27,6 +27,8 @@ files_app = typer.Typer(
     help="Manage the files of models that were downloaded.", no_args_is_help=True
 )
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 LOOK_S = 0.5
 LINE_S = 5.0
 """Pause between two lines of progress where no terminal shows a bar."""
@@ -54,9 +56,16 @@ def files_row(one: dict[str, Any]) -> Sequence[object]:
 
 
 def follow_download(client: FleetClient, source: str, quiet: bool = False) -> dict[str, Any]:
-    """Show how far a download is, until its files are whole. Raises CallFailure where they can't be
-    fetched. quiet: show nothing."""
+    """Show how far a download is, until its files are whole. Ctrl-C ends the command, and not the
+    download. Raises CallFailure where they can't be fetched. quiet: show nothing."""
+    try:
+        return _follow(client, source, quiet)
+    except KeyboardInterrupt as interrupted:
+        print("kvmig: the fleet goes on with the download", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from interrupted
 
+
+def _follow(client: FleetClient, source: str, quiet: bool) -> dict[str, Any]:
     def look() -> dict[str, Any]:
         found: dict[str, Any] = client.get("files", source=source)["data"][0]
         if found["state"] == "failed":
@@ -106,11 +115,7 @@ def pull_files(
     client = where.client()
     found = client.post("files", {"source": source_of(client, source)})
     if wait:
-        try:
-            found = follow_download(client, found["source"], quiet=as_json)
-        except KeyboardInterrupt as interrupted:
-            print("kvmig: the fleet goes on with the download", file=sys.stderr)
-            raise typer.Exit(130) from interrupted
+        found = follow_download(client, found["source"], quiet=as_json)
     show(found, as_json, lambda one: table_of(FILES_COLUMNS, [files_row(one)]))
 
 

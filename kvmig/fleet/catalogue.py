@@ -11,6 +11,7 @@ import httpx
 
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError
+from kvmig.core.shown_urls import shown_url
 from kvmig.fleet.tables import StoreError
 from kvmig.sources.catalogue import ModelCatalogue, read_catalogue
 
@@ -29,6 +30,8 @@ class CatalogueReader:
     def __init__(self, where: str, clock: Clock) -> None:
         """where: a file's whole path, or a URL; empty: the one that comes with kvmig."""
         self._where = where
+        self._shown = shown_url(where)
+        """The same for logs and answers, which say no password."""
         self._clock = clock
         self._found: ModelCatalogue | None = None
         self._read_at = 0.0
@@ -55,7 +58,7 @@ class CatalogueReader:
         if why not in self._named:
             self._named.add(why)
             log.error(
-                "an entry of the catalogue %s is left out: %s", self._where or "of kvmig", why
+                "an entry of the catalogue %s is left out: %s", self._shown or "of kvmig", why
             )
 
     async def _read(self) -> ModelCatalogue:
@@ -63,7 +66,7 @@ class CatalogueReader:
             own = resources.files("kvmig.sources") / "catalogue.toml"
             return read_catalogue(await asyncio.to_thread(own.read_text), "of kvmig")
         if self._where.startswith("https://"):
-            return read_catalogue(await self._fetch(), self._where)
+            return read_catalogue(await self._fetch(), self._shown)
         try:
             text = await asyncio.to_thread(Path(self._where).read_text)
         except (OSError, UnicodeDecodeError) as error:
@@ -77,14 +80,32 @@ class CatalogueReader:
                 httpx.AsyncClient(timeout=TIMEOUT_S) as client,
                 client.stream("GET", self._where) as answer,
             ):
-                answer.raise_for_status()
+                if not answer.is_success:
+                    raise StoreError(self._refusal(_said_by(answer)))
                 text = bytearray()
                 async for piece in answer.aiter_bytes():
                     text += piece
                     if len(text) > MOST_BYTES:
-                        raise ConfigError(f"the catalogue {self._where} is too long")
+                        said = f"can't be used: it has more than {MOST_BYTES} bytes"
+                        raise ConfigError(f"the catalogue {self._shown} {said}")
+            return text.decode()
         except httpx.InvalidURL as error:
-            raise ConfigError(f"the catalogue {self._where} is no URL: {error}") from error
-        except (httpx.HTTPError, TimeoutError) as error:
-            raise StoreError(f"the catalogue {self._where} can't be read now: {error}") from error
-        return text.decode(errors="replace")
+            raise ConfigError(f"the catalogue {self._shown} is no URL: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the catalogue {self._shown} can't be used: {error}") from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            said = f"it was not there within {TIMEOUT_S:g} s"
+            raise StoreError(self._refusal(said)) from error
+        except httpx.HTTPError as error:
+            raise StoreError(self._refusal(str(error) or type(error).__name__)) from error
+
+    def _refusal(self, why: str) -> str:
+        return f"the catalogue {self._shown} can't be read now: {why}"
+
+
+def _said_by(answer: httpx.Response) -> str:
+    """Why an answer is no catalogue. Redirects are not followed: the flag names the place."""
+    if not answer.is_redirect:
+        return f"its server answers {answer.status_code}"
+    there = shown_url(answer.headers["location"])
+    return f"its server answers {answer.status_code} and leads to {there!r:.200}, must not redirect"

@@ -1,4 +1,4 @@
-"""A fleet with a real server of recordings: that of transformers, with a tiny Whisper."""
+"""A fleet with real servers of recordings, transformers' own and plain vLLM, and a tiny Whisper."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.test_serve_fleet_engines import TRANSFORMERS
+from tests.e2e.test_serve_fleet_engines import TRANSFORMERS, VLLM
 from tests.support.fleets import ToyFleet, ended
 from tests.support.tiny_whisper import make, recording
 from tests.support.waiting import until_yes, wait_until
 
-pytest.importorskip("librosa", reason="transformers' server reads recordings with it")
+pytest.importorskip("librosa", reason="the servers read recordings with it")
 pytestmark = [pytest.mark.server, pytest.mark.long]
+EACH = pytest.mark.parametrize("engine", ["transformers", "vllm"])
 
 LENGTH_S = 7.3
 SOUND = recording(LENGTH_S)
@@ -49,13 +50,20 @@ def fleet(whole_fleet: ToyFleet) -> Iterator[ToyFleet]:
     wait_until(lambda: not whole_fleet.processes("kvmig.command.guard"))
 
 
-def spec_of(whisper: Path, **instances: int) -> dict[str, Any]:
-    """A model of the fleet that the server of transformers serves."""
-    own: dict[str, Any] = {
-        "command": f"{TRANSFORMERS} serve {{model}} --host 127.0.0.1 --port {{port}}"
-        " --device {device} --dtype float32",
-        "served": str(whisper),
-    }
+def spec_of(engine: str, whisper: Path, **instances: int) -> dict[str, Any]:
+    """A model of the fleet that the engine's own server serves."""
+    if engine == "vllm":
+        own: dict[str, Any] = {
+            "command": f"env VLLM_CPU_KVCACHE_SPACE=1 {VLLM} --model {{model}} --host 127.0.0.1"
+            " --port {port} --served-model-name {name} --enforce-eager --max-num-seqs 4"
+            " --dtype float32",
+        }
+    else:
+        own = {
+            "command": f"{TRANSFORMERS} serve {{model}} --host 127.0.0.1 --port {{port}}"
+            " --device {device} --dtype float32",
+            "served": str(whisper),
+        }
     return {
         "name": "other", "source": f"path:{whisper}", "engine": "command", "memory": 2 << 30,
         "share_prefixes": True, "hang_timeout_s": 600,
@@ -75,10 +83,11 @@ def counted(fleet: ToyFleet, key: str) -> dict[str, Any]:
     return next((one for one in found if one["key"] == key.split("-")[1]), {"calls": 0})
 
 
+@EACH
 async def test_recordings_start_a_whisper_from_zero_are_counted_in_seconds_and_kept_to_a_limit(
-    fleet: ToyFleet, whisper: Path
+    fleet: ToyFleet, whisper: Path, engine: str
 ) -> None:
-    fleet.add(spec_of(whisper, max=1, zero_after_s=5))
+    fleet.add(spec_of(engine, whisper, max=1, zero_after_s=5))
     async with fleet.client("kvmig-none-such") as nobody:
         assert (await transcribe(nobody)).status_code == 401
     assert fleet.get("models/other")["state"] == "zero"
@@ -102,10 +111,11 @@ async def test_recordings_start_a_whisper_from_zero_are_counted_in_seconds_and_k
     assert ended(row["pid"])
 
 
+@EACH
 async def test_a_server_that_is_drained_and_a_model_that_is_removed_end_their_recordings_first(
-    fleet: ToyFleet, whisper: Path
+    fleet: ToyFleet, whisper: Path, engine: str
 ) -> None:
-    fleet.add(spec_of(whisper, min=2, max=2))
+    fleet.add(spec_of(engine, whisper, min=2, max=2))
     await until_yes(lambda: fleet.get("models/other")["serving"] == 2, within_s=START_S)
     async with fleet.client() as http:
         first = await asyncio.gather(*(transcribe(http) for _ in range(2)))

@@ -1,0 +1,126 @@
+"""A catalogue that an admin has put on a web server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmig.core.errors import ConfigError
+from kvmig.fleet import catalogue
+from kvmig.fleet.catalogue import KEPT_S, MOST_BYTES, CatalogueReader
+from kvmig.fleet.tables import StoreError
+from tests.support.catalogue_site import ONE, CatalogueSite
+
+OTHER = ONE.replace("small", "other")
+INSIDE = "http://10.1.2.3/catalogue.toml"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CatalogueSite]:
+    with CatalogueSite(tmp_path) as made:
+        monkeypatch.setenv("SSL_CERT_FILE", made.trusted)
+        for name in [one for one in os.environ if one.lower().endswith("_proxy")]:
+            monkeypatch.delenv(name)
+        yield made
+
+
+class SteppedReader(CatalogueReader):
+    """Whose clock the test sets."""
+
+    def __init__(self, where: str) -> None:
+        self.now = 0.0
+        super().__init__(where, lambda: self.now)
+
+    async def names(self) -> list[str]:
+        return [one.name for one in (await self.read()).models]
+
+    async def names_later(self) -> list[str]:
+        """Once what it has is too old."""
+        self.now += KEPT_S + 1
+        return await self.names()
+
+
+@pytest.fixture
+def reader(site: CatalogueSite) -> SteppedReader:
+    return SteppedReader(f"https://{site.place}")
+
+
+async def test_a_catalogue_that_changed_is_taken_once_the_last_one_is_old(
+    site: CatalogueSite, reader: SteppedReader
+) -> None:
+    assert await reader.names() == ["small"]
+    site.body = OTHER.encode()
+    reader.now += KEPT_S - 1
+    assert await reader.names() == ["small"]
+    assert len(site.asked) == 1
+    assert await reader.names_later() == ["other"]
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "broken": ({"body": b"date = ["}, ConfigError, "can't be used: "),
+    "no text": ({"body": ONE.encode() + b"# \xff"}, ConfigError, "can't be used: 'utf-8' codec"),
+    "too large": (
+        {"body": b"#" * (MOST_BYTES + 1)}, ConfigError, f"it has more than {MOST_BYTES} bytes",
+    ),
+    "cut": ({"length": 1000}, StoreError, "can't be read now: "),
+    "gone": ({"status": 404}, StoreError, "can't be read now: its server answers 404"),
+    "redirected": (
+        {"status": 302, "leads_to": INSIDE}, StoreError,
+        f"its server answers 302 and leads to '{INSIDE}', must not redirect",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_an_answer_that_is_no_catalogue_is_refused_by_name_and_the_last_one_stays(
+    site: CatalogueSite, reader: SteppedReader, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await reader.names() == ["small"]
+    faults, kind, said = WRONG[wrong]
+    vars(site).update(faults)
+    assert await reader.names_later() == ["small"]
+    assert f"the catalogue https://{site.place} " in caplog.text
+    assert said in caplog.text
+    with pytest.raises(kind) as refused:
+        await SteppedReader(f"https://{site.place}").read()
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value).strip()
+
+
+async def test_a_slow_answer_is_refused_with_its_time_and_the_last_one_stays(
+    site: CatalogueSite,
+    reader: SteppedReader,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert await reader.names() == ["small"]
+    site.slow = threading.Event()
+    monkeypatch.setattr(catalogue, "TIMEOUT_S", 0.3)
+    async with asyncio.timeout(10):
+        assert await reader.names_later() == ["small"]
+    assert "can't be read now: it was not there within 0.3 s" in caplog.text
+    site.slow.set()
+
+
+async def test_a_server_that_nobody_vouches_for_is_refused(
+    site: CatalogueSite, reader: SteppedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(StoreError, match=r"can't be read now: .*certificate"):
+        await reader.read()
+    assert site.asked == []
+
+
+async def test_what_is_secret_in_a_catalogues_url_is_in_no_reason(site: CatalogueSite) -> None:
+    site.status = 403
+    with pytest.raises(StoreError) as refused:
+        await SteppedReader(f"https://anna:word@{site.place}?token=hidden").read()
+    assert "answers 403" in str(refused.value)
+    assert not [one for one in ("word", "hidden") if one in str(refused.value)]
+    assert site.asked == ["/catalogue.toml?token=hidden"]
