@@ -138,5 +138,22 @@ async def test_a_server_that_is_drained_and_a_model_that_is_removed_end_their_re
         await until_yes(lambda: ended(last["pid"]))
 
 
+async def test_the_first_recordings_of_kvmigs_own_instances_are_heard_like_later_ones(
+    fleet: ToyFleet, whisper: Path
+) -> None:
+    flags = "--enforce-eager --max-num-seqs=4 --dtype=float32 --kv-cache-memory-bytes=128M"
+    own = {"engine": "vllm", "flags": flags.split(), "instances": {"min": 2, "max": 2}}
+    fleet.add({"name": "other", "source": f"path:{whisper}", **own})
+    await until_yes(lambda: fleet.get("models/other")["serving"] == 2, within_s=START_S)
+    key = str(fleet.ask("POST", "keys", {"user": "admin"}).json()["key"])
+    async with fleet.client(key) as http:
+        answers = [await transcribe(http) for _ in range(4)]
+    assert [one.status_code for one in answers] == [200] * 4, [one.text for one in answers]
+    (text,) = {one.json()["text"] for one in answers}
+    # Each character is a token, and the end is one.
+    await until_yes(lambda: counted(fleet, key).get("output") == 4 * (len(text) + 1))
+    assert counted(fleet, key)["calls"] == 4
+
+
 def states(fleet: ToyFleet) -> list[str]:
     return [one["state"] for one in fleet.instances("other")]

@@ -20,6 +20,7 @@ from kvmig.engines.vllm.warmup import (
     StepTimes,
     profile_path,
     read_profile,
+    takes_own,
     warm_up_requests,
     write_profile,
 )
@@ -98,12 +99,13 @@ class OwnRequests:
             raise NotParked(f"it computes {found} where it computed {self.canary} at its start")
 
     async def step_times(self, capacity: int, limit_s: float) -> list[StepTime]:
-        """Measured now, or by an earlier start of such an engine; none for one that doesn't decode.
+        """Measured now, or by an earlier start of such an engine; none for one that can't run such
+        requests.
 
         capacity: of the KV cache, in tokens.
         """
         config = self._core.vllm_config
-        if config.model_config.runner_type == "pooling":
+        if not takes_own(config):
             return []
         path = profile_path(config, capacity)
         times = read_profile(path)

@@ -83,14 +83,12 @@ class OutputProbe:
     @staticmethod
     def possible(config: VllmConfig) -> bool:
         """Whether a probe shows how such an engine rounds."""
-        on_cpu = config.device_config.device_type == "cpu"
-        return on_cpu and config.model_config.runner_type != "pooling"
+        return config.device_config.device_type == "cpu" and takes_own(config)
 
     @staticmethod
     def repeatable(config: VllmConfig) -> bool:
         """Whether a probe may show that this engine still computes the same after a sleep."""
-        model = config.model_config
-        return model.enable_sleep_mode and model.runner_type != "pooling"
+        return config.model_config.enable_sleep_mode and takes_own(config)
 
     def add_output(self, output: EngineCoreOutput) -> None:
         """Note one step's output."""
@@ -103,9 +101,20 @@ class OutputProbe:
         return self._bits.hexdigest()
 
 
+def takes_own(config: VllmConfig) -> bool:
+    """Whether an engine can run kvmig's own requests, which are tokens alone.
+
+    A model that pools samples none. A decoder that reads what an encoder has made of a recording
+    has nothing to read then. With vLLM 0.32 on a CPU what it computes of that also spoils the
+    answer of the engine's next request, which is a client's.
+    """
+    model = config.model_config
+    return model.runner_type != "pooling" and not model.is_encoder_decoder
+
+
 def warm_up_requests(config: VllmConfig) -> list[EngineCoreRequest]:
-    """One short request for each kind of sampling; none for a model that doesn't sample."""
-    if config.model_config.runner_type == "pooling":
+    """One short request for each kind of sampling; none for a model that takes none."""
+    if not takes_own(config):
         return []
     prompt = [min(token, config.model_config.get_vocab_size() - 1) for token in range(1, 9)]
     requests = [

@@ -23,7 +23,7 @@ from kvmig.engines.vllm.building import not_again
 from kvmig.engines.vllm.load import RequestHoldings
 from kvmig.engines.vllm.migration import check_movable, unmovable_engine
 from kvmig.engines.vllm.tables import RequestTables
-from kvmig.engines.vllm.warmup import warm_up_requests
+from kvmig.engines.vllm.warmup import OutputProbe, warm_up_requests
 from tests.support.environment import environment
 from tests.support.vllm_side import ENVIRONMENT
 
@@ -41,6 +41,7 @@ def config(
     overlapped: bool = False,
     metrics: str = "none",
     pooling: bool = False,
+    encoder: bool = False,
     workers: int = 1,
     device: str = "cuda",
     transfer: KVTransferConfig | None = None,
@@ -51,6 +52,7 @@ def config(
         SimpleNamespace(
             model_config=SimpleNamespace(
                 is_diffusion=diffusion,
+                is_encoder_decoder=encoder,
                 runner_type="pooling" if pooling else "generate",
             ),
             cache_config=SimpleNamespace(use_replayssm=replayssm),
@@ -161,8 +163,13 @@ def test_an_engine_without_such_state_lets_its_requests_go(method: str | None) -
     assert chosen(row(request(outputs=50), config(method)))
 
 
-def test_an_engine_that_does_not_sample_is_not_warmed_up_by_samples() -> None:
-    assert warm_up_requests(config(pooling=True)) == []
+@pytest.mark.parametrize("settings", [config(pooling=True), config(encoder=True)])
+def test_an_engine_that_cannot_answer_tokens_alone_gets_no_request_of_kvmigs_own(
+    settings: VllmConfig,
+) -> None:
+    assert warm_up_requests(settings) == []
+    settings.device_config.device_type = "cpu"
+    assert not OutputProbe.possible(settings)
 
 
 REQUESTS: dict[str, dict[str, Any]] = {
