@@ -30,9 +30,17 @@ TEMPLATE_TOKENS, TURN_TOKENS = 512, 32
 _TURN = b'"role"'
 _INLINE, _INLINE_LEAST = b'"data:', 64
 """How a medium begins that a body brings with it, and its least bytes."""
-_WITH_PARTS = ("messages", "input")
-"""Fields whose messages may have media among the parts of their content. What looks like media
-elsewhere (in a prompt, a tool's schema, a call's arguments) is text to a server."""
+_TURNS = ("messages", "input")
+_SCORED = ("query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2")
+_WITH_PARTS: Mapping[str, tuple[str, ...]] = {
+    "/v2/embed": ("inputs",),
+    **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _SCORED),
+}
+"""Fields whose objects may have media among the parts of their content, by path; elsewhere those of
+conversations. What looks like a medium in any other place (a prompt, a tool's schema, a call's
+arguments, a chat's documents) is text to a server."""
+_WITH_MEDIA = {"/v2/embed": "images"}
+"""The field that is a list of media, by path."""
 SPEECH, IMAGES = "/v1/audio/speech", "/v1/images/generations"
 _WITH_USAGE = ("/v1/completions", "/v1/chat/completions")
 _CHAT = ("max_completion_tokens", "max_tokens")
@@ -103,7 +111,7 @@ def plan_call(
     if route.model == "form":
         return _plan_form(route, body, kind, sequences)
     fields = fields_of(body)
-    media = list(_media_in(fields)) if fields is not None and _INLINE in body else []
+    media = list(_media_in(route.path, fields)) if fields is not None and _INLINE in body else []
     text = len(body) - sum(media)
     added = MEDIA_TOKENS * len(media) + TEMPLATE_TOKENS * prompts + TURN_TOKENS * body.count(_TURN)
     plan = CallPlan(body, prompt=-(-text // TOKEN_BYTES), prompt_most=text + added)
@@ -170,6 +178,9 @@ class _Turn(msgspec.Struct):
     content: Raw = Raw()
 
 
+_Turns: Any = _Turn | str | list[_Turn | str | list[_Turn | str]]
+
+
 class _ContentPart(msgspec.Struct):
     """Part of a message in OpenAI's APIs; its type names the field that it has."""
 
@@ -183,24 +194,36 @@ class _MediaUrl(msgspec.Struct):
     url: Raw = Raw()
 
 
-def _media_in(fields: Mapping[str, Raw]) -> Iterator[int]:
+def _media_in(path: str, fields: Mapping[str, Raw]) -> Iterator[int]:
     """The bytes of each medium that a call brings with it."""
-    for name in _WITH_PARTS:
-        for turn in _read(fields.get(name, Raw()), list[_Turn | str]) or ():
-            if isinstance(turn, _Turn):
-                yield from _media_of(turn)
+    for name in _WITH_PARTS.get(path, _TURNS):
+        yield from _media_of(_read(fields.get(name, Raw()), _Turns))
+    for url in _read(fields.get(_WITH_MEDIA.get(path, ""), Raw()), list[Raw]) or ():
+        yield from _inline(url)
 
 
-def _media_of(turn: _Turn) -> Iterator[int]:
-    for part in _read(turn.content, list[_ContentPart | str]) or ():
-        if isinstance(part, str):
-            continue
-        field = "image_url" if part.type == "input_image" else part.type
-        url = getattr(part, field) if field in ("image_url", "video_url", "audio_url") else Raw()
-        within = _read(url, _MediaUrl)
-        raw = bytes(url if within is None else within.url)
-        if raw.startswith(_INLINE) and len(raw) >= _INLINE_LEAST:
-            yield len(raw)
+def _media_of(turns: Any) -> Iterator[int]:
+    """turns: one, or a list of turns, or of the conversations of a batch."""
+    if isinstance(turns, list):
+        for one in turns:
+            yield from _media_of(one)
+    elif isinstance(turns, _Turn):
+        for part in _read(turns.content, list[_ContentPart | str]) or ():
+            if isinstance(part, _ContentPart):
+                yield from _inline(_url_of(part))
+
+
+def _url_of(part: _ContentPart) -> Raw:
+    field = "image_url" if part.type == "input_image" else part.type
+    url = getattr(part, field) if field in ("image_url", "video_url", "audio_url") else Raw()
+    within = _read(url, _MediaUrl)
+    return url if within is None else within.url
+
+
+def _inline(url: Raw) -> Iterator[int]:
+    raw = bytes(url)
+    if raw.startswith(_INLINE) and len(raw) >= _INLINE_LEAST:
+        yield len(raw)
 
 
 def _read(raw: Raw, kind: type[_Read]) -> _Read | None:

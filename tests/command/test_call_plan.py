@@ -105,6 +105,9 @@ PARTS = [{"type": "image_url", "image_url": {"url": LOOKS}}]
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": LOOKS}]}]},
         ),
+        ("/v1/chat/completions", {"messages": [], "documents": [{"content": PARTS}]}),
+        ("/v1/rerank", {"query": LOOKS, "documents": [LOOKS]}),
+        ("/v2/embed", {"texts": [LOOKS]}),
         ("/v1/chat/completions", {"messages": [], "tools": [{"messages": PARTS, "input": PARTS}]}),
         (
             "/v1/chat/completions",
@@ -120,10 +123,34 @@ def test_text_that_looks_like_a_medium_counts_by_its_bytes(
     assert plan.prompt >= len(LOOKS) // 4
 
 
-def test_an_image_of_a_response_counts_by_number() -> None:
-    part = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * 100_000}
-    plan = planned("/v1/responses", input=[{"role": "user", "content": [part, part]}])
-    assert 2 * MEDIA_TOKENS < plan.prompt_most < 3 * MEDIA_TOKENS
+URL = "data:image/png;base64," + "A" * 100_000
+CONTENT = {"content": [{"type": "image_url", "image_url": {"url": URL}}, {"type": "text"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]},
+        ),
+        ("/v1/chat/completions/batch", {"messages": [[{"role": "user", **CONTENT}]]}),
+        ("/cohere/v2/chat", {"messages": [{"role": "user", **CONTENT}]}),
+        ("/v1/embeddings", {"messages": [{"role": "user", **CONTENT}]}),
+        ("/v2/embed", {"inputs": [CONTENT]}),
+        ("/v2/embed", {"images": [URL]}),
+        ("/score", {"data_1": "a", "data_2": CONTENT}),
+        ("/v1/score", {"queries": ["a"], "documents": [CONTENT, "b"]}),
+        ("/v1/rerank", {"query": CONTENT, "documents": ["a"]}),
+    ],
+)
+def test_an_image_counts_by_number_wherever_an_api_takes_one(
+    path: str, fields: dict[str, Any]
+) -> None:
+    for indent in (None, 2):
+        body = json.dumps(fields, indent=indent).encode()
+        plan = plan_call(route(path), body, sequences=1, prompts=1, asks_usage=True)
+        assert MEDIA_TOKENS < plan.prompt_most < 2 * MEDIA_TOKENS
 
 
 @pytest.mark.parametrize(
