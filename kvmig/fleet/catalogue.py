@@ -105,7 +105,7 @@ class CatalogueReader:
 
 def _said_by(answer: httpx.Response) -> str:
     """Why an answer is no catalogue. Redirects are not followed: the flag names the place."""
-    if not answer.is_redirect:
+    if not answer.has_redirect_location:
         return f"its server answers {answer.status_code}"
     there = shown_url(answer.headers["location"])
     return f"its server answers {answer.status_code} and leads to {there!r:.200}, must not redirect"

@@ -70,6 +70,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "cut": ({"length": 1000}, StoreError, "can't be read now: "),
     "gone": ({"status": 404}, StoreError, "can't be read now: its server answers 404"),
+    "a redirect to nowhere": ({"status": 302}, StoreError, "its server answers 302"),
+    "not modified": ({"status": 304}, StoreError, "its server answers 304"),
     "redirected": (
         {"status": 302, "leads_to": INSIDE}, StoreError,
         f"its server answers 302 and leads to '{INSIDE}', must not redirect",

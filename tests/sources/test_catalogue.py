@@ -9,16 +9,7 @@ import pytest
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.spec import spec_of
 from kvmig.sources.catalogue import ModelCatalogue, name_for, read_catalogue
-
-ONE = """
-date = "2026-11-27"
-[[models]]
-name = "small"
-source = "hf:org/small"
-parameters = 1
-gb = 2
-licence = "MIT"
-"""
+from tests.support.catalogue_site import ONE
 
 
 @pytest.fixture(scope="module")
