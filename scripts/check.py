@@ -45,6 +45,7 @@ from scripts.long_slices import (
 )
 
 HERE = ROOT = Path(__file__).resolve().parent.parent
+"""The plugins of a check's pytest are in HERE; what is checked is in ROOT, another in its tests."""
 BIN = Path(sys.executable).parent
 SOME_FAILED = 1
 NO_TESTS = 5

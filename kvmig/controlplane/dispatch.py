@@ -257,7 +257,7 @@ def _held(view: ClusterView, request: NewRequest) -> tuple[Column, float]:
     rows = np.fromiter(map(view.rows.get, known, repeat(-1)), np.intp, count)
     held[rows] = np.fromiter(known.values(), np.float64, count)
     here = held[:-1]
-    longest = float(here.max())
+    longest = float(here.max(initial=0.0))
     if longest > request.demand_blocks:
         return np.minimum(here, request.demand_blocks), request.demand_blocks
     return here, longest

@@ -182,12 +182,14 @@ class ChildProcess:
             await self._kill()
 
     async def _kill(self) -> None:
+        if self._over:  # another stop came first: its id and descriptor may be another's
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()  # it may have hardly begun, and lead no group yet
         await self._process.wait()
-        if self._over:  # another stop has come this far first: the descriptor may be another's
+        if self._over:  # the other stop came during the wait
             return
         self._over = True
         remove(self._shared)

@@ -20,7 +20,7 @@ from kvmig.engines.vllm.warmup import (
     StepTimes,
     profile_path,
     read_profile,
-    takes_own,
+    takes_own_requests,
     warm_up_requests,
     write_profile,
 )
@@ -105,7 +105,7 @@ class OwnRequests:
         capacity: of the KV cache, in tokens.
         """
         config = self._core.vllm_config
-        if not takes_own(config):
+        if not takes_own_requests(config):
             return []
         path = profile_path(config, capacity)
         times = read_profile(path)

@@ -83,12 +83,12 @@ class OutputProbe:
     @staticmethod
     def possible(config: VllmConfig) -> bool:
         """Whether a probe shows how such an engine rounds."""
-        return config.device_config.device_type == "cpu" and takes_own(config)
+        return config.device_config.device_type == "cpu" and takes_own_requests(config)
 
     @staticmethod
     def repeatable(config: VllmConfig) -> bool:
         """Whether a probe may show that this engine still computes the same after a sleep."""
-        return config.model_config.enable_sleep_mode and takes_own(config)
+        return config.model_config.enable_sleep_mode and takes_own_requests(config)
 
     def add_output(self, output: EngineCoreOutput) -> None:
         """Note one step's output."""
@@ -101,7 +101,7 @@ class OutputProbe:
         return self._bits.hexdigest()
 
 
-def takes_own(config: VllmConfig) -> bool:
+def takes_own_requests(config: VllmConfig) -> bool:
     """Whether an engine can run kvmig's own requests, which are tokens alone.
 
     A model that pools samples none. A decoder that reads what an encoder has made of a recording
@@ -114,7 +114,7 @@ def takes_own(config: VllmConfig) -> bool:
 
 def warm_up_requests(config: VllmConfig) -> list[EngineCoreRequest]:
     """One short request for each kind of sampling; none for a model that takes none."""
-    if not takes_own(config):
+    if not takes_own_requests(config):
         return []
     prompt = [min(token, config.model_config.get_vocab_size() - 1) for token in range(1, 9)]
     requests = [
@@ -142,7 +142,7 @@ class WarmStep:
         self._core = core
         self._possible = (
             config.device_config.device_type == "cpu"
-            and config.model_config.runner_type != "pooling"
+            and takes_own_requests(config)
             and config.lora_config is None
             and config.speculative_config is None
             and not runner.uses_v2(core)
