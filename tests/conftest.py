@@ -53,6 +53,9 @@ TWO = (*PATIENT, "--instances=2", NEVER_BY_ITSELF, "--shutdown-timeout=5")
 # would change what a test sees, and Ray would keep the one that it makes up there.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+# Else any call of Ray in a test's own process joins whichever cluster another lane has now, or
+# waits without end for one that is gone.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 begin_loading()  # a lane that imports vLLM would walk all of it again and again
 

@@ -119,6 +119,7 @@ class RayLauncher:
             node = await self._place(name, needs, actor)
             order = RayOrder(
                 launch=launch,
+                node=node.node_id,
                 workers=workers,
                 threads=max(1, int(needs.get("CPU", node.total.get("CPU", 1))) // workers),
                 share=share_of(needs, node.total),
@@ -257,6 +258,8 @@ class RayOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Tells a supervisor what to start, and with which part of the node."""
 
     launch: LlumletLaunch
+    node: str
+    """Ray's id of the node that it was placed on."""
     workers: int
     threads: int
     """OpenMP threads of each worker on a CPU."""
@@ -289,7 +292,7 @@ class LlumletActor:
     async def start(self, order: RayOrder, address: str) -> None:
         """Start the llumlet; it binds to `address`. Raises ConfigError or StartupError."""
         sweep()  # of instances that were killed on this host
-        order = in_unit(on_node(order, os.environ), await self.node())
+        order = in_unit(on_node(order, os.environ))
         environment = node_environment(order, os.environ)
         arena = await asyncio.to_thread(arena_of_unit, order, environment)
         launch = msgspec.structs.replace(
@@ -308,7 +311,7 @@ class LlumletActor:
             name = f"instance {launch.instance}"
             spawn = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
             if order.files:
-                spawn = forked_or(spawn, await self.node(), order.files, launch, environment)
+                spawn = forked_or(spawn, order.node, order.files, launch, environment)
             self._child = await LocalLlumlet.start(name, spawn, launch)
         except BaseException:
             if start is not None:
@@ -381,12 +384,12 @@ def on_node(order: RayOrder, environment: Mapping[str, str]) -> RayOrder:
     return msgspec.structs.replace(order, model=model, launch=launch)
 
 
-def in_unit(order: RayOrder, node: str) -> RayOrder:
-    """The same with the path of the unit's socket on this node. node: Ray's id of it."""
+def in_unit(order: RayOrder) -> RayOrder:
+    """The same with the path of the unit's socket on its node."""
     config = order.launch.config
     if config.unit is None:
         return order
-    unit = msgspec.structs.replace(config.unit, path=unit_address(node, config.unit.path))
+    unit = msgspec.structs.replace(config.unit, path=unit_address(order.node, config.unit.path))
     config = msgspec.structs.replace(config, unit=unit)
     return msgspec.structs.replace(
         order, launch=msgspec.structs.replace(order.launch, config=config)

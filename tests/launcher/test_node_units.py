@@ -68,8 +68,8 @@ def order_of(unit: UnitConfig | None) -> RayOrder:
         cluster="test", instance="i0", secret=b"s", config=config, engine_argv=[]
     )
     return RayOrder(
-        launch=launch, workers=1, threads=1, share=1.0, gpu=0.0, model="/m", kv_bytes=None,
-        environment={},
+        launch=launch, node=NODE, workers=1, threads=1, share=1.0, gpu=0.0, model="/m",
+        kv_bytes=None, environment={},
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_pauses_grow_to_half_a_minute() -> None:
 async def test_an_instance_on_a_node_joins_the_nodes_agent_and_has_its_arena(
     units: NodeUnits,
 ) -> None:
-    order = in_unit(order_of(UnitConfig(path=PATH)), NODE)
+    order = in_unit(order_of(UnitConfig(path=PATH)))
     assert order.launch.config.unit == UnitConfig(path=unit_address(NODE, PATH))
     with pytest.raises(StartupError, match="the unit's agent on this node does not answer"):
         await asyncio.to_thread(arena_of_unit, order, {})
@@ -135,7 +135,7 @@ async def test_an_instance_on_a_node_joins_the_nodes_agent_and_has_its_arena(
 
 
 def test_an_instance_without_a_unit_is_as_it_was() -> None:
-    assert in_unit(order_of(None), NODE) == order_of(None)
+    assert in_unit(order_of(None)) == order_of(None)
     assert arena_of_unit(order_of(None), {}) == 0
 
 

@@ -36,8 +36,8 @@ def order(**fields: Any) -> RayOrder:
         cluster="test", instance="i0", secret=b"s", config=ClusterConfig(), engine_argv=["m", "-x"]
     )
     usual: dict[str, Any] = {
-        "launch": launch, "workers": 1, "threads": 3, "share": 1.0, "gpu": 0.0, "model": "m",
-        "kv_bytes": None, "environment": {},
+        "launch": launch, "node": "n1", "workers": 1, "threads": 3, "share": 1.0, "gpu": 0.0,
+        "model": "m", "kv_bytes": None, "environment": {},
     }  # fmt: skip
     return RayOrder(**{**usual, **fields})
 
