@@ -13,6 +13,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -536,7 +537,9 @@ class ClusterServer:
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait((ended, stop), return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
+            until = time.monotonic() + self._config.shutdown_timeout_s
             await self._front.drain(self._at_once)
+            await self._cluster.let_read(max(0.0, until - time.monotonic()), self._at_once)
         else:
             stop.cancel()
             self._exit_code = 1

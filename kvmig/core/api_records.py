@@ -62,6 +62,13 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     blocks_used: int = 0
     running: int = 0
     waiting: int = 0
+    unread: Annotated[
+        int,
+        Meta(
+            description="Ended requests whose KV blocks a KV connector still keeps for another "
+            "engine that is to read them."
+        ),
+    ] = 0
     seats: Annotated[
         int, Meta(description="Requests that run at once; 0: as many as there are blocks for.")
     ] = 0
@@ -165,6 +172,9 @@ class DrainingInstance(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     detail: Annotated[str, Meta(description="The reason of this state.")] = ""
     requests: Annotated[int, Meta(description="Requests that are left on it.")]
+    unread: Annotated[
+        int, Meta(description="Ended requests whose KV blocks another engine is still to read.")
+    ] = 0
     migrations_out: Annotated[int, Meta(description="Under way now.")] = 0
 
 

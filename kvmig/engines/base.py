@@ -82,6 +82,9 @@ class EngineLoad(msgspec.Struct, frozen=True):
     """Blocks of running requests' prompts that are still to be computed before they decode."""
     limit_blocks: int = 0
     """What `total_blocks` could be if others that share its memory gave theirs; 0: none does."""
+    unread: int = 0
+    """Requests that have ended, and whose blocks a KV connector still keeps: another engine is to
+    read them. They neither run nor wait."""
 
     @property
     def most_blocks(self) -> int:

@@ -42,6 +42,7 @@ def drain_report(
             id=row.id,
             detail=row.detail,
             requests=row.running + row.waiting,
+            unread=row.unread,
             migrations_out=row.migrations_out,
         )
         for row in draining.values()

@@ -121,6 +121,16 @@ class InstanceManager:
         self._instances.clear()
         await self._launcher.close()
 
+    async def let_read(self, within_s: float, at_once: asyncio.Event) -> None:
+        """Wait until other engines have read the blocks that instances keep for them: at most that
+        long, and no longer than until `at_once`. Nothing new comes to the instances."""
+        reading = asyncio.gather(*(one.let_read(within_s) for one in self._instances.values()))
+        signal = asyncio.create_task(at_once.wait())
+        try:
+            await asyncio.wait((reading, signal), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_tasks(reading, signal)
+
     def members(self) -> list[ClusterMember]:
         """The instances, in the order in which they came."""
         return [instance.member for instance in self._instances.values()]

@@ -139,6 +139,8 @@ class ManagedInstance:
         self._empty = asyncio.Event()
         """Set when its process shall end now, and start again."""
         self._deadline, self._ends = 0.0, False
+        self._readers_until = 0.0
+        """When its end no longer waits for other engines that are to read its blocks."""
         self._sessions_until = 0.0
         """When its process ends though idle sessions may be left."""
         self._draining: asyncio.Task[None] | None = None
@@ -191,6 +193,7 @@ class ManagedInstance:
         self._leaving = self._leaving or leave
         self._deadline, self._ends = _now() + deadline.seconds, deadline.ends
         self._sessions_until = self._deadline + REPORT_S
+        self._readers_until = self._deadline
         self._want("draining", "ends when it is empty" if self._leaving else "")
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(self._drain(), name=f"drain of {self.name}")
@@ -225,6 +228,17 @@ class ManagedInstance:
         self._want("serving", "ends when it is empty")
         if self._draining is None or self._draining.done():
             self._draining = asyncio.create_task(self._leave_last(), name=f"end of {self.name}")
+
+    async def let_read(self, within_s: float) -> None:
+        """Wait until other engines have read the blocks that it keeps for them, at most that long.
+
+        Nothing new comes to it. What has just ended is reported in a moment.
+        """
+        self._readers_until = _now() + within_s
+        settled = _now() + min(within_s, SETTLE_S)
+        while self._held() and _now() < settled:  # noqa: ASYNC110 - its reports are no events
+            await asyncio.sleep(POLL_S)
+        await self._let_read()
 
     def stop_drain(self) -> None:
         """Let it serve again. Raises OrderRefused."""
@@ -353,6 +367,7 @@ class ManagedInstance:
             await self._empty_out(first)
         finally:
             await cancel_tasks(first)
+        await self._let_read()
         # Turns that have ended here meanwhile go now; what the last report has left stays.
         last = self._carry_sessions()
         try:
@@ -401,14 +416,35 @@ class ManagedInstance:
         while True:
             while self._held() != 0:  # noqa: ASYNC110 - its reports are no events
                 await asyncio.sleep(POLL_S)
+            self._readers_until = _now() + self._config.lifecycle.drain_deadline_s
+            await self._let_read()
             self._want("draining", "ends when it is empty")
             while not self._says("draining"):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(SETTLE_S)
             if self._held() == 0:
+                await self._let_read()  # of what came since it was empty
                 self._cluster.remove_instance(self)
                 return
             self._want("serving", "ends when it is empty")
+
+    async def _let_read(self) -> None:
+        """Wait for other engines that are to read its blocks; its end would fail their reads."""
+        if not self._unread:
+            return
+        whose = f"KV blocks of {self._unread} ended requests"
+        waits = f"waits until other engines have read {whose}"
+        say(f"instance {self.name} {waits}, {max(0.0, self._readers_until - _now()):.0f} s at most")
+        self._set(self.state, waits)
+        while self._unread and _now() < self._readers_until:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        if self._unread:
+            say(f"instance {self.name}: {self._unread} of them were not read in time")
+
+    @property
+    def _unread(self) -> int:
+        """Ended requests whose blocks other engines are to read, as last reported."""
+        return 0 if self._report is None else self._report.load.unread
 
     async def _to_renew(self) -> str:
         await self._empty.wait()

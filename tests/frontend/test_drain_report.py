@@ -110,3 +110,11 @@ def test_a_server_is_not_drained_between_the_moves_of_two_idle_sessions() -> Non
 )
 def test_a_server_is_drained_when_nothing_runs_on_it(here: InstanceRow, state: str) -> None:
     assert drain_report([here, THERE], [], [], {}).state == state
+
+
+def test_what_other_engines_are_still_to_read_of_a_draining_instance_is_shown() -> None:
+    waits = replace(HERE, running=0, unread=3, detail="waits until other engines have read it")
+
+    report = drain_report([waits, THERE], [], [], {})
+
+    assert (report.state, report.instances[0].unread) == ("draining", 3)

@@ -412,6 +412,95 @@ async def test_one_leaves_only_once_front_ends_know_where_its_requests_went() ->
         await it.hears(i1="serving")
 
 
+READ_BY_OTHERS = EngineLoad(100, 20, 0, 0, 0, 0, unread=2)
+"""Nothing runs, and another engine is to read the blocks of two requests that have ended."""
+WAITS = "waits until other engines have read KV blocks of 2 ended requests"
+
+
+async def reporting_unread(it: World) -> Process:
+    """The process of i0, once the launcher knows what others are to read there."""
+    process = it.launcher.process("i0")
+    process.load = READ_BY_OTHERS
+
+    def reports() -> bool:
+        report = report_of(instance_of(it.cluster, "i0"))
+        return report is not None and report.load.unread == 2
+
+    await until(reports)
+    return process
+
+
+@pytest.mark.parametrize("leave", [True, False])
+async def test_a_drain_waits_until_other_engines_have_read_what_is_kept_for_them(
+    leave: bool,
+) -> None:
+    async with world() as it:
+        process = it.launcher.process("i0")
+        process.load = READ_BY_OTHERS
+        await it.link.order(drain("i0", leave=leave))
+        await until(lambda: it.front.members[0].detail == WAITS)
+        await asyncio.sleep(0.2)
+        assert it.front.states() == {"i0": "draining", "i1": "serving"}
+        assert not process.stopped
+        process.load = IDLE
+        if leave:
+            await it.hears(i1="serving")
+        else:
+            await until(lambda: it.front.members[0].detail == "it is empty")
+
+
+async def test_a_drain_waits_for_readers_until_its_deadline_and_says_so() -> None:
+    async with world() as it:
+        it.launcher.process("i0").load = READ_BY_OTHERS
+        await it.link.order(drain("i0", leave=True, deadline_s=0.4))
+        await until(lambda: it.front.members[0].detail == WAITS)
+        await it.hears(i1="serving")
+        assert "instance i0: 2 of them were not read in time" in it.said
+
+
+async def test_a_rolling_restart_waits_until_other_engines_have_read() -> None:
+    async with world() as it:
+        process = it.launcher.process("i0")
+        process.load = READ_BY_OTHERS
+        await it.link.order(lambda number: RestartInstances(number, ("i0",)))
+        await until(lambda: it.front.members[0].detail == WAITS)
+        assert not process.stopped
+        process.load = IDLE
+        await until(lambda: process.stopped)
+        await it.hears(i0="serving", i1="serving")
+
+
+async def test_the_last_instance_that_is_to_leave_waits_until_other_engines_have_read() -> None:
+    async with world() as it:
+        await it.link.order(drain("i1", leave=True))
+        await it.hears(i0="serving")
+        process = await reporting_unread(it)
+        await it.link.order(drain("i0", leave=True, last=True))
+        await until(lambda: it.front.members[0].detail == WAITS)
+        assert it.front.states() == {"i0": "serving"}, "it takes calls until then"
+        process.load = IDLE
+        await it.hears()
+
+
+async def test_a_server_that_ends_waits_until_other_engines_have_read_or_for_a_second_signal() -> (
+    None
+):
+    async with world() as it:
+        process = await reporting_unread(it)
+        at_once = asyncio.Event()
+        ending = asyncio.create_task(it.cluster.let_read(60.0, at_once))
+        await until(lambda: it.front.members[0].detail == WAITS)
+        assert not ending.done()
+        at_once.set()
+        await asyncio.wait_for(ending, PATIENCE_S)
+
+        ending = asyncio.create_task(it.cluster.let_read(60.0, asyncio.Event()))
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        process.load = IDLE
+        await asyncio.wait_for(ending, PATIENCE_S)
+
+
 async def test_after_the_deadline_front_ends_are_told_to_go_on_elsewhere() -> None:
     async with world() as it:
         it.launcher.process("i0").load = BUSY

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from kvmig.engines.base import ClassLoad, EngineLoad, Preempted, RequestState
+from kvmig.engines.vllm.connectors import NATIVE
 from kvmig.engines.vllm.migration import unmovable
 from kvmig.engines.vllm.tables import RequestTables
 
@@ -47,6 +48,9 @@ class RequestHoldings:
         self._scheduler = scheduler
         self._tables = tables
         self._preemptions = PreemptionCounter(scheduler)
+        self._unread = UnreadRequests(scheduler)
+        if transfer is not None and transfer.kv_connector != NATIVE:
+            self._unread.watch_ends()
         self._queues = queues_of(scheduler, tables.demand)
         self._unmovable_here = unmovable_here
         self._transfer = transfer
@@ -69,6 +73,7 @@ class RequestHoldings:
             seats=scheduler.max_num_running_reqs,
             preempted_waiting=sum(queue.preempted for queue in self._queues),
             prefill_blocks=sum(self._left(request) for request in scheduler.running),
+            unread=len(self._unread.kept),
         )
 
     def listing(
@@ -175,6 +180,35 @@ class PreemptionCounter:
         if any(other.priority < request.priority for other in self._scheduler.running):
             self._below[request.priority] += 1
         self._preempt(request, *args, **kwargs)
+
+
+class UnreadRequests:
+    """The ended requests of one engine whose blocks its KV connector keeps, on the engine's thread.
+
+    vLLM goes on to make steps while there are some, in which it learns what was read; after NIXL's
+    lease it frees what was not.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.kept: set[str] = set()
+        """Their ids."""
+        self._scheduler = scheduler
+
+    def watch_ends(self) -> None:
+        """Wraps the scheduler's two methods that end a request and free its blocks."""
+        self._end, self._free = self._scheduler._free_request, self._scheduler._free_blocks
+        self._scheduler._free_request = self._end_request
+        self._scheduler._free_blocks = self._free_blocks
+
+    def _end_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        told = self._end(request, *args, **kwargs)
+        if request.request_id in self._scheduler.requests:
+            self.kept.add(request.request_id)
+        return told
+
+    def _free_blocks(self, request: Request) -> None:
+        self.kept.discard(request.request_id)
+        self._free(request)
 
 
 class CountingQueue(RequestQueue):

@@ -261,6 +261,24 @@ async def test_one_whose_blocks_another_engine_is_to_read_stays_by_the_connector
     await until_free(pair)
 
 
+async def test_an_engine_reports_ended_requests_whose_blocks_another_one_is_still_to_read(
+    pair: Pair,
+) -> None:
+    """And goes on to make steps until they are read, though nothing runs."""
+    assert pair.a.engine.load().unread == 0
+    told = await computed(pair, pair.a, "p")
+    pair.a.step()
+    assert (pair.a.engine.load().unread, pair.a.engine.load().running) == (1, 0)
+    assert pair.a.engine.load().used_blocks
+
+    pair.b.scheduler.reset_prefix_cache()
+    pair.submit(pair.b, "r", PROMPT, max_tokens=2, **told)
+    await until_ended(pair, "r")
+    await until_free(pair)
+
+    assert (pair.a.engine.load().unread, pair.b.engine.load().unread) == (0, 0)
+
+
 async def test_engines_of_one_host_have_a_port_and_an_id_each(pair: Pair) -> None:
     told = [(await computed(pair, side, f"p{side.used_blocks}{n}"))["extra_args"]
             for n, side in enumerate((pair.a, pair.b))]  # fmt: skip
