@@ -60,8 +60,8 @@ class HttpCall:
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
         "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media",
-        "over", "priority", "quota", "request_ids", "room", "sequences", "session", "session_name",
-        "status", "tenant", "told", "trace", "writers",
+        "over", "payer", "priority", "quota", "request_ids", "room", "sequences", "session",
+        "session_name", "status", "tenant", "told", "trace", "writers",
     )  # fmt: skip
 
     def __init__(
@@ -94,6 +94,8 @@ class HttpCall:
         """Number of its class in its header, which goes before all else; None: it has none."""
         self.sequences = 1
         """Sequences that it asks for: answers to each prompt, times its prompts."""
+        self.payer = ""
+        """The account whose part of what is bounded for all it takes; empty: it is unknown."""
         self.session: int | None = None
         """What stands for the session that it names (`kvmig.asgi.session_id`); None: it names
         none."""

@@ -6,11 +6,13 @@ prompt that is shorter than a mark, leave only the session to go by.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import NamedTuple
 
+from kvmig.core.tenant_order import TenantOrder
+
 MOST_SESSIONS = 20_000
-"""Sessions that are kept; the one that was used longest ago goes first."""
+"""Sessions that are kept; of the tenant with the most, the one that was used longest ago goes
+first."""
 TRUST = 0.5
 """Part of a session's last prompt that counts as held where it was sent."""
 
@@ -21,6 +23,8 @@ class SessionPlace(NamedTuple):
     instance: str
     blocks: float
     """KV blocks of its prompt."""
+    tenant: str = ""
+    """The account that sent it; empty: it is unknown."""
 
     def presumed_blocks(self, demand_blocks: float) -> float:
         """Blocks of the next prompt that count as held there, where no report shows it."""
@@ -32,7 +36,8 @@ class SessionHints:
 
     def __init__(self, most: int = MOST_SESSIONS) -> None:
         self._most = most
-        self._places: OrderedDict[int, SessionPlace] = OrderedDict()
+        self._places: dict[int, SessionPlace] = {}
+        self._order = TenantOrder[int]()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -40,9 +45,9 @@ class SessionHints:
     def remember_place(self, session: int, place: SessionPlace) -> None:
         """A request of the session was sent there."""
         self._places[session] = place
-        self._places.move_to_end(session)
+        self._order.record_use(session, place.tenant)
         if len(self._places) > self._most:
-            self._places.popitem(last=False)
+            self.forget_session(self._order.find_next())
 
     def find(self, session: int) -> SessionPlace | None:
         """The place of the session's last request; None: it isn't known."""
@@ -50,9 +55,10 @@ class SessionHints:
 
     def forget_session(self, session: int) -> None:
         """The place isn't known any more."""
-        self._places.pop(session, None)
+        if self._places.pop(session, None) is not None:
+            self._order.remove_entry(session)
 
     def forget(self, instance: str) -> None:
         """The instance is gone, or began again: it holds nothing."""
         for session in [key for key, place in self._places.items() if place.instance == instance]:
-            del self._places[session]
+            self.forget_session(session)

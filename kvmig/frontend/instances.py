@@ -543,7 +543,8 @@ class InstancePool:
             self._view.dispatched(instance, demand_blocks, now)
             self._prefixes.expect(instance, marks, now)
             if order.session is not None and self._by_prefixes:
-                self._sessions.remember_place(order.session, SessionPlace(instance, demand_blocks))
+                place = SessionPlace(instance, demand_blocks, order.payer)
+                self._sessions.remember_place(order.session, place)
             return instance
 
     def find_carriage(self, order: DispatchOrder, source: str) -> TurnCarriage | None:

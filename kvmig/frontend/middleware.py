@@ -265,6 +265,7 @@ class HttpMiddleware:
             if scope["method"] == "POST":
                 check_open(state, scope["path"])
                 check_stalls(state, payer)
+            call.payer = payer
             call.body = state.budget.enter(payer)
             rules = state.body_rules(path, found, headers)
             message = await read_body(rules, call.body, headers, receive)

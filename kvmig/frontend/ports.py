@@ -117,6 +117,8 @@ class DispatchOrder(NamedTuple):
     """Computes the marks of its prompt (`kvmig.core.prefix_marks`); None: it has none."""
     session: int | None = None
     """What stands for its session (`kvmig.asgi.session_id`); None: it names none."""
+    payer: str = ""
+    """The account whose session that is; empty: it is unknown."""
 
 
 class InstancePort(Protocol):

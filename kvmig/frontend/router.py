@@ -327,6 +327,7 @@ class Router:
             payload,
             marks=marks,
             session=None if call is None else call.session,
+            payer="" if call is None else call.payer,
         )
         await self.sessions.carry_ahead(order)
         if call is not None and call.tenant:

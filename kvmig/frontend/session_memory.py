@@ -16,13 +16,15 @@ from itertools import takewhile
 from kvmig.asgi.errors import UnknownSession
 from kvmig.core.clock import Clock
 from kvmig.core.prefix_marks import MARK_TOKENS
+from kvmig.core.tenant_order import TenantOrder
 from kvmig.engines.base import Frames
 
 KEPT_S = 3600.0
 """How long a session is remembered after its last request."""
 MOST_SESSIONS = 4096
 MOST_BYTES = 64 << 20
-"""Bound for all sessions together; the one that was used longest ago goes first."""
+"""Bound for all sessions together. Of the tenant that takes most of both bounds, the one that was
+used longest ago goes first."""
 FIXED_BYTES = 1024
 """What a session takes besides its request and tokens."""
 UNKNOWN = f"no request of such a session has ended here in the last {KEPT_S / 60:g} minutes"
@@ -43,6 +45,8 @@ class RememberedSession:
     output_token_ids: array[int]
     marks: Sequence[int] = ()
     """Marks of its prompt (`kvmig.core.prefix_marks`), where they are known."""
+    tenant: str = ""
+    """The account that it counts for; empty: it is unknown."""
     ended_at: float = 0.0
 
     @property
@@ -68,6 +72,7 @@ class SessionMemory:
         self._most = most
         self._most_bytes = most_bytes
         self._sessions: OrderedDict[int, RememberedSession] = OrderedDict()
+        self._order = TenantOrder[int]()
         self.nbytes = 0
         """Memory of all that are kept."""
 
@@ -77,9 +82,12 @@ class SessionMemory:
     def remember_session(self, session: RememberedSession) -> None:
         """A request of it has ended; nothing is kept of one that is too large."""
         self._drop(session.owner)
-        session.ended_at = self._clock()
-        self._sessions[session.owner] = session
-        self.nbytes += session.nbytes
+        if session.nbytes <= self._most_bytes:
+            session.ended_at = self._clock()
+            self._sessions[session.owner] = session
+            weight = session.nbytes + self._most_bytes // self._most
+            self._order.record_use(session.owner, session.tenant, weight)
+            self.nbytes += session.nbytes
         self.forget_old()
 
     def find(self, owner: int) -> RememberedSession:
@@ -138,12 +146,15 @@ class SessionMemory:
         oldest = self._clock() - KEPT_S
         while self._sessions:
             first = next(iter(self._sessions.values()))
-            crowded = len(self._sessions) > self._most or self.nbytes > self._most_bytes
-            if not crowded and first.ended_at > oldest:
+            if first.ended_at <= oldest:
+                self._drop(first.owner)
+            elif len(self._sessions) > self._most or self.nbytes > self._most_bytes:
+                self._drop(self._order.find_next())
+            else:
                 return
-            self._drop(first.owner)
 
     def _drop(self, owner: int) -> None:
         dropped = self._sessions.pop(owner, None)
         if dropped is not None:
             self.nbytes -= dropped.nbytes
+            self._order.remove_entry(owner)

@@ -117,6 +117,7 @@ class SessionMoves:
                 request.payload,
                 array("I", request.output_token_ids),
                 request.marks,
+                call.payer,
             )
         )
 

@@ -32,6 +32,19 @@ def test_an_instance_that_is_gone_has_no_sessions() -> None:
     assert hints.find(2) is not None
 
 
+def test_one_tenants_flood_of_sessions_pushes_out_none_of_another_ones() -> None:
+    hints = SessionHints(MOST)
+    hints.remember_place(1, SessionPlace("i0", 10, "ours"))
+    for number in range(10, 1000):
+        hints.remember_place(number, SessionPlace("i1", 10, "theirs"))
+        assert len(hints) <= MOST
+    assert hints.find(1) is not None
+    assert [hints.find(one) is not None for one in (997, 998, 999)] == [False, True, True]
+    hints.forget_session(999)
+    hints.forget("i1")
+    assert len(hints) == 1
+
+
 @given(st.lists(st.integers(0, 9)))
 def test_the_sessions_that_were_used_last_are_kept(used: list[int]) -> None:
     hints = SessionHints(MOST)

@@ -205,6 +205,25 @@ async def test_a_call_names_its_session_in_a_header_or_in_its_body() -> None:
     assert await session_of({}) is None
 
 
+async def test_a_session_counts_for_the_key_of_its_call() -> None:
+    payers = []
+
+    async def answer(request: Request) -> JSONResponse:
+        call = current_call.get()
+        payers.append("" if call is None else call.payer)
+        return JSONResponse({})
+
+    app = Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
+    behind_middleware(app).keyed = True
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        for key in ("one", "one", "other"):
+            headers = {"authorization": f"Bearer {key}", "x-session-id": "s"}
+            await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert payers[0] == payers[1] != payers[2]
+    assert all(payers)
+
+
 async def test_a_session_of_too_many_characters_is_refused() -> None:
     said = await session_of({"x-session-id": "s" * 257})
     assert said == "x-session-id has 257 characters, allowed are 256"

@@ -35,10 +35,11 @@ def session(
     instance: str = "a",
     marks: Sequence[int] = (),
     size: int = 1,
+    tenant: str = "",
 ) -> RememberedSession:
     payload, tokens = [b"x" * size], array("I", [1, 2])
     return RememberedSession(
-        owner, owner if name is None else name, instance, payload, tokens, marks
+        owner, owner if name is None else name, instance, payload, tokens, marks, tenant
     )
 
 
@@ -126,6 +127,28 @@ def test_one_that_is_larger_than_all_may_be_is_not_kept() -> None:
     memory = SessionMemory(Hands(), most_bytes=FIXED_BYTES * 2)
     memory.remember_session(session(1, size=FIXED_BYTES * 2))
     assert (len(memory), memory.nbytes) == (0, 0)
+
+
+def test_one_that_is_larger_than_all_may_be_pushes_out_no_other() -> None:
+    memory, small = SessionMemory(Hands(), most_bytes=FIXED_BYTES * 2), session(1)
+    memory.remember_session(small)
+    memory.remember_session(session(2, size=FIXED_BYTES * 2))
+    assert memory.find_all() == [small]
+    memory.remember_session(session(1, size=FIXED_BYTES * 2))
+    assert memory.find_all() == [], "what it has of an earlier turn isn't its last"
+
+
+@pytest.mark.parametrize("size", [1, FIXED_BYTES])
+def test_one_tenants_flood_of_sessions_pushes_out_none_of_another_ones(size: int) -> None:
+    memory = SessionMemory(Hands(), most=8, most_bytes=16 * FIXED_BYTES)
+    ours = [session(number, tenant="ours") for number in range(3)]
+    for one in ours:
+        memory.remember_session(one)
+    for number in range(10, 1000):
+        memory.remember_session(session(number, tenant="theirs", size=size))
+        assert len(memory) <= 8
+    assert memory.find_all()[:3] == ours
+    assert memory.find(999).tenant == "theirs"
 
 
 def test_the_beginning_that_sessions_of_one_instance_share_is_known() -> None:

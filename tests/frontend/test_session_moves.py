@@ -25,18 +25,20 @@ from kvmig.controlplane.front_messages import (
     SessionsFound,
 )
 from kvmig.controlplane.messages import Migrated, MoveSession
+from kvmig.controlplane.session_hints import SessionHints
 from kvmig.core.clock import monotonic
 from kvmig.core.config import ClusterConfig, SchedulerConfig
 from kvmig.core.order_fence import OrderToken
 from kvmig.core.prefix_marks import MARK_TOKENS
 from kvmig.engines.base import EngineLoad
 from kvmig.engines.held_marks import MARK_METHOD, PrefixNews, pack_marks
-from kvmig.frontend import session_moves
+from kvmig.frontend import instances, session_moves
 from kvmig.frontend.admin import admin_api
+from kvmig.frontend.session_memory import SessionMemory
 from kvmig.frontend.struct_answers import add_schemas
 from kvmig.rpc.messages import RpcMessage
 from tests.support.fake_llumlet import Cluster, FakeLlumlet, cluster, report
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 
 async def raise_fence(token: OrderToken) -> None:
@@ -57,6 +59,7 @@ def of_session(session: str, account: str = "") -> Iterator[None]:
     """Inside the block requests are those of a call that names a session."""
     call = HttpCall("c")
     call.session, call.session_name = named(session, account), named(session, "")
+    call.payer = account
     token = current_call.set(call)
     try:
         yield
@@ -169,6 +172,19 @@ async def test_two_accounts_with_one_id_are_two_sessions() -> None:
         asked, bobs.on[MoveSession] = answering()
         done = await client.post("/sessions/move", json={"session": "s", "account": "bob"})
         assert (done.status_code, len(asked), bobs.payload) == (200, 1, [b"payload"])
+
+
+async def test_one_users_flood_of_sessions_leaves_another_ones_hint_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(instances, "SessionHints", lambda: SessionHints(2))
+    async with cluster() as it:
+        monkeypatch.setattr(it.router.sessions, "memory", SessionMemory(monotonic, 2))
+        where = await said(it, "s", "r", "ours")
+        for number in range(4):
+            await said(it, f"t{number}", f"t{number}", "theirs")
+        assert {one.tenant for one in it.router.sessions.memory.find_all()} == {"ours", "theirs"}
+        assert await said(it, "s", "q", "ours") is where
 
 
 async def test_a_session_that_is_moved_is_not_moved_twice_at_once() -> None:
@@ -531,3 +547,25 @@ async def test_a_turn_waits_no_longer_for_a_move_than_its_prefill_takes() -> Non
         where.send(Migrated(order.call_id, done))
         (known,) = it.router.sessions.memory.find_all()
         await until(lambda: known.instance == there.instance)
+
+
+async def test_a_turn_stays_where_the_other_instance_has_no_room_for_its_session() -> None:
+    async with cluster() as it:
+        where, there = await crowded(it, FAST)
+        there.report(EngineLoad(10_001, 9_990, 1, 0, 0, 0))
+        await until(lambda: any(one.load.used_blocks == 9_990 for one in it.router.fleet.views()))
+        asked, where.on[MoveSession] = answering()
+        assert await next_turn(it) == where.instance
+        assert asked == []
+
+
+async def test_a_turn_whose_instance_is_lost_during_the_copy_runs_at_the_other_one() -> None:
+    async with cluster() as it:
+        where, there = await crowded(it, FAST)
+        it.router.fleet.note_prompt(10_000, 100.0)  # it waits for long, then
+        waiting = asyncio.create_task(next_turn(it))
+        assert isinstance(await where.hear(), MoveSession)
+        await where.close()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await waiting == there.instance
+        assert it.router.sessions.memory.find_all() == []
