@@ -47,6 +47,7 @@ class PrefixIndex:
         self._names: list[str | None] = []
         self._held: dict[str, set[int]] = {}
         self._numbers: dict[str, int] = {}
+        """The last news of each instance that reports marks; 0: what it holds isn't known now."""
         self._groups: dict[int, dict[str, None]] = {}
         """The names of instances that were found together, by their bits. Names come as the keys
         of a dictionary: one with other values is made from it without hashing."""
@@ -61,6 +62,7 @@ class PrefixIndex:
         if not news.whole and (not known or news.number != known + 1):
             if known:
                 self.forget(instance)
+            self._numbers[instance] = 0
             return
         self._numbers[instance] = news.number
         bit = 1 << self._seat(instance)
@@ -76,7 +78,7 @@ class PrefixIndex:
 
     def has_report_of(self, instance: str) -> bool:
         """Whether the instance reports what it holds."""
-        return instance in self._numbers
+        return self._numbers.get(instance, 0) > 0
 
     def forget(self, instance: str) -> None:
         """The instance is gone, or began again: nothing is known of it."""
@@ -89,8 +91,9 @@ class PrefixIndex:
             self._groups.clear()
 
     def expect(self, instance: str, marks: Sequence[int], now: float) -> None:
-        """Note that a prompt with these marks was sent there."""
-        if not marks:
+        """Note that a prompt with these marks was sent there; ignored of an instance that reports
+        no marks, since its engine may keep nothing."""
+        if not marks or instance not in self._numbers:
             return
         self._turn_over(now)
         bit = 1 << self._seat(instance)

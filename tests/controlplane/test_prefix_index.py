@@ -65,6 +65,7 @@ def test_prompts_that_share_beginnings_are_found_wherever_they_were_sent(
     index = PrefixIndex()
     sent: dict[str, set[int]] = {}
     for name, chain in sends:
+        index.learn(name, whole(1))
         index.expect(name, chain, 0.0)
         sent.setdefault(name, set()).update(chain)
     for chain in (asked, *(chain for _, chain in sends)):
@@ -127,6 +128,8 @@ def test_where_news_are_missing_nothing_is_known_until_all_is_said() -> None:
 
 def test_what_was_sent_counts_for_a_while_unless_its_instance_is_gone() -> None:
     index = PrefixIndex()
+    for name in ("i0", "i1"):
+        index.learn(name, whole(1))
     index.expect("i0", [1, 2], 10.0)
     index.expect("i1", [1], 10.0)
     assert index.find_tokens([1, 2], 10.0 + SOON_S - 1) == {"i0": tokens(2), "i1": tokens(1)}
@@ -139,9 +142,22 @@ def test_what_was_sent_counts_for_a_while_unless_its_instance_is_gone() -> None:
 
 def test_what_was_sent_counts_also_where_nothing_else_is_known() -> None:
     index = PrefixIndex()
-    index.expect("i0", [1, 2], 10.0)
     index.learn("i0", more(7, [3]))
+    index.expect("i0", [1, 2], 10.0)
+    assert not index.has_report_of("i0")
     assert index.find_tokens([1, 2], 10.0) == {"i0": tokens(2)}
+    index.learn("i0", more(9, [3]))
+    assert index.find_tokens([1, 2], 10.0) == {"i0": tokens(2)}
+
+
+def test_nothing_is_expected_of_an_instance_that_reports_no_marks() -> None:
+    """Its engine has no prefix cache, or one that marks don't describe."""
+    index = PrefixIndex()
+    index.learn("i1", whole(1, 7))
+    index.forget("i1")
+    for name in ("i0", "i1"):
+        index.expect(name, [1, 2], 10.0)
+    assert index.find_tokens([1, 2], 10.0) == {}
 
 
 def test_of_an_instance_that_names_marks_without_end_so_many_are_kept(
