@@ -17,7 +17,8 @@ several seeds. 16 modelled Llama-3-8B on H100
 conversation is a session of its own, and elsewhere the ids say nothing of the prompts.
 
 Only kvmig's move requests. Times are virtual; the figures are means over the workloads of a ratio
-to round-robin, and the share of prompts' tokens that needn't be computed.
+to round-robin, and the share of prompts' tokens that needn't be computed. It is counted as vLLM's
+`prefix_cache_hits` is, without requests that begin again after a preemption.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ class SimEngine:
 
     @property
     def prompt_tokens(self) -> tuple[int, int]:
-        """Tokens of all prompts that were begun, and those of them that were here."""
+        """Tokens of all prompts that were begun, and those of them that were here; both without
+        the prompts of requests that were preempted."""
         return (0, 0) if self._cache is None else (self._cache.asked_tokens, self._cache.hit_tokens)
 
     def grow(self, request: SimRequest, tokens: int) -> bool:

@@ -25,7 +25,8 @@ class PrefixCache:
         self._total = 0
         self._running: Counter[str] = Counter()
         self.asked_tokens = 0
-        """Tokens of all prompts that were begun, and..."""
+        """Tokens of all prompts that were begun, without those of requests that were preempted
+        (vLLM's `prefix_cache_queries` leaves them out, too), and..."""
         self.hit_tokens = 0
         """... those of them that needn't be computed."""
 
@@ -34,8 +35,9 @@ class PrefixCache:
         # The last token is always computed: its logits are wanted.
         hits = min(self._known(request), (request.tokens - 1) // self._block_tokens)
         self.joined(request)
-        self.asked_tokens += request.tokens
-        self.hit_tokens += hits * self._block_tokens
+        if not request.was_preempted:
+            self.asked_tokens += request.tokens
+            self.hit_tokens += hits * self._block_tokens
         return hits * self._block_tokens
 
     def held_blocks(self, request: SimRequest) -> int:

@@ -106,6 +106,15 @@ def test_what_is_cached_goes_when_its_blocks_are_taken() -> None:
     assert last == pytest.approx(first)
 
 
+def test_a_prompt_counts_once_as_asked_and_found_however_often_it_is_preempted() -> None:
+    requests = [SimRequest(n, 0.0, 150, 100) for n in range(2)]
+    model, rules = small(cache=True), policy("round-robin")
+    cluster = SimCluster(requests, 1, model, rules, setting("live"), Outcomes())
+    outcomes = cluster.run()
+    assert outcomes.column("preemptions").sum() > 0
+    assert cluster.llumlets["i0"].engine.prompt_tokens == (300, 0)
+
+
 def copied_bytes(prefixes: tuple[str, str]) -> float:
     """Of moving a request to where another is running."""
     requests = [SimRequest(n, 0.0, 200, 60, 0, prefixes[n], 160) for n in range(2)]
