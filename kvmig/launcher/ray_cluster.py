@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvmig.core.errors import ConfigError
+from kvmig.launcher import ray_door
+from kvmig.launcher.ray_door import within
 from kvmig.launcher.ray_resources import EXAMPLE, Resources, amounts
 
 AUTO = "auto"
@@ -41,27 +45,66 @@ class RayNode:
 # leaves the handlers of signals alone
 
 
-def connect(address: str) -> None:
-    """Join the cluster as a driver. Raises ConfigError with one sentence."""
+def connect(address: str, *, checked: bool = False) -> None:
+    """Join the cluster as a driver, within `JOIN_S`. Raises ConfigError with one sentence.
+
+    checked: another process has seen that the cluster asks for a token if one is set here.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ImportError as error:
         raise ConfigError("--ray needs the package ray: pip install 'kvmig[ray]'") from error
-    named = os.environ.get(ADDRESS_VARIABLE, "") if address == AUTO else address
-    if named and named != AUTO:
-        _probe(named)
+    head = _head_of(address)
+    _probe(address, head)
     try:
-        # Ray's own lines would stand between ours; what instances print comes through.
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=True)
-    except ConnectionError as error:
+        within(ray_door.JOIN_S, partial(_join, address, head, checked=checked))
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"--ray is {_said(address, head)}, but that cluster can't be joined within"
+            f" {ray_door.JOIN_S:g} s: if it is gone, start it again with `ray start`"
+        ) from error
+    except ConfigError:
         ray.shutdown()
-        if address == AUTO and not named:
-            raise ConfigError(NONE_HERE) from error
-        raise ConfigError(f"--ray is {address}: {_sentence(error)}") from error
+        raise
     except Exception as error:
         ray.shutdown()
-        raise ConfigError(f"--ray is {address}: {_sentence(error)}") from error
+        raise ConfigError(f"--ray is {_said(address, head)}: {_sentence(error)}") from error
+
+
+def _join(address: str, head: str, *, checked: bool) -> None:
+    import ray
+
+    ray_door.ask_head(
+        head, local=address == AUTO and os.environ.get(ADDRESS_VARIABLE, "") in ("", AUTO)
+    )
+    if not checked:
+        ray_door.check_token_wanted(head)
+    # Ray's own lines would stand between ours; what instances print comes through.
+    ray.init(address=head, logging_level=logging.ERROR, log_to_driver=True)
+
+
+def _head_of(address: str) -> str:
+    """HOST:PORT of the head; of auto as Ray finds it. Raises ConfigError."""
+    if address != AUTO:
+        return address
+    from ray._private import services
+
+    services.find_gcs_addresses.cache_clear()  # of an earlier cluster
+    try:
+        found: str | None = services.canonicalize_bootstrap_address(AUTO)
+    except ConnectionError as error:
+        raise ConfigError(NONE_HERE) from error
+    except ValueError:
+        found = None
+    if found is None:
+        named = os.environ.get(ADDRESS_VARIABLE, "")
+        raise ConfigError(f"{ADDRESS_VARIABLE} is {named!r}, {ALLOWED}")
+    return found
+
+
+def _said(address: str, head: str) -> str:
+    return address if address == head else f"{address} ({head})"
 
 
 def disconnect() -> None:
@@ -102,13 +145,13 @@ def request_nodes(bundles: Sequence[Resources]) -> None:
     request_resources(bundles=[dict(one) for one in bundles])
 
 
-def _probe(address: str) -> None:
+def _probe(address: str, head: str) -> None:
     """Ray would try for a minute, and then speak of timeouts of its own."""
     try:
-        socket.create_connection(_split(address), PROBE_TIMEOUT_S).close()
+        socket.create_connection(_split(head), PROBE_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(
-            f"--ray is {address}, but no Ray cluster answers there: {error}"
+            f"--ray is {_said(address, head)}, but no Ray cluster answers there: {error}"
         ) from error
 
 

@@ -90,7 +90,9 @@ class RayLauncher:
 
     async def open(self) -> None:
         """Join the Ray cluster and see whether it has room for all."""
-        await asyncio.to_thread(ray_cluster.connect, self._config.address)
+        checked = bool(self._config.files)  # by the fleet, when it started
+        join = partial(ray_cluster.connect, self._config.address, checked=checked)
+        await asyncio.to_thread(join)
         self._connected = True
         try:
             await self._find_room([self._needs(count) for count in self._workers])

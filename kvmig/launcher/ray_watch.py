@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     os.dup2(2, 1)  # Ray prints, too
     checks = words[1:] == ["--check"]
     try:
-        ray_cluster.connect(words[0])
+        ray_cluster.connect(words[0], checked=not checks)
     except ConfigError as error:
         if checks:
             say(str(error))
