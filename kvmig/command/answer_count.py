@@ -2,7 +2,8 @@
 
 A usage of the server's counts as it is, and text that comes after it is added until the next
 usage. Where there is none yet, text counts: a token for every four bytes, rounded up, and of a
-stream one for every event with text at least.
+stream one for every event with text at least. Of an answer that is no stream nothing comes before
+its end: a client that leaves before pays for the time that the server worked (`AnswerPace`).
 """
 
 from __future__ import annotations
@@ -59,6 +60,35 @@ _CACHED = ("prompt_tokens_details", "input_tokens_details")
 _ANTHROPIC_CACHE = ("cache_read_input_tokens", "cache_creation_input_tokens")
 
 
+PACE_FIRST = 100.0
+"""Tokens per second of one answer, until a deployment's whole answers have shown another pace."""
+PACE_WEIGHT = 0.1
+"""Weight of a new answer in the average."""
+PACE_LEAST = 16
+"""Tokens of the shortest answer that shows a pace."""
+
+
+class AnswerPace:
+    """How many tokens per second one deployment's servers give an answer that is no stream."""
+
+    def __init__(self) -> None:
+        self._shown: float | None = None
+
+    def learn_answer(self, tokens: int, sequences: int, seconds: float) -> None:
+        """A whole answer of `sequences` has come, `seconds` after its call was sent."""
+        if tokens < PACE_LEAST or seconds <= 0:
+            return
+        pace = tokens / max(1, sequences) / seconds
+        before = pace if self._shown is None else self._shown
+        self._shown = before + PACE_WEIGHT * (pace - before)
+
+    def estimate_output(self, seconds: float, sequences: int, most: int) -> int:
+        """Tokens that a server has made of an answer in that time: a token of each sequence at
+        least. most: what the call's limits allow."""
+        pace = PACE_FIRST if self._shown is None else self._shown
+        return min(most, max(1, sequences) * math.ceil(max(1.0, pace * seconds)))
+
+
 class AnswerCount:
     """The count of one call."""
 
@@ -99,6 +129,11 @@ class AnswerCount:
         if self._output is None:
             size = _text_size(found)
             self._text_bytes += size if size or self._output_known(found) else len(body)
+
+    def take_left(self, tokens: int) -> None:
+        """The client has left before an answer that is no stream. tokens: what the server had made
+        of it, estimated."""
+        self._output = tokens
 
     def take_event(self, event: bytes) -> bool:
         """One event of a stream; whether it holds nothing but the usage."""

@@ -19,7 +19,7 @@ from kvmig.asgi.error_forms import ApiError
 from kvmig.asgi.problems import problem
 from kvmig.asgi.request_body import RETRY_AFTER
 from kvmig.asgi.route_table import ClientRoute, find_route
-from kvmig.command.answer_count import AnswerCount
+from kvmig.command.answer_count import AnswerCount, AnswerPace
 from kvmig.command.call_meter import CallMeter, CountedCall
 from kvmig.command.call_plan import IMAGES, SPEECH, CallPlan, fields_of, limited, plan_call
 from kvmig.command.event_splitter import EventSplitter, EventTooLarge
@@ -72,6 +72,7 @@ class CommandRelay:
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self.pace = AnswerPace()
         self.idle = asyncio.Event()
         """Set while no call is relayed."""
         self.idle.set()
@@ -190,7 +191,11 @@ class CommandRelay:
             call.submitted(name)
             call.ended(name)
         if counted is not None and counted.ttft_ms is None:
-            counted.ttft_ms = (self._clock() - counted.entered) * 1e3
+            counted.ttft_ms = (self.now() - counted.entered) * 1e3
+
+    def now(self) -> float:
+        """The time by a steady clock, in seconds."""
+        return self._clock()
 
     def note_sign_of_life(self, instance: ServerInstance) -> None:
         """Something came from an instance."""
@@ -219,6 +224,9 @@ class _Attempt:
         self._counted = counted
         self._count = AnswerCount(route, plan, call.sequences)
         self._began = False
+        self._sent: float | None = None
+        """When the server got the call; None: it hasn't, or its answer comes in parts that count
+        by themselves."""
 
     async def run(self, send: Send) -> bool:
         """Whether the client has an answer now. Raises UpstreamProtocolError if it has nothing of
@@ -234,6 +242,7 @@ class _Attempt:
             await self._relay_answer(server, send)
         except asyncio.CancelledError:
             self._fail()
+            self._count_left()
             raise
         except UpstreamProtocolError as error:
             if not self._began:
@@ -252,16 +261,26 @@ class _Attempt:
         if self._counted is not None:
             self._counted.failed = True
 
+    def _count_left(self) -> None:
+        """Count what the server has made of an answer that its client doesn't wait for."""
+        if self._sent is None or self._plan.streams:
+            return
+        seconds, sequences = self._relay.now() - self._sent, self._call.sequences
+        most = self._plan.output_most
+        self._count.take_left(self._relay.pace.estimate_output(seconds, sequences, most))
+
     async def _relay_answer(self, server: ServerCall, send: Send) -> None:
         query: bytes = self._scope["query_string"]
         path: bytes = self._scope.get("raw_path") or self._scope["path"].encode()
         target = b"%s?%s" % (path, query) if query else path
+        self._sent = self._relay.now()
         head = await server.send(
             self._scope["method"], target, self._scope["headers"], self._plan.body
         )
         self._relay.note_sign_of_life(self._instance)
         self._call.rendered()
         if is_read_by_events(head):
+            self._sent = None
             await self._relay_events(server, head, send)
         elif _kept(head):
             await self._relay_whole(server, head, send)
@@ -312,6 +331,10 @@ class _Attempt:
         body = b"".join(parts)
         if head.status < HTTPStatus.BAD_REQUEST:
             self._count.take_whole(body, json=True)
+            if self._sent is not None:
+                took_s = self._relay.now() - self._sent
+                self._relay.pace.learn_answer(self._count.output, self._call.sequences, took_s)
+        self._sent = None
         await self._begin(head, send, len(body))
         await _send_part(send, body, more=False)
 
@@ -319,6 +342,7 @@ class _Attempt:
         self, server: ServerCall, head: AnswerHead, parts: list[bytes], send: Send, *, text: bool
     ) -> None:
         """An answer of which nothing is read: a recording, an image, plain text."""
+        self._sent = None
         await self._begin(head, send)
         for part in parts:
             await self._pass_part(part, send, text=text)

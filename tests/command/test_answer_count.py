@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvmig.asgi.route_table import find_route
-from kvmig.command.answer_count import AnswerCount
+from kvmig.command.answer_count import PACE_FIRST, AnswerCount, AnswerPace
 from kvmig.command.call_plan import CallPlan
 
 CHAT = "/v1/chat/completions"
@@ -219,3 +219,32 @@ def test_the_cached_prompt_of_a_message_stays_within_what_the_ledger_takes() -> 
     usage = {"input_tokens": 2**53, "cache_read_input_tokens": 2**53, "output_tokens": 1}
     count.take_event(event({"type": "message_start", "message": {"usage": usage}}))
     assert count.prompt == 2**53
+
+
+def test_a_whole_answer_whose_client_has_left_counts_by_the_servers_time() -> None:
+    pace = AnswerPace()
+    assert pace.estimate_output(2.0, 1, 10_000) == 2 * PACE_FIRST
+
+    pace.learn_answer(100, 1, 10.0)
+
+    assert pace.estimate_output(2.0, 1, 10_000) == 20
+    assert pace.estimate_output(2.0, 3, 10_000) == 60, "all its sequences"
+    assert pace.estimate_output(2.0, 1, 7) == 7, "never more than the call's limit"
+    assert pace.estimate_output(0.0, 2, 10_000) == 2, "never nothing"
+    assert pace.estimate_output(5.0, 1, 0) == 0, "a call without an answer of text"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001])
+def test_an_answer_of_few_tokens_or_no_time_shows_no_pace(seconds: float) -> None:
+    pace = AnswerPace()
+    pace.learn_answer(3 if seconds else 300, 1, seconds)
+    assert pace.estimate_output(1.0, 1, 10_000) == PACE_FIRST
+
+
+@pytest.mark.parametrize(("path", "output"), [(CHAT, 9), ("/v1/embeddings", 0)])
+def test_what_was_made_for_a_client_that_has_left_counts_where_answers_do(
+    path: str, output: int
+) -> None:
+    count = counting(path)
+    count.take_left(9)
+    assert count.output == output

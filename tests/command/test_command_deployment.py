@@ -217,6 +217,24 @@ async def test_a_client_that_leaves_is_left_by_the_server_too(site: CommandSite)
     assert (record.status, record.output) == ("cut", 3)  # ten bytes, by the rule
 
 
+@pytest.mark.parametrize(("limit", "most"), [(3, 3), (2000, 2000)])
+async def test_a_client_that_leaves_before_a_whole_answer_pays_for_the_servers_time(
+    site: CommandSite, limit: int, most: int
+) -> None:
+    site.script.hold(1)
+    async with site.client() as http:
+        http.headers["x-request-id"] = f"whole-{limit}"
+        task = asyncio.create_task(http.post(COMPLETIONS, json=ask(limit)))
+        await until(lambda: any(one["running"] for one in site.rows()), pause_s=0.02)
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: not any(one["running"] for one in site.rows()), pause_s=0.02)
+    record = await record_of(site, f"whole-{limit}")
+    assert record.status == "cut"
+    assert 3 <= record.output <= most
+
+
 @pytest.mark.long
 async def test_a_server_that_answers_nothing_is_started_again(site: CommandSite) -> None:
     before = [one["pid"] for one in site.rows()]
