@@ -19,8 +19,15 @@ from kvmig.accounts.page_sessions import PATH as PAGE
 from kvmig.asgi.route_table import find_route
 from kvmig.core.secret import ADMIN_KEY
 
-PROXIED = ("forwarded", "x-forwarded-for", "x-real-ip")
-"""Headers by which a proxy says for whom it speaks."""
+PROXIED = (
+    "forwarded", "via", "x-real-ip", "x-client-ip", "x-cluster-client-ip", "x-original-host",
+    "x-original-forwarded-for", "true-client-ip", "cf-connecting-ip", "fastly-client-ip",
+)  # fmt: skip
+"""Headers by which a proxy says for whom it speaks, besides those that begin with `FORWARDED`."""
+FORWARDED = "x-forwarded-"
+PROXYS_HTTP = "1.0"
+"""The version of HTTP in which nginx relays calls by default, without a header that names its
+client. Programs of the machine speak a newer one."""
 
 
 class AccessDenied(NamedTuple):
@@ -29,6 +36,12 @@ class AccessDenied(NamedTuple):
     status: HTTPStatus
     message: str
 
+
+CLOSED = AccessDenied(
+    HTTPStatus.FORBIDDEN,
+    f"the admin API is for calls from this machine only: set {ADMIN_KEY} at the start, and"
+    " send it as a bearer token",
+)
 
 Rule = Callable[[Mapping[str, str]], AccessDenied | None]
 """Takes a call's headers, by names in lower case; gives None for a call that is let in."""
@@ -50,19 +63,14 @@ def bearer(keys: Sequence[str]) -> Rule:
 def local_only(bound: str) -> Rule:
     """A rule for programs of this machine. bound: the address that the server listens on, or the
     path of a socket that only its own user can connect to."""
-    closed = AccessDenied(
-        HTTPStatus.FORBIDDEN,
-        f"the admin API is for calls from this machine only: set {ADMIN_KEY} at the start, and"
-        " send it as a bearer token",
-    )
 
     def rule(headers: Mapping[str, str]) -> AccessDenied | None:
         # A name that only a browser was told to be this machine's is no name of it (rebinding).
         host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        proxied = any(name in headers for name in PROXIED)
+        proxied = any(name in PROXIED or name.startswith(FORWARDED) for name in headers)
         here = bound.startswith("/") or (is_loopback(bound) and is_loopback(host))
         if proxied or not here:
-            return closed
+            return CLOSED
         if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
             return AccessDenied(
                 HTTPStatus.FORBIDDEN, "the admin API without a key is not for web pages"
@@ -88,9 +96,13 @@ class AccessRules:
     """Whether the operator has a key that tenants don't have."""
     has_page: bool = False
     """Whether there is a page, which has sessions of its own."""
+    by_address: bool = False
+    """Whether the admin API is for whom a call's address and headers show to be here."""
 
-    def denied(self, method: str, path: str, headers: Mapping[str, str]) -> AccessDenied | None:
-        """The answer to a call that isn't let in; None for one that is.
+    def denied(
+        self, method: str, path: str, headers: Mapping[str, str], version: str = ""
+    ) -> AccessDenied | None:
+        """The answer to a call that isn't let in; None for one that is. version: of HTTP.
 
         Without a key, clients may read the paths that vLLM shows to all (/health, /metrics, ...);
         calls with a body need one on every path. Browsers send OPTIONS without any. What an engine
@@ -100,7 +112,8 @@ class AccessRules:
         if method == "OPTIONS" or self.is_for_page(path):
             return None
         if path.startswith(ADMIN) or (self.has_admin_key and is_for_operators(method, path)):
-            return self.admin(headers)
+            proxied = self.by_address and version == PROXYS_HTTP
+            return CLOSED if proxied else self.admin(headers)
         if method in ("GET", "HEAD") and not path.startswith(OPENAI):
             return None
         return self.openai(headers)
@@ -127,8 +140,14 @@ def access(api_keys: Sequence[str], admin_key: str, bound: str) -> AccessRules:
     """
     keys = [admin_key] if admin_key else list(api_keys)
     admin = bearer(keys) if keys else local_only(bound)
-    has_page = bool(admin_key) and not bound.startswith("/")
-    return AccessRules(bearer(api_keys), admin, bool(admin_key), has_page)
+    has_port = not bound.startswith("/")
+    return AccessRules(
+        bearer(api_keys),
+        admin,
+        has_admin_key=bool(admin_key),
+        has_page=bool(admin_key) and has_port,
+        by_address=has_port and not keys,
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -260,7 +260,8 @@ class HttpMiddleware:
                 check_denied(state.page.judge_call(scope["method"], headers), headers)
                 headers["authorization"] = state.page.authorization
             else:
-                check_denied(state.access.denied(scope["method"], path, headers), headers)
+                version = scope.get("http_version", "")
+                check_denied(state.access.denied(scope["method"], path, headers, version), headers)
             check_engine(state, path)
             if scope["method"] == "POST":
                 check_open(state, scope["path"])

@@ -47,12 +47,29 @@ def test_without_keys_the_admin_api_is_closed_where_other_machines_can_call(boun
         HERE | {"sec-fetch-site": "cross-site"},
         HERE | {"x-forwarded-for": "192.0.2.1"},
         HERE | {"forwarded": "for=192.0.2.1"},
+        HERE | {"via": "1.1 proxy"},
+        HERE | {"x-real-ip": "192.0.2.1"},
+        HERE | {"x-forwarded-host": "models.example"},
+        HERE | {"x-forwarded-proto": "https"},
+        HERE | {"cf-connecting-ip": "192.0.2.1"},
     ],
 )
 def test_without_keys_neither_web_pages_nor_proxies_may(headers: dict[str, str]) -> None:
     denied = access([], "", "127.0.0.1").admin(headers)
     assert denied is not None
     assert denied.status is HTTPStatus.FORBIDDEN
+
+
+def test_without_keys_the_admin_api_is_closed_to_the_version_of_http_that_nginx_relays_in() -> None:
+    """`proxy_pass http://127.0.0.1:8000` alone: no header says that somebody else calls."""
+    here = access([], "", "127.0.0.1")
+    for path in ("/kvmig/v1/instances", "/kvmig/"):
+        assert here.denied("GET", path, HERE, "1.0") is not None
+        assert here.denied("GET", path, HERE, "1.1") is None
+    assert here.denied("POST", "/v1/completions", HERE, "1.0") is None
+    for keyed in (access(["key"], "", "127.0.0.1"), access([], "key", "127.0.0.1")):
+        assert keyed.denied("GET", path, {"authorization": "Bearer key"}, "1.0") is None
+    assert access([], "", "/run/model.sock").denied("GET", path, {}, "1.0") is None
 
 
 def test_the_apis_keys_open_the_admin_api_from_anywhere() -> None:

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from kvmig.asgi.call import accepted, current_call, current_call_id
 from kvmig.asgi.priority import PRIORITY, checked_body
@@ -328,3 +329,17 @@ json_values = st.recursive(
 def test_nothing_but_the_priority_changes(fields: dict[str, Any]) -> None:
     body = json.dumps({**fields, "priority": "high"}).encode()
     assert json.loads(checked_body(body, CLASSES)[0]) == {**fields, "priority": -10}
+
+
+@pytest.mark.parametrize(("version", "status"), [("1.0", 403), ("1.1", 200), ("2", 200)])
+async def test_the_admin_api_without_a_key_is_closed_to_http_1_0(version: str, status: int) -> None:
+    path = "/kvmig/v1/instances"
+    app = Starlette(routes=[Route(path, echo_id)])
+    behind_middleware(app)
+
+    async def in_version(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "http_version": version}, receive, send)
+
+    transport = httpx.ASGITransport(app=in_version)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert (await client.get(path)).status_code == status
