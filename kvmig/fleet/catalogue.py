@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from importlib import resources
 from pathlib import Path
 
 import httpx
 
+from kvmig.core.background import BackgroundTasks
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError
 from kvmig.core.shown_urls import shown_url
@@ -20,12 +22,14 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 10.0
 """Timeout of a catalogue's download, as a whole."""
 KEPT_S = 300.0
-"""Time for which a catalogue that was read is used."""
+"""Age at which a catalogue is read again; the old one is used until that is done."""
+RETRY_S = 30.0
+"""Pause after a reading that failed."""
 MOST_BYTES = 4 << 20
 
 
 class CatalogueReader:
-    """Reads it where it is asked for."""
+    """Reads it where it is asked for: once for all who ask meanwhile."""
 
     def __init__(self, where: str, clock: Clock) -> None:
         """where: a file's whole path, or a URL; empty: the one that comes with kvmig."""
@@ -34,25 +38,56 @@ class CatalogueReader:
         """The same for logs and answers, which say no password."""
         self._clock = clock
         self._found: ModelCatalogue | None = None
-        self._read_at = 0.0
+        self._failed: ConfigError | StoreError | None = None
+        """Why it could not be read at last; None: it could."""
+        self._next_at = 0.0
+        """When it is read again, if it is asked for; nothing counts before the first reading."""
+        self._tasks = BackgroundTasks("the catalogue")
+        self._reading: asyncio.Task[None] | None = None
         self._named = set[str]()
         """Entries that were left out, each in the log once."""
 
     async def read(self) -> ModelCatalogue:
         """The catalogue; the last one that was read while there is no other. Raises ConfigError,
         StoreError."""
-        now = self._clock()
-        if self._found is None or now - self._read_at > KEPT_S:
-            try:
-                self._found = await self._read()
-                for why in self._found.left_out:
-                    self._name(why)
-            except (ConfigError, StoreError) as error:
-                if self._found is None:
-                    raise
+        known = self._found is not None or self._failed is not None
+        if not known or self._clock() >= self._next_at:
+            self._begin()
+        if self._found is None:
+            await self.settle()
+        if self._found is not None:
+            return self._found
+        if self._failed is None:
+            raise StoreError(self._refusal("the server ends"))
+        left = max(1, math.ceil(self._next_at - self._clock()))
+        raise type(self._failed)(f"{self._failed}; it is tried again in {left} s")
+
+    async def settle(self) -> None:
+        """Wait for the end of a reading that runs. Its time is limited."""
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+            if not self._reading.cancelled():
+                self._reading.result()  # raises what nobody has foreseen
+
+    async def close(self) -> None:
+        """End a reading that runs."""
+        await self._tasks.close()
+
+    def _begin(self) -> None:
+        if self._reading is None or self._reading.done():
+            self._reading = self._tasks.start(self._read_again(), "reading of the catalogue")
+
+    async def _read_again(self) -> None:
+        try:
+            found = await self._read()
+        except (ConfigError, StoreError) as error:
+            self._failed, self._next_at = error, self._clock() + RETRY_S
+            if self._found is not None:
                 log.warning("the last catalogue stays: %s", error)
-            self._read_at = now
-        return self._found
+            return
+        self._found, self._failed, self._next_at = found, None, self._clock() + KEPT_S
+        for why in found.left_out:
+            self._name(why)
 
     def _name(self, why: str) -> None:
         if why not in self._named:

@@ -471,6 +471,7 @@ class FleetServer:
         self._leads = False
         self._backend.retention.close()
         await self._backend.feed.close()
+        await self._backend.catalogue.close()
         await cancel_tasks(
             self._turning,
             self._sweeping,

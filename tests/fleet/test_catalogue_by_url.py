@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import catalogue
-from kvmig.fleet.catalogue import KEPT_S, MOST_BYTES, CatalogueReader
+from kvmig.fleet.catalogue import KEPT_S, MOST_BYTES, RETRY_S, CatalogueReader
 from kvmig.fleet.tables import StoreError
 from tests.support.catalogue_site import ONE, CatalogueSite
+from tests.support.waiting import until_yes
 
 OTHER = ONE.replace("small", "other")
 INSIDE = "http://10.1.2.3/catalogue.toml"
@@ -41,14 +42,18 @@ class SteppedReader(CatalogueReader):
         return [one.name for one in (await self.read()).models]
 
     async def names_later(self) -> list[str]:
-        """Once what it has is too old."""
+        """Once what it has was too old, and another was asked for."""
         self.now += KEPT_S + 1
+        await self.names()
+        await self.settle()
         return await self.names()
 
 
 @pytest.fixture
-def reader(site: CatalogueSite) -> SteppedReader:
-    return SteppedReader(f"https://{site.place}")
+async def reader(site: CatalogueSite) -> AsyncIterator[SteppedReader]:
+    made = SteppedReader(f"https://{site.place}")
+    yield made
+    await made.close()
 
 
 async def test_a_catalogue_that_changed_is_taken_once_the_last_one_is_old(
@@ -60,6 +65,76 @@ async def test_a_catalogue_that_changed_is_taken_once_the_last_one_is_old(
     assert await reader.names() == ["small"]
     assert len(site.asked) == 1
     assert await reader.names_later() == ["other"]
+
+
+async def test_callers_share_one_fetch(site: CatalogueSite, reader: SteppedReader) -> None:
+    site.slow = threading.Event()
+    callers = [asyncio.create_task(reader.names()) for _ in range(5)]
+    await until_yes(lambda: bool(site.asked))
+    callers[0].cancel()  # its client has left
+    site.slow.set()
+    assert await asyncio.gather(*callers[1:]) == [["small"]] * 4
+    assert len(site.asked) == 1
+
+
+async def test_an_old_catalogue_is_answered_while_another_is_fetched_once(
+    site: CatalogueSite, reader: SteppedReader
+) -> None:
+    assert await reader.names() == ["small"]
+    site.body, site.slow = OTHER.encode(), threading.Event()
+    reader.now += KEPT_S + 1
+    async with asyncio.timeout(5):  # the fetch has ten seconds
+        assert await asyncio.gather(*(reader.names() for _ in range(5))) == [["small"]] * 5
+        await until_yes(lambda: len(site.asked) == 2)
+        assert await reader.names() == ["small"]
+    site.slow.set()
+    await reader.settle()
+    assert await reader.names() == ["other"]
+    assert len(site.asked) == 2
+
+
+async def test_a_failed_fetch_is_remembered_with_its_reason_until_it_is_tried_again(
+    site: CatalogueSite, reader: SteppedReader
+) -> None:
+    site.status = 503
+    refused = await asyncio.gather(*(reader.read() for _ in range(3)), return_exceptions=True)
+    assert {str(one) for one in refused} == {
+        f"the catalogue https://{site.place} can't be read now: its server answers 503; it is"
+        f" tried again in {RETRY_S:g} s"
+    }
+    site.status = 200
+    reader.now += RETRY_S - 7
+    with pytest.raises(StoreError, match=r"answers 503; it is tried again in 7 s$"):
+        await reader.read()
+    assert len(site.asked) == 1
+    reader.now += 7
+    assert await reader.names() == ["small"]
+    assert len(site.asked) == 2
+
+
+async def test_an_old_catalogue_whose_fetch_failed_is_asked_for_again_soon_and_no_sooner(
+    site: CatalogueSite, reader: SteppedReader
+) -> None:
+    assert await reader.names() == ["small"]
+    site.status, site.body = 503, OTHER.encode()
+    assert await reader.names_later() == ["small"]
+    assert len(site.asked) == 2
+    site.status = 200
+    reader.now += RETRY_S
+    await reader.names()
+    await reader.settle()
+    assert await reader.names() == ["other"]
+    assert len(site.asked) == 3
+
+
+async def test_a_fetch_ends_with_its_reader(site: CatalogueSite, reader: SteppedReader) -> None:
+    site.slow = threading.Event()
+    caller = asyncio.create_task(reader.names())
+    await until_yes(lambda: bool(site.asked))
+    async with asyncio.timeout(5):
+        await reader.close()
+        with pytest.raises(StoreError, match="the server ends"):
+            await caller
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
