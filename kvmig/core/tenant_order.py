@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 Entry = TypeVar("Entry", bound=Hashable)
@@ -20,7 +20,7 @@ SPARE_ROWS = 64
 class _TenantEntries(Generic[Entry]):
     """A tenant's entries with their weights; the first was used longest ago."""
 
-    __slots__ = ("entries", "last_use", "tenant", "weight")
+    __slots__ = ("entries", "last_use", "newest_row", "tenant", "weight")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -28,6 +28,8 @@ class _TenantEntries(Generic[Entry]):
         self.weight = 0
         """The sum of their weights."""
         self.last_use = 0
+        self.newest_row: tuple[int, int, str] | None = None
+        """The one of its rows in the heap that was made last."""
 
     def row(self) -> tuple[int, int, str]:
         """Sorts the heaviest first; of equal ones the one that was used longest ago."""
@@ -43,7 +45,7 @@ class TenantOrder(Generic[Entry]):
         self._uses = 0
         self._rows: list[tuple[int, int, str]] = []
         """A heap. A tenant has one row or several, and the first of them sorts no later than its
-        present one: a row is added when its weight grows, and mended when it comes first."""
+        present one: a row is added when its weight grows, and when an outdated one comes first."""
 
     def __len__(self) -> int:
         return len(self._tenant_of)
@@ -62,10 +64,11 @@ class TenantOrder(Generic[Entry]):
             return
         its.weight += grown
         self._tenant_of[entry] = its
-        heappush(self._rows, its.row())
+        self._add_row(its)
         if len(self._rows) > SPARE_ROWS + 2 * len(self._tenants):
-            self._rows = [one.row() for one in self._tenants.values()]
-            heapify(self._rows)
+            self._rows.clear()
+            for one in self._tenants.values():
+                self._add_row(one)
 
     def remove_entry(self, entry: Entry) -> None:
         """The entry is gone; ignored if it isn't known."""
@@ -81,9 +84,12 @@ class TenantOrder(Generic[Entry]):
         while True:
             row = self._rows[0]
             its = self._tenants.get(row[2])
-            if its is None:
-                heappop(self._rows)
-            elif row != its.row():
-                heapreplace(self._rows, its.row())
-            else:
+            if its is not None and row == its.row():
                 return next(iter(its.entries))
+            heappop(self._rows)
+            if its is not None and its.newest_row != its.row():
+                self._add_row(its)
+
+    def _add_row(self, its: _TenantEntries[Entry]) -> None:
+        its.newest_row = its.row()
+        heappush(self._rows, its.newest_row)
