@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -67,6 +67,11 @@ class StreamSample:
     inter_token_ms: float
     longest_before_ms: float
     longest_ms: float
+    starting_ms: float = 0.0
+    """Of a roll-out's window, until the new deployment gets requests."""
+    longest_starting_ms: float = 0.0
+    longest_gathering_ms: float = 0.0
+    """In the rest of it, while the streams of the old one gather."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +116,31 @@ class Deployment:
         rows = [(path, found) for path in fleet.sockets() if (found := self._rows(path))]
         if len(rows) != 1:
             raise StreamFailed(f"{len(rows)} deployments answer, expected one")
-        self._path = rows[0][0]
+        self._client = self._client_of(rows[0][0])
 
     @staticmethod
-    def _ask(path: Path, method: str, what: str) -> httpx.Response:
-        transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://x", timeout=20) as client:
-            return client.request(method, what)
+    def _client_of(path: Path) -> httpx.Client:
+        # Without certificates, which take tens of milliseconds of a core to load.
+        transport = httpx.HTTPTransport(uds=str(path), verify=False)
+        return httpx.Client(transport=transport, base_url="http://x", timeout=20)
 
     def _rows(self, path: Path) -> list[dict[str, Any]]:
         try:
-            rows: list[dict[str, Any]] = self._ask(path, "GET", ADMIN).json()["data"]
+            with self._client_of(path) as client:
+                rows: list[dict[str, Any]] = client.get(ADMIN).json()["data"]
         except httpx.HTTPError:  # a deployment that has ended leaves its socket
             return []
         return rows
 
+    def close(self) -> None:
+        """Let its connection go."""
+        self._client.close()
+
     async def rows(self) -> list[dict[str, Any]]:
         """The rows of its instances."""
-        return await asyncio.to_thread(self._rows, self._path)
+        answer = await asyncio.to_thread(self._client.get, ADMIN)
+        rows: list[dict[str, Any]] = answer.json()["data"]
+        return rows
 
     async def drain(self, instance: str) -> None:
         """Let an instance drain."""
@@ -139,7 +151,7 @@ class Deployment:
         await self._order("DELETE", f"{ADMIN}/{instance}")
 
     async def _order(self, method: str, what: str) -> None:
-        answer = await asyncio.to_thread(self._ask, self._path, method, what)
+        answer = await asyncio.to_thread(self._client.request, method, what)
         if answer.is_error:
             raise StreamFailed(answer.text)
 
@@ -205,6 +217,7 @@ async def one_drain(
     at = Deployment(fleet)
     instance = (await at.rows())[0]["id"]
     async with AsyncExitStack() as stack:
+        stack.callback(at.close)
         streams = await begun(fleet, http, stack, count)
         begin = time.monotonic()
         await at.drain(instance)
@@ -213,7 +226,7 @@ async def one_drain(
         for stream in streams:
             await stream.reach(len(stream.tokens) + SETTLE)
         await at.end(instance)
-    await at.until_serving(2)
+        await at.until_serving(2)
     return [sample(run, "drain", one, begin, end) for one in streams]
 
 
@@ -238,8 +251,13 @@ async def one_rollout(
         calls = asyncio.create_task(call())
         begin = time.monotonic()
         await asyncio.to_thread(change, fleet, engine, folder)
+        shifted = 0.0
         async with asyncio.timeout(TIMEOUT_S):  # the streams are on one old instance then
-            while not await asyncio.to_thread(has_gathered, fleet):
+            while True:
+                share, left = await asyncio.to_thread(how_far, fleet)
+                shifted = shifted or (time.monotonic() if share else 0.0)
+                if share == 100 and left == 1:
+                    break
                 if calls.done():
                     calls.result()  # raises what went wrong
                 await asyncio.sleep(0.05)
@@ -249,7 +267,15 @@ async def one_rollout(
         calls.cancel()
         await asyncio.wait([calls])
     await until_model(fleet, rollout=None, serving=2)
-    found: list[Sample] = [sample(run, "rollout", one, begin, end) for one in streams]
+    found: list[Sample] = [
+        replace(
+            sample(run, "rollout", one, begin, end),
+            starting_ms=round((shifted - begin) * 1e3, 1),
+            longest_starting_ms=round(longest_ms(one.arrivals, begin, shifted), 3),
+            longest_gathering_ms=round(longest_ms(one.arrivals, shifted, end), 3),
+        )
+        for one in streams
+    ]
     return found + [CallSample(run, "call", round(one, 3)) for one in ttfts]
 
 
@@ -261,12 +287,13 @@ def change(fleet: FleetUp, engine: str, folder: str) -> None:
         raise StreamFailed(answer.text)
 
 
-def has_gathered(fleet: FleetUp) -> bool:
-    """Whether all new requests go to the new deployment, and the old one has one instance left."""
+def how_far(fleet: FleetUp) -> tuple[int, int]:
+    """How many of 100 new requests go to the new deployment, and the number of instances of the old
+    one that serve."""
     rollout = fleet.get(f"models/{NAME}")["rollout"]
     if rollout is None:
         raise StreamFailed("the streams have ended before their instances were one")
-    return bool(rollout["share"] == 100 and rollout["old"]["serving"] == 1)
+    return int(rollout["share"]), int(rollout["old"]["serving"])
 
 
 def spec(engine: str, folder: str) -> dict[str, Any]:
@@ -302,6 +329,12 @@ def summarise(samples: list[Sample]) -> dict[str, float]:
             f"{kind}_longest_of_all_ms": max(one.longest_ms for one in of),
             f"{kind}_ms": median({one.run: one.window_ms for one in of}.values()),
         }
+    phases = [one for one in samples if isinstance(one, StreamSample) and one.kind == "rollout"]
+    found |= {
+        "rollout_starting_ms": median({one.run: one.starting_ms for one in phases}.values()),
+        "rollout_longest_starting_of_all_ms": max(one.longest_starting_ms for one in phases),
+        "rollout_longest_gathering_of_all_ms": max(one.longest_gathering_ms for one in phases),
+    }
     ttfts = [one.ttft_ms for one in samples if isinstance(one, CallSample)]
     found |= {"calls": len(ttfts), "ttft_ms": median(ttfts), "ttft_of_all_ms": max(ttfts)}
     found["rollout_over_drain"] = (
