@@ -46,13 +46,17 @@ def unpack_marks(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f">{count}Q", data[: count * 8])
 
 
+BlockName = int | bytes
+"""A block of an engine's KV cache, or a key of what it keeps on the host."""
+
+
 class HeldMarks:
     """The marks that one engine holds, and in which of its blocks."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, set[int]] = {}
+        self._blocks: dict[int, set[BlockName]] = {}
         """Blocks of each mark: several may hold the same tokens."""
-        self._marks: dict[int, list[int]] = {}
+        self._marks: dict[BlockName, list[int]] = {}
         """Marks of each block."""
         self._events: deque[tuple[int, bool]] = deque()
         """Marks that came (True) and went, in order, that no news has said yet."""
@@ -63,7 +67,7 @@ class HeldMarks:
 
     # -- on the engine's thread
 
-    def hold(self, block: int, mark: int) -> None:
+    def hold(self, block: BlockName, mark: int) -> None:
         """The block holds the end of what the mark stands for, and others all before it."""
         blocks = self._blocks.get(mark)
         if blocks is None:
@@ -77,7 +81,7 @@ class HeldMarks:
             blocks.add(block)
         self._marks.setdefault(block, []).append(mark)
 
-    def drop(self, block: int) -> None:
+    def drop(self, block: BlockName) -> None:
         """The block holds other tokens from now on."""
         for mark in self._marks.pop(block, ()):
             blocks = self._blocks[mark]
@@ -87,8 +91,13 @@ class HeldMarks:
                 self._events.append((mark, False))
 
     def clear(self) -> None:
-        """The engine has forgotten all."""
-        for block in list(self._marks):
+        """The engine has forgotten all that its KV cache held."""
+        for block in [one for one in self._marks if isinstance(one, int)]:
+            self.drop(block)
+
+    def clear_host(self) -> None:
+        """The engine has forgotten all that was on the host."""
+        for block in [one for one in self._marks if isinstance(one, bytes)]:
             self.drop(block)
 
     # -- on the llumlet's

@@ -22,7 +22,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from kvmig.controlplane.prefix_index import PrefixIndex
 from kvmig.core.errors import RequestGone
+from kvmig.core.prefix_marks import MARK_TOKENS, MarkChain
 from kvmig.engines.vllm.offload import BeingOffloaded
 from tests.support.vllm_connector import start_connected
 from tests.support.vllm_pair import SAMPLING, SEEDED, Engines, Pair, assert_same, preempt
@@ -179,6 +181,60 @@ async def test_what_a_request_leaves_on_the_host_serves_those_of_its_salt_alone(
         await pair.idle()
         assert WORKERS[side].loads >= loads
         assert bool(WORKERS[side].loads) == bool(loads), salt
+
+
+def held(side: Side, salt: str = "") -> int:
+    """Tokens of the prompt that a front end would find there."""
+    assert side.engine.held_marks is not None
+    index = PrefixIndex()
+    index.learn("i", side.engine.held_marks.whole())
+    return index.find_tokens(MarkChain(salt, "").extend(PROMPT, len(PROMPT)), 0.0).get("i", 0)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+async def test_what_is_on_the_host_is_reported_as_held_until_it_goes(
+    pair: Pair, moved: bool
+) -> None:
+    side = pair.b if moved else pair.a
+    await pair.run(pair.a, "r", PROMPT, until=5, salt="anna")
+    if moved:
+        await pair.move(pair.a, pair.b, "r")
+    await pair.finish("r")
+    await pair.idle()
+    side.scheduler.reset_prefix_cache()
+    assert (held(side, "anna"), held(side, "bea"), held(side)) == (MARK_TOKENS, 0, 0)
+
+    pair.submit(side, "later", PROMPT, salt="anna", max_tokens=1)
+    await pair.finish("later")
+    await pair.idle()
+    assert WORKERS[side].loads >= BLOCKS - 1
+    connector = side.scheduler.connector
+    assert connector is not None
+    connector.reset_cache()
+    assert held(side, "anna") == MARK_TOKENS, "the KV cache has it still"
+    side.scheduler.reset_prefix_cache()
+    assert held(side, "anna") == 0
+
+
+async def test_what_makes_way_on_the_host_is_held_no_more(pair: Pair) -> None:
+    side = pair.a
+    pair.submit(side, "first", PROMPT, max_tokens=1)
+    await pair.finish("first")
+    await pair.idle()
+    side.scheduler.reset_prefix_cache()
+    assert held(side) == MARK_TOKENS
+    for number in range(60):
+        if not held(side):
+            break
+        pair.submit(side, f"r{number}", [number + 5] * 900, max_tokens=1)
+        await pair.finish(f"r{number}")
+        await pair.idle()
+        side.scheduler.reset_prefix_cache()
+    assert held(side) == 0
+    WORKERS[side].loads = 0
+    pair.submit(side, "again", PROMPT, max_tokens=1)
+    await pair.finish("again")
+    assert WORKERS[side].loads < MARK_TOKENS // 32
 
 
 async def test_a_request_that_waited_elsewhere_finds_its_prefix_on_the_host(pair: Pair) -> None:
