@@ -11,7 +11,8 @@ than one test in 50 is. At the end come the slowest tests, the skipped ones with
 one closing line; the exit status is 1 if anything failed.
 
 A process of pytest that ends without a report fails its check, whatever its exit status: the
-summary has the signal or the status, and the test that began last.
+summary has the signal or the status, the test that began last, and where each thread was if Python
+has printed it, as it does of a test that hangs.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -56,6 +59,10 @@ TESTS_PER_FLAKY = 50
 SLOWEST = 30
 LANES = 3
 """On two cores: there are always two that don't wait."""
+STACKS = re.compile(r"^(Timeout \(.*\)!|Fatal Python error: .*)$", re.MULTILINE)
+FRAME = re.compile(r"Timeout \(|Fatal Python error: |(Current t|T)hread 0x|  File |  \.\.\.|$")
+"""How stacks begin, and each of their lines, as faulthandler prints them."""
+MOST_FRAMES = 100
 OF_ALL = re.compile(r"^pytestmark = (\[\n.*?^\]|[^\n]*)", re.MULTILINE | re.DOTALL)
 """The marks that all tests of a file have."""
 MARK = re.compile(r"\bmark\.(\w+)")
@@ -185,11 +192,15 @@ FLEETS = (
 )
 ENGINES = (Check("tests on engines", marks=f"engine and {SHORT}", naming="engine", sparing=LATER),)
 LIGHT = Check(
-    "tests without engines", marks=f"{NEITHER} and {SHORT}", sparing=(*KINDS_OF_TESTS, *LATER)
+    "tests without engines",
+    # The slowest takes a tenth of that; one that hangs would cost the whole check its time.
+    ("pytest", "-q", "-o", "faulthandler_timeout=180"),
+    marks=f"{NEITHER} and {SHORT}",
+    sparing=(*KINDS_OF_TESTS, *LATER),
 )
 LIGHTS = tuple(
     replace(LIGHT, name=f"{LIGHT.name}, {names}", files=f"test_[{names}]*.py")
-    for names in ("fp-r", "g-os-z", "a-e")  # the longest first: lanes end together
+    for names in ("g-os-z", "fp-r", "a-e")  # the longest first
 )
 LONG_AGAIN = (ALL_ON_V2, CONFORMS_ON_V2, CONFORMS_ON_NEXT, NEXT_ON_V2, ALL_ON_NEXT)
 """Tests that run on the installed vLLM, and its model runner V1, too. Those on another version come
@@ -243,6 +254,8 @@ class Outcome:
     processor_s: float = 0.0
     why: str = ""
     """How its process ended, if not as processes of its kind do."""
+    stacks: str = ""
+    """Where its threads were then, if Python has printed it."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +292,15 @@ def run_of(status: int, report: Path, begun: Path) -> PytestRun:
     )
     without = "" if whole else " without a report"
     return PytestRun(status, cases, f"pytest ended{without} ({how_it_ended(status)}); {last}")
+
+
+def stacks_in(output: str) -> str:
+    """The last stacks that faulthandler has printed, the main thread's at their end; or nothing."""
+    begins = [found.start() for found in STACKS.finditer(output)]
+    if not begins:
+        return ""
+    lines = list(takewhile(FRAME.match, output[begins[-1] :].splitlines()))
+    return "\n".join([lines[0], *lines[1:][-MOST_FRAMES:]]).rstrip()
 
 
 def _case(element: ElementTree.Element) -> Case:
@@ -350,7 +372,9 @@ class Runner:
         folder.mkdir()
         try:
             done = self._tested(check, folder) if check.marks else self._checked(check, folder)
-            return replace(done, processor_s=self._processor_s.pop(folder))
+            used = self._processor_s.pop(folder)
+            stacks = stacks_in((folder / "output").read_text(errors="replace")) if done.why else ""
+            return replace(done, processor_s=used, stacks=stacks)
         finally:
             with self._print:
                 sys.stdout.buffer.write((folder / "output").read_bytes())
@@ -441,6 +465,9 @@ def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
         for one in outcomes
     ]
     lines = ["", "=== Summary", *states]
+    for one in outcomes:
+        if one.stacks:
+            lines += [f"Where {one.name} ended:", textwrap.indent(one.stacks, "  ")]
     if cases:
         lines += ["Slowest tests:", *(f"  {line}" for line in slowest(outcomes))]
         lines += ["Slowest files:", *(f"  {line}" for line in slowest_files(outcomes))]
@@ -452,6 +479,27 @@ def closing(outcomes: Sequence[Outcome], seconds: float) -> str:
     failed = [outcome.name for outcome in outcomes if outcome.must_pass and not outcome.passed]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "All checks passed"
     return "\n".join([*lines, f"{verdict}; tests: {numbers}; {seconds:.0f} s."])
+
+
+def order_of(part: Iterable[Check], seconds: Mapping[str, float]) -> tuple[tuple[Check, ...], ...]:
+    """What lanes take, each when it is free: the longest first, so that they end together.
+
+    One process each: a second one would import and collect the same again. part: of the long
+    checks; seconds: how long each takes.
+    """
+    first, second, third = LIGHTS
+    rest = [
+        (SERVERS, 336.0),
+        ((third,), 199.0),
+        (FLEETS, 190.0),
+        (LINT, 88.0),
+        ((ORDERS,), 77.0),
+        ((ON_V2,), 27.0),
+        *(((check,), seconds[check.name]) for check in part),
+    ]  # seconds of a run on two cores
+    longest = sorted(rest, key=lambda one: -one[1])
+    # The three longest. While the first of them fetches another version, nothing wants it yet.
+    return ((FETCH, *DRIFT, *ENGINES), (first,), (second,), *(checks for checks, _ in longest))
 
 
 def part_of_long(slices: LongSlices, number: int) -> tuple[Check, ...]:
@@ -510,20 +558,8 @@ def main() -> int:
             number = number_of_commit(ROOT) if options.slice is None else options.slice
             slices = assign_slices(read_seconds())
             part = LONG if options.long else part_of_long(slices, number)
-            # One process each: a second one would import and collect the same again. The longest
-            # first, so that the lanes end together.
-            first, second, third = LIGHTS
-            parts = [
-                SERVERS,
-                (first,),
-                (FETCH, *DRIFT, *ENGINES),
-                FLEETS,
-                (second,),
-                *((check,) for check in part),
-                (*LINT, ORDERS),
-                (third,),
-                (ON_V2,),
-            ]
+            taken = slices.seconds_of(read_seconds(), None if options.long else number)
+            parts = order_of(part, taken)
             with ThreadPoolExecutor(LANES) as pool:
                 beside = [outcome for part in pool.map(runner.lane, parts) for outcome in part]
             outcomes = [*beside, *runner.lane(ALONE)]

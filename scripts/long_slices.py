@@ -56,6 +56,15 @@ class LongSlices:
         known = set(self.numbers.get(check, {}).values())
         return sorted(known) or [crc32(check.encode()) % SLICES]
 
+    def seconds_of(self, seconds: Seconds, number: int | None) -> dict[str, float]:
+        """How long each check takes that has something in a slice. number: None for all slices."""
+        sums: defaultdict[str, float] = defaultdict(lambda: START_S)
+        for check, some in self.numbers.items():
+            for group, at in some.items():
+                if number in (None, at):
+                    sums[check] += seconds[check][group]
+        return sums
+
 
 def group_of(test: str) -> str:
     """The file's name and the parameters, wherever the file lies.
