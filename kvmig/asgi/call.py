@@ -60,8 +60,8 @@ class HttpCall:
     __slots__ = (
         "_coming", "_hold", "_marks", "_submitted", "_unserved", "_waiting", "account", "allowance",
         "answered", "background", "body", "call_id", "failure", "left", "loop_payer", "media",
-        "over", "payer", "priority", "quota", "request_ids", "room", "sequences", "session",
-        "session_name", "status", "tenant", "told", "trace", "writers",
+        "over", "payer", "priority", "quota", "request_ids", "room", "seconds", "sequences",
+        "session", "session_name", "status", "tenant", "told", "trace", "writers",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +92,8 @@ class HttpCall:
         self.request_ids: set[str] = set()
         self.priority: int | None = None
         """Number of its class in its header, which goes before all else; None: it has none."""
+        self.seconds = 0
+        """Seconds of recordings that it has made text of, rounded up for each."""
         self.sequences = 1
         """Sequences that it asks for: answers to each prompt, times its prompts."""
         self.payer = ""

@@ -123,6 +123,7 @@ class UsageMeter:
             prompt=used.prompt,
             cached=min(used.prompt, sum(found.cached.values())),
             output=used.output,
+            seconds=0 if call.refused else call.seconds,
             sequences=found.sequences,
             moves=found.moves + sum(one.moves for one in live),
             reruns=found.reruns + sum(one.run for one in live),

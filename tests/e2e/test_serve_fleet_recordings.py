@@ -23,7 +23,6 @@ EACH = pytest.mark.parametrize("engine", ["transformers", "vllm"])
 
 LENGTH_S = 7.3
 SOUND = recording(LENGTH_S)
-PATH = "/v1/audio/transcriptions"
 CALLS = 3
 START_S = 500.0
 """A call's time, with the start of its server."""
@@ -71,10 +70,11 @@ def spec_of(engine: str, whisper: Path, **instances: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def transcribe(client: httpx.AsyncClient) -> httpx.Response:
-    return await client.post(
-        PATH, files={"file": ("a.wav", SOUND)}, data={"model": "other"}, timeout=START_S
-    )
+async def transcribe(
+    client: httpx.AsyncClient, task: str = "transcriptions", **fields: str
+) -> httpx.Response:
+    data, files = {"model": "other", **fields}, {"file": ("a.wav", SOUND)}
+    return await client.post(f"/v1/audio/{task}", files=files, data=data, timeout=START_S)
 
 
 def counted(fleet: ToyFleet, key: str) -> dict[str, Any]:
@@ -138,7 +138,7 @@ async def test_a_server_that_is_drained_and_a_model_that_is_removed_end_their_re
         await until_yes(lambda: ended(last["pid"]))
 
 
-async def test_the_first_recordings_of_kvmigs_own_instances_are_heard_like_later_ones(
+async def test_recordings_of_kvmigs_own_instances_are_heard_alike_and_counted_in_seconds(
     fleet: ToyFleet, whisper: Path
 ) -> None:
     flags = "--enforce-eager --max-num-seqs=4 --dtype=float32 --kv-cache-memory-bytes=128M"
@@ -152,7 +152,18 @@ async def test_the_first_recordings_of_kvmigs_own_instances_are_heard_like_later
     (text,) = {one.json()["text"] for one in answers}
     # Each character is a token, and the end is one.
     await until_yes(lambda: counted(fleet, key).get("output") == 4 * (len(text) + 1))
-    assert counted(fleet, key)["calls"] == 4
+    row = counted(fleet, key)
+    assert (row["calls"], row["seconds"]) == (4, 4 * math.ceil(LENGTH_S))
+
+    other = str(fleet.ask("POST", "keys", {"user": "admin"}).json()["key"])
+    async with fleet.client(other) as http:
+        stream = await transcribe(http, stream="true")
+        translated = await transcribe(http, "translations")
+    assert (stream.status_code, translated.status_code) == (200, 200)
+    # Neither answer says how long the recording is.
+    assert not [one for one in ("usage", "duration") if one in stream.text + translated.text]
+    await until_yes(lambda: counted(fleet, other).get("seconds") == 2 * math.ceil(LENGTH_S))
+    assert counted(fleet, other)["calls"] == 2
 
 
 def states(fleet: ToyFleet) -> list[str]:

@@ -197,3 +197,29 @@ def test_a_stream_that_fails_has_used_the_prompts_whose_answers_had_begun() -> N
         front.table.remove(request_id, failed=True)
     record = ended_with(front, 200)
     assert (record.prompt, record.output, record.status) == (50, 1, "cut")
+
+
+def test_a_call_counts_the_seconds_of_its_recordings_beside_its_tokens() -> None:
+    front = Front()
+    request = front.add("1")
+    front.call.seconds = 8
+    front.begin(request, 0)
+    running = front.record()
+    assert (running.seconds, running.status) == (8, "running")
+    front.table.remove("1")
+    front.call.status = 200
+    front.call.end_answer()
+    front.call.end_call()
+    ended = front.record()
+    assert (ended.seconds, ended.prompt, ended.output) == (8, 50, 1)
+
+
+def test_a_recording_that_was_answered_with_an_error_counts_nothing() -> None:
+    front = Front()
+    front.add("1")
+    front.call.seconds = 8
+    front.table.remove("1", failed=True)
+    front.call.status = 500
+    front.call.end_answer()
+    front.call.end_call()
+    assert (front.record().seconds, front.call.seconds) == (0, 8)

@@ -47,6 +47,7 @@ from kvmig.frontend.openai.vllm.errors import note_failures
 from kvmig.frontend.openai.vllm.first_error import stop_at_first_error
 from kvmig.frontend.openai.vllm.media import load_media_by
 from kvmig.frontend.openai.vllm.prompt_turns import take_turns
+from kvmig.frontend.openai.vllm.recordings import count_recordings
 from kvmig.frontend.ports import OutputBatch
 from kvmig.frontend.router import Router
 from kvmig.frontend.stored_entries import StoredEntries
@@ -136,6 +137,8 @@ class VllmServer(HttpTask):
         let_pages_read_errors(app)
         await init_app_state(llm, app.state, args, self._tasks)
         abort_everywhere(app, llm, router.aborts)
+        for task in ("transcription", "translation"):
+            count_recordings(getattr(app.state, f"openai_serving_{task}", None))
         keep_responses_apart(getattr(app.state, "openai_serving_responses", None))
         return app
 
