@@ -67,6 +67,8 @@ class SharedHold:
     """Models that run, and models that wait for their start."""
     held: Mapping[str, int]
     """Bytes of each GPU."""
+    resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Amounts of what else they take together, by nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,9 +469,12 @@ class _Site:
             return empty
         taken = Counter[str]()
         resources: dict[str, Mapping[str, float]] = {}
+        shared = {one.shared.unit: one.shared for one in every if one.shared is not None}
         for one in every:
             taken.subtract(one.claims)
-            for name, taken_there in one.resources.items():
+        amounts_of = [one.resources for one in every] + [one.resources for one in shared.values()]
+        for found in amounts_of:
+            for name, taken_there in found.items():
                 before = resources.get(name, NO_AMOUNTS)
                 resources[name] = with_amounts(before, _negative(taken_there))
         held = {gpu: -size for gpu, size in _held(every, lambda shared: True).items()}
@@ -610,14 +615,21 @@ class _RoomMade:
         before = shared is not None and shared.models <= self._ended
         (self._ended.discard if back else self._ended.add)(other.name)
         after = shared is not None and shared.models <= self._ended
-        held = other.held
+        held, resources = other.held, other.resources
         if shared is not None and before != after:  # the last of its unit
             held = Counter(held) + Counter(shared.held)
+            resources = {
+                name: with_amounts(
+                    resources.get(name, NO_AMOUNTS), shared.resources.get(name, NO_AMOUNTS)
+                )
+                for name in {*resources, *shared.resources}
+            }
         sign = -1 if back else 1
         memory = {name: sign * size for name, size in other.claims.items()}
         of_gpus = {gpu: sign * size for gpu, size in held.items()}
-        amounts = {n: _negative(one) for n, one in other.resources.items()} if back else None
-        given = _given(self._rooms, memory, of_gpus, self._site.whose, amounts or other.resources)
+        if back:
+            resources = {name: _negative(it) for name, it in resources.items()}
+        given = _given(self._rooms, memory, of_gpus, self._site.whose, resources)
         for name, room in given.items():
             if self._counts:
                 most = self._most_on(room)
@@ -730,13 +742,20 @@ def _no_room(one: WaitingModel, left: Rooms) -> str:
         free = max((max(0.0, room.resources.get(name, 0.0)) for room in rooms), default=0.0)
         if amount > free + TINY:
             return f"no room: it needs {amounts({name: amount})}, {amounts({name: free})} is free"
-    if size <= most and need.resources:
+    beside_gpus = one.need is not None and any(_holds_all(room, need, size) for room in rooms)
+    if size <= most and need.resources and not beside_gpus:
         return f"no room: no worker has {in_gib(size)} and {amounts(need.resources)} free"
     if size <= most and one.need is not None:
         devices = {gpu: free for room in rooms for gpu, free in room.devices.items()}
         groups = [group for room in rooms for group in room.node.groups]
         return device_room.no_room(one.need, devices, groups)
     return f"no room: it needs {size / GIB:.1f} GiB, {most / GIB:.1f} GiB is free"
+
+
+def _holds_all(room: NodeRoom, need: InstanceNeed, size: int) -> bool:
+    """Whether a node has room apart from its GPUs' memory. size: bytes."""
+    enough = (room.resources.get(name, 0.0) + TINY >= it for name, it in need.resources.items())
+    return room.memory >= size and all(enough)
 
 
 def _no_room_to_wake(one: WaitingModel, left: Rooms) -> str:

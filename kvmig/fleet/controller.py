@@ -359,7 +359,7 @@ class ModelController:
             self._send_routes()
         with guard("units"):
             in_units = self._agents.in_units(self._models, self._placed)
-            self.units.reconcile(in_units, self._workers.unit_nodes())
+            self.units.reconcile(in_units, self._workers.unit_places())
         with guard("moving instances"):
             if self._plan.moves is not None:
                 self.mover.begin(self._plan.moves, self._plan.rooms)
@@ -601,7 +601,7 @@ class ModelController:
                 units,
                 claim,
                 [one for one in map(devices.ids, on_gpus) if one],
-                self.workers.words(spec, model.claim, nodes) + self._agents.words(spec, placed),
+                self.workers.words(spec, nodes) + self._agents.words(spec, placed),
             )
         )
         self._keep(model, deployment, note)
@@ -746,8 +746,10 @@ class ModelController:
             self._plan = replace(self._plan, rooms=left)
         places, why = self._workers.with_files(model, places, why)
         wanted = [one.wanted.spec for one in self._models.values() if one.wanted.on]
-        if places and self.units.await_unit(model.wanted.spec, places[0], wanted):
-            places, why = (), ()
+        if places:
+            node = self._plan.rooms[places[0].node].node
+            if self.units.await_unit(model.wanted.spec, places[0], wanted, node):
+                places, why = (), ()
         model.places.coming = tuple(one.gpus for one in places if one.gpus)
         if self.workers.there:
             model.nodes.coming = tuple(self.workers.node_id(one.node) for one in places)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvmig.core.api_records import InstanceRow
 from kvmig.fleet.cluster_nodes import InstanceDemand, InstanceHold
 from kvmig.fleet.device_room import DeviceMemory
+from kvmig.fleet.instance_places import Gpus
 from kvmig.fleet.leaving_instances import LeavingStep, leaving_step
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.place_choice import PlaceExplanation
@@ -37,13 +38,11 @@ class ModelWorkers:
         self._models = models
 
     def nodes(
-        self, devices: Sequence[DeviceMemory], units: Iterable[tuple[str, int]]
+        self, devices: Sequence[DeviceMemory], units: Iterable[tuple[str, InstanceDemand]]
     ) -> tuple[WorkerNode, ...]:
         """The workers, with what is left there of what the instances of all models take. devices:
-        the GPUs of all. units: nodes' ids with the bytes that units' members may take there yet."""
-        found = [
-            InstanceHold(node, InstanceDemand(size), serves=False) for node, size in units if size
-        ]
+        the GPUs of all. units: nodes' ids with what units take, or may take yet."""
+        found = [InstanceHold(node, demand, serves=False) for node, demand in units]
         for name, one in self._models.items():
             if one.deployment:
                 demand = self._pool.demand(one.wanted.spec, one.claim)
@@ -151,14 +150,18 @@ class ModelWorkers:
             for one in names
         }
 
-    def unit_nodes(self) -> dict[str, list[str]]:
-        """The nodes' ids of the instances in each unit, those included that were only ordered."""
-        found: dict[str, list[str]] = {}
+    def unit_places(self) -> dict[str, dict[str, Gpus]]:
+        """The nodes' ids of the instances in each unit, those included that were only ordered, with
+        the GPUs that the unit has there, as far as instances report them."""
+        found: dict[str, dict[str, Gpus]] = {}
         for model in self._models.values():
             if model.unit and model.deployment:
-                rows = model.nodes.rows(model.instance_rows)
-                nodes = [*map(model.nodes.node_of, rows), *model.nodes.coming]
-                found.setdefault(model.unit, []).extend(nodes)
+                places = found.setdefault(model.unit, {})
+                for row in model.nodes.rows(model.instance_rows):
+                    node, gpus = model.nodes.node_of(row), self._pool.gpus_of(row)
+                    places[node] = gpus or places.get(node, ())
+                for node in model.nodes.coming:
+                    places.setdefault(node, ())
         return found
 
     def instances_on(self, node: str) -> list[InstanceOnWorker]:

@@ -646,7 +646,7 @@ class FleetServer:
         checking = self._checks[name] = asyncio.get_running_loop().create_future()
         own = (
             *words(spec, name, self._settings),
-            *self._models.workers.words(spec, self._models.memory.claim(spec), ()),
+            *self._models.workers.words(spec, ()),
         )
         self._order(CheckFlags(name, spec.engine, own, sizes=sizes))
         try:

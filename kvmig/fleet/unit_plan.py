@@ -68,6 +68,15 @@ def need_in_unit(need: DeviceNeed, gpus: Iterable[str]) -> DeviceNeed:
 # -- on workers
 
 
+def allowed_gpus(
+    whole: DeviceNeed, chosen: Sequence[str], usable: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The GPUs of a worker of which a unit may get any, as Ray has it; the chosen ones first.
+    whole: of `whole_need`. usable: bytes of each GPU there that the fleet can have."""
+    others = (gpu for gpu, size in usable.items() if size >= whole.each and whole.allows(gpu))
+    return tuple(dict.fromkeys((*chosen, *others)))
+
+
 def need_of_unit(need: InstanceNeed, others: Iterable[InstanceNeed], arena: int) -> InstanceNeed:
     """What the first instance of a unit wants of its worker: room for all of the unit. others: of
     its other models. arena: bytes of its KV cache."""
@@ -95,6 +104,16 @@ def check_selectors(unit: str, models: Iterable[ModelSpec]) -> None:
                     f"unit {unit}: worker_selector of {one.name} has {label}={value}, must be"
                     f" {label}={before} as of {other}: all of a unit are on one worker"
                 )
+
+
+def check_kinds(unit: str, on_gpus: Mapping[str, bool]) -> None:
+    """Raises ConfigError for models some of which use GPUs, and others CPUs. on_gpus: by model."""
+    kinds = {uses: name for name, uses in on_gpus.items()}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"unit {unit}: --ray-resources of {kinds[False]} has no GPU, must have 1 as of"
+            f" {kinds[True]}: all of a unit are on one GPU, or all on CPUs"
+        )
 
 
 def node_of_unit(now: str, instances: Sequence[str], leaves: Callable[[str], bool]) -> str:

@@ -24,6 +24,7 @@ from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError, TransportError
 from kvmig.fleet.capacity import CapacityPlan, SharedHold
+from kvmig.fleet.cluster_nodes import InstanceDemand
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_room import DeviceNeed, unit_holder
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Order, Start, Stop
@@ -31,7 +32,9 @@ from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import (
     AgentLife,
+    allowed_gpus,
     arena_of,
+    check_kinds,
     check_selectors,
     check_unit,
     ended,
@@ -43,8 +46,8 @@ from kvmig.fleet.unit_plan import (
     started,
     whole_need,
 )
-from kvmig.fleet.worker_nodes import InstanceNeed, InstancePlace
-from kvmig.fleet.worker_pool import WorkerPool
+from kvmig.fleet.worker_nodes import InstanceNeed, InstancePlace, WorkerNode, with_amounts
+from kvmig.fleet.worker_pool import GPU, WorkerPool
 from kvmig.launcher.node_files import WantedUnit
 from kvmig.launcher.node_reports import UnitReport
 from kvmig.sharing.messages import UnitState
@@ -55,7 +58,10 @@ LOOK_S = 0.1
 AGAIN_S = 2.0
 """Pause between two looks at one that answers."""
 
-NOWHERE: Mapping[str, Sequence[str]] = MappingProxyType({})
+NOWHERE: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+
+ONE_GPU: Mapping[str, float] = MappingProxyType({GPU: 1.0})
+"""What a unit whose instances use GPUs takes of Ray, for all of them."""
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +111,12 @@ class ManagedUnit:
     """A unit that has its GPU."""
 
     name: str
-    gpus: tuple[str, ...]
-    """UUIDs."""
+    places: dict[str, tuple[str, ...]]
+    """UUIDs of its GPUs by nodes' ids; of the one host, by an empty one."""
     arena: int
     """Bytes of KV cache."""
+    allowed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """UUIDs by nodes' ids of which it may have one, as long as its node has not taken one."""
     life: AgentLife = field(default_factory=AgentLife)
     watched: AgentWatcher | None = None
     models: frozenset[str] = frozenset()
@@ -120,6 +128,16 @@ class ManagedUnit:
     """The name of that worker."""
     reports: Mapping[str, UnitReport | None] = field(default_factory=dict)
     """Reports of the nodes that have it, as of the last round. None: not yet."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of its GPUs where its instances start."""
+        return self.places.get(self.node, ())
+
+    @property
+    def every_gpu(self) -> list[str]:
+        """UUIDs of its GPUs on all nodes."""
+        return [gpu for gpus in self.places.values() for gpu in gpus]
 
     @property
     def state(self) -> UnitState | None:
@@ -190,7 +208,8 @@ class FleetUnits:
 
     def recall(self, name: str, gpus: tuple[str, ...], arena: int, node: str = "") -> ManagedUnit:
         """Take over a unit of which something runs. node: id of its worker's."""
-        unit = self._units.setdefault(name, ManagedUnit(name, gpus, arena))
+        unit = self._units.setdefault(name, ManagedUnit(name, {}, arena))
+        unit.places.setdefault(node, gpus)
         if node and not unit.node:
             unit.node, unit.worker = node, self._pool.name_of(node)
         return unit
@@ -215,10 +234,12 @@ class FleetUnits:
         worker."""
         if unit in self.placed:
             raise ConfigError(f"unit {unit}: the placement has a unit of this name, choose another")
+        devices = self._devices.watch.memory({}, {})
         if self._pool.there:  # a worker that is large enough may join later
             check_selectors(unit, models)
-            return
-        devices = self._devices.watch.memory({}, {})
+            check_kinds(unit, {one.name: self._devices.need(one) is not None for one in models})
+            if not any(one.gpus for one in models):
+                return
         check_unit(unit, self._needs(models), arena_of(models), devices)
 
     def need(self, spec: ModelSpec, models: Sequence[ModelSpec]) -> DeviceNeed | None:
@@ -229,8 +250,10 @@ class FleetUnits:
         own = self._devices.need(spec)
         if own is None:
             return None
-        if (unit := self._units.get(spec.unit)) is not None:
-            return need_in_unit(own, unit.gpus)
+        unit = self._units.get(spec.unit)
+        if unit is not None and self.has_place(spec.unit):
+            on_cpus = self._pool.there and not unit.gpus
+            return None if on_cpus else need_in_unit(own, unit.gpus)
         every = [*(one for one in models if one.name != spec.name), spec]
         return whole_need(self._needs(every), arena_of(every))
 
@@ -245,6 +268,9 @@ class FleetUnits:
         if unit is not None and unit.worker:
             return need_on_worker(need, unit.worker)
         arena = arena_of([spec, *(one for one, _ in others)])
+        if self._devices.need(spec) is not None:  # its KV cache is on a GPU
+            whole = need_of_unit(need, (one for _, one in others), 0)
+            return replace(whole, resources=with_amounts(whole.resources, ONE_GPU))
         return need_of_unit(need, (one for _, one in others), arena)
 
     def has_place(self, unit: str) -> bool:
@@ -252,13 +278,38 @@ class FleetUnits:
         found = self._units.get(unit)
         return found is not None and (not self._pool.there or bool(found.worker))
 
-    def await_unit(self, spec: ModelSpec, place: InstancePlace, models: Sequence[ModelSpec]) -> str:
+    def await_unit(
+        self,
+        spec: ModelSpec,
+        place: InstancePlace,
+        models: Sequence[ModelSpec],
+        worker: WorkerNode,
+    ) -> str:
         """Put the unit of a model on the worker that its next instance gets, if it is on none; why
         the instance has to wait there, empty: it doesn't. models: all of the catalogue."""
         if not (spec.unit and self._pool.there):
             return ""
-        arena = arena_of([spec, *(one for one in models if one.unit == spec.unit)])
-        return self.recall(spec.unit, (), arena, self._pool.node_id(place.node)).waits
+        return self._put(spec, place, models, worker).waits
+
+    def _put(
+        self,
+        spec: ModelSpec,
+        place: InstancePlace,
+        models: Sequence[ModelSpec],
+        worker: WorkerNode | None,
+    ) -> ManagedUnit:
+        """Put a unit where one of its models gets a place. worker: None: on this host."""
+        every = [spec, *(it for it in models if it.unit == spec.unit and it.name != spec.name)]
+        arena = arena_of(every)
+        if worker is None:
+            return self.recall(spec.unit, place.gpus, arena)
+        node = self._pool.node_id(place.node)
+        unit = self.recall(spec.unit, place.gpus, arena, node)
+        if place.gpus:
+            whole = whole_need(self._needs(every), arena)
+            allowed = allowed_gpus(whole, place.gpus, worker.usable)
+            unit.allowed.setdefault(node, allowed)
+        return unit
 
     def admit(
         self, plan: CapacityPlan, asking: Sequence[ModelSpec], models: Sequence[ModelSpec]
@@ -269,9 +320,8 @@ class FleetUnits:
         """
         for spec in asking:
             if spec.unit and not self.has_place(spec.unit) and (at := plan.places.get(spec.name)):
-                arena = arena_of([spec, *(one for one in models if one.unit == spec.unit)])
-                node = self._pool.node_id(at[0].node) if self._pool.there else ""
-                self.recall(spec.unit, at[0].gpus, arena, node)
+                worker = plan.rooms[at[0].node].node if self._pool.there else None
+                self._put(spec, at[0], models, worker)
         refused = dict(plan.refused)
         for spec in asking:
             if spec.unit and spec.name not in refused and spec.name not in plan.never:
@@ -285,12 +335,15 @@ class FleetUnits:
         return replace(plan, refused=refused)
 
     def reconcile(
-        self, wanted: Mapping[str, frozenset[str]], nodes: Mapping[str, Sequence[str]] = NOWHERE
+        self,
+        wanted: Mapping[str, frozenset[str]],
+        places: Mapping[str, Mapping[str, tuple[str, ...]]] = NOWHERE,
     ) -> None:
-        """Start and end agents. wanted: models that run or wait for their start, by unit. nodes:
-        ids of the workers' nodes on which units have instances."""
+        """Start and end agents. wanted: models that run or wait for their start, by unit. places:
+        by units, ids of the workers' nodes on which they have instances, with the GPUs there as far
+        as these are known."""
         if self._pool.there:
-            self._wish_agents(wanted, nodes)
+            self._wish_agents(wanted, places)
             return
         now = self._clock()
         for name, unit in list(self._units.items()):
@@ -305,7 +358,9 @@ class FleetUnits:
                 del self._units[name]
 
     def _wish_agents(
-        self, wanted: Mapping[str, frozenset[str]], nodes: Mapping[str, Sequence[str]]
+        self,
+        wanted: Mapping[str, frozenset[str]],
+        places: Mapping[str, Mapping[str, tuple[str, ...]]],
     ) -> None:
         """Let nodes have the agents of the units that are there, or come there."""
         wish: dict[str, list[WantedUnit]] = {}
@@ -314,25 +369,46 @@ class FleetUnits:
             if not unit.models:
                 del self._units[name]
                 continue
-            there = list(dict.fromkeys(nodes.get(name, ())))
-            unit.node = node_of_unit(unit.node, there, self._pool.leaves)
+            there = places.get(name, {})
+            unit.node = node_of_unit(unit.node, list(there), self._pool.leaves)
             unit.worker = self._pool.name_of(unit.node) if unit.node else ""
             path = str(self._settings.unit(name))
             every = dict.fromkeys(one for one in (unit.node, *there) if one)
-            for node in every:
-                wish.setdefault(node, []).append(WantedUnit(path=path, memory=unit.arena))
             unit.reports = {node: self._pool.unit_on(node, path) for node in every}
+            on_gpus = bool(unit.every_gpu)
+            self._take_gpus(unit, there)
+            for node in every:
+                gpus = unit.allowed.get(node) or unit.places.get(node, ())
+                if gpus or not on_gpus:  # else its instances there report their GPU first
+                    one = WantedUnit(path=path, memory=unit.arena, gpus=gpus)
+                    wish.setdefault(node, []).append(one)
         self._pool.take_units({node: tuple(units) for node, units in wish.items()})
+
+    def _take_gpus(self, unit: ManagedUnit, there: Mapping[str, tuple[str, ...]]) -> None:
+        """Take note of the GPUs that nodes have for a unit; a lost one has none. there: GPUs of its
+        instances by nodes' ids, as far as they are known."""
+        known = {node: gpus for node, gpus in {**unit.places, **there}.items() if gpus}
+        found = {node: known.get(node, ()) for node in unit.reports}
+        for node, report in unit.reports.items():
+            if report is not None and report.gpu:
+                found[node] = (report.gpu,)
+                unit.allowed.pop(node, None)
+        unit.places = {node: it for node, it in found.items() if not self._pool.is_lost(node)}
+        unit.allowed = {node: it for node, it in unit.allowed.items() if node in unit.places}
 
     # -- what is told
 
-    def holds(self) -> list[tuple[str, int]]:
-        """Ids of nodes with the bytes that members of a unit may take there yet."""
-        return [
-            (node, max(0, unit.arena - (0 if it is None else sum(it.leased.values()))))
-            for unit in self._units.values()
-            for node, it in unit.reports.items()
-        ]
+    def holds(self) -> list[tuple[str, InstanceDemand]]:
+        """Ids of nodes with what a unit has taken there of Ray, and the bytes of the node's memory
+        that its members may take there yet."""
+        found = []
+        for unit in self._units.values():
+            for node, report in unit.reports.items():
+                leased = 0 if report is None else sum(report.leased.values())
+                kept = InstanceDemand(max(0, unit.arena - leased))
+                on_gpu = bool(unit.places.get(node))
+                found.append((node, InstanceDemand(0, ONE_GPU) if on_gpu else kept))
+        return found
 
     def every(self) -> list[ManagedUnit]:
         """The units that have their GPUs."""
@@ -348,7 +424,9 @@ class FleetUnits:
         unit = self._units.get(name)
         if unit is None:
             return None
-        return SharedHold(name, models, dict.fromkeys(unit.gpus, unit.arena))
+        on = [self._pool.name_of(node) for node, gpus in unit.places.items() if node and gpus]
+        resources = dict.fromkeys(on, ONE_GPU)
+        return SharedHold(name, models, dict.fromkeys(unit.every_gpu, unit.arena), resources)
 
     def record(self, name: str) -> UnitRecord | None:
         """The place of a unit; None: it has none."""
@@ -364,7 +442,7 @@ class FleetUnits:
         """Bytes of each GPU that units claim for their KV cache, by `unit_holder`."""
         found: dict[str, dict[str, int]] = {}
         for unit in self._units.values():
-            for gpu in unit.gpus:
+            for gpu in unit.every_gpu:
                 found.setdefault(gpu, {})[unit_holder(unit.name)] = unit.arena
         return found
 

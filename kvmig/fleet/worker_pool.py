@@ -6,7 +6,7 @@ Without `kvmig up --ray` there is one host, and nothing here decides anything.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -32,6 +32,7 @@ from kvmig.launcher.ray_resources import Resources, needs_of, parse_resources
 
 RESOURCES = "--ray-resources"
 FILES = "--ray-files"
+GPU = "GPU"
 UNKNOWN = 1 << 60
 NO_RESOURCES: Resources = {}
 
@@ -109,14 +110,21 @@ class WorkerPool:
         return HostCapacity(total, sum(one.memory_free for one in ready))
 
     def demand(self, spec: ModelSpec, memory: int) -> InstanceDemand:
-        """What an instance takes. memory: bytes. Unless its flags have resources, it takes a GPU
-        for each of its workers where there are GPUs, and else CPUs."""
+        """What an instance takes. memory: bytes. The GPUs of one in a unit are the unit's."""
+        used = self._resources(spec)
+        if spec.unit:
+            used = {name: amount for name, amount in used.items() if name != GPU}
+        return InstanceDemand(memory, used)
+
+    def _resources(self, spec: ModelSpec) -> Resources:
+        """What an instance uses. Unless its flags have resources, it uses a GPU for each of its
+        workers where there are GPUs, and else CPUs."""
         try:
             given = parse_resources(text_in(spec.flags, RESOURCES))
         except ConfigError:  # of an earlier kvmig; its deployment says so when it starts
             given = {}
         usual = {} if self._table.has_gpus else {"CPU": float(self._threads * spec.workers)}
-        return InstanceDemand(memory, needs_of(given or usual, spec.workers))
+        return needs_of(given or usual, spec.workers)
 
     def nodes(
         self, holds: Sequence[InstanceHold], devices: Sequence[DeviceMemory]
@@ -140,7 +148,7 @@ class WorkerPool:
 
     def uses_gpus(self, spec: ModelSpec) -> bool:
         """Whether instances of a model use GPUs where there are some."""
-        return not self.there or self.demand(spec, 0).resources.get("GPU", 0.0) > 0
+        return not self.there or self._resources(spec).get(GPU, 0.0) > 0
 
     def gpus_of(self, row: InstanceRow) -> tuple[str, ...]:
         """UUIDs of the GPUs that Ray has given an instance, as far as it reports them."""
@@ -211,7 +219,7 @@ class WorkerPool:
         self.files.decide(self.workers(), held)
         if self._reserve is not None:
             needs = (
-                self.demand(spec, 0).resources for spec, count in waiting for _ in range(count)
+                self._resources(spec) for spec, count in _once_a_unit(waiting) for _ in range(count)
             )
             used = {node for node, _ in held}
             self._bundles = wanted_bundles(
@@ -242,8 +250,8 @@ class WorkerPool:
         until = self.drain_until(node)
         return None if until is None else max(0.0, until - self._wall())
 
-    def words(self, spec: ModelSpec, memory: int, nodes: Sequence[str]) -> list[str]:
-        """Flags of a deployment whose first instances are on these nodes. memory: as `demand`."""
+    def words(self, spec: ModelSpec, nodes: Sequence[str]) -> list[str]:
+        """Flags of a deployment whose first instances are on these nodes."""
         if not self.there:
             return []
         own = [f"--ray={self.address}"]
@@ -251,7 +259,7 @@ class WorkerPool:
             own.append(f"{FILES}={self.files.root}")
         own += [f"--instance-node=i{at}: {node}" for at, node in enumerate(nodes)]
         if not text_in(spec.flags, RESOURCES):
-            resources = msgspec.json.encode(dict(self.demand(spec, memory).resources))
+            resources = msgspec.json.encode(dict(self._resources(spec)))
             own.append(f"{RESOURCES}={resources.decode()}")
         return own
 
@@ -274,13 +282,10 @@ class WorkerPool:
                 f"model {spec.name}: flags has {RESOURCES} {given}, must not with tensor_parallel"
                 f" {spec.tensor_parallel}: an instance takes a GPU for each of its workers"
             )
-        if spec.unit and self._table.has_gpus:
-            raise ConfigError(
-                f"model {spec.name}: unit is {spec.unit}, must be left out with `kvmig up --ray`"
-                " where workers have GPUs: Ray gives each instance GPUs of its own"
-            )
+        if spec.unit:
+            self._check_gpus(spec)
         for field in ("gpus", "gpus_per_instance"):
-            if getattr(spec, field):
+            if getattr(spec, field) and not (field == "gpus" and spec.unit):
                 raise ConfigError(
                     f"model {spec.name}: {field} is given, must be left out with `kvmig up --ray`:"
                     f" Ray gives out GPUs (tensor_parallel auto, or {RESOURCES} and"
@@ -292,3 +297,34 @@ class WorkerPool:
                 " rps with `kvmig up --ray`"
             )
         parse_resources(text_in(spec.flags, RESOURCES))
+
+    def _check_gpus(self, spec: ModelSpec) -> None:
+        """Raises ConfigError for GPUs that a unit can't have."""
+        there = {gpu.uuid: one.name for one in self.workers() for gpu in one.devices}
+        for gpu in spec.gpus:
+            if gpu not in there:
+                known = ", ".join(f"{uuid} ({name})" for uuid, name in there.items()) or "none yet"
+                raise ConfigError(
+                    f"model {spec.name}: gpus has {gpu!r:.100}, must be UUIDs of workers' GPUs:"
+                    f" {known}"
+                )
+        amount = self._resources(spec).get(GPU, 0.0)
+        if spec.gpus and not amount:
+            raise ConfigError(
+                f"model {spec.name}: gpus is {', '.join(spec.gpus)}, must be left out: it uses no"
+                f" GPU by {RESOURCES} {text_in(spec.flags, RESOURCES)}"
+            )
+        if amount not in (0.0, 1.0):
+            raise ConfigError(
+                f"model {spec.name}: {RESOURCES} has {amount:g} GPU, must be 1 with unit: a unit"
+                " has one GPU, and its models share that"
+            )
+
+
+def _once_a_unit(waiting: Iterable[tuple[ModelSpec, int]]) -> Iterator[tuple[ModelSpec, int]]:
+    """The models that wait; of a unit's, which have one GPU together, the first one."""
+    units = set[str]()
+    for spec, count in waiting:
+        if not spec.unit or spec.unit not in units:
+            yield spec, count
+        units.add(spec.unit)

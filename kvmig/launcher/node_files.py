@@ -65,6 +65,9 @@ class WantedUnit(msgspec.Struct, frozen=True, kw_only=True):
     """The unit's socket on the server's machine, which names it."""
     memory: int
     """Bytes of KV cache."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the node's GPUs of which the unit is to have one; none: its instances run on
+    CPUs."""
 
 
 class NodeWish(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,8 @@ class UnitReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why its agent does not answer; empty: it does."""
     leased: Mapping[str, int] = {}
     """Bytes of KV cache that members have, by model."""
+    gpu: str = ""
+    """UUID of the GPU that was taken from Ray for it; empty: none yet, or it needs none."""
 
 
 class NodeMeasure(msgspec.Struct, frozen=True, kw_only=True):

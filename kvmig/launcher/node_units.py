@@ -2,7 +2,8 @@
 
 Instances of several models share a unit's KV cache on one node (`kvmig.sharing`). A unit's agent
 ends with the node's agent, and the next one starts it again: instances keep what they have leased,
-and join it by themselves.
+and join it by themselves. The GPU of a unit is taken from Ray before its agent starts, and stays
+taken while agents of the node come and go (`kvmig.launcher.unit_gpus`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.launcher.node_files import WantedUnit
 from kvmig.launcher.node_forks import node_folder
 from kvmig.launcher.node_reports import UnitReport
+from kvmig.launcher.unit_gpus import UnitGpu, UnitGpus
 from kvmig.process.supervisor import how_it_ended
 from kvmig.rpc.unix_peer import credentials
 from kvmig.sharing.messages import UnitState
@@ -46,6 +51,20 @@ def unit_address(node: str, path: str) -> str:
     return str(node_folder(node) / f"unit-{blake2b(path.encode(), digest_size=8).hexdigest()}.sock")
 
 
+def gpu_of_unit(address: str) -> str:
+    """UUID of the GPU of the unit there; empty: its instances run on CPUs. Raises StartupError."""
+    try:
+        return _gpu_file(address).read_text()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise StartupError(f"the GPU of the unit can't be read: {error}") from error
+
+
+def _gpu_file(address: str) -> Path:
+    return Path(f"{address}.gpu")
+
+
 def state_of(address: str) -> UnitState:
     """The state of the unit there. Raises TransportError or ConfigError."""
     return asyncio.run(fetch_unit(address, ANSWER_S))
@@ -67,6 +86,8 @@ class UnitProcess:
 
     def __init__(self, wanted: WantedUnit, address: str, clock: Clock) -> None:
         self.wanted = wanted
+        self.gpu = ""
+        """UUID of its GPU; empty: its instances run on CPUs."""
         self._address = address
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,8 +98,10 @@ class UnitProcess:
         self._why = ""
 
     def keep(self) -> None:
-        """Start it, if none runs and the pause after the last end is over."""
+        """Start it, if none runs and the pause after the last end is over. Raises OSError."""
         now = self._clock()
+        if self._process is None:
+            self._write_gpu()
         if self._process is not None and (code := self._process.poll()) is not None:
             stable = now - self._since >= STABLE_S
             self._deaths = 1 if stable else self._deaths + 1
@@ -95,6 +118,16 @@ class UnitProcess:
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             )  # fmt: skip
             self._since = now
+
+    def _write_gpu(self) -> None:
+        """Let instances on the node know the unit's GPU, before its agent answers them."""
+        file = _gpu_file(self._address)
+        if not self.gpu:
+            file.unlink(missing_ok=True)
+            return
+        begun = file.with_name(f"{file.name}.new")
+        begun.write_text(self.gpu)
+        begun.replace(file)
 
     def report(self, look: Callable[[str], UnitState]) -> UnitReport:
         """How it stands. look: asks the agent at an address."""
@@ -141,8 +174,11 @@ class NodeUnits:
         node: str,
         clock: Clock = time.monotonic,
         look: Callable[[str], UnitState] = state_of,
+        gpus: UnitGpus | None = None,
     ) -> None:
-        """node: Ray's id of it. look: asks the agent at an address."""
+        """node: Ray's id of it. look: asks the agent at an address. gpus: takes the node's GPUs;
+        None: nobody does."""
+        self._gpus = gpus
         self._node = node
         self._clock = clock
         self._look = look
@@ -151,25 +187,45 @@ class NodeUnits:
     def keep_units(self, wanted: Sequence[WantedUnit]) -> tuple[UnitReport, ...]:
         """Have the agents of these units and no others; how each of them stands."""
         named: Mapping[str, WantedUnit] = {one.path: one for one in wanted}
-        leaving = [one for one in self._units.values() if named.get(one.wanted.path) != one.wanted]
+        leaving = [
+            one
+            for one in self._units.values()
+            if (then := named.get(one.wanted.path)) is None or then.memory != one.wanted.memory
+        ]
         self._end(leaving)
+        if self._gpus is not None:
+            self._gpus.release_all_but(named)
         reports: list[UnitReport] = []
         for one in wanted:
             try:
                 unit = self._units.get(one.path)
+                uuid, lacks = self._hold_gpu(one)
+                if lacks and unit is None:
+                    reports.append(UnitReport(path=one.path, why=lacks))
+                    continue
                 if unit is None:
                     address = unit_address(self._node, one.path)
                     unit = self._units[one.path] = UnitProcess(one, address, self._clock)
+                unit.gpu = uuid or unit.gpu  # members have what they have
                 unit.keep()
             except (OSError, StartupError) as error:
                 reports.append(UnitReport(path=one.path, why=f"its agent can't start: {error}"))
             else:
-                reports.append(unit.report(self._look))
+                found = unit.report(self._look)
+                reports.append(replace(found, gpu=uuid, why=lacks or found.why))
         return tuple(reports)
 
     def close(self) -> None:
-        """End them all."""
+        """End them all. Their GPUs stay taken, for the agent that comes after this one."""
         self._end(list(self._units.values()))
+        if self._gpus is not None:
+            self._gpus.forget_all()
+
+    def _hold_gpu(self, one: WantedUnit) -> UnitGpu:
+        """The GPU of a unit."""
+        if self._gpus is not None:
+            return self._gpus.hold_gpu(one.path, one.gpus)
+        return UnitGpu(why="its GPU can't be taken here" if one.gpus else "")
 
     def _end(self, leaving: Sequence[UnitProcess]) -> None:
         for one in leaving:

@@ -32,6 +32,8 @@ from kvmig.launcher.node_reports import ClusterReport, NodeMeasure, NodeReport
 from kvmig.launcher.node_units import NodeUnits
 from kvmig.launcher.ray_cluster import RayNode
 from kvmig.launcher.ray_environment import THREADS, forwarded
+from kvmig.launcher.ray_gpus import RayHolders
+from kvmig.launcher.unit_gpus import UnitGpus
 from kvmig.process.fork_server import HUB_TOKEN
 from kvmig.process.nvml import read_devices
 from kvmig.sources.file_list import SourceFailure
@@ -76,7 +78,7 @@ class NodeAgent:
         node = ray.get_runtime_context().get_node_id()
         self._folders = NodeFolders()
         self._forks = NodeForks(node)
-        self._units = NodeUnits(node)
+        self._units = NodeUnits(node, gpus=UnitGpus(RayHolders(node), time.monotonic))
         self._fence = NodeFence(node_folder(node))
         self._engines = [one for one, library in ENGINES.items() if find_spec(library)]
         self._turn = threading.Lock()

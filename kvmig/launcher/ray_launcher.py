@@ -20,7 +20,7 @@ import platform
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,7 +36,7 @@ from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.node_files import FILES_VARIABLE, copy_link, folder_on_node
 from kvmig.launcher.node_forks import forked_or
-from kvmig.launcher.node_units import state_of, unit_address
+from kvmig.launcher.node_units import gpu_of_unit, state_of, unit_address
 from kvmig.launcher.ray_cluster import (
     RayNode,
     actor_options,
@@ -47,6 +47,7 @@ from kvmig.launcher.ray_cluster import (
 )
 from kvmig.launcher.ray_environment import base_environment, forwarded
 from kvmig.launcher.ray_resources import Resources, amounts, needs_of
+from kvmig.launcher.unit_memory import InstanceUnits, UnitArena
 from kvmig.process.nvml import read_devices
 from kvmig.process.supervisor import STOP_S, ProcessHandle, running
 
@@ -66,6 +67,7 @@ RETRY_S = 1.0
 PLACE_S = 60.0
 """The first instances find their places within this time: there was room for them. Later ones
 wait for a node that has room, however long, and say so this often."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 LET_CHILDREN_END = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Else Ray kills a llumlet with its worker, and nobody frees what it shares. It ends by itself,
 with its stdin. (Ray's documentation: Lifetimes of a User-Spawn Process.)"""
@@ -75,12 +77,20 @@ class RayLauncher:
     """Implements `Launcher` with actors of a Ray cluster."""
 
     def __init__(
-        self, config: RayConfig, workers: Sequence[int], model: str, kv_bytes: int | None
+        self,
+        config: RayConfig,
+        workers: Sequence[int],
+        model: str,
+        kv_bytes: int | None,
+        *,
+        units: bool = False,
     ) -> None:
         """workers: of each instance that is started first, for which there must be room.
 
-        kv_bytes: --kv-cache-memory-bytes, if the user gave it.
+        kv_bytes: --kv-cache-memory-bytes, if the user gave it. units: whether instances are in
+        units, whose GPUs the nodes' agents take from Ray.
         """
+        self._units = units
         self._config = config
         self._workers = list(workers)
         self._model = model
@@ -156,7 +166,8 @@ class RayLauncher:
             await asyncio.to_thread(ray_cluster.disconnect)
 
     def _needs(self, workers: int) -> dict[str, float]:
-        return needs_of(self._config.resources, workers)
+        needs = needs_of(self._config.resources, workers)
+        return {name: it for name, it in needs.items() if not (self._units and name == "GPU")}
 
     async def _find_room(self, needs: list[dict[str, float]]) -> None:
         check_sizes(await asyncio.to_thread(ray_cluster.nodes), needs)
@@ -268,7 +279,8 @@ class RayOrder(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     """The instance's part of the node's memory."""
     gpu: float
-    """GPUs that it takes; less than one: it shares it with others of its kind."""
+    """GPUs that it takes; less than one: it shares it with others of its kind; 0: none, or those
+    of its unit."""
     model: str
     files: str = ""
     """The fleet's folder of models' files; empty: the model has the same path on each node."""
@@ -295,15 +307,16 @@ class LlumletActor:
         """Start the llumlet; it binds to `address`. Raises ConfigError or StartupError."""
         sweep()  # of instances that were killed on this host
         order = in_unit(on_node(order, os.environ))
-        environment = node_environment(order, os.environ)
-        arena = await asyncio.to_thread(arena_of_unit, order, environment)
+        unit = await asyncio.to_thread(unit_on_node, order, os.environ)
+        environment = node_environment(order, os.environ if unit is None else unit.environment)
         launch = msgspec.structs.replace(
             order.launch, config=bound_to(order.launch.config, address)
         )
-        starts = gpus_of_node(order, environment)
+        starts = gpus_of_node(order, environment, unit)
         start = await starts.begin(launch, order.workers) if starts.ids else None
         try:
             if start is None:
+                arena = 0 if unit is None else unit.arena.size
                 added, where = _memory_flags(order, environment, arena), ""
             else:
                 added, where = start.flags, f"GPU {','.join(start.place.gpus)} of {starts.node}"
@@ -343,7 +356,7 @@ class LlumletActor:
 def node_environment(order: RayOrder, own: Mapping[str, str]) -> dict[str, str]:
     """The child's environment, from that of Ray's worker.
 
-    Ray has set CUDA_VISIBLE_DEVICES to the instance's GPUs.
+    Ray, or the instance's unit, has set CUDA_VISIBLE_DEVICES to its GPUs.
     """
     engine = order.launch.config.engine
     base = with_tree(engine, base_environment(order.environment, own), order.launch.engine_tree)
@@ -351,12 +364,14 @@ def node_environment(order: RayOrder, own: Mapping[str, str]) -> dict[str, str]:
     return llumlet_environment(engine, _gpus(base), order.threads, base)
 
 
-def gpus_of_node(order: RayOrder, environment: Mapping[str, str]) -> GpuStarts:
-    """The GPUs that Ray has given the instance, as NVML has them on this node; none on a CPU, and
-    where NVML isn't there. Raises ConfigError or NoRoom.
+def gpus_of_node(
+    order: RayOrder, environment: Mapping[str, str], unit: UnitOnNode | None = None
+) -> GpuStarts:
+    """The GPUs that Ray has given the instance or its unit, as NVML has them on this node; none on
+    a CPU, and where NVML isn't there. unit: None: it is in none. Raises ConfigError or NoRoom.
 
     Of a GPU that it shares with others it may have its part. How much of it they need is measured
-    here, one after the other.
+    here, one after the other. In a unit it has what is free beside the unit's KV cache.
     """
     devices = read_devices(environment).devices if _gpus(environment) else ()
     least = min((one.total for one in devices), default=0)
@@ -367,9 +382,12 @@ def gpus_of_node(order: RayOrder, environment: Mapping[str, str]) -> GpuStarts:
     workers = {order.launch.instance: order.workers} if devices else {}
     division = divide(devices, workers, most, each=each)
     divides = kind_of(order.launch.config.engine).shares_memory
-    memory = EngineMemory(divides, weights_of(order.model))
+    config, units = order.launch.config.unit, None
+    if unit is not None and config is not None:
+        units = InstanceUnits({unit.arena.path: unit.arena}, config)
+    memory = EngineMemory(divides, weights_of(order.model), units)
     starts = GpuStarts(division, memory, platform.node(), partial(read_devices, environment))
-    if devices and not sized(order.launch.engine_argv):
+    if devices and (units is not None or not sized(order.launch.engine_argv)):
         starts.check({order.launch.instance: starts.need(order.workers)})
     return starts
 
@@ -398,18 +416,35 @@ def in_unit(order: RayOrder) -> RayOrder:
     )
 
 
-def arena_of_unit(order: RayOrder, environment: Mapping[str, str]) -> int:
-    """Bytes of KV cache of the instance's unit, as its agent on this node reports it; 0: it is in
-    none. Raises ConfigError or StartupError."""
+class UnitOnNode(NamedTuple):
+    """An instance's unit, on the instance's node."""
+
+    arena: UnitArena
+    environment: dict[str, str]
+    """The environment of the node, in which CUDA_VISIBLE_DEVICES has the unit's GPU."""
+
+
+def unit_on_node(order: RayOrder, environment: Mapping[str, str]) -> UnitOnNode | None:
+    """The unit of an instance, as its agent on this node reports it; None: it is in none.
+    environment: the node's own, in which Ray hides the GPUs of others. Raises StartupError."""
     unit = order.launch.config.unit
     if unit is None:
-        return 0
-    if _gpus(environment):
-        raise ConfigError("--unit is given, must be left out with --ray where instances have GPUs")
+        return None
     try:
-        return state_of(unit.path).arena
-    except TransportError as error:
+        found = state_of(unit.path)
+    except (TransportError, ConfigError) as error:
         raise StartupError(f"the unit's agent on this node does not answer: {error}") from error
+    own = dict(environment)
+    if uuid := gpu_of_unit(unit.path):
+        own.pop(VISIBLE, None)
+        try:
+            own[VISIBLE] = read_devices(own).device(uuid).id
+        except KeyError:
+            raise StartupError(
+                f"GPU {uuid} of the unit is not there: NVML does not show it on {platform.node()}"
+            ) from None
+    leased = sum(one.lease for one in found.shares)
+    return UnitOnNode(UnitArena(unit.path, found.arena, leased), own)
 
 
 def bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
@@ -418,7 +453,7 @@ def bound_to(config: ClusterConfig, address: str) -> ClusterConfig:
 
 
 def _gpus(environment: Mapping[str, str]) -> list[str]:
-    return [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return [gpu for gpu in environment.get(VISIBLE, "").split(",") if gpu]
 
 
 def _memory_flags(order: RayOrder, environment: Mapping[str, str], arena: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ from kvmig.fleet.orders import Deployed, Running, Start
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import check_selectors
-from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import LEASE_S
 from kvmig.launcher.node_files import WantedUnit
 from kvmig.launcher.node_reports import NodeMeasure, NodeReport, UnitReport
 from kvmig.proxy.messages import ModelWanted
-from tests.support.made_up_nodes import GIB, cluster_of, made_up_node
+from tests.support.made_up_nodes import GIB, made_up_node
 from tests.support.model_bench import silence
 from tests.support.worker_bench import A, B, WorkerBench, drain, row
 
 ARENA = 2 * GIB
+NOTHING: Mapping[str, Any] = {}
 
 
 class UnitBench(WorkerBench):
@@ -36,13 +36,13 @@ class UnitBench(WorkerBench):
         super().__init__(folder)
         self.path = str(FleetSettings(data=str(folder)).unit("u"))
 
-    def add_both(self, **of_b: Any) -> None:
+    def add_both(self, of_a: Mapping[str, Any] = NOTHING, **of_b: Any) -> None:
         usual: dict[str, Any] = {
             "engine": "toy", "unit": "u", "unit_memory": ARENA, "memory": GIB,
         }  # fmt: skip
         specs = [
             ModelSpec(name=name, source=f"path:/models/{name}", **{**usual, **more})
-            for name, more in (("a", {}), ("b", of_b))
+            for name, more in (("a", of_a), ("b", of_b))
         ]
         every = [CatalogEntry(f"m-{one.name}", one.name, 1, True, one) for one in specs]
         self.models.take_catalogue(every)
@@ -255,12 +255,3 @@ async def test_a_worker_without_gpus_may_have_units_and_this_host_may_not(
     bench.models.units.check("u", [spec])
     with pytest.raises(ConfigError, match="unit is 'u', must be left out: there is no GPU"):
         MemoryBudget().check(spec)
-
-
-def test_units_are_refused_where_workers_have_gpus() -> None:
-    pool = WorkerPool("10.0.0.1:6379")
-    spec = ModelSpec(name="a", source="path:/a", unit="u", unit_memory=ARENA)
-    pool.check(spec)
-    pool.take_report(cluster_of(made_up_node("a", total={"GPU": 1.0}, free={"GPU": 1.0})))
-    with pytest.raises(ConfigError, match="unit is u, must be left out with `kvmig up --ray`"):
-        pool.check(spec)

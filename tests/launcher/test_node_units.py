@@ -16,6 +16,7 @@ import pytest
 from kvmig.core.config import ClusterConfig, RayConfig, UnitConfig, check
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.order_fence import OrderToken
+from kvmig.launcher.gpu_division import NoRoom
 from kvmig.launcher.launch import LlumletLaunch
 from kvmig.launcher.node_files import NodeWish, WantedUnit
 from kvmig.launcher.node_reports import UnitReport
@@ -29,7 +30,17 @@ from kvmig.launcher.node_units import (
     unit_address,
 )
 from kvmig.launcher.ray_agents import NodeAgent, checked_measure
-from kvmig.launcher.ray_launcher import RayOrder, arena_of_unit, in_unit
+from kvmig.launcher.ray_launcher import (
+    RayOrder,
+    gpus_of_node,
+    in_unit,
+    node_environment,
+    unit_on_node,
+)
+from kvmig.launcher.unit_gpus import UnitGpus
+from kvmig.launcher.unit_memory import UnitArena
+from tests.launcher.test_unit_gpus import MadeUpRay
+from tests.support.fake_devices import FOLDER, GIB, MODULES, FakeMachine, devices
 from tests.support.waiting import wait_until
 
 NODE, PATH, MIB = "0123456789abcdef0123", "/the/servers/run/unit-u.sock", 1 << 20
@@ -127,16 +138,60 @@ async def test_an_instance_on_a_node_joins_the_nodes_agent_and_has_its_arena(
     order = in_unit(order_of(UnitConfig(path=PATH)))
     assert order.launch.config.unit == UnitConfig(path=unit_address(NODE, PATH))
     with pytest.raises(StartupError, match="the unit's agent on this node does not answer"):
-        await asyncio.to_thread(arena_of_unit, order, {})
+        await asyncio.to_thread(unit_on_node, order, {})
     await asyncio.to_thread(keep, units, [WANTED])
-    assert await asyncio.to_thread(arena_of_unit, order, {}) == 64 * MIB
-    with pytest.raises(ConfigError, match="--unit is given, must be left out with --ray where"):
-        await asyncio.to_thread(arena_of_unit, order, {"CUDA_VISIBLE_DEVICES": "0"})
+    found = await asyncio.to_thread(unit_on_node, order, {"CUDA_VISIBLE_DEVICES": ""})
+    path = unit_address(NODE, PATH)
+    assert found == (UnitArena(path, 64 * MIB), {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    """Two GPUs of this node."""
+    made = FakeMachine(tmp_path)
+    made.install(devices(2, 8 * GIB))
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.syspath_prepend(MODULES)
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    return made
+
+
+async def test_a_units_instances_have_the_gpu_that_was_taken_for_it(gpus: FakeMachine) -> None:
+    uuid = devices(2)[1].uuid
+    ray = MadeUpRay([uuid])
+    units = NodeUnits(NODE, gpus=UnitGpus(ray, lambda: 0.0))
+    wanted = WantedUnit(path=PATH, memory=6 * GIB, gpus=(uuid,))
+    order = in_unit(order_of(UnitConfig(path=PATH)))
+    try:
+        there = (UnitReport(path=PATH, gpu=uuid),)
+        await asyncio.to_thread(wait_until, lambda: units.keep_units([wanted]) == there)
+        unit = await asyncio.to_thread(unit_on_node, order, {"CUDA_VISIBLE_DEVICES": ""})
+        assert unit is not None
+        environment = node_environment(order, unit.environment)
+        assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+        starts = gpus_of_node(order, environment, unit)
+        assert starts.division.devices[starts.place("i0", 1, ()).gpus[0]].uuid == uuid
+        gpus.take(uuid, 2 * GIB)  # somebody else has it by now
+        with pytest.raises(NoRoom, match=r"are kept for KV cache of unit .*"):
+            gpus_of_node(order, environment, unit)
+        units.keep_units([])
+        assert ray.held == []
+    finally:
+        units.close()
+
+
+async def test_a_unit_without_its_gpu_has_no_agent(gpus: FakeMachine) -> None:
+    ray = MadeUpRay()
+    units = NodeUnits(NODE, gpus=UnitGpus(ray, lambda: 0.0))
+    wanted = WantedUnit(path=PATH, memory=6 * GIB, gpus=("GPU-0",))
+    why = "Ray has not given GPU GPU-0 yet"
+    assert await asyncio.to_thread(units.keep_units, [wanted]) == (UnitReport(path=PATH, why=why),)
+    assert not listens(wanted)
 
 
 def test_an_instance_without_a_unit_is_as_it_was() -> None:
     assert in_unit(order_of(None)) == order_of(None)
-    assert arena_of_unit(order_of(None), {}) == 0
+    assert unit_on_node(order_of(None), {}) is None
 
 
 def test_units_on_nodes_are_a_fleets() -> None:

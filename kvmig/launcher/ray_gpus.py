@@ -1,0 +1,153 @@
+"""Takes GPUs of a node from Ray, for units: one actor a GPU, which does nothing but have it.
+
+An actor outlives the server that wished the unit, and the node's agent, so that the unit's models
+keep their GPU meanwhile. It ends by itself once no agent has asked for it for a while and no
+process has memory of the unit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from kvmig.core.errors import StartupError, TransportError
+from kvmig.launcher import ray_cluster
+from kvmig.launcher.node_units import unit_address
+from kvmig.launcher.unit_gpus import GpuHolder
+from kvmig.process.nvml import read_devices
+from kvmig.sharing.member_locks import MemberLocks
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+NAMESPACE = "kvmig"
+"""Ray's namespace of the actors' names."""
+LEASE_S = 60.0
+"""Time without a question after which a holder ends, if the unit has no member."""
+LOOK_S = 5.0
+
+
+class HeldGpu:
+    """The actor's class."""
+
+    def __init__(self, address: str) -> None:
+        """address: of the unit's socket on this node."""
+        found = read_devices(os.environ)  # Ray has left the one that it gives
+        if not found.devices:
+            why = found.missing or "Ray has given none that NVML shows"
+            raise StartupError(f"a GPU of the unit can't be held: {why}")
+        self._uuid = found.devices[0].uuid
+        self._address = address
+        self._asked = time.monotonic()
+        threading.Thread(target=self._end_unasked, name="lease", daemon=True).start()
+
+    def uuid(self) -> str:
+        """The GPU's. The lease is renewed."""
+        self._asked = time.monotonic()
+        return self._uuid
+
+    def _end_unasked(self) -> None:
+        while time.monotonic() - self._asked < LEASE_S or has_members(self._address):
+            time.sleep(LOOK_S)
+        os._exit(0)
+
+
+def has_members(address: str) -> bool:
+    """Whether a process lives that may have memory of the unit there."""
+    try:
+        roll = MemberLocks(address)
+    except TransportError:  # its folder is gone
+        return False
+    try:
+        return bool(roll.processes())
+    finally:
+        roll.close()
+
+
+class RayHolder:
+    """Implements `GpuHolder`."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+        self._asked: Any = None
+        self._uuid = ""
+
+    def given(self) -> str:
+        """See `GpuHolder`. Ray is asked each time, and its answer counts in a later call."""
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError
+
+        if self._asked is not None:
+            answered, _ = ray.wait([self._asked], timeout=0)
+            if not answered:
+                return self._uuid
+            try:
+                self._uuid = ray.get(self._asked)
+            except ActorUnavailableError:
+                pass  # asked again below
+            except RayError as error:
+                raise StartupError(ray_cluster.last_line(error)) from error
+        self._asked = self._actor.uuid.remote()
+        return self._uuid
+
+    def release(self) -> None:
+        """See `GpuHolder`."""
+        import ray
+
+        ray.kill(self._actor)
+
+
+class RayHolders:
+    """Implements `HolderSource`."""
+
+    def __init__(self, node: str) -> None:
+        """node: Ray's id of it."""
+        self._node = node
+
+    def find_holders(self, unit: str) -> dict[int, GpuHolder]:
+        """See `HolderSource`."""
+        import ray
+        from ray.exceptions import RayError
+        from ray.util import list_named_actors
+
+        start, found = self._start_of(unit), dict[int, GpuHolder]()
+        try:
+            for one in list_named_actors(all_namespaces=True):
+                name = one["name"]
+                if one["namespace"] == NAMESPACE and name.startswith(start):
+                    actor = ray.get_actor(name, namespace=NAMESPACE)
+                    found[int(name.removeprefix(start))] = RayHolder(actor)
+        except (RayError, ValueError) as error:  # one has ended meanwhile
+            raise StartupError(f"its GPUs are looked for: {error}") from error
+        return found
+
+    def take_gpu(self, unit: str, number: int) -> GpuHolder:
+        """See `HolderSource`."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            actor = (
+                ray.remote(HeldGpu)
+                .options(
+                    num_cpus=0,
+                    num_gpus=1,
+                    max_restarts=0,
+                    lifetime="detached",
+                    name=f"{self._start_of(unit)}{number}",
+                    namespace=NAMESPACE,
+                    get_if_exists=True,
+                    scheduling_strategy=ray_cluster.strategy_of(self._node),
+                )
+                .remote(unit_address(self._node, unit))
+            )
+        except (RayError, ValueError) as error:
+            raise StartupError(f"Ray is not asked for a GPU: {error}") from error
+        return RayHolder(actor)
+
+    def _start_of(self, unit: str) -> str:
+        word = blake2b(unit.encode(), digest_size=8).hexdigest()
+        return f"kvmig-unit-{self._node[:16]}-{word}-"
