@@ -742,8 +742,8 @@ def _no_room(one: WaitingModel, left: Rooms) -> str:
         free = max((max(0.0, room.resources.get(name, 0.0)) for room in rooms), default=0.0)
         if amount > free + TINY:
             return f"no room: it needs {amounts({name: amount})}, {amounts({name: free})} is free"
-    beside_gpus = one.need is not None and any(_holds_all(room, need, size) for room in rooms)
-    if size <= most and need.resources and not beside_gpus:
+    without_gpus = one.need is not None and any(_holds_all(room, need, size) for room in rooms)
+    if size <= most and need.resources and not without_gpus:
         return f"no room: no worker has {in_gib(size)} and {amounts(need.resources)} free"
     if size <= most and one.need is not None:
         devices = {gpu: free for room in rooms for gpu, free in room.devices.items()}

@@ -177,7 +177,7 @@ class NodeUnits:
         gpus: UnitGpus | None = None,
     ) -> None:
         """node: Ray's id of it. look: asks the agent at an address. gpus: takes the node's GPUs;
-        None: nobody does."""
+        None: none is taken."""
         self._gpus = gpus
         self._node = node
         self._clock = clock

@@ -1,7 +1,7 @@
 """Takes GPUs of a node from Ray, for units: one actor a GPU, which does nothing but have it.
 
 An actor outlives the server that wished the unit, and the node's agent, so that the unit's models
-keep their GPU meanwhile. It ends by itself once no agent has asked for it for a while and no
+keep their GPU meanwhile. The actor ends by itself once no agent has asked for it for a while and no
 process has memory of the unit.
 """
 

@@ -371,7 +371,7 @@ def gpus_of_node(
     a CPU, and where NVML isn't there. unit: None: it is in none. Raises ConfigError or NoRoom.
 
     Of a GPU that it shares with others it may have its part. How much of it they need is measured
-    here, one after the other. In a unit it has what is free beside the unit's KV cache.
+    here, one after the other. An instance in a unit has what the unit's KV cache leaves free.
     """
     devices = read_devices(environment).devices if _gpus(environment) else ()
     least = min((one.total for one in devices), default=0)

@@ -1,4 +1,4 @@
-"""The GPUs of a node's units: they are taken from Ray, which then gives them to nobody else. Pure.
+"""The GPUs of a node's units, taken from Ray so that no other program gets them. Pure.
 
 Ray gives an actor any GPU of its node that is free. So one GPU after the other is taken, until one
 of those is among them that the unit may have; the others go back.
@@ -88,7 +88,7 @@ class _UnitHold:
 
 
 class UnitGpus:
-    """Its methods are called from one thread at a time, once a second, and do not wait."""
+    """Call its methods from one thread at a time, once a second: none of them waits."""
 
     def __init__(self, source: HolderSource, clock: Clock) -> None:
         """source: of the node."""

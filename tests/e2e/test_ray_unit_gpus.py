@@ -1,0 +1,131 @@
+"""The GPU of a unit on a real Ray node: Ray gives it to nobody else, a server that comes later
+finds it, and it goes back with the unit. The GPUs are the tests' own. The tests are in order.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvmig.launcher.node_files import ClusterWish, FilesWish, WantedUnit, encode_wish
+from kvmig.launcher.node_reports import NodeReport, UnitReport, report_of
+
+pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+from ray.cluster_utils import Cluster
+
+from tests.support.fake_devices import GIB, FakeMachine, devices
+from tests.support.ray_nodes import RAYS_OWN, STORE_BYTES
+
+pytestmark = [pytest.mark.server, pytest.mark.long]
+
+ROOT = str(Path(__file__).parents[2])
+PATIENCE_S = 120.0
+FLEET, PATH = "e" * 32, "/run/unit-gpu.sock"
+GPUS = [one.uuid for one in devices(2)]
+
+
+class ServersWatch:
+    """What a server has of the cluster: the process that sends agents its wish every second."""
+
+    def __init__(self, address: str, term: int, root: Path, node: str) -> None:
+        """node: Ray's id of the only one."""
+        self._node, self._term, self._root = node, term, root
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvmig.launcher.ray_watch", address],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def wish(self, *units: WantedUnit) -> None:
+        wish = ClusterWish(
+            common=FilesWish(root=str(self._root)), fleet=FLEET, term=self._term,
+            units={self._node: units},
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode_wish(wish))
+        self.process.stdin.flush()
+
+    def until(self, wanted: Callable[[NodeReport], object]) -> NodeReport:
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            (node,) = report_of(self.process.stdout.readline()).nodes
+            if wanted(node):
+                return node
+            assert time.monotonic() < deadline, node
+
+    def close(self) -> None:
+        """End it; may be called twice."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    machine = FakeMachine(tmp_path_factory.mktemp("nvml"))
+    machine.install(devices(2, 8 * GIB))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", ROOT)
+        for name, value in {**machine.environment, **RAYS_OWN}.items():
+            patched.setenv(name, value)
+        head = {
+            "num_cpus": 1, "num_gpus": 2, "include_dashboard": False,
+            "object_store_memory": STORE_BYTES,
+        }  # fmt: skip
+        made = Cluster(initialize_head=True, head_node_args=head)
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def earlier(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
+    made = ServersWatch(cluster.address, 1, root, cluster.head_node.node_id)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def later(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
+    made = ServersWatch(cluster.address, 2, root, cluster.head_node.node_id)
+    yield made
+    made.close()
+
+
+def has_second(node: NodeReport) -> bool:
+    """Whether the unit has the second GPU, and Ray the first one."""
+    there = (UnitReport(path=PATH, gpu=GPUS[1]),)
+    return node.measured is not None and node.measured.units == there and node.free["GPU"] == 1.0
+
+
+WANTED = WantedUnit(path=PATH, memory=1 << 30, gpus=(GPUS[1],))
+
+
+def test_a_unit_has_the_gpu_that_it_names_and_ray_no_more(earlier: ServersWatch) -> None:
+    earlier.wish(WANTED)
+    earlier.until(has_second)
+
+
+def test_the_gpu_stays_the_units_when_the_server_dies_and_the_next_one_finds_it(
+    earlier: ServersWatch, later: ServersWatch
+) -> None:
+    earlier.close()
+    later.wish(WANTED)
+    later.until(has_second)
+
+
+def test_a_unit_that_is_wanted_no_more_gives_its_gpu_back_to_ray(later: ServersWatch) -> None:
+    later.wish()
+    later.until(lambda node: node.free.get("GPU") == 2.0)
