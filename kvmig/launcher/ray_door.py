@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -24,6 +25,9 @@ HOME_FILE = "~/.ray/auth_token"
 """The file in which Ray looks for a token without either."""
 JOIN_S = 50.0
 """Longest wait for a cluster that is to be joined."""
+NODE_S, LOOK_S = 10.0, 0.5
+"""Longest wait for this machine's node, which may have started at the same time, and the pause
+between two looks for it."""
 OPEN_S = 20.0
 """Longest wait for the process that asks a head without a token."""
 ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
@@ -59,8 +63,6 @@ def ask_head(address: str, *, local: bool) -> None:
     also where RAY_AUTH_MODE is not set.
     """
     from ray import _raylet
-    from ray._private.services import find_node_ids
-    from ray.core.generated.gcs_pb2 import GcsNodeInfo
     from ray.exceptions import AuthenticationError, RpcError
 
     here = token_here(os.environ)
@@ -76,20 +78,29 @@ def ask_head(address: str, *, local: bool) -> None:
             f" that asks for none, unset {MODE}"
         )
     try:
-        found = raylet.GcsClient(address=address).get_all_node_info(
-            timeout=JOIN_S, state_filter=GcsNodeInfo.GcsNodeState.ALIVE
-        )
+        head = raylet.GcsClient(address=address)
+        until = time.monotonic() + NODE_S
+        while not has_node_here(head):
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"--ray is {address}, but this machine is no node of that cluster: make it one"
+                    f" with `ray start --address={address}`"
+                )
+            time.sleep(LOOK_S)
     except AuthenticationError as error:
         raise ConfigError(refusal(address, here, os.environ.get(MODE, ""))) from error
     except RpcError as error:
-        raise ConfigError(
-            f"--ray is {address}, but no Ray cluster answers there: {error}"
-        ) from error
-    if not {one.hex() for one in found}.intersection(find_node_ids()):
-        raise ConfigError(
-            f"--ray is {address}, but this machine is no node of that cluster: make it one with"
-            f" `ray start --address={address}`"
-        )
+        raise ConfigError(f"--ray is {address}, whose head does not answer: {error}") from error
+
+
+def has_node_here(head: Any) -> bool:
+    """Whether a node of the cluster is on this machine. head: Ray's client of it. Raises Ray's
+    errors."""
+    from ray._private import services
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    alive = head.get_all_node_info(timeout=JOIN_S, state_filter=GcsNodeInfo.GcsNodeState.ALIVE)
+    return not {one.hex() for one in alive}.isdisjoint(services.find_node_ids())
 
 
 def token_here(environment: Mapping[str, str]) -> str:

@@ -34,6 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """One without a token."""
     (found := tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(found))
+    monkeypatch.setattr(ray_door, "NODE_S", 0.0)
     for name in (MODE, TOKEN, TOKEN_PATH, "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")  # what is set later is undone, too
         monkeypatch.delenv(name)
@@ -265,3 +266,14 @@ def test_a_head_that_asks_for_no_token_is_refused_where_one_is_set(
     sentence = f"RAY_AUTH_MODE is token, but the cluster at {without_token} asks for none"
     with pytest.raises(ConfigError, match=rf"{sentence}.* unset RAY_AUTH_MODE here to join it"):
         ray_door.check_token_wanted(without_token)
+
+
+def test_a_node_that_starts_at_the_same_time_is_waited_for(
+    without_token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([False, False, True])
+    monkeypatch.setattr(ray_door, "NODE_S", 60.0)
+    monkeypatch.setattr(ray_door, "LOOK_S", 0.0)
+    monkeypatch.setattr(ray_door, "has_node_here", lambda _: next(looks))
+    ray_door.ask_head(without_token, local=False)
+    assert not list(looks)
