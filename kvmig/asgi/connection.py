@@ -6,11 +6,12 @@ import asyncio
 import math
 import resource
 from collections.abc import Callable
-from typing import ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvmig.asgi.call import HttpCall
+from kvmig.asgi.request_parser import RequestParser
 from kvmig.core.config import HEAD_BYTES, HEAD_S, SPARE_FILES, HttpConfig
 
 SCOPE = "kvmig.call"
@@ -50,6 +51,11 @@ class HttpConnection(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _paused: HttpCall | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Takes what uvicorn gives a connection."""
+        super().__init__(*args, **options)
+        self.parser = RequestParser(self)
 
     @classmethod
     def limited(cls, send_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Self]:
