@@ -142,6 +142,9 @@ class MadeUpEngine:
     def sequences_of_call(self) -> int:
         return 1
 
+    def is_tenants_call(self) -> bool:
+        return False
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
     async def call(self, method: str, payload: Sequence[Frame]) -> Mapping[str, Sequence[Frame]]:

@@ -77,6 +77,10 @@ class OwnRouter:
         """The number of grammars that a call may have."""
         return 1
 
+    def is_tenants_call(self) -> bool:
+        """Whether the call may say nothing to a KV connector."""
+        return False
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None:
         """End them where they are."""
         self._llms.abort(request_ids)

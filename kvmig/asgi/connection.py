@@ -8,6 +8,7 @@ import resource
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, cast
 
+from httptools import HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvmig.asgi.call import HttpCall
@@ -55,7 +56,7 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Takes what uvicorn gives a connection."""
         super().__init__(*args, **options)
-        self.parser = RequestParser(self)
+        self.parser = cast("HttpRequestParser", RequestParser(self))
 
     @classmethod
     def limited(cls, send_timeout_s: float, on_refusal: Callable[[int], None]) -> type[Self]:

@@ -234,6 +234,12 @@ def sequences_of_call() -> int:
     return 1 if call is None else call.sequences
 
 
+def is_tenants_call() -> bool:
+    """Whether that call is of a fleet's client, whose key the fleet's proxy has checked."""
+    call = current_call.get()
+    return call is not None and bool(call.account)
+
+
 def priority_of_call(asked: int) -> int:
     """The priority of a request of that call. asked: as the engine's application found it, which
     reads the header on some of its routes only."""

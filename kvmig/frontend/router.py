@@ -80,6 +80,7 @@ from kvmig.frontend.requests import (
     RequestTable,
     call_of,
     current_search,
+    is_tenants_call,
     priority_of_call,
     sequences_of_call,
 )
@@ -280,6 +281,10 @@ class Router:
     def priority_of_call(self, asked: int) -> int:
         """See `requests.priority_of_call`."""
         return priority_of_call(asked)
+
+    def is_tenants_call(self) -> bool:
+        """See `requests.is_tenants_call`."""
+        return is_tenants_call()
 
     def sequences_of_call(self) -> int:
         """See `requests.sequences_of_call`."""

@@ -178,6 +178,9 @@ class Cluster:
     def sequences_of_call(self) -> int:
         return 1
 
+    def is_tenants_call(self) -> bool:
+        return False
+
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None:
         raise RuntimeError("a bug")
 

@@ -20,6 +20,7 @@ from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
 from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.openai.vllm.server import VllmServer
+from kvmig.frontend.requests import is_tenants_call
 from kvmig.frontend.router import Router
 from kvmig.models import BUNDLED
 from tests.support.environment import environment
@@ -51,6 +52,9 @@ class OneSequence:
 
     def sequences_of_call(self) -> int:
         return 1
+
+    def is_tenants_call(self) -> bool:
+        return is_tenants_call()
 
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 

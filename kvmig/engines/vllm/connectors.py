@@ -19,6 +19,8 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
+
 from kvmig.core.errors import StartupError
 
 if TYPE_CHECKING:
@@ -72,6 +74,26 @@ def why_held(request: Request, transfer: KVTransferConfig | None) -> str:
     if transfer.get_from_extra_config("bidirectional_kv_xfer", False):
         return f"{name} holds it: its blocks are kept for the next turn when it ends"
     return ""
+
+
+def check_params(params: Any, *, tenant: bool) -> None:
+    """Raises VLLMValidationError for what a call may not say to a connector. params: of sampling.
+
+    tenant: whether it is of a fleet's client. An engine reads whichever blocks of another engine
+    the call names, from whichever host: that is for the router that serves both engines, and a
+    tenant would read prompts of others.
+    """
+    given = (getattr(params, "extra_args", None) or {}).get(PARAMS)
+    if given is None:
+        return
+    if tenant:
+        raise VLLMValidationError(
+            f"{PARAMS} must be left out: a fleet's clients name no blocks of other engines",
+            parameter=PARAMS,
+        )
+    if not isinstance(given, dict):
+        kind = type(given).__name__
+        raise VLLMValidationError(f"{PARAMS} is a {kind}, must be an object", parameter=PARAMS)
 
 
 def without_load(request: EngineCoreRequest) -> None:

@@ -50,6 +50,7 @@ from kvmig.engines.vllm.answer_sizes import (
     logprobs_of_prompt,
     numbers_of,
 )
+from kvmig.engines.vllm.connectors import check_params
 from kvmig.engines.vllm.detokenizers import bound_detokenizers
 from kvmig.engines.vllm.encoding import check_bytes, encode_request
 from kvmig.engines.vllm.grammar_checks import GrammarChecks, backend_check
@@ -91,6 +92,8 @@ class RequestRouter(Protocol):
     def priority_of_call(self, asked: int) -> int: ...
 
     def sequences_of_call(self) -> int: ...
+
+    def is_tenants_call(self) -> bool: ...
 
     async def abort(self, request_ids: Sequence[str], complete: bool) -> None: ...
 
@@ -275,6 +278,8 @@ class RoutingClient(AsyncMPClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         if self.resources.engine_dead:
             raise EngineDeadError
+        # vLLM also sends one that it has refused, so that blocks which wait for it are freed.
+        check_params(request.sampling_params, tenant=self._requests.is_tenants_call())
         if self._salts is not None:
             salt_request(request, self._salts.salt_of(request.cache_salt))
         request.priority = self._requests.priority_of_call(request.priority)
@@ -371,6 +376,7 @@ class RoutedLLM(AsyncLLM):
         bound_detokenizers()
         read_once()
         self._tasks = tasks
+        self._is_tenants_call = requests.is_tenants_call
         self._encoder = MsgpackEncoder()
         client = RoutingClient(config, requests, outputs, num_instances, salts)
         with (
@@ -439,6 +445,7 @@ class RoutedLLM(AsyncLLM):
         check_bytes(self._encoder, sampling_params)
         check_words(getattr(sampling_params, "bad_words", None))
         check_stops(getattr(sampling_params, "stop", None))
+        check_params(sampling_params, tenant=self._is_tenants_call())
         salt = "" if self._salts is None else self._salts.salt_of(None)
         await self._grammars.check(sampling_params, salt)
         await self.slices.wait()
