@@ -111,11 +111,12 @@ def _before_it_runs(spec: ModelSpec, known: KnownSizes, total: int) -> DeviceCla
 
 def usual_kv(spec: ModelSpec, sizes: ModelSizes | None, total: int) -> int:
     """Bytes of a KV cache without a given size: room for as many requests of the model's whole
-    length as one instance is for, in a part of a GPU; but one at least."""
+    length as one instance is for, in a part of a GPU; but one at least. A block is the engine's."""
     if sizes is None:
         return total // KV_PART
     at_once = math.ceil(spec.instances.target) if spec.instances.target_kind == "concurrency" else 8
-    return max(sizes.request, min(at_once * sizes.request, total // KV_PART))
+    wanted = min(at_once * sizes.request + sizes.shortest, total // KV_PART)
+    return max(sizes.request + sizes.shortest, wanted)
 
 
 def need_of(spec: ModelSpec, claim: DeviceClaim | None) -> DeviceNeed | None:

@@ -51,8 +51,8 @@ def _shortened(spec: ModelSpec, found: FitVerdict) -> ModelSpec | None:
     if not found.token_bytes:
         return None
     kept = found.request_bytes - found.token_bytes * found.max_tokens  # however long a request is
-    cache = (found.kv_bytes or found.request_bytes) - _missing(found)
-    tokens = (cache - kept) // found.token_bytes // LENGTH_STEP * LENGTH_STEP
+    cache = (found.kv_bytes or found.request_bytes + found.block_bytes) - _missing(found)
+    tokens = (cache - kept - found.block_bytes) // found.token_bytes // LENGTH_STEP * LENGTH_STEP
     tokens = min(tokens, found.max_tokens)
     if tokens <= 0:
         return None

@@ -23,12 +23,13 @@ from kvmig.fleet.spec import InstanceCounts, ModelSpec
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
-REQUEST = GIB // 2
+REQUEST, BLOCK = GIB // 2, 1 << 20
 SIZES = ModelSizes(
     weights=16 * GIB,
     files=16 * GIB,
     tokens=4096,
     layers=(LayerSizes(kind="FullAttentionSpec", layers=32, token=1 << 17, request=REQUEST),),
+    shortest=BLOCK,
 )
 KNOWN = KnownSizes(16 * GIB, SIZES)
 
@@ -49,8 +50,8 @@ def each(known: KnownSizes = KNOWN, **more: Any) -> int:
         ({"gpu_memory": 5 * GIB}, 5 * GIB),
         ({"flags": ("--gpu-memory-utilization=0.5",)}, TOTAL // 2 + OUTSIDE),
         ({"flags": ("--kv-cache-memory-bytes", "2G")}, 16 * GIB + 2 * GIB + REST),
-        ({}, 16 * GIB + 8 * REQUEST + REST),
-        ({"instances": InstanceCounts(target=2)}, 16 * GIB + 2 * REQUEST + REST),
+        ({}, 16 * GIB + 8 * REQUEST + BLOCK + REST),
+        ({"instances": InstanceCounts(target=2)}, 16 * GIB + 2 * REQUEST + BLOCK + REST),
         ({"instances": InstanceCounts(target=900)}, 16 * GIB + TOTAL // 4 + REST),
     ],
 )
@@ -75,7 +76,7 @@ def test_one_request_of_the_whole_length_fits_however_small_the_gpu() -> None:
     large = replace(KNOWN, sizes=SIZES)
     claim = claim_of(spec(), large, GIB)
     assert claim is not None
-    assert claim.kv == REQUEST
+    assert claim.kv == REQUEST + BLOCK
 
 
 def test_what_was_measured_goes_before_what_was_assumed() -> None:

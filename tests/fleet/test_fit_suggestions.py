@@ -14,14 +14,14 @@ from kvmig.fleet.fit_suggestions import changes, suggestion
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.worker_nodes import WorkerNode
 
-TOKEN, LENGTH, WINDOW = 1000, 8192, 50_000
+TOKEN, LENGTH, WINDOW, BLOCK = 1000, 8192, 50_000, 16_000
 SPEC = ModelSpec(name="a", source="path:/a", flags=("--seed=1",))
 LAYERS = (
     LayerSizes(kind="full", layers=2, token=TOKEN, request=TOKEN * LENGTH),
     LayerSizes(kind="window", layers=2, token=0, request=WINDOW),
 )
-SIZES = ModelSizes(weights=9000, files=9000, tokens=LENGTH, layers=LAYERS)
-WHOLE = TOKEN * LENGTH + WINDOW
+SIZES = ModelSizes(weights=9000, files=9000, tokens=LENGTH, layers=LAYERS, shortest=BLOCK)
+WHOLE = TOKEN * LENGTH + WINDOW + BLOCK
 
 
 def evaluated(kv: int, need: int, free: int) -> FitVerdict:
@@ -49,13 +49,20 @@ def test_a_kv_cache_that_holds_no_request_of_the_models_length_is_no_fit() -> No
     assert not short.fits
     assert short.why == (
         f"a KV cache of {WHOLE - 1} bytes has no room for a request of {LENGTH} tokens, which takes"
-        f" {WHOLE} bytes"
+        f" {WHOLE} bytes with the block that its engine keeps for itself"
     )
 
 
 def test_it_is_tried_with_the_longest_requests_that_its_kv_cache_holds() -> None:
-    (tried,) = changes(SPEC, evaluated(WINDOW + 1000 * TOKEN, 10, 20), heads=0)
+    (tried,) = changes(SPEC, evaluated(WINDOW + BLOCK + 1000 * TOKEN, 10, 20), heads=0)
     assert tried.flags == ("--seed=1", "--max-model-len=896")
+
+
+def test_a_block_that_no_request_gets_is_left_where_requests_would_fill_the_cache() -> None:
+    (tried,) = changes(SPEC, evaluated(WINDOW + 1024 * TOKEN, 10, 20), heads=0)
+    assert tried.flags[1:] == ("--max-model-len=896",)
+    (tried,) = changes(SPEC, evaluated(WINDOW + 1024 * TOKEN + BLOCK, 10, 20), heads=0)
+    assert tried.flags[1:] == ("--max-model-len=1024",)
 
 
 def test_it_is_tried_with_a_smaller_kv_cache_where_memory_is_short() -> None:
