@@ -19,6 +19,8 @@ set_client_factory(make_client)
 constants.DOWNLOAD_CHUNK_SIZE = 64 << 10
 """A cut loses what came of a piece, and only whole ones count as progress: the library's own are of
 10 MB, which takes minutes where files come slowly."""
+constants.MAX_HTTP_DOWNLOAD_SIZE = 1 << 62
+"""The library refuses files of more than 50 GB, from other servers than its hub as well."""
 PLAIN_HEADERS = {"accept-encoding": "identity"}
 """Bytes as they are: a compressed answer can't be gone on with."""
 LASTING_STATUSES = (400, 401, 403, 404, 410, 451)

@@ -121,6 +121,8 @@ class WebOrigin:
     def fetch(self, file: RemoteFile, into: DigestedFile, listed: FileList) -> None:
         """See `FilesOrigin`."""
         url, headers = self._urls[file.name], dict(PLAIN_HEADERS)
+        if not file.tag:
+            into.truncate()  # whether the rest is of the same content would not show
         if into.size and file.tag and not file.tag.startswith("W/"):
             headers["if-range"] = file.tag
         try:

@@ -20,7 +20,8 @@ from huggingface_hub import constants
 
 from kvmig.fleet.gguf_sizes import gguf_sizes
 from kvmig.sources import file_list, hub
-from kvmig.sources.digested_file import DigestedFile
+from kvmig.sources.digested_file import DigestedFile, open_digested
+from kvmig.sources.downloads import read_rest
 from kvmig.sources.fetch import SourceFetch
 from kvmig.sources.fetcher import hide, plain, reported, secrets_of
 from kvmig.sources.file_list import FileList, RemoteFile, SourceFailure, checked_list, chosen
@@ -418,6 +419,31 @@ def test_a_file_that_changes_at_a_web_server_meanwhile_is_not_mixed(
     fetching.hub.faults.cut_after = {}
     found = fetching.whole(source)
     assert (fetching.folder.whole(found.folder) / WEIGHTS).read_bytes() == other
+
+
+def test_a_file_whose_server_does_not_mark_its_content_begins_anew(fetching: Fetching) -> None:
+    plain = fetching.hub.add("plain", small_model())
+    source = f"{fetching.hub.url}/web/plain/"
+    fetching.hub.faults.no_tags = True
+    fetching.hub.faults.cut_after = {WEIGHTS: [100_000] + [0] * 20}
+    fetching.failed(source)
+    other = bytes(reversed(small_model()[WEIGHTS]))
+    plain.commit({**small_model(), WEIGHTS: other})
+    fetching.hub.faults.cut_after = {}
+    found = fetching.whole(source)
+    assert (fetching.folder.whole(found.folder) / WEIGHTS).read_bytes() == other
+
+
+def test_a_file_of_more_than_50_gb_is_asked_for(model_hub: ModelHub, tmp_path: Path) -> None:
+    model_hub.add("plain", small_model())
+    large = RemoteFile(WEIGHTS, 60 << 30)
+    url = f"{model_hub.url}/web/plain/{WEIGHTS}"
+    with (
+        open_digested(tmp_path / "a", large, lambda _: None) as into,
+        pytest.raises(OSError, match="Consistency check failed"),  # it is not as large as that
+    ):
+        read_rest(url, large, into, {})
+    assert model_hub.sent == len(small_model()[WEIGHTS])
 
 
 def test_a_file_that_is_longer_than_listed_takes_no_more_room_than_listed(

@@ -57,6 +57,8 @@ class HubFaults:
     held: threading.Event = field(default_factory=threading.Event)
     """While it isn't set, files stop after `hold_after` bytes."""
     hold_after: int | None = None
+    no_tags: bool = False
+    """Web servers' answers have no ETag."""
     no_sizes: bool = False
     """Lists have names only, as those of some mirrors."""
     leads_to: str = ""
@@ -285,7 +287,8 @@ class HubHandler(BaseHTTPRequestHandler):
         self.send_response(206 if ranged else 200)
         for key, value in (own or {}).items():
             self.send_header(key, value)
-        self.send_header("etag", f'"{etag}"')
+        if not faults.no_tags:
+            self.send_header("etag", f'"{etag}"')
         self.send_header("content-length", str(len(data)))
         if ranged:
             until = begin + len(data) - 1
