@@ -6,6 +6,7 @@ The next turn's tokens, log-probabilities and cached tokens equal those of a ses
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,12 @@ import pytest
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import PATIENT
+from tests.e2e.test_serve_instances import standing_still
 from tests.e2e.test_serve_prompts import states
 from tests.e2e.test_serve_turn_carriage import Turn, alone, post, turn
 from tests.e2e.test_serve_units import FLAGS as UNIT_FLAGS
 from tests.e2e.test_serve_units import Agent
-from tests.support.leaks import assert_server_is_empty, leaving_nothing
+from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
 from tests.support.streams import TIMEOUT_S
 from tests.support.waiting import until_yes
 
@@ -119,6 +121,41 @@ async def test_an_instance_that_is_removed_leaves_its_idle_session_to_the_others
 
     await until_yes(lambda: states(served) == {"i1": "serving"})
     assert await turn(served, session, longer) == second
+
+
+async def test_front_ends_move_a_session_by_order_of_another_one_and_carry_each_ones_own(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    flags = [*SMALL, *PATIENT, "--instances=2", "--front-ends=2", "--enable-prompt-tokens-details"]
+    with leaving_nothing(Served(flags, nursery=nursery, log=tmp_path / "log")) as served:
+        one, other = Footprint.of(served).named("kvmig.frontend.process_main")
+        first, second = await stay(served)
+        sessions = []
+        for waits in (one, other):
+            async with alone(served, "i0"):
+                with standing_still(waits):
+                    sessions.append(secrets.token_hex(8))
+                    assert await turn(served, sessions[-1], BEGINNING) == first
+        with standing_still(other):  # it has served the second one's call
+            body = {"session": sessions[1], "destination": "i1"}
+            asking = asyncio.create_task(post(served, "/kvmig/v1/sessions/move", body))
+            await asyncio.sleep(0.5)
+            assert not asking.done()
+        report = await asking
+        assert (report["state"], report["source"]) == ("committed", "i0"), report
+        await order(served, "POST", "instances/i1/drain")
+        await until_yes(lambda: states(served)["i1"] == "draining" and rests(served, "i1"))
+        await order(served, "DELETE", "instances/i1/drain")
+        async with alone(served, "i0"):
+            for session in sessions:
+                assert await turn(served, session, f"{BEGINNING}{first.text} ") == second
+        assert_server_is_empty(served)
+
+
+def rests(served: Served, instance: str) -> bool:
+    """Whether all that was to leave it has left."""
+    rows = {row["id"]: row["detail"] for row in served.get("instances")}
+    return str(rows[instance]).startswith("it is empty; 1 idle sessions moved")
 
 
 @pytest.fixture
