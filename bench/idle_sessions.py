@@ -5,24 +5,18 @@
 - out of crowded instances: every round, where less than 20 % of an instance's blocks are free, its
   sessions go to instances with more than 40 %, until it has 30 % again. Judged here alone.
 
-Mooncake's conversation trace (FAST'25, Apache-2.0, kvcache-ai/Mooncake, FAST25-release/traces,
-commit 3b5a5941): 12,031 requests of an hour, 4,658 of them later turns. A conversation here is
-requests that have more than the first 512 tokens in common, in steps of 512: its number, and how
-much each request has in common with those before it, are in `mooncake_turns.csv.gz`. The trace is
-replayed as it was, and faster. Besides, drawn conversations (`bench.prefixes`), and some whose long
-answers leave memory short. Modelled Llama-3-8B on H100; times are virtual.
+Mooncake's conversation trace (`bench.mooncake`) is replayed as it was, and faster. Besides, drawn
+conversations (`bench.prefixes`), and some whose long answers leave memory short. Modelled
+Llama-3-8B on H100; times are virtual.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import fmean, geometric_mean
 
 import numpy as np
@@ -31,6 +25,7 @@ from numpy.random import RandomState
 from rich.table import Table
 
 from bench import prefixes, report
+from bench.mooncake import turns_of_trace
 from kvmig.controlplane.policy import POLICIES
 from kvmig_tools.sim import cost
 from kvmig_tools.sim.cluster import SimCluster
@@ -39,7 +34,6 @@ from kvmig_tools.sim.policies import setting
 from kvmig_tools.sim.request import SimRequest
 from kvmig_tools.sim.session_moves import SessionRelief, SessionRules
 
-TRACE = Path(__file__).with_name("mooncake_turns.csv.gz")
 GPU = "h100-llama3-8b"
 LINKS = (25.0, 6.0, 1.25)
 """GB/s out of an instance, and into it: 400 Gbit/s half used, 50 and 10 Gbit/s."""
@@ -73,18 +67,6 @@ LOADS = (
 )
 
 
-def mooncake(load: IdleLoad, count: int) -> Iterator[SimRequest]:
-    """The trace's first `count` requests."""
-    with gzip.open(TRACE, "rt", encoding="utf-8", newline="") as file:
-        for index, row in zip(range(count), csv.DictReader(file), strict=False):
-            session = int(row["conversation"])
-            yield SimRequest(
-                index, int(row["arrival_ms"]) / 1e3 / load.rate, int(row["input_tokens"]),
-                int(row["output_tokens"]), 0, f"c{session}", int(row["held_tokens"]), grows=True,
-                session=session,
-            )  # fmt: skip
-
-
 def long_answers(load: IdleLoad, count: int) -> Iterator[SimRequest]:
     """Conversations with answers of 1,500 tokens, read for a minute each."""
     random, began, number = RandomState(load.seed), 0.0, 0
@@ -110,7 +92,7 @@ def long_answers(load: IdleLoad, count: int) -> Iterator[SimRequest]:
 def requests_of(load: IdleLoad, count: int) -> Iterator[SimRequest]:
     """Its requests in their order."""
     if load.kind == "trace":
-        return mooncake(load, 2 * count)
+        return turns_of_trace(load.rate, 2 * count)
     if load.kind == "long":
         return long_answers(load, count)
     drawn = prefixes.PrefixLoad(load.name, "turns", load.rate)

@@ -1,8 +1,9 @@
 """Dispatch that knows where prompts' beginnings are, beside others' rules: simulated.
 
-Requests with system prompts, of which a few are hot; conversations, whose turns come back with all
-that was said; long prompts with a short beginning that all share. At several loads, drawn with
-several seeds. 16 modelled Llama-3-8B on H100
+Requests with system prompts, of which a few are hot, also where an instance is added, drained or
+killed half-way; conversations, whose turns come back with all that was said, drawn ones and
+Mooncake's (`bench.mooncake`); long prompts with a short beginning that all share. At several loads,
+drawn with several seeds. 16 modelled Llama-3-8B on H100
 (`kvmig_tools.sim`). Each rule knows exactly what each instance's cache holds:
 
 - round-robin, least-loaded, and kvmig's policy without prefixes know nothing of it;
@@ -27,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from statistics import fmean, geometric_mean
 
@@ -36,6 +38,7 @@ from numpy.random import RandomState
 from rich.table import Table
 
 from bench import report
+from bench.mooncake import turns_of_trace
 from kvmig.controlplane.dispatch import DispatchPolicy, NewRequest, TieRotation, candidates
 from kvmig.controlplane.policy import POLICIES, Policy
 from kvmig.controlplane.view import ClusterView, Column, InstanceView
@@ -137,19 +140,29 @@ def rules() -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class PrefixLoad:
-    """Requests of one kind. rate: of requests, or of conversations that begin, a second."""
+    """Requests of one kind.
+
+    rate: of requests, or of conversations that begin, a second; of a trace, how many times as fast.
+    """
 
     name: str
     kind: str
     rate: float
     skew: float = 1.1
     """Exponent of the Zipf law by which system prompts are drawn."""
+    event: str = ""
+    """What becomes of an instance when half of the requests have come."""
 
 
 LOADS = tuple(
     [PrefixLoad(f"system prompts, {rate:g}/s", "system", rate) for rate in (60.0, 120.0, 180.0)]
     + [PrefixLoad("one hot system prompt, 120/s", "system", 120.0, skew=3.0)]
     + [PrefixLoad(f"conversations, {rate:g}/s", "turns", rate) for rate in (10.0, 20.0, 30.0)]
+    + [PrefixLoad("Mooncake, 3 times as fast", "trace", 3.0)]
+    + [
+        PrefixLoad(f"system prompts, 120/s, one is {event}", "system", 120.0, event=event)
+        for event in ("added", "drained", "killed")
+    ]
     + [PrefixLoad("a short beginning, 60/s", "short", 60.0)]
 )
 PROMPTS, PROMPT_TOKENS = 200, 6000
@@ -216,6 +229,8 @@ MADE = {"system": system_prompts, "turns": conversations, "short": short_beginni
 
 def requests_of(load: PrefixLoad, count: int, seed: int) -> Iterator[SimRequest]:
     """Its requests in their order."""
+    if load.kind == "trace":
+        return turns_of_trace(load.rate, 2 * count)
     random = RandomState(seed)
     return iter(MADE[load.kind](load, count, random))
 
@@ -242,6 +257,13 @@ def simulate(job: tuple[str, PrefixLoad, int, int]) -> Sample:
         requests_of(load, count, seed), INSTANCES, cost.load(GPU), rule.policy, setting("live"),
         Outcomes(), by_prefixes=rule.by_prefixes, by_sessions=rule.by_sessions,
     )  # fmt: skip
+    if load.event:
+        change: dict[str, Callable[[], None]] = {
+            "added": cluster.add_instance,
+            "drained": partial(cluster.drain_instance, "i0"),
+            "killed": partial(cluster.kill_instance, "i0"),
+        }
+        cluster.events.at(count / 2 / load.rate, change[load.event])
     summary = cluster.run().summary()
     asked, hit = np.array([one.engine.prompt_tokens for one in cluster.llumlets.values()]).sum(0)
     figures = {figure: summary[figure] for figure in (*FIGURES, "migrations")}
@@ -325,7 +347,12 @@ def main(argv: list[str] | None = None) -> int:
     result = report.begin(
         "prefixes", {"requests": count, "seeds": list(seeds), "instances": INSTANCES, "gpu": GPU}
     )
-    jobs = [(name, load, count, seed) for name in rules() for load in LOADS for seed in seeds]
+    jobs = [
+        (name, load, count, seed)
+        for name in rules()
+        for load in LOADS
+        for seed in (seeds[:1] if load.kind == "trace" else seeds)
+    ]
     with (
         ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool,
         report.progress() as bar,

@@ -163,6 +163,31 @@ class SimCluster:
         self._builder.leave(name)
         self.outcomes.instance_s += self.events.now - self._since.pop(name)
 
+    def add_instance(self) -> None:
+        """Another one serves from now on."""
+        self._serve(self._order())
+
+    def drain_instance(self, name: str) -> None:
+        """Nothing new comes there."""
+        self.members[name].state = "draining"
+        self.changed(name)
+
+    def kill_instance(self, name: str) -> None:
+        """Its cache is lost, and its requests are dispatched again with the tokens that they have.
+
+        It ends between two steps. Requests that were moving to it then end there.
+        """
+        self._reports.leave(name)
+        self._builder.leave(name)
+        self.drain_instance(name)
+
+        def end() -> None:
+            self._leave(name)
+            for request in self.llumlets[name].lose_requests():
+                self._place(request)
+
+        self.llumlets[name].engine.at_boundary(end)
+
     def changed(self, name: str) -> None:
         """Something happened there that a report shall tell."""
         self._reports.news(name)

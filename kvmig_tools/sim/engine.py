@@ -98,6 +98,15 @@ class SimEngine:
         if self.waiting.head is request:
             self._stir()
 
+    def lose_requests(self) -> list[SimRequest]:
+        """Take out all that it runs or that wait here, without their cache; between two steps."""
+        while self.running:
+            self._preempt()
+        lost = list(self.waiting)
+        for request in lost:
+            self.waiting.remove(request)
+        return lost
+
     def at_boundary(self, call: Action) -> None:
         """Do it between two steps: now when idle, else when the running step ends."""
         self._calls.append(call)

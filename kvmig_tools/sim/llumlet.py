@@ -85,6 +85,14 @@ class SimLlumlet:
         if migration is not None:
             migration.lost(reason)
 
+    def lose_requests(self) -> list[SimRequest]:
+        """Take out all that runs or waits here, without its cache; between two steps."""
+        lost = self.engine.lose_requests()
+        for request in lost:
+            self.gone(request, "preempted")
+            self._forget(request)
+        return lost
+
     def may_enter(self) -> str:
         """Why a request can't come here now; empty if it can."""
         if self.state == "draining":

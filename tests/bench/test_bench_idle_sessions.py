@@ -6,13 +6,14 @@ import pytest
 
 from bench import idle_sessions
 from bench.idle_sessions import AHEAD, LOADS, RELIEF, STAY, IdleLoad, simulate
+from bench.mooncake import turns_of_trace
 from kvmig_tools.sim.session_moves import SessionRelief, SessionRules
 
 BUSY = IdleLoad("Mooncake, 2 instances", "trace", 2, 1.0)
 
 
 def test_turns_of_the_trace_have_a_beginning_in_common_with_earlier_ones() -> None:
-    requests = list(idle_sessions.mooncake(BUSY, 2000))
+    requests = list(turns_of_trace(BUSY.rate, 2000))
     begun: dict[int | None, int] = {}
     for one in requests:
         if one.prefix_tokens:

@@ -115,6 +115,37 @@ def test_a_prompt_counts_once_as_asked_and_found_however_often_it_is_preempted()
     assert cluster.llumlets["i0"].engine.prompt_tokens == (300, 0)
 
 
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.integers(1, 200), st.integers(1, 120)), min_size=1),
+    st.sampled_from(NAMES),
+    st.floats(0, 4),
+    st.sampled_from(["add_instance", "drain_instance", "kill_instance"]),
+)
+@examples(40)
+def test_every_request_ends_whole_where_an_instance_comes_or_goes(
+    rows: list[tuple[float, int, int]], name: str, at: float, change: str
+) -> None:
+    requests = [SimRequest(number, *row, 0, "p", 40) for number, row in enumerate(rows)]
+    model, around = small(cache=True), setting("live")
+    cluster = SimCluster(requests, 3, model, policy(name), around, Outcomes(), by_prefixes=True)
+    named = () if change == "add_instance" else ("i1",)
+    cluster.events.at(at, lambda: getattr(cluster, change)(*named))
+    cluster.run()
+    assert [one.generated for one in requests] == [output for _, _, output in rows]
+    assert len(cluster.llumlets) == 3 + (change == "add_instance")
+
+
+def test_requests_of_a_killed_instance_are_computed_again_elsewhere() -> None:
+    requests = [SimRequest(number, 0.0, 100, 60) for number in range(2)]
+    cluster = SimCluster(
+        requests, 2, small(cache=True), policy("round-robin"), setting("live"), Outcomes()
+    )
+    cluster.events.at(0.5, lambda: cluster.kill_instance("i0"))
+    cluster.run()
+    assert [one.preemptions for one in requests] == [1, 0]
+    assert all(one.generated == 60 for one in requests)
+
+
 def copied_bytes(prefixes: tuple[str, str]) -> float:
     """Of moving a request to where another is running."""
     requests = [SimRequest(n, 0.0, 200, 60, 0, prefixes[n], 160) for n in range(2)]
