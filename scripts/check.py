@@ -156,7 +156,7 @@ CONFORMS_ON_V2 = Check(
 )
 HANDSHAKE = "every order of the handshake"
 CHECKER = ("python", "-m", "kvmig_tools.check")
-ORDERS = Check(HANDSHAKE, CHECKER)
+ORDERS = Check(HANDSHAKE, ("python", "-m", "scripts.golden", "compare", "--only", "checker"))
 LONG_ORDERS = (
     *(
         Check(f"{HANDSHAKE}, {one.name}", (*CHECKER, "--only", one.name))

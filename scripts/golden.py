@@ -1,12 +1,15 @@
 """Keeps what kvmig shows to its users, to see whether a change of the code has changed any of it.
 
-    python -m scripts.golden write FOLDER            # before
-    python -m scripts.golden compare FOLDER          # after: a short diff, exit status 1 if any
+    python -m scripts.golden compare                 # with tests/golden, as a test does
+    python -m scripts.golden write                   # after a change that is meant
+    python -m scripts.golden write FOLDER            # all outputs, before a change of form
+    python -m scripts.golden compare FOLDER          # after it
 
-FOLDER lies outside the working tree. `scripts/golden_outputs.py` has the list of outputs; --only
-picks some of them by name, --quick leaves out those that take longest. `compare` looks at what
-FOLDER has. Tests are compared by their names: that one has moved to another file is printed, and
-is no difference.
+A difference is printed, and the exit status is 1. `scripts/golden_outputs.py` has the list of
+outputs; --only picks some of them by name, --quick leaves out those that take longest. `compare`
+looks at what FOLDER has, and so does `write` in tests/golden. Tests are compared by their names:
+that one has moved to another file is printed, and is no difference. Of the numbers of tests only
+one that fell is a difference.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from difflib import unified_diff
 from pathlib import Path
 
 from kvmig.core.errors import ConfigError
-from scripts.golden_outputs import OUTPUTS, SLOW, TEST_IDS, make_environment
+from scripts.golden_outputs import COUNTS, OUTPUTS, ROOT, SLOW, TEST_IDS, make_environment
 
-MOST_LINES = 16
+KEPT = ROOT / "tests" / "golden"
+COMMAND = "python -m scripts.golden write --only"
+"""And the name of an output: it renews what is kept of that one."""
+MOST_LINES = 100
 """Of one file's difference that are printed."""
 
 
@@ -32,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_environment()
     try:
         if options.order == "write":
-            write(options.folder, _chosen(options, OUTPUTS))
+            known = kept_in(KEPT) if options.folder == KEPT and not options.only else OUTPUTS
+            write(options.folder, _chosen(options, known))
             return 0
         return compare(options.folder, _chosen(options, kept_in(options.folder)))
     except ConfigError as error:
@@ -64,7 +71,8 @@ def compare(folder: Path, names: Sequence[str]) -> int:
                     print(f"{name}: {moved}")
             if lines:
                 different += 1
-                print(f"{name}/{file} differs:")
+                meant = f" (if that is meant: {COMMAND} {name})" if folder == KEPT else ""
+                print(f"{name}/{file} differs{meant}:")
                 shown = [*lines[:MOST_LINES], *_rest(lines)]
                 print("\n".join(f"  {line}" for line in shown))
     print(f"{different} files differ." if different else f"Equal: {', '.join(names)}.")
@@ -88,9 +96,19 @@ def difference(file: str, before: str | None, after: str | None) -> Iterator[str
         gone, new = (Counter(_names(text)) for text in (before, after))
         yield from (f"-{name}" for name in (gone - new).elements())
         yield from (f"+{name}" for name in (new - gone).elements())
+    elif file == COUNTS:
+        yield from fewer(before, after)
     else:
         changed = unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
         yield from list(changed)[2:]
+
+
+def fewer(before: str, after: str) -> Iterator[str]:
+    """Say which files have fewer tests than before."""
+    now = dict(line.split() for line in after.splitlines())
+    for path, count in (line.split() for line in before.splitlines()):
+        if int(now.get(path, "0")) < int(count):
+            yield f"{path} had {count} tests, and has {now.get(path, 'none')}"
 
 
 def moves(before: str, after: str) -> Iterator[str]:
@@ -136,7 +154,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("order", choices=("write", "compare"))
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=KEPT)
     parser.add_argument(
         "--only", nargs="+", choices=tuple(OUTPUTS), metavar="NAME", help=", ".join(OUTPUTS)
     )

@@ -10,15 +10,20 @@ import asyncio
 import json
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+
+from kvmig import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 Files = dict[str, str]
@@ -39,25 +44,23 @@ COLOURING = ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS")
 MOST_S = 3600.0
 """For one command, on a machine that has other work, too."""
 TEST_IDS = "tests.txt"
+COUNTS = "test_counts.txt"
+TEST = r"^ *(?:async )?def test_\w+\("
 
-COMMANDS: Mapping[str, tuple[str, ...]] = {
-    "serve": ("kvmig.serve", "--help"),
-    "serve-all-toy": ("kvmig.serve", "--engine=toy", "--help=all"),
-    "serve-all-transformers": ("kvmig.serve", "--engine=transformers", "--help=all"),
-    "serve-all-vllm": ("kvmig.serve", "--help=all"),
-    "place": ("kvmig.placement", "--help"),
-    "replace": ("kvmig.placement.executor", "--help"),
-    "unit": ("kvmig.sharing", "--help"),
-    "shared-fork-server": ("kvmig.launcher.shared_fork_server",),
-    "drift": ("kvmig_tools.drift", "--help"),
-    "check": ("kvmig_tools.check", "--help"),
-    "demo": ("kvmig_tools.demo", "--help"),
-    "draw-handshake": ("kvmig_tools.draw_handshake", "--help"),
-    "profile": ("kvmig_tools.profile", "--help"),
-    "simulate": ("kvmig_tools.simulate", "--help"),
-    "train-count": ("kvmig_tools.train_count", "--help"),
+COMMANDS: Mapping[str, str] = {
+    "place": "kvmig.placement",
+    "replace": "kvmig.placement.executor",
+    "unit": "kvmig.sharing",
+    "drift": "kvmig_tools.drift",
+    "check": "kvmig_tools.check",
+    "demo": "kvmig_tools.demo",
+    "draw-handshake": "kvmig_tools.draw_handshake",
+    "profile": "kvmig_tools.profile",
+    "simulate": "kvmig_tools.simulate",
 }
-"""Modules that people start, with the arguments that make them describe themselves."""
+"""Modules that people start, besides `kvmig`, `kvmig.serve` and those that load torch first."""
+SIMULATED = ("S-S", 24.0, 240)
+"""Lengths, requests a second, requests."""
 
 
 def make_environment() -> None:
@@ -80,8 +83,10 @@ def started(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def plain(text: str) -> str:
-    """Without what differs between machines and working trees."""
-    for path, name in ((str(ROOT), "ROOT"), (sys.prefix, "PREFIX"), (str(Path.home()), "HOME")):
+    """Without what differs between machines, working trees and releases."""
+    version = f'"version": "{__version__}"', '"version": "VERSION"'
+    paths = (str(ROOT), "ROOT"), (sys.prefix, "PREFIX"), (str(Path.home()), "HOME")
+    for path, name in (version, *paths):
         text = text.replace(path, name)
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
@@ -95,31 +100,61 @@ def pretty(value: object) -> str:
 
 
 def helps() -> Files:
-    """The help of each command that people start."""
-    found = {}
-    for name, command in COMMANDS.items():
-        done = started(*command)
-        found[f"{name}.txt"] = plain(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
-    return found
+    """The help of each command that people start, without vLLM's own flags."""
+    from kvmig.engines.registry import kind_of
+    from kvmig.launcher.flags import parser
+
+    found = {"serve": parser().format_help()}
+    for engine in ("toy", "transformers"):
+        with redirect_stdout(StringIO()) as shown:
+            kind_of(engine).print_help()
+        found[f"serve-{engine}"] = shown.getvalue()
+    found |= {name: _help_of(module) for name, module in COMMANDS.items()}
+    return {f"{name}.txt": plain(text) for name, text in found.items()}
 
 
-def console_helps() -> Files:
-    """The help of `kvmig` and of each of its commands."""
+def _help_of(module: str) -> str:
+    """What `python -m module --help` prints, in this process."""
+    before, sys.argv = sys.argv, [module, "--help"]
+    try:
+        with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = before
+    return shown.getvalue()
+
+
+def slow_helps() -> Files:
+    """The help of `kvmig.serve` with vLLM's own flags, and of what loads torch."""
+    return {
+        "serve-vllm.txt": plain(started("kvmig.serve", "--help=all").stdout),
+        "train-count.txt": plain(started("kvmig_tools.train_count", "--help").stdout),
+    }
+
+
+def console_commands() -> Files:
+    """The commands of `kvmig`, their arguments and options, with the text of their help."""
     import typer
-    from typer.testing import CliRunner
 
     from kvmig.cli.app import app
 
-    found = {}
+    lines: list[str] = []
 
     def visit(command: Any, path: tuple[str, ...]) -> None:
-        shown = CliRunner().invoke(app, [*path, "--help"], prog_name="kvmig")
-        found[f"{'-'.join(('kvmig', *path))}.txt"] = plain(shown.output)
+        lines.append(" ".join(path) + (" (hidden)" if command.hidden else ""))
+        lines.extend(f"    {line}" for line in (command.help or "").splitlines())
+        for one in command.params:
+            words = "/".join((*one.opts, *one.secondary_opts))
+            default = "" if one.default is None or callable(one.default) else f" = {one.default}"
+            kind = one.type_descriptor.annotation
+            named = f"{words} {one.metavar or getattr(kind, '__name__', kind)}"
+            needed = ", required" if one.required else ""
+            lines.append(f"  {named}{default}{needed}: {getattr(one, 'help', '') or ''}")
         for name, inner in sorted(getattr(command, "commands", {}).items()):
             visit(inner, (*path, name))
 
-    visit(typer.main.get_command(app), ())
-    return found
+    visit(typer.main.get_command(app), ("kvmig",))
+    return {"console.txt": plain("\n".join(lines))}
 
 
 def environment_variables() -> Files:
@@ -133,16 +168,20 @@ def environment_variables() -> Files:
 
 
 def descriptions() -> Files:
-    """/openapi.json of a fleet's server and of each kind of front end, and clients' routes."""
+    """/openapi.json of a fleet's server and of a front end without vLLM, and clients' routes."""
     from kvmig.asgi.route_table import CLIENT_ROUTES
     from kvmig.fleet.api import make_app
 
     return {
-        "fleet.json": pretty(make_app(Mock()).openapi()),
-        "front-end.json": pretty(asyncio.run(_token_description())),
-        "front-end-vllm.json": plain(pretty(asyncio.run(_vllm_description()))),
+        "fleet.json": plain(pretty(make_app(Mock(provider=None)).openapi())),
+        "front-end.json": plain(pretty(asyncio.run(_token_description()))),
         "client-routes.txt": "".join(f"{tuple(one)}\n" for one in CLIENT_ROUTES),
     }
+
+
+def vllm_description() -> Files:
+    """/openapi.json of a front end with vLLM's routes."""
+    return {"front-end-vllm.json": plain(pretty(asyncio.run(_vllm_description())))}
 
 
 async def _token_description() -> object:
@@ -370,7 +409,28 @@ def tests() -> Files:
     return {TEST_IDS: plain("".join(sorted(f"{name}\t{file}\n" for file, name in pairs)))}
 
 
+def count_tests() -> Files:
+    """How many functions that are tests each file has."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    counts = {one: len(re.findall(TEST, one.read_text(), re.MULTILINE)) for one in files}
+    return {COUNTS: "".join(f"{one.relative_to(ROOT)} {count}\n" for one, count in counts.items())}
+
+
 # -- what is decided
+
+
+def simulator() -> Files:
+    """The figures of a few hundred simulated requests under each policy."""
+    from kvmig_tools.sim.policies import NAMES
+    from kvmig_tools.sim.run import Run, simulate
+
+    trace, rate, requests = SIMULATED
+    lines = []
+    for name in NAMES:
+        run = Run(trace=trace, policy=name, rate=rate, requests=requests, instances=4, cv=4.0)
+        figures = simulate(run).result.figures
+        lines += [f"{name} {figure} {value:.9g}\n" for figure, value in sorted(figures.items())]
+    return {"simulator.txt": "".join(lines)}
 
 
 def checker() -> Files:
@@ -418,18 +478,22 @@ def _figures(file: Path) -> str:
 
 OUTPUTS: Mapping[str, Callable[[], Files]] = {
     "help": helps,
-    "console": console_helps,
+    "help-slow": slow_helps,
+    "console": console_commands,
     "environment": environment_variables,
     "openapi": descriptions,
+    "openapi-vllm": vllm_description,
     "metrics": metrics,
     "wire": wire,
     "documents": documents,
     "schema": schema,
     "signatures": signatures,
     "tests": tests,
+    "test-counts": count_tests,
+    "simulator": simulator,
     "checker": checker,
     "policies": policies,
     "paper": paper,
 }
 """By the name of its folder."""
-SLOW = ("checker", "policies", "paper")
+SLOW = ("help-slow", "openapi-vllm", "tests", "checker", "policies", "paper")

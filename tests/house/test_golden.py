@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts import golden
-from scripts.golden_outputs import OUTPUTS, SLOW, TEST_IDS, documents, metrics, schema, wire
+from scripts.golden_outputs import COUNTS, OUTPUTS, SLOW, TEST_IDS, documents, metrics, schema, wire
 
 Shown = dict[str, Mapping[str, str]]
 
@@ -57,7 +57,7 @@ def test_a_long_difference_is_cut(
     golden.main(["write", str(tmp_path)])
     shown["a"] = {**shown["a"], "one.txt": "y\n" * 100}
     _, printed = compared(tmp_path, capsys)
-    assert "  ... and 87 lines more" in printed.splitlines()
+    assert "  ... and 3 lines more" in printed.splitlines()
 
 
 def test_a_test_may_move_to_another_file_and_may_not_go(
@@ -74,6 +74,36 @@ def test_a_test_may_move_to_another_file_and_may_not_go(
     status, printed = compared(tmp_path, capsys)
     assert status == 1
     assert {"  -n", "  -gone", "  +new"} <= set(printed.splitlines())
+
+
+def test_a_file_may_have_more_tests_and_may_not_have_fewer(
+    shown: Shown, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown["a"] = {COUNTS: "a.py 2\nb.py 1\n"}
+    golden.main(["write", str(tmp_path)])
+    shown["a"] = {COUNTS: "a.py 3\nb.py 1\nc.py 1\n"}
+    assert compared(tmp_path, capsys) == (0, "Equal: a, b.\n")
+    shown["a"] = {COUNTS: "a.py 1\n"}
+    status, printed = compared(tmp_path, capsys)
+    assert status == 1
+    assert "  a.py had 2 tests, and has 1" in printed.splitlines()
+    assert "  b.py had 1 tests, and has none" in printed.splitlines()
+
+
+def test_a_difference_from_what_the_repository_keeps_names_the_command(
+    shown: Shown,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(golden, "KEPT", tmp_path)
+    golden.main(["write", str(tmp_path), "--only", "a"])
+    shown["a"] = {**shown["a"], "one.txt": "1\n"}
+    status, printed = compared(tmp_path, capsys)
+    assert status == 1
+    assert printed.startswith(
+        "a/one.txt differs (if that is meant: python -m scripts.golden write --only a):\n"
+    )
 
 
 def test_only_what_the_folder_has_is_compared(
