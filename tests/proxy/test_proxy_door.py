@@ -123,6 +123,42 @@ async def test_the_request_after_a_minutes_last_is_told_when_to_come_again(tmp_p
     assert "may send 2 requests a minute, try again in" in error_of(answers[2])["message"]
 
 
+MEDIA = [
+    ("/v1/audio/speech", {"input": "Good morning", "voice": "a"}),
+    ("/v1/images/generations", {"prompt": "a cat"}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), MEDIA)
+async def test_calls_of_speech_and_images_at_once_are_within_a_minutes_requests(
+    tmp_path: Path, path: str, fields: dict[str, str]
+) -> None:
+    given, grant = key(rpm=3)
+    body = {"model": "count", **fields}
+    async with site(tmp_path, grant, clock=lambda: 100.0) as door, door.deployment() as deployment:
+        calls = (door.ask(body, path=path, given=given) for _ in range(8))
+        answers = await asyncio.gather(*calls)
+    assert sorted(one.status_code for one in answers) == [200] * 3 + [429] * 5
+    assert len(deployment.got) == 3
+    late = next(one for one in answers if one.status_code == 429)
+    assert error_of(late)["code"] == "rate_limit_exceeded"
+    assert int(late.headers["retry-after"]) == 20
+
+
+async def test_each_image_of_a_call_is_a_request_of_its_limit(tmp_path: Path) -> None:
+    given, grant = key(rpm=3)
+    async with site(tmp_path, grant, clock=lambda: 100.0) as door, door.deployment():
+
+        async def draw(images: int) -> Any:
+            body = {"model": "count", "prompt": "a cat", "n": images}
+            return await door.ask(body, path="/v1/images/generations", given=given)
+
+        many = await draw(4)
+        answers = [await draw(images) for images in (2, 2, 1, 1)]
+    assert (many.status_code, error_of(many)["code"]) == (400, "too_many_sequences")
+    assert [one.status_code for one in answers] == [200, 429, 200, 429]
+
+
 async def test_who_is_over_a_limit_hears_so_before_the_body_has_come(tmp_path: Path) -> None:
     given, grant = key(rpm=1)
     async with site(tmp_path, grant) as door, door.deployment():

@@ -3,8 +3,10 @@
 `python -m tests.support.toy_openai --port N` or `--uds PATH`. It counts: the answer's token k is
 " k" with four digits. Files in `--script FOLDER` change what all of its instances do:
 
-hold     text: the number of tokens at which answers stand still until the file is gone
+hold     text: the number of tokens at which answers stand still until the file is gone; speech and
+         images do before they begin
 mute     it says nothing of usage
+drawing  text: tokens that it says of each image
 deaf     it answers /health with 500
 """
 
@@ -77,14 +79,27 @@ class ToyHandler(BaseHTTPRequestHandler):
             case "/v1/score":
                 self._told({"data": [{"index": 0, "score": 0.5}]}, prompt_tokens=3, total_tokens=3)
             case "/v1/audio/speech":
+                self._wait()
                 self._begin("audio/wav")
                 for _ in range(3):
                     self._chunk(b"\0" * 1000)
                 self._chunk(b"")
             case "/v1/images/generations":
-                self._json({"created": 1, "data": [{"b64_json": "AAAA"}] * asked.get("n", 1)})
+                self._wait()
+                self._draw(asked.get("n", 1))
             case _:
                 self._json({"error": {"message": f"no path {path}"}}, 404)
+
+    def _wait(self) -> None:
+        while self._file("hold") is not None:
+            time.sleep(0.02)
+
+    def _draw(self, images: int) -> None:
+        answer = {"created": 1, "data": [{"b64_json": "AAAA"}] * images}
+        if each := self._file("drawing"):
+            self._told(answer, input_tokens=5, output_tokens=int(each) * images)
+        else:
+            self._json(answer)
 
     def _told(self, answer: dict[str, Any], **usage: int) -> None:
         self._json(answer if self._file("mute") is not None else {**answer, "usage": usage})
