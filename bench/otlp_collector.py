@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 WAIT_S = 60.0
+SILENT_S = 5.0
+"""A client that connects and sends nothing for this time is left."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,12 @@ class OtlpCollector:
 
 @contextlib.contextmanager
 def otlp_collector() -> Iterator[OtlpCollector]:
-    """Started, and ended."""
+    """Started, and ended once all that was sent until then is answered."""
     collector = OtlpCollector()
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = SILENT_S
+
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             collector.spans += spans_of(ExportTraceServiceRequest.FromString(body))
@@ -87,7 +92,7 @@ def otlp_collector() -> Iterator[OtlpCollector]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
+        server.daemon_threads = False  # so that its close waits for them
         collector.port = server.server_address[1]
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -96,6 +101,8 @@ def otlp_collector() -> Iterator[OtlpCollector]:
         finally:
             server.shutdown()
             thread.join(timeout=5.0)
+            while select.select([server], [], [], 0)[0]:
+                server.handle_request()
 
 
 def spans_of(request: Any) -> Iterator[CollectedSpan]:

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import Connection, update
 
 from kvmig.accounts.usage import UsageRecord, UsageSpool
 from kvmig.core.errors import ConfigError
@@ -67,6 +67,17 @@ def looking(settings: FleetSettings) -> Iterator[FleetDatabase]:
         yield database
     finally:
         database.close()
+
+
+@contextmanager
+def standing(database: FleetDatabase, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connection]:
+    """A transaction that the database ends soon if nothing is done in it; it ends no other one, of
+    which each would have to be quick on a busy machine."""
+    with ExitStack() as stack:
+        with monkeypatch.context() as short:
+            short.setattr(tables, "IDLE_S", 0.5)  # read where a connection is made
+            connection = stack.enter_context(database.transaction())
+        yield connection
 
 
 @asynccontextmanager
@@ -158,12 +169,11 @@ async def test_a_standby_leads_at_once_when_the_lead_is_left(place: Place) -> No
 def test_a_leader_that_stands_still_within_a_beat_is_followed(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "IDLE_S", 0.2)
     a, b = host(place, "a"), host(place, "b")
     one, other = store_of(a, place), store_of(b, place)
     one.open()
     # What the one that stands still does at last, is refused.
-    with looking(a) as beats, suppress(StoreError), beats.transaction() as connection:
+    with looking(a) as beats, suppress(StoreError), standing(beats, monkeypatch) as connection:
         connection.execute(update(leadership).values(beat=leadership.c.beat + 1))
         with looking(b) as database:
             row = leader_of(database)
@@ -178,10 +188,9 @@ def test_a_leader_that_stands_still_within_a_beat_is_followed(
 def test_a_server_that_stands_still_in_the_ledger_holds_up_no_other_hosts(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "IDLE_S", 0.2)
     still, other = (FleetDatabase(place.url, leads=False) for _ in range(2))
     turns = []
-    with suppress(StoreError), still.transaction() as connection:
+    with suppress(StoreError), standing(still, monkeypatch) as connection:
         take_turn(connection)
         with other.transaction() as others:
             take_turn(others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
@@ -66,3 +67,12 @@ async def test_a_collector_that_is_away_delays_the_end_by_a_limited_time(
 def test_nothing_is_opened_without_settings() -> None:
     assert open_collector(None, "front-1") is None
     assert TraceSettings().protocol == "http/protobuf"
+
+
+def test_a_collector_that_ends_answers_what_was_sent_before() -> None:
+    with socket.socket() as client:
+        with otlp_collector() as there:
+            client.connect(("127.0.0.1", there.port))
+            client.sendall(b"POST /v1/traces HTTP/1.1\r\ncontent-length: 0\r\n\r\n")
+        client.settimeout(10.0)
+        assert client.recv(1000).startswith(b"HTTP/1.0 200 OK")
