@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -40,6 +41,14 @@ from kvmig.fleet.store import FleetStore
 from kvmig.placement.problem import ModelLoad, models_of
 from tests.support.fleet_stores import Place, idle_files
 from tests.support.gguf_files import LLAMA, gguf_file
+
+COMMAND_LINE = functools.cache(typer.main.get_command)
+"""Made once, as in a process of the command: that takes longer than most calls do."""
+
+
+@pytest.fixture(autouse=True)
+def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.testing._get_command", COMMAND_LINE)
 
 
 class Kvmig:
