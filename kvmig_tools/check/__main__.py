@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _chosen(options)
     broken = _explore_handshakes(chosen) if chosen else False
     if options.only in (None, LIFE):
-        broken = _explore_lives(2 if options.long else 1) or broken
+        parks = (False, True) if options.long or options.only else (False,)
+        broken = _explore_lives(2 if options.long else 1, parks) or broken
     print("An invariant is broken." if broken else "All invariants hold.")
     return 1 if broken else 0
 
@@ -75,12 +76,12 @@ def _explore_handshakes(chosen: list[Scenario]) -> bool:
     return any(one.violation for one in results)
 
 
-def _explore_lives(most: int) -> bool:
-    """The same of a model's life. most: clients at once."""
+def _explore_lives(most: int, parks: Sequence[bool]) -> bool:
+    """The same of a model's life. most: clients at once; parks: whether it is parked or ends."""
     broken = False
-    for parks in (False, True):
-        lives = life.explore(most, parks=parks)
-        what = "that is parked" if parks else "from zero and back"
+    for is_parked in parks:
+        lives = life.explore(most, parks=is_parked)
+        what = "that is parked" if is_parked else "from zero and back"
         print(f"A model's life {what}: {lives.states:,} states, {lives.events:,} events.")
         _print_violation(lives)
         broken = broken or bool(lives.violation)
@@ -112,7 +113,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--long",
         action="store_true",
-        help="what takes minutes, too: two requests of three stages, more clients of a model",
+        help="what takes minutes, too: two requests of three stages, more clients of a model, one "
+        "that is parked",
     )
     return parser.parse_args(arguments)
 
