@@ -116,6 +116,7 @@ def test_the_start_from_the_root_works_with_the_registrys_kernels(tmp_path: Path
     assert python(START, str(tmp_path)).strip() == str(registrys)
 
 
+@pytest.mark.long  # engines' tests start there, too
 @pytest.mark.skipif(
     getattr(importlib.util.find_spec("kernels"), "origin", None) is not None,
     reason="the registry's package kernels is installed",

@@ -4,6 +4,7 @@ files that may only shrink."""
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -50,6 +51,9 @@ THEIRS = frozenset(
 )
 """Names of vLLM's, transformers' and the standard library's classes, which kvmig has, too."""
 
+MAY_USE = re.compile(r"(?<!\bself)(?<!\bcls)\.\s*_(?!_)|\bsetattr\b")
+"""What a file has that uses a private name; most have none, and needn't be parsed."""
+
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
@@ -95,7 +99,7 @@ def used(tree: ast.Module) -> Iterator[str]:
 def test_private_names_are_used_where_they_were_and_in_no_more_places() -> None:
     found: Counter[str] = Counter()
     for file in sorted(TESTS.rglob("*.py")):
-        if file.is_relative_to(TESTS / "support"):
+        if file.is_relative_to(TESTS / "support") or not MAY_USE.search(file.read_text()):
             continue
         own = [name for name in used(ast.parse(file.read_text())) if name in own_names()]
         found[str(file.relative_to(TESTS))] += len(own)
