@@ -124,7 +124,11 @@ class InstanceManager:
     async def let_read(self, within_s: float, at_once: asyncio.Event) -> None:
         """Wait until other engines have read the blocks that instances keep for them: at most that
         long, and no longer than until `at_once`. Nothing new comes to the instances."""
-        reading = asyncio.gather(*(one.let_read(within_s) for one in self._instances.values()))
+
+        async def let_all_read() -> None:
+            await asyncio.gather(*(one.let_read(within_s) for one in self._instances.values()))
+
+        reading = asyncio.create_task(let_all_read(), name="readers of all instances")
         signal = asyncio.create_task(at_once.wait())
         try:
             await asyncio.wait((reading, signal), return_when=asyncio.FIRST_COMPLETED)

@@ -482,9 +482,9 @@ async def test_the_last_instance_that_is_to_leave_waits_until_other_engines_have
         await it.hears()
 
 
-async def test_a_server_that_ends_waits_until_other_engines_have_read_or_for_a_second_signal() -> (
-    None
-):
+async def test_a_server_that_ends_waits_until_other_engines_have_read_or_for_a_second_signal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with world() as it:
         process = await reporting_unread(it)
         at_once = asyncio.Event()
@@ -493,6 +493,7 @@ async def test_a_server_that_ends_waits_until_other_engines_have_read_or_for_a_s
         assert not ending.done()
         at_once.set()
         await asyncio.wait_for(ending, PATIENCE_S)
+        assert not caplog.records
 
         ending = asyncio.create_task(it.cluster.let_read(60.0, asyncio.Event()))
         await asyncio.sleep(0.1)
