@@ -305,7 +305,10 @@ class PlacementController:
         return DesiredPlacement(placement, units)
 
     def _by_index(self, row: InstanceRow) -> InstanceRow:
-        """The same with the indices of its GPUs, by which a placement names them."""
+        """The same with the indices of its GPUs, by which a placement names them; of workers' GPUs
+        it names none."""
+        if self._models.workers.there:
+            return row
         device = self._models.memory.devices.watch.inventory.device
         return msgspec.structs.replace(row, gpus=tuple(str(device(one).index) for one in row.gpus))
 

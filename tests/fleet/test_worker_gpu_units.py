@@ -12,9 +12,13 @@ from msgspec.structs import replace
 
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.capacity import ResidentModel, SharedHold, WaitingModel, plan
+from kvmig.fleet.device_room import DeviceMemory, DeviceNeed
 from kvmig.fleet.orders import Deployed, DeploymentEnded, Running
+from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import allowed_gpus, check_kinds, whole_need
+from kvmig.fleet.worker_nodes import WorkerNode
 from kvmig.fleet.workers import LEASE_S
 from kvmig.launcher.node_files import WantedUnit
 from kvmig.launcher.node_reports import NodeReport, UnitReport
@@ -242,3 +246,40 @@ def test_a_unit_may_get_any_gpu_of_its_worker_that_is_large_enough_and_that_it_n
     whole = whole_need({}, 10)
     usable = {"a": 9, "b": 10, "c": 20}
     assert allowed_gpus(whole, ("c",), usable) == ("c", "b")
+
+
+def test_idle_models_of_a_unit_end_for_one_that_waits_for_their_gpu() -> None:
+    claims = {"unit u": ARENA, "a": EACH, "b": EACH}
+    gpu = DeviceMemory("g", "GPU 0", 40 * GIB, claims=claims)
+    worker = WorkerNode(
+        "w", 8 * GIB, 8 * GIB, (gpu,), resources={"GPU": 1.0}, free_resources={"GPU": 0.0}
+    )
+    unit = SharedHold("u", frozenset("ab"), {"g": ARENA}, {"w": {"GPU": 1.0}})
+
+    def resident(name: str, *, kept: bool = False) -> ResidentModel:
+        return ResidentModel(
+            name, 0, since=0.0, stay_s=0.0, idle_s=9.0, held={"g": EACH}, shared=unit, on={"w": 0},
+            kept=kept,
+        )  # fmt: skip
+
+    c = WaitingModel("c", 0, 0.0, DeviceNeed(5 * GIB), resources={"GPU": 1.0})
+    assert plan([worker], [c], [resident("a"), resident("b")], 99.0).yielding == {"a", "b"}
+    assert plan([worker], [c], [resident("a"), resident("b", kept=True)], 99.0).yielding == set()
+
+
+class OwnPlacements(PlacementController):
+    """What a placement sees of an instance."""
+
+    def seen(self, one: InstanceRow) -> InstanceRow:
+        return self._by_index(one)
+
+
+async def test_an_instance_whose_worker_is_silent_is_seen_with_the_gpus_that_it_reports(
+    bench: UnitBench,
+) -> None:
+    async def store(wanted: DesiredPlacement) -> None:
+        raise AssertionError(wanted)
+
+    bench.see(replace(node("a", 0, 0), silent_s=60.0))
+    placements = OwnPlacements(bench.models, store)
+    assert placements.seen(there("i0", A, "1")) == there("i0", A, "1")
