@@ -19,8 +19,8 @@ from kvmig.asgi.session_id import LONGEST_SESSION
 
 COUNTED = 100_000
 """Items that are counted one by one; of a list that may have more, the most that it may have."""
-LONGEST_N = 20
-"""Digits of a number that is read."""
+LONGEST_N_JSON = 4096
+"""Bytes of a number that is read; a longer one counts as more than any call may have."""
 LONGEST_SESSION_JSON = 12 * LONGEST_SESSION + 2
 """Bytes of a session's id as JSON, each character as two escapes."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -205,11 +205,15 @@ def _member(sampling: Raw) -> Raw:
 
 
 def _number(value: Raw) -> int:
-    """An integer as pydantic takes it: also as text or with a point."""
-    text = bytes(value).strip().strip(b'"').strip()
+    """An integer as pydantic takes it: also as text, however that is spelt, or with a point."""
+    if len(value) > LONGEST_N_JSON:
+        return COUNTED
     try:
-        return max(1, int(float(text[: 2 * LONGEST_N])))
-    except (ValueError, OverflowError):
+        found = msgspec.json.decode(value)
+        if isinstance(found, str):
+            found = float(found)
+        return max(1, int(found)) if isinstance(found, int | float) else 1
+    except (*UNREADABLE, ValueError, OverflowError):
         return 1
 
 

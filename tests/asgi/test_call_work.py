@@ -158,3 +158,31 @@ def test_a_list_without_end_is_counted_without_a_copy_of_its_items(prompt: bytes
     item = prompt[1:]
     body = b'{"prompt": [' + item * 1_000_000 + item[:-1] + b"]}"
     assert sequences_of(route_of("/v1/completions"), body) >= 100_000
+
+
+@pytest.mark.parametrize(
+    "spelt",
+    [
+        '"\\u0038"', '"8\\n"', '"\\t 8"', '" 8 "', '"+8"', '"8.0"', '"0_8"', "8.0", "8e0", "0.8e1",
+        '"%s8"' % ("0" * 60), '"8.%s"' % ("0" * 60), "8.%s" % ("0" * 60), '"\\u00a08\\u2003"',
+        '"%s8"' % ("\\u0030" * 60),
+    ],
+)  # fmt: skip
+def test_no_spelling_of_n_hides_sequences_from_a_limit(spelt: str) -> None:
+    body = f'{{"model": "m", "prompt": "a", "n": {spelt}}}'
+    assert CompletionRequest.model_validate(json.loads(body)).n == 8
+    assert sequences_of(route_of("/v1/completions"), body.encode()) == 8
+    ids = f'{{"token_ids": [1], "sampling_params": {{"n": {spelt}}}}}'
+    assert sequences_of(route_of("/inference/v1/generate"), ids.encode()) == 8
+
+
+@pytest.mark.parametrize(
+    "spelt", ["null", "true", '"x"', '"nan"', '"inf"', "{}", "[2]", "-3", '""']
+)
+def test_an_n_that_is_none_counts_as_one(spelt: str) -> None:
+    assert sequences_of(route_of("/v1/completions"), b'{"n": %s}' % spelt.encode()) == 1
+
+
+def test_an_n_of_more_text_than_any_number_has_counts_as_more_than_is_allowed() -> None:
+    body = '{"prompt": "a", "n": "%s8"}' % ("0" * 10_000)
+    assert sequences_of(route_of("/v1/completions"), body.encode()) > 1000
