@@ -61,8 +61,8 @@ _WITHIN: Mapping[str, str] = {"/inference/v1/generate": "sampling_params"}
 """The object in which these fields are, by path; elsewhere they are the body's."""
 LIMIT_MOST = 2**31
 """Tokens of an answer that a call may name; a larger number counts as this one."""
-_LONGEST = 40
-"""Characters of a number that is read."""
+_LONGEST = 4096
+"""Characters of a number that is read; a longer one counts as the largest."""
 _USUAL_MOST = {"/v1/completions": 16, SPEECH: 0, IMAGES: MEDIA_TOKENS}
 """Tokens of an answer whose call has no limit: for completions as OpenAI's API has it."""
 
@@ -279,7 +279,7 @@ def _number(value: Raw | None) -> int | None:
     found = _decoded(value)
     if isinstance(found, str):
         try:
-            found = float(found[:_LONGEST])
+            found = float(found) if len(found) <= _LONGEST else LIMIT_MOST
         except ValueError:
             return None
     if not isinstance(found, int | float) or not 0 <= found < math.inf:
