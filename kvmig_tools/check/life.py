@@ -9,7 +9,7 @@ its own. Time stands still but for one event, after which everything is late.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -292,7 +292,7 @@ def explore(most: int, *, parks: bool = False) -> Lives:
         World(most=most, parks=parks),
         FAIR,
         OTHER,
-        served=lambda one: not one.held,
+        {"who waits is never served": lambda one: not one.held},
         expects=lambda one: one.on and one.up,
     )
 
@@ -301,11 +301,12 @@ def explore_worlds(
     start: AnyWorld,
     fair: Sequence[Callable[[AnyWorld], AnyWorld | None]],
     other: Sequence[Callable[[AnyWorld], AnyWorld | None]],
-    served: Callable[[AnyWorld], bool],
+    goals: Mapping[str, Callable[[AnyWorld], bool]],
     expects: Callable[[AnyWorld], bool] = lambda one: True,
 ) -> Lives:
     """Every state that events lead to from the first one, and whether fair events can lead from
-    each to one where all are served. expects: of states from which they must."""
+    each to one where a goal is reached. goals: by the violation if they can't. expects: of states
+    from which they must."""
     began, found = time.process_time(), Lives()
     every = [*((True, one) for one in fair), *((False, one) for one in other)]
     worlds, numbers = [start], {start: 0}
@@ -332,21 +333,22 @@ def explore_worlds(
         if found.violation:
             break
     else:
-        can = _can_be_served(worlds, before, served)
-        for at, one in enumerate(worlds):
-            if not served(one) and expects(one) and at not in can:
-                found.violation, found.trace = "who waits is never served", _trace(came, at)
+        for violation, is_reached in goals.items():
+            can = _can_reach(worlds, before, is_reached)
+            missed = [at for at, one in enumerate(worlds) if at not in can and expects(one)]
+            if missed:
+                found.violation, found.trace = violation, _trace(came, missed[0])
                 break
     found.states = len(worlds)
     found.seconds = time.process_time() - began
     return found
 
 
-def _can_be_served(
-    worlds: Sequence[AnyWorld], before: Sequence[list[int]], served: Callable[[AnyWorld], bool]
+def _can_reach(
+    worlds: Sequence[AnyWorld], before: Sequence[list[int]], is_reached: Callable[[AnyWorld], bool]
 ) -> set[int]:
-    """The states from which fair events can lead to one where all are served."""
-    found = {at for at, one in enumerate(worlds) if served(one)}
+    """The states where a goal is reached, and from which fair events can lead to one of them."""
+    found = {at for at, one in enumerate(worlds) if is_reached(one)}
     left = list(found)
     while left:
         for at in before[left.pop()]:

@@ -74,7 +74,7 @@ def repeating(
 @pytest.mark.parametrize(
     ("wrong", "violation"),
     [
-        (strict, "a deployment that serves is killed"),
+        pytest.param(strict, "a deployment that serves is killed", marks=pytest.mark.long),
         (repeating, "one is parked again, or woken again"),
     ],
 )
@@ -91,7 +91,8 @@ def test_what_is_wrong_with_orders_that_outlive_their_server_is_found(
         (hasty, "one that is told to end has its route"),
         (blind, "a deployment is told to end while it answers"),
         (stubborn, "who waits is never served"),
-        (patient, "who waits is never served"),
+        # "stubborn" shows that sooner.
+        pytest.param(patient, "who waits is never served", marks=pytest.mark.long),
         (forgetful, "two deployments at once"),
     ],
 )
