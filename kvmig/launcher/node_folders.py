@@ -28,7 +28,7 @@ from kvmig.launcher.node_files import (
     WantedFolder,
     copy_link,
 )
-from kvmig.launcher.user_folder import digest_of, list_folder
+from kvmig.launcher.user_folder import FolderLists, digest_of, list_folder
 from kvmig.process.folder_lock import FolderLock
 from kvmig.sources import download_state
 from kvmig.sources.disk_room import HeldFiles, find_room
@@ -42,6 +42,8 @@ from kvmig.sources.source import parse_source
 PATH = "path:"
 LOOK_S = 30.0
 """Pause between two looks at all of the disk."""
+LIST_S = 0.5
+"""Longest wait for the lists of folders of the user's; a later look takes the others."""
 END_S = 5.0
 USED_S = 60.0
 """What is wanted counts as used again after this time."""
@@ -74,6 +76,7 @@ class NodeFolders:
         """What is in the node's own folder, by the folders' names."""
         self._looked_at = -LOOK_S
         self._paths_of: tuple[str, ...] = ()
+        self._lists = FolderLists()
         self._paths: dict[str, FilesManifest] = {}
         """The folders of the user's that are here themselves."""
         self._used: dict[str, float] = {}
@@ -166,8 +169,10 @@ class NodeFolders:
         try:
             if every or self._paths_of != self._wish.paths:
                 self._paths_of = self._wish.paths
-                listed = {one: _listed(one) for one in self._paths_of}
-                self._paths = {one: it for one, it in listed.items() if it is not None}
+                self._lists.begin_lists(self._paths_of)
+                self._take_lists(LIST_S)
+            else:
+                self._take_lists(0.0)
             if every:
                 self._looked_at, self._whole = now, {}
             names = {path.name for path in (folder.root / WHOLE).iterdir()} - self._whole.keys()
@@ -186,6 +191,14 @@ class NodeFolders:
                 self._used[name] = now
                 with contextlib.suppress(OSError):  # then it goes earlier
                     os.utime(folder.whole(name) / MANIFEST)
+
+    def _take_lists(self, timeout_s: float) -> None:
+        """Know which folders of the user's are here, as far as they are listed by then."""
+        for one, found in self._lists.take_lists(timeout_s).items():
+            self._paths.pop(one, None)
+            if found is not None:
+                self._paths[one] = found
+        self._paths = {one: it for one, it in self._paths.items() if one in self._paths_of}
 
     def _link(self, folder: FilesFolder, one: WantedFolder) -> None:
         """Let instances find the copy of a folder of the user's."""
@@ -213,7 +226,7 @@ class NodeFolders:
                 self._sources.pop(folder, None)
 
     def _lacks(self, one: WantedFolder) -> bool:
-        if one.revision and one.folder in self._paths:
+        if one.revision and (one.folder in self._paths or self._lists.is_listing(one.folder)):
             return False
         return bool(one.digest or one.revision) and one.name not in self._whole
 
@@ -450,12 +463,3 @@ class NodeFolders:
             folder.remove(name)
             with self._lock:
                 self._whole.pop(name, None)
-
-
-def _listed(folder: str) -> FilesManifest | None:
-    """A folder of the user's; None: it is not there, or can't be read."""
-    try:
-        return list_folder(Path(folder))
-    except OSError as error:
-        log.warning("%s can't be read: %s", folder, error)
-        return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.core.clock import Clock, monotonic
+from kvmig.launcher import user_folder
 from kvmig.launcher.agent_origin import FolderHolder
 from kvmig.launcher.node_files import (
     FILES_VARIABLE,
@@ -368,3 +371,28 @@ def test_only_downloaded_folders_are_elsewhere_on_nodes() -> None:
     assert folder_on_node("/data/files/whole/a", "/data/files", "") == "/data/files/whole/a"
     assert folder_on_node("/models/a", "/data/files", "/own") == "/models/a"
     assert folder_on_node("/models/a", "", "/own") == "/models/a"
+
+
+def test_a_folder_that_takes_long_to_list_delays_no_other_one(
+    site: FilesSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, slow = tmp_path / "there", tmp_path / "slow"
+    for one in (there, slow):
+        one.mkdir()
+        (one / "config.json").write_bytes(CONFIG)
+    listed, disk = user_folder.list_folder, threading.Event()
+
+    def list_slowly(folder: Path) -> FilesManifest | None:
+        assert folder != slow or disk.wait(60)
+        return listed(folder)
+
+    monkeypatch.setattr(user_folder, "list_folder", list_slowly)
+    node = site.node()
+    wish = site.wish(WantedFolder(folder=str(slow), revision="r"), paths=(str(slow), str(there)))
+    began = time.monotonic()
+    found = node.take_wish(wish, {str(slow): [site.holder]})
+    assert time.monotonic() - began < 10, "it answers meanwhile"
+    assert found.paths.keys() == {str(there)}
+    assert found.folder(str(slow)) is None, "nor is it fetched"
+    disk.set()
+    wait_until(lambda: node.take_wish(wish, {}).paths.keys() == {str(slow), str(there)})
