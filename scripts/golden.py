@@ -50,11 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write(folder: Path, names: Sequence[str]) -> None:
     """Write the outputs of those names below the folder, in place of earlier ones."""
     for name in names:
-        below = folder / name
+        files, below = made(name), folder / name
         below.mkdir(parents=True, exist_ok=True)
         for old in below.iterdir():
             old.unlink()
-        for file, text in made(name).items():
+        for file, text in files.items():
             (below / file).write_text(text, encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ from typing import Self
 
 from kvmig.command.guard import KILLED
 from kvmig.core.errors import StartupError
+from kvmig.core.killed import await_killed
 from kvmig.process.hidden_words import start_of
 from kvmig.process.supervisor import how_it_ended, line_from
 
@@ -86,7 +87,7 @@ class ServerProcess:
         finally:
             if self._guard.returncode is None:
                 self._guard.kill()
-            code = await self._guard.wait()
-            if self.pid and code < 0:  # it was killed, and could end nothing
+            code = await await_killed(self._guard, "the guard of a server")
+            if self.pid and (code is None or code < 0):  # it was killed, and could end nothing
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)

@@ -57,11 +57,11 @@ class FetcherChild:
             try:
                 async with asyncio.timeout(silence_s):
                     line = await self._process.stdout.readline()
+                    code = 0 if line else await self._process.wait()
             except TimeoutError as error:
                 raise SourceFailure(f"its fetcher said nothing for {silence_s:g} s") from error
             if not line:
-                how = how_it_ended(await self._process.wait())
-                raise SourceFailure(f"its fetcher ended ({how})")
+                raise SourceFailure(f"its fetcher ended ({how_it_ended(code)})")
             yield report_of(line)
 
     async def end(self) -> None:

@@ -27,6 +27,7 @@ import msgspec
 
 from kvmig.core.background import cancel_tasks, keep_running
 from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.killed import await_killed
 from kvmig.core.model_sizes import sizes_in
 from kvmig.core.order_fence import OrderFence, OrderToken
 from kvmig.fleet.orders import (
@@ -526,7 +527,7 @@ class FleetSupervisor:
         try:
             process = await self._spawn(deployment)
             self._tell(Started(start.deployment, process.pid))
-            how = await lives(process, deployment.heartbeats)
+            how = await lives(process, deployment.heartbeats, f"deployment {start.deployment}")
         except (OSError, StartupError) as error:
             how = f"it can't be started: {error}"
         except Exception as error:  # the server would wait for its end
@@ -682,7 +683,7 @@ class FleetSupervisor:
                     log.warning("%s is not shortened: %s", path, error)
 
 
-async def lives(process: ProcessPort, heartbeats: HeartbeatPipe | None) -> str:
+async def lives(process: ProcessPort, heartbeats: HeartbeatPipe | None, name: str) -> str:
     """Wait for the end of a deployment, and end it when it hangs; how it ended.
 
     Its heartbeats count from the first one: it sends them once it serves.
@@ -695,5 +696,5 @@ async def lives(process: ProcessPort, heartbeats: HeartbeatPipe | None) -> str:
         return await ends()
     how = await first_of(ends(), hangs(heartbeats, HANG_S, from_first=True))
     kill_group(process)
-    await process.wait()
+    await await_killed(process, name)
     return how

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from kvmig.core.errors import StartupError
+from kvmig.core.killed import await_killed
 from kvmig.process.fork_server import CannotFork, ForkServerClient, join
-from kvmig.process.supervisor import end_by_stdin, how_it_ended
+from kvmig.process.supervisor import ProcessPort, end_by_stdin, how_it_ended
 from kvmig.rpc.unix_peer import credentials
 
 NURSERY_S = 120.0
@@ -63,7 +64,9 @@ class ForkServers:
     async def _begin(self, engine: str) -> ForkServerClient:
         address = self.address(engine)
         if (before := self._processes.pop(engine, None)) is not None:
-            await end_now(before)  # it may hang, and hold the address
+            await end_now(
+                before, f"the fork server of {engine}"
+            )  # it may hang, and hold the address
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "kvmig.launcher.shared_fork_server", engine, address,
@@ -118,11 +121,11 @@ class ForkServers:
                     missed[engine] += 1
                     if missed[engine] == MISSED:
                         log.warning("the nursery of %s hangs, and is ended: %s", engine, error)
-                        await end_now(process)
+                        await end_now(process, f"the fork server of {engine}")
 
 
-async def end_now(process: asyncio.subprocess.Process) -> None:
+async def end_now(process: ProcessPort, name: str) -> None:
     """End it, whatever it does; without effect for one that has ended."""
     if process.returncode is None:
         process.kill()
-    await process.wait()
+    await await_killed(process, name)

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError, StartupError, TransportError
+from kvmig.core.killed import kill_and_wait
 from kvmig.launcher.node_files import WantedUnit
 from kvmig.launcher.node_forks import node_folder
 from kvmig.launcher.node_reports import UnitReport
@@ -156,8 +157,7 @@ class UnitProcess:
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            kill_and_wait(self._process, f"the agent of {self.wanted.path}")
         self._process = None
 
     @staticmethod

@@ -34,6 +34,7 @@ import msgspec
 import setproctitle
 
 from kvmig.core.errors import StartupError
+from kvmig.core.killed import kill_and_wait
 from kvmig.core.secret import ADMIN_KEY, SECRET
 from kvmig.core.shown_secrets import shown_words
 from kvmig.engines.registry import kind_of, with_tree
@@ -338,8 +339,7 @@ class ForkServerClient:
         """Leave it, and end it if it is our own; what it has forked doesn't mind."""
         self._sock.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            kill_and_wait(self._process, "the fork server")
 
     def retire(self) -> None:
         """Close when all that it has forked, and was ordered to fork, has ended."""

@@ -16,6 +16,7 @@ from typing import Protocol, Self
 import msgspec
 
 from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.killed import await_killed
 from kvmig.core.shm_cleanup import Files, of_group, remove, shared_by
 from kvmig.process.child import StartAnnouncement
 
@@ -188,7 +189,7 @@ class ChildProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()  # it may have hardly begun, and lead no group yet
-        await self._process.wait()
+        await await_killed(self._process, self.name)
         if self._over:  # the other stop came during the wait
             return
         self._over = True

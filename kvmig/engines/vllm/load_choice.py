@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvmig.core.clock import monotonic
+from kvmig.core.killed import kill_and_wait
 from kvmig.engines.vllm.load_formats import (
     USUAL,
     LoadRecord,
@@ -157,14 +158,15 @@ def measure_format(folder: Path, name: str, gpu: str) -> LoadTime:
         [sys.executable, "-m", MEASURE, str(folder), name, "cuda" if gpu else "cpu"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
     )  # fmt: skip
-    with child:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child.stdin, child.stdout:
         try:  # `communicate` would end its stdin, and with that the child
-            assert child.stdout is not None
             if not select.select([child.stdout], [], [], MEASURE_S)[0]:
                 return LoadTime(why=f"it took more than {MEASURE_S:g} s")
             line = child.stdout.readline()
         finally:
-            child.kill()
+            kill_and_wait(child, "the process that measures how a model loads")
     try:
         return msgspec.json.decode(line, type=LoadTime)
     except msgspec.MsgspecError:
