@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from statistics import fmean, geometric_mean
 
 import numpy as np
@@ -26,6 +24,7 @@ from rich.table import Table
 
 from bench import prefixes, report
 from bench.mooncake import turns_of_trace
+from bench.pooled import work_through
 from kvmig.controlplane.policy import POLICIES
 from kvmig_tools.sim import cost
 from kvmig_tools.sim.cluster import SimCluster
@@ -221,12 +220,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in RULES
         if name != RELIEF or link == LINKS[0]
     ]
-    with (
-        ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool,
-        report.progress() as bar,
-    ):
-        found = bar.track(pool.map(simulate, jobs), total=len(jobs), description="runs")
-        samples = list(found)
+    samples = work_through(simulate, jobs, options.workers)
     result.samples = [asdict(one) for one in samples]
     result.summary = summarize(samples)
     result.targets = TARGETS

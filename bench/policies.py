@@ -14,9 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import geometric_mean, mean
 
@@ -24,6 +22,7 @@ import msgspec
 from rich.table import Table
 
 from bench import report
+from bench.pooled import work_through
 from kvmig.controlplane.dispatch import FewestWithRoom, RoomiestAfter
 from kvmig.controlplane.policy import POLICIES, Policy
 from kvmig.controlplane.rules import balance, drain, make_room, move_queues, pair_extremes, protect
@@ -250,13 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     have = {(one.policy, one.workload, one.seed): one for one in old}
     wanted = list(jobs(requests, seeds, options.traces, options.unseen))
     missing = [job for job in wanted if (job[0], job[1], job[2].seed) not in have]
-    with (
-        ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool,
-        report.progress() as bar,
-    ):
-        found = pool.map(simulate, missing)
-        for one in bar.track(found, total=len(missing), description="runs"):
-            have[one.policy, one.workload, one.seed] = one
+    for one in work_through(simulate, missing, options.workers):
+        have[one.policy, one.workload, one.seed] = one
     samples = [have[policy, name, run.seed] for policy, name, run in wanted]
     result.samples = [asdict(sample) for sample in samples]
     ours = ratios(shared(samples, COMPARED), "kvmig")

@@ -26,10 +26,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
 from statistics import fmean, geometric_mean
 
 import msgspec
@@ -39,6 +37,7 @@ from rich.table import Table
 
 from bench import report
 from bench.mooncake import turns_of_trace
+from bench.pooled import work_through
 from kvmig.controlplane.dispatch import DispatchPolicy, NewRequest, TieRotation, candidates
 from kvmig.controlplane.policy import POLICIES, Policy
 from kvmig.controlplane.view import ClusterView, Column, InstanceView
@@ -353,12 +352,7 @@ def main(argv: list[str] | None = None) -> int:
         for load in LOADS
         for seed in (seeds[:1] if load.kind == "trace" else seeds)
     ]
-    with (
-        ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool,
-        report.progress() as bar,
-    ):
-        found = bar.track(pool.map(simulate, jobs), total=len(jobs), description="runs")
-        samples = list(found)
+    samples = work_through(simulate, jobs, options.workers)
     result.samples = [asdict(one) for one in samples]
     result.summary = summarize(samples)
     result.targets = TARGETS

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from scripts.draw_processes import BLUE, GREEN, GREY, INK, LINE, PAPER, SOFT, arrow, part, text
+from scripts.draw_processes import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LINE,
+    PAPER,
+    SOFT,
+    arrow,
+    keep,
+    part,
+    text,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 WIDTH, TOP, ROW = 980, 112, 30
@@ -133,20 +146,10 @@ def drawing(title: str, rows: tuple[Row, ...]) -> str:
     )
 
 
-def drawings() -> dict[Path, str]:
-    """All pictures by file."""
-    return {DOCS / name: drawing(*picture) for name, picture in PICTURES.items()}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether they are current")
-    if parser.parse_args().check:
-        return int(any(file.read_text() != drawn for file, drawn in drawings().items()))
-    for file, drawn in drawings().items():
-        file.write_text(drawn)
-    return 0
+def drawings() -> dict[Path, Callable[[], str]]:
+    """What draws each picture, by file."""
+    return {DOCS / name: partial(drawing, *picture) for name, picture in PICTURES.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(keep(str(__doc__), drawings()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvmig.placement.moves import (
     Slot,
     plan,
 )
-from scripts.draw_processes import BLUE, GREEN, INK, LINE, PAPER, SOFT, text
+from scripts.draw_processes import BLUE, GREEN, INK, LINE, PAPER, SOFT, keep, text
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "moves.svg"
@@ -87,15 +86,5 @@ def _instance(x: float, y: float, slot: Slot, step: str) -> str:
     )
 
 
-def main() -> int:
-    """Exit code 1 if --check finds the picture out of date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether it is current")
-    if parser.parse_args().check:
-        return int(TARGET.read_text() != drawing())
-    TARGET.write_text(drawing())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(keep(str(__doc__), {TARGET: drawing}))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from kvmig.placement.__main__ import placed
 from kvmig.placement.estimator import Estimator
 from kvmig.placement.problem import GpuUnit, cluster_of, models_of
-from scripts.draw_processes import BLUE, GREEN, INK, LINE, PAPER, SOFT, text
+from scripts.draw_processes import BLUE, GREEN, INK, LINE, PAPER, SOFT, keep, text
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "placement.svg"
@@ -63,15 +62,5 @@ def _unit(estimator: Estimator, unit: GpuUnit, x: float, y: float, height: float
     return "".join(shapes)
 
 
-def main() -> int:
-    """Exit code 1 if --check finds the picture out of date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether it is current")
-    if parser.parse_args().check:
-        return int(TARGET.read_text() != drawing())
-    TARGET.write_text(drawing())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(keep(str(__doc__), {TARGET: drawing}))

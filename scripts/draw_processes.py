@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -349,15 +350,17 @@ def picture(shapes: list[str], width: int, height: int, words: str) -> str:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether it is current")
+def keep(words: str, pictures: Mapping[Path, Callable[[], str]]) -> int:
+    """Write each picture to its file; with --check, return 1 if one isn't current. words: what
+    --help says."""
+    parser = argparse.ArgumentParser(description=words)
+    parser.add_argument("--check", action="store_true", help="only say whether all are current")
     if parser.parse_args().check:
-        return int(any(path.read_text() != draw() for path, draw in TARGETS.items()))
-    for path, draw in TARGETS.items():
+        return int(any(path.read_text() != draw() for path, draw in pictures.items()))
+    for path, draw in pictures.items():
         path.write_text(draw())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(keep(str(__doc__), TARGETS))

@@ -126,7 +126,9 @@ def test_the_picture_of_a_trace_is_current() -> None:
 
 def test_the_pictures_of_a_migration_are_current() -> None:
     drawn = draw_migration.drawings()
-    assert {file: file.read_text() for file in drawn} == drawn
+    assert {file: file.read_text() for file in drawn} == {
+        one: draw() for one, draw in drawn.items()
+    }
 
 
 # -- the closing words of `make test`
