@@ -16,6 +16,7 @@ from starlette.responses import Response
 from kvmig.accounts.keys import KeyGrant, KeyIndex, KeyTerms, ModelQuota, quotas_of
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.fleet.account_lists import ListWindow
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.based_on import limits_of_key, order_based_on_values, values_of_user
 from kvmig.fleet.quotas import left
 from kvmig.fleet.store import MOST_KEEP_S, FleetStore, OrderActor
@@ -45,7 +46,7 @@ def accounts_api(
 ) -> APIRouter:
     """stored: runs a call of the database on the store's thread. changed: is awaited after each
     change. keys: those that let calls in now. reader: see `who_reads`."""
-    api = APIRouter()
+    api = routes_at()
 
     @api.get("/users")
     async def list_users(

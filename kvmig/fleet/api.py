@@ -34,6 +34,7 @@ from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
 from kvmig.core.shown_secrets import shown_text
 from kvmig.fleet.accounts_api import accounts_api
+from kvmig.fleet.api_paths import PREFIX, routes_at
 from kvmig.fleet.based_on import alias_of, alias_there, order_based_on, order_based_on_values
 from kvmig.fleet.callers import who_calls, who_lists, who_reads
 from kvmig.fleet.catalogue import CatalogueReader
@@ -86,7 +87,6 @@ from kvmig.placement.executor import ReplaceFailed
 from kvmig.sources.origins import check_installed
 from kvmig.sources.source import is_remote, parse_source
 
-PREFIX = "/kvmig/v2"
 LOG_LINES = 1000
 BY_RATES = OrderActor("rates of requests")
 """The actor of a placement that was planned again."""
@@ -243,7 +243,7 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
         live_api(backend.live, database, backend.stored, caller),
         login_api(backend.provider, backend.store, backend.stored, backend.changed),
     ):
-        app.include_router(api, prefix=PREFIX)
+        app.router.routes += api.routes
     tls = backend.settings.certificate is not None
     own = FleetSessions(backend.keys, lambda: backend.store.pepper, time.time, tls=tls)
     logins = None
@@ -259,7 +259,7 @@ def make_app(backend: ApiBackend, sessions: PageSessions | None = None) -> FastA
 
 def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     """Routes of the fleet as a whole. caller: who calls."""
-    api, store, models = APIRouter(), backend.store, backend.models
+    api, store, models = routes_at(), backend.store, backend.models
     settings = backend.settings
 
     @api.get("/status")
@@ -403,7 +403,7 @@ async def fit_of(backend: ApiBackend, spec: ModelSpec, worker: str) -> FitVerdic
 
 def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
     """Routes of the catalogue. A name may hold slashes, so what follows it comes first here."""
-    api, store, models = APIRouter(prefix="/models"), backend.store, backend.models
+    api, store, models = routes_at("/models"), backend.store, backend.models
 
     @api.get("")
     async def list_models(_: OrderActor = caller) -> Body:
@@ -479,7 +479,7 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
 def placement_api(backend: ApiBackend, caller: Any) -> APIRouter:
     """Routes of the placement: which instances are in which units."""
-    api, store, replacer = APIRouter(prefix="/placement"), backend.store, backend.replacer
+    api, store, replacer = routes_at("/placement"), backend.store, backend.replacer
 
     @api.get("")
     async def show(_: OrderActor = caller) -> Body:

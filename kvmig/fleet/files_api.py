@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from kvmig.asgi.strict_body import StrictBody
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.catalogue import CatalogueReader
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.store import OrderActor
@@ -35,7 +36,7 @@ class PinBody(SourceBody):
 
 def catalogue_api(catalogue: CatalogueReader, caller: Any) -> APIRouter:
     """Route of the models that are known by short names. caller: who calls."""
-    api = APIRouter(prefix="/catalogue")
+    api = routes_at("/catalogue")
 
     @api.get("")
     async def search(name: WordsQuery = "", words: WordsQuery = "", _: OrderActor = caller) -> Body:
@@ -61,7 +62,7 @@ def _listed(catalogue: ModelCatalogue, models: Sequence[CatalogueModel]) -> Body
 def files_api(files: ModelFiles, caller: Any) -> APIRouter:
     """Routes of files. A source holds slashes, so it is in the body or the query. caller: who
     calls."""
-    api = APIRouter(prefix="/files")
+    api = routes_at("/files")
 
     @api.get("")
     async def list_files(source: SourceQuery = "", _: OrderActor = caller) -> Body:

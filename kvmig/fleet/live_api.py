@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import KvmigError
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.live_view import LiveView
 from kvmig.fleet.store import OrderActor
 from kvmig.fleet.tables import FleetDatabase, audit
@@ -60,7 +61,7 @@ def live_api(
     caller: Any,
 ) -> APIRouter:
     """The routes. stored: runs a call of the database on the store's thread. caller: who calls."""
-    api = APIRouter(prefix="/live")
+    api = routes_at("/live")
 
     async def carry_out(
         action: str,

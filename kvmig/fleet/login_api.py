@@ -15,6 +15,7 @@ from kvmig.accounts.people import LoggedIn, LoginRefused, person_of
 from kvmig.accounts.used_tokens import UsedTokens
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import KvmigError
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.callers import FORWARDED
 from kvmig.fleet.identity_provider import SKEW_S, IdentityProvider
 from kvmig.fleet.store import FleetStore, KeyRow, NotThere, OrderActor
@@ -44,7 +45,7 @@ def login_api(
 ) -> APIRouter:
     """Routes without a key. provider: None: people get keys from admins only. stored: runs a method
     of the store. changed: to be awaited after a change."""
-    api, used = APIRouter(prefix="/login"), UsedTokens()
+    api, used = routes_at("/login"), UsedTokens()
 
     def known() -> IdentityProvider:
         if provider is None:

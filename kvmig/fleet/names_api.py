@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from kvmig.accounts.keys import KeyGrant
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.model_rows import ModelRow
 from kvmig.fleet.store import FleetStore
@@ -23,7 +24,7 @@ def names_api(
 ) -> APIRouter:
     """stored: runs a method of the store. holder: the grant of the caller's key; None: of one that
     may use everything."""
-    api = APIRouter()
+    api = routes_at()
 
     @api.get("/names")
     async def list_names(grant: KeyGrant | None = holder) -> Body:

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Query
 
 from kvmig.core.api_records import InstanceRow
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.place_choice import PlaceExplanation
@@ -24,7 +25,7 @@ def places_api(
     models: ModelController, known: Callable[[str], Awaitable[object]], caller: Any
 ) -> APIRouter:
     """known: raises NotThere for a model that isn't in the catalogue. caller: who calls."""
-    api = APIRouter()
+    api = routes_at()
 
     async def model_of(name: str) -> ManagedModel:
         await known(name.partition(BESIDE)[0])

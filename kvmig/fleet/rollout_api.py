@@ -13,6 +13,7 @@ from pydantic import Field
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.flag_rolls import start_of_instance
 from kvmig.fleet.managed_model import ManagedModel
@@ -201,7 +202,7 @@ def at_next_start(models: ModelController, changes: Iterable[SpecChange]) -> lis
 
 def rollout_api(backend: RolloutBackend, caller: Any, wall: Clock) -> APIRouter:
     """Routes of roll-outs; a model's name may hold slashes. caller: who calls. wall: Unix time."""
-    api, store, models = APIRouter(prefix="/models"), backend.store, backend.models
+    api, store, models = routes_at("/models"), backend.store, backend.models
 
     def shown(name: str) -> dict[str, Any]:
         return {"name": name, "rollout": msgspec.to_builtins(standing(models, name))}

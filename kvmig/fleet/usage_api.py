@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.ledger import FIELDS, sums
 from kvmig.fleet.retention import UsageRetention, day_before
 from kvmig.fleet.store import OrderActor
@@ -39,7 +40,7 @@ def usage_api(
     reader: Any,
 ) -> APIRouter:
     """stored: runs a call of the database on the store's thread. reader: see `who_reads`."""
-    api = APIRouter(prefix="/usage")
+    api = routes_at("/usage")
 
     @api.get("")
     async def usage(

@@ -14,6 +14,7 @@ from pydantic import Field
 from kvmig.asgi.strict_body import StrictBody
 from kvmig.core.clock import Clock
 from kvmig.core.errors import ConfigError
+from kvmig.fleet.api_paths import routes_at
 from kvmig.fleet.based_on import check_values
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.store import FleetStore, NameTaken, NotThere, OrderActor
@@ -252,7 +253,7 @@ def drained(now: float, deadline_s: float | None) -> Change:
 
 def workers_api(workers: FleetWorkers, caller: Any) -> APIRouter:
     """The routes. caller: who calls."""
-    api = APIRouter(prefix="/workers")
+    api = routes_at("/workers")
 
     @api.get("")
     async def list_workers(_: OrderActor = caller) -> Body:

@@ -19,6 +19,7 @@ from kvmig.accounts.people import LoginTerms
 from kvmig.fleet import identity_provider
 from kvmig.fleet.account_lists import ListWindow
 from kvmig.fleet.api import STATUS, answer_with
+from kvmig.fleet.api_paths import PREFIX
 from kvmig.fleet.identity_provider import AWAY_S, IdentityProvider, ProviderAway
 from kvmig.fleet.login_api import login_api
 from kvmig.fleet.store import FleetStore
@@ -51,7 +52,7 @@ class Logins:
             app.add_exception_handler(kind, answer_with(status))
         app.include_router(login_api(provider, store, self._stored, self._changed))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://x")
+        self.http = httpx.AsyncClient(transport=transport, base_url=f"http://x{PREFIX}")
 
     async def _stored(self, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)

@@ -11,6 +11,7 @@ import pytest
 from fastapi import Depends, FastAPI
 
 from kvmig.fleet.api import STATUS, answer_with
+from kvmig.fleet.api_paths import PREFIX
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.workers_api import FleetWorkers, workers_api
 from tests.support.fleet_stores import ANNA
@@ -32,7 +33,7 @@ async def http(store: FleetStore, tmp_path: Path) -> AsyncIterator[httpx.AsyncCl
     workers = FleetWorkers(bench.models, stored, store, lambda: bench.now)
     app.include_router(workers_api(workers, Depends(lambda: ANNA)))
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://x{PREFIX}") as client:
         yield client
     await bench.models.close()
 
