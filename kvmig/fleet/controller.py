@@ -251,7 +251,7 @@ class ModelController:
         return self._told and deployment not in self._whose
 
     def wake(self, name: str) -> None:
-        """Start it now, whatever failed before; one of the next catalogue once that is taken."""
+        """Start it now, also after failures; one of the next catalogue once that is taken."""
         model = self.rollouts.front(name) or self._models.get(name)
         if model is None:
             self._woken.add(name)
@@ -296,7 +296,7 @@ class ModelController:
 
     async def wait_first_round(self, timeout_s: float) -> None:
         """Return after the first round, for which it is known what runs and what each deployment
-        does; after so long at most. Before it is known what runs there is no round."""
+        does; after timeout_s at most. Before it is known what runs there is no round."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self._told:

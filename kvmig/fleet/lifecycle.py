@@ -38,7 +38,7 @@ STABLE_S = 60.0
 REST_S = 60.0
 """Time for a deployment to be parked, or to wake."""
 HANG_S = 30.0
-"""A deployment that should serve and says nothing of itself for so long hangs, and is killed."""
+"""A deployment that should serve and says nothing of itself for this time hangs, and is killed."""
 LET_END_S = 5.0
 """Time for requests to end that have come while their model was about to make room."""
 END_S = 60.0

@@ -185,7 +185,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def least(self) -> int:
-        """Instances at least, whatever a schedule says."""
+        """Minimum of instances, which no schedule lowers."""
         return max(self.instances.min, self.warm == "always")
 
     @property

@@ -2,7 +2,7 @@
 
 Every order is one transaction, together with its row of the audit. A `FleetStore` is for one
 thread. Where the database can't be used now, an order raises StoreError and has changed nothing;
-the next one tries anew.
+the next one tries again.
 """
 
 from __future__ import annotations

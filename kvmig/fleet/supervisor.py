@@ -95,8 +95,8 @@ GRACE_S = 20.0
 CHECK_S = 60.0
 """Timeout of reading flags."""
 HANG_S = 30.0
-"""A deployment without a heartbeat for so long is ended. Its launcher may read an engine's flags in
-its event loop, which takes seconds on a busy machine."""
+"""A deployment without a heartbeat for this time is ended. Its launcher may read an engine's flags
+in its event loop, which takes seconds on a busy machine."""
 LOG_LOOK_S = 5.0
 STANDBY_S = 10 * 365 * 86400.0
 """Time that a standby's server waits for the lead."""

@@ -74,7 +74,8 @@ host acknowledges all, has locks that other hosts' servers wait for."""
 class StoreError(KvmigError):
     """The database can't do it now, or can't be used at all; nothing was changed.
 
-    But for one case: PostgreSQL's connection broke at the commit itself. Then all or nothing was.
+    There is one exception: PostgreSQL's connection broke at the commit itself. Then all or nothing
+    was.
     """
 
 
@@ -606,7 +607,7 @@ def _set_up_postgres(
     statement_s: float,
     leader: Callable[[], int] | None,
 ) -> None:
-    """Time limits, and the lock; whoever has it says in `application_name` who that is."""
+    """Time limits, and the lock; its holder has its own name in `application_name`."""
     wait = f"{1000 * wait_s:.0f}"
     try:
         with connection.cursor() as cursor:

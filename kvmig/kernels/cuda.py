@@ -76,5 +76,5 @@ def library() -> ctypes.CDLL:
         try:
             return abi.load(PACKAGED, "cuda")
         except KernelUnavailable as error:
-            log.info("building the CUDA library anew: %s", error)
+            log.info("building the CUDA library again: %s", error)
     return abi.load(build.cached_library(build.cuda()), "cuda")

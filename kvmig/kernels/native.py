@@ -74,7 +74,7 @@ def _path() -> Path:
         try:
             abi.load(PACKAGED, "cpu")
         except KernelUnavailable as error:
-            log.info("building the library anew: %s", error)
+            log.info("building the library again: %s", error)
         else:
             return PACKAGED
     return build.cached_library()

@@ -106,7 +106,7 @@ class ForkServers:
                 raise error
 
     async def watch(self) -> None:
-        """End those that hang: whoever wants a fork has another one started then."""
+        """End those that hang; the next order of a fork starts another one."""
         missed: Counter[str] = Counter()
         while True:
             await asyncio.sleep(PROBE_S)
@@ -125,7 +125,7 @@ class ForkServers:
 
 
 async def end_now(process: ProcessPort, name: str) -> None:
-    """End it, whatever it does; without effect for one that has ended."""
+    """End it at once; without effect for one that has ended."""
     if process.returncode is None:
         process.kill()
     await await_killed(process, name)

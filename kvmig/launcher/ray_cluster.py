@@ -223,7 +223,7 @@ def check_room(nodes: Sequence[RayNode], needs: Sequence[Resources]) -> None:
 
 
 def has_resources(need: Resources, free: Resources) -> bool:
-    """Whether a node with so much left can take it."""
+    """Whether a node that has these resources left can take it."""
     return all(free.get(name, 0.0) >= amount for name, amount in need.items())
 
 

@@ -69,7 +69,7 @@ def _began(one: LearnedMigration) -> float:
 
 def as_many_as(requests: Iterable[int], at_once: int) -> int:
     """The requests of some drains, where `at_once` move at once: a drain of fewer takes as long as
-    one of so many."""
+    one of that many."""
     return sum(max(one, at_once) for one in requests if one)
 
 

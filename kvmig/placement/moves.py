@@ -30,7 +30,7 @@ TRIES = 10
 """Ways that are looked for where tokens have no room to pass each other."""
 IDLE_GAP, LIVE_GAP = 10.0, 100.0
 """What a gap of a model without and with live requests weighs, in starts of it: another way had
-better be so much longer before anybody waits for a start."""
+better be that much longer before anybody waits for a start."""
 
 Slot = tuple[str, str]
 """A model and the unit where an instance of it is; a unit has one of each model at most."""
@@ -107,7 +107,7 @@ class PlacementSite(NamedTuple):
 
 
 Kind = Literal["quota", "move", "start", "drain", "gap"]
-"""quota: it may hold so much from now on; move: requests and quota for them go to another unit;
+"""quota: it may hold this much from now on; move: requests and quota for them go to another unit;
 start; drain: its requests go to others of its model, then it ends; gap: it ends though no other
 instance of its model serves."""
 
@@ -456,7 +456,7 @@ class _Spread:
         """put: of each slot, what it holds beyond its own part of the unit.
 
         own: what of that part is free. room: of each unit, beyond its instances' own parts; below
-        0: so much must go. closed: slots that take nothing.
+        0: that much must go. closed: slots that take nothing.
         """
         self.put = dict(put)
         self.own = dict(own)
