@@ -19,8 +19,6 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.exceptions import VLLMValidationError
-
 from kvmig.core.errors import StartupError
 
 if TYPE_CHECKING:
@@ -83,6 +81,8 @@ def check_params(params: Any, *, tenant: bool) -> None:
     the call names, from whichever host: that is for the router that serves both engines, and a
     tenant would read prompts of others.
     """
+    from vllm.exceptions import VLLMValidationError  # not where flags are read without vLLM
+
     given = (getattr(params, "extra_args", None) or {}).get(PARAMS)
     if given is None:
         return
