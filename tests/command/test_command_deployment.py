@@ -172,7 +172,8 @@ async def test_a_server_that_dies_ends_its_own_streams_only_and_starts_again(
         streams = [FollowedStream() for _ in range(6)]
         tasks = [asyncio.create_task(one.follow(http, COMPLETIONS, ask(9))) for one in streams]
         await until(lambda: all(len(one.text) >= 10 for one in streams))
-        os.kill(site.rows()[0]["pid"], signal.SIGKILL)
+        killed = site.rows()[0]["pid"]
+        os.kill(killed, signal.SIGKILL)
         await until(lambda: sum(one.done() for one in tasks) == 3)
         site.script.hold(None)
         await asyncio.gather(*tasks)
@@ -180,6 +181,7 @@ async def test_a_server_that_dies_ends_its_own_streams_only_and_starts_again(
     broken = "the server ended while it answered"
     assert ends == {(text_of(9), ""): 3, (text_of(2), broken): 3}
     assert all(one.done for one in streams)
+    await until(lambda: site.rows()[0]["pid"] != killed, pause_s=0.02)
     await site.until_states("serving", "serving")
 
 
@@ -192,14 +194,21 @@ async def test_a_call_without_an_answer_yet_goes_to_another_server_and_counts_on
             http.post(COMPLETIONS, json=ask(6), headers={"x-request-id": "again"})
         )
         await until(lambda: any(one["running"] for one in site.rows()), pause_s=0.02)
-        os.kill(next(one["pid"] for one in site.rows() if one["running"]), signal.SIGKILL)
-        await until(lambda: any(one["running"] and one["pid"] for one in site.rows()), pause_s=0.02)
+        killed = next(one["pid"] for one in site.rows() if one["running"])
+        os.kill(killed, signal.SIGKILL)
+        await until(
+            lambda: asking.done() or any(one["running"] and one["pid"] for one in site.rows()),
+            pause_s=0.02,
+        )
+        assert not asking.done(), (await asking).text
         site.script.hold(None)
         answer = await asking
+    assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == text_of(6)
     record = await record_of(site, "again")
     assert (record.prompt, record.output, record.reruns, record.status) == (3, 6, 1, "finished")
     assert sum(one.call_id == "again" for one in site.records()) == 1
+    await until(lambda: killed not in [one["pid"] for one in site.rows()], pause_s=0.02)
     await site.until_states("serving", "serving")
 
 

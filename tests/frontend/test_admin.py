@@ -88,7 +88,7 @@ async def test_instances_are_listed_and_infinite_freeness_is_null() -> None:
             "staging_used": 0, "detail": "", "unmovable": "", "weights": "", "numerics": "n",
             "vllm": "", "flags": "", "unit": "", "shared": None, "pid": 7, "host": "here",
             "node": "", "gpus": ["1"], "block_bytes": 0, "beside_kv": 5, "times": None,
-            "server": "", "seats": 0,
+            "server": "", "seats": 0, "unread": 0,
         }  # fmt: skip
         assert second["freeness"] is None
 

@@ -103,6 +103,8 @@ def row(of: Request, settings: VllmConfig) -> RequestState:
         policy=SchedulingPolicy.FCFS,
         kv_cache_manager=SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4, 5],)),
         _preempt_request=lambda request: None,
+        _free_request=lambda request: None,
+        _free_blocks=lambda request: None,
     )
     here, transfer = unmovable_engine(settings), settings.kv_transfer_config
     holdings = RequestHoldings(cast("Scheduler", scheduler), TABLES, here, transfer)
