@@ -67,10 +67,11 @@ def chosen_holder(allowed: Sequence[str], given: Mapping[int, str]) -> int | Non
     return next((number for number in sorted(given) if given[number] in allowed), None)
 
 
-def next_step(allowed: Sequence[str], given: Mapping[int, str], late: bool) -> HoldStep:
-    """allowed, given: as in `chosen_holder`. late: whether one was waited for too long."""
+def next_step(allowed: Sequence[str], given: Mapping[int, str], gives_up: bool) -> HoldStep:
+    """allowed, given: as in `chosen_holder`. gives_up: whether a holder has failed, or was waited
+    for too long."""
     chosen = chosen_holder(allowed, given)
-    if late or chosen is not None:
+    if gives_up or chosen is not None:
         return HoldStep(release=tuple(number for number in given if number != chosen))
     return HoldStep(take="" not in given.values())
 
@@ -85,6 +86,8 @@ class _UnitHold:
     again_at: float = 0.0
     why: str = ""
     """Why the last attempt has failed."""
+    gave: set[int] = field(default_factory=set)
+    """Numbers of the holders that have had a GPU."""
 
 
 class UnitGpus:
@@ -120,31 +123,41 @@ class UnitGpus:
         self._units.clear()
 
     def _keep(self, unit: str, hold: _UnitHold, allowed: Sequence[str]) -> UnitGpu:
-        now, given = self._clock(), self._given(unit, hold)
+        now = self._clock()
+        given, failed = self._given(unit, hold)
         chosen = chosen_holder(allowed, given)
         if chosen is None and now < hold.again_at:
             return UnitGpu(why=hold.why)
         late = chosen is None and "" in given.values() and now - hold.since >= PATIENCE_S
-        step, words = next_step(allowed, given, late), " or ".join(allowed)
+        gives_up = late or (chosen is None and bool(failed))
+        step, words = next_step(allowed, given, gives_up), " or ".join(allowed)
         for number in step.release:
             hold.holders.pop(number).release()
-        if late:
+        if gives_up:
             hold.again_at = now + AGAIN_S
-            hold.why = f"Ray has given GPU {words} to others, or does not have it"
+            hold.why = failed or f"Ray has given GPU {words} to others, or does not have it"
         elif step.take:
             number = next(at for at in range(len(given) + 1) if at not in given)
             hold.holders[number] = self._source.take_gpu(unit, number)
             hold.since, hold.why = now, ""
+            hold.gave.discard(number)
         if chosen is not None:
             return UnitGpu(given[chosen])
         return UnitGpu(why=hold.why or f"Ray has not given GPU {words} yet")
 
-    def _given(self, unit: str, hold: _UnitHold) -> dict[int, str]:
+    def _given(self, unit: str, hold: _UnitHold) -> tuple[dict[int, str], str]:
+        """UUIDs by holders' numbers, and why one ended that never had a GPU; empty: none did."""
         found: dict[int, str] = {}
+        failed = ""
         for number, one in list(hold.holders.items()):
             try:
                 found[number] = one.given()
             except StartupError as error:
                 log.warning("a GPU of unit %s is not held any more: %s", unit, error)
                 del hold.holders[number]
-        return found
+                if number not in hold.gave:
+                    failed = str(error)
+            else:
+                if found[number]:
+                    hold.gave.add(number)
+        return found, failed

@@ -128,7 +128,20 @@ def test_a_gpu_whose_holder_has_died_is_taken_again() -> None:
     assert turns(gpus, "g0") == UnitGpu("g0")
 
 
+def test_a_holder_that_never_had_its_gpu_says_why_and_the_next_one_comes_after_a_pause() -> None:
+    ray = MadeUpRay(["g0"])
+    gpus = ray.made()
+    turns(gpus, "g1", count=2)
+    assert ray.held == ["g0", ""]
+    ray.holders.pop(1).gone = True  # NVML shows its GPU to nobody, for example
+    assert turns(gpus, "g1") == UnitGpu(why="the actor died")
+    assert (ray.held, ray.free) == ([], ["g0"])
+    ray.now += AGAIN_S
+    turns(gpus, "g1", count=1)
+    assert ray.held == ["g0"]
+
+
 def test_nothing_more_is_taken_while_one_is_awaited() -> None:
-    assert next_step(["g1"], {0: "g0", 1: ""}, late=False) == ((), False)
-    assert next_step(["g1"], {0: "g0"}, late=False) == ((), True)
-    assert next_step(["g1"], {0: "g0", 1: "g1"}, late=False) == ((0,), False)
+    assert next_step(["g1"], {0: "g0", 1: ""}, gives_up=False) == ((), False)
+    assert next_step(["g1"], {0: "g0"}, gives_up=False) == ((), True)
+    assert next_step(["g1"], {0: "g0", 1: "g1"}, gives_up=False) == ((0,), False)
