@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import postgres
 from tests.support.fleets import Streamed, ToyFleet, ask, counted, hold_streams
-from tests.support.network import Host, Network, NoNetwork
+from tests.support.network import Host, Network, hosts_or_skip
 from tests.support.waiting import until_yes, wait_until
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
@@ -28,11 +28,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    try:
-        made = Network(4)
-    except NoNetwork as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    with closing(made):
+    with hosts_or_skip(4) as made:
         yield made
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvmig.models import BUNDLED
 from tests.support.fleets import Streamed, ToyFleet, ask, counted
-from tests.support.network import Host, Network, NoNetwork
+from tests.support.network import Host, Network, hosts_or_skip
 from tests.support.waiting import until_yes, wait_until
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
@@ -32,11 +32,7 @@ FLAGS = ["--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        made = Network(3)
-    except NoNetwork as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    with closing(made):
+    with hosts_or_skip(3) as made:
         yield made
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -17,7 +16,7 @@ from huggingface_hub import constants, snapshot_download
 from tests.support.fleets import PATH, ToyFleet, ask, counted
 from tests.support.mirrors import MirrorProcess
 from tests.support.model_hub import ModelHub, small_model
-from tests.support.network import Network, NoNetwork
+from tests.support.network import Network, hosts_or_skip
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -27,11 +26,7 @@ LARGE = 20_000_000
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        made = Network(3)
-    except NoNetwork as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    with closing(made):
+    with hosts_or_skip(3) as made:
         yield made
 
 

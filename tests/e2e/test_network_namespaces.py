@@ -14,7 +14,7 @@ import pytest
 from kvmig_tools.served import SMALL, Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.support.leaks import assert_server_is_empty
-from tests.support.network import Host, Network, NoNetwork
+from tests.support.network import Host, Network, hosts_or_skip
 from tests.support.streams import (
     Stream,
     count_from,
@@ -47,11 +47,7 @@ IMPATIENT = ("--reply-timeout-ms=3000", "--lease-ms=5000")
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    try:
-        made = Network(3)
-    except NoNetwork as error:
-        pytest.skip(f"no network namespaces here: {error}")
-    with closing(made):
+    with hosts_or_skip(3) as made:
         yield made
 
 

@@ -4,24 +4,21 @@ and goes on later by what it knew. The tests are in order.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from kvmig.launcher.node_files import ClusterWish, FilesWish, WantedUnit, encode_wish
-from kvmig.launcher.node_reports import NodeReport, UnitReport, report_of
+from kvmig.launcher.node_files import WantedUnit
+from kvmig.launcher.node_reports import NodeReport, UnitReport
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
 
 from tests.support.ray_nodes import RAYS_OWN, STORE_BYTES
+from tests.support.servers_watch import ServersWatch
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -29,51 +26,6 @@ ROOT = str(Path(__file__).parents[2])
 PATIENCE_S = 120.0
 FLEET = "f" * 32
 UNIT = WantedUnit(path="/run/unit-u.sock", memory=1 << 20)
-
-
-class ServersWatch:
-    """What a server has of the cluster: the process that sends agents its wish every second, also
-    while the server stands still."""
-
-    def __init__(self, address: str, term: int, root: Path, node: str) -> None:
-        """node: Ray's id of the only one."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvmig.launcher.ray_watch", address],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ROOT},
-        )  # fmt: skip
-        wish = ClusterWish(
-            common=FilesWish(root=str(root), word=f"of {term}"), engines=("toy",), fleet=FLEET,
-            term=term, units={node: (UNIT,)},
-        )  # fmt: skip
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode_wish(wish))
-        self.process.stdin.flush()
-
-    def next_report(self) -> NodeReport:
-        """What it reports of the only node."""
-        assert self.process.stdout is not None
-        (node,) = report_of(self.process.stdout.readline()).nodes
-        return node
-
-    def until(self, wanted: Callable[[NodeReport], object]) -> NodeReport:
-        deadline = time.monotonic() + PATIENCE_S
-        while not wanted(node := self.next_report()):
-            assert time.monotonic() < deadline, node
-        return node
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def close(self) -> None:
-        """End it; may be called twice."""
-        if self.process.poll() is not None:
-            return
-        self.signal(signal.SIGCONT)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def earlier(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
     made = ServersWatch(cluster.address, 1, root, cluster.head_node.node_id)
+    made.wish(UNIT, engines=("toy",))
     yield made
     made.close()
 
@@ -103,6 +56,7 @@ def earlier(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
 @pytest.fixture(scope="module")
 def later(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
     made = ServersWatch(cluster.address, 2, root, cluster.head_node.node_id)
+    made.wish(UNIT, engines=("toy",))
     yield made
     made.close()
 

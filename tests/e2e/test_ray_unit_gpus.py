@@ -4,68 +4,26 @@ finds it, and it goes back with the unit. The GPUs are the tests' own. The tests
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvmig.launcher.node_files import ClusterWish, FilesWish, WantedUnit, encode_wish
-from kvmig.launcher.node_reports import NodeReport, UnitReport, report_of
+from kvmig.launcher.node_files import WantedUnit
+from kvmig.launcher.node_reports import NodeReport, UnitReport
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 from ray.cluster_utils import Cluster
 
 from tests.support.fake_devices import GIB, FakeMachine, devices
 from tests.support.ray_nodes import RAYS_OWN, STORE_BYTES
+from tests.support.servers_watch import ROOT, ServersWatch
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
-ROOT = str(Path(__file__).parents[2])
 PATIENCE_S = 120.0
-FLEET, PATH = "e" * 32, "/run/unit-gpu.sock"
+PATH = "/run/unit-gpu.sock"
 GPUS = [one.uuid for one in devices(2)]
-
-
-class ServersWatch:
-    """What a server has of the cluster: the process that sends agents its wish every second."""
-
-    def __init__(self, address: str, term: int, root: Path, node: str) -> None:
-        """node: Ray's id of the only one."""
-        self._node, self._term, self._root = node, term, root
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvmig.launcher.ray_watch", address],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-
-    def wish(self, *units: WantedUnit) -> None:
-        wish = ClusterWish(
-            common=FilesWish(root=str(self._root)), fleet=FLEET, term=self._term,
-            units={self._node: units},
-        )  # fmt: skip
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode_wish(wish))
-        self.process.stdin.flush()
-
-    def until(self, wanted: Callable[[NodeReport], object]) -> NodeReport:
-        assert self.process.stdout is not None
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            (node,) = report_of(self.process.stdout.readline()).nodes
-            if wanted(node):
-                return node
-            assert time.monotonic() < deadline, node
-
-    def close(self) -> None:
-        """End it; may be called twice."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-            for pipe in (self.process.stdin, self.process.stdout):
-                assert pipe is not None
-                pipe.close()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +79,7 @@ def test_a_unit_has_the_gpu_that_it_names_and_ray_no_more(earlier: ServersWatch)
 def test_the_gpu_stays_the_units_when_the_server_dies_and_the_next_one_finds_it(
     earlier: ServersWatch, later: ServersWatch
 ) -> None:
-    earlier.close()
+    earlier.kill()
     later.wish(WANTED)
     later.until(has_second)
 

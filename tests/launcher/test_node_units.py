@@ -49,8 +49,11 @@ THERE = (UnitReport(path=PATH),)
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Sockets of this test alone, with short paths, unlike those in tmp_path."""
+    tmp_path_factory.getbasetemp()  # else it would be within the folder that goes
     with tempfile.TemporaryDirectory(prefix="kvmig-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield

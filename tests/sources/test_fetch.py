@@ -407,24 +407,13 @@ def test_a_disk_that_takes_a_part_of_a_piece_gets_the_rest_and_each_byte_is_hash
     assert sum(counted) == len(data)
 
 
+@pytest.mark.parametrize("no_tags", [False, True])
 def test_a_file_that_changes_at_a_web_server_meanwhile_is_not_mixed(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+    fetching: Fetching, no_tags: bool
 ) -> None:
     plain = fetching.hub.add("plain", small_model())
     source = f"{fetching.hub.url}/web/plain/"
-    fetching.hub.faults.cut_after = {WEIGHTS: [100_000] + [0] * 20}
-    fetching.failed(source)
-    other = bytes(reversed(small_model()[WEIGHTS]))
-    plain.commit({**small_model(), WEIGHTS: other})
-    fetching.hub.faults.cut_after = {}
-    found = fetching.whole(source)
-    assert (fetching.folder.whole(found.folder) / WEIGHTS).read_bytes() == other
-
-
-def test_a_file_whose_server_does_not_mark_its_content_begins_anew(fetching: Fetching) -> None:
-    plain = fetching.hub.add("plain", small_model())
-    source = f"{fetching.hub.url}/web/plain/"
-    fetching.hub.faults.no_tags = True
+    fetching.hub.faults.no_tags = no_tags
     fetching.hub.faults.cut_after = {WEIGHTS: [100_000] + [0] * 20}
     fetching.failed(source)
     other = bytes(reversed(small_model()[WEIGHTS]))

@@ -12,9 +12,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 RELAY = Path(__file__).with_name("network_relay.py")
 RANGE = "198.18"
@@ -131,6 +134,17 @@ class Network:
         for process in self._held:
             process.communicate(timeout=TIMEOUT_S)
         self.scratch.rmdir()
+
+
+@contextmanager
+def hosts_or_skip(count: int) -> Iterator[Network]:
+    """A network of so many hosts; a test that needs it is skipped where there can be none."""
+    try:
+        made = Network(count)
+    except NoNetwork as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    with closing(made):
+        yield made
 
 
 def _up(device: str, address: str, ip: Sequence[str]) -> None:
