@@ -28,6 +28,8 @@ from kvmig.serve import ClusterServer, listening
 class StubHandle:
     """An instance in the stubs' process, which the benchmark ends."""
 
+    pid = 0
+
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
 

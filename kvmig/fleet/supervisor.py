@@ -694,7 +694,7 @@ async def lives(process: ProcessPort, heartbeats: HeartbeatPipe | None, name: st
 
     if heartbeats is None:
         return await ends()
-    how = await first_of(ends(), hangs(heartbeats, HANG_S, from_first=True))
+    how = await first_of(ends(), hangs(heartbeats, process.pid, HANG_S, from_first=True))
     kill_group(process)
     await await_killed(process, name)
     return how

@@ -25,6 +25,7 @@ from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import StartupError, TransportError
 from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher
 from kvmig.process.child import say
+from kvmig.process.hung_process import describe_hang
 from kvmig.process.supervisor import ProcessHandle, deaths_in_a_row, first_of, restart_pause
 from kvmig.rpc.codec import RefusalCounter
 from kvmig.rpc.zmq_sockets import RpcClient
@@ -326,7 +327,7 @@ class ManagedInstance:
             self._empty.clear()
             if self._wanted.state == "serving":
                 self._renewed("")
-            how = await first_of(handle.ended(), link.silent(), self._to_renew())
+            how = await first_of(handle.ended(), link.silent(handle.pid), self._to_renew())
             self._served_s = _now() - ready
             self._ordered = how == RENEWED
             return how
@@ -528,12 +529,13 @@ class LlumletLink:
         self._state = state
         self._send_state()
 
-    async def silent(self) -> str:
-        """Wait until it has reported nothing for long; returns the reason in words."""
+    async def silent(self, pid: int) -> str:
+        """Wait until it has reported nothing for long; returns the reason, and what `pid` does."""
         while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(TICK_S)
             self._silent_ticks += 1
-        return f"no report for {SILENT_TICKS * TICK_S:g} s"
+        reason = f"no report for {SILENT_TICKS * TICK_S:g} s"
+        return await describe_hang(pid, reason)
 
     async def close(self) -> None:
         """Disconnect."""

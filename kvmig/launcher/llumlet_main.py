@@ -32,6 +32,7 @@ from kvmig.process.child import (
     until_stopped,
 )
 from kvmig.process.child_main import announce_failure, run_child
+from kvmig.process.hung_process import print_stacks_when_asked
 
 STOP_S = 3.0
 SWITCH_INTERVAL_S = 0.0005
@@ -41,6 +42,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 async def run(launch: LlumletLaunch, descriptor: int, began: float) -> None:
     """Serve until SIGTERM or the launcher's end. began: the process, by the steady clock."""
+    print_stacks_when_asked()
     kind = kind_of(launch.config.engine)
     if launch.engine_tree:  # on this very machine, or the installed one would run
         kind.check_tree(launch.engine_tree)

@@ -208,6 +208,11 @@ class RayHandle:
         self._name = name
         self._actor = actor
 
+    @property
+    def pid(self) -> int:
+        """See `ProcessHandle`."""
+        return 0
+
     async def ready(self, timeout_s: float) -> str:
         """The llumlet's endpoint."""
         answer: Awaitable[str] = self._actor.ready.remote(timeout_s)

@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from kvmig.core.errors import StartupError
+from kvmig.process.hung_process import print_stacks_when_asked
 from kvmig.process.shown_logs import log_to_stderr
 
 Launch = TypeVar("Launch", bound=msgspec.Struct)
@@ -188,7 +189,8 @@ class StartAnnouncement(msgspec.Struct, frozen=True):
 
 
 async def send_heartbeats(descriptor: int) -> None:
-    """Run in the child until it is cancelled."""
+    """Run in the child until it is cancelled; if it hangs, its parent asks where."""
+    print_stacks_when_asked()
     while True:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # nobody listens any more
             os.write(descriptor, b".")

@@ -121,7 +121,7 @@ class KeptChild:
         assert self._heartbeats is not None
         waits: list[Awaitable[str]] = [
             self._child.ended(),
-            hangs(self._heartbeats, HEARTBEAT_TIMEOUT_S),
+            hangs(self._heartbeats, self._child.pid, HEARTBEAT_TIMEOUT_S),
         ]
         if self._follow is not None:
             waits.append(self._follow(self._endpoint))

@@ -19,6 +19,7 @@ from kvmig.core.errors import ConfigError, StartupError
 from kvmig.core.killed import await_killed
 from kvmig.core.shm_cleanup import Files, of_group, remove, shared_by
 from kvmig.process.child import StartAnnouncement
+from kvmig.process.hung_process import describe_hang
 
 STOP_S = 5.0
 """Time between asking a process to end and ending it."""
@@ -37,6 +38,11 @@ stood still."""
 
 class ProcessHandle(Protocol):
     """One process that was started. `stop` it in any case, also after it has ended."""
+
+    @property
+    def pid(self) -> int:
+        """The id of the process; 0: another process started it, perhaps on another machine."""
+        ...
 
     async def ready(self, timeout_s: float) -> str:
         """Return its endpoint, once it serves; to be awaited once.
@@ -314,13 +320,13 @@ class HeartbeatPipe:
 
 
 async def hangs(
-    heartbeats: HeartbeatPipe, timeout_s: float = HEARTBEAT_TIMEOUT_S, *, from_first: bool = False
+    heartbeats: HeartbeatPipe, pid: int, timeout_s: float, *, from_first: bool = False
 ) -> str:
-    """Wait until none comes for that long; returns the reason in words.
+    """Wait until none comes for that long; returns the reason, and what process `pid` does.
 
     from_first: none is missed before the first.
     """
     if from_first:
         await heartbeats.begun()
     await heartbeats.fail(timeout_s)
-    return f"no heartbeat for {timeout_s:g} s"
+    return await describe_hang(pid, f"no heartbeat for {timeout_s:g} s")

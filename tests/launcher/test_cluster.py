@@ -59,6 +59,8 @@ BUSY = EngineLoad(100, 20, 2, 0, 0, 0)
 class Process:
     """A `ProcessHandle`: a llumlet's socket that reports `load`, in the state that it is told."""
 
+    pid = 0
+
     def __init__(self, launch: LlumletLaunch, broken: str, weights: str) -> None:
         self.launch = launch
         self.load = IDLE

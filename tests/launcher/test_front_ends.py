@@ -87,7 +87,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize(
-    ("life", "reason"), [("hangs", "no heartbeat for 1 s"), ("dies", "exit code 3")]
+    ("life", "reason"), [("hangs", "no heartbeat for 1 s; it waits"), ("dies", "exit code 3")]
 )
 async def test_one_that_hangs_or_dies_is_started_again(
     site: Site, sock: socket.socket, life: str, reason: str

@@ -48,6 +48,8 @@ class FakeCluster:
 class FakeChild:
     """A process that never ends by itself."""
 
+    pid = 0
+
     def __init__(self) -> None:
         self.server = RpcServer(SECRET, "scheduler", "scheduler", ClusterMessage)
         self.stopped = False

@@ -108,7 +108,7 @@ async def test_a_deployment_that_hangs_and_stays_ends_for_the_server(
             how = await fleet_supervisor.lives(lasting, heartbeats, "deployment a-1")
     finally:
         heartbeats.close()
-    assert how == "no heartbeat for 0.01 s"
+    assert how == "no heartbeat for 0.01 s; it waits"
     assert named(caplog, "deployment a-1", lasting.pid)
 
 
