@@ -76,7 +76,9 @@ def prepare_workers(core: EngineCore) -> None:
     _in_workers(core, check_loads)
     if core.vllm_config.device_config.device_type == "cpu":
         _in_workers(core, worker.ask_for_tiles)
-    if not uses_v2(core):
+    if uses_v2(core):
+        _in_workers(core, worker.take_with_steps)
+    else:
         _in_workers(core, worker.keep_cpu_generators_from_chunks)
         _in_workers(core, compute_in_parts)
         _in_workers(core, write_once)

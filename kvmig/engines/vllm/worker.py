@@ -8,18 +8,18 @@ remember the same, since each of them samples.
 from __future__ import annotations
 
 import atexit
+import copy
 import gc
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -27,9 +27,6 @@ from kvmig.core.errors import KvmigError, UnsupportedLayout
 from kvmig.engines.vllm.subblocks import BlockPage, LayerCache, RankCache, merged
 from kvmig.kernels import ipc
 from kvmig.kernels.driver import CudaDriver
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
 
 def attempt(worker: Any, function: Callable[..., object], *args: object) -> object:
@@ -210,10 +207,33 @@ def register(worker: Any, request: CachedRequestState, generator: bytes | None) 
 
 
 def register_v2(worker: Any, request: NewRequestData) -> None:
-    """The same for model runner V2."""
-    v2: RunnerV2 = worker.model_runner
-    with torch.inference_mode():  # as in a step
-        v2.add_requests(SimpleNamespace(scheduled_new_reqs=[request]))
+    """The same for model runner V2, which takes it with its next step (`take_with_steps`)."""
+    worker.kvmig_arrived[request.req_id] = request
+
+
+def take_with_steps(worker: Any) -> None:
+    """Let model runner V2 take requests that come from elsewhere with those of its next step.
+
+    It launches kernels for that, which read from buffers of the host what they are to write. There
+    are as many buffers as steps may be on their way, and each time that it takes requests fills the
+    next. Between two steps a commit's kernels would wait for the step that runs, and a third commit
+    would fill the buffer that the first one's kernels have yet to read (vLLM 0.32): the first
+    request would go on from the tokens of whatever had its row before.
+    """
+    v2: Any = worker.model_runner
+    arrived: dict[str, NewRequestData] = {}
+    add_requests = v2.add_requests
+
+    def add_all(step: SchedulerOutput) -> None:
+        ended = step.finished_req_ids | (step.preempted_req_ids or set())
+        came = [one for one in arrived.values() if one.req_id not in ended]
+        arrived.clear()
+        both = copy.copy(step)
+        both.scheduled_new_reqs = [*came, *step.scheduled_new_reqs]
+        add_requests(both)
+
+    v2.add_requests = add_all
+    worker.kvmig_arrived = arrived
 
 
 # Repairs of vLLM's own bugs. Each looks first whether it is still needed.
