@@ -6,6 +6,7 @@ process that use the same mapping share its pin, which holds for all GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 from collections import Counter, OrderedDict
@@ -19,6 +20,8 @@ from kvmig.kernels.driver import CudaDriver
 MOST = 40
 """Mappings that are kept, those used last: of as many sources as have inboxes, and one's own."""
 
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE, which Python's mmap doesn't name."""
 _USES_HOST_ADDRESSES = 91
 """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
 _PINS_READ_ONLY = 113
@@ -62,6 +65,17 @@ class _SharedPins:
 _shared = _SharedPins()
 
 
+def _take_pages(mapping: mmap.mmap) -> None:
+    """Have the mapping's pages there before they are pinned, huge ones where the kernel allows it.
+
+    An older kernel knows neither advice, and memory that is mapped for reading only isn't written:
+    the driver takes the pages then, one by one.
+    """
+    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
+        with contextlib.suppress(OSError):
+            mapping.madvise(advice)
+
+
 @dataclass(frozen=True, slots=True)
 class _Mapping:
     """`view` keeps it mapped; not `pinned`: the device won't have it."""
@@ -99,6 +113,7 @@ class PinnedMemory:
 
     def _pin(self, mapping: mmap.mmap) -> _Mapping:
         view = memoryview(mapping)
+        _take_pages(mapping)
         try:
             _shared.pin(self._device, view)
         except KvmigError as error:

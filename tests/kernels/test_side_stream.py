@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from functools import partial
 
@@ -66,6 +67,33 @@ def test_a_mapping_that_cannot_be_pinned_is_tried_once() -> None:
     assert not pins.has(memoryview(mapping))
     fake_gpu.fail("")
     assert not pins.has(memoryview(mapping))
+    pins.close()
+    mapping.close()
+
+
+class AdvisedMapping(mmap.mmap):
+    """Notes what the kernel is advised, and knows none of it if it is old."""
+
+    old = False
+
+    def __init__(self, *_: int) -> None:
+        self.advice: list[int] = []
+
+    def madvise(self, option: int, start: int = 0, length: int | None = None) -> None:
+        self.advice.append(option)
+        if self.old:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        super().madvise(option)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_pages_are_there_before_they_are_pinned_and_huge_where_they_can_be(old: bool) -> None:
+    pins, mapping = PinnedMemory(FakeGpu()), AdvisedMapping(-1, mmap.PAGESIZE)
+    mapping.old = old
+    assert pins.has(memoryview(mapping))
+    assert pins.has(memoryview(mapping))
+    populate_write = 23
+    assert mapping.advice == [mmap.MADV_HUGEPAGE, populate_write]
     pins.close()
     mapping.close()
 
