@@ -161,7 +161,7 @@ class ModelController:
         self._measures = InstanceMeasures(self._models, memory, wall, self._note, measured)
         self._gpu_choice = GpuChoice(self._models, self.places, self._measures.take_claim)
         self.rollouts = ModelRollouts(
-            self._models, keep, wall, self._note, self._measures.take_claim, self.running
+            self._models, keep, clock, wall, self._note, self._measures.take_claim, self.running
         )
         self._entries = WantedEntries(
             self._models, self.rollouts, self._measures, self.faults, clock
@@ -338,7 +338,7 @@ class ModelController:
             self.mover.settle()
         with guard("roll-outs"):
             self.rollouts.blocked = dict.fromkeys(self._placed, "a placement sets its instances")
-            self.rollouts.reconcile()
+            self.rollouts.reconcile(self.faults)
         seen, unseen = {}, set(self._models)
         for name, model in self._models.items():
             seen[name] = ObservedState(deployment=bool(model.deployment), wanted=True)

@@ -44,6 +44,7 @@ from kvmig.fleet.rollout import (
     worse,
 )
 from kvmig.fleet.rollout_table import StoredRollout
+from kvmig.fleet.round_faults import RoundFaults
 from kvmig.fleet.spec import PATH, ModelSpec
 from kvmig.sources.source import is_remote
 
@@ -98,22 +99,30 @@ class ModelRollouts:
         self,
         models: dict[str, ManagedModel],
         keep: Keep,
+        clock: Clock,
         wall: Clock,
         note: Callable[[ManagedModel, str], None],
         added: Callable[[ManagedModel], None],
         running: Callable[[ManagedModel], int],
     ) -> None:
-        """models: the controller's, by their keys; changed here. wall: Unix time. note: writes down
-        what was decided. added: takes the sizes of a model that is new, or another. running: how
-        many requests one has."""
+        """models: the controller's, by their keys; changed here. clock: steady. wall: Unix time.
+        note: writes down what was decided. added: takes the sizes of a model that is new, or
+        another. running: how many requests one has."""
         self._models = models
         self._keep = keep
+        self._clock = clock
         self._wall = wall
         self._note = note
         self._added = added
         self._running = running
         self._newest: dict[str, CatalogEntry] = {}
         self._plans: dict[str, RolloutPlan] = {}
+        self._own: dict[str, list[RolloutPlan]] = {}
+        """The stored plan that each began with here, and what was decided since. What the database
+        has of these is no order: the newest may not be stored yet. Unix time does not show that: it
+        may have been set, and another host's differs."""
+        self._began: dict[str, tuple[RolloutPlan, float]] = {}
+        """The plans whose steps are timed, with the steady clock's time when they began."""
         self._bases: dict[str, ModelSpec] = {}
         """What those began from."""
         self._figures: dict[str, tuple[CallFigures, CallFigures]] = {}
@@ -139,12 +148,11 @@ class ModelRollouts:
         if known is None or (known.base, known.target) != (plan.base, plan.target):
             self._drop(name)
             known = None
-        if known is not None and known.state == "stopped" and plan.state == "running":
-            model = self._models[name]
-            model.rolled_last, model.cant_roll = None, None  # it is tried again
-        # A step that was decided here may not be stored yet.
-        if known is None or plan.since >= known.since:
-            self._plans[name] = plan
+        if plan not in self._own.get(name, ()):
+            if known is not None and known.state == "stopped" and plan.state == "running":
+                model = self._models[name]
+                model.rolled_last, model.cant_roll = None, None  # it is tried again
+            self._plans[name], self._own[name] = plan, [plan]
         self._bases[name] = stored.base_spec
         if (beside := self.beside(name)) is not None:
             beside.wanted = one
@@ -175,6 +183,8 @@ class ModelRollouts:
         if model is not None and beside is not None and model.life.state != "serving":
             model.asked_until = max(model.asked_until, beside.asked_until)  # who waits waits on
         self._plans.pop(name, None)
+        self._own.pop(name, None)
+        self._began.pop(name, None)
         self._bases.pop(name, None)
         self._figures.pop(name, None)
 
@@ -317,11 +327,13 @@ class ModelRollouts:
                 stack.enter_context(self.hold(name))
             yield replace(terms, over=dict(self._done))
 
-    def reconcile(self) -> None:
-        """Take each roll-out a step on, and decide what each deployment is to be."""
+    def reconcile(self, faults: RoundFaults) -> None:
+        """Take each roll-out a step on, and decide what each deployment is to be. One that fails
+        keeps no other one back."""
         for name in list(self._plans):
             if name not in self.blocked and not self._held[name]:
-                self._step(name, self._plans[name])
+                with faults.guard("roll-outs", self._models.get(name)):
+                    self._step(name, self._timed(name))
         wanted = {
             key_of(name, plan.target)
             for name, plan in self._plans.items()
@@ -332,10 +344,29 @@ class ModelRollouts:
                 model.retires, model.stands_by = True, False
             elif BESIDE not in key and key not in self._plans:
                 model.retires = model.overdue = False
-            model.rolls = self._rolls(model)
+            with faults.guard("roll-outs", model):
+                model.rolls = self._rolls(model)
+
+    def _timed(self, name: str) -> RolloutPlan:
+        """The roll-out of a model, whose step has a time of the steady clock, and of Unix time one
+        that is not yet to come."""
+        plan, wall = self._plans[name], self._wall()
+        timed = self._began.get(name)
+        if timed is None or timed[0] != plan:
+            self._began[name] = plan, self._clock() - max(0.0, wall - plan.since)
+        if plan.since > wall:  # calls of the step are known by the time at which they began
+            self._take(name, replace(plan, since=wall), self._began[name][1])
+        return self._plans[name]
+
+    def _take(self, name: str, plan: RolloutPlan, began: float) -> None:
+        """Go on with a plan that was decided here. began: its step, by the steady clock."""
+        self._plans[name], self._began[name] = plan, (plan, began)
+        self._own[name].append(plan)
+        self._keep(self._models[name].wanted.model_id, plan, False)
 
     def _step(self, name: str, plan: RolloutPlan) -> None:
-        model, beside, now = self._models[name], self.beside(name), self._wall()
+        model, beside = self._models[name], self.beside(name)
+        now = plan.since + self._clock() - self._began[name][1]
         old_ended = _has_ended(model, plan) or _waits_for_nothing(model, beside)
         if self.is_roll(name):
             self._step_of_roll(name, plan, old_ended)
@@ -355,7 +386,7 @@ class ModelRollouts:
             self._finish(name, plan, beside)
             return
         if after != plan:
-            self._change(name, plan, after)
+            after, now = self._change(name, plan, after), self._wall()
         model.retires = takes_all(after, new_ready=seen.new_ready) or gives_way(
             after,
             no_room=beside is not None and beside.lacks_room,
@@ -379,7 +410,7 @@ class ModelRollouts:
                 self._finish(name, plan, None)
             return
         if start is not None and (why := _why_not(model, start)):
-            self._change(name, plan, stopped(plan, why, self._wall()))
+            self._change(name, plan, stopped(plan, why, plan.since))
             model.wanted = self._own_entry(name)
 
     def next_roll(self, model: ManagedModel) -> RollStep | None:
@@ -402,15 +433,16 @@ class ModelRollouts:
         paused = plan is not None and plan.state == "paused"
         return model.life.state == "serving" and not model.retires and not paused
 
-    def _change(self, name: str, plan: RolloutPlan, after: RolloutPlan) -> None:
-        model = self._models[name]
-        self._plans[name] = after
+    def _change(self, name: str, plan: RolloutPlan, after: RolloutPlan) -> RolloutPlan:
+        """Take a step, or stop: from now on. The plan with the time."""
+        model, after = self._models[name], replace(after, since=self._wall())
         self._figures.pop(name, None)
-        self._keep(model.wanted.model_id, after, False)
+        self._take(name, after, self._clock())
         said = f"{after.share} % of new requests go to revision {after.target}"
         if after.state != plan.state:
             said = f"the roll-out has {after.state}: {after.why}"
         self._note(model, said)
+        return after
 
     def _finish(self, name: str, plan: RolloutPlan, beside: ManagedModel | None) -> None:
         """The new deployment, if there is one, is the model's own from now on."""

@@ -38,6 +38,8 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.now = 1000.0
+        self.ahead = 0.0
+        """Seconds by which Unix time is ahead of the steady clock's."""
         self.model_id = "m1"
         self.ordered: list[Order] = []
         self.told: list[tuple[Sequence[ModelRoute], Sequence[str]]] = []
@@ -59,7 +61,7 @@ class Bench:
             self._tell,
             MemoryBudget(),
             lambda: self.now,
-            lambda: self.now,
+            lambda: self.wall,
             self.learned.append,
             missing=self._look_at,
             keep=self.keep,
@@ -78,6 +80,11 @@ class Bench:
     def keep(self, model_id: str, plan: RolloutPlan, done: bool) -> None:
         """A step of a roll-out is stored."""
         self.kept.append((model_id, plan, done))
+
+    @property
+    def wall(self) -> float:
+        """Unix time."""
+        return self.now + self.ahead
 
     @property
     def every(self) -> list[ManagedModel]:
