@@ -500,9 +500,7 @@ def placement_api(backend: ApiBackend, caller: Any) -> APIRouter:
     @api.delete("")
     async def drop(actor: OrderActor = caller) -> Body:
         """Want none: instances stay where they are, and come and go by their models' own rules."""
-        await replacer.close()  # so that it stores none any more
-        await backend.stored(store.set_placement, None, actor)
-        await replacer.reach_placement(None)
+        await replacer.drop_placement(lambda: backend.stored(store.set_placement, None, actor))
         return {}
 
     return api

@@ -174,6 +174,13 @@ class PlacementController:
         if wanted is not None:
             self._task = asyncio.create_task(self._keep(wanted), name="placement")
 
+    async def drop_placement(self, forget: Callable[[], Awaitable[None]]) -> None:
+        """Want none, once `forget` has taken it out of the database; where that fails it is kept on
+        as before. Raises what `forget` raises."""
+        async with self._planning:  # what is planned again is not stored meanwhile
+            await forget()
+            await self.reach_placement(None)
+
     def _want(self, wanted: DesiredPlacement | None) -> None:
         self._wanted = wanted
         units: dict[str, list[PlacedUnit]] = {}
@@ -376,16 +383,25 @@ class PlacementController:
 
     async def _end_lost(self, wanted: DesiredPlacement) -> None:
         """End the instances on nodes that were lost: they start where the placement has them, once
-        a node with the worker's name is there. Raises ReplaceFailed."""
-        pool = self._models.workers
-        if not pool.there:
+        a node with the worker's name is there. Those of a deployment that does not answer now end
+        after a later look."""
+        if not self._models.workers.there:
             return
-        async with _Site(self._models, wanted) as deployments:
-            for one in deployments.values():
-                for row in await one.rows():
-                    if row.node and pool.is_lost(row.node):
-                        self._tell(f"{one.name} {row.id} ends: its worker was lost")
-                        await one.drain_instance(row.id, last=True, now=True)
+        try:
+            async with _Site(self._models, wanted) as deployments:
+                for one in deployments.values():
+                    await self._end_lost_of(one)
+        except ReplaceFailed as error:  # it has just ended
+            log.warning("lost instances are not looked for now: %s", error)
+
+    async def _end_lost_of(self, deployment: DeploymentClient) -> None:
+        try:
+            for row in await deployment.rows():
+                if row.node and self._models.workers.is_lost(row.node):
+                    self._tell(f"{deployment.name} {row.id} ends: its worker was lost")
+                    await deployment.drain_instance(row.id, last=True, now=True)
+        except ReplaceFailed as error:  # others' are looked for all the same
+            log.warning("lost instances are not looked for now: %s", error)
 
     def _waits_for(self, wanted: DesiredPlacement) -> str:
         """The first worker or model that isn't ready; empty: all are."""

@@ -7,15 +7,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError
 from kvmig.fleet import placement_controller
+from kvmig.fleet.deployments import DeploymentEvent
+from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.tables import StoreError
-from kvmig.placement.executor import ReplaceFailed
-from kvmig.placement.file import PlacedUnit, Placement
+from kvmig.placement.executor import DeploymentClient, ReplaceFailed
+from kvmig.placement.file import PlacedModel, PlacedUnit, Placement
 from kvmig.placement.moves import PlanWave
-from tests.support.model_bench import Bench
+from kvmig.proxy.messages import ModelWanted
+from tests.support.fleet_api import Api
+from tests.support.fleet_stores import Place
+from tests.support.model_bench import Bench, served, silence, spec
 from tests.support.waiting import until
 
 WANTED = DesiredPlacement(Placement([PlacedUnit(models=[], memory_bytes=9, name="left")]))
@@ -27,6 +34,7 @@ class Keeper(PlacementController):
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench.models, self.keep_stored)
+        self.bench = bench
         self.counted = bench.models.faults.count
         self.faults: list[Exception] = []
         """What the next steps raise."""
@@ -146,3 +154,80 @@ async def test_a_placement_without_a_way_has_failed_for_good(
     await until(lambda: keeper.standing().state == "failed")
     await asyncio.sleep(0.05)
     assert (keeper.standing().why, keeper.reached) == (str(error), 0)
+
+
+async def test_a_deployment_that_does_not_answer_a_look_for_lost_instances_ends_nothing(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)
+    bench, looks = keeper.bench, list[str]()
+    other = replace(spec(), name="b")
+    bench.models.take_catalogue(
+        CatalogEntry(f"m{at}", one.name, 1, True, one) for at, one in enumerate((spec(), other))
+    )
+    for name in ("a", "b"):
+        bench.models.take_want(ModelWanted(name))
+    bench.turn()
+    for model in bench.every:
+        assert model.watched is not None
+        model.watched.told = DeploymentEvent(0, data=(served("i0"),))
+    bench.turn(1)
+    bench.models.workers.address = "auto"
+
+    async def rows(client: DeploymentClient) -> list[InstanceRow]:
+        looks.append(client.name)
+        if client.name == "a":
+            raise ReplaceFailed("deployment a doesn't answer")
+        return []
+
+    monkeypatch.setattr(DeploymentClient, "rows", rows)
+    models = [PlacedModel(name=name, kv_bytes=1) for name in ("a", "b")]
+    unit = PlacedUnit(models=models, memory_bytes=9, name="left")
+    await keeper.reach_placement(DesiredPlacement(Placement([unit])))
+    await until(lambda: looks.count("b") > 2)
+    assert (keeper.standing().state, faults(keeper)) == ("reached", 0)
+
+
+async def test_a_placement_that_can_not_be_dropped_is_kept_on(
+    keeper: Keeper, sqlite_place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = Api(sqlite_place)
+    await api.backend.stored(api.store.open)
+    api.backend.replacer = keeper
+    await api.restart()
+    await keeper.reach_placement(WANTED)
+    await until(lambda: keeper.looks > 0)
+
+    def away(*_: object) -> None:
+        raise StoreError("the database is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(api.store, "set_placement", away)
+        status, _ = await api.ask("DELETE", "placement")
+    assert status == 503
+    looks = keeper.looks
+    await until(lambda: keeper.looks > looks + 1)
+    assert keeper.standing().state == "reached"
+    assert (await api.ask("DELETE", "placement"))[0] == 200
+    assert keeper.standing().state == "none"
+    await api.close()
+
+
+async def test_what_is_planned_again_while_a_placement_is_dropped_is_not_stored(
+    keeper: Keeper,
+) -> None:
+    keeper.other = OTHER
+    dropping, may_drop = asyncio.Event(), asyncio.Event()
+
+    async def forget() -> None:
+        dropping.set()
+        await may_drop.wait()
+
+    await keeper.reach_placement(WANTED)
+    dropped = asyncio.create_task(keeper.drop_placement(forget))
+    await dropping.wait()
+    await asyncio.sleep(0.1)
+    may_drop.set()
+    await dropped
+    await asyncio.sleep(0.05)
+    assert (keeper.stored, keeper.standing().state) == ([], "none")
