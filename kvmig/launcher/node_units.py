@@ -9,6 +9,7 @@ taken while agents of the node come and go (`kvmig.launcher.unit_gpus`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -41,6 +42,8 @@ STABLE_S = 60.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5, 30.0
 END_S = 5.0
 """Time for a unit's agent to end, then it is killed."""
+HANG_S = 30.0
+"""An agent that listens and has not answered for this time hangs, and is killed."""
 STARTS = "its agent starts"
 
 log = logging.getLogger(__name__)
@@ -72,9 +75,14 @@ def state_of(address: str) -> UnitState:
 
 
 def listener_at(address: str) -> int:
-    """The id of the process that listens there; 0: none does."""
+    """The id of the process that listens there; 0: none does. Raises TransportError for one that
+    hangs, and has as many clients waiting as it can have."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        return 0 if probe.connect_ex(address) else credentials(probe)[0]
+        probe.setblocking(False)
+        code = probe.connect_ex(address)
+        if code == errno.EAGAIN:
+            raise TransportError(f"who listens at {address} takes no more clients")
+        return 0 if code else credentials(probe)[0]
 
 
 def pause_after(deaths: int) -> float:
@@ -93,6 +101,8 @@ class UnitProcess:
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._since = 0.0
+        self._silent_since: float | None = None
+        """When it did not answer first, though it listens; None: it has answered since."""
         self._deaths = 0
         """Ends in a row."""
         self._again_at = 0.0
@@ -103,6 +113,10 @@ class UnitProcess:
         now = self._clock()
         if self._process is None:
             self._write_gpu()
+        elif self._silent_since is not None and now - self._silent_since >= HANG_S:
+            self._silent_since = now  # one that the kernel keeps is killed again later
+            log.warning("unit at %s: its agent hangs, and is killed", self._address)
+            kill_and_wait(self._process, f"the agent of {self.wanted.path}")
         if self._process is not None and (code := self._process.poll()) is not None:
             stable = now - self._since >= STABLE_S
             self._deaths = 1 if stable else self._deaths + 1
@@ -118,7 +132,7 @@ class UnitProcess:
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
             )  # fmt: skip
-            self._since = now
+            self._since, self._silent_since = now, None
 
     def _write_gpu(self) -> None:
         """Let instances on the node know the unit's GPU, before its agent answers them."""
@@ -139,7 +153,10 @@ class UnitProcess:
                 return UnitReport(path=self.wanted.path, why=STARTS)
             found = look(self._address)
         except (TransportError, ConfigError) as error:
+            if self._silent_since is None:
+                self._silent_since = self._clock()
             return UnitReport(path=self.wanted.path, why=str(error))
+        self._silent_since = None
         leased: dict[str, int] = {}
         for one in found.shares:
             leased[one.model] = leased.get(one.model, 0) + one.lease

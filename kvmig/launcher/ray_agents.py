@@ -13,10 +13,10 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -25,10 +25,16 @@ from kvmig.core.order_fence import NO_TOKEN
 from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import available_memory, total_memory
 from kvmig.launcher.node_fence import NodeFence
-from kvmig.launcher.node_files import ClusterWish, FilesWish, NodeWish, WantedFolder
+from kvmig.launcher.node_files import (
+    ClusterWish,
+    FilesWish,
+    NodeFilesReport,
+    NodeWish,
+    WantedFolder,
+)
 from kvmig.launcher.node_folders import NodeFolders
 from kvmig.launcher.node_forks import NodeForks, node_folder
-from kvmig.launcher.node_reports import ClusterReport, NodeMeasure, NodeReport
+from kvmig.launcher.node_reports import ClusterReport, NodeMeasure, NodeReport, UnitReport
 from kvmig.launcher.node_units import NodeUnits
 from kvmig.launcher.ray_cluster import RayNode
 from kvmig.launcher.ray_environment import THREADS, forwarded
@@ -65,6 +71,8 @@ MOST_HOLDERS = 4
 ENGINES = {"vllm": "vllm", "transformers": "transformers", "toy": "kvmig"}
 """The library that each engine needs."""
 
+
+Kept = TypeVar("Kept")
 
 log = logging.getLogger(__name__)
 
@@ -104,18 +112,22 @@ class NodeAgent:
                 self._let_go()
                 return replace(measured, refused=refused)
             self._wish = wish
+            engines = [one for one in wish.engines if one in self._engines]
+            others = {folder: list(map(AgentHolder, each)) for folder, each in holders.items()}
             return replace(
                 measured,
-                files=self._folders.take_wish(
-                    wish.files,
-                    {folder: list(map(AgentHolder, each)) for folder, each in holders.items()},
+                files=_kept_alone(
+                    lambda: self._folders.take_wish(wish.files, others),
+                    lambda why: NodeFilesReport(why=f"its files: {why}"),
                 ),
-                fork_servers=self._forks.keep_engines(
-                    wish.files.root,
-                    [one for one in wish.engines if one in self._engines],
-                    wish.environment,
+                fork_servers=_kept_alone(
+                    lambda: self._forks.keep_engines(wish.files.root, engines, wish.environment),
+                    lambda why: dict.fromkeys(engines, why),
                 ),
-                units=self._units.keep_units(wish.units),
+                units=_kept_alone(
+                    lambda: self._units.keep_units(wish.units),
+                    lambda why: tuple(UnitReport(path=one.path, why=why) for one in wish.units),
+                ),
             )
 
     def _watch_fence(self) -> None:
@@ -130,9 +142,8 @@ class NodeAgent:
     def _let_go(self) -> None:
         """Change nothing on the node any more, and leave its folder to others."""
         self._wish = NodeWish()
-        self._folders.close()
-        self._forks.close()
-        self._units.close()
+        for close in (self._folders.close, self._forks.close, self._units.close):
+            _kept_alone(close, lambda why: None)
 
     def list_files(self, folder: str) -> FilesManifest:
         """See `FolderHolder`; other agents call it."""
@@ -145,6 +156,16 @@ class NodeAgent:
     def read_file(self, folder: str, name: str, begin: int, count: int) -> bytes:
         """See `FolderHolder`; other agents call it."""
         return self._folders.read_file(folder, name, begin, count)
+
+
+def _kept_alone(keep: Callable[[], Kept], failed: Callable[[str], Kept]) -> Kept:
+    """Keep one part of a node. A failure is its own, and the next wish tries it again: the agent
+    goes on, which all that it has started would end with. failed: the report, given the reason."""
+    try:
+        return keep()
+    except Exception as error:
+        log.exception("a part of this node can't be kept now")
+        return failed(f"the node's agent failed: {error!r}")
 
 
 class AgentHolder:

@@ -103,8 +103,11 @@ def listening_at(
 def _remove_unused(path: Path, kind: socket.SocketKind) -> None:
     if path.is_socket():
         with socket.socket(socket.AF_UNIX, kind) as probe:
+            probe.setblocking(False)  # a process that hangs lets clients wait without end
             try:
                 probe.connect(str(path))
+            except BlockingIOError:
+                pass  # it listens, and takes no more of them
             except ConnectionRefusedError:
                 path.unlink()
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from kvmig.core.config import ClusterConfig, RayConfig, UnitConfig, check
-from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.core.order_fence import OrderToken
 from kvmig.launcher.gpu_division import NoRoom
 from kvmig.launcher.launch import LlumletLaunch
-from kvmig.launcher.node_files import NodeWish, WantedUnit
+from kvmig.launcher.node_files import NodeFilesReport, NodeWish, WantedUnit
+from kvmig.launcher.node_folders import NodeFolders
 from kvmig.launcher.node_reports import UnitReport
 from kvmig.launcher.node_units import (
     FIRST_PAUSE_S,
+    HANG_S,
     LAST_PAUSE_S,
     NodeUnits,
     listener_at,
@@ -39,6 +44,8 @@ from kvmig.launcher.ray_launcher import (
 )
 from kvmig.launcher.unit_gpus import UnitGpus
 from kvmig.launcher.unit_memory import UnitArena
+from kvmig.process.sockets import take_path
+from kvmig.sharing.messages import UnitState
 from tests.launcher.test_unit_gpus import MadeUpRay
 from tests.support.fake_devices import FOLDER, GIB, MODULES, FakeMachine, devices
 from tests.support.waiting import wait_until
@@ -229,3 +236,114 @@ def test_a_later_servers_agent_has_the_units_and_the_one_before_lets_go_of_them(
     assert (refused.units, "its token is 1.0" in refused.refused) == ((), True)
     third.measure(wish(3), {})  # the one before sees that by itself
     wait_until(lambda: not listens(WANTED))
+
+
+def test_an_agent_that_hangs_is_killed_and_another_one_starts() -> None:
+    now = 100.0
+
+    def look(address: str) -> UnitState:
+        if hangs:
+            raise TransportError("no answer")
+        return state_of(address)
+
+    hangs = False
+    units = NodeUnits(NODE, clock=lambda: now, look=look)
+    try:
+        keep(units, [WANTED])
+        before = listener_at(unit_address(NODE, PATH))
+        os.kill(before, signal.SIGSTOP)
+        hangs = True
+        assert [one.why for one in units.keep_units([WANTED])] == ["no answer"]
+        now += HANG_S - 1
+        assert [one.why for one in units.keep_units([WANTED])] == ["no answer"]
+        now += 1
+        ended = "its agent has ended: killed by SIGKILL"
+        assert [one.why for one in units.keep_units([WANTED])] == [ended]
+        hangs, now = False, now + FIRST_PAUSE_S
+        keep(units, [WANTED])
+        assert listener_at(unit_address(NODE, PATH)) not in (0, before)
+    finally:
+        units.close()
+
+
+def test_a_look_at_an_agent_that_takes_no_more_clients_ends(tmp_path: Path) -> None:
+    """The node's agent looks at the units each second, and at all else of its node."""
+    path = str(tmp_path / "full")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hangs, ExitStack() as clients:
+        hangs.bind(path)
+        hangs.listen(0)
+        client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        client.connect(path)
+        found: list[str] = []
+        looking = threading.Thread(target=_look_at, args=(path, found), daemon=True)
+        looking.start()
+        looking.join(5.0)
+        assert found == [f"who listens at {path} takes no more clients"]
+
+
+def _look_at(path: str, found: list[str]) -> None:
+    try:
+        listener_at(path)
+    except TransportError as error:
+        found.append(str(error))
+
+
+def test_a_path_whose_listener_takes_no_more_clients_is_not_taken_over(tmp_path: Path) -> None:
+    path = str(tmp_path / "full")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hangs, ExitStack() as clients:
+        hangs.bind(path)
+        hangs.listen(0)
+        client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        client.connect(path)
+        found: list[str] = []
+        taking = threading.Thread(target=_take, args=(path, found), daemon=True)
+        taking.start()
+        taking.join(5.0)
+        assert found == ["Address already in use"]
+
+
+def _take(path: str, found: list[str]) -> None:
+    try:
+        take_path(path, socket.SOCK_SEQPACKET).close()
+    except OSError as error:
+        found.append(str(error.strerror))
+
+
+def test_a_part_of_a_node_that_can_not_be_kept_keeps_no_other_part_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+    monkeypatch.setattr("ray.get_runtime_context", OwnNode)
+    monkeypatch.setattr(NodeUnits, "keep_units", lambda *_: THERE)
+    agent = NodeAgent()
+    wish = NodeWish(fleet="f", token=OrderToken(1), units=(WANTED,))
+
+    def odd(*_: object) -> NodeFilesReport:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NodeFolders, "take_wish", odd)
+        found = agent.measure(wish, {})
+    assert (found.units, found.refused) == (THERE, "")
+    assert found.files.why == "its files: the node's agent failed: ZeroDivisionError()"
+    assert agent.measure(wish, {}).files.why == ""
+
+
+def test_an_agent_that_can_not_end_one_part_of_its_node_lets_go_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+    monkeypatch.setattr("ray.get_runtime_context", OwnNode)
+    ended: list[str] = []
+
+    def odd(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(NodeFolders, "close", odd)
+    monkeypatch.setattr(NodeUnits, "close", lambda _: ended.append("units"))
+    first, second = NodeAgent(), NodeAgent()
+    first.measure(NodeWish(fleet="f", token=OrderToken(1)), {})
+    second.measure(NodeWish(fleet="f", token=OrderToken(2)), {})
+    refused = first.measure(NodeWish(fleet="f", token=OrderToken(1)), {}).refused
+    assert "its token is 1.0" in refused
+    assert ended == ["units"]
