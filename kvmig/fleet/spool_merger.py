@@ -74,8 +74,10 @@ class SpoolMerger:
             await self.merge_all()
 
     async def merge_all(self) -> None:
-        """Merge what there is. What can't be merged now waits."""
+        """Merge what there is. What can't be merged now waits; an unforeseen error is raised once
+        the other deployments' usage is merged."""
         whole = True
+        unforeseen: Exception | None = None
         for folder in sorted(self._spools.iterdir()):
             over = self._is_over(folder.name)  # it writes nothing any more
             try:
@@ -89,6 +91,11 @@ class SpoolMerger:
             except (StoreError, OSError) as error:
                 log.warning("usage in %s waits to be counted: %s", folder, error)
                 whole = False
+            except Exception as error:
+                log.exception("usage in %s waits to be counted", folder)
+                unforeseen = error
+        if unforeseen is not None:
+            raise unforeseen
         if whole:
             self._merged_at = self._clock()
 

@@ -539,13 +539,20 @@ class FleetSupervisor:
             if deployment.heartbeats is not None:
                 deployment.heartbeats.close()
             deployment.done.set()
-            self._settings.deployment(start.deployment).unlink(missing_ok=True)  # one was killed
             del self._deployments[start.deployment]
+            self._remove_socket(start.deployment)
         self._tell(
             DeploymentEnded(
                 start.deployment, how, last_sentence(Path(start.log), deployment.log_from)
             )
         )
+
+    def _remove_socket(self, deployment: str) -> None:
+        """Remove what a deployment has left that was killed."""
+        try:
+            self._settings.deployment(deployment).unlink(missing_ok=True)
+        except OSError as error:  # the server is told of the end all the same
+            log.warning("the socket of deployment %s stays: %s", deployment, error)
 
     async def _spawn(self, deployment: RunningDeployment) -> ProcessPort:
         """A fork; a process of its own where none can be had.
@@ -553,20 +560,19 @@ class FleetSupervisor:
         Raises OSError.
         """
         start = deployment.start
-        stdin, deployment.lifeline = os.pipe()
-        heartbeats = deployment.heartbeats = HeartbeatPipe()
-        deployment.log_from = size_of(Path(start.log))
-        out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with contextlib.ExitStack() as ours:
+            stdin, deployment.lifeline = os.pipe()
+            ours.callback(os.close, stdin)
+            heartbeats = deployment.heartbeats = HeartbeatPipe()
+            deployment.log_from = size_of(Path(start.log))
+            out = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            ours.callback(os.close, out)
             words, standard = (*start.words, BEATS), (stdin, out, out)
             if start.program == "serve":
                 begun = self._started(start.engine, words, standard, heartbeats.descriptor)
             else:
                 begun = self._begin_small(start.program, words, standard, heartbeats.descriptor)
             deployment.process = await begun
-        finally:
-            os.close(stdin)
-            os.close(out)
         if deployment.ending:  # it was told so meanwhile
             deployment.kill()
         return deployment.process
