@@ -95,7 +95,9 @@ class ClusterWatch:
         try:
             return await self._follow(process)
         finally:
-            await end_by_stdin(process, END_S)  # it frees its agents then
+            await end_by_stdin(
+                process, END_S, "the process that watches the cluster"
+            )  # it frees its agents then
 
     async def _follow(self, process: Process) -> str:
         assert process.stdout is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvmig.core.killed import await_killed
 from kvmig.process.supervisor import how_it_ended
 from kvmig.sources.file_list import SourceFailure
 from kvmig.sources.messages import FetchLaunch, FetchReport, report_of
@@ -18,7 +19,6 @@ from kvmig.sources.messages import FetchLaunch, FetchReport, report_of
 MODULE = "kvmig.sources.fetcher"
 SILENCE_S = 60.0
 """A fetcher that reports nothing for this time hangs, and is killed."""
-END_S = 5.0
 
 
 class FetcherChild:
@@ -65,11 +65,10 @@ class FetcherChild:
             yield report_of(line)
 
     async def end(self) -> None:
-        """End it now; what it has fetched stays."""
+        """End it now; what it has fetched stays. One that its disk keeps is named in the log."""
         if self._process.returncode is None:
             self._process.kill()
-        async with asyncio.timeout(END_S):
-            await self._process.wait()
+        await await_killed(self._process, "a fetcher of models' files")
 
     def _write(self, data: bytes) -> None:
         assert self._process.stdin is not None

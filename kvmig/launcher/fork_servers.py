@@ -95,15 +95,15 @@ class ForkServers:
         raise StartupError(f"the nursery of {engine} has failed ({how})")
 
     async def close(self) -> None:
-        """End them all at once; what they have forked doesn't mind. Raises TimeoutError for one
-        that is there even then."""
+        """End them all at once; what they have forked doesn't mind."""
         for server in self._servers.values():
             server.close()
-        ends = [end_by_stdin(process, END_S) for process in self._processes.values()]
-        ended = await asyncio.gather(*ends, return_exceptions=True)
-        for error in ended:
-            if error is not None:
-                raise error
+        await asyncio.gather(
+            *(
+                end_by_stdin(process, END_S, f"the fork server of {engine}")
+                for engine, process in self._processes.items()
+            )
+        )
 
     async def watch(self) -> None:
         """End those that hang; the next order of a fork starts another one."""

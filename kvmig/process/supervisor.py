@@ -240,9 +240,9 @@ def how_it_ended(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-async def end_by_stdin(process: asyncio.subprocess.Process, within_s: float) -> None:
-    """Close the stdin of a process, which ends it; kill it if that takes too long. Raises
-    TimeoutError for one that is there even then."""
+async def end_by_stdin(process: asyncio.subprocess.Process, within_s: float, name: str) -> None:
+    """Close the stdin of a process, which ends it; kill it if that takes too long. name: for the
+    log, where it is there even then."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -250,8 +250,7 @@ async def end_by_stdin(process: asyncio.subprocess.Process, within_s: float) -> 
             await process.wait()
     except TimeoutError:
         process.kill()
-        async with asyncio.timeout(within_s):
-            await process.wait()
+        await await_killed(process, name)
 
 
 async def first_of(*waits: Awaitable[str]) -> str:

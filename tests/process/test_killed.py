@@ -15,8 +15,13 @@ import pytest
 
 from kvmig.command.server_process import ServerProcess
 from kvmig.core import killed
+from kvmig.core.background import cancel_tasks
+from kvmig.fleet import cluster_watch
 from kvmig.fleet import supervisor as fleet_supervisor
+from kvmig.fleet.cluster_watch import ClusterWatch
+from kvmig.fleet.fetcher_child import FetcherChild
 from kvmig.launcher.fork_servers import end_now
+from kvmig.launcher.node_files import ClusterWish
 from kvmig.process.child import StartAnnouncement
 from kvmig.process.fork_server import ForkServerClient
 from kvmig.process.supervisor import ChildProcess, HeartbeatPipe
@@ -36,6 +41,14 @@ class LastingProcess:
     async def wait(self) -> int:
         await asyncio.Event().wait()
         raise AssertionError
+
+    @property
+    def stdin(self) -> SimpleNamespace:
+        return SimpleNamespace(close=lambda: None, write=lambda _: None)
+
+    @property
+    def stdout(self) -> asyncio.StreamReader:
+        return asyncio.StreamReader()
 
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
@@ -122,3 +135,31 @@ async def test_a_fork_server_that_stays_is_named(caplog: pytest.LogCaptureFixtur
     with theirs:
         ForkServerClient(ours, process).close()
     assert "the fork server (process 7) is there still, 10 s after it was killed" in caplog.text
+
+
+async def test_a_fetcher_that_its_disk_keeps_is_named(
+    lasting: LastingProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = FetcherChild(lasting)  # type: ignore[arg-type]
+    async with asyncio.timeout(2 * PATIENCE_S):
+        await child.end()
+    assert named(caplog, "a fetcher of models' files", lasting.pid)
+
+
+async def test_a_watch_of_a_cluster_ends_though_its_process_stays(
+    lasting: LastingProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is to lead no more waits for that end."""
+
+    async def begin(*_: object, **__: object) -> LastingProcess:
+        return lasting
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", begin)
+    for name in ("END_S", "AGAIN_S"):
+        monkeypatch.setattr(cluster_watch, name, 0.01)
+    watching = asyncio.create_task(ClusterWatch("auto", lambda _: None, ClusterWish).run())
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        await cancel_tasks(watching)
+    assert watching.cancelled()
+    assert named(caplog, "the process that watches the cluster", lasting.pid)
