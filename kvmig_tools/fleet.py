@@ -46,7 +46,12 @@ class FleetUp:
         self.process: subprocess.Popen[bytes] | None = None
         self._said = 0
         """Bytes of the log from earlier starts."""
-        transport = httpx.HTTPTransport(uds=str(self.folder / "run" / "api.sock"), verify=False)
+        # No connection is kept: the server may close an idle one just as the next call goes out.
+        transport = httpx.HTTPTransport(
+            uds=str(self.folder / "run" / "api.sock"),
+            verify=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         self._api = httpx.Client(transport=transport, base_url="http://x", timeout=PATIENCE_S)
 
     def start(self) -> None:
