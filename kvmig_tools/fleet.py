@@ -19,9 +19,9 @@ import psutil
 from kvmig.core.errors import StartupError
 from kvmig.process.sockets import free_port
 
-START_S = 60.0
-STOP_S = 60.0
-PATIENCE_S = 60.0
+START_S = 180.0
+STOP_S = 180.0
+PATIENCE_S = 180.0
 CHECK_S = 200.0
 """For a model to be added: the first one's engine is loaded for that."""
 

@@ -38,7 +38,7 @@ from tests.support.waiting import until, until_yes
 pytestmark = [pytest.mark.server, pytest.mark.alone]
 
 PATH = "/v1/completions"
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 TOKENS = 60
 HELD = 20
 """Where streams wait for the test."""

@@ -22,7 +22,7 @@ from tests.support.fleets import ToyFleet, kill, socket_of
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 TEXT = "Count: 0017 0018"
 TEXTS = [TEXT, "Count: 0200 0201 0202", "1"]
 CHAT = [{"role": "user", "content": TEXT}]

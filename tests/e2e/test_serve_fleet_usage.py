@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.server
 
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 
 
 def used(fleet: ToyFleet, key: str, wanted: int | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tests.support.toys import Toys
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 TOKENS, HELD = 60, 20
 OF_WORK = {f"kvmig_instance_{name}" for name in ("running", "waiting", "blocks_used")}
 REFUSED = "kvmig_messages_refused"

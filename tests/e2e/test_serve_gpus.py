@@ -54,7 +54,7 @@ FLAGS = (
 OVERLAPPING = "--async-scheduling"
 GPU_BYTES = 80 * GIB
 """Of each GPU: what a server leaves is enough for another one beside it."""
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 TOKENS, MOVED_AT = 400, (10, 40)
 
 

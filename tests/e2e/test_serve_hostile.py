@@ -30,7 +30,7 @@ pytestmark = pytest.mark.server
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "a-shibboleth-of-this-test-alone"
 FUZZ_S = 7
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MILLION = 10**6
 

@@ -31,7 +31,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 TOKENS = 60
 HELD = 20
 """Where streams wait for the test."""

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.server
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(BUNDLED)
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 LAST_DIGITS = 1e-5
 """Log-probabilities of tokens that were computed several in a step."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

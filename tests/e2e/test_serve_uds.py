@@ -21,8 +21,8 @@ from kvmig.engines.toy.script import ScriptFile, ToyScript
 
 pytestmark = pytest.mark.server
 
-PATIENCE_S = 60.0
-START_S = 60.0
+PATIENCE_S = 180.0
+START_S = 180.0
 
 
 class OnSocket:

@@ -33,7 +33,7 @@ FLAGS = (
     "--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model-len=2048",
     "--dtype=float32", "--instances=1", "--shutdown-timeout=2", "--reclaim-patience=0.5",
 )  # fmt: skip
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 PROMPT = 220
 """Numbers of five tokens each."""
 

@@ -30,7 +30,7 @@ from tests.support.toys import Toys
 pytestmark = pytest.mark.server
 
 PATH = "/v1/completions"
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 TOKENS = 60
 HELD = 20
 FLAGS = (

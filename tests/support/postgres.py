@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psycopg
 
-START_S = 60.0
+START_S = 180.0
 LOCK_MS = 20_000
 """So long a connection that a test has left open may keep the next one waiting."""
 

@@ -17,7 +17,7 @@ import psutil
 from tests.support.network import Host, Network
 
 PORT = 6379
-START_S = 60.0
+START_S = 180.0
 END_S = 20.0
 UP = "Ray runtime started."
 STORE_BYTES = 80_000_000

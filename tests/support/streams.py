@@ -15,7 +15,7 @@ from kvmig_tools.served import Served
 from tests.support.retries import SESSION, EndedEarly, until_moved
 from tests.support.waiting import until
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 @dataclass
