@@ -218,7 +218,7 @@ def take_with_steps(worker: Any) -> None:
     are as many buffers as steps may be on their way, and each time that it takes requests fills the
     next. Between two steps a commit's kernels would wait for the step that runs, and a third commit
     would fill the buffer that the first one's kernels have yet to read (vLLM 0.32): the first
-    request would go on from the tokens of whatever had its row before.
+    request would go on from the tokens of the one that had its row before.
     """
     v2: Any = worker.model_runner
     arrived: dict[str, NewRequestData] = {}
