@@ -17,7 +17,7 @@ SIZES = [1 << 20, 1 << 22]
 def test_the_figures_are_of_the_least_and_the_biggest_size() -> None:
     samples = [
         Sample(name, size, ms * size / SIZES[0] + more, 0.3 * size / 1e6, 0.2 * size / 1e6)
-        for name, ms in (("memcpy", 0.1), ("shm", 0.5), ("tcp", 1.0))
+        for name, ms in (("memcpy", 0.1), ("shm", 0.5), ("tcp", 1.0), ("tcp-messages", 2.0))
         for size in SIZES
         for more in (-0.01, 0.0, 0.01)
     ]
@@ -27,6 +27,8 @@ def test_the_figures_are_of_the_least_and_the_biggest_size() -> None:
     assert summary["shm_over_memcpy"] == pytest.approx(0.2)
     assert summary["shm_over_tcp"] == pytest.approx(2.0)
     assert summary["tcp_source_gb_per_core_s"] == pytest.approx(1e3 / 300)
+    assert summary["tcp-messages_source_gb_per_core_s"] == pytest.approx(1e3 / 300)
+    assert "tcp-messages_source_gb_per_core_s" not in targets
     assert report.missed(summary, targets) == []
 
 
@@ -35,10 +37,10 @@ def test_what_arrives_is_measured_and_the_missing_are_left_out(
 ) -> None:
     monkeypatch.setattr(transport, "REPEATS", 2)
     monkeypatch.setattr(nixl, "MODULES", ("nixl_of_nobody._api",))
-    samples = transport.run(["shm", "tcp", "tcp-messages", "nixl"], SIZES)
+    samples = transport.run(["shm", "tcp", "tcp-messages", "tcp-large", "nixl"], SIZES)
     assert [(one.transport, one.nbytes) for one in samples] == [
         (name, size)
-        for name in ("memcpy", "shm", "tcp", "tcp-messages")
+        for name in ("memcpy", "shm", "tcp", "tcp-messages", "tcp-large")
         for size in SIZES
         for _ in range(2)
     ]
