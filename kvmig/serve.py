@@ -52,6 +52,7 @@ from kvmig.launcher.instance_spans import InstanceSpans
 from kvmig.launcher.join_link import JoinLink, address_towards, join_of
 from kvmig.launcher.launch import LlumletLauncher
 from kvmig.launcher.local import LocalHost
+from kvmig.launcher.mps_daemon import own_daemon
 from kvmig.launcher.ray_launcher import RayLauncher
 from kvmig.launcher.scheduler import SchedulerKeeper
 from kvmig.launcher.shapes import (
@@ -122,8 +123,13 @@ def main(argv: Sequence[str]) -> int:
                 print(encode_sizes(sizes), flush=True)
             return 0
         if config.ray is not None:
+            if config.lifecycle.mps:
+                raise ConfigError("--mps must be left out with --ray: start the nodes' own daemons")
             return serve(front, own, trees, kind, None)
-        with LocalHost(config.engine, planned_instances(config)) as host:
+        with (
+            own_daemon(config.lifecycle.mps),
+            LocalHost(config.engine, planned_instances(config)) as host,
+        ):
             return serve(front, own, trees, kind, host, forks)
     except KvmigError as error:
         say(str(error))

@@ -182,6 +182,8 @@ class LifecycleConfig(msgspec.Struct, frozen=True, kw_only=True):
     instance_gpu_memory: int = 0
     """Bytes that an instance takes of each of its GPUs, small or large; 0: an equal part of what is
     free."""
+    mps: bool = False
+    """Whether to start an MPS daemon, so that instances on one GPU compute at the same time."""
     max_restarts: int = 5
     """Maximum consecutive restarts of an instance that dies soon after its start."""
     drain_deadline_s: float = 300.0

@@ -538,6 +538,12 @@ def _add_lifecycle(root: FlagParser) -> None:
         metavar="BYTES",
     )
     group.add(
+        "--mps",
+        "mps",
+        "start an MPS daemon, which ends with the server, so that instances on one GPU compute at"
+        " the same time",
+    )
+    group.add(
         "--max-restarts",
         "max_restarts",
         "maximum consecutive restarts of an instance that dies soon after its start",

@@ -146,6 +146,8 @@ class GpuDivision:
                 whose = device.whose()
                 used = f"; {in_gib(device.used)} are in use: {whose}" if whose else ""
                 said.append(f"{device}: {', '.join(names)}{each} of {in_gib(device.total)}{used}")
+                if len(names) > 1 and not device.mps:
+                    said.append(f"{device}: its instances take turns; under MPS (--mps) they don't")
         return said
 
 

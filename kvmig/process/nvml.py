@@ -41,7 +41,7 @@ def read_devices(environment: Mapping[str, str] = os.environ) -> DeviceInventory
     except nvml.NVMLError as error:
         return DeviceInventory(node=node, missing=f"NVML: {error}")
     try:
-        devices, missing = _Reader(nvml, _mps_listens(environment)).read()
+        devices, missing = _Reader(nvml, mps_listens(environment)).read()
     except nvml.NVMLError as error:
         return DeviceInventory(node=node, missing=f"NVML: {error}")
     finally:
@@ -205,6 +205,7 @@ def _program(pid: int) -> str:
         return ""
 
 
-def _mps_listens(environment: Mapping[str, str]) -> bool:
+def mps_listens(environment: Mapping[str, str]) -> bool:
+    """Whether an MPS daemon listens where a process with this environment would look for it."""
     variable, usual = MPS_PIPES
     return (Path(environment.get(variable, usual)) / "control").exists()

@@ -54,6 +54,13 @@ def test_two_on_one_gpu_get_half_of_it_each() -> None:
     assert flags(division.place("i1"), TOTAL, [], GpuNeed())[0] == "--gpu-memory-utilization"
 
 
+@pytest.mark.parametrize(("mps", "turns"), [(False, 1), (True, 0)])
+def test_instances_that_take_turns_on_a_gpu_are_told_so(mps: bool, turns: int) -> None:
+    said = "\n".join(divide([device(0, mps=mps)], of(1, 1)).lines())
+    assert said.count("its instances take turns; under MPS (--mps) they don't") == turns
+    assert len(divide([device(0), device(1)], of(1, 1)).lines()) == 2
+
+
 def test_each_gets_a_gpu_as_long_as_there_are_enough() -> None:
     assert gpus(divide([device(0), device(1)], of(1, 1, 1))) == ["0", "1", "0"]
     assert gpus(divide([device(at) for at in range(8)], of(*[1] * 8))) == list("01234567")
