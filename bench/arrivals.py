@@ -51,6 +51,18 @@ def longest_ms(arrivals: Sequence[Arrival], begin: float, end: float) -> float:
     return max(touching, default=0.0)
 
 
+def longest_before(arrivals: Sequence[Arrival], begin: float, end: float) -> Arrival | None:
+    """The arrival that ended that time; None if no two touch the window."""
+    touching = [(b.at - a.at, b) for a, b in pairwise(arrivals) if b.at > begin and a.at < end]
+    return max(touching, key=lambda one: one[0])[1] if touching else None
+
+
+def tokens_from(arrival: Arrival, token: int) -> int:
+    """How many tokens after `token` an arrival begins: 0 if it has that one, less if it is over
+    before."""
+    return 0 if arrival.first <= token < arrival.end else arrival.first - token
+
+
 def tokens_by(arrivals: Sequence[Arrival], at: float) -> float:
     """Tokens that have come by `at`, with the fraction of the one on its way.
 

@@ -95,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             result.summary[name] = round(rate, 3)
             report.say(f"{name}: {rate:g} requests/s")
-            report.keep(result, options)
+            if options.out is not None:
+                options.out.write_text(report.dumps(result))
     return report.finish(result, options)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything a GPU adds, in one run of under eleven minutes, with one JSON file a part in $OUT
 # (default: bench/results); where vLLM is installed more minutes, of whole servers (`--only serving`).
-# `--set a`, then b to e: parts of at most nine minutes together, the most worth first (docs/gpu.md).
+# `--set a`, then b to h: parts of at most nine minutes together, the most worth first (docs/gpu.md).
 # Needs Python with torch; CuPy, Triton and nvcc are used where they are; neither the network, nor an
 # installed kvmig. Arguments go to `python -m bench.gpu`.
 # WHEELS: a folder with what the last part wants and the machine lacks (see bench/README.md).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from bench.arrivals import longest_ms, wait_for_ms
+from bench.arrivals import longest_before, longest_ms, tokens_from, wait_for_ms
 from bench.client import Stream
 from bench.site import SETTLE, Site
 
@@ -19,6 +19,8 @@ class Window(NamedTuple):
     """The longest gap from the order to move until some tokens after the switch."""
     quiet_ms: float
     """The longest in an equally long window right after that."""
+    late: int = 0
+    """The longest gap ended with this token, counted from the destination's first one."""
 
 
 async def watched_move(site: Site, stream: Stream, after: int) -> tuple[Window, dict[str, Any]]:
@@ -36,9 +38,11 @@ async def watched_move(site: Site, stream: Stream, after: int) -> tuple[Window, 
     later = time.monotonic()
     while time.monotonic() < later + end - begin:
         await stream.reach(len(stream.tokens) + 1)
+    longest = longest_before(stream.arrivals, begin, end)
     window = Window(
         wait_for_ms(stream.arrivals, switch),
         longest_ms(stream.arrivals, begin, end),
         longest_ms(stream.arrivals, later, later + end - begin),
+        tokens_from(longest, switch) if longest is not None else 0,
     )
     return window, migration

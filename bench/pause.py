@@ -12,23 +12,29 @@ The parts of the pause are the report's: drain (the suspension is asked for, unt
 request: it still gets tokens), the copy of the tail, way (Commit's and its answer's), engine (the
 destination's part of the commit: it scatters, builds and registers the request), first (until the
 first step with it has ended), of which wait is what is more than a step. back is what remains of
-the client's wait: the first token's way to it, less that of the token before.
+the client's wait: the first token's way to it, less that of the token before. A gap counts as the
+switch's where it ended with the destination's first token or the one after it; others of a move
+come from the copies or from the machine, which also shows in windows without a move.
+
+--runner v2: vLLM's model runner V2 on a CPU (`bench.v2_on_cpu`).
 
 --beside FOLDER: another working tree of kvmig. Both are up, and their streams take turns, so that
 the machine is the same for both. The first moves of a server find everything cold: they are
 reported by themselves (`cold`), not among the others.
 
-On a GPU: `--model FOLDER --flags '--no-enforce-eager --kv-cache-memory-bytes=8G'`, and what the
-model needs; $VLLM_USE_V2_MODEL_RUNNER chooses the model runner.
+On a GPU: `bench/gpu.sh --only pause pause-v1`, or `--model FOLDER --flags '--no-enforce-eager
+--kv-cache-memory-bytes=8G'` and what the model needs; $VLLM_USE_V2_MODEL_RUNNER chooses the model
+runner there.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -45,11 +51,13 @@ from bench.downtime import AFTER, percentile
 from bench.models import NAMES, model_flags, model_folder
 from bench.moves import Window, watched_move
 from bench.site import SERVED_FLAGS, SETTLE, Site, all_up
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
 PROMPT = 512
 MOVES = 8
 """Of one stream."""
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 COLD = 4
 """First moves of a server."""
 TOKENS = 6000
@@ -82,6 +90,13 @@ class PauseSample:
     wait: float
     back: float
     total_ms: float
+    late: int = 0
+    """See `Window`."""
+
+    @property
+    def at_switch(self) -> bool:
+        """Whether its longest gap is the switch's."""
+        return self.late in (0, 1)
 
 
 def sample_of(
@@ -97,6 +112,7 @@ def sample_of(
         tree, load, move, step_ms, window.longest_ms, window.quiet_ms, window.switch_ms,
         drain=pause["drain"], tail=pause["tail_copy"], way=way, engine=engine, first=first,
         wait=first - step_ms, back=window.switch_ms - known, total_ms=migration["total_ms"],
+        late=window.late,
     )  # fmt: skip
 
 
@@ -202,6 +218,10 @@ def figures(here: Sequence[PauseSample]) -> dict[str, float]:
         "quiet_steps_most": max(one.quiet_ms / one.step_ms for one in here),
         "switch_steps": median(one.switch_ms / one.step_ms for one in here),
         "over_three_steps": float(sum(one > STEPS for one in steps)),
+        "over_three_at_switch": float(
+            sum(one.at_switch and one.longest_ms > STEPS * one.step_ms for one in here)
+        ),
+        "quiet_over_three_steps": float(sum(one.quiet_ms > STEPS * one.step_ms for one in here)),
     }
     return found | {f"{part}_ms": median(getattr(one, part) for one in here) for part in PARTS}
 
@@ -222,13 +242,26 @@ def tables(samples: Sequence[PauseSample]) -> list[Table]:
     ]
 
 
-def server(tree: Path | None, flags: Sequence[str], model: Path, log: Path) -> Served:
-    """Of a working tree; None: this one."""
+def server(
+    tree: Path | None, flags: Sequence[str], model: Path, log: Path, nursery: Nursery | None = None
+) -> Served:
+    """Of a working tree; None: this one. nursery: where it is forked."""
     if tree is None:
-        return Served(flags, model=model, log=log)
+        return Served(flags, model=model, log=log, nursery=nursery)
     # Python puts the folder that it is in before PYTHONPATH, unless it is safe.
     environment = {"PYTHONPATH": str(tree.resolve()), "PYTHONSAFEPATH": "1"}
     return Served(flags, model=model, log=log, environment=environment)
+
+
+@contextmanager
+def runner(name: str | None) -> Iterator[Nursery | None]:
+    """Where servers of that model runner are forked; None: nowhere."""
+    if name != "v2":
+        yield None
+        return
+    environment = {**os.environ, "TRITON_INTERPRET": "1", RUNNER: "1"}
+    with Nursery("vllm", environment, module="bench.v2_on_cpu") as nursery:
+        yield nursery
 
 
 def options_of(argv: list[str] | None) -> Namespace:
@@ -240,7 +273,10 @@ def options_of(argv: list[str] | None) -> Namespace:
     add("--loads", default="0,8", help="further streams on each instance")
     add("--flags", default="", metavar="'...'", help="further flags of the servers, for a GPU")
     add("--beside", type=Path, metavar="FOLDER", help="another working tree, measured in turn")
+    add("--runner", choices=("v1", "v2"), help="vLLM's model runner, on a CPU (v1)")
     options = root.parse_args(argv)
+    if options.beside is not None and options.runner == "v2":
+        root.error("--runner is v2, must not be given with --beside")
     if options.beside is not None and not (options.beside / "kvmig").is_dir():
         root.error(f"--beside is {options.beside}, must be a working tree of kvmig")
     return options
@@ -253,14 +289,15 @@ def main(argv: list[str] | None = None) -> int:
     flags = [*SERVED_FLAGS, *model_flags(options.model), *options.flags.split()]
     settings = {
         "model": options.model, "prompt": PROMPT, "moves": moves, "loads": loads, "flags": flags,
-        "beside": options.beside is not None,
+        "beside": options.beside is not None, "runner": options.runner or "",
     }  # fmt: skip
     result = report.begin("pause", settings)
     model = model_folder(options.model)
     trees = {HERE: None} | ({"before": options.beside} if options.beside else {})
-    with tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as logs, runner(options.runner) as nursery:
         servers = {
-            name: server(tree, flags, model, Path(logs, name)) for name, tree in trees.items()
+            name: server(tree, flags, model, Path(logs, name), nursery)
+            for name, tree in trees.items()
         }
         report.say(f"starting {len(servers)} servers")
         with all_up([*servers.values()]):

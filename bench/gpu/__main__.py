@@ -1,6 +1,6 @@
 """Runs the parts one after the other, each in a process of its own that may take only so long.
 
-`--set a` to f runs some of them, at most nine minutes, for machines that are lent for so long.
+`--set a` to h runs some of them, at most nine minutes, for machines that are lent for so long.
 A part that fails is noted, and the next goes on; so is one that is skipped because something
 isn't installed. Exit status: 1 if any failed.
 """
@@ -57,6 +57,9 @@ PARTS = (
     Part("serving-invariant", 270, "serving", (("VLLM_BATCH_INVARIANT", "1"),)),
     Part("sharing", 270),
     Part("sharing-mps", 270, "sharing", (("KVMIG_BENCH_MPS", "1"),)),
+    Part("pause", 270),
+    Part("pause-mps", 270, "pause", (("KVMIG_BENCH_MPS", "1"),)),
+    Part("pause-v1", 270, "pause", (("VLLM_USE_V2_MODEL_RUNNER", "0"),)),
     Part("costs", 480),
 )
 """In order of worth, should the GPU be gone before the end; 655 s at most, and those of whole
@@ -69,6 +72,8 @@ SETS = {
     "d": ("sharing", "sharing-mps"),
     "e": ("plain", "fleet"),
     "f": ("costs",),
+    "g": ("pause", "pause-mps"),
+    "h": ("pause-v1",),
 }  # fmt: skip
 """Parts that fit into SET_S together, the most worth first."""
 SET_S = 540.0
@@ -142,7 +147,8 @@ def main(arguments: list[str] | None = None, parts: tuple[Part, ...] = PARTS) ->
     parser.add_argument(
         "--set",
         choices=SETS,
-        help="a: correctness; b: variants; c: speed; d: units; e: servers; f: costs",
+        help="a: correctness; b: variants; c: speed; d: units; e: servers; f: costs; g: the pause,"
+        " without MPS and with it; h: the pause on model runner V1",
     )
     parser.add_argument("--only", nargs="+", choices=[part.name for part in parts], metavar="PART")
     options = parser.parse_args(arguments)

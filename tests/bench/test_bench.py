@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from bench import downtime, overhead, report
-from bench.arrivals import Arrival, intervals_ms, longest_ms, step_ms, tokens_by, wait_for_ms
+from bench.arrivals import (
+    Arrival,
+    intervals_ms,
+    longest_before,
+    longest_ms,
+    step_ms,
+    tokens_by,
+    tokens_from,
+    wait_for_ms,
+)
 from bench.client import Stream, StreamFailed, prompt_of, session
 from bench.models import make_checkpoint, model_folder
 from bench.plots import draw_downtime
@@ -48,6 +57,14 @@ def test_the_longest_time_is_of_those_that_touch_the_window() -> None:
     assert longest_ms(STREAM, 1.0, 1.008) == pytest.approx(10)
     assert longest_ms(STREAM, 1.02, 1.03) == pytest.approx(40)
     assert longest_ms(STREAM, 2.0, 3.0) == 0.0
+
+
+@pytest.mark.parametrize(("token", "from_it"), [(1, 1), (2, 0), (3, 0), (4, -2)])
+def test_the_longest_time_is_told_by_the_token_that_ended_it(token: int, from_it: int) -> None:
+    longest = longest_before(STREAM, 1.0, 2.0)
+    assert longest == STREAM[2]
+    assert tokens_from(longest, token) == from_it
+    assert longest_before(STREAM, 2.0, 3.0) is None
 
 
 def test_tokens_on_their_way_count_by_the_time_gone() -> None:

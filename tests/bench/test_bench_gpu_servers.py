@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.cold import part_medians
-from bench.gpu import fleet, plain
+from bench.gpu import fleet, pause, plain
 from bench.gpu.device import SKIPPED
 
 CPU = ["--device", "cpu", "--quick"]
@@ -41,7 +41,17 @@ def test_one_model_of_a_fleet_comes_from_zero_and_the_other_is_parked(tmp_path: 
     assert (result["summary"]["wrong"], result["summary"]["restarts"]) == (0, 0)
 
 
-@pytest.mark.parametrize("part", [plain, fleet])
+@pytest.mark.server
+@pytest.mark.long
+def test_pauses_are_measured_and_a_stage_is_drawn(tmp_path: Path) -> None:
+    summary = result_of(pause, tmp_path / "pause.json")["summary"]
+    assert (summary["wrong_tokens"], summary["moves_0"], summary["moves_1"]) == (0, 8, 8)
+    assert summary["stage_gb_s_0"] > 0
+    pictures = [(tmp_path / f"pause-stage-{load}.svg").read_text() for load in (0, 1)]
+    assert all("gather" in one and "scatter" in one for one in pictures)
+
+
+@pytest.mark.parametrize("part", [plain, fleet, pause])
 def test_without_vllm_they_are_skipped(
     part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,22 @@ def test_a_gap_of_more_than_three_steps_misses_its_target() -> None:
     summary, targets = summarise(samples(HERE, 19.0), {HERE: 0})
     assert summary["over_three_steps_8"] == 10
     assert any(line.startswith("longest_steps_most_8") for line in report.missed(summary, targets))
+
+
+@pytest.mark.parametrize(("late", "at_switch"), [(-3, 0), (0, 10), (1, 10), (4, 0)])
+def test_a_long_gap_beside_the_switch_is_told_from_the_switchs(late: int, at_switch: int) -> None:
+    moved = [replace(one, late=late) for one in samples(HERE, 19.0)]
+    summary, _ = summarise(moved, {HERE: 0})
+    assert (summary["over_three_steps_0"], summary["over_three_at_switch_0"]) == (10, at_switch)
+    assert summary["quiet_over_three_steps_0"] == 0
+
+
+def test_model_runner_v2_is_not_compared_with_another_tree(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        options_of(["--beside", ".", "--runner", "v2"])
+    assert "--runner is v2, must not be given with --beside" in capsys.readouterr().err
 
 
 def test_another_tree_has_figures_and_no_targets() -> None:
