@@ -353,8 +353,14 @@ def launcher_on(
         return host.launcher(cluster, workers, gpus)
     assert config.ray is not None
     first = workers[: config.instances]
-    units = config.unit is not None
-    return RayLauncher(config.ray, first, args.model, args.kv_cache_memory_bytes, units=units)
+    return RayLauncher(
+        config.ray,
+        first,
+        args.model,
+        args.kv_cache_memory_bytes,
+        units=config.unit is not None,
+        gpus=own_gpus(config.instance_gpus, config.instances),
+    )
 
 
 def whose_server(args: Namespace, sock: socket.socket) -> str:

@@ -484,7 +484,9 @@ def _check_unit(unit: UnitConfig, config: ClusterConfig) -> None:
 
 def _check_ray(config: ClusterConfig) -> None:
     chosen = "left out with --ray: Ray chooses the GPUs (--ray-resources)"
-    _require(not config.instance_gpus, "--instance-gpus", ", ".join(config.instance_gpus), chosen)
+    taken = config.ray is not None and bool(config.ray.files)  # by the fleet's agents on nodes
+    gpus = config.instance_gpus
+    _require(taken or not gpus, "--instance-gpus", ", ".join(gpus), chosen)
     limit = config.lifecycle.gpu_memory
     _require(not limit, "--gpu-memory", limit, "left out with --ray: a part of a GPU is its limit")
 

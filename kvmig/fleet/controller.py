@@ -150,7 +150,7 @@ class ModelController:
         self.units = FleetUnits(
             settings, order, memory.devices, clock, self._changed.set, self.workers
         )
-        self._agents = PlacedAgents(settings, self.units, memory.devices)
+        self._agents = PlacedAgents(settings, self.units, memory.devices, self.workers)
         self.places = ModelPlaces(self._models, self.units, memory, self.workers)
         self._workers = self.places.workers
         self.instances_on = self._workers.instances_on
@@ -471,7 +471,8 @@ class ModelController:
         made = replace(made, refused={**made.refused, **no_plan(unplanned).refused})
         wanted = [model.wanted for model in self._models.values()]
         made = self.units.admit(made, starting, [one.spec for one in wanted if one.on])
-        return self._agents.hold_back(made, self._placed.keys() & {one.name for one in waiting})
+        at = {one.name: it for one in waiting if (it := self._placed.get(one.name))}
+        return self._agents.hold_back(made, at)
 
     def moves_for(self, model: ManagedModel) -> RoomPlan | None:
         """Moves that would make room for its first instances, or for another one, now; None: there
@@ -508,7 +509,7 @@ class ModelController:
             selector=of_node.selector,
             source=spec.source,
             strategy=spec.placement_strategy or None,
-            resources=of_node.resources,
+            resources=self._agents.resources(of_node.resources, placed),
             workers=[one.worker for one in placed if one.worker],
             patience_s=patience_s(model),
         )
@@ -600,7 +601,7 @@ class ModelController:
                 msgspec.json.encode(note).decode(),
                 units,
                 claim,
-                [one for one in map(devices.ids, on_gpus) if one],
+                self._agents.gpus(placed, on_gpus),
                 self.workers.words(spec, nodes) + self._agents.words(spec, placed),
             )
         )

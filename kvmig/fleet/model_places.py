@@ -188,6 +188,9 @@ class ModelPlaces:
 
     def in_units(self, units: Sequence[PlacedUnit]) -> Places:
         """The GPUs of instances in these units of a placement; none if units have none."""
+        if self._pool.there:
+            records = [self._units.record(one.called) for one in units if one.gpus]
+            return tuple(() if one is None else one.gpus for one in records)
         devices = self._memory.devices
         return tuple(devices.named(tuple(map(str, one.gpus))) for one in units if one.gpus)
 

@@ -45,7 +45,7 @@ class ModelWorkers:
         found = [InstanceHold(node, demand, serves=False) for node, demand in units]
         for name, one in self._models.items():
             if one.deployment:
-                demand = self._pool.demand(one.wanted.spec, one.claim)
+                demand = self._pool.demand(one.wanted.spec, one.claim, placed=bool(one.agents))
                 found += one.nodes.holds(one.instance_rows, demand, name)
         return self._pool.nodes(found, devices)
 
@@ -56,7 +56,8 @@ class ModelWorkers:
 
     def resources_on(self, model: ManagedModel) -> dict[str, dict[str, float]]:
         """What else its instances take of each worker."""
-        each = self._pool.demand(model.wanted.spec, model.claim).resources
+        placed = bool(model.agents)
+        each = self._pool.demand(model.wanted.spec, model.claim, placed=placed).resources
         return {
             name: {one: count * amount for one, amount in each.items()}
             for name, count in self._instances_by_worker(model).items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,9 @@ from kvmig.fleet.place_scores import (
 )
 from kvmig.fleet.worker_filters import FilterRefusal, admits, most_on, refusals
 from kvmig.fleet.worker_nodes import NONE, InstanceNeed, InstancePlace, NodeRoom, Rooms
+
+UNKNOWN = ""
+"""Stands for a GPU that no node has."""
 
 
 class PlaceCandidate(NamedTuple):
@@ -89,17 +93,28 @@ def choose_places(
 def places_on(
     rooms: Rooms, need: InstanceNeed, workers: Sequence[str]
 ) -> tuple[InstancePlace, ...] | None:
-    """Places of one instance on each of these workers, as a placement names them; None: one of them
-    is not there, or has no room."""
+    """Places of one instance on each of these workers, as a placement names them, and on the GPUs
+    there that it names; None: one of them is not there, or has no room."""
     left, places = dict(rooms), list[InstancePlace]()
-    for name in workers:
+    at = [gpus for want in need.wants for gpus in want.at]
+    for number, name in enumerate(workers):
         room = left.get(name)
-        found = None if room is None else _best_on(room, need, "pack")
+        own = _on_gpus(need, at[number]) if at else need
+        found = None if room is None else _best_on(room, own, "pack")
         if room is None or found is None:
             return None
-        places.append(found.place)
-        left[name] = room.with_instance(need, found.place)
+        place = replace(found.place, gpus=at[number]) if at else found.place
+        places.append(place)
+        left[name] = room.with_instance(need, place)
     return tuple(places)
+
+
+def _on_gpus(need: InstanceNeed, gpus: Sequence[str]) -> InstanceNeed:
+    """The same for one instance on these GPUs. gpus: empty: those of its unit are not known now, so
+    that it has no room."""
+    devices, only = max(1, len(gpus)), frozenset(gpus) or frozenset([UNKNOWN])
+    wants = (replace(one, devices=devices, only=only, at=()) for one in need.wants)
+    return replace(need, wants=tuple(wants))
 
 
 def most_instances(rooms: Rooms, need: InstanceNeed, most: int) -> int:

@@ -25,7 +25,8 @@ from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.managed_model import ManagedModel
-from kvmig.fleet.placed_agents import check_agent, check_member
+from kvmig.fleet.placed_agents import check_agent, check_member, is_kept
+from kvmig.fleet.placed_workers import check_gpus_alike, check_on_worker
 from kvmig.fleet.rate_replanner import RateReplanner
 from kvmig.fleet.store import NameTaken
 from kvmig.placement.executor import (
@@ -52,11 +53,6 @@ WAIT_S = 0.5
 """Pause between two looks at models that don't serve yet."""
 MIXED = "--mixed-shapes"
 """The flag with which a model's instances may have different numbers of workers."""
-OF_RAY = {
-    "gpus": "Ray chooses the GPUs of a worker",
-    "arena_bytes": "models that share KV cache on a worker have the field unit",
-}
-"""Why a unit on a worker can't have these."""
 LINES = 100
 """Lines of the history that are kept."""
 
@@ -198,7 +194,7 @@ class PlacementController:
     def _to_start(self, placement: Placement) -> list[str]:
         """The models that don't run yet, and start as members of the agents of their units."""
         models = {name: self._models.shown(name) for name in placement.models()}
-        if not placement.elastic:
+        if not _keeps(placement):
             return []
         return [name for name, one in models.items() if one is not None and not one.deployment]
 
@@ -206,44 +202,50 @@ class PlacementController:
         """Raises ConfigError."""
         for unit in wanted.units:
             self._check_worker(unit)
-            if wanted.elastic:
+            if is_kept(unit):
                 gpus = self._models.memory.devices.named(tuple(map(str, unit.gpus)))
                 agent = self._models.units.record(unit.called)
                 check_agent(unit, gpus, agent, self._of_specs())
             self._check_gpus(unit)
+        if self._models.workers.there:
+            check_gpus_alike(wanted)
         for name in wanted.models():
-            model = self._models.shown(name)
-            if model is None or model.removed:
-                raise ConfigError(
-                    f"placement: model is {name!r:.100}, which isn't in the catalogue"
-                )
-            if wanted.elastic:
-                check_member(model, [unit.called for unit in wanted.units])
-            if model.life.state != "serving" and (model.deployment or not wanted.elastic):
-                raise ConfigError(
-                    f"placement: model {name} is {model.life.state}, must serve (kvmig model wake "
-                    f"{name})"
-                )
-            if self._models.rollouts.beside(name) is not None:
-                raise ConfigError(
-                    f"placement: model {name} rolls out to another deployment, must have ended that"
-                    f" (kvmig model rollout status {name})"
-                )
-            if model.unit:
-                raise ConfigError(
-                    f"placement: model {name} is in unit {model.unit} by its specification, must"
-                    " have no unit there: the fleet places that itself"
-                )
-            if model.wanted.spec.instances.target_kind == "freeness":
-                raise ConfigError(
-                    f"placement: model {name} sets its number of instances itself: its target_kind "
-                    "is 'freeness', must be 'concurrency' or 'rps'"
-                )
+            self._check_model(wanted, name)
         running = [one.wanted.name for one in self._models.every() if one.deployment]
         for name in running:
             if name not in wanted.models():
                 raise ConfigError(f"placement: model {name} runs, and has no place in it")
         check(wanted, [*{*running, *wanted.models()}], "placement")
+
+    def _check_model(self, wanted: Placement, name: str) -> None:
+        """Raises ConfigError for a model that can't be placed."""
+        kept = _keeps(wanted)
+        model = self._models.shown(name)
+        if model is None or model.removed:
+            raise ConfigError(f"placement: model is {name!r:.100}, which isn't in the catalogue")
+        if kept:
+            units = [unit.called for unit in wanted.units if is_kept(unit)]
+            check_member(model, units, elastic=wanted.elastic)
+        if model.life.state != "serving" and (model.deployment or not kept):
+            raise ConfigError(
+                f"placement: model {name} is {model.life.state}, must serve (kvmig model wake "
+                f"{name})"
+            )
+        if self._models.rollouts.beside(name) is not None:
+            raise ConfigError(
+                f"placement: model {name} rolls out to another deployment, must have ended that"
+                f" (kvmig model rollout status {name})"
+            )
+        if model.unit:
+            raise ConfigError(
+                f"placement: model {name} is in unit {model.unit} by its specification, must"
+                " have no unit there: the fleet places that itself"
+            )
+        if model.wanted.spec.instances.target_kind == "freeness":
+            raise ConfigError(
+                f"placement: model {name} sets its number of instances itself: its target_kind "
+                "is 'freeness', must be 'concurrency' or 'rps'"
+            )
 
     def _check_worker(self, unit: PlacedUnit) -> None:
         """Raises ConfigError for a unit that is on no worker where there are some, or on one where
@@ -260,12 +262,6 @@ class PlacementController:
         if unit.worker not in names:
             there = ", ".join(names) or "none, as none is known yet"
             raise ConfigError(f"{where}: worker is {unit.worker!r:.100}, must be one of {there}")
-        for field, given in (("gpus", unit.gpus), ("arena_bytes", unit.arena_bytes)):
-            if given:
-                raise ConfigError(
-                    f"{where}: {field} is {given}, must be left out with `kvmig up --ray`:"
-                    f" {OF_RAY[field]}"
-                )
 
     def _check_gpus(self, unit: PlacedUnit) -> None:
         """Raises ConfigError for GPUs that aren't there, or aren't one for each worker."""
@@ -273,9 +269,15 @@ class PlacementController:
             f"placement: unit {unit.called}",
             self._models.memory.devices.watch.inventory,
         )
-        if unit.gpus and unit.node:
+        if unit.worker:
+            shown = {one.name: self._models.shown(one.name) for one in unit.models}
+            specs = [one.wanted.spec for one in shown.values() if one is not None]
+            uses = {one.name: self._models.workers.gpu_amount(one) for one in specs}
+            inventory = self._models.workers.inventory_of(unit.worker)
+            check_on_worker(unit, inventory, uses)
+        elif unit.gpus and unit.node:
             raise ConfigError(f"{where}: node is {unit.node}, must be 0: a fleet has one host")
-        for gpu in unit.gpus:
+        for gpu in () if unit.worker else unit.gpus:
             try:
                 inventory.device(str(gpu))
             except KeyError:
@@ -408,6 +410,8 @@ class PlacementController:
         for unit in wanted.placement.units:
             if why := self._models.workers.unready(unit.worker) if unit.worker else "":
                 return f"worker {unit.worker} of unit {unit.called}: {why}"
+            if why := self._models.units.waits(unit.called) if _is_held(unit) else "":
+                return why
             for one in unit.models if unit.worker else ():
                 if why := self._models.awaits_files(one.name, unit.worker):
                     return f"model {one.name} in unit {unit.called}: {why}"
@@ -444,8 +448,13 @@ class PlacementController:
     def _replacing(
         self, wanted: DesiredPlacement, deployments: Mapping[str, DeploymentClient]
     ) -> PlacementExecutor:
+        held = [
+            self._models.units.record(one.called) for one in wanted.placement.units if _is_held(one)
+        ]
         settings = ExecutorSettings(
-            self._starts(list(deployments)), workers=self._nodes(wanted.placement)
+            self._starts(list(deployments)),
+            workers=self._nodes(wanted.placement),
+            gpus={one.unit: one.gpus for one in held if one is not None and not one.arena},
         )
         return PlacementExecutor(wanted.placement, deployments, settings, self._tell, by_name=True)
 
@@ -460,6 +469,16 @@ class PlacementController:
     def _tell(self, line: str) -> None:
         self._lines.append(line)
         log.info("placement: %s", line)
+
+
+def _is_held(unit: PlacedUnit) -> bool:
+    """Whether it is on a worker that keeps something for it."""
+    return bool(unit.worker) and is_kept(unit)
+
+
+def _keeps(placement: Placement) -> bool:
+    """Whether models start in its units, of which something is kept."""
+    return any(map(is_kept, placement.units))
 
 
 def _rule(given: object, placement: Placement) -> ReplanRule:

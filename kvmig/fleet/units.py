@@ -72,6 +72,11 @@ class UnitRecord(msgspec.Struct, frozen=True):
     unit: str
     gpus: tuple[str, ...]
     arena: int
+    worker: str = ""
+    """The name of its worker, as a placement has it; empty: the fleet chooses it, or there is one
+    host."""
+    at: tuple[int, ...] = ()
+    """Indices of its GPUs there; none: its instances run on CPUs."""
 
 
 class AgentWatcher:
@@ -126,6 +131,9 @@ class ManagedUnit:
     host."""
     worker: str = ""
     """The name of that worker."""
+    home: UnitRecord | None = None
+    """Its place, as a placement has it; None: the fleet chooses its worker, or there is one
+    host."""
     reports: Mapping[str, UnitReport | None] = field(default_factory=dict)
     """Reports of the nodes that have it, as of the last round. None: not yet."""
 
@@ -158,12 +166,15 @@ class ManagedUnit:
     @property
     def waits(self) -> str:
         """Why none of its models can start now; empty: they can."""
+        if self.home is not None and not self.node:
+            return f"worker {self.worker} of unit {self.name} is not there"
         if self.node:
             report = self.reports.get(self.node)
             if report is not None and not report.why:
                 return ""
             why = f": {report.why}" if report is not None else ""
-            return f"the agent of unit {self.name} starts on its worker{why}"
+            starts = f"the agent of unit {self.name} starts on its worker"
+            return f"{starts if self.arena else f'unit {self.name} takes its GPUs'}{why}"
         if self.state is not None and not self.life.ends:
             return ""
         why = f", the last one ended: {self.life.why}" if self.life.why else ""
@@ -213,6 +224,15 @@ class FleetUnits:
         if node and not unit.node:
             unit.node, unit.worker = node, self._pool.name_of(node)
         return unit
+
+    def recall_placed(self, record: UnitRecord) -> None:
+        """Take over a unit where a placement has it."""
+        if not record.worker:
+            self.recall(record.unit, record.gpus, record.arena)
+            return
+        fresh = ManagedUnit(record.unit, {}, record.arena)
+        unit = self._units.setdefault(record.unit, fresh)
+        unit.home, unit.worker, unit.node = record, record.worker, self._node_of(record)
 
     def take_end(self, news: DeploymentEnded) -> bool:
         """Take the end of a deployment; whether it was an agent."""
@@ -366,32 +386,42 @@ class FleetUnits:
         wish: dict[str, list[WantedUnit]] = {}
         for name, unit in list(self._units.items()):
             unit.models = wanted.get(name, frozenset())
-            if not unit.models:
+            if not unit.models and name not in self.placed:
                 del self._units[name]
                 continue
             there = places.get(name, {})
-            unit.node = node_of_unit(unit.node, list(there), self._pool.leaves)
-            unit.worker = self._pool.name_of(unit.node) if unit.node else ""
+            if unit.home is None:
+                unit.node = node_of_unit(unit.node, list(there), self._pool.leaves)
+                unit.worker = self._pool.name_of(unit.node) if unit.node else ""
+            else:
+                unit.node = self._node_of(unit.home)
             path = str(self._settings.unit(name))
             every = dict.fromkeys(one for one in (unit.node, *there) if one)
             unit.reports = {node: self._pool.unit_on(node, path) for node in every}
-            on_gpus = bool(unit.every_gpu)
+            on_gpus = bool(unit.every_gpu) if unit.home is None else bool(unit.home.at)
             self._take_gpus(unit, there)
             for node in every:
                 gpus = unit.allowed.get(node) or unit.places.get(node, ())
                 if gpus or not on_gpus:  # else its instances there report their GPU first
-                    one = WantedUnit(path=path, memory=unit.arena, gpus=gpus)
+                    count = 1 if unit.home is None else len(unit.home.at)
+                    one = WantedUnit(path=path, memory=unit.arena, gpus=gpus, count=max(1, count))
                     wish.setdefault(node, []).append(one)
         self._pool.take_units({node: tuple(units) for node, units in wish.items()})
 
     def _take_gpus(self, unit: ManagedUnit, there: Mapping[str, tuple[str, ...]]) -> None:
         """Take note of the GPUs that nodes have for a unit; a lost one has none. there: GPUs of its
         instances by nodes' ids, as far as they are known."""
+        if unit.home is not None:
+            at = unit.home.at
+            named = {node: self._pool.gpus_at(node, at) for node in unit.reports}
+            # A worker that is silent does not name its GPUs.
+            unit.places = {node: it or unit.places.get(node, ()) for node, it in named.items()}
+            return
         known = {node: gpus for node, gpus in {**unit.places, **there}.items() if gpus}
         found = {node: known.get(node, ()) for node in unit.reports}
         for node, report in unit.reports.items():
-            if report is not None and report.gpu:
-                found[node] = (report.gpu,)
+            if report is not None and report.gpus:
+                found[node] = report.gpus
                 unit.allowed.pop(node, None)
         unit.places = {node: it for node, it in found.items() if not self._pool.is_lost(node)}
         unit.allowed = {node: it for node, it in unit.allowed.items() if node in unit.places}
@@ -406,8 +436,8 @@ class FleetUnits:
             for node, report in unit.reports.items():
                 leased = 0 if report is None else sum(report.leased.values())
                 kept = InstanceDemand(max(0, unit.arena - leased))
-                on_gpu = bool(unit.places.get(node))
-                found.append((node, InstanceDemand(0, ONE_GPU) if on_gpu else kept))
+                gpus = {GPU: float(len(unit.places.get(node, ())))}
+                found.append((node, InstanceDemand(0, gpus) if gpus[GPU] else kept))
         return found
 
     def every(self) -> list[ManagedUnit]:
@@ -424,14 +454,22 @@ class FleetUnits:
         unit = self._units.get(name)
         if unit is None:
             return None
-        on = [self._pool.name_of(node) for node, gpus in unit.places.items() if node and gpus]
-        resources = dict.fromkeys(on, ONE_GPU)
+        resources = {
+            self._pool.name_of(node): {GPU: float(len(gpus))}
+            for node, gpus in unit.places.items()
+            if node and gpus
+        }
         return SharedHold(name, models, dict.fromkeys(unit.every_gpu, unit.arena), resources)
 
     def record(self, name: str) -> UnitRecord | None:
         """The place of a unit; None: it has none."""
         unit = self._units.get(name)
-        return None if unit is None else UnitRecord(name, unit.gpus, unit.arena)
+        if unit is None:
+            return None
+        found = UnitRecord(name, unit.gpus, unit.arena)
+        if unit.home is None:
+            return found
+        return msgspec.structs.replace(found, worker=unit.home.worker, at=unit.home.at)
 
     def arena(self, name: str) -> int:
         """Bytes of KV cache of a unit; 0: it has no place."""
@@ -442,7 +480,7 @@ class FleetUnits:
         """Bytes of each GPU that units claim for their KV cache, by `unit_holder`."""
         found: dict[str, dict[str, int]] = {}
         for unit in self._units.values():
-            for gpu in unit.every_gpu:
+            for gpu in unit.every_gpu if unit.arena else ():
                 found.setdefault(gpu, {})[unit_holder(unit.name)] = unit.arena
         return found
 
@@ -454,6 +492,11 @@ class FleetUnits:
                 await unit.watched.close()
 
     # -- helpers
+
+    def _node_of(self, home: UnitRecord) -> str:
+        """The id of the node of a placement's worker; empty: it was lost, or was never there."""
+        node = self._pool.node_id(home.worker)
+        return "" if node and self._pool.is_lost(node) else node
 
     def _needs(self, models: Sequence[ModelSpec]) -> dict[str, DeviceNeed]:
         needs = {one.name: self._devices.need(one) for one in models}

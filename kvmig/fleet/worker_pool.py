@@ -109,10 +109,11 @@ class WorkerPool:
         total = sum(one.memory_total for one in ready)
         return HostCapacity(total, sum(one.memory_free for one in ready))
 
-    def demand(self, spec: ModelSpec, memory: int) -> InstanceDemand:
-        """What an instance takes. memory: bytes. The GPUs of one in a unit are the unit's."""
+    def demand(self, spec: ModelSpec, memory: int, *, placed: bool = False) -> InstanceDemand:
+        """What an instance takes. memory: bytes. placed: whether it is in a unit of a placement.
+        The GPUs of one in a unit are the unit's."""
         used = self._resources(spec)
-        if spec.unit:
+        if spec.unit or placed:
             used = {name: amount for name, amount in used.items() if name != GPU}
         return InstanceDemand(memory, used)
 
@@ -148,7 +149,7 @@ class WorkerPool:
 
     def uses_gpus(self, spec: ModelSpec) -> bool:
         """Whether instances of a model use GPUs where there are some."""
-        return not self.there or self._resources(spec).get(GPU, 0.0) > 0
+        return not self.there or self.gpu_amount(spec) > 0
 
     def gpus_of(self, row: InstanceRow) -> tuple[str, ...]:
         """UUIDs of the GPUs that Ray has given an instance, as far as it reports them."""
@@ -159,6 +160,22 @@ class WorkerPool:
         with contextlib.suppress(KeyError):  # its agent sees other GPUs
             return tuple(there.device(one).uuid for one in row.gpus)
         return ()
+
+    def gpu_amount(self, spec: ModelSpec) -> float:
+        """GPUs that an instance takes of Ray outside of units."""
+        return self._resources(spec).get(GPU, 0.0)
+
+    def inventory_of(self, name: str) -> DeviceInventory:
+        """The GPUs of a worker, as far as its agent has measured them."""
+        worker = self._table.named(name)
+        return DeviceInventory(devices=() if worker is None else worker.devices)
+
+    def gpus_at(self, node: str, indices: Sequence[int]) -> tuple[str, ...]:
+        """UUIDs of a node's GPUs with these indices; none if one of them is not there, as far as
+        its agent has measured them."""
+        worker = self._table.node(node)
+        there = {} if worker is None else {one.index: one.uuid for one in worker.devices}
+        return tuple(there[at] for at in indices) if there.keys() >= set(indices) else ()
 
     def files_on(self, folder: str) -> dict[str, FolderReport]:
         """What is known of a folder on each worker that has, or fetches it, by name."""
@@ -308,7 +325,7 @@ class WorkerPool:
                     f"model {spec.name}: gpus has {gpu!r:.100}, must be UUIDs of workers' GPUs:"
                     f" {known}"
                 )
-        amount = self._resources(spec).get(GPU, 0.0)
+        amount = self.gpu_amount(spec)
         if spec.gpus and not amount:
             raise ConfigError(
                 f"model {spec.name}: gpus is {', '.join(spec.gpus)}, must be left out: it uses no"

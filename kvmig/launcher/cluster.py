@@ -170,7 +170,7 @@ class InstanceManager:
                 f" {len(taken)}, those that failed or are about to end included",
             )
         try:
-            self._check_node(order.node)
+            self._check_node(order.node, order.gpus)
             shapes = [self._shapes.shape_of(name, order.flags, order.tree) for name in free]
             self._launcher.check_room(
                 [
@@ -404,8 +404,10 @@ class InstanceManager:
         if not first_start.cancelled() and (how := first_start.result()):
             say(f"{how}; it is given up")
 
-    def _check_node(self, node: str) -> None:
+    def _check_node(self, node: str, gpus: Sequence[str]) -> None:
         """Raises ConfigError."""
+        if gpus and not node and self._config.ray is not None:
+            raise ConfigError(f"gpus has {gpus[0]}, must be left out with --ray, or node be given")
         if node and self._config.ray is None:
             raise ConfigError(f"node is {node!r:.100}, must be left out without --ray")
         if node:

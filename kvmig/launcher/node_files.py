@@ -59,15 +59,16 @@ class FilesWish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WantedUnit(msgspec.Struct, frozen=True, kw_only=True):
-    """A unit whose agent a node is to have, see `kvmig.launcher.node_units`."""
+    """A unit that a node is to have, see `kvmig.launcher.node_units`."""
 
     path: str
     """The unit's socket on the server's machine, which names it."""
     memory: int
-    """Bytes of KV cache."""
+    """Bytes of KV cache that its agent leases; 0: its instances share none, and it has no agent."""
     gpus: tuple[str, ...] = ()
-    """UUIDs of the node's GPUs of which the unit is to have one; none: its instances run on
-    CPUs."""
+    """UUIDs of the node's GPUs that the unit may have; none: its instances run on CPUs."""
+    count: int = 1
+    """How many of these it is to have."""
 
 
 class NodeWish(msgspec.Struct, frozen=True, kw_only=True):

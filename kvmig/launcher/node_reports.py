@@ -16,11 +16,12 @@ class UnitReport(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     """The path that the server wished it by."""
     why: str = ""
-    """Why its agent does not answer; empty: it does."""
+    """Why no instance can start in it: its agent does not answer, or it has no GPU yet; empty: one
+    can."""
     leased: Mapping[str, int] = {}
     """Bytes of KV cache that members have, by model."""
-    gpu: str = ""
-    """UUID of the GPU that was taken from Ray for it; empty: none yet, or it needs none."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that were taken from Ray for it; empty: not all yet, or it needs none."""
 
 
 class NodeMeasure(msgspec.Struct, frozen=True, kw_only=True):

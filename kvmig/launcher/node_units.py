@@ -3,7 +3,8 @@
 Instances of several models share a unit's KV cache on one node (`kvmig.sharing`). A unit's agent
 ends with the node's agent, and the next one starts it again: instances keep what they have leased,
 and join it by themselves. The GPU of a unit is taken from Ray before its agent starts, and stays
-taken while agents of the node come and go (`kvmig.launcher.unit_gpus`).
+taken while agents of the node come and go (`kvmig.launcher.unit_gpus`). A unit whose instances have
+KV cache of their own has GPUs only, and no agent.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvmig.core.killed import kill_and_wait
 from kvmig.launcher.node_files import WantedUnit
 from kvmig.launcher.node_forks import node_folder
 from kvmig.launcher.node_reports import UnitReport
-from kvmig.launcher.unit_gpus import UnitGpu, UnitGpus
+from kvmig.launcher.unit_gpus import GpuWish, UnitGpu, UnitGpus
 from kvmig.process.supervisor import how_it_ended
 from kvmig.rpc.unix_peer import credentials
 from kvmig.sharing.messages import UnitState
@@ -201,8 +202,8 @@ class NodeUnits:
         self._look = look
         self._units: dict[str, UnitProcess] = {}
 
-    def keep_units(self, wanted: Sequence[WantedUnit]) -> tuple[UnitReport, ...]:
-        """Have the agents of these units and no others; how each of them stands."""
+    def keep_units(self, wanted: Sequence[WantedUnit], fleet: str = "") -> tuple[UnitReport, ...]:
+        """Have these units and no others; how each of them stands. fleet: the word of theirs."""
         named: Mapping[str, WantedUnit] = {one.path: one for one in wanted}
         leaving = [
             one
@@ -210,27 +211,23 @@ class NodeUnits:
             if (then := named.get(one.wanted.path)) is None or then.memory != one.wanted.memory
         ]
         self._end(leaving)
-        if self._gpus is not None:
-            self._gpus.release_all_but(named)
-        reports: list[UnitReport] = []
-        for one in wanted:
-            try:
-                unit = self._units.get(one.path)
-                uuid, lacks = self._hold_gpu(one)
-                if lacks and unit is None:
-                    reports.append(UnitReport(path=one.path, why=lacks))
-                    continue
-                if unit is None:
-                    address = unit_address(self._node, one.path)
-                    unit = self._units[one.path] = UnitProcess(one, address, self._clock)
-                unit.gpu = uuid or unit.gpu  # members have what they have
-                unit.keep()
-            except (OSError, StartupError) as error:
-                reports.append(UnitReport(path=one.path, why=f"its agent can't start: {error}"))
-            else:
-                found = unit.report(self._look)
-                reports.append(replace(found, gpu=uuid, why=lacks or found.why))
-        return tuple(reports)
+        gpus = self._hold_gpus(wanted, fleet)
+        return tuple(self._keep_unit(one, gpus[one.path]) for one in wanted)
+
+    def _keep_unit(self, one: WantedUnit, has: UnitGpu) -> UnitReport:
+        unit = self._units.get(one.path)
+        if not one.memory or (has.why and unit is None):
+            return UnitReport(path=one.path, why=has.why, gpus=has.uuids)
+        try:
+            if unit is None:
+                address = unit_address(self._node, one.path)
+                unit = self._units[one.path] = UnitProcess(one, address, self._clock)
+            unit.gpu = next(iter(has.uuids), unit.gpu)  # members have what they have
+            unit.keep()
+        except (OSError, StartupError) as error:
+            return UnitReport(path=one.path, why=f"its agent can't start: {error}")
+        found = unit.report(self._look)
+        return replace(found, gpus=has.uuids, why=has.why or found.why)
 
     def close(self) -> None:
         """End them all. Their GPUs stay taken, for the agent that comes after this one."""
@@ -238,11 +235,13 @@ class NodeUnits:
         if self._gpus is not None:
             self._gpus.forget_all()
 
-    def _hold_gpu(self, one: WantedUnit) -> UnitGpu:
-        """The GPU of a unit."""
+    def _hold_gpus(self, wanted: Sequence[WantedUnit], fleet: str) -> dict[str, UnitGpu]:
+        """The GPUs of all units, by their paths."""
         if self._gpus is not None:
-            return self._gpus.hold_gpu(one.path, one.gpus)
-        return UnitGpu(why="its GPU can't be taken here" if one.gpus else "")
+            wishes = {one.path: GpuWish(one.gpus, one.count) for one in wanted}
+            return self._gpus.hold_gpus(wishes, fleet)
+        lacks = "its GPU can't be taken here"
+        return {one.path: UnitGpu(why=lacks if one.gpus else "") for one in wanted}
 
     def _end(self, leaving: Sequence[UnitProcess]) -> None:
         for one in leaving:

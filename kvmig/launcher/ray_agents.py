@@ -125,7 +125,7 @@ class NodeAgent:
                     lambda why: dict.fromkeys(engines, why),
                 ),
                 units=_kept_alone(
-                    lambda: self._units.keep_units(wish.units),
+                    lambda: self._units.keep_units(wish.units, wish.fleet),
                     lambda why: tuple(UnitReport(path=one.path, why=why) for one in wish.units),
                 ),
             )

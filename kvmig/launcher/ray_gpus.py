@@ -2,7 +2,7 @@
 
 An actor outlives the server that wished the unit, and the node's agent, so that the unit's models
 keep their GPU meanwhile. The actor ends by itself once no agent has asked for it for a while and no
-process has memory of the unit.
+instance uses the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvmig.core.errors import StartupError, TransportError
 from kvmig.launcher import ray_cluster
-from kvmig.launcher.node_units import unit_address
+from kvmig.launcher.node_forks import node_folder
 from kvmig.launcher.unit_gpus import GpuHolder
 from kvmig.process.nvml import read_devices
 from kvmig.sharing.member_locks import MemberLocks
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 NAMESPACE = "kvmig"
 """Ray's namespace of the actors' names."""
 LEASE_S = 60.0
-"""Time without a question after which a holder ends, if the unit has no member."""
+"""Time without a question after which a holder ends, if no instance uses its GPU."""
 LOOK_S = 5.0
 
 
 class HeldGpu:
     """The actor's class."""
 
-    def __init__(self, address: str) -> None:
-        """address: of the unit's socket on this node."""
+    def __init__(self, node: str) -> None:
+        """node: Ray's id of this one."""
         found = read_devices(os.environ)  # Ray has left the one that it gives
         if not found.devices:
             why = found.missing or "Ray has given none that NVML shows"
             raise StartupError(f"a GPU of the unit can't be held: {why}")
         self._uuid = found.devices[0].uuid
-        self._address = address
+        self._roll = gpu_roll(node, self._uuid)
         self._asked = time.monotonic()
         threading.Thread(target=self._end_unasked, name="lease", daemon=True).start()
 
@@ -50,21 +50,35 @@ class HeldGpu:
         return self._uuid
 
     def _end_unasked(self) -> None:
-        while time.monotonic() - self._asked < LEASE_S or has_members(self._address):
+        while time.monotonic() - self._asked < LEASE_S or is_used(self._roll):
             time.sleep(LOOK_S)
         os._exit(0)
 
 
-def has_members(address: str) -> bool:
-    """Whether a process lives that may have memory of the unit there."""
+def gpu_roll(node: str, uuid: str) -> str:
+    """The path, without its suffix, of the roll of those that use a GPU of a node's units. Raises
+    StartupError."""
+    return str(node_folder(node) / f"gpu-{blake2b(uuid.encode(), digest_size=8).hexdigest()}")
+
+
+def use_gpu(node: str, uuid: str) -> None:
+    """Keep a GPU of a node's units taken as long as this process lives. Raises StartupError."""
     try:
-        roll = MemberLocks(address)
+        MemberLocks(gpu_roll(node, uuid)).enter()
+    except TransportError as error:
+        raise StartupError(f"GPU {uuid} of the unit can't be used: {error}") from error
+
+
+def is_used(roll: str) -> bool:
+    """Whether a process lives that uses the GPU with this roll."""
+    try:
+        locks = MemberLocks(roll)
     except TransportError:  # its folder is gone
         return False
     try:
-        return bool(roll.processes())
+        return bool(locks.processes())
     finally:
-        roll.close()
+        locks.close()
 
 
 class RayHolder:
@@ -107,13 +121,13 @@ class RayHolders:
         """node: Ray's id of it."""
         self._node = node
 
-    def find_holders(self, unit: str) -> dict[int, GpuHolder]:
+    def find_holders(self, fleet: str) -> dict[int, GpuHolder]:
         """See `HolderSource`."""
         import ray
         from ray.exceptions import RayError
         from ray.util import list_named_actors
 
-        start, found = self._start_of(unit), dict[int, GpuHolder]()
+        start, found = self._start_of(fleet), dict[int, GpuHolder]()
         try:
             for one in list_named_actors(all_namespaces=True):
                 name = one["name"]
@@ -121,10 +135,10 @@ class RayHolders:
                     actor = ray.get_actor(name, namespace=NAMESPACE)
                     found[int(name.removeprefix(start))] = RayHolder(actor)
         except (RayError, ValueError) as error:  # one has ended meanwhile
-            raise StartupError(f"its GPUs are looked for: {error}") from error
+            raise StartupError(f"GPUs of units are looked for: {error}") from error
         return found
 
-    def take_gpu(self, unit: str, number: int) -> GpuHolder:
+    def take_gpu(self, fleet: str, number: int) -> GpuHolder:
         """See `HolderSource`."""
         import ray
         from ray.exceptions import RayError
@@ -137,17 +151,17 @@ class RayHolders:
                     num_gpus=1,
                     max_restarts=0,
                     lifetime="detached",
-                    name=f"{self._start_of(unit)}{number}",
+                    name=f"{self._start_of(fleet)}{number}",
                     namespace=NAMESPACE,
                     get_if_exists=True,
                     scheduling_strategy=ray_cluster.strategy_of(self._node),
                 )
-                .remote(unit_address(self._node, unit))
+                .remote(self._node)
             )
         except (RayError, ValueError) as error:
             raise StartupError(f"Ray is not asked for a GPU: {error}") from error
         return RayHolder(actor)
 
-    def _start_of(self, unit: str) -> str:
-        word = blake2b(unit.encode(), digest_size=8).hexdigest()
+    def _start_of(self, fleet: str) -> str:
+        word = blake2b(fleet.encode(), digest_size=8).hexdigest()
         return f"kvmig-unit-{self._node[:16]}-{word}-"

@@ -20,11 +20,12 @@ import platform
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from kvmig.core.config import ClusterConfig, RayConfig
+from kvmig.core.config import ClusterConfig, RayConfig, instance_name
 from kvmig.core.errors import ConfigError, KvmigError, StartupError, TransportError
 from kvmig.engines.registry import kind_of, with_tree
 from kvmig.kvtransfer.transports.shm import sweep
@@ -46,6 +47,7 @@ from kvmig.launcher.ray_cluster import (
     share_of,
 )
 from kvmig.launcher.ray_environment import base_environment, forwarded
+from kvmig.launcher.ray_gpus import use_gpu
 from kvmig.launcher.ray_resources import Resources, amounts, needs_of
 from kvmig.launcher.unit_memory import InstanceUnits, UnitArena
 from kvmig.process.nvml import read_devices
@@ -68,6 +70,7 @@ PLACE_S = 60.0
 """The first instances find their places within this time: there was room for them. Later ones
 wait for a node that has room, however long, and say so this often."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_GPUS: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 LET_CHILDREN_END = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Else Ray kills a llumlet with its worker, and nobody frees what it shares. It ends by itself,
 with its stdin. (Ray's documentation: Lifetimes of a User-Spawn Process.)"""
@@ -84,13 +87,16 @@ class RayLauncher:
         kv_bytes: int | None,
         *,
         units: bool = False,
+        gpus: Mapping[str, tuple[str, ...]] = NO_GPUS,
     ) -> None:
         """workers: of each instance that is started first, for which there must be room.
 
         kv_bytes: --kv-cache-memory-bytes, if the user gave it. units: whether instances are in
-        units, whose GPUs the nodes' agents take from Ray.
+        units, whose GPUs the nodes' agents take from Ray. gpus: those of the first instances that
+        have such GPUs by name.
         """
         self._units = units
+        self._gpus = gpus
         self._config = config
         self._workers = list(workers)
         self._model = model
@@ -105,7 +111,10 @@ class RayLauncher:
         await asyncio.to_thread(join)
         self._connected = True
         try:
-            await self._find_room([self._needs(count) for count in self._workers])
+            names = map(instance_name, range(len(self._workers)))
+            first = [self._gpus.get(one, ()) for one in names]
+            needs = map(self._needs, self._workers, first)
+            await self._find_room(list(needs))
         except BaseException:
             await self.close()
             raise
@@ -114,7 +123,7 @@ class RayLauncher:
         """Waits for a node with room: one may be added, and Ray's autoscaler hears of the wish."""
         import ray
 
-        needs = self._needs(workers)
+        needs = self._needs(workers, launch.gpus)
         name = f"instance {launch.instance}"
         actor = (
             ray.remote(LlumletActor)
@@ -150,7 +159,7 @@ class RayLauncher:
 
     def check_room(self, instances: Sequence[PlannedInstance], gpus: Sequence[str]) -> None:
         """See `Launcher`."""
-        if gpus:
+        if gpus and not self._config.files:
             raise ConfigError(f"gpus has {gpus[0]}, must be left out with --ray: Ray chooses")
 
     def renew(self, tree: str) -> None:
@@ -165,9 +174,10 @@ class RayLauncher:
             self._connected = False
             await asyncio.to_thread(ray_cluster.disconnect)
 
-    def _needs(self, workers: int) -> dict[str, float]:
-        needs = needs_of(self._config.resources, workers)
-        return {name: it for name, it in needs.items() if not (self._units and name == "GPU")}
+    def _needs(self, workers: int, gpus: Sequence[str]) -> dict[str, float]:
+        """What an instance takes of Ray. gpus: its own by name, which its node has taken."""
+        needs, taken = needs_of(self._config.resources, workers), self._units or bool(gpus)
+        return {name: it for name, it in needs.items() if not (taken and name == "GPU")}
 
     async def _find_room(self, needs: list[dict[str, float]]) -> None:
         check_sizes(await asyncio.to_thread(ray_cluster.nodes), needs)
@@ -312,11 +322,13 @@ class LlumletActor:
         """Start the llumlet; it binds to `address`. Raises ConfigError or StartupError."""
         sweep()  # of instances that were killed on this host
         order = in_unit(on_node(order, os.environ))
-        unit = await asyncio.to_thread(unit_on_node, order, os.environ)
-        environment = node_environment(order, os.environ if unit is None else unit.environment)
-        launch = msgspec.structs.replace(
-            order.launch, config=bound_to(order.launch.config, address)
-        )
+        unit = await asyncio.to_thread(unit_on_node, order)
+        held = order.launch.gpus or (() if unit is None else unit.gpus)
+        for uuid in held:
+            use_gpu(order.node, uuid)
+        environment = node_environment(order, with_gpus(held, os.environ))
+        config = bound_to(order.launch.config, address)
+        launch = msgspec.structs.replace(order.launch, config=config, gpus=())
         starts = gpus_of_node(order, environment, unit)
         start = await starts.begin(launch, order.workers) if starts.ids else None
         try:
@@ -425,13 +437,13 @@ class UnitOnNode(NamedTuple):
     """An instance's unit, on the instance's node."""
 
     arena: UnitArena
-    environment: dict[str, str]
-    """The environment of the node, in which CUDA_VISIBLE_DEVICES has the unit's GPU."""
+    gpus: tuple[str, ...]
+    """UUIDs of the unit's GPU; empty: its instances run on CPUs."""
 
 
-def unit_on_node(order: RayOrder, environment: Mapping[str, str]) -> UnitOnNode | None:
-    """The unit of an instance, as its agent on this node reports it; None: it is in none.
-    environment: the node's own, in which Ray hides the GPUs of others. Raises StartupError."""
+def unit_on_node(order: RayOrder) -> UnitOnNode | None:
+    """The unit of an instance, as its agent on this node reports it; None: it is in none. Raises
+    StartupError."""
     unit = order.launch.config.unit
     if unit is None:
         return None
@@ -439,17 +451,26 @@ def unit_on_node(order: RayOrder, environment: Mapping[str, str]) -> UnitOnNode 
         found = state_of(unit.path)
     except (TransportError, ConfigError) as error:
         raise StartupError(f"the unit's agent on this node does not answer: {error}") from error
-    own = dict(environment)
-    if uuid := gpu_of_unit(unit.path):
-        own.pop(VISIBLE, None)
-        try:
-            own[VISIBLE] = read_devices(own).device(uuid).id
-        except KeyError:
-            raise StartupError(
-                f"GPU {uuid} of the unit is not there: NVML does not show it on {platform.node()}"
-            ) from None
+    uuid = gpu_of_unit(unit.path)
     leased = sum(one.lease for one in found.shares)
-    return UnitOnNode(UnitArena(unit.path, found.arena, leased), own)
+    return UnitOnNode(UnitArena(unit.path, found.arena, leased), (uuid,) if uuid else ())
+
+
+def with_gpus(uuids: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the node, in which Ray hides the GPUs of others, with these GPUs of a unit
+    in CUDA_VISIBLE_DEVICES; none: as it is. Raises StartupError."""
+    own = dict(environment)
+    if uuids:
+        own.pop(VISIBLE, None)
+        there = read_devices(own)
+        try:
+            own[VISIBLE] = ",".join(there.device(uuid).id for uuid in uuids)
+        except KeyError as missing:
+            raise StartupError(
+                f"GPU {missing.args[0]} of the unit is not there: NVML does not show it on"
+                f" {platform.node()}"
+            ) from None
+    return own
 
 
 def bound_to(config: ClusterConfig, address: str) -> ClusterConfig:

@@ -1,14 +1,14 @@
 """The GPUs of a node's units, taken from Ray so that no other program gets them. Pure.
 
-Ray gives an actor any GPU of its node that is free. So one GPU after the other is taken, until one
-of those is among them that the unit may have; the others go back.
+Ray gives an actor any GPU of its node that is free. So one GPU after the other is taken, until each
+unit has those that it may have; the others go back. All units of a node take them together: what
+Ray gives for one of them may be another one's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from kvmig.core.clock import Clock
@@ -36,58 +36,55 @@ class GpuHolder(Protocol):
 class HolderSource(Protocol):
     """Takes GPUs of one node from Ray."""
 
-    def find_holders(self, unit: str) -> dict[int, GpuHolder]:
-        """The holders of a unit that were there before, by number. Raises StartupError."""
+    def find_holders(self, fleet: str) -> dict[int, GpuHolder]:
+        """The holders of a fleet that were there before, by number. Raises StartupError."""
 
-    def take_gpu(self, unit: str, number: int) -> GpuHolder:
+    def take_gpu(self, fleet: str, number: int) -> GpuHolder:
         """Ask Ray for one more. Raises StartupError."""
 
 
-class HoldStep(NamedTuple):
-    """What is to be done about a unit's holders."""
+class GpuWish(NamedTuple):
+    """What a unit wants."""
 
-    release: tuple[int, ...] = ()
-    """Numbers of the holders that give theirs back."""
-    take: bool = False
-    """Whether one more is asked for."""
+    allowed: tuple[str, ...]
+    """UUIDs of GPUs that it may have."""
+    count: int = 1
+    """How many of these."""
 
 
 class UnitGpu(NamedTuple):
-    """How it stands with a unit's GPU."""
+    """How it stands with a unit's GPUs."""
 
-    uuid: str = ""
-    """The one that it has; empty: none yet, or it needs none."""
+    uuids: tuple[str, ...] = ()
+    """Those that it has, in the order of its wish; empty: not all of them yet, or it needs none."""
     why: str = ""
-    """Why it has none yet; empty: it has one, or needs none."""
+    """Why it has not all of them yet; empty: it has, or needs none."""
 
 
-def chosen_holder(allowed: Sequence[str], given: Mapping[int, str]) -> int | None:
-    """The holder whose GPU is the unit's; None: none is. allowed: UUIDs. given: UUIDs by holders'
-    numbers; empty: not yet."""
-    return next((number for number in sorted(given) if given[number] in allowed), None)
+Shares = dict[str, tuple[str, ...]]
+"""UUIDs of the GPUs of units, by the units' paths."""
 
 
-def next_step(allowed: Sequence[str], given: Mapping[int, str], gives_up: bool) -> HoldStep:
-    """allowed, given: as in `chosen_holder`. gives_up: whether a holder has failed, or was waited
-    for too long."""
-    chosen = chosen_holder(allowed, given)
-    if gives_up or chosen is not None:
-        return HoldStep(release=tuple(number for number in given if number != chosen))
-    return HoldStep(take="" not in given.values())
+def assign_gpus(
+    wishes: Mapping[str, GpuWish], given: Collection[str], before: Mapping[str, tuple[str, ...]]
+) -> Shares:
+    """The GPUs that each unit has. given: those that Ray has given. before: the last answer.
 
-
-@dataclass(eq=False)
-class _UnitHold:
-    """The holders of one unit."""
-
-    holders: dict[int, GpuHolder] = field(default_factory=dict)
-    since: float = 0.0
-    """When the last one was asked for."""
-    again_at: float = 0.0
-    why: str = ""
-    """Why the last attempt has failed."""
-    gave: set[int] = field(default_factory=set)
-    """Numbers of the holders that have had a GPU."""
+    A unit keeps what it has. Those that have the fewest to choose from choose first.
+    """
+    found: dict[str, list[str]] = {}
+    left = set(given)
+    for unit, wish in wishes.items():
+        kept = [one for one in before.get(unit, ()) if one in left and one in wish.allowed]
+        found[unit] = kept[: wish.count]
+        left.difference_update(found[unit])
+    for unit, wish in sorted(wishes.items(), key=lambda one: len(one[1].allowed) - one[1].count):
+        more = [one for one in wish.allowed if one in left][: wish.count - len(found[unit])]
+        found[unit] += more
+        left.difference_update(more)
+    return {
+        unit: tuple(sorted(uuids, key=wishes[unit].allowed.index)) for unit, uuids in found.items()
+    }
 
 
 class UnitGpus:
@@ -97,67 +94,93 @@ class UnitGpus:
         """source: of the node."""
         self._source = source
         self._clock = clock
-        self._units: dict[str, _UnitHold] = {}
+        self._fleet: str | None = None
+        """The fleet whose holders were looked for; None: none yet."""
+        self._holders: dict[int, GpuHolder] = {}
+        self._gave: set[int] = set()
+        """Numbers of the holders that have had a GPU."""
+        self._shares: Shares = {}
+        self._since = 0.0
+        """When the last one was asked for."""
+        self._again_at = 0.0
+        self._lacked: frozenset[str] = frozenset()
+        """Units that had to wait until then."""
+        self._why = ""
+        """Why the last attempt has failed; empty: Ray did not give what they lacked."""
 
-    def hold_gpu(self, unit: str, allowed: Sequence[str]) -> UnitGpu:
-        """Hold one of these GPUs for a unit. unit: its path. allowed: UUIDs; none: it needs
-        none."""
-        if not allowed:
-            return UnitGpu()
+    def hold_gpus(self, wishes: Mapping[str, GpuWish], fleet: str = "") -> dict[str, UnitGpu]:
+        """Hold GPUs for these units, by their paths, and for no others. A unit that may have none
+        needs none. fleet: its word; other fleets have holders of their own."""
+        asking = {unit: wish for unit, wish in wishes.items() if wish.allowed}
+        if not asking and self._fleet is None:
+            return dict.fromkeys(wishes, UnitGpu())
         try:
-            if unit not in self._units:
-                found = self._source.find_holders(unit)
-                self._units[unit] = _UnitHold(found, self._clock())
-            return self._keep(unit, self._units[unit], allowed)
+            if self._fleet != fleet:
+                found = self._source.find_holders(fleet)
+                self._fleet, self._holders, self._since = fleet, found, self._clock()
+            failed = self._take_step(asking)
         except StartupError as error:
-            return UnitGpu(why=str(error))
-
-    def release_all_but(self, units: Iterable[str]) -> None:
-        """Give back the GPUs of all other units."""
-        for unit in self._units.keys() - set(units):
-            for one in self._units.pop(unit).holders.values():
-                one.release()
+            return {unit: UnitGpu(why=str(error) if unit in asking else "") for unit in wishes}
+        return {unit: self._state_of(unit, wish, failed) for unit, wish in wishes.items()}
 
     def forget_all(self) -> None:
         """Keep nothing any more: who comes after this finds the holders, which go on."""
-        self._units.clear()
+        self._fleet = None
+        self._holders, self._shares = {}, {}
 
-    def _keep(self, unit: str, hold: _UnitHold, allowed: Sequence[str]) -> UnitGpu:
+    def _take_step(self, wishes: Mapping[str, GpuWish]) -> bool:
+        """Take one GPU more, or give back what is not wanted; whether this has failed, and is tried
+        again after a pause. Raises StartupError."""
         now = self._clock()
-        given, failed = self._given(unit, hold)
-        chosen = chosen_holder(allowed, given)
-        if chosen is None and now < hold.again_at:
-            return UnitGpu(why=hold.why)
-        late = chosen is None and "" in given.values() and now - hold.since >= PATIENCE_S
-        gives_up = late or (chosen is None and bool(failed))
-        step, words = next_step(allowed, given, gives_up), " or ".join(allowed)
-        for number in step.release:
-            hold.holders.pop(number).release()
-        if gives_up:
-            hold.again_at = now + AGAIN_S
-            hold.why = failed or f"Ray has given GPU {words} to others, or does not have it"
-        elif step.take:
+        given, failed = self._given()
+        self._shares = assign_gpus(wishes, [one for one in given.values() if one], self._shares)
+        lacking = frozenset(
+            unit for unit, wish in wishes.items() if len(self._shares[unit]) < wish.count
+        )
+        taken = {one for uuids in self._shares.values() for one in uuids}
+        others = [number for number, uuid in given.items() if uuid not in taken]
+        pauses = now < self._again_at and lacking <= self._lacked
+        pending = "" in given.values()
+        if lacking and not pauses and not failed and not pending:
             number = next(at for at in range(len(given) + 1) if at not in given)
-            hold.holders[number] = self._source.take_gpu(unit, number)
-            hold.since, hold.why = now, ""
-            hold.gave.discard(number)
-        if chosen is not None:
-            return UnitGpu(given[chosen])
-        return UnitGpu(why=hold.why or f"Ray has not given GPU {words} yet")
+            self._holders[number] = self._source.take_gpu(self._fleet or "", number)
+            self._since = now
+            self._gave.discard(number)
+            return False
+        gives_up = bool(failed) or (pending and now - self._since >= PATIENCE_S)
+        if lacking and not pauses and not gives_up:
+            return False
+        for number in others:
+            self._holders.pop(number).release()
+        if lacking and not pauses:
+            self._again_at, self._lacked, self._why = now + AGAIN_S, lacking, failed
+        return bool(lacking)
 
-    def _given(self, unit: str, hold: _UnitHold) -> tuple[dict[int, str], str]:
+    def _state_of(self, unit: str, wish: GpuWish, failed: bool) -> UnitGpu:
+        has = self._shares.get(unit, ())
+        if not wish.allowed or len(has) == wish.count:
+            return UnitGpu(has)
+        if failed and self._why:
+            return UnitGpu(why=self._why)
+        lacks = [one for one in wish.allowed if one not in has]
+        words = (" and " if wish.count == len(wish.allowed) else " or ").join(lacks)
+        if failed:
+            return UnitGpu(why=f"Ray has given GPU {words} to others, or does not have it")
+        return UnitGpu(why=f"Ray has not given GPU {words} yet")
+
+    def _given(self) -> tuple[dict[int, str], str]:
         """UUIDs by holders' numbers, and why one ended that never had a GPU; empty: none did."""
         found: dict[int, str] = {}
         failed = ""
-        for number, one in list(hold.holders.items()):
+        for number, one in list(self._holders.items()):
             try:
                 found[number] = one.given()
             except StartupError as error:
-                log.warning("a GPU of unit %s is not held any more: %s", unit, error)
-                del hold.holders[number]
-                if number not in hold.gave:
+                log.warning("a GPU of units is not held any more: %s", error)
+                del self._holders[number]
+                if number not in self._gave:
                     failed = str(error)
             else:
                 if found[number]:
-                    hold.gave.add(number)
+                    self._gave.add(number)
         return found, failed

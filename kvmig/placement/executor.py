@@ -73,6 +73,8 @@ class ExecutorSettings(NamedTuple):
     """Ids of Ray nodes, by their numbers in the placement; none: deployments are on one host."""
     workers: Mapping[str, str] = MappingProxyType({})
     """Ids of the Ray nodes of a fleet's workers, by their names in the placement."""
+    gpus: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """UUIDs of the GPUs that workers have taken from Ray for units, by unit."""
 
 
 class CompletedWave(NamedTuple):
@@ -338,6 +340,7 @@ class PlacementExecutor:
                 node = self._settings.nodes.get(unit.node, "") if unit.gpus else ""
                 node = self._settings.workers.get(unit.worker, node)
                 gpus = [] if node else [str(gpu) for gpu in unit.gpus]
+                gpus = list(self._settings.gpus.get(step.unit, gpus))
                 percent = tenths(share) if asks else None
                 await at.start(InstanceStart(step.unit, gpus, own, percent, node))
             case "drain" | "gap":

@@ -56,10 +56,10 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int
     """Bytes for weights, instances and KV cache, all GPUs together."""
     name: str = ""
-    """Empty: from its node and GPUs."""
+    """Empty: from its node, or worker, and GPUs."""
     node: int = 0
     gpus: list[int] = []
-    """GPUs of that node; none: the host's CPUs."""
+    """GPUs of that node, or worker; none: its CPUs."""
     models: list[PlacedModel] = []
     arena_bytes: int = 0
     """KV cache that its agent (`kvmig.sharing`) leases, so that quotas change while instances
@@ -70,7 +70,7 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def called(self) -> str:
         """The name that instances are given."""
-        return self.name or f"{self.node}:{','.join(map(str, self.gpus))}"
+        return self.name or f"{self.worker or self.node}:{','.join(map(str, self.gpus))}"
 
     @property
     def size(self) -> int:
@@ -146,7 +146,7 @@ def placement_from(given: object, where: str) -> Placement:
         raise ConfigError(f"{where}: units is empty, must have one unit at least")
     if twice := _twice(one.called for one in found.units):
         raise ConfigError(f"{where}: unit {twice} is there twice")
-    if twice := _twice(f"{gpu} of node {one.node}" for one in found.units for gpu in one.gpus):
+    if twice := _twice(f"{gpu} of {_host(one)}" for one in found.units for gpu in one.gpus):
         raise ConfigError(f"{where}: GPU {twice} is in two units")
     for unit in found.units:
         _check_unit(unit, f"{where}: unit {unit.called}")
@@ -161,6 +161,10 @@ def placement_from(given: object, where: str) -> Placement:
                 for field in ("held_bytes", "floor_bytes"):
                     _alike(where, name, field, getattr(first, field), one, unit)
     return found
+
+
+def _host(unit: PlacedUnit) -> str:
+    return f"worker {unit.worker}" if unit.worker else f"node {unit.node}"
 
 
 def _twice(names: Iterable[str]) -> str:

@@ -57,6 +57,8 @@ def check(
         if name not in models:
             raise ConfigError(f"{where}: deployment {name} has no place, must have one at least")
     for unit in placement.units:
+        if unit.worker:  # its name says where it is
+            continue
         if unit.gpus and unit.node not in nodes and (unit.node or nodes):
             known = ", ".join(map(str, sorted(nodes))) or "0: instances get GPUs of one host"
             raise ConfigError(

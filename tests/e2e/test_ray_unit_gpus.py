@@ -64,7 +64,7 @@ def later(cluster: Cluster, root: Path) -> Iterator[ServersWatch]:
 
 def has_second(node: NodeReport) -> bool:
     """Whether the unit has the second GPU, and Ray the first one."""
-    there = (UnitReport(path=PATH, gpu=GPUS[1]),)
+    there = (UnitReport(path=PATH, gpus=(GPUS[1],)),)
     return node.measured is not None and node.measured.units == there and node.free["GPU"] == 1.0
 
 
@@ -82,6 +82,22 @@ def test_the_gpu_stays_the_units_when_the_server_dies_and_the_next_one_finds_it(
     earlier.kill()
     later.wish(WANTED)
     later.until(has_second)
+
+
+def test_units_that_name_each_others_gpus_get_their_own(later: ServersWatch) -> None:
+    other = WantedUnit(path="/run/unit-other.sock", memory=0, gpus=(GPUS[0],))
+    later.wish(WANTED, other)
+    both = (
+        UnitReport(path=PATH, gpus=(GPUS[1],)),
+        UnitReport(path=other.path, gpus=(GPUS[0],)),
+    )
+    later.until(lambda node: node.measured is not None and node.measured.units == both)
+
+
+def test_a_unit_of_two_gpus_has_both(later: ServersWatch) -> None:
+    later.wish(WantedUnit(path=PATH, memory=0, gpus=tuple(GPUS), count=2))
+    there = (UnitReport(path=PATH, gpus=tuple(GPUS)),)
+    later.until(lambda node: node.measured is not None and node.measured.units == there)
 
 
 def test_a_unit_that_is_wanted_no_more_gives_its_gpu_back_to_ray(later: ServersWatch) -> None:

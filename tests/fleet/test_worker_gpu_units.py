@@ -47,7 +47,7 @@ def add(bench: UnitBench, **more: Any) -> None:
 def answering(bench: UnitBench, found: NodeReport, gpu: str, **leased: int) -> NodeReport:
     """The node once its agent has a GPU for the unit, and the unit's agent answers."""
     assert found.measured is not None
-    units = (UnitReport(path=bench.path, gpu=gpu, leased=leased),)
+    units = (UnitReport(path=bench.path, gpus=(gpu,), leased=leased),)
     free = {**found.free, "GPU": found.free["GPU"] - 1}
     return replace(found, free=free, measured=replace(found.measured, units=units))
 

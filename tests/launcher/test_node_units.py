@@ -35,12 +35,14 @@ from kvmig.launcher.node_units import (
     unit_address,
 )
 from kvmig.launcher.ray_agents import NodeAgent, checked_measure
+from kvmig.launcher.ray_gpus import gpu_roll, is_used
 from kvmig.launcher.ray_launcher import (
     RayOrder,
     gpus_of_node,
     in_unit,
     node_environment,
     unit_on_node,
+    with_gpus,
 )
 from kvmig.launcher.unit_gpus import UnitGpus
 from kvmig.launcher.unit_memory import UnitArena
@@ -148,11 +150,11 @@ async def test_an_instance_on_a_node_joins_the_nodes_agent_and_has_its_arena(
     order = in_unit(order_of(UnitConfig(path=PATH)))
     assert order.launch.config.unit == UnitConfig(path=unit_address(NODE, PATH))
     with pytest.raises(StartupError, match="the unit's agent on this node does not answer"):
-        await asyncio.to_thread(unit_on_node, order, {})
+        await asyncio.to_thread(unit_on_node, order)
     await asyncio.to_thread(keep, units, [WANTED])
-    found = await asyncio.to_thread(unit_on_node, order, {"CUDA_VISIBLE_DEVICES": ""})
-    path = unit_address(NODE, PATH)
-    assert found == (UnitArena(path, 64 * MIB), {"CUDA_VISIBLE_DEVICES": ""})
+    found = await asyncio.to_thread(unit_on_node, order)
+    assert found == (UnitArena(unit_address(NODE, PATH), 64 * MIB), ())
+    assert with_gpus((), {"CUDA_VISIBLE_DEVICES": ""}) == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture
@@ -173,11 +175,13 @@ async def test_a_units_instances_have_the_gpu_that_was_taken_for_it(gpus: FakeMa
     wanted = WantedUnit(path=PATH, memory=6 * GIB, gpus=(uuid,))
     order = in_unit(order_of(UnitConfig(path=PATH)))
     try:
-        there = (UnitReport(path=PATH, gpu=uuid),)
+        there = (UnitReport(path=PATH, gpus=(uuid,)),)
         await asyncio.to_thread(wait_until, lambda: units.keep_units([wanted]) == there)
-        unit = await asyncio.to_thread(unit_on_node, order, {"CUDA_VISIBLE_DEVICES": ""})
+        unit = await asyncio.to_thread(unit_on_node, order)
         assert unit is not None
-        environment = node_environment(order, unit.environment)
+        assert unit.gpus == (uuid,)
+        hidden = {"CUDA_VISIBLE_DEVICES": ""}
+        environment = node_environment(order, with_gpus(unit.gpus, hidden))
         assert environment["CUDA_VISIBLE_DEVICES"] == "1"
         starts = gpus_of_node(order, environment, unit)
         assert starts.division.devices[starts.place("i0", 1, ()).gpus[0]].uuid == uuid
@@ -199,9 +203,41 @@ async def test_a_unit_without_its_gpu_has_no_agent(gpus: FakeMachine) -> None:
     assert not listens(wanted)
 
 
+def test_a_unit_without_kv_cache_has_gpus_and_no_agent(gpus: FakeMachine) -> None:
+    uuids = tuple(one.uuid for one in devices(2))
+    units = NodeUnits(NODE, gpus=UnitGpus(MadeUpRay(list(reversed(uuids))), lambda: 0.0))
+    wanted = WantedUnit(path=PATH, memory=0, gpus=uuids, count=2)
+    there = (UnitReport(path=PATH, gpus=uuids),)
+    wait_until(lambda: units.keep_units([wanted]) == there)
+    assert not listens(wanted)
+    assert with_gpus(uuids, {"CUDA_VISIBLE_DEVICES": ""})["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_an_instance_whose_gpu_is_not_there_is_refused_by_its_uuid(gpus: FakeMachine) -> None:
+    with pytest.raises(StartupError, match="GPU GPU-7 of the unit is not there: NVML does not"):
+        with_gpus(["GPU-7"], {})
+
+
+def test_a_gpu_is_in_use_as_long_as_a_process_lives_that_uses_it() -> None:
+    code = (
+        f"import sys, tempfile; tempfile.tempdir = {tempfile.tempdir!r};"
+        f"from kvmig.launcher.ray_gpus import use_gpu; use_gpu({NODE!r}, 'GPU-0');"
+        "print(flush=True); sys.stdin.read()"
+    )
+    roll = gpu_roll(NODE, "GPU-0")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as instance:
+        assert instance.stdout is not None
+        instance.stdout.readline()
+        assert is_used(roll)
+        assert not is_used(gpu_roll(NODE, "GPU-1"))
+        instance.kill()
+    assert not is_used(roll)
+
+
 def test_an_instance_without_a_unit_is_as_it_was() -> None:
     assert in_unit(order_of(None)) == order_of(None)
-    assert unit_on_node(order_of(None), {}) is None
+    assert unit_on_node(order_of(None)) is None
 
 
 def test_units_on_nodes_are_a_fleets() -> None:

@@ -1,12 +1,21 @@
-"""A unit's GPU, which is taken from Ray: here a made-up one gives the GPUs, and time is the
+"""The GPUs of units, which are taken from Ray: here a made-up one gives the GPUs, and time is the
 test's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvmig.core.errors import StartupError
-from kvmig.launcher.unit_gpus import AGAIN_S, PATIENCE_S, GpuHolder, UnitGpu, UnitGpus, next_step
+from kvmig.launcher.unit_gpus import (
+    AGAIN_S,
+    PATIENCE_S,
+    GpuHolder,
+    GpuWish,
+    UnitGpu,
+    UnitGpus,
+    assign_gpus,
+)
 
 UNIT = "/run/unit-u.sock"
 
@@ -25,7 +34,7 @@ class MadeUpHolder:
         return self.uuid
 
     def release(self) -> None:
-        self.ray.free.insert(0, self.uuid)
+        self.ray.free[:0] = [self.uuid] if self.uuid else []
         self.ray.holders = {at: one for at, one in self.ray.holders.items() if one is not self}
 
 
@@ -37,10 +46,10 @@ class MadeUpRay:
     holders: dict[int, MadeUpHolder] = field(default_factory=dict)
     now: float = 0.0
 
-    def find_holders(self, unit: str) -> dict[int, GpuHolder]:
+    def find_holders(self, fleet: str) -> dict[int, GpuHolder]:
         return dict(self.holders)
 
-    def take_gpu(self, unit: str, number: int) -> GpuHolder:
+    def take_gpu(self, fleet: str, number: int) -> GpuHolder:
         assert number not in self.holders
         self.holders[number] = MadeUpHolder(self, self.free.pop(0) if self.free else "")
         return self.holders[number]
@@ -55,19 +64,29 @@ class MadeUpRay:
 
 def turns(gpus: UnitGpus, *allowed: str, count: int = 5) -> UnitGpu:
     for _ in range(count):
-        found = gpus.hold_gpu(UNIT, allowed)
+        found = gpus.hold_gpus({UNIT: GpuWish(allowed)})[UNIT]
     return found
+
+
+def all_turns(gpus: UnitGpus, wishes: Mapping[str, GpuWish], count: int = 9) -> dict[str, UnitGpu]:
+    for _ in range(count):
+        found = gpus.hold_gpus(wishes)
+    return found
+
+
+def one(*allowed: str) -> GpuWish:
+    return GpuWish(allowed)
 
 
 def test_the_first_gpu_that_it_may_have_is_its_own() -> None:
     ray = MadeUpRay(["g0", "g1"])
-    assert turns(ray.made(), "g0", "g1") == UnitGpu("g0")
+    assert turns(ray.made(), "g0", "g1") == UnitGpu(("g0",))
     assert (ray.held, ray.free) == (["g0"], ["g1"])
 
 
 def test_gpus_that_it_may_not_have_go_back() -> None:
     ray = MadeUpRay(["g0", "g1", "g2"])
-    assert turns(ray.made(), "g2") == UnitGpu("g2")
+    assert turns(ray.made(), "g2") == UnitGpu(("g2",))
     assert (ray.held, sorted(ray.free)) == (["g2"], ["g0", "g1"])
 
 
@@ -95,7 +114,7 @@ def test_where_others_have_the_gpu_what_was_taken_goes_back_and_is_asked_for_aga
     ray.free = ["g1"]
     assert turns(gpus, "g1") == UnitGpu(why=why)
     ray.now += AGAIN_S
-    assert turns(gpus, "g1") == UnitGpu("g1")
+    assert turns(gpus, "g1") == UnitGpu(("g1",))
 
 
 def test_the_agent_that_comes_after_this_one_finds_the_gpu() -> None:
@@ -104,7 +123,7 @@ def test_the_agent_that_comes_after_this_one_finds_the_gpu() -> None:
     turns(first, "g1")
     first.forget_all()
     assert ray.held == ["g1"]
-    assert turns(ray.made(), "g1", count=1) == UnitGpu("g1")
+    assert turns(ray.made(), "g1", count=1) == UnitGpu(("g1",))
     assert ray.held == ["g1"]
 
 
@@ -112,9 +131,8 @@ def test_a_unit_that_is_wanted_no_more_gives_its_gpu_back() -> None:
     ray = MadeUpRay(["g0"])
     gpus = ray.made()
     turns(gpus, "g0")
-    gpus.release_all_but([UNIT])
     assert ray.held == ["g0"]
-    gpus.release_all_but([])
+    gpus.hold_gpus({})
     assert (ray.held, ray.free) == ([], ["g0"])
 
 
@@ -124,8 +142,8 @@ def test_a_gpu_whose_holder_has_died_is_taken_again() -> None:
     turns(gpus, "g0")
     ray.holders.pop(0).gone = True
     ray.free = ["g0"]
-    assert turns(gpus, "g0", count=1).uuid == ""
-    assert turns(gpus, "g0") == UnitGpu("g0")
+    assert turns(gpus, "g0", count=1).uuids == ()
+    assert turns(gpus, "g0") == UnitGpu(("g0",))
 
 
 def test_a_holder_that_never_had_its_gpu_says_why_and_the_next_one_comes_after_a_pause() -> None:
@@ -142,6 +160,48 @@ def test_a_holder_that_never_had_its_gpu_says_why_and_the_next_one_comes_after_a
 
 
 def test_nothing_more_is_taken_while_one_is_awaited() -> None:
-    assert next_step(["g1"], {0: "g0", 1: ""}, gives_up=False) == ((), False)
-    assert next_step(["g1"], {0: "g0"}, gives_up=False) == ((), True)
-    assert next_step(["g1"], {0: "g0", 1: "g1"}, gives_up=False) == ((0,), False)
+    ray = MadeUpRay(["g0"])
+    turns(ray.made(), "g1")
+    assert ray.held == ["g0", ""]
+
+
+def test_units_that_name_each_others_gpus_get_their_own() -> None:
+    """Ray gives the first one what the second one names."""
+    ray = MadeUpRay(["g0", "g1"])
+    found = all_turns(ray.made(), {"a": one("g1"), "b": one("g0")})
+    assert found == {"a": UnitGpu(("g1",)), "b": UnitGpu(("g0",))}
+    assert sorted(ray.held) == ["g0", "g1"]
+
+
+def test_a_unit_of_several_gpus_has_all_that_it_names_in_their_order() -> None:
+    ray = MadeUpRay(["g0", "g1", "g2"])
+    wishes = {"a": GpuWish(("g2", "g0"), 2), "b": one("g0", "g1")}
+    found = all_turns(ray.made(), wishes)
+    assert found == {"a": UnitGpu(("g2", "g0")), "b": UnitGpu(("g1",))}
+
+
+def test_a_unit_that_lacks_one_of_its_gpus_says_which_and_keeps_the_other() -> None:
+    ray = MadeUpRay(["g0"])
+    gpus, wishes = ray.made(), {"a": GpuWish(("g0", "g1"), 2)}
+    assert all_turns(gpus, wishes) == {"a": UnitGpu(why="Ray has not given GPU g1 yet")}
+    ray.now += PATIENCE_S
+    why = "Ray has given GPU g1 to others, or does not have it"
+    assert all_turns(gpus, wishes) == {"a": UnitGpu(why=why)}
+    assert ray.held == ["g0"]
+
+
+def test_a_unit_that_comes_does_not_wait_for_the_pause_of_another_one() -> None:
+    ray = MadeUpRay(["g0"])
+    gpus = ray.made()
+    turns(gpus, "g1")
+    ray.now += PATIENCE_S
+    turns(gpus, "g1")
+    found = all_turns(gpus, {UNIT: one("g1"), "b": one("g0")})
+    assert found["b"] == UnitGpu(("g0",))
+
+
+def test_a_unit_keeps_the_gpu_that_it_has_where_another_one_may_have_that_alone() -> None:
+    before = {"a": ("g0",)}
+    wishes = {"a": one("g0", "g1"), "b": one("g0")}
+    assert assign_gpus(wishes, ["g0", "g1"], before) == {"a": ("g0",), "b": ()}
+    assert assign_gpus(wishes, ["g0", "g1"], {}) == {"a": ("g1",), "b": ("g0",)}
