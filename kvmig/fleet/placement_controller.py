@@ -39,6 +39,7 @@ from kvmig.placement.file import PlacedUnit, Placement, placement_from
 from kvmig.placement.moves import PlanWave
 from kvmig.placement.observed import adopted, check
 from kvmig.placement.replan import ReplanRule, check_rule
+from kvmig.placement.stand_ins import StandIns, stand_ins, stand_ins_to_text
 from kvmig.placement.told import way_to_text
 
 START_S = 10.0
@@ -105,6 +106,10 @@ class PlacementController:
         self._wanted: DesiredPlacement | None = None
         self._lines: deque[str] = deque(maxlen=LINES)
         self._task: asyncio.Task[None] | None = None
+        self._placed: Placement | None = None
+        """The one by which models start now: that which is wanted, or without lost workers."""
+        self._reached: Placement | None = None
+        """The one that was reached last."""
         self._planning = asyncio.Lock()
         """Held while another placement is planned and stored."""
         self._replanner: RateReplanner | None = None
@@ -161,7 +166,7 @@ class PlacementController:
         """Reach it, and keep it; None: instances are where they are, and as many as their models'
         own rules want."""
         await self.close()
-        self._why = ""
+        self._why, self._reached = "", None
         self._lines.clear()
         rule = None if wanted is None else wanted.rule
         self._replanner = None if rule is None else RateReplanner(rule, self._rate)
@@ -179,11 +184,16 @@ class PlacementController:
 
     def _want(self, wanted: DesiredPlacement | None) -> None:
         self._wanted = wanted
+        self._place(None if wanted is None else wanted.placement)
+
+    def _place(self, placement: Placement | None) -> None:
+        """Let models start where it has them."""
+        self._placed = placement
         units: dict[str, list[PlacedUnit]] = {}
-        for unit in () if wanted is None else wanted.placement.units:
+        for unit in () if placement is None else placement.units:
             for one in unit.models:
                 units.setdefault(one.name, []).append(unit)
-        self._models.place(units, () if wanted is None else wanted.placement.units)
+        self._models.place(units, () if placement is None else placement.units)
 
     async def close(self) -> None:
         """Do nothing more."""
@@ -346,19 +356,26 @@ class PlacementController:
     async def _keep_once(self, wanted: DesiredPlacement) -> DesiredPlacement:
         """Reach the placement if it is not reached, and pause; the one that is wanted then. Raises
         ConfigError and ReplaceFailed where there is no way to it, and StoreError."""
-        if waits := self._waits_for(wanted):
-            self._state, self._why = "running", waits
+        without = self._without_lost(wanted)
+        now = wanted
+        if without is not None:
+            now = msgspec.structs.replace(wanted, placement=without.placement)
+        if self._placed != now.placement:
+            self._place(now.placement)
+        lost = "" if without is None else self._lost_to_text(wanted, without)
+        if waits := self._waits_for(now):
+            self._state, self._why = "running", f"{lost}; {waits}" if lost else waits
             await asyncio.sleep(WAIT_S)
             return wanted
         await self._end_lost(wanted)
-        if self._state != "reached" or await self._has_left(wanted):
-            self._state, self._why = "running", ""
-            await self._reach(wanted)
-            self._state = "reached"
-            self._tell("the placement is reached")
-        self._why = ""
-        await asyncio.sleep(LOOK_S)
-        if (other := await self._replanned(wanted)) is None:
+        if self._reached != now.placement or await self._has_left(now):
+            self._state, self._why = "running", lost
+            await self._reach(now)
+            self._reached = now.placement
+            self._tell("the placement is reached" + (", without lost workers" if lost else ""))
+        self._state, self._why = "running" if lost else "reached", lost
+        await asyncio.sleep(WAIT_S if lost else LOOK_S)
+        if lost or (other := await self._replanned(wanted)) is None:
             return wanted
         async with self._planning:  # what somebody wants now comes first
             await self._store(other)
@@ -382,6 +399,27 @@ class PlacementController:
         """Ids of the nodes of the workers that it names, by name."""
         pool = self._models.workers
         return {one.worker: pool.node_id(one.worker) for one in placement.units if one.worker}
+
+    def _without_lost(self, wanted: DesiredPlacement) -> StandIns | None:
+        """The placement without workers that were lost; None: none was."""
+        pool, placement = self._models.workers, wanted.placement
+        named = {one.worker for one in placement.units if one.worker}
+        lost = {one for one in named if pool.is_gone(one)}
+        return stand_ins(placement, lost, self._refuses) if lost else None
+
+    def _refuses(self, name: str, worker: str) -> str:
+        model = self._models.shown(name)
+        return "" if model is None else self._models.workers.refuses(model.wanted.spec, worker)
+
+    def _lost_to_text(self, wanted: DesiredPlacement, without: StandIns) -> str:
+        """Which workers are lost, and what becomes of their models."""
+        pool = self._models.workers
+        lost = [
+            f"worker {one.worker} of unit {one.called}: {pool.unready(one.worker)}"
+            for one in wanted.placement.units
+            if one.worker and pool.is_gone(one.worker)
+        ]
+        return "; ".join(filter(None, [*lost, stand_ins_to_text(without)]))
 
     async def _end_lost(self, wanted: DesiredPlacement) -> None:
         """End the instances on nodes that were lost: they start where the placement has them, once
@@ -408,6 +446,8 @@ class PlacementController:
     def _waits_for(self, wanted: DesiredPlacement) -> str:
         """The first worker or model that isn't ready; empty: all are."""
         for unit in wanted.placement.units:
+            if unit.worker and not unit.models:
+                continue
             if why := self._models.workers.unready(unit.worker) if unit.worker else "":
                 return f"worker {unit.worker} of unit {unit.called}: {why}"
             if why := self._models.units.waits(unit.called) if _is_held(unit) else "":

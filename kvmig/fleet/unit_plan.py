@@ -18,15 +18,12 @@ from kvmig.core.devices import in_gib
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, too_large
 from kvmig.fleet.spec import ModelSpec
-from kvmig.fleet.worker_nodes import InstanceNeed, with_amounts
+from kvmig.fleet.worker_nodes import WORKER, InstanceNeed, with_amounts
 
 STABLE_S = 60.0
 """An agent that ends later than this is the first one again that has ended."""
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 30.0
-
-WORKER = "worker"
-"""The label of a worker that is its name."""
 
 Step = Literal["start", "stop"]
 

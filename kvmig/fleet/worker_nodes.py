@@ -16,6 +16,8 @@ from kvmig.fleet.device_room import DeviceMemory, DeviceNeed, groups_of
 
 LOCAL = "local"
 """The name of the only node of a fleet on one host."""
+WORKER = "worker"
+"""The label of a worker that is its name."""
 NO_GPU = ""
 """Stands for a GPU in counts, for instances that have none."""
 NONE: Mapping[str, int] = {}

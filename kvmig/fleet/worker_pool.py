@@ -24,7 +24,7 @@ from kvmig.fleet.node_reserve import ReserveLadder, parse_ladder, wanted_bundles
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec, text_in
 from kvmig.fleet.worker_files import WorkerFiles
-from kvmig.fleet.worker_nodes import WorkerNode
+from kvmig.fleet.worker_nodes import WORKER, WorkerNode
 from kvmig.fleet.workers import FleetWorker, Leaving, WorkerTable, WorkerWish
 from kvmig.launcher.node_files import ClusterWish, FolderReport, WantedUnit
 from kvmig.launcher.node_reports import ClusterReport, UnitReport
@@ -215,6 +215,23 @@ class WorkerPool:
     def is_lost(self, node: str) -> bool:
         """Whether a node was lost, longer ago than a lease."""
         return self._table.leaving(node, self._clock()) == "lost"
+
+    def is_gone(self, name: str) -> bool:
+        """Whether a worker was lost, longer ago than a lease, and no node has its name again."""
+        return self._table.is_gone(name, self._clock())
+
+    def refuses(self, spec: ModelSpec, name: str) -> str:
+        """Why a worker can't have a model, apart from what is free there; empty: it can."""
+        worker = self._table.named(name)
+        if worker is None:
+            return "it is not there"
+        has = {**worker.labels, WORKER: name}
+        for label, value in sorted(spec.worker_selector.items()):
+            if has.get(label) != value:
+                return f"it has no label {label}={value}"
+        if worker.engines and spec.engine not in worker.engines:
+            return f"engine {spec.engine} can't start there, only {', '.join(worker.engines)}"
+        return ""
 
     def unready(self, name: str) -> str:
         """Why a worker can have no instances now, cordoned or not; empty: it can."""

@@ -94,6 +94,8 @@ class WorkerTable:
         self._wishes: Mapping[str, WorkerWish] = {}
         self._lost_at: dict[str, float] = {}
         """When nodes were first seen to be lost, by id."""
+        self._gone_at: dict[str, float] = {}
+        """When names were first asked for that no node had."""
         self._names: dict[str, str] = {}
         """Names that nodes were first seen under, by id: they keep them."""
         self._by_name: dict[str, FleetWorker] = {}
@@ -161,6 +163,16 @@ class WorkerTable:
             lost_at = self._lost_at.setdefault(node, now)
             return "lost" if now - lost_at >= LEASE_S else ""
         return "drain" if worker.drained_at is not None else ""
+
+    def is_gone(self, name: str, now: float) -> bool:
+        """Whether no node has a worker's name, or its node was lost, longer ago than a lease."""
+        if self._report is None:
+            return False
+        worker = self.named(name)
+        if worker is not None and worker.node:
+            self._gone_at.pop(name, None)
+            return self.leaving(worker.node, now) == "lost"
+        return now - self._gone_at.setdefault(name, now) >= LEASE_S
 
     def _nodes(self) -> Sequence[NodeReport]:
         return () if self._report is None else self._report.nodes
