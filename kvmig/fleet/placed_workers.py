@@ -1,4 +1,5 @@
-"""Which GPUs of workers units of a placement can have. Pure.
+"""Which GPUs of workers units of a placement can have, and which placements on workers can be
+planned again. Pure.
 
 The unit's worker takes them from Ray (`kvmig.launcher.unit_gpus`), before the unit's models start.
 """
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from kvmig.core.devices import DeviceInventory
 from kvmig.core.errors import ConfigError
 from kvmig.placement.file import PlacedUnit, Placement
+from kvmig.placement.stand_ins import Refuses
 
 
 def check_on_worker(
@@ -52,4 +54,30 @@ def check_gpus_alike(placement: Placement) -> None:
         raise ConfigError(
             f"placement: unit {without[0]}: gpus is empty, must have GPUs as unit {with_gpus[0]}:"
             " on workers all units with models have GPUs, or none has"
+        )
+
+
+def check_replan(
+    placement: Placement, refuses: Refuses, inventories: Mapping[str, DeviceInventory]
+) -> None:
+    """Whether a placement on workers can be planned again: each model may come to each unit, and
+    its costs are of one kind of GPU. refuses: why a worker can't have a model. inventories: GPUs by
+    worker. Raises ConfigError."""
+    for name in placement.models():
+        for unit in placement.units:
+            if why := refuses(name, unit.worker):
+                raise ConfigError(
+                    f"replan is given, must be left out: model {name} may come to each unit, but"
+                    f" worker {unit.worker} of unit {unit.called} can't have it: {why}"
+                )
+    kinds: dict[str, str] = {}
+    for unit in placement.units:
+        for one in inventories[unit.worker].devices:
+            if one.index in unit.gpus:
+                kinds.setdefault(one.name, unit.called)
+    if len(kinds) > 1:
+        listed = ", ".join(f"{kind} (unit {unit})" for kind, unit in kinds.items())
+        raise ConfigError(
+            f"replan is given, must be left out: costs are of one kind of GPU, and the units have"
+            f" {listed}"
         )

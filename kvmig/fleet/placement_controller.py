@@ -26,7 +26,7 @@ from kvmig.core.errors import ConfigError, KvmigError, StartupError
 from kvmig.fleet.controller import ModelController
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.placed_agents import check_agent, check_member, is_kept
-from kvmig.fleet.placed_workers import check_gpus_alike, check_on_worker
+from kvmig.fleet.placed_workers import check_gpus_alike, check_on_worker, check_replan
 from kvmig.fleet.rate_replanner import RateReplanner
 from kvmig.fleet.store import NameTaken
 from kvmig.placement.executor import (
@@ -139,13 +139,13 @@ class PlacementController:
         if self._planning.locked() or self._state == "running":
             raise NameTaken("a re-placement runs already (GET /kvmig/v2/placement)")
         placement = placement_from(given, "placement")
-        if replan is not None and self._models.workers.there:
-            raise ConfigError(
-                "replan is given, must be left out with `kvmig up --ray`: it plans for the GPUs of"
-                " one host"
-            )
         self._check(placement)
         rule = None if replan is None else _rule(replan, placement)
+        if rule is not None and self._models.workers.there:
+            pool = self._models.workers
+            check_replan(
+                placement, self._refuses, {one: pool.inventory_of(one) for one in pool.names}
+            )
         async with self._planning:
             try:
                 async with asyncio.timeout(PLAN_S):
@@ -261,7 +261,7 @@ class PlacementController:
         """Raises ConfigError for a unit that is on no worker where there are some, or on one where
         there are none."""
         where, pool = f"placement: unit {unit.called}", self._models.workers
-        names = [one.name for one in pool.workers()]
+        names = pool.names
         if not pool.there:
             if unit.worker:
                 raise ConfigError(

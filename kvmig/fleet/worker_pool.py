@@ -90,6 +90,11 @@ class WorkerPool:
         """Every worker, by name."""
         return self._table.workers()
 
+    @property
+    def names(self) -> list[str]:
+        """Their names."""
+        return [one.name for one in self.workers()]
+
     def node_id(self, name: str) -> str:
         """The id of a worker's node; empty: it has none now."""
         worker = self._table.named(name)
