@@ -19,6 +19,7 @@ from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.model_workers import ModelWorkers
 from kvmig.fleet.place_choice import (
+    UNKNOWN,
     PlaceExplanation,
     choose_places,
     explain,
@@ -190,7 +191,7 @@ class ModelPlaces:
         """The GPUs of instances in these units of a placement; none if units have none."""
         if self._pool.there:
             records = [self._units.record(one.called) for one in units if one.gpus]
-            return tuple(() if one is None else one.gpus for one in records)
+            return tuple((one and one.gpus) or (UNKNOWN,) for one in records)
         devices = self._memory.devices
         return tuple(devices.named(tuple(map(str, one.gpus))) for one in units if one.gpus)
 

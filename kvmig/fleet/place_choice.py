@@ -26,7 +26,7 @@ from kvmig.fleet.worker_filters import FilterRefusal, admits, most_on, refusals
 from kvmig.fleet.worker_nodes import NONE, InstanceNeed, InstancePlace, NodeRoom, Rooms
 
 UNKNOWN = ""
-"""Stands for a GPU that no node has."""
+"""Stands for GPUs of a unit that are not known now; no node has it."""
 
 
 class PlaceCandidate(NamedTuple):
@@ -110,10 +110,9 @@ def places_on(
 
 
 def _on_gpus(need: InstanceNeed, gpus: Sequence[str]) -> InstanceNeed:
-    """The same for one instance on these GPUs. gpus: empty: those of its unit are not known now, so
-    that it has no room."""
-    devices, only = max(1, len(gpus)), frozenset(gpus) or frozenset([UNKNOWN])
-    wants = (replace(one, devices=devices, only=only, at=()) for one in need.wants)
+    """The same for one instance on these GPUs."""
+    only = frozenset(gpus)
+    wants = (replace(one, devices=len(gpus), only=only, at=()) for one in need.wants)
     return replace(need, wants=tuple(wants))
 
 

@@ -173,8 +173,10 @@ class ManagedUnit:
             if report is not None and not report.why:
                 return ""
             why = f": {report.why}" if report is not None else ""
-            starts = f"the agent of unit {self.name} starts on its worker"
-            return f"{starts if self.arena else f'unit {self.name} takes its GPUs'}{why}"
+            starts = f"unit {self.name} takes its GPUs"
+            if self.arena:
+                starts = f"the agent of unit {self.name} starts"
+            return f"{starts} on its worker{why}"
         if self.state is not None and not self.life.ends:
             return ""
         why = f", the last one ended: {self.life.why}" if self.life.why else ""
@@ -233,6 +235,8 @@ class FleetUnits:
         fresh = ManagedUnit(record.unit, {}, record.arena)
         unit = self._units.setdefault(record.unit, fresh)
         unit.home, unit.worker, unit.node = record, record.worker, self._node_of(record)
+        if unit.node and record.gpus:
+            unit.places.setdefault(unit.node, record.gpus)
 
     def take_end(self, news: DeploymentEnded) -> bool:
         """Take the end of a deployment; whether it was an agent."""

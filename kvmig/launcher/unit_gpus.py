@@ -48,7 +48,7 @@ class GpuWish(NamedTuple):
 
     allowed: tuple[str, ...]
     """UUIDs of GPUs that it may have."""
-    count: int = 1
+    number: int = 1
     """How many of these."""
 
 
@@ -76,10 +76,10 @@ def assign_gpus(
     left = set(given)
     for unit, wish in wishes.items():
         kept = [one for one in before.get(unit, ()) if one in left and one in wish.allowed]
-        found[unit] = kept[: wish.count]
+        found[unit] = kept[: wish.number]
         left.difference_update(found[unit])
-    for unit, wish in sorted(wishes.items(), key=lambda one: len(one[1].allowed) - one[1].count):
-        more = [one for one in wish.allowed if one in left][: wish.count - len(found[unit])]
+    for unit, wish in sorted(wishes.items(), key=lambda one: len(one[1].allowed) - one[1].number):
+        more = [one for one in wish.allowed if one in left][: wish.number - len(found[unit])]
         found[unit] += more
         left.difference_update(more)
     return {
@@ -135,7 +135,7 @@ class UnitGpus:
         given, failed = self._given()
         self._shares = assign_gpus(wishes, [one for one in given.values() if one], self._shares)
         lacking = frozenset(
-            unit for unit, wish in wishes.items() if len(self._shares[unit]) < wish.count
+            unit for unit, wish in wishes.items() if len(self._shares[unit]) < wish.number
         )
         taken = {one for uuids in self._shares.values() for one in uuids}
         others = [number for number, uuid in given.items() if uuid not in taken]
@@ -158,12 +158,12 @@ class UnitGpus:
 
     def _state_of(self, unit: str, wish: GpuWish, failed: bool) -> UnitGpu:
         has = self._shares.get(unit, ())
-        if not wish.allowed or len(has) == wish.count:
+        if not wish.allowed or len(has) == wish.number:
             return UnitGpu(has)
         if failed and self._why:
             return UnitGpu(why=self._why)
         lacks = [one for one in wish.allowed if one not in has]
-        words = (" and " if wish.count == len(wish.allowed) else " or ").join(lacks)
+        words = (" and " if wish.number == len(wish.allowed) else " or ").join(lacks)
         if failed:
             return UnitGpu(why=f"Ray has given GPU {words} to others, or does not have it")
         return UnitGpu(why=f"Ray has not given GPU {words} yet")

@@ -97,12 +97,12 @@ async def all_whole(streams: list[Streamed]) -> None:
 def test_what_no_worker_can_be_is_refused_in_one_sentence(fleet: ToyFleet) -> None:
     nowhere = body(east="a b")
     on_gpus = body(left="a b")
-    on_gpus["placement"]["units"][0] |= {"gpus": [0], "models": []}
+    on_gpus["placement"]["units"][0] |= {"gpus": [0], "name": "left"}
     for given, sentence in (
         (nowhere, "unit of east: worker is 'east', must be one of head, left, right"),
         (
             on_gpus,
-            "unit of left: gpus has 0, allowed are those of worker left: none, as none of its GPUs"
+            "unit left: gpus has 0, allowed are those of worker left: none, as none of its GPUs"
             " is known now",
         ),
     ):

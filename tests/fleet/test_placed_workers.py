@@ -32,7 +32,8 @@ SPEC: dict[str, Any] = {"engine": "vllm", "memory": 0, "gpu_memory": EACH}
 
 
 def unit(name: str, worker: str, gpus: list[int], models: str, **more: Any) -> dict[str, Any]:
-    placed = [{"name": one, "kv_bytes": KV, "held_bytes": GIB} for one in models.split()]
+    sizes = {"kv_bytes": KV, "held_bytes": GIB, "decode_share": 0.6}
+    placed = [{"name": one, **sizes} for one in models.split()]
     whole = {"name": name, "worker": worker, "gpus": gpus, "memory_bytes": 30 * GIB}
     return {**whole, "models": placed, **more}
 
@@ -291,7 +292,7 @@ async def test_a_unit_stays_on_its_worker_and_gpus_as_long_as_its_models_run(
     await bench.placement.reach_placement(None)
     said = await bench.refused(placed({**LEFT, "gpus": [0]}, RIGHT))
     assert "unit left: gpus is [0], must be [1] as long as models of it run there" in said
-    said = await bench.refused(placed({**LEFT, "worker": "worker-b", "gpus": []}, RIGHT))
+    said = await bench.refused(placed({**LEFT, "worker": "worker-b", "gpus": [0]}))
     assert "unit left: worker is 'worker-b', must be worker-a as long as models" in said
 
 
