@@ -132,7 +132,7 @@ class ManagedUnit:
     worker: str = ""
     """The name of that worker."""
     home: UnitRecord | None = None
-    """Its place, as a placement has it; None: the fleet chooses its worker, or there is one
+    """The unit's place in a placement; None: the fleet chooses its worker, or there is one
     host."""
     reports: Mapping[str, UnitReport | None] = field(default_factory=dict)
     """Reports of the nodes that have it, as of the last round. None: not yet."""

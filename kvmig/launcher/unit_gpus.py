@@ -56,7 +56,7 @@ class UnitGpu(NamedTuple):
     """How it stands with a unit's GPUs."""
 
     uuids: tuple[str, ...] = ()
-    """Those that it has, in the order of its wish; empty: not all of them yet, or it needs none."""
+    """UUIDs of its GPUs, in the order of its wish; empty: not all of them yet, or it needs none."""
     why: str = ""
     """Why it has not all of them yet; empty: it has, or needs none."""
 

@@ -1,7 +1,7 @@
-"""Where models are while the workers of their units are lost. Pure.
+"""The places of models while the workers of their units are lost. Pure.
 
 A model that has lost all of its places gets another one: in a unit of as many GPUs that has room
-for it beside its own models. The others serve on with the places that are left.
+for it next to its own models. The others serve on with the places that are left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StandIns(NamedTuple):
     placement: Placement
     """The same units, those of lost workers without models."""
     moved: dict[str, str]
-    """Other units of models whose places are all lost, by model."""
+    """The units that models are in whose places are all lost, by model."""
     waiting: dict[str, str]
     """Why such models have no other unit, by model."""
 
@@ -55,7 +55,7 @@ def stand_ins(placement: Placement, lost: Collection[str], refuses: Refuses) -> 
 
 
 def stand_ins_to_text(found: StandIns) -> str:
-    """The models that had to go elsewhere, and those that wait, in one sentence; empty: none."""
+    """The models that had to go elsewhere, and those that wait, for people; empty: none."""
     said = [f"model {name} is in unit {unit} until then" for name, unit in found.moved.items()]
     said += [f"model {name} waits, {why}" for name, why in found.waiting.items()]
     return "; ".join(said)

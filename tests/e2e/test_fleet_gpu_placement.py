@@ -78,9 +78,9 @@ def on_gpus(**units: tuple[str, int]) -> dict[str, Any]:
     """Units by their workers, with the models in them and the GPU."""
     made = body(**{worker: models for worker, (models, _) in units.items()})
     for unit, (worker, (_, gpu)) in zip(made["placement"]["units"], units.items(), strict=True):
-        unit |= {"name": f"of-{worker}", "gpus": [gpu]}
+        unit |= {"name": f"of-{worker}", "gpus": [gpu], "memory_bytes": 10_000}
         for one in unit["models"]:
-            one["decode_share"] = 0.5
+            one |= {"decode_share": 0.5, "kv_bytes": 1000}
     return made
 
 

@@ -96,7 +96,7 @@ async def all_whole(streams: list[Streamed]) -> None:
 
 def test_what_no_worker_can_be_is_refused_in_one_sentence(fleet: ToyFleet) -> None:
     nowhere = body(east="a b")
-    on_gpus = body(left="a b")
+    on_gpus = body(left="a")
     on_gpus["placement"]["units"][0] |= {"gpus": [0], "name": "left"}
     for given, sentence in (
         (nowhere, "unit of east: worker is 'east', must be one of head, left, right"),
