@@ -16,10 +16,10 @@ class LayerSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's name of it."""
     layers: int
     token: int
-    """Bytes that each token takes in all of them; 0: it doesn't grow with the tokens, or only up
-    to a bound."""
+    """Bytes that each token takes in all of them, padding included; 0: it doesn't grow with the
+    tokens, or only up to a bound."""
     request: int
-    """Bytes at most that one request of the model's whole length takes."""
+    """Bytes at most that one request of the model's whole length takes, padding included."""
 
 
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,10 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1
     layers: tuple[LayerSizes, ...] = ()
     shortest: int = 0
-    """Bytes at least of any request in the KV cache: a block of each layer. 0: not known."""
+    """Bytes at least of any request in the KV cache: a block of each group of layers. 0: not
+    known."""
+    reserved: int = 0
+    """Bytes of the KV cache that the engine gives no request. 0: none, or not known."""
 
     @property
     def token(self) -> int:

@@ -158,7 +158,9 @@ class ModelController:
             self._models, self.places, memory.devices, self._orders, clock, self._note, wall
         )
         self._sets = InstanceOrders(self.places, self.workers, memory.devices, self._note, wall)
-        self._measures = InstanceMeasures(self._models, memory, wall, self._note, measured)
+        self._measures = InstanceMeasures(
+            self._models, memory, wall, self._note, measured, self.units
+        )
         self._gpu_choice = GpuChoice(self._models, self.places, self._measures.take_claim)
         self.rollouts = ModelRollouts(
             self._models, keep, clock, wall, self._note, self._measures.take_claim, self.running

@@ -89,6 +89,15 @@ class DeviceBudget:
             self.figures.learn(MeasuredRest(shape=shape, rest=rest, model=spec.name, at=at))
         return True
 
+    def measure_in_unit(self, spec: ModelSpec, used: int, at: float) -> bool:
+        """Take what an instance uses of a GPU besides its unit's KV cache; whether that is more
+        than was known. at: Unix time."""
+        claim = self.claim(spec)
+        if claim is None or not claim.weights:
+            return False
+        shape, rest = self._shape(spec, claim.weights), max(0, used - claim.weights)
+        return self.figures.learn(MeasuredRest(shape=shape, rest=rest, model=spec.name, at=at))
+
     def measured(self, spec: ModelSpec) -> int:
         """Bytes of each GPU that an instance used at most; 0: none has run."""
         return self._measured.get(sizes_key(spec), 0)

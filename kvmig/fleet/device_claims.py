@@ -115,8 +115,8 @@ def usual_kv(spec: ModelSpec, sizes: ModelSizes | None, total: int) -> int:
     if sizes is None:
         return total // KV_PART
     at_once = math.ceil(spec.instances.target) if spec.instances.target_kind == "concurrency" else 8
-    wanted = min(at_once * sizes.request + sizes.shortest, total // KV_PART)
-    return max(sizes.request + sizes.shortest, wanted)
+    wanted = min(at_once * sizes.request + sizes.reserved, total // KV_PART)
+    return max(sizes.request + sizes.reserved, wanted)
 
 
 def need_of(spec: ModelSpec, claim: DeviceClaim | None) -> DeviceNeed | None:

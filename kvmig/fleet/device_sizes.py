@@ -64,8 +64,10 @@ def forget_others(database: FleetDatabase, specs: Iterable[ModelSpec]) -> None:
 
 
 def _sizes_of(found: object) -> ModelSizes | None:
-    """A row that can't be read counts as none: the engine is asked again, or has been measured."""
+    """A row that can't be read counts as none, and so does one of before padding counted: the
+    engine is asked again, or has been measured."""
     try:
-        return None if found is None else msgspec.convert(found, ModelSizes)
+        sizes = None if found is None else msgspec.convert(found, ModelSizes)
     except msgspec.ValidationError:
         return None
+    return None if sizes is None or (sizes.shortest and not sizes.reserved) else sizes

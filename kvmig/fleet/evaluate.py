@@ -81,8 +81,7 @@ class FitVerdict(msgspec.Struct, frozen=True, kw_only=True):
     request_bytes: int = 0
     """Bytes of one request of the model's whole length."""
     block_bytes: int = 0
-    """Bytes of the KV cache that the engine gives no request: a block of each layer; 0: not
-    known."""
+    """Bytes of the KV cache that the engine gives no request: one of its blocks; 0: not known."""
     max_tokens: int = 0
     layers: tuple[LayerSizes, ...] = ()
     host: HostVerdict
@@ -127,7 +126,7 @@ def verdict(
         rest_basis=basis,
         token_bytes=sizes.token,
         request_bytes=sizes.request,
-        block_bytes=sizes.shortest,
+        block_bytes=sizes.reserved,
         max_tokens=sizes.tokens,
         layers=sizes.layers,
         host=host,
@@ -152,10 +151,10 @@ def _host_reason(host: HostVerdict) -> str:
 
 def _cache_reason(kv: int, sizes: ModelSizes) -> str:
     """Why the engine would refuse the KV cache; empty: it has room for one request."""
-    need = sizes.request + sizes.shortest if sizes.request else 0
+    need = sizes.request + sizes.reserved if sizes.request else 0
     if not kv or need <= kv:
         return ""
-    own = " with the block that its engine keeps for itself" if sizes.shortest else ""
+    own = " with the block that its engine keeps for itself" if sizes.reserved else ""
     return (
         f"a KV cache of {kv} bytes has no room for a request of {sizes.tokens} tokens, which takes"
         f" {need} bytes{own}"

@@ -9,6 +9,7 @@ from kvmig.fleet.device_watch import DeviceSample
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import ManagedModel
 from kvmig.fleet.spec import ModelSpec
+from kvmig.fleet.units import FleetUnits
 
 
 class InstanceMeasures:
@@ -21,6 +22,7 @@ class InstanceMeasures:
         wall: Clock,
         note: Callable[[ManagedModel, str], None],
         measured: Callable[[ModelSpec], object],
+        units: FleetUnits,
     ) -> None:
         """wall: Unix time. note: called with what people may want to know of a model. measured:
         called when more is known of what a model takes."""
@@ -29,7 +31,11 @@ class InstanceMeasures:
         self._wall = wall
         self._note = note
         self._measured = measured
+        self._units = units
         self._sample = memory.devices.watch.sample
+        self._in_units: dict[str, tuple[int, int]] = {}
+        """Bytes of a GPU that models of units used at the last look, and how many they had leased,
+        by their names."""
 
     def take_claim(self, model: ManagedModel) -> None:
         """Take what an instance of it is known to need of the host's memory."""
@@ -49,7 +55,10 @@ class InstanceMeasures:
                 self.take_claim(model)
         for model in self._models.values():
             spec = model.wanted.spec
-            if model.unit or model.agents:  # what it uses is the unit's KV cache, too
+            if model.agents:  # it may have instances in several units, which lease under one name
+                continue
+            if model.unit:
+                self._measure_in_unit(model)
                 continue
             for name, used in model.places.measure(
                 model.instance_rows, self._sample.used_by
@@ -57,6 +66,29 @@ class InstanceMeasures:
                 if model.is_newest and devices.measure(spec, used, self._wall()):
                     self._note(model, f"instance {name} uses {used} bytes of a GPU")
                     self._measured(spec)
+
+    def _measure_in_unit(self, model: ManagedModel) -> None:
+        """Take what its instance uses besides the unit's KV cache. The agent is asked at other
+        times than the driver, so nothing counts unless both have said the same twice."""
+        name, spec = model.wanted.name, model.wanted.spec
+        leased = self._units.leased(model.unit).get(name)
+        found = [
+            (one.id, self._sample.used_by(gpu, [one.pid]))
+            for one in model.instance_rows
+            if one.state == "serving" and one.pid
+            for gpu in model.places.gpus_of(one)
+        ]
+        before = self._in_units.pop(name, None)
+        if leased is None or len(found) != 1:
+            return
+        ((instance, used),) = found
+        self._in_units[name] = used, leased
+        if not model.is_newest or used <= leased or before != (used, leased):
+            return
+        devices, own = self._memory.devices, used - leased
+        if devices.measure_in_unit(spec, own, self._wall()):
+            self._note(model, f"instance {instance} uses {own} bytes of a GPU besides its lease")
+            self._measured(spec)
 
     def _measure_host(self, model: ManagedModel) -> None:
         most = max((one.beside_kv for one in model.instance_rows), default=0)

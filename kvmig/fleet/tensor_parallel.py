@@ -67,6 +67,7 @@ def split(sizes: ModelSizes, gpus: int) -> ModelSizes:
         weights=-(-sizes.weights // gpus),
         workers=gpus,
         shortest=-(-sizes.shortest // gpus),
+        reserved=-(-sizes.reserved // gpus),
         layers=tuple(_part(one, gpus) for one in sizes.layers),
     )
 

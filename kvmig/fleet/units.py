@@ -475,6 +475,11 @@ class FleetUnits:
             return found
         return msgspec.structs.replace(found, worker=unit.home.worker, at=unit.home.at)
 
+    def leased(self, name: str) -> Mapping[str, int]:
+        """Bytes of KV cache that models of a unit have, as far as its agent says."""
+        unit = self._units.get(name)
+        return {} if unit is None else unit.leased or {}
+
     def arena(self, name: str) -> int:
         """Bytes of KV cache of a unit; 0: it has no place."""
         unit = self._units.get(name)

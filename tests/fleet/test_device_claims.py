@@ -30,6 +30,7 @@ SIZES = ModelSizes(
     tokens=4096,
     layers=(LayerSizes(kind="FullAttentionSpec", layers=32, token=1 << 17, request=REQUEST),),
     shortest=BLOCK,
+    reserved=BLOCK,
 )
 KNOWN = KnownSizes(16 * GIB, SIZES)
 

@@ -72,3 +72,20 @@ def test_sizes_that_cannot_be_read_are_as_if_the_engine_was_never_asked(place: P
         assert one.sizes is None
     finally:
         store.close()
+
+
+def test_sizes_of_before_padding_counted_are_as_if_the_engine_was_never_asked(
+    place: Place,
+) -> None:
+    store = place.store()
+    store.open()
+    try:
+        budget = DeviceBudget()
+        for reserved in (0, 64):
+            sizes = msgspec.structs.replace(SIZES, shortest=64, reserved=reserved)
+            budget.learn(MODEL, sizes)
+            remember(store.database, budget.to_remember(MODEL))
+            (one,) = remembered(store.database)
+            assert one.sizes == (sizes if reserved else None)
+    finally:
+        store.close()

@@ -20,7 +20,7 @@ LAYERS = (
     LayerSizes(kind="full", layers=2, token=TOKEN, request=TOKEN * LENGTH),
     LayerSizes(kind="window", layers=2, token=0, request=WINDOW),
 )
-SIZES = ModelSizes(weights=9000, files=9000, tokens=LENGTH, layers=LAYERS, shortest=BLOCK)
+SIZES = ModelSizes(weights=9000, files=9000, tokens=LENGTH, layers=LAYERS, reserved=BLOCK)
 WHOLE = TOKEN * LENGTH + WINDOW + BLOCK
 
 

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from kvmig.core.devices import DeviceInventory, DeviceRecord
+from kvmig.core.api_records import InstanceRow
+from kvmig.core.devices import DeviceInventory, DeviceProcess, DeviceRecord
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.controller import ModelController
+from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.device_budget import DeviceBudget
-from kvmig.fleet.device_watch import DeviceWatch
+from kvmig.fleet.device_claims import REST
+from kvmig.fleet.device_watch import DeviceSample, DeviceWatch
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.orders import (
@@ -34,7 +38,7 @@ from kvmig.fleet.settings import FleetSettings, make_folders
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.units import AgentWatcher, ManagedUnit
 from kvmig.proxy.messages import ModelWanted
-from kvmig.sharing.messages import UnitState
+from kvmig.sharing.messages import MemberShare, UnitState
 from tests.support.inside import OwnSupervisor
 from tests.support.waiting import until
 
@@ -285,6 +289,42 @@ async def test_an_idle_model_elsewhere_ends_for_a_unit_and_one_that_never_fits_i
     shown = fleet.models.shown("a")
     assert shown is not None
     assert shown.life.why.startswith("no room: it needs 11.0 GiB of a GPU's memory, 5.0 GiB is")
+
+
+async def test_what_a_model_takes_besides_its_lease_is_measured_where_nothing_changes_meanwhile(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver and the agent are asked at different times, so one of them alone may be late."""
+    monkeypatch.setattr("kvmig.fleet.deployments.RETRY_S", 60.0)
+    monkeypatch.setattr("kvmig.fleet.device_budget.weight_files", lambda spec: 2 * GIB)
+    fleet.add("a", gpu_memory=0)
+    fleet.want("a")
+    fleet.answers()
+    fleet.want("a")
+    model = fleet.models.shown("a")
+    assert model is not None
+    assert model.watched is not None
+    await model.watched.looked.wait()  # there is no deployment that would say anything
+    row = InstanceRow(id="i0", state="serving", pid=os.getpid(), gpus=("0",))
+    model.watched.told = DeploymentEvent(0, data=(row,))
+    devices = fleet.memory.devices
+    found = []
+    for used, lease in [(7, 1), (7, 4), (8, 4), (7, 4), (7, 4), (7, 4), (6, 4), (6, 4)]:
+        with_process = DeviceInventory(
+            devices=tuple(
+                replace(one, used=used * GIB, processes=(DeviceProcess(os.getpid(), used * GIB),))
+                for one in devices.watch.inventory.devices
+            )
+        )
+        devices.watch.sample = DeviceSample(with_process, {})
+        share = MemberShare("i0", "a", 1, 0, 0, lease * GIB, 0, 0, 0, True)
+        assert fleet.unit.watched is not None
+        fleet.unit.watched.state = UnitState(ARENA, "kvmig", [share])
+        fleet.turn()
+        found.append(devices.known(fleet.specs["a"]).rest)
+    assert found == [REST] * 4 + [GIB] * 4, "7 less 4 less the weights; the most counts"
+    assert devices.known(fleet.specs["a"]).rest_basis.endswith("with a")
+    assert devices.measured(fleet.specs["a"]) == 0, "which would count what it leased"
 
 
 # -- a real agent
