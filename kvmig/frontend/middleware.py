@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol
@@ -199,42 +199,18 @@ class HttpMiddleware:
         headers[CALL_ID] = call.call_id
         call.writers, send = show_writers(headers, send)
 
-        reader = usage_reader(scope)
-        answer = OpenAnswer(call, send)
-
-        async def send_counted(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                if reader is not None:
-                    reader.add_part(message.get("body", b""))
-                if message.get("more_body"):
-                    await send(message)
-                    return
-                await answer.send(message)
-                call.end_answer()
-                call.told = None if reader is None else reader.read_usage()
-                return
-            if message["type"] == "http.response.start":
-                own = MutableHeaders(scope=message)
-                own[CALL_ID] = call.call_id
-                call.status = message["status"]
-                if call.truncated and call.status == HTTPStatus.OK:
-                    own[TRUNCATED] = call.truncated.encode("ascii", "replace").decode()
-                state.count(call.status)
-                if reader is not None:
-                    reader.begin(own.get("content-type", ""))
-            await answer.send(message)
-
+        answer = CountedAnswer(state, call, usage_reader(scope), send)
         token = current_call.set(call)
         try:
             inner = {**scope, "headers": headers.raw}
             if scope["type"] == "websocket":
-                await self.app(inner, receive, send_counted)
+                await self.app(inner, receive, answer.send)
             else:
                 # A call with an account comes from a fleet's door.
                 worded = bool(call.account)
-                stage = ErrorStage(api_of(route_path(scope)), call, send_counted, worded=worded)
+                stage = ErrorStage(api_of(route_path(scope)), call, answer.send, worded=worded)
                 await self._serve(state, call, inner, headers, receive, stage)
-                await answer.wait(receive)
+                await answer.end.wait(receive)
         finally:
             if call.account:
                 call.end_background()
@@ -301,6 +277,47 @@ class HttpMiddleware:
         receive = first(message, receive)
         del message  # a form is read piece by piece, and not kept
         await state.loop_use.run(call, timed, stage.run(self.app, scope, receive))
+
+
+class CountedAnswer:
+    """Sends one call's answer, and notes its status, its use and its end."""
+
+    def __init__(
+        self, state: HttpState, call: HttpCall, reader: UsageReader | None, send: Send
+    ) -> None:
+        self.end = OpenAnswer(call, send)
+        self._state = state
+        self._call = call
+        self._reader = reader
+        self._send = send
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """ASGI. A part of a stream has no coroutine of its own: each costs every token a step."""
+        if message["type"] == "http.response.body":
+            if self._reader is not None:
+                self._reader.add_part(message.get("body", b""))
+            return self._send(message) if message.get("more_body") else self._end(message)
+        return (
+            self._begin(message)
+            if message["type"] == "http.response.start"
+            else self._send(message)
+        )
+
+    async def _begin(self, message: Message) -> None:
+        call, headers = self._call, MutableHeaders(scope=message)
+        headers[CALL_ID] = call.call_id
+        call.status = message["status"]
+        if call.truncated and call.status == HTTPStatus.OK:
+            headers[TRUNCATED] = call.truncated.encode("ascii", "replace").decode()
+        self._state.count(call.status)
+        if self._reader is not None:
+            self._reader.begin(headers.get("content-type", ""))
+        await self._send(message)
+
+    async def _end(self, message: Message) -> None:
+        await self.end.send(message)
+        self._call.end_answer()
+        self._call.told = None if self._reader is None else self._reader.read_usage()
 
 
 def route_path(scope: Scope) -> str:
