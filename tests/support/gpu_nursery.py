@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvmig import serve
 from kvmig.core.config import UnitConfig
 from kvmig.engines.base import ServingEngine
 from kvmig.engines.vllm.kind import VllmKind
@@ -41,6 +42,8 @@ from tests.support import fake_gpu
 
 ORDERS = "KVMIG_TEST_ORDERS"
 ENVIRONMENT = "environment"
+CORES = "KVMIG_TEST_CORES"
+"""Variable of a nursery: cores that its servers believe to have."""
 V2 = "VLLM_USE_V2_MODEL_RUNNER"
 State = tuple[str, str]
 """Side and state of a handshake."""
@@ -136,6 +139,8 @@ def main(words: Sequence[str]) -> int:
         entered(machine)
 
     patch = pytest.MonkeyPatch()
+    if many := os.environ.get(CORES):
+        patch.setattr(serve, "cores", lambda: int(many))
     patch.setattr(VllmKind, "load", load_runner)
     patch.setattr(VllmKind, "make", make_on_gpu)
     patch.setattr(StateMachine, "__init__", begun)
