@@ -134,6 +134,8 @@ class ManagedUnit:
     home: UnitRecord | None = None
     """The unit's place in a placement; None: the fleet chooses its worker, or there is one
     host."""
+    lacks: str = ""
+    """Why it can't have the GPUs of its place; empty: it can, as far as is known."""
     reports: Mapping[str, UnitReport | None] = field(default_factory=dict)
     """Reports of the nodes that have it, as of the last round. None: not yet."""
 
@@ -168,6 +170,8 @@ class ManagedUnit:
         """Why none of its models can start now; empty: they can."""
         if self.home is not None and not self.node:
             return f"worker {self.worker} of unit {self.name} is not there"
+        if self.lacks:
+            return f"unit {self.name}: {self.lacks}"
         if self.node:
             report = self.reports.get(self.node)
             if report is not None and not report.why:
@@ -418,6 +422,7 @@ class FleetUnits:
         if unit.home is not None:
             at = unit.home.at
             named = {node: self._pool.gpus_at(node, at) for node in unit.reports}
+            unit.lacks = self._pool.lacks_gpus(unit.worker, at)
             # A worker that is silent does not name its GPUs.
             unit.places = {node: it or unit.places.get(node, ()) for node, it in named.items()}
             return

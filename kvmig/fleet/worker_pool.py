@@ -182,6 +182,16 @@ class WorkerPool:
         there = {} if worker is None else {one.index: one.uuid for one in worker.devices}
         return tuple(there[at] for at in indices) if there.keys() >= set(indices) else ()
 
+    def lacks_gpus(self, name: str, indices: Sequence[int]) -> str:
+        """Which of these GPUs a worker does not have; empty: none, or its agent has not measured
+        them now."""
+        worker = self._table.named(name)
+        there = {one.index for one in self.inventory_of(name).devices}
+        missing = ", ".join(str(at) for at in indices if at not in there)
+        if worker is None or worker.state != "ready" or not missing:
+            return ""
+        return f"worker {name} has no GPU {missing}"
+
     def files_on(self, folder: str) -> dict[str, FolderReport]:
         """What is known of a folder on each worker that has, or fetches it, by name."""
         return self._table.with_folder(folder)

@@ -231,6 +231,20 @@ async def test_a_worker_that_comes_back_gives_its_units_the_gpus_that_it_has_now
     assert bench.wish()[fresh.node_id][0].gpus == ("GPU-c1",)
 
 
+async def test_a_worker_that_comes_back_without_a_units_gpu_is_named_with_it(
+    bench: PlacedBench,
+) -> None:
+    await both_start(bench)
+    bench.see(replace(node("a", 0, 0), alive=False), node("b", 0))
+    bench.turn(1)
+    bench.turn(LEASE_S)
+    fresh = replace(node("c", 0), name="worker-a")
+    bench.see(replace(node("a", 0, 0), alive=False), node("b", 0), fresh)
+    bench.turn(1)
+    assert fresh.node_id not in bench.wish()
+    assert bench.models.units.waits("left") == "unit left: worker worker-a has no GPU 1"
+
+
 async def test_the_next_server_keeps_the_gpus_of_units_in_which_models_run(
     bench: PlacedBench, tmp_path: Path
 ) -> None:
