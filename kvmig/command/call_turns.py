@@ -43,6 +43,8 @@ class CallTurns(Generic[Server]):
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         self._woken = 0
         """Calls whose turn has come, and that have not taken their place yet."""
+        self._again: list[asyncio.Future[None]] = []
+        """Calls that no server has answered yet: they may not have each place that there is."""
 
     async def take_place(self, tenant: str, tried: Collection[Server] = ()) -> Server | None:
         """A place at a server, once there is one; its `end_call` gives it back.
@@ -51,20 +53,23 @@ class CallTurns(Generic[Server]):
         """
         first = True
         while True:
-            serving = [one for one in self._servers() if one.state == "serving"]
-            others = [one for one in serving if one not in tried]
-            if not others and (serving or tried or not self._is_one_starting()):
+            others = [one for one in self._servers() if one not in tried]
+            serving = [one for one in others if one.state == "serving"]
+            if not serving and not any(one.state == "starting" for one in others):
                 return None
-            free = [one for one in others if one.running < self._most]
+            free = [one for one in serving if one.running < self._most]
             if free and not (first and (self._waiting or self._woken)):
                 chosen = min(free, key=lambda one: (one.running, one.sent))
                 chosen.begin_call()
                 return chosen
-            await self._wait(tenant)
+            await (self._wait_for_change() if tried else self._wait(tenant))
             first = False
 
     def grant(self) -> None:
         """Something has changed: wake those whose turn it is."""
+        for call in self._again:
+            if not call.done():
+                call.set_result(None)
         servers = self._servers()
         serving = [one for one in servers if one.state == "serving"]
         places = sum((self._most - one.running for one in serving), 0.0)
@@ -77,6 +82,14 @@ class CallTurns(Generic[Server]):
 
     def _is_one_starting(self) -> bool:
         return any(one.state == "starting" for one in self._servers())
+
+    async def _wait_for_change(self) -> None:
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._again.append(change)
+        try:
+            await change
+        finally:
+            self._again.remove(change)
 
     async def _wait(self, tenant: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

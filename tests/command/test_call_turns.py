@@ -116,3 +116,67 @@ async def test_a_server_that_has_started_gets_all_that_wait() -> None:
     assert [one.running for one in servers] == [2, 2]
     waiting[2].cancel()
     await asyncio.wait(waiting)
+
+
+async def test_a_call_that_a_server_could_not_answer_waits_for_another_that_starts() -> None:
+    tried, starting = Server(), Server(state="starting")
+    turns = CallTurns(lambda: [tried, starting], 0)
+    call = asyncio.create_task(turns.take_place("a", {tried}))
+    await settled()
+    assert not call.done()
+    starting.state = "serving"
+    turns.grant()
+    assert await call is starting
+
+
+async def test_a_call_does_not_wait_for_a_server_that_it_has_tried_to_start_again() -> None:
+    tried = Server(state="starting")
+    turns = CallTurns(lambda: [tried], 0)
+    assert await turns.take_place("a", {tried}) is None
+
+
+async def test_a_call_that_waits_for_another_server_ends_when_that_fails() -> None:
+    tried, starting = Server(), Server(state="starting")
+    turns = CallTurns(lambda: [tried, starting], 0)
+    call = asyncio.create_task(turns.take_place("a", {tried}))
+    await settled()
+    starting.state = "failed"
+    turns.grant()
+    assert await call is None
+
+
+async def test_a_place_that_a_call_may_not_have_wakes_it_once_and_goes_to_others() -> None:
+    looks = 0
+    tried, full = Server(running=1), Server(running=1)
+
+    def servers() -> list[Server]:
+        nonlocal looks
+        looks += 1
+        return [tried, full]
+
+    turns = CallTurns(servers, 1)
+    again = asyncio.create_task(turns.take_place("a", {tried}))
+    new = asyncio.create_task(turns.take_place("b"))
+    await settled()
+    tried.running -= 1
+    turns.grant()
+    await settled()
+    assert (again.done(), new.done(), tried.running) == (False, True, 1)
+    before = looks
+    await settled()
+    assert looks == before, "nothing turns round while nothing changes"
+    full.running -= 1
+    turns.grant()
+    assert await again is full
+
+
+async def test_a_call_that_leaves_while_it_waits_for_another_server_is_forgotten() -> None:
+    tried, starting = Server(), Server(state="starting")
+    turns = CallTurns(lambda: [tried, starting], 1)
+    call = asyncio.create_task(turns.take_place("a", {tried}))
+    await settled()
+    call.cancel()
+    await asyncio.wait([call])
+    starting.state = "serving"
+    turns.grant()
+    assert await turns.take_place("b", {tried}) is starting
