@@ -695,7 +695,11 @@ def _taken_nowhere(one: WaitingModel, site: _Site) -> str:
         return ""
     if not site.nodes:
         return "no room: there is no worker"
-    why = Counter(refused_node(node, need)[0].filter for node in site.nodes)
+    first = {node.name: refused_node(node, need)[0].filter for node in site.nodes}
+    sought = sum(first[one.name] == "files" and need.source in one.sought for one in site.nodes)
+    if sought:
+        return f"its files are looked for on {sought} of {len(first)} workers"
+    why = Counter(first.values())
     said = ", ".join(f"{count} {WORDS[name]}" for name, count in sorted(why.items()))
     return f"no room: no worker takes it now: of {len(site.nodes)}, {said}"
 
@@ -705,8 +709,11 @@ def _not_on_workers(one: WaitingModel, site: _Site) -> str:
     nodes = {node.name: node for node in site.nodes}
     if any(name not in nodes for name in one.workers):
         return "no room: a worker that the placement names is not there"
-    refused = (refused_node(nodes[name], one.of_instance) for name in one.workers)
-    why = next((found[0].filter for found in refused if found), "")
+    there = [nodes[name] for name in one.workers]
+    refused = ((node, refused_node(node, one.of_instance)) for node in there)
+    node, why = next(((it, found[0].filter) for it, found in refused if found), (None, ""))
+    if node is not None and why == "files" and one.of_instance.source in node.sought:
+        return "its files are looked for on a worker that the placement names"
     return f"no room: a worker that the placement names is {WORDS[why]}" if why else ""
 
 

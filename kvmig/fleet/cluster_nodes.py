@@ -75,6 +75,7 @@ def _node(worker: FleetWorker, here: Sequence[InstanceHold], files: WorkerFiles)
         engines=frozenset(worker.engines),
         files=local_sources(worker),
         no_files=files.refused(worker),
+        sought=files.sought(worker),
         instances=tuple(NodeInstance(one.model) for one in here if one.model),
         resources=worker.resources,
         free_resources=left,

@@ -43,6 +43,8 @@ class WorkerFiles:
         """Digests of the folders that were downloaded, by path."""
         self._revisions: Mapping[str, str] = {}
         """States of the user's folders, where the server's disk is seen, by path."""
+        self._sought: frozenset[str] = frozenset()
+        """The user's folders that were not looked for yet where the server's disk is seen."""
         self._prefetched: tuple[PrefetchedFolder, ...] = ()
         self._wanted: set[tuple[str, str]] = set()
         """Nodes' ids with folders: of instances that start there as soon as they can."""
@@ -92,11 +94,9 @@ class WorkerFiles:
 
     def refused(self, worker: FleetWorker) -> dict[str, str]:
         """Why sources can't be had on a worker."""
-        files = worker.files
+        files, sought = worker.files, self._unknown(worker)
         found = {
-            one: f"{one} is not there"
-            for one in self._common.paths
-            if one not in files.paths and one not in self._revisions
+            one: SOUGHT if one in sought else f"{one} is not there" for one in self._absent(worker)
         }
         for folder in files.folders:
             if folder.state == "failed":
@@ -106,15 +106,36 @@ class WorkerFiles:
             found |= dict.fromkeys(self._digests.keys() | copied, files.why)
         return {_source(folder): why for folder, why in found.items()}
 
+    def sought(self, worker: FleetWorker) -> frozenset[str]:
+        """The sources of which it is not known yet whether a worker can have them."""
+        return frozenset(map(_source, self._unknown(worker)))
+
+    def _absent(self, worker: FleetWorker) -> list[str]:
+        """The user's folders that a worker neither has nor can get."""
+        every, there = self._common.paths, worker.files.paths
+        return [one for one in every if one not in there and one not in self._revisions]
+
+    def _unknown(self, worker: FleetWorker) -> set[str]:
+        """The folders among these that a worker may have all the same: it still looks for them."""
+        if worker.files.why:
+            return set()
+        looked = worker.files.looked
+        return {one for one in self._absent(worker) if one not in looked or one in self._sought}
+
     def decide(self, workers: Iterable[FleetWorker], held: Iterable[tuple[str, str]]) -> None:
         """End a round. held: nodes' ids with the folders of the instances that are there."""
         workers = list(workers)
+        origins = [one.files for one in workers if one.files.origin and one.state == "ready"]
         self._revisions = {
-            folder: revision
-            for one in workers
-            if one.files.origin and one.state == "ready"
-            for folder, revision in one.files.paths.items()
+            folder: revision for files in origins for folder, revision in files.paths.items()
         }
+        self._sought = frozenset(
+            folder
+            for files in origins
+            if not files.why
+            for folder in self._common.paths
+            if folder not in files.looked
+        )
         # What an instance waits for comes first.
         found: dict[str, dict[str, None]] = {}
         for node, folder in (*sorted(self._wanted), *sorted(held)):

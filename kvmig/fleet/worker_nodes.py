@@ -70,6 +70,8 @@ class WorkerNode:
     """Sources whose files are on its disk, or come there now."""
     no_files: Mapping[str, str] = field(default_factory=dict)
     """Why its disk can't have the files of sources."""
+    sought: frozenset[str] = frozenset()
+    """Sources among these of which that is not known yet: their files are looked for."""
     instances: tuple[NodeInstance, ...] = ()
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of what else instances take, by Ray's names."""

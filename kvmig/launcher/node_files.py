@@ -151,6 +151,8 @@ class NodeFilesReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why the folder can't be used; empty: it can."""
     paths: Mapping[str, str] = {}
     """Folders of the user's that are there themselves, with their states."""
+    looked: tuple[str, ...] = ()
+    """Folders of the user's that were looked for."""
     folders: tuple[FolderReport, ...] = ()
 
     def folder(self, name: str, revision: str = "") -> FolderReport | None:

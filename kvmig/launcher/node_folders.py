@@ -79,6 +79,8 @@ class NodeFolders:
         self._lists = FolderLists()
         self._paths: dict[str, FilesManifest] = {}
         """The folders of the user's that are here themselves."""
+        self._looked: set[str] = set()
+        """Folders of the user's that were looked for."""
         self._used: dict[str, float] = {}
         """When folders were last marked as used."""
         self._statuses: dict[str, DownloadStatus] = {}
@@ -196,9 +198,11 @@ class NodeFolders:
         """Know which folders of the user's are here, as far as they are listed by then."""
         for one, found in self._lists.take_lists(timeout_s).items():
             self._paths.pop(one, None)
+            self._looked.add(one)
             if found is not None:
                 self._paths[one] = found
         self._paths = {one: it for one, it in self._paths.items() if one in self._paths_of}
+        self._looked.intersection_update(self._paths_of)
 
     def _link(self, folder: FilesFolder, one: WantedFolder) -> None:
         """Let instances find the copy of a folder of the user's."""
@@ -294,6 +298,7 @@ class NodeFolders:
             free_bytes=free,
             why=self._why,
             paths={one: it.revision for one, it in self._paths.items()},
+            looked=tuple(sorted(self._looked)),
             folders=(*(found[one] for one in sorted(found)), *copies),
         )
 

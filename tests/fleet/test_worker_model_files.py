@@ -130,7 +130,9 @@ async def test_one_more_instance_is_added_once_its_files_are_there(
 
 async def test_a_folder_of_the_users_is_used_only_where_it_is(bench: WorkerBench) -> None:
     def there(letter: str, has: bool) -> NodeReport:
-        files = NodeFilesReport(root="/data/files", paths={"/models/a": "now"} if has else {})
+        files = NodeFilesReport(
+            root="/data/files", paths={"/models/a": "now"} if has else {}, looked=("/models/a",)
+        )
         measured = NodeMeasure(memory_total=8 * GIB, memory_free=8 * GIB, files=files)
         return made_up_node(letter, measured=measured)
 
@@ -140,6 +142,49 @@ async def test_a_folder_of_the_users_is_used_only_where_it_is(bench: WorkerBench
     assert f"--instance-node=i0: {B}" in bench.start.words
     (_, refused) = bench.models.why_not(bench.model).nodes
     assert refused.refusals[0].why == "/models/a is not there"
+
+
+def looking(letter: str, *looked: str, **more: Any) -> NodeReport:
+    """A node that has looked for these folders of the user's, and has found none."""
+    files = NodeFilesReport(root="/data/files", looked=looked, **more)
+    measured = NodeMeasure(memory_total=8 * GIB, memory_free=8 * GIB, files=files)
+    return made_up_node(letter, measured=measured)
+
+
+async def test_a_folder_that_is_still_looked_for_is_not_called_missing(bench: WorkerBench) -> None:
+    bench.pool.files.take_folders({}, ["/models/a"])
+    bench.see(looking("a"), looking("b", "/models/a"))
+    bench.add()
+    assert bench.model.life.why == "its files are looked for on 1 of 2 workers"
+    refused = bench.models.why_not(bench.model).nodes
+    assert {one.node: one.refusals[0].why for one in refused} == {
+        "worker-a": "its files are looked for", "worker-b": "/models/a is not there"
+    }  # fmt: skip
+    bench.see(looking("a", "/models/a"), looking("b", "/models/a"))
+    bench.turn()
+    why = "no room: no worker takes it now: of 2, 2 without its files"
+    assert bench.model.life.why == why
+
+
+async def test_no_worker_lacks_a_folder_until_the_servers_own_disk_was_looked_at(
+    bench: WorkerBench,
+) -> None:
+    bench.pool.files.take_folders({}, ["/models/a"])
+    bench.see(looking("c", origin=True), looking("a", "/models/a"))
+    bench.turn()
+    bench.add()
+    assert bench.model.life.why == "its files are looked for on 2 of 2 workers"
+
+
+async def test_a_worker_that_is_refused_for_something_else_is_not_waited_for(
+    bench: WorkerBench,
+) -> None:
+    bench.pool.files.take_folders({}, ["/models/a"])
+    bench.see(looking("a"))
+    bench.pool.take_wishes([WorkerWish(name="worker-a", cordoned=True)])
+    bench.turn()
+    bench.add()
+    assert bench.model.life.why == "no room: no worker takes it now: of 1, 1 cordoned"
 
 
 async def test_a_folder_that_only_the_server_has_is_copied(bench: WorkerBench) -> None:

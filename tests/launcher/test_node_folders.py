@@ -392,7 +392,7 @@ def test_a_folder_that_takes_long_to_list_delays_no_other_one(
     began = time.monotonic()
     found = node.take_wish(wish, {str(slow): [site.holder]})
     assert time.monotonic() - began < 10, "it answers meanwhile"
-    assert found.paths.keys() == {str(there)}
+    assert found.paths.keys() == {str(there)} == set(found.looked)
     assert found.folder(str(slow)) is None, "nor is it fetched"
     disk.set()
     wait_until(lambda: node.take_wish(wish, {}).paths.keys() == {str(slow), str(there)})
