@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from kvmig.fleet.autoscale import GROWTH, InstanceLoad, counted
+from kvmig.fleet.autoscale import GROWTH, InstanceLoad
 from kvmig.fleet.workers import Leaving
 
 
@@ -44,8 +44,8 @@ def leaving_step(
     serving = [one for one in staying if one.state == "serving"]
     runs = [one for one in going if leaving[one.id] == "drain" and one.state == "serving"]
     dead = [one for one in going if one not in runs]
-    # The deployment ends with its last instance, so another one is there before.
-    removed = dead if counted(staying) else []
+    # The deployment ends with its last instance, and one that starts may fail.
+    removed = dead if serving else []
     enough = len(serving) >= wanted or bool(no_room and serving and _hold(serving, runs))
     drained = runs if enough else []
     stay = len(going) > len(removed) + len(drained)

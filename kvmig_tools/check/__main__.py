@@ -1,4 +1,4 @@
-"""Explores the handshake, a model's life in a fleet, and its roll-out: `python -m
+"""Explores the handshake, a model's life in a fleet, its roll-out and its workers: `python -m
 kvmig_tools.check`.
 
 Exits with 1 on a broken invariant.
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from kvmig_tools.check import life, second_life
+from kvmig_tools.check import life, second_life, worker_life
 from kvmig_tools.check.explore import Result
 from kvmig_tools.check.scenarios import LIFE, SCENARIOS, Scenario, explore
 
@@ -88,7 +88,10 @@ def _explore_lives(most: int, parks: Sequence[bool]) -> bool:
     rolling = second_life.explore()
     print(f"A model's roll-out: {rolling.states:,} states, {rolling.events:,} events.")
     _print_violation(rolling)
-    return broken or bool(rolling.violation)
+    placed = worker_life.explore()
+    print(f"A model's instances on workers: {placed.states:,} states, {placed.events:,} events.")
+    _print_violation(placed)
+    return broken or bool(rolling.violation or placed.violation)
 
 
 def _explored(chosen: list[Scenario]) -> Iterator[Result]:
