@@ -124,33 +124,34 @@ def post_update(
 
 
 def gather_block_tables(
-    self: Any, seats: Tensor, padded: int, out: Any = None, out_ptrs: Any = None
+    self: Any, idx_mapping: Tensor, num_reqs_padded: int, out: Any = None, out_ptrs: Any = None
 ) -> tuple[Tensor, ...]:
     """The blocks of those in the batch."""
     found = tuple(self.input_block_tables) if out is None else tuple(out)
     for group, table in enumerate(found):
-        for place, seat in enumerate(seats.tolist()):
+        for place, seat in enumerate(idx_mapping.tolist()):
             blocks = int(self.num_blocks.gpu[group, seat])
             table[place, :blocks] = self.block_tables[group].gpu[seat, :blocks]
-        table[len(seats) : padded] = 0
-    return tuple(table[:padded] for table in found)
+        table[len(idx_mapping) : num_reqs_padded] = 0
+    return tuple(table[:num_reqs_padded] for table in found)
 
 
 def compute_slot_mappings(
-    self: Any, seats: Tensor, begins: Tensor, positions: Tensor, padded: int, out: Any = None
-) -> Tensor:
+    self: Any, idx_mapping: Tensor, query_start_loc: Tensor, positions: Tensor,
+    num_tokens_padded: int, out: Any = None,
+) -> Tensor:  # fmt: skip
     """Where in the KV cache each token's row is."""
     mappings: Tensor = self.slot_mappings if out is None else out
-    bounds = begins.tolist()
+    bounds = query_start_loc.tolist()
     for group, size in enumerate(self.block_sizes):
         table = self.block_tables[group].gpu
-        for place, seat in enumerate(seats.tolist()):
+        for place, seat in enumerate(idx_mapping.tolist()):
             begin, end = bounds[place], bounds[place + 1]
             at = positions[begin:end].long()
             slots = table[seat, at // size].long() * size + at % size
             mappings[group, begin:end] = slots if seat >= 0 else PAD
-        mappings[group, bounds[len(seats)] :] = PAD
-    return mappings[:, :padded]
+        mappings[group, bounds[len(idx_mapping)] :] = PAD
+    return mappings[:, :num_tokens_padded]
 
 
 def sample_greedy(kernel: Any) -> Callable[..., None]:
