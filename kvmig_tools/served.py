@@ -119,7 +119,7 @@ class Served:
                     return
             except httpx.HTTPError:
                 pass  # not yet
-            time.sleep(0.2)
+            time.sleep(0.05)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it; its exit code. Raises subprocess.TimeoutExpired after killing it."""

@@ -123,11 +123,7 @@ FETCH = Check(
     ("python", "scripts/setup_env.py", "--dev", "--vllm", NEXT),
 )
 ADAPTER = ("pytest", "-q", "tests/engines/vllm/test_vllm_adapter.py")
-ENGINE = "engine and not long"
 V2 = (*ADAPTER, "-p", "tests.support.runner_v2")
-ON_V2 = Check(
-    "the adapter on model runner V2", (*V2, "-k", "[async-seeded and left_alone"), marks=ENGINE
-)
 KINDS = (
     "tests/engines/vllm/test_vllm_kinds.py",
     "tests/engines/vllm/test_vllm_lora.py",
@@ -137,9 +133,10 @@ ALL_ON_V2 = Check("all of the adapter on model runner V2", (*V2, *KINDS), marks=
 NEXT_ON_V2 = Check(f"all of it on vLLM {NEXT}", (*V2, *KINDS), marks="engine", tree=NEXT)
 ALL_ON_NEXT = Check(
     f"all tests of the adapter on vLLM {NEXT}",
-    ("pytest", "-q", *(str(path) for path in sorted((ROOT / "tests").rglob("test_vllm_*.py")))),
     # The test on a server takes another version's name; tests/e2e/test_serve_plugin_next.py serves.
     marks="not server and not alone",
+    sparing=("server",),
+    files="test_vllm_*.py",
     tree=NEXT,
 )
 CONFORMS = ("--pyargs", "kvmig.testing", "--engine", "kvmig.engines.vllm:factory", "-W", "ignore")
@@ -314,14 +311,19 @@ def _case(element: ElementTree.Element) -> Case:
 
 
 def files_of(check: Check) -> list[str]:
-    """All files of tests that may hold some of the check's; none: pytest is to look by itself."""
+    """All files of tests that may hold some of the check's; none: its command has them.
+
+    Of a slice's only those that may hold some of the slice's: the rest isn't imported.
+    """
     if not check.naming and not check.sparing:
         return []
-    files = sorted((ROOT / "tests").rglob(check.files))
+    slices = None if check.slice is None else assign_slices(read_seconds())
     return [
         str(file)
-        for file in files
-        if not file.match(check.but) and _may_hold(file.read_text(), check)
+        for file in sorted((ROOT / "tests").rglob(check.files))
+        if not file.match(check.but)
+        and (slices is None or check.slice in slices.homes_of(check.name, file.stem))
+        and _may_hold(file.read_text(), check)
     ]
 
 
@@ -494,7 +496,6 @@ def order_of(part: Iterable[Check], seconds: Mapping[str, float]) -> tuple[tuple
         (FLEETS, 190.0),
         (LINT, 88.0),
         ((ORDERS,), 77.0),
-        ((ON_V2,), 27.0),
         *(((check,), seconds[check.name]) for check in part),
     ]  # seconds of a run on two cores
     longest = sorted(rest, key=lambda one: -one[1])

@@ -48,13 +48,15 @@ class LongSlices:
         """The slice that runs a test of a check."""
         group = group_of(test)
         known = self.numbers.get(check, {}).get(group)
-        homes = self.homes_of(check)
+        homes = self.homes_of(check, file_of(group))
         return homes[crc32(group.encode()) % len(homes)] if known is None else known
 
-    def homes_of(self, check: str) -> list[int]:
-        """All slices that run some of a check's tests."""
-        known = set(self.numbers.get(check, {}).values())
-        return sorted(known) or [crc32(check.encode()) % SLICES]
+    def homes_of(self, check: str, file: str = "") -> list[int]:
+        """All slices that run some of a check's tests. file: the only one whose tests count, by its
+        name without the suffix; all count where none of its tests is known."""
+        known = self.numbers.get(check, {})
+        of_file = {number for group, number in known.items() if file_of(group) == file}
+        return sorted(of_file or set(known.values())) or [crc32(check.encode()) % SLICES]
 
     def seconds_of(self, seconds: Seconds, number: int | None) -> dict[str, float]:
         """How long each check takes that has something in a slice. number: None for all slices."""
@@ -75,6 +77,11 @@ def group_of(test: str) -> str:
     _, bracket, parameters = name.partition("[")
     stem = file.removesuffix(".py").replace("/", ".").rpartition(".")[2]
     return stem if stem in WHOLE_FILES else f"{stem}{bracket}{parameters}"
+
+
+def file_of(group: str) -> str:
+    """The name of a group's file, without the suffix."""
+    return group.partition("[")[0]
 
 
 def assign_slices(seconds: Seconds) -> LongSlices:

@@ -19,7 +19,7 @@ from kvmig.fleet.store import FleetStore
 from kvmig.process.child import begin_loading, end_loading
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import SMALL, Served
-from tests.support import fake_gpu, postgres
+from tests.support import authorities, fake_gpu, postgres
 from tests.support.fleet_stores import Place, make_tables
 from tests.support.fleets import ToyFleet
 from tests.support.leaks import Footprint, assert_server_is_empty
@@ -57,6 +57,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 # waits without end for one that is gone.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
+authorities.trust_one()
 begin_loading()  # a lane that imports vLLM would walk all of it again and again
 
 
@@ -153,6 +154,13 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="session")
+def toy_nursery() -> Iterator[Nursery]:
+    """The same for servers whose engines compute nothing."""
+    with Nursery("toy") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def two_instances(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
@@ -170,9 +178,11 @@ def served(two_instances: Served) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def two_toys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Toys:
+def two_toys(
+    request: pytest.FixtureRequest, toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Toys:
     """The same with engines that compute nothing."""
-    return shared(request, Toys(TWO, tmp_path_factory.mktemp("toys")))
+    return shared(request, Toys(TWO, tmp_path_factory.mktemp("toys"), nursery=toy_nursery))
 
 
 @pytest.fixture

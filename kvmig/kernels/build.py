@@ -199,6 +199,22 @@ def cached_library(recipe: BuildRecipe | None = None) -> Path:
     return library
 
 
+def install_library(output: Path, recipe: BuildRecipe) -> None:
+    """Put the library at `output`, where all of it appears at once.
+
+    It comes from the user's cache, which is given what it lacks; it is only compiled where there
+    can be no cache. Raises KernelUnavailable with the compiler's own words.
+    """
+    try:
+        cache_folder()
+    except (OSError, RuntimeError, KernelUnavailable):  # RuntimeError: the user has no home
+        compile_library(output, recipe)
+        return
+    library = cached_library(recipe)
+    with tempfile.TemporaryDirectory(prefix=".building-", dir=output.parent) as work:
+        Path(shutil.copy(library, Path(work) / "draft.so")).replace(output)
+
+
 def cache_folder() -> Path:
     """kvmig's folder in the user's cache. Code is loaded from it, so no other user may write there.
 

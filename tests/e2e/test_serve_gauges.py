@@ -13,6 +13,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvmig_tools.nursery import Nursery
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint
 from tests.support.streams import Stream, count_from, start_streams
@@ -28,10 +29,12 @@ REFUSED = "kvmig_messages_refused"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def served(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Three instances behind two front ends."""
     flags = [*PATIENT, NEVER_BY_ITSELF, "--instances=3", "--front-ends=2", "--max-num-seqs=32"]
-    with Toys([*flags, "--heartbeat-timeout=20"], tmp_path_factory.mktemp("gauges")) as made:
+    with Toys(
+        [*flags, "--heartbeat-timeout=20"], tmp_path_factory.mktemp("gauges"), nursery=toy_nursery
+    ) as made:
         yield made
 
 

@@ -35,7 +35,7 @@ def served(
         nursery: Nursery = request.getfixturevalue("nursery")
         made = Served([*SMALL, *FLAGS], nursery=nursery, log=folder / "log")
     elif request.param == "toy":
-        made = Toys(FLAGS, folder)
+        made = Toys(FLAGS, folder, nursery=request.getfixturevalue("toy_nursery"))
     else:
         flags = ["--engine=transformers", "--num-blocks=200", *FLAGS]
         made = Served(flags, log=folder / "log")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from kvmig.core.order_fence import TOKEN_HEADER
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
@@ -42,12 +43,12 @@ HELD = 20
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def several(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Two instances, at most three, behind two front ends."""
     flags = [*PATIENT, *SILENT, NEVER_BY_ITSELF, "--instances=2", "--max-instances=3"]
     flags += ["--front-ends=2", "--max-num-seqs=32", "--scheduler-interval-ms=50"]
     with leaving_nothing(
-        Toys(flags, tmp_path_factory.mktemp("several")), no_traceback=True
+        Toys(flags, tmp_path_factory.mktemp("several"), nursery=toy_nursery), no_traceback=True
     ) as served:
         yield served
 
@@ -338,11 +339,13 @@ async def test_a_killed_instance_comes_back_under_its_name(several: Toys) -> Non
 
 
 @pytest.fixture(scope="module")
-def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def elastic(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """One instance, two under load."""
     flags = [*PATIENT, *SILENT, "--instances=1", "--max-instances=2", "--autoscale=20,200"]
     flags += ["--scale-stabilization=0.5", "--scale-cooldown=1", "--num-blocks=200"]
-    with leaving_nothing(Toys(flags, tmp_path_factory.mktemp("elastic"))) as served:
+    with leaving_nothing(
+        Toys(flags, tmp_path_factory.mktemp("elastic"), nursery=toy_nursery)
+    ) as served:
         yield served
 
 

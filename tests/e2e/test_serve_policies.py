@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvmig.engines.toy.script import ToyScript
+from kvmig_tools.nursery import Nursery
 from tests.conftest import PATIENT
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
 from tests.support.streams import TIMEOUT_S, Stream, counted, other, row_of
@@ -31,13 +32,15 @@ HELD = 20
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def two(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     flags = [
         f"--block-size={BLOCK}", "--num-blocks=140", f"--max-num-seqs={SEATS}", "--instances=2",
         *PATIENT, "--policy=kvmig", "--migrate-below=3", "--migrate-above=4",
         "--shutdown-timeout=5",
     ]  # fmt: skip
-    with leaving_nothing(Toys(flags, tmp_path_factory.mktemp("policies"))) as served:
+    with leaving_nothing(
+        Toys(flags, tmp_path_factory.mktemp("policies"), nursery=toy_nursery)
+    ) as served:
         yield served
 
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvmig_tools.nursery import Nursery
 from tests.conftest import PATIENT
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
 from tests.support.streams import TIMEOUT_S, Stream, count_from, place, row_of, run_unmoved
@@ -34,13 +35,15 @@ ALLOWED = "must be fast (-20) or high (-10) or normal (0)"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def server(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     flags = [
         f"--num-blocks={BLOCKS}", "--max-num-seqs=2", "--instances=2", *CLASSES, *PATIENT,
         "--policy=kvmig", "--migrate-below=-1000000", "--shutdown-timeout=5",
         f"--max-waiting={MAX_WAITING}",
     ]  # fmt: skip
-    with leaving_nothing(Toys(flags, tmp_path_factory.mktemp("priorities"))) as served:
+    with leaving_nothing(
+        Toys(flags, tmp_path_factory.mktemp("priorities"), nursery=toy_nursery)
+    ) as served:
         yield served
 
 

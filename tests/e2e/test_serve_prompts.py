@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvmig.engines.toy.script import ToyScript
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
 from tests.support.streams import TIMEOUT_S, Stream, counted
@@ -29,12 +30,14 @@ LEASE = ("--reply-timeout-ms=3000", "--lease-ms=6000")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def server(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     flags = [
         "--instances=2", "--prompt-instances=i0", f"--block-size={BLOCK}", "--num-blocks=140",
         *LEASE, "--shutdown-timeout=5",
     ]  # fmt: skip
-    with leaving_nothing(Toys(flags, tmp_path_factory.mktemp("prompts"))) as served:
+    with leaving_nothing(
+        Toys(flags, tmp_path_factory.mktemp("prompts"), nursery=toy_nursery)
+    ) as served:
         yield served
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF
 from tests.support.leaks import Footprint, assert_server_is_empty, orphans
@@ -113,7 +114,9 @@ async def test_children_of_a_killed_launcher_go_by_themselves(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def even(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Toys, Footprint]]:
+def even(
+    toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Toys, Footprint]]:
     """A server whose scheduler evens out what is more than a little uneven."""
     flags = [
         "--instances=2",
@@ -122,7 +125,7 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Toys, Footp
         "--scheduler-interval-ms=100",
     ]
     flags.append("--max-restarts=0")
-    with Toys(flags, tmp_path_factory.mktemp("even")) as served:
+    with Toys(flags, tmp_path_factory.mktemp("even"), nursery=toy_nursery) as served:
         wait_until(lambda: Footprint.of(served).named("kvmig.launcher.scheduler"))
         yield served, Footprint.of(served)
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from kvmig.engines.toy.script import ToyScript
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
@@ -41,8 +42,10 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
-    with leaving_nothing(Toys(FLAGS, tmp_path_factory.mktemp("tight"))) as served:
+def tight_server(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+    with leaving_nothing(
+        Toys(FLAGS, tmp_path_factory.mktemp("tight"), nursery=toy_nursery)
+    ) as served:
         yield served
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 from tests.conftest import PATIENT
 from tests.support.leaks import assert_server_is_empty, leaving_nothing
@@ -42,20 +43,22 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def three(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Three instances."""
     flags = [*PATIENT, *FLAGS, "--instances=3", "--max-instances=6"]
     with leaving_nothing(
-        Toys(flags, tmp_path_factory.mktemp("three")), no_traceback=True
+        Toys(flags, tmp_path_factory.mktemp("three"), nursery=toy_nursery), no_traceback=True
     ) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def two_classes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
+def two_classes(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toys]:
     """Two instances, which round differently."""
     flags = [*PATIENT, *FLAGS, "--instances=2", "--instance-flags=i1: --numerics=other"]
-    with leaving_nothing(Toys(flags, tmp_path_factory.mktemp("two_classes"))) as served:
+    with leaving_nothing(
+        Toys(flags, tmp_path_factory.mktemp("two_classes"), nursery=toy_nursery)
+    ) as served:
         yield served
 
 

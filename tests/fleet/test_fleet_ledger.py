@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
@@ -28,6 +28,7 @@ from kvmig.fleet.ledger import AT_ONCE, SUMS, merge, sums, take
 from kvmig.fleet.setaside import keep_records, keep_spool
 from kvmig.fleet.store import FleetStore
 from kvmig.fleet.tables import usage
+from tests.support.examples import examples
 from tests.support.fleet_stores import ANNA, Place
 
 DAY = 86400.0
@@ -183,7 +184,7 @@ def test_sums_are_by_key_user_model_and_day(store: FleetStore, tmp_path: Path) -
     assert sums(store.database, (), until="1970-01-01")[0]["output"] == 110
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 50), st.booleans()), max_size=30))
 def test_the_ledger_is_what_was_said_last_of_each_call(
     sqlite_place: Place, steps: list[tuple[int, int, bool]]

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -25,6 +24,7 @@ from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, need_of, pause
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.proxy.activator import socket_of
 from kvmig.proxy.messages import ModelDemand, ModelRoute, ModelWanted, ProxyDemand
+from tests.support.examples import examples
 from tests.support.model_bench import Bench, served, silence, spec
 
 SOURCES = ["path:/one", "path:/two", "path:/three"]
@@ -293,4 +293,4 @@ class RollingModel(RuleBasedStateMachine):
 
 
 TestRollingModel = RollingModel.TestCase
-TestRollingModel.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRollingModel.settings = examples(40, stateful_step_count=40, deadline=None)

@@ -125,7 +125,7 @@ def test_lanes_take_each_check_once_and_the_longest_first(number: int) -> None:
     order = check.order_of(part, took)
     names = [one.name for checks in order for one in checks]
     usual = (check.FETCH, *check.DRIFT, *check.ENGINES, *check.LIGHTS, *check.SERVERS,
-             *check.FLEETS, *check.LINT, check.ORDERS, check.ON_V2)  # fmt: skip
+             *check.FLEETS, *check.LINT, check.ORDERS)  # fmt: skip
     assert sorted(names) == sorted(one.name for one in (*usual, *part))
     long = [took[name] for name in names if name in check.LONG_NAMES]
     assert long == sorted(long, reverse=True)

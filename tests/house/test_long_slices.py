@@ -39,6 +39,28 @@ def test_every_long_test_is_in_exactly_one_slice_also_one_that_is_new(
     assert test not in known or number == slices.numbers[name][test]
 
 
+def test_a_slice_imports_only_files_that_may_hold_tests_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seconds = {"some": {"test_a": 50.0, "test_b[x]": 40.0, "test_b[y]": 30.0}}
+    monkeypatch.setattr(check, "read_seconds", lambda: seconds)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    for name in ("test_a", "test_b", "test_new"):
+        (tmp_path / "tests" / f"{name}.py").touch()
+    slices = assign_slices(seconds)
+    of_a, of_x, of_y = (slices.numbers["some"][one] for one in seconds["some"])
+
+    def found(number: int) -> list[str]:
+        one = check.Check("some", sparing=("server",), slice=number)
+        return [Path(file).stem for file in check.files_of(one)]
+
+    assert len({of_a, of_x, of_y}) == 3
+    assert found(of_a) == ["test_a", "test_new"]
+    assert found(of_x) == found(of_y) == ["test_b", "test_new"]
+    assert slices.number_of("some", "t/test_b.py::new[z]") in (of_x, of_y)
+
+
 @given(SECONDS)
 def test_the_same_seconds_give_the_same_slices_in_whatever_order_they_come(
     seconds: dict[str, dict[str, float]],

@@ -248,3 +248,37 @@ def test_the_library_is_clean_under_the_sanitizers(
         [program], env=environment, check=False, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was compiled, whose places have its number as their text."""
+    done: list[str] = []
+
+    def compile_it(output: Path, recipe: build.BuildRecipe | None = None) -> None:
+        done.append(output.name)
+        output.write_text(str(len(done)))
+
+    monkeypatch.setattr(build, "compile_library", compile_it)
+    return done
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_an_installation_compiles_what_the_users_cache_lacks_and_no_more(
+    tmp_path: Path, compiled: list[str]
+) -> None:
+    for name in ("first.so", "second.so"):
+        build.install_library(tmp_path / name, build.cpu())
+        assert (tmp_path / name).read_text() == "1"
+    assert len(compiled) == 1
+    assert not list(tmp_path.glob(".building-*"))
+
+
+def test_an_installation_compiles_where_there_can_be_no_cache(
+    uninstalled: Path, tmp_path: Path, compiled: list[str]
+) -> None:
+    uninstalled.mkdir(parents=True)
+    uninstalled.chmod(0o777)  # others may write there
+    build.install_library(tmp_path / "first.so", build.cpu())
+    assert compiled == ["first.so"]
+    assert not list(uninstalled.iterdir())

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvmig.core.order_fence import NO_TOKEN, OrderToken
 from kvmig.launcher.node_fence import NodeFence
+from tests.support.examples import examples
 
 FLEET = "f" * 32
 
@@ -101,7 +102,7 @@ class ServersOfOneNode(RuleBasedStateMachine):
         assert self.seen <= self.leads
 
 
-ServersOfOneNode.TestCase.settings = settings(stateful_step_count=40, max_examples=50)
+ServersOfOneNode.TestCase.settings = examples(50, stateful_step_count=40)
 test_only_the_latest_server_changes_a_node = ServersOfOneNode.TestCase
 
 

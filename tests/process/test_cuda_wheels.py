@@ -17,7 +17,7 @@ import pytest
 from kvmig.process.fork_server import ForkDone, ForkOrder, join, receive_news, send_order
 from kvmig_tools.nursery import Nursery
 from scripts.setup_env import CUDA_WHEELS, Setup
-from tests.support import cuda_stubs
+from tests.support import authorities, cuda_stubs
 
 pytestmark = [pytest.mark.cuda_wheels, pytest.mark.long]
 
@@ -33,7 +33,12 @@ MANY = {**BARE, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "4"}
 @pytest.fixture(scope="module")
 def wheels() -> Path:
     """The packages of an environment with the CUDA wheels."""
-    Setup(CUDA_WHEELS, "cuda").install_cuda_wheels()
+    with pytest.MonkeyPatch.context() as patched:  # as the registry is trusted outside of tests
+        if authorities.MACHINES is None:
+            patched.delenv(authorities.VARIABLE)
+        else:
+            patched.setenv(authorities.VARIABLE, authorities.MACHINES)
+        Setup(CUDA_WHEELS, "cuda").install_cuda_wheels()
     (packages,) = CUDA_WHEELS.glob("lib/python*/site-packages")
     return packages
 

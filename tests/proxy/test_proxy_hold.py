@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -21,6 +21,7 @@ from kvmig.proxy.activator import (
 )
 from kvmig.proxy.messages import ModelRoute, RouteState
 from kvmig.proxy.refusals import ProxyRefusal
+from tests.support.examples import examples
 
 STATES: tuple[RouteState, ...] = ("cold", "starting", "ready", "failed", "off")
 
@@ -158,7 +159,7 @@ class Holding(RuleBasedStateMachine):
 
 
 TestHolding = Holding.TestCase
-TestHolding.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestHolding.settings = examples(30, stateful_step_count=30, deadline=None)
 
 
 def test_a_refusal_says_when_to_try_again() -> None:

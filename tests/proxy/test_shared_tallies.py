@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.accounts.keys import Limits
 from kvmig.accounts.limits import LimitExceeded, RequestLimiter, let_in
 from kvmig.proxy.shared_tallies import SEATS, SLOTS, SharedTallies
+from tests.support.examples import examples
 
 PARALLEL = 3
 
@@ -72,7 +73,7 @@ def test_one_call_at_once_comes_in_by_whichever_proxy(three: Proxies) -> None:
         three.leave(number)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.booleans()), max_size=60))
 def test_a_client_within_its_limit_is_never_refused_and_never_more_come_in(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, int, bool]]

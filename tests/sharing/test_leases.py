@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvmig.core.errors import ConfigError
 from kvmig.sharing.lease_ledger import MIB, LeaseLedger, LeaseOrder, MemberClaim, MemberReport
 from kvmig.sharing.memory_quotas import RULES
+from tests.support.examples import examples
 
 ARENA = 64 * MIB
 
@@ -360,4 +360,4 @@ class Arena(RuleBasedStateMachine):
 
 
 TestArena = Arena.TestCase
-TestArena.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestArena.settings = examples(25, stateful_step_count=40, deadline=None)

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -28,6 +28,7 @@ from kvmig.engines.vllm.detokenizers import (
 )
 from kvmig.engines.vllm.outputs import CarefulOutputs
 from kvmig.models import BUNDLED
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.engine
 BYTES: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(str(BUNDLED))
@@ -123,7 +124,7 @@ def answer_of(draw: Random, vocabulary: int, ids: Ids) -> list[int]:
     return answer
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60, deadline=None)
 @given(st.integers(0, 2**32))
 @pytest.mark.parametrize("tokenizer", ["bytes", "fallback"])
 @pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
