@@ -228,6 +228,9 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True):
     files: str = ""
     """A fleet's folder of models' files, which a node may have elsewhere; empty: MODEL has the same
     path on each node."""
+    fleet: str = ""
+    """The word of the fleet, whose agents on nodes have units and fork servers; empty: it is
+    none."""
 
 
 class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -477,7 +480,7 @@ def _check_unit(unit: UnitConfig, config: ClusterConfig) -> None:
     _least("--unit-guarantee", unit.guarantee, 0)
     _least("--reclaim-patience", unit.patience_s, 0)
     alone = "left out with --ray: only `kvmig up --ray` starts agents of units on nodes"
-    _require(config.ray is None or bool(config.ray.files), "--unit", unit.path, alone)
+    _require(config.ray is None or bool(config.ray.fleet), "--unit", unit.path, alone)
     others = f"left out with --engine {config.engine}: only vLLM's engines share KV cache"
     _require(config.engine == "vllm", "--unit", unit.path, others)
 

@@ -65,6 +65,7 @@ OURS = {
     "--ray": "of `kvmig up`",
     "--instance-node": "the fleet's own",
     "--ray-files": "the fleet's own",
+    "--ray-fleet": "the fleet's own",
     "--instance-vllm": "vllm",
 }
 """Flags that a spec says otherwise."""

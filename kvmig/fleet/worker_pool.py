@@ -32,6 +32,7 @@ from kvmig.launcher.ray_resources import Resources, needs_of, parse_resources
 
 RESOURCES = "--ray-resources"
 FILES = "--ray-files"
+FLEET = "--ray-fleet"
 GPU = "GPU"
 UNKNOWN = 1 << 60
 NO_RESOURCES: Resources = {}
@@ -183,8 +184,8 @@ class WorkerPool:
         return tuple(there[at] for at in indices) if there.keys() >= set(indices) else ()
 
     def lacks_gpus(self, name: str, indices: Sequence[int]) -> str:
-        """Which of these GPUs a worker does not have; empty: none, or its agent has not measured
-        them now."""
+        """Which GPUs with these indices are not on a worker; empty: all are, or its agent has not
+        measured them now."""
         worker = self._table.named(name)
         there = {one.index for one in self.inventory_of(name).devices}
         missing = ", ".join(str(at) for at in indices if at not in there)
@@ -306,6 +307,8 @@ class WorkerPool:
         own = [f"--ray={self.address}"]
         if self.files.root:
             own.append(f"{FILES}={self.files.root}")
+        if self._fleet:
+            own.append(f"{FLEET}={self._fleet}")
         own += [f"--instance-node=i{at}: {node}" for at, node in enumerate(nodes)]
         if not text_in(spec.flags, RESOURCES):
             resources = msgspec.json.encode(dict(self._resources(spec)))

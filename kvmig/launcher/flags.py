@@ -131,8 +131,15 @@ def _ray(flags: argparse.Namespace) -> RayConfig | None:
             raise ConfigError(f"--ray-resources is {flags.ray_resources!r}, but --ray is not given")
         if flags.ray_files:
             raise ConfigError(f"--ray-files is {flags.ray_files!r}, but --ray is not given")
+        if flags.ray_fleet:
+            raise ConfigError(f"--ray-fleet is {flags.ray_fleet!r}, but --ray is not given")
         return None
-    return RayConfig(address=checked_address(flags.ray), resources=resources, files=flags.ray_files)
+    return RayConfig(
+        address=checked_address(flags.ray),
+        resources=resources,
+        files=flags.ray_files,
+        fleet=flags.ray_fleet,
+    )
 
 
 def _shares(text: str) -> tuple[int, int]:
@@ -464,6 +471,13 @@ def _add_ray(root: FlagParser) -> None:
         metavar="FOLDER",
         help="folder of a fleet's downloaded models: MODEL in it is in the folder KVMIG_FILES on"
         " nodes that set this variable (default: MODEL has the same path on each node)",
+    )
+    group.add_argument(
+        "--ray-fleet",
+        default="",
+        metavar="WORD",
+        help="word of the fleet whose agents on the nodes have units and fork servers for the"
+        " instances (default: there are none)",
     )
     group.add_argument(
         "--instance-node",

@@ -1,7 +1,7 @@
 """The fork servers of one node of a Ray cluster, kept by the node's agent: one an engine.
 
 An instance that starts on the node is forked there, so that it imports nothing. Its launcher finds
-the socket by the id of the node and the fleet's folder of models' files. A fork server that
+the socket by the id of the node and the word of the fleet. A fork server that
 fails is started again by the agent, after ever longer pauses, and never for an order: while there
 is none, instances start by themselves.
 """
@@ -50,11 +50,10 @@ def node_folder(node: str) -> Path:
     return folder
 
 
-def fork_address(node: str, root: str, engine: str) -> str:
-    """The path of the socket of an engine's fork server. root: the fleet's folder of files. Raises
-    StartupError."""
-    fleet = blake2b(root.encode(), digest_size=4).hexdigest()
-    return str(node_folder(node) / f"{fleet}-{engine}.sock")
+def fork_address(node: str, fleet: str, engine: str) -> str:
+    """The path of the socket of an engine's fork server. fleet: its word. Raises StartupError."""
+    word = blake2b(fleet.encode(), digest_size=4).hexdigest()
+    return str(node_folder(node) / f"{word}-{engine}.sock")
 
 
 def pause_after(failures: int) -> float:
@@ -79,19 +78,19 @@ class NodeForks:
         self._thread: threading.Thread | None = None
 
     def keep_engines(
-        self, root: str, engines: Sequence[str], given: Mapping[str, str]
+        self, fleet: str, engines: Sequence[str], given: Mapping[str, str]
     ) -> dict[str, str]:
         """Keep fork servers of these engines; the state of each: LOADING, READY, or why there is
-        none. root: see `fork_address`. given: see `base_environment`."""
+        none. fleet: see `fork_address`. given: see `base_environment`."""
         self._engines = engines
-        if engines and root and self._thread is None:
+        if engines and fleet and self._thread is None:
             environment = base_environment(given, self._own)
             environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an agent
             self._loop = asyncio.new_event_loop()
-            self._keeping = self._loop.create_task(self._keep(root, environment))
+            self._keeping = self._loop.create_task(self._keep(fleet, environment))
             self._thread = threading.Thread(target=self._run, daemon=True, name="fork servers")
             self._thread.start()
-        return {one: self._states.get(one, LOADING) for one in engines} if root else {}
+        return {one: self._states.get(one, LOADING) for one in engines} if fleet else {}
 
     def close(self) -> None:
         """End them all; what they have forked goes on."""
@@ -112,8 +111,9 @@ class NodeForks:
         finally:
             self._loop.close()
 
-    async def _keep(self, root: str, environment: Mapping[str, str]) -> None:
-        servers = ForkServers(partial(fork_address, self._node, root), lambda: environment, AT_ONCE)
+    async def _keep(self, fleet: str, environment: Mapping[str, str]) -> None:
+        path = partial(fork_address, self._node, fleet)
+        servers = ForkServers(path, lambda: environment, AT_ONCE)
         watching = asyncio.create_task(servers.watch())
         try:
             while True:
@@ -143,15 +143,15 @@ class NodeForks:
 
 
 def forked_or(
-    spawn: Spawn, node: str, root: str, launch: LlumletLaunch, environment: Mapping[str, str]
+    spawn: Spawn, node: str, fleet: str, launch: LlumletLaunch, environment: Mapping[str, str]
 ) -> Spawn:
     """Fork an instance where the node has a fork server that suits it; spawn it where there is
-    none. root: see `fork_address`."""
+    none. fleet: see `fork_address`."""
 
     async def fork(stdin: int, announced: int) -> ProcessPort:
         try:
             engine = launch.config.engine
-            sock = await asyncio.to_thread(_join, node, root, engine, environment)
+            sock = await asyncio.to_thread(_join, node, fleet, engine, environment)
             if sock is not None:
                 server = ForkServerClient(sock)
                 process = await server.fork(environment, stdin, announced, launch.title)
@@ -165,11 +165,11 @@ def forked_or(
 
 
 def _join(
-    node: str, root: str, engine: str, environment: Mapping[str, str]
+    node: str, fleet: str, engine: str, environment: Mapping[str, str]
 ) -> socket.socket | None:
     """Connect to the fork server; None: there is none now, and the agent knows why. Raises
     StartupError."""
-    address = fork_address(node, root, engine)
+    address = fork_address(node, fleet, engine)
     if not Path(address).exists():
         return None
     return join(address, {**likeness(), ENGINE: engine, INSTANCES: digest(environment)})

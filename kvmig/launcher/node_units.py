@@ -50,10 +50,16 @@ STARTS = "its agent starts"
 log = logging.getLogger(__name__)
 
 
-def unit_address(node: str, path: str) -> str:
-    """The path of a unit's socket on a node. node: Ray's id of it. path: the unit's on the machine
-    of the fleet's server. Raises StartupError."""
-    return str(node_folder(node) / f"unit-{blake2b(path.encode(), digest_size=8).hexdigest()}.sock")
+def unit_word(fleet: str, path: str) -> str:
+    """The name of a unit on all nodes: two fleets may have the same path, on machines of their own.
+    fleet: its word. path: the unit's on the machine of the fleet's server."""
+    return "unit-" + blake2b(f"{fleet} {path}".encode(), digest_size=8).hexdigest()
+
+
+def unit_address(node: str, word: str) -> str:
+    """The path of a unit's socket on a node. node: Ray's id of it. word: see `unit_word`. Raises
+    StartupError."""
+    return str(node_folder(node) / f"{word}.sock")
 
 
 def gpu_of_unit(address: str) -> str:
@@ -212,15 +218,15 @@ class NodeUnits:
         ]
         self._end(leaving)
         gpus = self._hold_gpus(wanted, fleet)
-        return tuple(self._keep_unit(one, gpus[one.path]) for one in wanted)
+        return tuple(self._keep_unit(one, gpus[one.path], fleet) for one in wanted)
 
-    def _keep_unit(self, one: WantedUnit, has: UnitGpu) -> UnitReport:
+    def _keep_unit(self, one: WantedUnit, has: UnitGpu, fleet: str) -> UnitReport:
         unit = self._units.get(one.path)
         if not one.memory or (has.why and unit is None):
             return UnitReport(path=one.path, why=has.why, gpus=has.uuids)
         try:
             if unit is None:
-                address = unit_address(self._node, one.path)
+                address = unit_address(self._node, unit_word(fleet, one.path))
                 unit = self._units[one.path] = UnitProcess(one, address, self._clock)
             unit.gpu = next(iter(has.uuids), unit.gpu)  # members have what they have
             unit.keep()

@@ -121,7 +121,7 @@ class NodeAgent:
                     lambda why: NodeFilesReport(why=f"its files: {why}"),
                 ),
                 fork_servers=_kept_alone(
-                    lambda: self._forks.keep_engines(wish.files.root, engines, wish.environment),
+                    lambda: self._forks.keep_engines(wish.fleet, engines, wish.environment),
                     lambda why: dict.fromkeys(engines, why),
                 ),
                 units=_kept_alone(

@@ -27,20 +27,22 @@ NAMESPACE = "kvmig"
 """Ray's namespace of the actors' names."""
 LEASE_S = 60.0
 """Time without a question after which a holder ends, if no instance uses its GPU."""
-LOOK_S = 5.0
+LOOKS = 12
+"""Looks in this time whether it is over."""
 
 
 class HeldGpu:
     """The actor's class."""
 
-    def __init__(self, node: str) -> None:
-        """node: Ray's id of this one."""
+    def __init__(self, node: str, lease_s: float = LEASE_S) -> None:
+        """node: Ray's id of this one. lease_s: see `LEASE_S`."""
         found = read_devices(os.environ)  # Ray has left the one that it gives
         if not found.devices:
             why = found.missing or "Ray has given none that NVML shows"
             raise StartupError(f"a GPU of the unit can't be held: {why}")
         self._uuid = found.devices[0].uuid
         self._roll = gpu_roll(node, self._uuid)
+        self._lease_s = lease_s
         self._asked = time.monotonic()
         threading.Thread(target=self._end_unasked, name="lease", daemon=True).start()
 
@@ -50,8 +52,8 @@ class HeldGpu:
         return self._uuid
 
     def _end_unasked(self) -> None:
-        while time.monotonic() - self._asked < LEASE_S or is_used(self._roll):
-            time.sleep(LOOK_S)
+        while time.monotonic() - self._asked < self._lease_s or is_used(self._roll):
+            time.sleep(self._lease_s / LOOKS)
         os._exit(0)
 
 
@@ -117,9 +119,10 @@ class RayHolder:
 class RayHolders:
     """Implements `HolderSource`."""
 
-    def __init__(self, node: str) -> None:
-        """node: Ray's id of it."""
+    def __init__(self, node: str, lease_s: float = LEASE_S) -> None:
+        """node: Ray's id of it. lease_s: see `LEASE_S`."""
         self._node = node
+        self._lease_s = lease_s
 
     def find_holders(self, fleet: str) -> dict[int, GpuHolder]:
         """See `HolderSource`."""
@@ -156,7 +159,7 @@ class RayHolders:
                     get_if_exists=True,
                     scheduling_strategy=ray_cluster.strategy_of(self._node),
                 )
-                .remote(self._node)
+                .remote(self._node, self._lease_s)
             )
         except (RayError, ValueError) as error:
             raise StartupError(f"Ray is not asked for a GPU: {error}") from error

@@ -37,7 +37,7 @@ from kvmig.launcher.launch import LlumletLaunch, PlannedInstance
 from kvmig.launcher.local import LocalLlumlet
 from kvmig.launcher.node_files import FILES_VARIABLE, copy_link, folder_on_node
 from kvmig.launcher.node_forks import forked_or
-from kvmig.launcher.node_units import gpu_of_unit, state_of, unit_address
+from kvmig.launcher.node_units import gpu_of_unit, state_of, unit_address, unit_word
 from kvmig.launcher.ray_cluster import (
     RayNode,
     actor_options,
@@ -147,6 +147,7 @@ class RayLauncher:
                 gpu=needs.get("GPU", 0.0),
                 model=self._model,
                 files=self._config.files,
+                fleet=self._config.fleet,
                 kv_bytes=self._kv_bytes,
                 environment=forwarded(os.environ),
             )
@@ -299,6 +300,8 @@ class RayOrder(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     files: str = ""
     """The fleet's folder of models' files; empty: the model has the same path on each node."""
+    fleet: str = ""
+    """The word of the fleet; empty: it is no fleet's."""
     kv_bytes: int | None
     """--kv-cache-memory-bytes, if the user gave it: a worker's."""
     environment: dict[str, str]
@@ -342,8 +345,8 @@ class LlumletActor:
             )
             name = f"instance {launch.instance}"
             spawn = running("kvmig.launcher.llumlet_main", environment, title=launch.title)
-            if order.files:
-                spawn = forked_or(spawn, order.node, order.files, launch, environment)
+            if order.fleet:
+                spawn = forked_or(spawn, order.node, order.fleet, launch, environment)
             self._child = await LocalLlumlet.start(name, spawn, launch)
         except BaseException:
             if start is not None:
@@ -426,8 +429,8 @@ def in_unit(order: RayOrder) -> RayOrder:
     config = order.launch.config
     if config.unit is None:
         return order
-    unit = msgspec.structs.replace(config.unit, path=unit_address(order.node, config.unit.path))
-    config = msgspec.structs.replace(config, unit=unit)
+    path = unit_address(order.node, unit_word(order.fleet, config.unit.path))
+    config = msgspec.structs.replace(config, unit=msgspec.structs.replace(config.unit, path=path))
     return msgspec.structs.replace(
         order, launch=msgspec.structs.replace(order.launch, config=config)
     )

@@ -31,7 +31,7 @@ from kvmig.process.supervisor import ProcessPort
 from tests.support.waiting import wait_until
 
 ROOT = str(Path(__file__).parents[2])
-NODE, FILES = "0123456789abcdef0123", "/the/servers/files"
+NODE, FLEET = "0123456789abcdef0123", "f" * 32
 GIVEN = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """As `kvmig.process.child.quiet` leaves it."""
 LAUNCH = LlumletLaunch(
@@ -89,7 +89,7 @@ async def started(
 
     stdin, announced = os.open(os.devnull, os.O_RDONLY), os.open(os.devnull, os.O_WRONLY)
     try:
-        fork = forked_or(spawn, node, FILES, LAUNCH, environment)
+        fork = forked_or(spawn, node, FLEET, LAUNCH, environment)
         process = await fork(stdin, announced)
         async with asyncio.timeout(20):
             await process.wait()
@@ -100,7 +100,7 @@ async def started(
 
 
 def until_ready(forks: NodeForks) -> None:
-    wait_until(lambda: forks.keep_engines(FILES, ["toy"], GIVEN) == {"toy": READY})
+    wait_until(lambda: forks.keep_engines(FLEET, ["toy"], GIVEN) == {"toy": READY})
 
 
 async def test_an_instance_is_forked_where_its_environment_is_the_fork_servers(
@@ -144,10 +144,25 @@ async def test_a_fork_server_of_an_earlier_agent_is_not_taken_for_the_own_one(
     why = {"toy": "the nursery of toy has failed (exit code 2)"}
     try:
         await asyncio.to_thread(
-            wait_until, lambda: later.keep_engines(FILES, ["toy"], GIVEN) == why
+            wait_until, lambda: later.keep_engines(FLEET, ["toy"], GIVEN) == why
         )
     finally:
         later.close()
+
+
+async def test_a_fork_server_of_another_fleet_is_another_one(
+    forks: NodeForks, own: dict[str, str]
+) -> None:
+    await asyncio.to_thread(until_ready, forks)
+    others = NodeForks(NODE, own)
+    ready = {"toy": READY}
+    try:
+        await asyncio.to_thread(
+            wait_until, lambda: others.keep_engines("e" * 32, ["toy"], GIVEN) == ready
+        )
+    finally:
+        others.close()
+    assert isinstance((await started(instance_environment(own)))[0], ForkedProcess)
 
 
 @pytest.mark.long
@@ -155,7 +170,7 @@ def test_what_is_closed_leaves_no_socket_and_can_begin_again(forks: NodeForks) -
     until_ready(forks)
     forks.close()
     with pytest.raises(StartupError):
-        join(fork_address(NODE, FILES, "toy"), {})
+        join(fork_address(NODE, FLEET, "toy"), {})
     until_ready(forks)
 
 
@@ -170,7 +185,7 @@ async def test_one_that_fails_says_why_and_orders_do_not_start_it_again(
     why = {"toy": "the nursery of toy has failed (exit code 1)"}
 
     def says_why() -> bool:
-        return forks.keep_engines(FILES, ["toy"], GIVEN) == why
+        return forks.keep_engines(FLEET, ["toy"], GIVEN) == why
 
     try:
         await asyncio.to_thread(wait_until, says_why)

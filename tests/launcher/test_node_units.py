@@ -33,6 +33,7 @@ from kvmig.launcher.node_units import (
     pause_after,
     state_of,
     unit_address,
+    unit_word,
 )
 from kvmig.launcher.ray_agents import NodeAgent, checked_measure
 from kvmig.launcher.ray_gpus import gpu_roll, is_used
@@ -55,6 +56,7 @@ from tests.support.waiting import wait_until
 NODE, PATH, MIB = "0123456789abcdef0123", "/the/servers/run/unit-u.sock", 1 << 20
 WANTED = WantedUnit(path=PATH, memory=64 * MIB)
 THERE = (UnitReport(path=PATH),)
+FLEET = "f"
 
 
 @pytest.fixture(autouse=True)
@@ -78,21 +80,25 @@ def units() -> Iterator[NodeUnits]:
 def keep(units: NodeUnits, wanted: Sequence[WantedUnit]) -> None:
     """Until all answer."""
     there = tuple(UnitReport(path=one.path) for one in wanted)
-    wait_until(lambda: units.keep_units(wanted) == there)
+    wait_until(lambda: units.keep_units(wanted, FLEET) == there)
+
+
+def address_of(path: str, fleet: str = FLEET) -> str:
+    return unit_address(NODE, unit_word(fleet, path))
 
 
 def listens(wanted: WantedUnit) -> bool:
-    return Path(unit_address(NODE, wanted.path)).exists()
+    return Path(address_of(wanted.path)).exists()
 
 
 def order_of(unit: UnitConfig | None) -> RayOrder:
-    config = ClusterConfig(ray=RayConfig(address="auto", files="/files"), unit=unit)
+    config = ClusterConfig(ray=RayConfig(address="auto", fleet=FLEET), unit=unit)
     launch = LlumletLaunch(
         cluster="test", instance="i0", secret=b"s", config=config, engine_argv=[]
     )
     return RayOrder(
         launch=launch, node=NODE, workers=1, threads=1, share=1.0, gpu=0.0, model="/m",
-        kv_bytes=None, environment={},
+        kv_bytes=None, environment={}, fleet=FLEET,
     )  # fmt: skip
 
 
@@ -101,7 +107,7 @@ def test_a_unit_that_is_wanted_has_an_agent_and_one_that_is_not_any_more_has_non
 ) -> None:
     other = WantedUnit(path="/another.sock", memory=MIB)
     keep(units, [WANTED, other])
-    assert state_of(unit_address(NODE, PATH)).arena == 64 * MIB
+    assert state_of(address_of(PATH)).arena == 64 * MIB
     keep(units, [other])
     assert not listens(WANTED)
     assert listens(other)
@@ -113,14 +119,27 @@ def test_a_unit_of_another_size_gets_another_agent(units: NodeUnits) -> None:
     keep(units, [WANTED])
     larger = WantedUnit(path=PATH, memory=128 * MIB)
     keep(units, [larger])
-    assert state_of(unit_address(NODE, PATH)).arena == 128 * MIB
+    assert state_of(address_of(PATH)).arena == 128 * MIB
+
+
+def test_units_of_two_fleets_with_one_path_are_two(units: NodeUnits) -> None:
+    keep(units, [WANTED])
+    others = NodeUnits(NODE)
+    try:
+        larger = WantedUnit(path=PATH, memory=128 * MIB)
+        wait_until(lambda: others.keep_units([larger], "another") == THERE)
+        assert state_of(address_of(PATH)).arena == 64 * MIB
+        assert state_of(address_of(PATH, "another")).arena == 128 * MIB
+    finally:
+        others.close()
+    assert listens(WANTED)
 
 
 def test_an_agent_that_is_killed_is_started_again_after_a_pause(units: NodeUnits) -> None:
     keep(units, [WANTED])
-    os.kill(listener_at(unit_address(NODE, PATH)), signal.SIGKILL)
+    os.kill(listener_at(address_of(PATH)), signal.SIGKILL)
     ended = "its agent has ended: killed by SIGKILL"
-    wait_until(lambda: [one.why for one in units.keep_units([WANTED])] == [ended])
+    wait_until(lambda: [one.why for one in units.keep_units([WANTED], FLEET)] == [ended])
     keep(units, [WANTED])
 
 
@@ -130,7 +149,7 @@ def test_an_agent_ends_with_who_has_started_it() -> None:
         f"import sys, tempfile; tempfile.tempdir = {tempfile.tempdir!r};"
         "from kvmig.launcher.node_files import WantedUnit;"
         "from kvmig.launcher.node_units import NodeUnits;"
-        f"made = NodeUnits({NODE!r}); made.keep_units([{WANTED!r}]); sys.stdin.read()"
+        f"made = NodeUnits({NODE!r}); made.keep_units([{WANTED!r}], {FLEET!r}); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as agent:
         wait_until(lambda: listens(WANTED))
@@ -148,12 +167,12 @@ async def test_an_instance_on_a_node_joins_the_nodes_agent_and_has_its_arena(
     units: NodeUnits,
 ) -> None:
     order = in_unit(order_of(UnitConfig(path=PATH)))
-    assert order.launch.config.unit == UnitConfig(path=unit_address(NODE, PATH))
+    assert order.launch.config.unit == UnitConfig(path=address_of(PATH))
     with pytest.raises(StartupError, match="the unit's agent on this node does not answer"):
         await asyncio.to_thread(unit_on_node, order)
     await asyncio.to_thread(keep, units, [WANTED])
     found = await asyncio.to_thread(unit_on_node, order)
-    assert found == (UnitArena(unit_address(NODE, PATH), 64 * MIB), ())
+    assert found == (UnitArena(address_of(PATH), 64 * MIB), ())
     assert with_gpus((), {"CUDA_VISIBLE_DEVICES": ""}) == {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -176,7 +195,7 @@ async def test_a_units_instances_have_the_gpu_that_was_taken_for_it(gpus: FakeMa
     order = in_unit(order_of(UnitConfig(path=PATH)))
     try:
         there = (UnitReport(path=PATH, gpus=(uuid,)),)
-        await asyncio.to_thread(wait_until, lambda: units.keep_units([wanted]) == there)
+        await asyncio.to_thread(wait_until, lambda: units.keep_units([wanted], FLEET) == there)
         unit = await asyncio.to_thread(unit_on_node, order)
         assert unit is not None
         assert unit.gpus == (uuid,)
@@ -188,7 +207,7 @@ async def test_a_units_instances_have_the_gpu_that_was_taken_for_it(gpus: FakeMa
         gpus.take(uuid, 2 * GIB)  # somebody else has it by now
         with pytest.raises(NoRoom, match=r"are kept for KV cache of unit .*"):
             gpus_of_node(order, environment, unit)
-        units.keep_units([])
+        units.keep_units([], FLEET)
         assert ray.held == []
     finally:
         units.close()
@@ -199,7 +218,9 @@ async def test_a_unit_without_its_gpu_has_no_agent(gpus: FakeMachine) -> None:
     units = NodeUnits(NODE, gpus=UnitGpus(ray, lambda: 0.0))
     wanted = WantedUnit(path=PATH, memory=6 * GIB, gpus=("GPU-0",))
     why = "Ray has not given GPU GPU-0 yet"
-    assert await asyncio.to_thread(units.keep_units, [wanted]) == (UnitReport(path=PATH, why=why),)
+    assert await asyncio.to_thread(units.keep_units, [wanted], FLEET) == (
+        UnitReport(path=PATH, why=why),
+    )
     assert not listens(wanted)
 
 
@@ -208,7 +229,7 @@ def test_a_unit_without_kv_cache_has_gpus_and_no_agent(gpus: FakeMachine) -> Non
     units = NodeUnits(NODE, gpus=UnitGpus(MadeUpRay(list(reversed(uuids))), lambda: 0.0))
     wanted = WantedUnit(path=PATH, memory=0, gpus=uuids, count=2)
     there = (UnitReport(path=PATH, gpus=uuids),)
-    wait_until(lambda: units.keep_units([wanted]) == there)
+    wait_until(lambda: units.keep_units([wanted], FLEET) == there)
     assert not listens(wanted)
     assert with_gpus(uuids, {"CUDA_VISIBLE_DEVICES": ""})["CUDA_VISIBLE_DEVICES"] == "0,1"
 
@@ -242,7 +263,7 @@ def test_an_instance_without_a_unit_is_as_it_was() -> None:
 
 def test_units_on_nodes_are_a_fleets() -> None:
     unit = UnitConfig(path=PATH)
-    check(ClusterConfig(ray=RayConfig(address="auto", files="/files"), unit=unit))
+    check(ClusterConfig(ray=RayConfig(address="auto", fleet=FLEET), unit=unit))
     with pytest.raises(ConfigError, match="only `kvmig up --ray` starts agents of units on nodes"):
         check(ClusterConfig(ray=RayConfig(address="auto"), unit=unit))
 
@@ -262,12 +283,12 @@ def test_a_later_servers_agent_has_the_units_and_the_one_before_lets_go_of_them(
     first, second, third = NodeAgent(), NodeAgent(), NodeAgent()
 
     def wish(term: int, *units: WantedUnit) -> NodeWish:
-        return NodeWish(fleet="f", token=OrderToken(term), units=units)
+        return NodeWish(fleet=FLEET, token=OrderToken(term), units=units)
 
     wait_until(lambda: checked_measure(first.measure(wish(1, WANTED), {})).units == THERE)
-    before = listener_at(unit_address(NODE, PATH))
+    before = listener_at(address_of(PATH))
     wait_until(lambda: second.measure(wish(2, WANTED), {}).units == THERE)
-    assert listener_at(unit_address(NODE, PATH)) not in (0, before)
+    assert listener_at(address_of(PATH)) not in (0, before)
     refused = first.measure(wish(1, WANTED), {})
     assert (refused.units, "its token is 1.0" in refused.refused) == ((), True)
     third.measure(wish(3), {})  # the one before sees that by itself
@@ -286,18 +307,18 @@ def test_an_agent_that_hangs_is_killed_and_another_one_starts() -> None:
     units = NodeUnits(NODE, clock=lambda: now, look=look)
     try:
         keep(units, [WANTED])
-        before = listener_at(unit_address(NODE, PATH))
+        before = listener_at(address_of(PATH))
         os.kill(before, signal.SIGSTOP)
         hangs = True
-        assert [one.why for one in units.keep_units([WANTED])] == ["no answer"]
+        assert [one.why for one in units.keep_units([WANTED], FLEET)] == ["no answer"]
         now += HANG_S - 1
-        assert [one.why for one in units.keep_units([WANTED])] == ["no answer"]
+        assert [one.why for one in units.keep_units([WANTED], FLEET)] == ["no answer"]
         now += 1
         ended = "its agent has ended: killed by SIGKILL"
-        assert [one.why for one in units.keep_units([WANTED])] == [ended]
+        assert [one.why for one in units.keep_units([WANTED], FLEET)] == [ended]
         hangs, now = False, now + FIRST_PAUSE_S
         keep(units, [WANTED])
-        assert listener_at(unit_address(NODE, PATH)) not in (0, before)
+        assert listener_at(address_of(PATH)) not in (0, before)
     finally:
         units.close()
 
