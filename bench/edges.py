@@ -95,8 +95,7 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             result.summary[name] = round(rate, 3)
             report.say(f"{name}: {rate:g} requests/s")
-            if options.out is not None:
-                options.out.write_text(report.dumps(result))
+            report.keep(result, options)
     return report.finish(result, options)
 
 

@@ -31,7 +31,7 @@ import httpx
 import psutil
 
 from bench import report
-from bench.fleet_soak import SAMPLE_S, Sample, grown, samples_of
+from bench.fleet_soak import LONG_RUN, SAMPLE_S, Sample, grown, samples_of
 from bench.hostile_bodies import HostileCall, hostile_calls
 from bench.ledger import (
     MODEL,
@@ -374,7 +374,7 @@ def new_user(fleet: FleetUp, name: str, **limits: Any) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--minutes", type=float, help="of attacks: 30, or 1 with --quick")
     root.add_argument("--seed", type=int, default=0)
     options = root.parse_args(argv)

@@ -63,6 +63,8 @@ DEADLINE_S = 150.0
 """For a call: it may wait for a start, and its model may have failed."""
 AFTER_S = 120.0
 """For all to be well again; a model that has failed often waits so long."""
+QUICK_S = 60.0
+"""All kinds of faults come once in 40 to 50 s."""
 CLAIM = (1 << 30) + (1 << 29) + (64 << 20)
 
 Fate = Literal["right", "told", "left", "broken", "wrong", "stuck"]
@@ -338,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     root.add_argument("--seed", type=int, default=0)
     root.add_argument("--nodes", type=int, default=0, metavar="N", help="Ray nodes; 0: one host")
     options = root.parse_args(argv)
-    seconds = 45.0 if options.quick else 60 * options.minutes
+    seconds = QUICK_S if options.quick else 60 * options.minutes
     if options.nodes:
         from bench.fleet_node_chaos import run  # which begins with this module
 

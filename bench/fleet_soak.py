@@ -46,6 +46,8 @@ KEYS: tuple[dict[str, Any], ...] = (
 EVERY_S = 180.0
 """Between two rounds of what happens now and then."""
 SAMPLE_S = 30.0
+LONG_RUN = ("* growth",)
+"""In a minute processes grow because they have just begun."""
 ENDS = 6
 """The first and the last of so many parts of the time are compared."""
 MIB = 1 << 20
@@ -196,7 +198,7 @@ async def load(
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--minutes", type=float, help="of load: 60, or 1 with --quick")
     root.add_argument("--seed", type=int, default=0)
     options = root.parse_args(argv)

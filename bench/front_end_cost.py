@@ -41,6 +41,8 @@ from kvmig_tools.served import Served
 
 PROMPT, ALONE = 256, 5
 """Tokens of a prompt; calls alone, whose times to the first token count."""
+LONG_RUN = ("itl_p99_ratio", "ttft_ratio", "cpu_ratio")
+"""Two short rounds are too few to tell a tenth apart."""
 FLAGS = (
     "--enforce-eager", "--block-size=32", "--dtype=float32", "--kv-cache-memory-bytes=536870912",
     "--max-model-len=1024", "--max-num-batched-tokens=16384", "--no-enable-prefix-caching",
@@ -181,7 +183,7 @@ def summarise(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--step-ms", type=float, default=6.0, help="time of an engine's step")
     root.add_argument("--streams", type=int, default=64, help="at once")
     root.add_argument("--tokens", type=int, default=256, help="of each answer")

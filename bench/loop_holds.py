@@ -45,6 +45,7 @@ from kvmig.core.errors import NoInstance
 from kvmig.core.priorities import NORMAL
 from kvmig.engines.base import Frame
 from kvmig.engines.vllm import flags
+from kvmig.frontend.call_aborts import CallAborts
 from kvmig.frontend.middleware import HttpState
 from kvmig.frontend.openai.vllm.server import VllmServer
 from kvmig.frontend.router import Router
@@ -92,6 +93,7 @@ class MadeUpEngine:
         self._vocabulary = vocabulary
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._loop = asyncio.get_running_loop()
+        self.aborts = CallAborts()
 
     async def submit(
         self, request_id: str, external: str, tokens: int, priority: int,
@@ -245,18 +247,21 @@ def summarise(holds: Sequence[Hold]) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--model", default="long", help=f"{', '.join(NAMES)} or a folder")
-    root.add_argument("--context", type=int, default=131_072, help="--max-model-len")
+    root.add_argument(
+        "--context", type=int, help="--max-model-len: 131,072, or 16,384 with --quick"
+    )
     root.add_argument("--task", default="generate", help="what the model can do, A,B,...")
     root.add_argument("--flag", action="append", default=[], help="a further flag of vLLM's")
     root.add_argument("--only", default="", help="kinds that have one of these words, A,B,...")
     options = root.parse_args(argv)
     words = options.only.split(",")
-    settings: dict[str, Any] = {"model": options.model, "context": options.context}
+    context = options.context or (16_384 if options.quick else 131_072)
+    settings: dict[str, Any] = {"model": options.model, "context": context}
     result = report.begin("loop_holds", {**settings, "task": options.task, "flags": options.flag})
     flags.set_environment()
     with asyncio.Runner(loop_factory=TimedLoop) as runner:
         holds = runner.run(measure(
-            options.model, options.context, options.task.split(","), options.flag,
+            options.model, context, options.task.split(","), options.flag,
             lambda kind: any(one in kind for one in words),
         ))  # fmt: skip
     result.samples = [asdict(one) for one in holds]

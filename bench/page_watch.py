@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -171,26 +171,30 @@ async def run(options: Any) -> list[Leg]:
     return legs
 
 
-def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
-    root.add_argument("--streams", type=int, default=1000)
-    root.add_argument("--pages", type=int, default=10, help="pages at once in the third leg")
-    root.add_argument("--seconds", type=float, default=20.0, help="of each leg")
-    options = root.parse_args(argv)
-    if options.quick:
-        options.seconds = 8.0
-    settings = {"streams": options.streams, "pages": options.pages, "seconds": options.seconds}
-    result = report.begin("page_watch", settings)
-    legs = asyncio.run(run(options))
+def summarise(legs: Sequence[Leg]) -> dict[str, float]:
+    """What pages add to the leg without any. legs: without a page, one, several, closed again."""
     none, one, several, closed = legs
-    result.samples = [asdict(leg) for leg in legs]
-    result.summary = {
+    return {
         "server_percent": one.server - none.server,
         "front_end_percent": one.front_end - none.front_end,
         "server_percent_each_of_several": (several.server - none.server) / several.pages,
         "server_percent_closed": closed.server - none.server,
         "kb_per_s": one.bytes_per_s / 1000,
     }
+
+
+def main(argv: list[str] | None = None) -> int:
+    root = report.parser(__doc__)
+    root.add_argument("--streams", type=int, default=1000)
+    root.add_argument("--pages", type=int, default=10, help="pages at once in the third leg")
+    root.add_argument("--seconds", type=float, help="of each leg: 20, or 8 with --quick")
+    options = root.parse_args(argv)
+    options.seconds = options.seconds or (8.0 if options.quick else 20.0)
+    settings = {"streams": options.streams, "pages": options.pages, "seconds": options.seconds}
+    result = report.begin("page_watch", settings)
+    legs = asyncio.run(run(options))
+    result.samples = [asdict(leg) for leg in legs]
+    result.summary = summarise(legs)
     result.targets = {"server_percent": {"max": 5.0}, "server_percent_closed": {"max": 1.0}}
     columns = ("pages", "server %", "front end %", "instances %", "proxy %", "events/s", "kB/s")
     rows = [

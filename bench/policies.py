@@ -173,7 +173,7 @@ def simulate(job: tuple[str, str, Run]) -> Sample:
     policy, workload, run = job
     cluster = SimCluster(
         requests_of(run),
-        INSTANCES,
+        run.instances,
         cost.load("a10-llama7b"),
         variants()[policy],
         setting("live"),

@@ -40,6 +40,8 @@ SHARED, HELD, MARKS_EACH = 1024, 6400, 40
 KINDS = ("new", "begun", "held")
 PROMPTS = 20
 """Of each kind."""
+LONG_RUN = ("added_us",)
+"""Three rounds don't tell it from its bound on a machine that is close to it."""
 TARGETS: dict[str, report.Target] = {"added_us": {"max": 100.0}, "added_over_sort": {"max": 0.2}}
 
 
@@ -154,7 +156,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__).parse_args(argv)
+    options = report.parser(__doc__, LONG_RUN).parse_args(argv)
     rounds = 3 if options.quick else 20
     settings = {
         "instances": INSTANCES, "sessions": SESSIONS, "tokens": TOKENS, "rounds": rounds,

@@ -100,6 +100,8 @@ QUIET_S = 8.0
 """Without a change, before a leg."""
 LEG_S = 400.0
 TRIES = 5
+LONG_RUN = ("took_over_planned_*",)
+"""A plan's time is for answers of usual length; those of a quick run end earlier."""
 """Executors, one after the other, until a placement is reached."""
 WAVE = re.compile(r"wave (\d+), ([\d.]+) s: (.*)")
 PLAN = re.compile(r"(\d+) waves?, ([\d.]+) s: ")
@@ -498,7 +500,7 @@ TARGETS: dict[str, report.Target] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--model", default="device100ms", help=f"{', '.join(NAMES)}")
     root.add_argument("--streams", type=int, help="on all models: 60, or 30 with --quick")
     root.add_argument("--trips", type=int, help="there and back: 3, or 1 with --quick")

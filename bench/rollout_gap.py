@@ -54,6 +54,8 @@ FLAGS = {
         "--kv-cache-memory-bytes=536870912",
     ],
 }
+LONG_RUN = ("rollout_over_drain",)
+"""The longest gap of one drain and one roll-out is chance."""
 Kind = Literal["drain", "rollout"]
 
 
@@ -344,7 +346,7 @@ def summarise(samples: list[Sample]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    root = report.parser(__doc__)
+    root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--engine", choices=sorted(FLAGS), default="toy")
     root.add_argument("--runs", type=int, help="drains and roll-outs: 5, or 1 with --quick")
     root.add_argument("--streams", type=int, default=STREAMS)

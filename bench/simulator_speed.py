@@ -24,6 +24,8 @@ POLICIES = ("llumnix", "kvmig")
 LARGE = (100_000, 1_000_000)
 """Requests, on 1,000 instances."""
 SLOWEST_S = 5.0
+LONG_RUN = ("slowest_s",)
+"""Its bound is for the paper's number of requests."""
 """Aim for the paper's size."""
 
 
@@ -77,8 +79,7 @@ def runs(requests: int, large: Sequence[int]) -> list[Run]:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 1 when --check finds a target missed."""
-    root = report.parser(__doc__)
-    options = root.parse_args(argv)
+    options = report.parser(__doc__, LONG_RUN).parse_args(argv)
     requests, large = (2_000, (5_000,)) if options.quick else (10_000, LARGE)
     result = report.begin("simulator_speed", {"requests": requests, "large": list(large)})
     wanted = runs(requests, large)
@@ -89,8 +90,7 @@ def main(argv: list[str] | None = None) -> int:
                 costs.append(pool.submit(measure, run).result())
     result.samples = [asdict(cost) for cost in costs]
     result.summary = {"slowest_s": max(cost.cpu_s for cost in costs[: -len(large)])}
-    if not options.quick:
-        result.targets = {"slowest_s": {"max": SLOWEST_S}}
+    result.targets = {"slowest_s": {"max": SLOWEST_S}}
     for cost in costs[-len(large) :]:
         stem = f"large_{cost.requests}"
         result.summary |= {f"{stem}_cpu_s": cost.cpu_s, f"{stem}_peak_mib": cost.peak_mib}

@@ -58,6 +58,8 @@ REPEATS = 9
 TIMEOUT_S = 60.0
 LINK_GB_S = 2.5
 """80 % of a link of 25 Gbit/s: what one core at either end should carry over TCP."""
+LONG_RUN = ("tcp_*_gb_per_core_s",)
+"""The largest size of a quick run takes less than a tick of the clock of processor time."""
 MESSAGES, LARGE = "tcp-messages", "tcp-large"
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -293,7 +295,7 @@ def draw(result: report.Result, file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = report.parser(__doc__).parse_args(argv)
+    options = report.parser(__doc__, LONG_RUN).parse_args(argv)
     sizes = SIZES[:4] if options.quick else SIZES
     names = [*(name for name in get_args(Transport) if name != "auto"), MESSAGES, LARGE]
     config = MigrationConfig()

@@ -59,8 +59,16 @@ COMMANDS: Mapping[str, str] = {
     "simulate": "kvmig_tools.simulate",
 }
 """Modules that people start, besides `kvmig`, `kvmig.serve` and those that load torch first."""
-SIMULATED = ("S-S", 24.0, 240)
-"""Lengths, requests a second, requests."""
+SIMULATED: Mapping[str, Any] = {
+    "trace": "S-S",
+    "rate": 60.0,
+    "cv": 4.0,
+    "requests": 200,
+    "instances": 2,
+}
+"""So tight that requests queue, move and are preempted."""
+SAMPLE = 50
+"""Requests of a run in the sample of `bench.paper`."""
 
 
 def make_environment() -> None:
@@ -130,6 +138,22 @@ def slow_helps() -> Files:
         "serve-vllm.txt": plain(started("kvmig.serve", "--help=all").stdout),
         "train-count.txt": plain(started("kvmig_tools.train_count", "--help").stdout),
     }
+
+
+def vllm_flags() -> Files:
+    """What kvmig makes of each of vLLM's flags, without vLLM: their names by version are in the
+    locks of `kvmig_tools.drift`."""
+    from kvmig.engines.vllm.flags import ALIASES, ALLOWED, MEANS_NOTHING, NO_FLAGS, REFUSED
+
+    verdicts = {
+        **dict.fromkeys(ALLOWED, "allowed"),
+        **dict.fromkeys(ALIASES, "allowed under another name"),
+        **dict.fromkeys(NO_FLAGS, "no flag"),
+        **{name: f"refused: {why}" for name, why in REFUSED.items()},
+    }
+    for name, values in MEANS_NOTHING.items():
+        verdicts[name] += f"; but {', '.join(map(str, values))}"
+    return {"vllm-flags.txt": "".join(f"{one}: {say}\n" for one, say in sorted(verdicts.items()))}
 
 
 def console_commands() -> Files:
@@ -424,13 +448,41 @@ def simulator() -> Files:
     from kvmig_tools.sim.policies import NAMES
     from kvmig_tools.sim.run import Run, simulate
 
-    trace, rate, requests = SIMULATED
-    lines = []
-    for name in NAMES:
-        run = Run(trace=trace, policy=name, rate=rate, requests=requests, instances=4, cv=4.0)
-        figures = simulate(run).result.figures
-        lines += [f"{name} {figure} {value:.9g}\n" for figure, value in sorted(figures.items())]
-    return {"simulator.txt": "".join(lines)}
+    found = {name: simulate(Run(policy=name, **SIMULATED)).result.figures for name in NAMES}
+    return {"simulator.txt": _listed_figures(found)}
+
+
+def policies_sample() -> Files:
+    """Figures of `bench.policies` for one tight load, under all policies and changed parts."""
+    from bench.policies import BASE, simulate, variants
+    from kvmig_tools.sim.run import Run
+
+    run = Run(policy=BASE, **SIMULATED)
+    found = {name: simulate((name, run.trace, run)).figures for name in variants()}
+    return {"policies.txt": _listed_figures(found)}
+
+
+def _listed_figures(found: Mapping[str, Mapping[str, float]]) -> str:
+    return "".join(
+        f"{name} {figure} {value:.9g}\n"
+        for name, figures in found.items()
+        for figure, value in sorted(figures.items())
+    )
+
+
+def paper_sample() -> Files:
+    """What `bench.paper` compares with the paper, by few requests at one load of each workload."""
+    from bench.paper import aims, loads, priorities
+    from bench.paper.scope import Scope
+    from kvmig_tools.sim.run import simulate
+    from kvmig_tools.sim.workloads import PAPER_SEED
+
+    scope = Scope(seeds=(PAPER_SEED,), requests=SAMPLE, one_load=True)
+    llumnix = [one for one in loads.runs(scope) if one.migration]  # what has published points
+    wanted = [*llumnix, *priorities.runs(scope)]
+    runs = dict.fromkeys(one for run in wanted for one in scope.seeded(run))
+    summary = aims.summary(scope, {run: simulate(run).result for run in runs})
+    return {"paper.txt": "".join(f"{name} {value:.9g}\n" for name, value in summary.items())}
 
 
 def checker() -> Files:
@@ -479,6 +531,7 @@ def _figures(file: Path) -> str:
 OUTPUTS: Mapping[str, Callable[[], Files]] = {
     "help": helps,
     "help-slow": slow_helps,
+    "vllm-flags": vllm_flags,
     "console": console_commands,
     "environment": environment_variables,
     "openapi": descriptions,
@@ -491,6 +544,8 @@ OUTPUTS: Mapping[str, Callable[[], Files]] = {
     "tests": tests,
     "test-counts": count_tests,
     "simulator": simulator,
+    "policies-sample": policies_sample,
+    "paper-sample": paper_sample,
     "checker": checker,
     "policies": policies,
     "paper": paper,

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ BESIDE = 100
 """Streams beside the calls whose first token is timed."""
 FILES = 1 << 17
 """That a process may have open: the proxy two a stream."""
-LONG_RUN = ("kvmig.us_per_token", "kvmig.added_first_p99_ms", "front_behind_over_alone")
+LONG_RUN = ("kvmig.us_per_token", "kvmig.added_first_*", "front_behind_over_alone")
 """What one round of 3 s is too short for."""
 FRONT_PACE = 50_000
 """Tokens a second of all streams: far more than front ends can do."""
@@ -306,6 +306,42 @@ def makes_of(root: argparse.ArgumentParser, options: argparse.Namespace) -> dict
     return makes
 
 
+def summarise(samples: Sequence[Sample], fronts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Medians of the rounds, and what a proxy adds to `direct`. fronts: of `Bench.front`."""
+    summary: dict[str, float] = {}
+    names = list(dict.fromkeys(one.proxy for one in samples))
+    for name in names:
+        mine = [one for one in samples if one.proxy == name]
+        for field in Sample.__dataclass_fields__:
+            measured = [getattr(one, field) for one in mine if getattr(one, field) is not None]
+            if field not in ("proxy", "round") and measured:
+                summary[f"{name}.{field}"] = median(measured)
+    for name in names:
+        for field in ("first_p50_ms", "first_p99_ms"):
+            if name != "direct":
+                added = summary[f"{name}.{field}"] - summary[f"direct.{field}"]
+                summary[f"{name}.added_{field}"] = added
+    alone, behind_it = (
+        [one["delivered"] for one in fronts if one["proxy"] == name]
+        for name in ("front", "front + kvmig")
+    )
+    summary["front.delivered"] = median(alone)
+    summary["front_behind.delivered"] = median(behind_it)
+    summary["front_behind_over_alone"] = median(
+        there / here for there, here in zip(behind_it, alone, strict=True)
+    )
+    return summary
+
+
+TARGETS: dict[str, report.Target] = {
+    "kvmig.us_per_token": {"max": 10.0},
+    "kvmig.added_first_p50_ms": {"max": 1.0},
+    "kvmig.added_first_p99_ms": {"max": 5.0},
+    "kvmig.kib_per_stream": {"max": 20.0},
+    "front_behind_over_alone": {"min": 0.9},
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__, LONG_RUN)
     root.add_argument("--nginx", default=shutil.which("nginx") or "", help="the program")
@@ -347,32 +383,7 @@ def main(argv: list[str] | None = None) -> int:
                 report.say(f"round {number + 1}: front end, {behind=}")
                 fronts.append(bench.front(behind, number))
     result.samples = [*map(asdict, samples), *fronts]
-    for name in names:
-        mine = [one for one in samples if one.proxy == name]
-        for field in Sample.__dataclass_fields__:
-            measured = [getattr(one, field) for one in mine if getattr(one, field) is not None]
-            if field not in ("proxy", "round") and measured:
-                result.summary[f"{name}.{field}"] = median(measured)
-    for name in names[1:]:
-        for field in ("first_p50_ms", "first_p99_ms"):
-            added = result.summary[f"{name}.{field}"] - result.summary[f"direct.{field}"]
-            result.summary[f"{name}.added_{field}"] = added
-    alone, behind_it = (
-        [one["delivered"] for one in fronts if one["proxy"] == name]
-        for name in ("front", "front + kvmig")
-    )
-    result.summary["front.delivered"] = median(alone)
-    result.summary["front_behind.delivered"] = median(behind_it)
-    result.summary["front_behind_over_alone"] = median(
-        there / here for there, here in zip(behind_it, alone, strict=True)
-    )
-    result.targets = {
-        "kvmig.us_per_token": {"max": 10.0},
-        "kvmig.added_first_p50_ms": {"max": 1.0},
-        "kvmig.added_first_p99_ms": {"max": 5.0},
-        "kvmig.kib_per_stream": {"max": 20.0},
-        "front_behind_over_alone": {"min": 0.9},
-    }
+    result.summary, result.targets = summarise(samples, fronts), TARGETS
     columns = (
         "proxy",
         "round",

@@ -26,6 +26,9 @@ from bench import report
 from bench.units import gate, memory, relieve, shift
 from bench.units.site import MIB
 
+LONG_RUN = ("wait for memory with *", "throughput with the step gate *")
+"""The longest wait of a single repeat is chance, and three pairs don't tell a hundredth apart."""
+
 
 @contextlib.contextmanager
 def said(text: str) -> Iterator[None]:
@@ -35,7 +38,7 @@ def said(text: str) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    root: argparse.ArgumentParser = report.parser(__doc__)
+    root: argparse.ArgumentParser = report.parser(__doc__, LONG_RUN)
     parts = root.add_argument_group("parts")
     parts.add_argument("--memory", action="store_true", help="who has it, how soon it comes")
     parts.add_argument("--shift", action="store_true", help="a load that changes")
