@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvmig_tools.served import SMALL
 from scripts.check import NEXT, ROOT
 from tests.support import count_down
 from tests.support.fleets import (
+    Streamed,
     ToyFleet,
     answer,
     ask,
@@ -43,12 +45,17 @@ def apply(fleet: FleetUp, spec: dict[str, Any], **rollout: Any) -> None:
 
 
 def count_by_two(fleet: ToyFleet, **rollout: Any) -> None:
-    """Give the model `a` other weights, by another script."""
+    """Give the model `a` other weights."""
+    other_toys(fleet, ToyScript(counts_by=2), **rollout)
+
+
+def other_toys(fleet: ToyFleet, script: ToyScript, *more: str, **rollout: Any) -> None:
+    """Give the model `a` other weights, whose engines do what the script says."""
     other = fleet.folder.parent / "other-script"
-    ScriptFile(str(other)).write(ToyScript(counts_by=2))
+    ScriptFile(str(other)).write(script)
     spec = fleet.get("models/a")["spec"]
-    spec["flags"] = [f"--script={other}" if "--script" in one else one for one in spec["flags"]]
-    apply(fleet, spec, **rollout)
+    own = [f"--script={other}" if "--script" in one else one for one in spec["flags"]]
+    apply(fleet, {**spec, "flags": [*own, *more]}, **rollout)
 
 
 def rollout(fleet: FleetUp, name: str = "a") -> Any:
@@ -154,6 +161,61 @@ async def test_one_that_can_not_start_stops_its_roll_out_and_the_old_one_answers
     order(fleet, action="undo")
     assert rollout(fleet) is None
     assert await answers(fleet, 3) == {OLD}
+
+
+@pytest.mark.long
+async def test_streams_of_the_old_one_gather_on_one_instance(fleet: ToyFleet) -> None:
+    fleet.add_toy("a", instances={"min": 2, "max": 2})
+    await until_yes(lambda: fleet.get("models/a")["serving"] == 2)
+    streams = await hold_streams(fleet, *(ask("a", 40, start) for start in range(40)))
+    count_by_two(fleet)
+    await until_yes(lambda: rollout(fleet)["share"] == 100 and rollout(fleet)["old"]["serving"] < 2)
+    old = rollout(fleet)["old"]
+    assert (old["serving"], old["running"]) == (1, 40)
+    fleet.hold(None)
+    texts = [await stream.task for stream in streams]
+    assert texts == [counted(40, start) for start in range(40)]
+
+
+async def until_stopped(fleet: ToyFleet, call: Callable[[], Awaitable[object]]) -> str:
+    """Call, ten at a time, until the roll-out has stopped by itself; why it has."""
+    async with asyncio.timeout(90):
+        while rollout(fleet)["state"] == "running":
+            await asyncio.gather(*(call() for _ in range(10)))
+    found = rollout(fleet)
+    assert (found["state"], found["share"]) == ("stopped", 0)
+    return str(found["why"])
+
+
+@pytest.mark.long
+async def test_one_whose_first_tokens_come_late_gets_no_more_calls(fleet: ToyFleet) -> None:
+    fleet.add_toy("a")
+    assert await answers(fleet, 1) == {OLD}
+    other_toys(fleet, ToyScript(counts_by=2), "--step-ms=400", canary=[50], hold_s=3600)
+    async with fleet.client() as client:
+        why = await until_stopped(fleet, lambda: answer(client, ask("a", 2)))
+    assert "the new revision's median time to the first token is" in why
+    await until_answers(fleet, OLD)
+
+
+@pytest.mark.long
+async def test_one_whose_streams_are_cut_gets_no_more_calls(fleet: ToyFleet) -> None:
+    fleet.add_toy("a")
+    assert await answers(fleet, 1) == {OLD}
+    other_toys(fleet, ToyScript(counts_by=2, hold=3), canary=[50], hold_s=3600)
+
+    async def call() -> None:
+        """Its client leaves where nothing more comes."""
+        stream = Streamed(fleet, ask("a", 5))
+        await asyncio.wait([stream.task], timeout=1.0)
+        if not stream.task.done():
+            stream.task.cancel()
+            await asyncio.wait([stream.task])
+
+    why = await until_stopped(fleet, call)
+    assert "calls at the new revision" in why
+    assert "were cut" in why
+    await until_answers(fleet, OLD)
 
 
 @pytest.mark.long
