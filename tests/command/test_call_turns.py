@@ -180,3 +180,25 @@ async def test_a_call_that_leaves_while_it_waits_for_another_server_is_forgotten
     starting.state = "serving"
     turns.grant()
     assert await turns.take_place("b", {tried}) is starting
+
+
+async def test_a_call_turns_round_no_more_while_only_a_server_that_it_has_tried_is_free() -> None:
+    looks = 0
+    tried, full = Server(), Server(running=1)
+
+    def servers() -> list[Server]:
+        nonlocal looks
+        looks += 1
+        return [tried, full]
+
+    turns = CallTurns(servers, 1)
+    call = asyncio.create_task(turns.take_place("a", {tried}))
+    await settled()
+    turns.grant()
+    await settled()
+    before = looks
+    await settled()
+    assert looks == before
+    full.running -= 1
+    turns.grant()
+    assert await call is full
