@@ -40,12 +40,11 @@ class NodesWithFiles:
                 "node_name": "head"}  # fmt: skip
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, *, shares: bool = False) -> None:
+        """shares: whether it sees the fleet's own folder, as one does by NFS, and has none."""
+        own = {} if shares else {"KVMIG_FILES": str(self.folder / name)}
         self.cluster.add_node(
-            num_cpus=2,
-            node_name=name,
-            object_store_memory=STORE_BYTES,
-            env_vars={"KVMIG_FILES": str(self.folder / name)},
+            num_cpus=2, node_name=name, object_store_memory=STORE_BYTES, env_vars=own
         )
 
     def weights(self, name: str) -> list[Path]:
@@ -141,6 +140,22 @@ async def test_agents_that_start_again_fetch_nothing_twice(
     await until_yes(lambda: on_workers(fleet, SMALL) == EVERYWHERE)
     models = [one["files"]["models"] for one in workers(fleet).values()]
     assert {it["took_s"] for one in models for it in one} == {None}
+    assert hub.downloads("model.safetensors") == ["", ""]
+
+
+async def test_a_node_that_sees_the_fleets_folder_starts_from_it_and_fetches_nothing(
+    fleet: ToyFleet, nodes: NodesWithFiles, hub: ModelHub
+) -> None:
+    nodes.add("shares", shares=True)
+    await until_yes(lambda: "shares" in ready(fleet))
+    fleet.add_toy("b", source=OTHER, instances={"min": 1}, worker_selector={"worker": "shares"})
+    fleet.until("models/b", state="serving", serving=1)
+    async with fleet.client() as client:
+        assert await answer(client, ask("b", 20)) == counted(20)
+    found = workers(fleet)["shares"]
+    assert [one["model"] for one in found["instances"]] == ["b"]
+    assert found["files"]["shared"]
+    assert {one["took_s"] for one in found["files"]["models"]} == {None}
     assert hub.downloads("model.safetensors") == ["", ""]
 
 
