@@ -75,6 +75,7 @@ RUNS: Mapping[str, float] = {
     "bench.prefixes_real": 75,
     "bench.prompts_real": 80,
     "bench.rollout_gap": 60,
+    "bench.takeover": 60,
     "bench.rollout_round": 80,
     "bench.scale_down": 120,
     "bench.replace": 120,

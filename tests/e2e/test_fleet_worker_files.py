@@ -166,7 +166,7 @@ async def test_vllm_loads_the_copy_on_its_node(
     source = "hf:Org/Count"
     fleet.add({"name": "count", "source": source, "flags": FLAGS, "prefetch": True})
     await until_yes(lambda: {*on_workers(fleet, source).values()} == {"whole"})
-    await until_yes(lambda: {*on_workers(fleet, source)} >= {*NAMES})
+    await until_yes(lambda: {*on_workers(fleet, source)} >= ready(fleet))
     (one,) = fleet.get(f"files?source={source}")["data"]
     (Path(one["folder"]) / "model.safetensors").unlink()  # only nodes have it now
     async with fleet.client() as client:
