@@ -4,6 +4,9 @@ finds it, and it goes back with the unit. The GPUs are the tests' own. The tests
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +26,15 @@ pytestmark = [pytest.mark.server, pytest.mark.long]
 
 PATIENCE_S = 120.0
 PATH = "/run/unit-gpu.sock"
+LEASE_S = 10.0
+TAKE = """
+import sys, ray
+from kvmig.launcher.ray_gpus import RayHolders
+ray.init(address=sys.argv[1], log_to_driver=False)
+RayHolders(sys.argv[2], float(sys.argv[3])).take_gpu("unit-of-one-that-dies", 0)
+[actor] = ray.util.list_named_actors(all_namespaces=True)
+ray.get(ray.get_actor(**actor).uuid.remote(), timeout=60)
+"""
 GPUS = [one.uuid for one in devices(2)]
 
 
@@ -102,4 +114,17 @@ def test_a_unit_of_two_gpus_has_both(later: ServersWatch) -> None:
 
 def test_a_unit_that_is_wanted_no_more_gives_its_gpu_back_to_ray(later: ServersWatch) -> None:
     later.wish()
+    later.until(lambda node: node.free.get("GPU") == 2.0)
+
+
+def test_a_gpu_goes_back_by_itself_once_nobody_asks_for_it_any_more(
+    cluster: Cluster, later: ServersWatch
+) -> None:
+    """The server, its agents and the unit's models have all ended at once."""
+    node = cluster.head_node.node_id
+    subprocess.run(
+        [sys.executable, "-c", TAKE, cluster.address, node, str(LEASE_S)],
+        check=True, timeout=PATIENCE_S, env={**os.environ, "PYTHONPATH": ROOT},
+    )  # fmt: skip
+    later.until(lambda node: node.free.get("GPU") == 1.0)
     later.until(lambda node: node.free.get("GPU") == 2.0)
