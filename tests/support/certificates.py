@@ -23,6 +23,13 @@ def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
+def _host(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
 def _key_bytes(key: ec.EllipticCurvePrivateKey, password: bytes | None = None) -> bytes:
     encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
     if password is not None:
@@ -60,11 +67,11 @@ class Authority:
         password: bytes | None = None,
         host: str = "",
     ) -> CertificateFiles:
-        """The files of a new certificate. begins, ends: when it is valid, from now. host: a name
-        that it is for, too."""
+        """The files of a new certificate. begins, ends: when it is valid, from now. host: a name or
+        an address that it is for, too."""
         key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
         names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        names += [x509.DNSName(host)] if host else []
+        names += [_host(host)] if host else []
         made = (
             x509.CertificateBuilder(
                 self.certificate.subject,
@@ -81,6 +88,12 @@ class Authority:
         cert.write_bytes(made.public_bytes(PEM) + self.certificate.public_bytes(PEM))
         own.write_bytes(_key_bytes(key, password))
         return CertificateFiles(str(cert), str(own))
+
+    def write_own(self, folder: Path) -> str:
+        """The file of the authority's own certificate."""
+        file = folder / "authority.pem"
+        file.write_bytes(self.certificate.public_bytes(PEM))
+        return str(file)
 
     def trusting(self) -> ssl.SSLContext:
         """What a client uses that accepts this authority's certificates and no others."""
