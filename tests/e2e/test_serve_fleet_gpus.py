@@ -315,3 +315,23 @@ async def test_a_vllm_model_claims_what_vllm_says_of_it_and_runs_on_its_gpu(
         assert said.status_code == 200, said.text
     assert fleet.held()[FIRST] == {"count": each}
     assert fleet.gpus_of("count") == [["0"]]
+
+
+@pytest.mark.long
+async def test_two_vllm_models_without_a_memory_flag_answer_from_one_gpu_and_a_third_waits(
+    fleet: GpuFleet,
+) -> None:
+    folder = Path(__file__).parents[2] / "kvmig" / "models" / "count"
+    spec = {"source": f"path:{folder}", "flags": [*SMALL, "--max-model-len=1024"], "gpus": ["0"]}
+    for name in ("one", "two"):
+        fleet.add({"name": name, **spec})
+    async with fleet.client() as client:
+        calls = (answer(client, ask(name, 20, 300)) for name in ("one", "two"))
+        assert await asyncio.gather(*calls) == [counted(20, 300)] * 2
+    assert fleet.gpus_of("one") == fleet.gpus_of("two") == [["0"]]
+    held = fleet.held()[FIRST]
+    assert held.keys() == {"one", "two"}
+    large = SIZE - min(held.values()) - GIB
+    found = fleet.ask("POST", "evaluate", {"name": "three", **spec, "gpu_memory": large}).json()
+    assert not found["fits"]
+    assert str(large) in found["why"]
