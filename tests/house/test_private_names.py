@@ -7,7 +7,6 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,14 +70,16 @@ def defined(tree: ast.Module) -> Iterator[str]:
                 yield name
 
 
-@cache
-def own_names() -> frozenset[str]:
-    """Private names that kvmig, its tools and its benchmarks define."""
-    files = [
-        file for part in ("kvmig", "kvmig_tools", "bench") for file in (ROOT / part).rglob("*.py")
-    ]
-    names = {name for file in files for name in defined(ast.parse(file.read_text()))}
-    return frozenset(name for name in names if is_private(name)) - THEIRS
+def own_names(wanted: set[str]) -> frozenset[str]:
+    """Those of some private names that kvmig, its tools or its benchmarks define."""
+    texts = (
+        file.read_text()
+        for part in ("kvmig", "kvmig_tools", "bench")
+        for file in (ROOT / part).rglob("*.py")
+    )
+    any_of_them = re.compile(rf"\b(?:{'|'.join(map(re.escape, wanted))})\b")
+    defining = (defined(ast.parse(text)) for text in texts if any_of_them.search(text))
+    return frozenset(name for names in defining for name in names if name in wanted) - THEIRS
 
 
 def used(tree: ast.Module) -> Iterator[str]:
@@ -97,12 +98,13 @@ def used(tree: ast.Module) -> Iterator[str]:
 
 
 def test_private_names_are_used_where_they_were_and_in_no_more_places() -> None:
-    found: Counter[str] = Counter()
-    for file in sorted(TESTS.rglob("*.py")):
-        if file.is_relative_to(TESTS / "support") or not MAY_USE.search(file.read_text()):
-            continue
-        own = [name for name in used(ast.parse(file.read_text())) if name in own_names()]
-        found[str(file.relative_to(TESTS))] += len(own)
+    uses = {
+        str(file.relative_to(TESTS)): [*used(ast.parse(text))]
+        for file in sorted(TESTS.rglob("*.py"))
+        if not file.is_relative_to(TESTS / "support") and MAY_USE.search(text := file.read_text())
+    }
+    own = own_names({name for names in uses.values() for name in names})
+    found = Counter({file: sum(name in own for name in names) for file, names in uses.items()})
     more = {file: count for file, count in found.items() if count > EXCEPTIONS.get(file, 0)}
     assert not more, "use what is public, or what tests/support has"
     fewer = {file: found[file] for file, count in EXCEPTIONS.items() if found[file] < count}
