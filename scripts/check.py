@@ -219,7 +219,12 @@ LONG_MARKED = (
     ),
     Check("long tests on fleets", marks="server and long", naming="server", files=FLEET_FILES),
     Check("long tests on engines", marks="engine and long", naming="engine"),
-    Check("long tests without engines", marks=f"{NEITHER} and long", sparing=KINDS_OF_TESTS),
+    Check(
+        "long tests without engines",
+        marks=f"{NEITHER} and long",
+        naming="long",
+        sparing=KINDS_OF_TESTS,
+    ),
 )
 LONG = (*LONG_MARKED, *LONG_AGAIN, *LONG_ORDERS)
 LONG_NAMES = frozenset(check.name for check in LONG)
