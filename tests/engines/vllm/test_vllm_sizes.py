@@ -17,7 +17,7 @@ CODE = """
 import json, sys
 from pathlib import Path
 from kvmig.engines.vllm.kind import VllmKind
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from kvmig.engines.vllm.compat import planning
 from tests.support.zoo import SERVING_FLAGS, make
 
 kind = VllmKind()
@@ -37,9 +37,11 @@ pages = [
 block = cache.kv_cache_tensors[0].size // cache.num_blocks
 specs = core.model_executor.get_kv_cache_specs()
 need = sizes.request + sizes.reserved
-taken = get_kv_cache_configs(core.vllm_config, specs, [need])[0]
+by_model = getattr(planning, "get_global_kv_cache_groups", None)  # from 0.33 on
+groups = [] if by_model is None else [by_model(core.vllm_config, specs)]
+taken = planning.get_kv_cache_configs(core.vllm_config, specs, [need], *groups)[0]
 try:
-    get_kv_cache_configs(core.vllm_config, specs, [need - block])
+    planning.get_kv_cache_configs(core.vllm_config, specs, [need - block], *groups)
     refused = ""
 except ValueError as error:
     refused = str(error)
