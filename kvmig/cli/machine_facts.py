@@ -16,15 +16,14 @@ import time
 from pathlib import Path
 
 from sqlalchemy import create_engine, text
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 import kvmig
 from kvmig.cli.client import holder_of
 from kvmig.cli.machine_verdicts import DatabaseFact, EngineFact, GpuFact, MachineFacts
-from kvmig.core.errors import ConfigError
 from kvmig.core.shown_urls import shown_url
+from kvmig.fleet.database_url import parse_database_url
 from kvmig.launcher.engine_versions import engine_versions, installed_version
 from kvmig.launcher.environment import cores, total_memory
 from kvmig.process.nvml import DRIVER, read_devices
@@ -151,16 +150,10 @@ def _synchronized() -> bool | None:
 
 def _database(url: str) -> DatabaseFact | None:
     """What PostgreSQL answers; None for a file, which a fleet checks itself. Raises ConfigError."""
-    allowed = "sqlite:////FILE or postgresql+psycopg://USER@HOST/DATABASE"
-    try:
-        made = make_url(url)
-    except ArgumentError as error:
-        raise ConfigError(f"--database is no URL, must be {allowed}") from error
-    shown = shown_url(made.render_as_string())
+    made = parse_database_url(url, "--database")
     if made.drivername == "sqlite":
         return None
-    if made.drivername != "postgresql+psycopg":
-        raise ConfigError(f"--database is {shown}, must be {allowed}")
+    shown = shown_url(made.render_as_string())
     try:
         engine = create_engine(
             made, poolclass=NullPool, connect_args={"connect_timeout": CONNECT_S}

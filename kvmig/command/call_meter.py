@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvmig.accounts.usage import Status, UsageRecord
+import msgspec
+
+from kvmig.accounts.usage import UsageRecord
 from kvmig.asgi.call import HttpCall
+from kvmig.asgi.metered_call import MeteredCall
 from kvmig.command.answer_count import AnswerCount
 
 
 @dataclass(eq=False)
-class CountedCall:
-    """One call, from its start to its last record."""
+class CountedCall(MeteredCall):
+    """A call of a command's server."""
 
-    seq: int
-    began: float
-    """Unix time."""
     entered: float
-    """The same by a steady clock."""
+    """When it began, by a steady clock."""
     count: AnswerCount | None = None
     """What its answer says; None: no server has it."""
     attempts: int = 0
     """Servers that got it."""
-    ttft_ms: float | None = None
-    failed: bool = False
-    """Whether its answer broke off."""
 
 
 class CallMeter:
@@ -56,13 +53,8 @@ class CallMeter:
 
     def _record(self, call: HttpCall, found: CountedCall) -> UsageRecord:
         count = None if call.refused else found.count
-        return UsageRecord(
-            seq=found.seq,
-            call_id=call.call_id,
-            account=call.account,
-            model=self.model,
-            began=found.began,
-            ended=self._wall() if call.over else None,
+        return msgspec.structs.replace(
+            found.begin_record(call, self.model, self._wall() if call.over else None),
             prompt=0 if count is None else count.prompt,
             cached=0 if count is None else min(count.prompt, count.cached),
             output=0 if count is None else count.output,
@@ -71,12 +63,4 @@ class CallMeter:
             images=0 if count is None else count.images,
             sequences=call.sequences,
             reruns=max(0, found.attempts - 1),
-            ttft_ms=found.ttft_ms,
-            status=_status(call, found),
         )
-
-
-def _status(call: HttpCall, found: CountedCall) -> Status:
-    if not call.over:
-        return "running"
-    return "finished" if call.answered and not (found.failed or call.refused) else "cut"

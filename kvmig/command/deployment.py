@@ -56,9 +56,9 @@ class CommandDeployment:
         self._meter = CallMeter(launch.model, time.time, monotonic)
         spool = Path(launch.spool, f"{source}.sqlite")
         self._usage = UsageWriter(self._meter, spool, launch.quotas)
-        self._quotas = GrantLink(launch.quotas)
+        self._quotas = GrantLink(launch.quotas, source, launch.model)
         self._relay = CommandRelay(
-            self._pool, self._meter, source, self._quotas, asks_usage=launch.stream_usage
+            self._pool, self._meter, self._quotas, asks_usage=launch.stream_usage
         )
         self._state = self._http_state()
         self._tasks: list[asyncio.Task[None]] = []

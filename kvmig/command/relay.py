@@ -12,7 +12,6 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from kvmig.accounts.allowances import TokenRequest
 from kvmig.asgi.call import HttpCall, current_call
 from kvmig.asgi.call_work import work_of
 from kvmig.asgi.error_forms import ApiError
@@ -56,17 +55,15 @@ class CommandRelay:
         self,
         pool: ServerPool,
         meter: CallMeter,
-        source: str,
         quotas: GrantLink | None = None,
         *,
         asks_usage: bool = True,
         clock: Clock = monotonic,
     ) -> None:
-        """source: the name in usage records. quotas: None: calls may use as many tokens as they
+        """quotas: None: calls may use as many tokens as they
         like. asks_usage: whether the servers take `stream_options.include_usage`."""
         self._pool = pool
         self._meter = meter
-        self._source = source
         self._quotas = quotas
         self._asks_usage = asks_usage
         self._clock = clock
@@ -167,17 +164,13 @@ class CommandRelay:
         """The call with as many tokens as its quota grants, all at once: what a server computes
         can't be held back token by token. Raises CallRefused."""
         assert self._quotas is not None
-        ask = TokenRequest(
-            number=self._quotas.next_number(),
-            source=self._source,
-            seq=counted.seq,
-            key=call.account,
-            began=counted.began,
+        granted = await self._quotas.ask_for_tokens(
+            counted.seq,
+            call.account,
+            counted.began,
             least=plan.prompt_most + plan.output_least,
             want=plan.prompt_most + plan.output_most,
-            model=self._meter.model,
         )
-        granted = await self._quotas.ask_for_tokens(ask)
         if granted is None:
             raise CallRefused(HTTPStatus.SERVICE_UNAVAILABLE, AWAY)
         if not granted.tokens:

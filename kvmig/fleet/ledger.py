@@ -100,7 +100,10 @@ def _merge(
     wanted = select(usage.c.seq, usage.c.status, *(usage.c[name] for name in COUNTS)).where(
         usage.c.source == source, usage.c.seq.in_(seqs)
     )
-    before = {seq: _Known(*known) for seq, *known in connection.execute(wanted)}
+    before = {
+        seq: _Known(status, dict(zip(COUNTS, counts, strict=True)))
+        for seq, status, *counts in connection.execute(wanted)
+    }
     pruned = among(connection, source, [seq for seq in seqs if seq not in before])
     news = [_news(one, before.get(one.seq)) for one in records if one.seq not in pruned]
     rows = [_cut(one) if over else one for one in news if one is not None]
@@ -110,9 +113,9 @@ def _merge(
     for one in rows:
         day = sums[_day(one.began), one.account, one.model]
         day["calls"] += one.seq not in before
-        known = before.get(one.seq, _Known())
+        known = before[one.seq].counts if one.seq in before else {}
         for name in COUNTS:
-            day[name] += getattr(one, name) - getattr(known, name)
+            day[name] += getattr(one, name) - known.get(name, 0)
     upsert(connection, usage, ("source", "seq"), [_row(source, one) for one in rows])
     days = [
         {"day": day, "key_id": key_id, "model": model, **{name: sum_[name] for name in SUMS}}
@@ -129,13 +132,9 @@ def _merge(
 class _Known(NamedTuple):
     """What the ledger has of a call."""
 
-    status: str = ""
-    prompt: int = 0
-    cached: int = 0
-    output: int = 0
-    characters: int = 0
-    seconds: int = 0
-    images: int = 0
+    status: str
+    counts: Mapping[str, int]
+    """By the names in COUNTS."""
 
 
 def _news(record: UsageRecord, known: _Known | None) -> UsageRecord | None:
@@ -147,7 +146,7 @@ def _news(record: UsageRecord, known: _Known | None) -> UsageRecord | None:
         return record
     if known.status != "running":
         return None
-    newest = {name: max(getattr(record, name), getattr(known, name)) for name in COUNTS}
+    newest = {name: max(getattr(record, name), known.counts[name]) for name in COUNTS}
     return msgspec.structs.replace(record, **newest)
 
 

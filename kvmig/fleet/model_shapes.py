@@ -111,19 +111,20 @@ def family_of(folder: str) -> str:
 
 def vocabulary_of(folder: str) -> int:
     """Entries of the model's vocabulary, by its files; 0 where they don't have it."""
-    text = _config(folder).get("text_config")
-    for config in (_config(folder), text if isinstance(text, dict) else {}):
-        if isinstance(size := config.get("vocab_size"), int) and size > 0:
-            return size
-    return 0
+    return _number_of(folder, "vocab_size")
 
 
 def heads_of(folder: str) -> int:
     """Attention heads of the model, by its files; 0 where they don't have it."""
+    return _number_of(folder, "num_attention_heads")
+
+
+def _number_of(folder: str, name: str) -> int:
+    """A number of the model's configuration, or of its text model's; 0 where neither has it."""
     text = _config(folder).get("text_config")
     for config in (_config(folder), text if isinstance(text, dict) else {}):
-        if isinstance(heads := config.get("num_attention_heads"), int) and heads > 0:
-            return heads
+        if isinstance(number := config.get(name), int) and number > 0:
+            return number
     return 0
 
 

@@ -39,12 +39,13 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import URL, Connection, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.engine import URL, Connection
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.core.shown_urls import shown_url
+from kvmig.fleet.database_url import parse_database_url
 
 SCHEMA = 19
 """The newest migration's number."""
@@ -466,17 +467,10 @@ class FleetDatabase:
 
 
 def _checked_url(url: str) -> URL:
-    allowed = "sqlite:////FILE or postgresql+psycopg://USER@HOST/DATABASE"
-    try:
-        found = make_url(url)
-    except ArgumentError as error:
-        raise ConfigError(f"the fleet's database is no URL, must be {allowed}") from error
-    shown = shown_url(found.render_as_string())
-    if found.drivername == "sqlite":
-        if not found.database or not Path(found.database).is_absolute():
-            raise ConfigError(f"the fleet's database is {shown}, must be a file's whole path")
-    elif found.drivername != "postgresql+psycopg":
-        raise ConfigError(f"the fleet's database is {shown}, must be {allowed}")
+    found = parse_database_url(url, "the fleet's database")
+    if found.drivername == "sqlite" and not Path(found.database or "").is_absolute():
+        shown = shown_url(found.render_as_string())
+        raise ConfigError(f"the fleet's database is {shown}, must be a file's whole path")
     return found
 
 

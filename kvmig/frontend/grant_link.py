@@ -28,19 +28,22 @@ log = logging.getLogger(__name__)
 class GrantLink:
     """The connection of one front end; `close` it."""
 
-    def __init__(self, path: str) -> None:
-        """path: of the socket."""
+    def __init__(self, path: str, source: str, model: str) -> None:
+        """path: of the socket. source: the front end's name in usage records. model: the model's
+        there."""
         self._path = path
+        self._source = source
+        self._model = model
         self._numbers = itertools.count(1)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._turn = asyncio.Lock()
 
-    def next_number(self) -> int:
-        """The number of the next question."""
-        return next(self._numbers)
-
-    async def ask_for_tokens(self, ask: TokenRequest) -> TokenGrant | None:
-        """The answer; None if there is none in PATIENCE_S."""
+    async def ask_for_tokens(
+        self, seq: int, key: str, began: float, *, least: int, want: int
+    ) -> TokenGrant | None:
+        """The answer for a call (see `TokenRequest`); None if there is none in PATIENCE_S."""
+        number = next(self._numbers)
+        ask = TokenRequest(number, self._source, seq, key, began, least, want, self._model)
         clock = asyncio.get_running_loop().time
         reserved_until = clock() + RESERVED_S
         try:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from kvmig.accounts.usage import Status, UsageRecord
+import msgspec
+
+from kvmig.accounts.usage import UsageRecord
 from kvmig.asgi.answer_usage import CallUsage
 from kvmig.asgi.call import HttpCall
+from kvmig.asgi.metered_call import MeteredCall
 from kvmig.frontend.requests import BeamSearch, LiveRequest
 
 
 @dataclass(eq=False)
-class _Metered:
+class _Metered(MeteredCall):
     """A call of which something is live, or whose end isn't written yet."""
 
-    seq: int
-    began: float
     live: dict[str, LiveRequest] = field(default_factory=dict)
     prompts: dict[Hashable, int] = field(default_factory=dict)
     """Prompt tokens by `LiveRequest.prompt`, which several answers may share."""
@@ -28,8 +29,6 @@ class _Metered:
     sequences: int = 0
     moves: int = 0
     reruns: int = 0
-    failed: bool = False
-    ttft_ms: float | None = None
     changed: bool = True
 
 
@@ -113,13 +112,8 @@ class UsageMeter:
     def _record(self, call: HttpCall, found: _Metered, running: int, over: bool) -> UsageRecord:
         live = found.live.values()
         used = _due(call, found) if over else _so_far(found, running)
-        return UsageRecord(
-            seq=found.seq,
-            call_id=call.call_id,
-            account=call.account,
-            model=self.model,
-            began=found.began,
-            ended=self._wall() if over else None,
+        return msgspec.structs.replace(
+            found.begin_record(call, self.model, self._wall() if over else None),
             prompt=used.prompt,
             cached=min(used.prompt, sum(found.cached.values())),
             output=used.output,
@@ -127,8 +121,6 @@ class UsageMeter:
             sequences=found.sequences,
             moves=found.moves + sum(one.moves for one in live),
             reruns=found.reruns + sum(one.run for one in live),
-            ttft_ms=found.ttft_ms,
-            status=_status(call, found) if over else "running",
         )
 
 
@@ -151,8 +143,3 @@ def _due(call: HttpCall, found: _Metered) -> CallUsage:
     unused = sum(tokens for one, tokens in found.prompts.items() if one not in found.cached)
     unused += sum(one.prompt or 0 for one in found.searches if one not in found.cached)
     return begun._replace(prompt=begun.prompt - unused)
-
-
-def _status(call: HttpCall, found: _Metered) -> Status:
-    whole = call.answered and not (found.failed or call.refused)
-    return "finished" if whole else "cut"

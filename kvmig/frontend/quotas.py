@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 
-from kvmig.accounts.allowances import TokenAllowance, TokenGrant, TokenRequest
+from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.call import HttpCall
 from kvmig.controlplane.messages import Span
 from kvmig.core.background import cancel_tasks
@@ -30,8 +30,7 @@ class QuotaClient:
         """
         self._cut = cut
         self.meter = meter
-        self._source = source
-        self._link = GrantLink(path)
+        self._link = GrantLink(path, source, meter.model)
         self._asks: dict[TokenAllowance[Output], asyncio.Task[None]] = {}
         self.release: Callable[[Output], None] = lambda _: None
         """Takes what was held, once it is paid for."""
@@ -92,7 +91,13 @@ class QuotaClient:
 
     async def _more(self, allowance: TokenAllowance[Output], least: int) -> None:
         try:
-            granted = await self._ask(allowance, least)
+            granted = await self._link.ask_for_tokens(
+                allowance.seq,
+                allowance.key,
+                allowance.began,
+                least=least,
+                want=max(least, allowance.wanted()),
+            )
         finally:
             allowance.asking = False
             del self._asks[allowance]
@@ -109,17 +114,3 @@ class QuotaClient:
             self._cut(held[0][2], part)
             self.release(held[0])
         self.end(held, allowance)
-
-    async def _ask(self, allowance: TokenAllowance[Output], least: int) -> TokenGrant | None:
-        """The answer; None if none comes in time."""
-        ask = TokenRequest(
-            number=self._link.next_number(),
-            source=self._source,
-            seq=allowance.seq,
-            key=allowance.key,
-            began=allowance.began,
-            least=least,
-            want=max(least, allowance.wanted()),
-            model=self.meter.model,
-        )
-        return await self._link.ask_for_tokens(ask)

@@ -18,7 +18,6 @@ import msgspec
 from fastapi import APIRouter, FastAPI
 from starlette.applications import Starlette
 from starlette.datastructures import FormData
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -43,7 +42,7 @@ from kvmig.pages.api_calls import ApiCaller, ApiRefusal
 from kvmig.pages.live_feed import LiveFeed
 from kvmig.pages.login import login_routes
 from kvmig.pages.picture import picture_of
-from kvmig.pages.session import PagePerson
+from kvmig.pages.session import CookieSessions, PagePerson
 from kvmig.pages.site import NO_FORM, FormOutcome, NavigationLink, PageSite, go_to
 from kvmig.pages.words import move_text
 
@@ -60,15 +59,15 @@ PREFIX = "adminkey"
 PERSON = PagePerson("admin", admin=True)
 
 
-class AdminSessions:
+class AdminSessions(CookieSessions):
     """Sessions of those who have shown the admin key; they end when another key is set."""
 
     def __init__(self, admin_key: str, wall: Clock, *, tls: bool) -> None:
         """wall: Unix time. tls: whether browsers come by HTTPS."""
+        super().__init__(tls=tls)
         secret = admin_key.encode()
         self._key = secret
         self._wall = wall
-        self._tls = tls
         self._cookies = SessionCookies(blake2b(secret, person=b"kvmig page").digest()[:32])
         self._grant = KeyGrant(
             key_id=PREFIX, origin=PREFIX, user_id=PREFIX, user=PERSON.name, prefix=PREFIX,
@@ -77,20 +76,16 @@ class AdminSessions:
 
     def find_person(self, request: Request) -> PagePerson | None:
         """See `PageSessions`."""
-        return None if self._session(request) is None else PERSON
+        return None if self.find_session(request) is None else PERSON
 
-    def csrf_token(self, request: Request) -> str:
-        """See `PageSessions`."""
-        session = self._session(request)
-        return "" if session is None else self._cookies.token(session)
+    @property
+    def cookies(self) -> SessionCookies:
+        """See `CookieSessions`."""
+        return self._cookies
 
-    def check_csrf(self, request: Request, presented: str) -> None:
-        """See `PageSessions`."""
-        session = self._session(request)
-        given = presented or request.headers.get(CSRF_HEADER, "")
-        if session is None or not self._cookies.is_token(session, given):
-            sentence = "the form is of an earlier session: load the page again"
-            raise HTTPException(HTTPStatus.FORBIDDEN, sentence)
+    def find_session(self, request: Request) -> LoginSession | None:
+        """See `CookieSessions`."""
+        return self._read(request.headers.get("cookie", ""))
 
     @property
     def authorization(self) -> str:
@@ -116,17 +111,6 @@ class AdminSessions:
         if hmac.compare_digest(key.encode(), self._key):
             return self._cookies.begin(self._grant, self._wall())
         return BAD_KEY
-
-    def set_cookie(self, session: LoginSession) -> str:
-        """See `LoginSessions`."""
-        return self._cookies.set_cookie(session, tls=self._tls)
-
-    def clear_cookie(self) -> str:
-        """See `LoginSessions`."""
-        return self._cookies.clear_cookie(tls=self._tls)
-
-    def _session(self, request: Request) -> LoginSession | None:
-        return self._read(request.headers.get("cookie", ""))
 
     def _read(self, cookies: str) -> LoginSession | None:
         grants = {PREFIX: self._grant}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -14,12 +13,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvmig.core.errors import KernelUnavailable
+from kvmig.core.file_lock import lock_file
 
 CSRC = Path(__file__).parent / "csrc"
 SOURCES = tuple(sorted(CSRC.glob("*_cpu.cpp")))
@@ -231,15 +230,10 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold `path` against other processes; the kernel lets go of it if we die."""
-    deadline = time.monotonic() + TIMEOUT_S
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise KernelUnavailable(f"{path} is locked by another build") from None
-                time.sleep(0.05)
+    """Hold `path` against other processes. Raises KernelUnavailable."""
+    try:
+        file = lock_file(path, TIMEOUT_S, 0.05)
+    except TimeoutError:
+        raise KernelUnavailable(f"{path} is locked by another build") from None
+    with file:
         yield

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import select
@@ -11,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from kvmig.core.clock import monotonic
+from kvmig.core.file_lock import lock_file
 from kvmig.core.killed import kill_and_wait
 from kvmig.engines.vllm.load_formats import (
     USUAL,
@@ -54,7 +52,8 @@ def chosen_format(folder: Path, engine: str, gpu: str, device: str) -> LoadRecor
     path = records_folder(os.environ) / record_name(files, engine, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(path.with_suffix(".lock")):
+        # two that measure at once would measure each other
+        with lock_file(path.with_suffix(".lock"), LOCK_S, LOOK_S):
             if (found := read_record(path)) is not None:
                 return found
             begun = path.with_suffix(".begun")
@@ -95,22 +94,6 @@ def read_record(path: Path) -> LoadRecord | None:
     except msgspec.MsgspecError as error:
         log.warning("%s is measured again: %s", path, error)
         return None
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Two that measure at once would measure each other. Raises TimeoutError, OSError."""
-    deadline = monotonic() + LOCK_S
-    with path.open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if monotonic() > deadline:
-                    raise TimeoutError(f"{path} is held for {LOCK_S:g} s") from None
-                time.sleep(LOOK_S)
-        yield
 
 
 def _measured(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from http import HTTPStatus
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from kvmig.accounts.keys import BAD_KEY, KeyDenied, KeyIndex, allows
-from kvmig.accounts.page_sessions import CSRF_HEADER, LoginSession, SessionCookies
+from kvmig.accounts.page_sessions import LoginSession, SessionCookies
 from kvmig.core.clock import Clock
 from kvmig.fleet.callers import FORWARDED
-from kvmig.pages.session import PagePerson
+from kvmig.pages.session import CookieSessions, PagePerson
 
 
-class FleetSessions:
+class FleetSessions(CookieSessions):
     """Implements `kvmig.pages.session.PageSessions`."""
 
     def __init__(
@@ -28,10 +26,10 @@ class FleetSessions:
     ) -> None:
         """keys: those that let calls in now. pepper: the fleet's, once its database is open. wall:
         Unix time. tls: whether browsers come by HTTPS."""
+        super().__init__(tls=tls)
         self._keys = keys
         self._pepper = pepper
         self._wall = wall
-        self._tls = tls
 
     @property
     def cookies(self) -> SessionCookies:
@@ -50,19 +48,6 @@ class FleetSessions:
             return None
         return PagePerson(session.grant.user, session.is_admin, session.grant.prefix)
 
-    def csrf_token(self, request: Request) -> str:
-        """See the protocol."""
-        session = self.find_session(request)
-        return "" if session is None else self.cookies.token(session)
-
-    def check_csrf(self, request: Request, presented: str) -> None:
-        """See the protocol. A script presents the token in a header."""
-        session = self.find_session(request)
-        given = presented or request.headers.get(CSRF_HEADER, "")
-        if session is None or not self.cookies.is_token(session, given):
-            sentence = "the form is of an earlier session: load the page again"
-            raise HTTPException(HTTPStatus.FORBIDDEN, sentence)
-
     def log_in(self, request: Request, key: str) -> LoginSession | KeyDenied:
         """A session of who shows a key; or why there is none."""
         grant, now = self._keys().find(key), self._wall()
@@ -70,14 +55,6 @@ class FleetSessions:
             return BAD_KEY
         denied = allows(grant, None, address_of(request), now, None)
         return denied or self.cookies.begin(grant, now)
-
-    def set_cookie(self, session: LoginSession) -> str:
-        """The header that begins a session in a browser."""
-        return self.cookies.set_cookie(session, tls=self._tls)
-
-    def clear_cookie(self) -> str:
-        """The header that ends it there."""
-        return self.cookies.clear_cookie(tls=self._tls)
 
 
 def address_of(request: Request) -> str:
