@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvmig.controlplane.messages import Span
+from kvmig.controlplane.messages import OutputSpan
 from kvmig.core.errors import PeerError
 from kvmig.engines.base import FIRST_GUEST, Emitted
 
@@ -154,16 +154,16 @@ class OwnershipTable:
         """The requests of one front end."""
         return [rid for rid, track in self._here.items() if track.gateway == gateway]
 
-    def spans(self, emitted: Iterable[Emitted]) -> list[Span]:
+    def spans(self, emitted: Iterable[Emitted]) -> list[OutputSpan]:
         """Spans of one step's outputs, in order; finished requests are forgotten."""
-        spans: list[Span] = []
+        spans: list[OutputSpan] = []
         for entry in emitted:
             track = self._here.get(entry.request_id)
             if track is None:
                 # Aborted meanwhile: its last output goes nowhere, whatever its span says.
-                spans.append(Span(entry.request_id, -1, 0))
+                spans.append(OutputSpan(entry.request_id, -1, 0))
                 continue
-            spans.append(Span(entry.request_id, track.epoch, track.emitted))
+            spans.append(OutputSpan(entry.request_id, track.epoch, track.emitted))
             track.emitted += entry.tokens
             if entry.finished:
                 del self._here[entry.request_id]

@@ -24,6 +24,7 @@ from kvmig.controlplane.messages import (
     EngineCall,
     Fence,
     Fenced,
+    ListedRequests,
     ListRequests,
     LoadReport,
     Migrate,
@@ -33,9 +34,8 @@ from kvmig.controlplane.messages import (
     OrderRefused,
     Outputs,
     Overrun,
-    Pair,
+    PairedDestination,
     Pairs,
-    Requests,
     Resolved,
     SetGuarantee,
     SetState,
@@ -344,7 +344,7 @@ class Llumlet:
 
     async def _list(self, sender: bytes, call_id: int) -> None:
         states = await self._engine.requests()
-        self._send(sender, Requests(call_id, states, self._tracking.gateways()))
+        self._send(sender, ListedRequests(call_id, states, self._tracking.gateways()))
 
     async def _fence(self, sender: bytes, message: Fence) -> None:
         try:
@@ -365,7 +365,7 @@ class Llumlet:
             self._tasks.start(self._move_session(sender, order, payload))
 
     async def _migrate(
-        self, request_id: str, order: Pair | Migrate, asker: bytes = b""
+        self, request_id: str, order: PairedDestination | Migrate, asker: bytes = b""
     ) -> MigrationReport:
         """Move a request and report the outcome to all front ends; `asker` has given the order."""
         by_hand = order if isinstance(order, Migrate) else None

@@ -140,7 +140,7 @@ class ListRequests(RpcMessage, frozen=True, tag=True):
     call_id: int
 
 
-class Requests(RpcMessage, frozen=True, tag=True):
+class ListedRequests(RpcMessage, frozen=True, tag="Requests"):
     """Llumlet: these."""
 
     call_id: int
@@ -193,7 +193,7 @@ class Migrated(RpcMessage, frozen=True, tag=True):
     """The epoch under which the request ran at the source before."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class OutputSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The position in its stream of one request's tokens in an Outputs message."""
 
     request_id: str
@@ -205,7 +205,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Outputs(RpcMessage, frozen=True, tag=True):
     """Llumlet: what a step gave (payload frames: the adapter's encoding), one span a request."""
 
-    spans: list[Span]
+    spans: list[OutputSpan]
 
 
 class Fence(RpcMessage, frozen=True, tag=True):
@@ -358,7 +358,7 @@ class OrderDone(RpcMessage, frozen=True, tag=True):
     error: str = ""
 
 
-class Evacuate(RpcMessage, frozen=True, tag=True):
+class EvacuateInstance(RpcMessage, frozen=True, tag="Evacuate"):
     """Launcher to front ends: run what is still on this instance again elsewhere."""
 
     instance: str
@@ -372,7 +372,7 @@ class SetState(RpcMessage, frozen=True, tag=True):
     state: Literal["serving", "draining"]
 
 
-class Scale(RpcMessage, frozen=True, tag=True):
+class ScaleInstances(RpcMessage, frozen=True, tag="Scale"):
     """Scheduler to the launcher: start `add` instances more, or end this one by a drain."""
 
     add: int = 0
@@ -387,9 +387,9 @@ LifecycleMessage = (
     | RaiseFence
     | SetGuarantee
     | OrderDone
-    | Evacuate
+    | EvacuateInstance
     | SetState
-    | Scale
+    | ScaleInstances
 )
 
 
@@ -468,7 +468,7 @@ SEVERAL: tuple[Why, ...] = (*AT_ONCE, "prompt")
 """Reasons for which several requests move to one destination at once."""
 
 
-class Pair(msgspec.Struct, frozen=True):
+class PairedDestination(msgspec.Struct, frozen=True):
     """Move requests to this destination."""
 
     destination: str
@@ -485,7 +485,7 @@ class Pair(msgspec.Struct, frozen=True):
 class Pairs(RpcMessage, frozen=True, tag=True):
     """Scheduler to a source llumlet: these, in place of earlier ones; none: stop."""
 
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[PairedDestination, ...] = ()
 
 
 ClusterMessage = (
@@ -498,7 +498,7 @@ ClusterMessage = (
     | EngineCall
     | CallDone
     | ListRequests
-    | Requests
+    | ListedRequests
     | Migrate
     | MoveSession
     | Migrated

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmig.controlplane.messages import SEVERAL, Pair
+from kvmig.controlplane.messages import SEVERAL, PairedDestination
 from kvmig.controlplane.refused_moves import FULL, RefusedMoves
 from kvmig.controlplane.victims import DEFAULT_RULE, VictimRule, next_victim
 from kvmig.core.clock import Clock, monotonic
@@ -50,12 +50,12 @@ class MigrationDriver:
     migrating: Callable[[], Collection[str]]
     arrived: Callable[[], Mapping[str, float]]
     """When those that were moved here came, by `monotonic`: they stay for a while."""
-    migrate: Callable[[str, Pair], Awaitable[MigrationReport]]
+    migrate: Callable[[str, PairedDestination], Awaitable[MigrationReport]]
     rule: VictimRule = DEFAULT_RULE
     at_once: int = 1
     """Requests that move to one destination at once for a pair of `SEVERAL`."""
     clock: Clock = monotonic
-    _pairs: dict[str, Pair] = field(default_factory=dict, init=False)
+    _pairs: dict[str, PairedDestination] = field(default_factory=dict, init=False)
     _spent: dict[str, float] = field(default_factory=dict, init=False)
     _refused: dict[str, set[str]] = field(default_factory=dict, init=False)
     """Requests that were tried, by destination."""
@@ -64,7 +64,7 @@ class MigrationDriver:
     _listing: RequestsHere | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    def set(self, pairs: Sequence[Pair]) -> None:
+    def set(self, pairs: Sequence[PairedDestination]) -> None:
         """The scheduler's word; no pairs: stop."""
         self._pairs = {pair.destination: pair for pair in pairs}
         self._spent = dict.fromkeys(self._pairs, 0.0)
@@ -130,7 +130,9 @@ class MigrationDriver:
         # For other reasons the pair doesn't work now; the next round decides anew.
         return report.reason in ("finished", "aborted_by_client", "started", "unknown_request")
 
-    async def _choose(self, destination: str) -> tuple[RequestState, Pair, RequestsHere] | None:
+    async def _choose(
+        self, destination: str
+    ) -> tuple[RequestState, PairedDestination, RequestsHere] | None:
         """A victim among the requests that were listed when the pairs came: a list costs the engine
         time, so it makes none for each victim, but another one when all of these are done with.
         """

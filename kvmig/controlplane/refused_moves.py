@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.messages import PairedDestination
 
 FULL = ("no_blocks", "no_batch_slot")
 """Reasons of a refusal for want of room (`kvmig.kvtransfer.report.Reason`)."""
@@ -39,14 +39,14 @@ class RefusedMoves:
     def __len__(self) -> int:
         return len(self._moves)
 
-    def set_pairs(self, pairs: Sequence[Pair]) -> None:
+    def set_pairs(self, pairs: Sequence[PairedDestination]) -> None:
         """The scheduler has renewed the pairs, with what room it sees now."""
         rooms = {pair.destination: pair.room_blocks for pair in pairs}
         for (_, destination), move in self._moves.items():
             if destination in rooms:
                 move.room_blocks = min(move.room_blocks, rooms[destination])
 
-    def refuse(self, request_id: str, pair: Pair, now: float) -> None:
+    def refuse(self, request_id: str, pair: PairedDestination, now: float) -> None:
         """The destination had no room for the request."""
         before = self._moves.get((request_id, pair.destination))
         wait_s = FIRST_S if before is None else min(2 * before.wait_s, LAST_S)
@@ -54,7 +54,7 @@ class RefusedMoves:
             pair.room_blocks, wait_s, now + wait_s
         )
 
-    def waiting(self, pair: Pair, now: float) -> set[str]:
+    def waiting(self, pair: PairedDestination, now: float) -> set[str]:
         """Requests that aren't worth a try there now."""
         return {
             request_id

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvmig.controlplane.freeness import Queued, batch_sizes, free_blocks_of, slack, slacks
-from kvmig.controlplane.messages import Pair, Pairs, Why
+from kvmig.controlplane.messages import PairedDestination, Pairs, Why
 from kvmig.controlplane.view import DRAINING, ClusterView, Column, Mask
 
 MAX_SOURCES = 128
@@ -274,7 +274,7 @@ class Scheduler:
         )
         paired: dict[str, Pairs] = {}
         for pairing in self._pairings:
-            pair = Pair(
+            pair = PairedDestination(
                 pairing.destination,
                 pairing.endpoint,
                 pairing.budget_blocks,

@@ -16,11 +16,11 @@ from kvmig.controlplane.joined_servers import JoinedServers
 from kvmig.controlplane.messages import (
     ClusterMember,
     ClusterMessage,
-    Evacuate,
+    EvacuateInstance,
     LoadReport,
     Members,
     MessagesRefused,
-    Scale,
+    ScaleInstances,
 )
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.scaling import InstanceScaler, ScaleIn, ScaleOut
@@ -117,7 +117,7 @@ class SchedulerProcess:
                         log.info("server %s has joined", message.server)
                     self._take(group)
                     self._tell_others()
-                elif isinstance(message, Evacuate):
+                elif isinstance(message, EvacuateInstance):
                     self._forward(sender, message)
                 elif not isinstance(message, Hello):
                     name = type(message).__name__
@@ -212,14 +212,14 @@ class SchedulerProcess:
                 log.info("server %s is gone", server)
         return bool(gone)
 
-    def _forward(self, sender: bytes, order: Evacuate) -> None:
+    def _forward(self, sender: bytes, order: EvacuateInstance) -> None:
         """A drain has taken too long: requests of the other servers' clients go on elsewhere, too.
         A server that is gone has none."""
         for other in self._servers.joined:
             if other != sender:
                 self._reaches(other, order)
 
-    def _reaches(self, sender: bytes, message: Members | Evacuate) -> bool:
+    def _reaches(self, sender: bytes, message: Members | EvacuateInstance) -> bool:
         """Send it; whether the server is there."""
         try:
             self._server.send(sender, message)
@@ -236,9 +236,9 @@ class SchedulerProcess:
             case None:
                 return
             case ScaleOut(count):
-                order = Scale(add=count)
+                order = ScaleInstances(add=count)
             case ScaleIn(instance):
-                order = Scale(drain=instance)
+                order = ScaleInstances(drain=instance)
         try:
             for launcher in self._servers.launchers:
                 self._server.send(launcher, order)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kvmig.controlplane.messages import AT_ONCE, Pair
+from kvmig.controlplane.messages import AT_ONCE, PairedDestination
 from kvmig.engines.base import RequestState
 
 
@@ -29,7 +29,7 @@ DEFAULT_RULE = VictimRule()
 
 def next_victim(
     requests: Iterable[RequestState],
-    pair: Pair,
+    pair: PairedDestination,
     spent_blocks: float,
     migrating: Collection[str],
     arrived_at: Mapping[str, float],
@@ -54,7 +54,7 @@ def next_victim(
 
 
 def _balance(
-    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+    able: list[RequestState], pair: PairedDestination, spent: float, rule: VictimRule
 ) -> RequestState | None:
     """Lower priority first (vLLM's: the larger number), then as the rule prefers.
 
@@ -74,7 +74,7 @@ def _balance(
 
 
 def _within_budget(
-    running: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+    running: list[RequestState], pair: PairedDestination, spent: float, rule: VictimRule
 ) -> RequestState | None:
     left = pair.budget_blocks - spent
     fitting = [one for one in running if one.blocks <= left]
@@ -94,7 +94,7 @@ def _order(one: RequestState) -> tuple[int, int, str]:
 
 
 def _queue(
-    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+    able: list[RequestState], pair: PairedDestination, spent: float, rule: VictimRule
 ) -> RequestState | None:
     """The first in the queue that still fits where it goes."""
     left = pair.budget_blocks - spent
@@ -102,7 +102,7 @@ def _queue(
 
 
 def _defragment(
-    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+    able: list[RequestState], pair: PairedDestination, spent: float, rule: VictimRule
 ) -> RequestState | None:
     """The smallest request that frees enough alone, else the largest that fits."""
     left, room = pair.budget_blocks - spent, pair.room_blocks - spent
@@ -116,7 +116,7 @@ def _defragment(
 
 
 def _drain(
-    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+    able: list[RequestState], pair: PairedDestination, spent: float, rule: VictimRule
 ) -> RequestState | None:
     """A waiting request, which costs nothing; then any that runs, in prefill or not."""
     waiting = next((one for one in able if one.state == "waiting"), None)
@@ -126,7 +126,7 @@ def _drain(
 
 
 def _prompt(
-    able: list[RequestState], pair: Pair, spent: float, rule: VictimRule
+    able: list[RequestState], pair: PairedDestination, spent: float, rule: VictimRule
 ) -> RequestState | None:
     """The prompt that is computed first: running ones, then the queue, in the engine's order. Then
     a request that decodes here, the shortest first: there was no room for it before."""
@@ -140,7 +140,7 @@ def _prompt(
 
 
 _CHOICES: dict[
-    str, Callable[[list[RequestState], Pair, float, VictimRule], RequestState | None]
+    str, Callable[[list[RequestState], PairedDestination, float, VictimRule], RequestState | None]
 ] = {
     "balance": _balance,
     "priority": _balance,

@@ -71,7 +71,15 @@ from kvmig.fleet.managed_model import (
     record_of,
 )
 from kvmig.fleet.model_places import ModelPlaces
-from kvmig.fleet.orders import Deployed, DeploymentEnded, Load, Order, Running, Started, Stop
+from kvmig.fleet.orders import (
+    DeployedProgram,
+    DeployedPrograms,
+    DeploymentEnded,
+    DeploymentStarted,
+    LoadEngine,
+    Order,
+    StopDeployment,
+)
 from kvmig.fleet.place_choice import PlaceExplanation, with_places
 from kvmig.fleet.placed_agents import PlacedAgents
 from kvmig.fleet.proxy_reports import ProxyReports
@@ -188,7 +196,7 @@ class ModelController:
             if model.removed:
                 model.wanted = msgspec.structs.replace(model.wanted, on=False)
         for engine in {one.spec.library for one in named.values() if one.on} - {""}:
-            self._order(Load(engine))
+            self._order(LoadEngine(engine))
         if self._has_begun:  # an order's answer waits until all proxies know
             self._send_routes()
         self._changed.set()
@@ -202,22 +210,22 @@ class ModelController:
         self._agents.take_units(units)
         self._changed.set()
 
-    def take_news(self, news: Running | Started | DeploymentEnded) -> None:
+    def take_news(self, news: DeployedPrograms | DeploymentStarted | DeploymentEnded) -> None:
         """Take news from the supervisor."""
         match news:
-            case Running(deployments):
+            case DeployedPrograms(deployments):
                 self._told = True
                 for one in self.rollouts.in_order(deployments):
                     try:
                         self.units.adopt(one) if one.program == "unit" else self._adopt(one)
                     except msgspec.DecodeError as error:  # of another kvmig; nobody knows whose
                         log.error("deployment %s ends, its note: %s", one.deployment, error)
-                        self._order(Stop(one.deployment))
+                        self._order(StopDeployment(one.deployment))
                     except Exception as error:
                         self.faults.take_fault("adopting", error)
                         log.exception("deployment %s can't be adopted, and ends", one.deployment)
-                        self._order(Stop(one.deployment))
-            case Started(deployment, pid):
+                        self._order(StopDeployment(one.deployment))
+            case DeploymentStarted(deployment, pid):
                 if (model := self._whose.get(deployment)) is not None:
                     model.pid = pid
             case DeploymentEnded(deployment):
@@ -394,7 +402,7 @@ class ModelController:
                 work = self._rest(model, model.life, model.watched, parks=action == "park")
                 model.ordering = self._orders.start(work, f"{action} {model.wanted.name}")
             case "stop" | "kill":
-                self._order(Stop(model.deployment, kill=action == "kill"))
+                self._order(StopDeployment(model.deployment, kill=action == "kill"))
 
     def _seen(self, model: ManagedModel, now: float) -> ObservedState:
         name, running = model.wanted.name, self.running(model)
@@ -613,11 +621,11 @@ class ModelController:
         model.scaling = ScalingDecision(self._first(model))
         self.starts += 1
 
-    def _adopt(self, one: Deployed) -> None:
+    def _adopt(self, one: DeployedProgram) -> None:
         note = msgspec.json.decode(one.note, type=DeploymentRecord)
         model = self.rollouts.home_of(note)
         if model is None or model.deployment:  # only one can have been ordered on purpose
-            self._order(Stop(one.deployment))
+            self._order(StopDeployment(one.deployment))
             return
         self._keep(model, one.deployment, note)
         model.pid, model.scaling = one.pid, None

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from kvmig.command.launch import CommandLaunch, encode_launch
 from kvmig.core.config import USUAL_MOST, instance_name
 from kvmig.fleet.device_claims import DeviceClaim
-from kvmig.fleet.orders import Start
+from kvmig.fleet.orders import StartDeployment
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import WORKERS, ModelSpec, text_in
 
@@ -22,15 +22,15 @@ def start_order(
     claim: DeviceClaim | None,
     places: Sequence[Sequence[str]],
     workers: Sequence[str] = (),
-) -> Start:
+) -> StartDeployment:
     """units, claim, places: as in `words` and `gpu_words`. note: comes back with what runs.
     workers: flags that place its instances on these."""
     log = str(settings.log(quote(spec.name, safe="")))
     if spec.engine == "command":
         launch = encode_launch(command_launch(spec, deployment, settings, len(units), places))
-        return Start(deployment, spec.library, (launch,), note, log, "command")
+        return StartDeployment(deployment, spec.library, (launch,), note, log, "command")
     own = (*words(spec, deployment, settings, units), *gpu_words(spec, claim, places), *workers)
-    return Start(deployment, spec.library, own, note, log)
+    return StartDeployment(deployment, spec.library, own, note, log)
 
 
 def command_launch(

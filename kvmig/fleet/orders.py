@@ -22,7 +22,7 @@ class ServerOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The term of the server that gives it, see `kvmig.core.order_fence`."""
 
 
-class Start(ServerOrder, frozen=True, tag=True):
+class StartDeployment(ServerOrder, frozen=True, tag="Start"):
     """An order to the supervisor: start a program with these words."""
 
     deployment: str
@@ -31,20 +31,20 @@ class Start(ServerOrder, frozen=True, tag=True):
     """Empty: it has none."""
     words: tuple[str, ...]
     note: str
-    """A note for the server, which may be another one by then: comes back in `Deployed`."""
+    """A note for the server, which may be another one by then: comes back in `DeployedProgram`."""
     log: str
     """Path of its log."""
     program: Program = "serve"
 
 
-class Stop(ServerOrder, frozen=True, tag=True):
+class StopDeployment(ServerOrder, frozen=True, tag="Stop"):
     """An order to the supervisor: let a deployment end; kill: at once."""
 
     deployment: str
     kill: bool = False
 
 
-class Load(ServerOrder, frozen=True, tag=True):
+class LoadEngine(ServerOrder, frozen=True, tag="Load"):
     """An order to the supervisor: have the engine's libraries loaded, for deployments will come."""
 
     engine: str
@@ -54,7 +54,7 @@ class CheckFlags(ServerOrder, frozen=True, tag="Check"):
     """An order to the supervisor: let the engine's own parser read these words."""
 
     check: str
-    """Comes back in `Checked`."""
+    """Comes back in `FlagsChecked`."""
     engine: str
     words: tuple[str, ...]
     sizes: bool = False
@@ -70,10 +70,10 @@ class StepDown(ServerOrder, frozen=True, tag=True):
     """The term of its server: what servers before it have ordered is refused from now on."""
 
 
-Order = Start | Stop | Load | CheckFlags | StepDown
+Order = StartDeployment | StopDeployment | LoadEngine | CheckFlags | StepDown
 
 
-class Deployed(msgspec.Struct, frozen=True):
+class DeployedProgram(msgspec.Struct, frozen=True):
     """A deployment that runs."""
 
     deployment: str
@@ -84,13 +84,13 @@ class Deployed(msgspec.Struct, frozen=True):
     program: Program = "serve"
 
 
-class Running(msgspec.Struct, frozen=True, tag=True):
+class DeployedPrograms(msgspec.Struct, frozen=True, tag="Running"):
     """The supervisor's first message: all that runs, whichever server has ordered it."""
 
-    deployments: tuple[Deployed, ...]
+    deployments: tuple[DeployedProgram, ...]
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class DeploymentStarted(msgspec.Struct, frozen=True, tag="Started"):
     """News of the supervisor: the deployment runs; it reports itself whether it serves."""
 
     deployment: str
@@ -113,7 +113,7 @@ class DeploymentEnded(msgspec.Struct, frozen=True, tag="Ended"):
         return shown_text(self.said if by_itself and self.said else self.how)
 
 
-class Checked(msgspec.Struct, frozen=True, tag=True):
+class FlagsChecked(msgspec.Struct, frozen=True, tag="Checked"):
     """News of the supervisor: what is wrong with words that were to be checked; empty: nothing."""
 
     check: str
@@ -126,7 +126,7 @@ class LeaveLead(msgspec.Struct, frozen=True, tag=True):
     """The supervisor's request to let another host's server lead: all ends here."""
 
 
-News = Running | Started | DeploymentEnded | Checked | LeaveLead
+News = DeployedPrograms | DeploymentStarted | DeploymentEnded | FlagsChecked | LeaveLead
 
 
 def encode(message: Order | News) -> bytes:

@@ -17,7 +17,7 @@ import msgspec
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.managed_model import DeploymentRecord
-from kvmig.fleet.orders import Start
+from kvmig.fleet.orders import StartDeployment
 from kvmig.launcher.environment import available_memory
 from kvmig.sources.file_list import WEIGHTS
 
@@ -28,7 +28,7 @@ MOST_SHARE = 0.5
 log = logging.getLogger(__name__)
 
 
-def weights_folder(start: Start) -> str:
+def weights_folder(start: StartDeployment) -> str:
     """The folder with the weights that a deployment loads on this host; empty: it loads none."""
     if start.program == "unit" or start.engine == "toy":
         return ""

@@ -28,7 +28,7 @@ from kvmig.fleet.flag_rolls import (
 )
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
 from kvmig.fleet.model_rows import ModelRow
-from kvmig.fleet.orders import Deployed
+from kvmig.fleet.orders import DeployedProgram
 from kvmig.fleet.rollout import (
     CallFigures,
     RolloutPlan,
@@ -250,11 +250,11 @@ class ModelRollouts:
 
     # -- what runs already
 
-    def in_order(self, deployed: Iterable[Deployed]) -> Sequence[Deployed]:
+    def in_order(self, deployed: Iterable[DeployedProgram]) -> Sequence[DeployedProgram]:
         """The deployments, those first that are their models' own, then those that models roll out
         to."""
 
-        def rank(one: Deployed) -> tuple[bool, bool]:
+        def rank(one: DeployedProgram) -> tuple[bool, bool]:
             try:
                 note = msgspec.json.decode(one.note, type=DeploymentRecord)
             except msgspec.DecodeError:

@@ -54,12 +54,12 @@ from kvmig.fleet.metrics import FleetMetrics
 from kvmig.fleet.model_files import ModelFiles
 from kvmig.fleet.model_shapes import engine_of
 from kvmig.fleet.orders import (
-    Checked,
     CheckFlags,
+    FlagsChecked,
     LeaveLead,
     News,
     Order,
-    Start,
+    StartDeployment,
     StepDown,
 )
 from kvmig.fleet.pepper import fleet_word, keep_key
@@ -232,7 +232,7 @@ class FleetServer:
             CatalogueReader(settings.catalogue, monotonic),
             IdentityProvider(settings.login, monotonic, time.time) if settings.login else None,
         )
-        self._checks: dict[str, asyncio.Future[Checked]] = {}
+        self._checks: dict[str, asyncio.Future[FlagsChecked]] = {}
         """Flags that are being checked."""
         self._turning: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -620,7 +620,7 @@ class FleetServer:
 
     def _order(self, order: Order) -> None:
         self._init.order(msgspec.structs.replace(order, term=self._store.database.token))
-        if isinstance(order, Start) and (folder := weights_folder(order)):
+        if isinstance(order, StartDeployment) and (folder := weights_folder(order)):
             self._weights.begin(folder)
 
     def _may_order(self) -> bool:
@@ -630,7 +630,7 @@ class FleetServer:
     def _hear_init(self, news: News) -> None:
         if isinstance(news, LeaveLead):
             self.retiring.set()
-        elif not isinstance(news, Checked):
+        elif not isinstance(news, FlagsChecked):
             self._models.take_news(news)
         elif (checking := self._checks.pop(news.check, None)) and not checking.done():
             checking.set_result(news)

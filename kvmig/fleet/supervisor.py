@@ -32,19 +32,19 @@ from kvmig.core.model_sizes import sizes_in
 from kvmig.core.order_fence import OrderFence, OrderToken
 from kvmig.fleet.orders import (
     MESSAGE_BYTES,
-    Checked,
     CheckFlags,
-    Deployed,
+    DeployedProgram,
+    DeployedPrograms,
     DeploymentEnded,
+    DeploymentStarted,
+    FlagsChecked,
     LeaveLead,
-    Load,
+    LoadEngine,
     News,
     Program,
-    Running,
-    Start,
-    Started,
+    StartDeployment,
     StepDown,
-    Stop,
+    StopDeployment,
     encode,
     order_of,
 )
@@ -156,7 +156,7 @@ def only_one(settings: FleetSettings) -> Iterator[None]:
 class RunningDeployment:
     """A deployment that runs, or is just being started."""
 
-    start: Start
+    start: StartDeployment
     lifeline: int = -1
     """Our end of its stdin."""
     process: ProcessPort | None = None
@@ -194,11 +194,11 @@ def module_of(program: Program, settings: FleetSettings) -> str:
     return SMALL[program]
 
 
-def running(deployments: Iterable[RunningDeployment]) -> Running:
+def running(deployments: Iterable[RunningDeployment]) -> DeployedPrograms:
     """What the next server is told: also of one that is just being forked."""
-    return Running(
+    return DeployedPrograms(
         tuple(
-            Deployed(
+            DeployedProgram(
                 one.start.deployment,
                 one.start.engine,
                 one.start.note,
@@ -489,9 +489,9 @@ class FleetSupervisor:
             log.warning("%s is not carried out: %s", type(order).__name__, why)
             return
         match order:
-            case Start() as start:
+            case StartDeployment() as start:
                 self._task(self._deploy(start), f"deployment {start.deployment}")
-            case Stop(deployment, kill):
+            case StopDeployment(deployment, kill):
                 if (found := self._deployments.get(deployment)) is not None:
                     self._task(self._end_deployment(found, kill), f"end of {deployment}")
             case CheckFlags() as check:
@@ -503,7 +503,7 @@ class FleetSupervisor:
                 self._stop.set()
             case StepDown():
                 pass  # a standby's, which waits
-            case Load(engine):
+            case LoadEngine(engine):
                 self._task(self._load(engine), f"nursery of {engine}")
 
     def _tell(self, news: News) -> None:
@@ -521,12 +521,12 @@ class FleetSupervisor:
         except StartupError as error:
             log.warning("%s; deployments start by themselves, which takes longer", error)
 
-    async def _deploy(self, start: Start) -> None:
+    async def _deploy(self, start: StartDeployment) -> None:
         """Run a deployment from its start to its end."""
         deployment = self._deployments[start.deployment] = RunningDeployment(start)
         try:
             process = await self._spawn(deployment)
-            self._tell(Started(start.deployment, process.pid))
+            self._tell(DeploymentStarted(start.deployment, process.pid))
             how = await lives(process, deployment.heartbeats, f"deployment {start.deployment}")
         except (OSError, StartupError) as error:
             how = f"it can't be started: {error}"
@@ -668,7 +668,7 @@ class FleetSupervisor:
                 sizes = "" if wrong else sizes_in(lines)
             finally:
                 kill_group(process)  # its stdin is no pipe that ends
-        self._tell(Checked(check.check, wrong, sizes))
+        self._tell(FlagsChecked(check.check, wrong, sizes))
 
     async def _end_deployment(self, deployment: RunningDeployment, kill: bool) -> None:
         deployment.end()

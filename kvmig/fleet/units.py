@@ -27,7 +27,13 @@ from kvmig.fleet.capacity import CapacityPlan, SharedHold
 from kvmig.fleet.cluster_nodes import InstanceDemand
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.device_room import DeviceNeed, unit_holder
-from kvmig.fleet.orders import Deployed, DeploymentEnded, Order, Start, Stop
+from kvmig.fleet.orders import (
+    DeployedProgram,
+    DeploymentEnded,
+    Order,
+    StartDeployment,
+    StopDeployment,
+)
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import (
@@ -214,12 +220,12 @@ class FleetUnits:
 
     # -- what is heard
 
-    def adopt(self, one: Deployed) -> None:
+    def adopt(self, one: DeployedProgram) -> None:
         """Take over an agent that a server before this one has started."""
         note = msgspec.json.decode(one.note, type=UnitRecord)
         unit = self.recall(note.unit, note.gpus, note.arena)
         if unit.life.agent:
-            self._order(Stop(one.deployment))
+            self._order(StopDeployment(one.deployment))
         else:
             self._follow(unit, one.deployment)
 
@@ -380,7 +386,7 @@ class FleetUnits:
                 case "start":
                     self._start(unit)
                 case "stop":
-                    self._order(Stop(unit.life.agent))
+                    self._order(StopDeployment(unit.life.agent))
                     unit.life = msgspec.structs.replace(unit.life, ends=True)
             if not unit.models and not unit.life.agent:
                 del self._units[name]
@@ -520,7 +526,7 @@ class FleetUnits:
         agent, path = secrets.token_hex(4), str(self._settings.unit(unit.name))
         note = UnitRecord(unit.name, unit.gpus, unit.arena)
         self._order(
-            Start(
+            StartDeployment(
                 agent,
                 "",
                 (path, f"--memory={unit.arena}B", "--end-with-stdin"),

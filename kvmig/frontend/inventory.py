@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvmig.asgi.errors import AmbiguousRequest
 from kvmig.controlplane.freeness import instance_freeness
-from kvmig.controlplane.messages import ClusterMember, Requests, Welcome
+from kvmig.controlplane.messages import ClusterMember, ListedRequests, Welcome
 from kvmig.controlplane.view import InstanceView
 from kvmig.core.api_records import InstanceRow, RequestRow, UnitMemory
 from kvmig.core.shown_secrets import shown_line
@@ -152,7 +152,7 @@ class OthersRequest(NamedTuple):
     run_id: str
 
 
-def others_requests(told: Mapping[str, Requests], own: str) -> list[OthersRequest]:
+def others_requests(told: Mapping[str, ListedRequests], own: str) -> list[OthersRequest]:
     """Requests of all front ends but `own`, in no order. told: each instance's own list.
 
     Example: run "cmpl-x-0-12345678+1" of another front end: request "cmpl-x-0-12345678",

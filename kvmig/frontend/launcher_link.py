@@ -21,7 +21,7 @@ from kvmig.controlplane.front_messages import (
 from kvmig.controlplane.messages import (
     ClusterMember,
     ClusterMessage,
-    Evacuate,
+    EvacuateInstance,
     Members,
     MessagesRefused,
     OrderDone,
@@ -51,7 +51,7 @@ Answer = TypeVar("Answer", OrderDone, FrontAnswers)
 ANSWER_S = 5.0
 """Time for the launcher to pass answers of other front ends back."""
 
-News = Members | Evacuate | MessagesRefused | PeerError
+News = Members | EvacuateInstance | MessagesRefused | PeerError
 """Messages of the launcher to a front end; PeerError: one that can't be taken."""
 
 
@@ -162,7 +162,7 @@ class LauncherLink:
     async def _listen(self, client: RpcClient) -> None:
         async for message, _ in client.messages("the launcher", self._hear):
             match message:
-                case Members() | Evacuate() | MessagesRefused():
+                case Members() | EvacuateInstance() | MessagesRefused():
                     self._hear(message)
                 case FrontQuestion():
                     self._replies.start(self._reply_to(client, message))
@@ -231,7 +231,7 @@ class InstanceMembership:
         match news:
             case Members():
                 self._take(news)
-            case Evacuate():
+            case EvacuateInstance():
                 self._router.evacuate(news.instance, ends=news.ends)
             case MessagesRefused():
                 self._router.messages_refused(news.process, news.counts)

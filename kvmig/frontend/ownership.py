@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvmig.asgi.errors import InstanceLost
-from kvmig.controlplane.messages import AbortRequests, Discard, Resolve, Span, Submit
+from kvmig.controlplane.messages import AbortRequests, Discard, OutputSpan, Resolve, Submit
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
 from kvmig.frontend.ports import DispatchOrder, InstancePort, RouterObserver
@@ -71,7 +71,7 @@ class RequestOwnership:
             case StreamGap(reason):
                 self.run_again([request], reason)
 
-    def stop_unknown_output(self, instance: str, span: Span, last: bool) -> None:
+    def stop_unknown_output(self, instance: str, span: OutputSpan, last: bool) -> None:
         """Discard this copy at the instance, once. last: no more will come."""
         key = (instance, span.request_id, span.epoch)
         if last or key in self._discarded:

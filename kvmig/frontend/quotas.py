@@ -7,14 +7,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.call import HttpCall
-from kvmig.controlplane.messages import Span
+from kvmig.controlplane.messages import OutputSpan
 from kvmig.core.background import cancel_tasks
 from kvmig.core.errors import NoInstance, QuotaUsedUp
 from kvmig.frontend.grant_link import AWAY, GrantLink
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.ports import OutputItem
 
-Output = tuple[str, Span, OutputItem]
+Output = tuple[str, OutputSpan, OutputItem]
 """An instance's, as it came."""
 
 

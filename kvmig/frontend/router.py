@@ -33,19 +33,19 @@ from kvmig.controlplane.messages import (
     CallDone,
     Fence,
     Fenced,
+    ListedRequests,
     ListRequests,
     LoadReport,
     Migrate,
     Migrated,
     OrderDone,
     Outputs,
+    OutputSpan,
     Overrun,
     PauseAhead,
-    Requests,
     Resolve,
     Resolved,
     SetGuarantee,
-    Span,
     Submit,
 )
 from kvmig.core.api_records import RequestRow
@@ -404,17 +404,17 @@ class Router:
         ours = request_rows(self._table, {name: one.requests for name, one in told.items()})
         return [*ours, *(one.row for one in others_requests(told, self._name))]
 
-    async def _list_requests(self) -> dict[str, Requests]:
+    async def _list_requests(self) -> dict[str, ListedRequests]:
         """The requests of each fit instance; none of one that doesn't answer."""
 
-        async def ask(instance: str) -> Requests:
+        async def ask(instance: str) -> ListedRequests:
             try:
                 told, _ = await self._questions.call_instance(
-                    instance, ListRequests, Requests, LIST_TIMEOUT_S, "ListRequests"
+                    instance, ListRequests, ListedRequests, LIST_TIMEOUT_S, "ListRequests"
                 )
             except (CallTimeout, InstanceLost) as error:
                 log.warning("requests of instance %s are not listed: %s", instance, error)
-                return Requests(0, [])
+                return ListedRequests(0, [])
             return told
 
         names = [name for name in self.fleet.alive if self.fleet.is_healthy(name)]
@@ -518,7 +518,7 @@ class Router:
                 self.fleet.report(message)
                 self._observer.messages_refused(message.instance, message.refused)
                 self._turns.grant_turns()
-            case CallDone() | Requests() | Fenced() | OrderDone():
+            case CallDone() | ListedRequests() | Fenced() | OrderDone():
                 self._questions.answer(message.call_id, message, payload)
             case Migrated():
                 self._migrated(message, payload)
@@ -546,7 +546,7 @@ class Router:
         self.sessions.lost(instance.name)
         self._ownership.lost(instance.name, reason)
 
-    def _splice(self, instance: str, span: Span, item: OutputItem) -> None:
+    def _splice(self, instance: str, span: OutputSpan, item: OutputItem) -> None:
         """Take an output that isn't just what comes next in its stream."""
         if span.epoch < 0:
             return  # aborted there before it came out: nobody's

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvmig.controlplane.messages import Span
+from kvmig.controlplane.messages import OutputSpan
 from kvmig.frontend.ports import OutputItem
 from kvmig.kvtransfer.source_machine import LEAP
 
@@ -102,7 +102,7 @@ class StreamSplicer:
         self.last_at = now
         return True
 
-    def feed(self, instance: str, span: Span, item: OutputItem, now: float) -> SplicedItems:
+    def feed(self, instance: str, span: OutputSpan, item: OutputItem, now: float) -> SplicedItems:
         """Take an item from `instance`, whose outputs come in their order."""
         fed = SplicedItems([], [])
         end = span.start + len(item.new_token_ids)

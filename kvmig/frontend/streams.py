@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from kvmig.accounts.allowances import TokenAllowance
 from kvmig.asgi.call import HttpCall
-from kvmig.controlplane.messages import Outputs, Span
+from kvmig.controlplane.messages import Outputs, OutputSpan
 from kvmig.core.clock import Clock
 from kvmig.core.errors import Failure, PeerError
 from kvmig.frontend.ports import InstancePort, OutputDecoder, OutputItem, OutputSink, RouterObserver
@@ -78,7 +78,7 @@ class RequestStreams:
 
     def deliver_outputs(
         self, instance: str, outputs: Outputs, payload: Sequence[memoryview]
-    ) -> list[tuple[Span, OutputItem]]:
+    ) -> list[tuple[OutputSpan, OutputItem]]:
         """Deliver the outputs of an instance's step that come next in their streams.
 
         Returns the others, for `splice`. Raises PeerError when spans and items don't match,
@@ -93,7 +93,7 @@ class RequestStreams:
                 f"{instance} sent {len(outputs.spans)} spans for {len(batch.items)} items"
             )
         runs = self.table.runs
-        others: list[tuple[Span, OutputItem]] = []
+        others: list[tuple[OutputSpan, OutputItem]] = []
         ended: list[LiveRequest] = []
         held: set[int] = set()
         for run_id, tokens in batch.cached.items():
@@ -133,9 +133,9 @@ class RequestStreams:
 
     def _pays(
         self,
-        allowance: TokenAllowance[tuple[str, Span, OutputItem]],
+        allowance: TokenAllowance[tuple[str, OutputSpan, OutputItem]],
         instance: str,
-        span: Span,
+        span: OutputSpan,
         item: OutputItem,
     ) -> bool:
         """Whether the output is paid for; else it waits for the next grant."""
@@ -149,7 +149,7 @@ class RequestStreams:
         return paid
 
     def splice(
-        self, request: LiveRequest, instance: str, span: Span, item: OutputItem
+        self, request: LiveRequest, instance: str, span: OutputSpan, item: OutputItem
     ) -> list[Action]:
         """Deliver what follows from an output that didn't just come next; what else to do."""
         now = self.clock()

@@ -14,10 +14,10 @@ from kvmig.controlplane.messages import (
     AddInstances,
     ClusterMember,
     DrainInstance,
-    Evacuate,
+    EvacuateInstance,
     OrderRefused,
     RestartInstances,
-    Scale,
+    ScaleInstances,
     StopDrain,
 )
 from kvmig.core.background import cancel_tasks
@@ -63,7 +63,7 @@ class InstanceManager:
         self.preferred_weights = ""
         """Weights that new requests begin under as long as an instance with them has room."""
         self.on_change: list[Callable[[list[ClusterMember]], None]] = []
-        self.on_evacuate: list[Callable[[Evacuate], None]] = []
+        self.on_evacuate: list[Callable[[EvacuateInstance], None]] = []
         self.on_carry: Callable[[str, float], Awaitable[SessionsCarried]] | None = None
         """Lets front ends move the idle sessions of an instance, within a time; None: there are no
         front ends yet."""
@@ -342,7 +342,7 @@ class InstanceManager:
                 return f"stopped at instance {instance.name} ({failed})"
         return ""
 
-    def scale(self, decision: Scale) -> None:
+    def scale(self, decision: ScaleInstances) -> None:
         """The scheduler's decision. One that has become impossible is logged."""
         try:
             if decision.add:
@@ -385,7 +385,7 @@ class InstanceManager:
 
         ends: those that no other instance has the weights of end with an error.
         """
-        self.tell_evacuation(Evacuate(self._config.public_name(instance.name), ends))
+        self.tell_evacuation(EvacuateInstance(self._config.public_name(instance.name), ends))
 
     async def carry_sessions(self, instance: ManagedInstance, within_s: float) -> SessionsCarried:
         """Let its idle sessions go to others; the report."""
@@ -393,7 +393,7 @@ class InstanceManager:
             return SessionsCarried()
         return await self.on_carry(self._config.public_name(instance.name), within_s)
 
-    def tell_evacuation(self, order: Evacuate) -> None:
+    def tell_evacuation(self, order: EvacuateInstance) -> None:
         """Let the requests on an instance, of this server or another one, go on elsewhere."""
         for tell in self.on_evacuate:
             tell(order)

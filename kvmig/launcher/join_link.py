@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from kvmig.controlplane.messages import (
     ClusterMember,
     ClusterMessage,
-    Evacuate,
+    EvacuateInstance,
     Members,
     MessagesRefused,
 )
@@ -185,7 +185,7 @@ class JoinLink:
                         say(f"requests don't move between here and {server}: {why}")
                 self._unlike = message.unlike
                 self._cluster.set_guests(message.members, message.unlike)
-            case Evacuate():
+            case EvacuateInstance():
                 self._cluster.tell_evacuation(message)
             case MessagesRefused():
                 self._cluster.scheduler_refusals = message.counts
@@ -195,11 +195,11 @@ class JoinLink:
     def _tell(self, members: Sequence[ClusterMember]) -> None:
         self._send(Members([one for one in members if one.state != "failed"], server=self._whose))
 
-    def _forward(self, order: Evacuate) -> None:
+    def _forward(self, order: EvacuateInstance) -> None:
         if any(one.instance == order.instance for one in self._cluster.members()):
             self._send(order)
 
-    def _send(self, message: Members | Evacuate) -> None:
+    def _send(self, message: Members | EvacuateInstance) -> None:
         if self._client is None:
             return
         try:

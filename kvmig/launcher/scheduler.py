@@ -17,7 +17,7 @@ from kvmig.controlplane.messages import (
     ClusterMessage,
     Members,
     MessagesRefused,
-    Scale,
+    ScaleInstances,
 )
 from kvmig.controlplane.scheduler_process import SchedulerLaunch, serve
 from kvmig.core.background import cancel_tasks
@@ -89,7 +89,7 @@ class SchedulerKeeper:
         try:
             async for message, _ in link.messages("the scheduler"):
                 match message:
-                    case Scale():
+                    case ScaleInstances():
                         self._cluster.scale(message)
                     case MessagesRefused():
                         self._cluster.scheduler_refusals = message.counts

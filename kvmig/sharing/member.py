@@ -22,7 +22,7 @@ from kvmig.sharing.member_locks import MemberLocks
 from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
-    Guarantee,
+    GrantRecalled,
     GuaranteeSet,
     HeldMemory,
     InUnit,
@@ -30,7 +30,7 @@ from kvmig.sharing.messages import (
     MemberHello,
     MemberRefused,
     MemoryLease,
-    Recalled,
+    SetGuarantee,
     StepDone,
     ToAgent,
     encode,
@@ -128,7 +128,7 @@ class UnitMember:
         number, answer = next(self._numbers), self._loop.create_future()
         self._wanted[number] = answer
         try:
-            self._packets.send(encode(Guarantee(number, size)))
+            self._packets.send(encode(SetGuarantee(number, size)))
             async with asyncio.timeout(ANSWER_S):
                 refused = await answer
         except TimeoutError as error:
@@ -237,7 +237,7 @@ class UnitMember:
             raise ConfigError(message.why)
         if isinstance(message, StepGrant):
             self.gate.receive_grant(message)
-        if isinstance(message, Recalled):
+        if isinstance(message, GrantRecalled):
             self.gate.recall_grant(message.number)
         if isinstance(message, MemberCount):
             self.gate.crowd(alone=message.members < 2)

@@ -51,7 +51,7 @@ class HeldMemory(UnitMessage, frozen=True, tag="Held"):
     wanted: int
 
 
-class Guarantee(UnitMessage, frozen=True, tag=True):
+class SetGuarantee(UnitMessage, frozen=True, tag="Guarantee"):
     """The bytes that the sender wants back from now on whenever it wants them; 0: a fair part of
     what others weren't promised."""
 
@@ -95,7 +95,7 @@ class GuaranteeSet(UnitMessage, frozen=True, tag=True):
     """The reason for a refusal, and the guarantee is as before; empty: it is so from now on."""
 
 
-class Recalled(UnitMessage, frozen=True, tag=True):
+class GrantRecalled(UnitMessage, frozen=True, tag="Recalled"):
     """The answer to this question stands no more: say Done once no step is made with it."""
 
     number: int
@@ -137,9 +137,9 @@ class UnitState(UnitMessage, frozen=True, tag="Unit"):
     shares: list[MemberShare]
 
 
-ToAgent = MemberHello | HeldMemory | Guarantee | AskUnit | ComputeShares | StepRequest | StepDone
+ToAgent = MemberHello | HeldMemory | SetGuarantee | AskUnit | ComputeShares | StepRequest | StepDone
 ToMember = (
-    MemoryLease | GuaranteeSet | MemberRefused | UnitState | StepGrant | Recalled | MemberCount
+    MemoryLease | GuaranteeSet | MemberRefused | UnitState | StepGrant | GrantRecalled | MemberCount
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvmig.core.errors import PeerError, TransportError
 from kvmig.engines.gate import ComputeShares, StepRequest
-from kvmig.sharing.messages import MemberCount, Recalled, StepDone, ToMember, encode, tag_of
+from kvmig.sharing.messages import GrantRecalled, MemberCount, StepDone, ToMember, encode, tag_of
 from kvmig.sharing.step_scheduler import StepScheduler
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class UnitTurns:
         for member, grant in self.turns.grants(now).items():
             self._send(member, grant)
         for member, number in self.turns.recalls(now).items():
-            self._send(member, Recalled(number))
+            self._send(member, GrantRecalled(number))
         self.close()
         due = self.turns.next_overdue()
         self._due = None if due is None else self._loop.call_at(due, self._grant)

@@ -10,7 +10,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.engines.base import Frame, Frames, ServingEngine
 
 
-class Generated(Protocol):
+class GeneratedTokens(Protocol):
     """What one step gave one request."""
 
     @property
@@ -41,7 +41,7 @@ class EngineUnderTest(ServingEngine, Protocol):
         """
         ...
 
-    def decode_outputs(self, frames: Frames) -> Sequence[Generated]:
+    def decode_outputs(self, frames: Frames) -> Sequence[GeneratedTokens]:
         """What `connect`'s `on_outputs` got."""
         ...
 

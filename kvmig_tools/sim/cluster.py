@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from kvmig.controlplane.dispatch import NewRequest
-from kvmig.controlplane.messages import ClusterMember, Pair
+from kvmig.controlplane.messages import ClusterMember, PairedDestination
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.scheduler import Scheduler
 from kvmig.controlplane.session_hints import SessionHints, SessionPlace
@@ -265,7 +265,9 @@ class SimCluster:
 
     # -- migrations
 
-    def _migration(self, source: SimLlumlet, request: SimRequest, pair: Pair) -> Migration:
+    def _migration(
+        self, source: SimLlumlet, request: SimRequest, pair: PairedDestination
+    ) -> Migration:
         destination = pair.destination
         there = self.llumlets[destination]
         counted = ended = False

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvmig.controlplane.messages import LoadReport, Pair
+from kvmig.controlplane.messages import LoadReport, PairedDestination
 from kvmig.controlplane.policy import Policy
 from kvmig.controlplane.reporter import CHANGE_PERIOD_S
 from kvmig.controlplane.victims import next_victim
@@ -17,7 +17,7 @@ from kvmig_tools.sim.migration import Migration, Outcome
 from kvmig_tools.sim.policies import Setting
 from kvmig_tools.sim.request import SimRequest
 
-Begin = Callable[["SimLlumlet", SimRequest, Pair], Migration]
+Begin = Callable[["SimLlumlet", SimRequest, PairedDestination], Migration]
 """(source, request, pair): a migration to the pair's destination that hasn't started yet."""
 
 
@@ -48,7 +48,7 @@ class SimLlumlet:
         self.leaving: dict[str, Migration] = {}
         self.incoming = 0
         self.state = "serving"
-        self._pairs: dict[str, Pair] = {}
+        self._pairs: dict[str, PairedDestination] = {}
         self._spent: dict[str, float] = {}
         self._busy: Counter[str] = Counter()
         """Requests on their way, by destination."""
@@ -130,7 +130,7 @@ class SimLlumlet:
 
     # -- pairs
 
-    def pair(self, pairs: Sequence[Pair]) -> None:
+    def pair(self, pairs: Sequence[PairedDestination]) -> None:
         """The scheduler's word; no pairs: stop."""
         self._pairs = {pair.destination: pair for pair in pairs}
         self._spent = dict.fromkeys(self._pairs, 0.0)

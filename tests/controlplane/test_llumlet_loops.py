@@ -19,14 +19,14 @@ from kvmig.controlplane.messages import (
     ClusterMessage,
     EngineCall,
     Fence,
+    ListedRequests,
     ListRequests,
     LoadReport,
     Migrate,
     Migrated,
     OrderDone,
     Overrun,
-    Pair,
-    Requests,
+    PairedDestination,
     SetGuarantee,
     Submit,
     Welcome,
@@ -110,8 +110,8 @@ class FrontEnd:
 
     async def requests(self) -> set[str]:
         self.client.send(ListRequests(1))
-        answer = await self.hear(Requests)
-        assert isinstance(answer, Requests)
+        answer = await self.hear(ListedRequests)
+        assert isinstance(answer, ListedRequests)
         assert set(answer.fronts) == {one.request_id for one in answer.requests}
         return set(answer.fronts)
 
@@ -346,7 +346,7 @@ async def test_moves_that_somebody_waits_for_are_urgent(
 
     async with llumlet(Toy()) as it:
         monkeypatch.setattr(parts_of(it).host.migrations, "migrate", migrate)
-        await carry_out_pairing(it, "r", Pair("i1", "tcp://127.0.0.1:1", why=why))
+        await carry_out_pairing(it, "r", PairedDestination("i1", "tcp://127.0.0.1:1", why=why))
     assert urgent == [why in ("drain", "priority", "defragment", "relieve")]
 
 

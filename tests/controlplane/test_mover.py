@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from kvmig.controlplane.messages import Pair, Why
+from kvmig.controlplane.messages import PairedDestination, Why
 from kvmig.controlplane.mover import MOST_WAITING, MigrationDriver
 from kvmig.engines.base import RequestState
 from kvmig.kvtransfer.report import MigrationReport
@@ -43,7 +43,7 @@ class Instance:
         self.lists.append(most_waiting)
         return self.queue[:most_waiting]
 
-    async def migrate(self, request_id: str, pair: Pair) -> MigrationReport:
+    async def migrate(self, request_id: str, pair: PairedDestination) -> MigrationReport:
         self.tried.append(request_id)
         self.went.append(pair.destination)
         self.moving += 1
@@ -69,7 +69,7 @@ class Instance:
         """Until nothing more moves."""
         mover = MigrationDriver(self.requests, lambda: (), dict, self.migrate, at_once=at_once)
         running = asyncio.create_task(mover.run())
-        mover.set([Pair(one, f"tcp://{one}", 1e9, 1e9, why) for one in destinations])
+        mover.set([PairedDestination(one, f"tcp://{one}", 1e9, 1e9, why) for one in destinations])
         for _ in range(ENOUGH * (1 + len(self.queue))):
             await asyncio.sleep(0)
         yield
@@ -95,7 +95,7 @@ class Turns:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
-    async def round(self, *pairs: Pair) -> None:
+    async def round(self, *pairs: PairedDestination) -> None:
         """The scheduler's pairs, and all that moves by them."""
         self._mover.set(pairs)
         for _ in range(ENOUGH * (1 + len(self._here.queue))):
@@ -146,7 +146,7 @@ async def test_a_move_that_fails_unforeseen_does_not_end_the_moves() -> None:
     async def requests(most_waiting: int) -> list[RequestState]:
         return [RequestState("r", "running", 20, 4, 2, 0)]
 
-    async def migrate(request_id: str, pair: Pair) -> MigrationReport:
+    async def migrate(request_id: str, pair: PairedDestination) -> MigrationReport:
         asked.append(pair.destination)
         if len(asked) == 1:
             raise RuntimeError("a bug")
@@ -157,12 +157,12 @@ async def test_a_move_that_fails_unforeseen_does_not_end_the_moves() -> None:
 
     mover = MigrationDriver(requests, lambda: (), dict, migrate)
     running = asyncio.create_task(mover.run())
-    mover.set([Pair("b", "tcp://b", 10.0, 10.0)])
+    mover.set([PairedDestination("b", "tcp://b", 10.0, 10.0)])
     for _ in range(ENOUGH):
         await asyncio.sleep(0)
     assert asked == ["b"]
     async with asyncio.timeout(10):
-        mover.set([Pair("b", "tcp://b", 10.0, 10.0)])
+        mover.set([PairedDestination("b", "tcp://b", 10.0, 10.0)])
         await moved.wait()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -173,7 +173,7 @@ async def test_prompts_that_come_between_two_rounds_do_not_wait_for_the_next() -
     here = Instance(0)
     mover = MigrationDriver(here.requests, lambda: (), dict, here.migrate, at_once=2)
     running = asyncio.create_task(mover.run())
-    mover.set([Pair("b", "tcp://b", 1e9, 1e9, "prompt")])
+    mover.set([PairedDestination("b", "tcp://b", 1e9, 1e9, "prompt")])
     await turns()
     here.queue = [RequestState("new", "waiting", 20, 0, 0, 0, wanted_blocks=1)]
     mover.look_again()
@@ -187,7 +187,7 @@ async def test_nobody_looks_again_for_other_pairs() -> None:
     here = Instance(0)
     mover = MigrationDriver(here.requests, lambda: (), dict, here.migrate)
     running = asyncio.create_task(mover.run())
-    mover.set([Pair("b", "tcp://b", 1e9, 1e9, "balance")])
+    mover.set([PairedDestination("b", "tcp://b", 1e9, 1e9, "balance")])
     await turns()
     mover.look_again()
     await turns()
@@ -201,7 +201,7 @@ async def test_a_prompt_that_one_destination_refuses_goes_to_another_one_at_once
     refused: list[str] = []
     migrate = here.migrate
 
-    async def refuse_b(request_id: str, pair: Pair) -> MigrationReport:
+    async def refuse_b(request_id: str, pair: PairedDestination) -> MigrationReport:
         report = await migrate(request_id, pair)
         if pair.destination != "b":
             return report
@@ -211,7 +211,7 @@ async def test_a_prompt_that_one_destination_refuses_goes_to_another_one_at_once
 
     mover = MigrationDriver(here.requests, lambda: (), dict, refuse_b)
     running = asyncio.create_task(mover.run())
-    mover.set([Pair(one, f"tcp://{one}", 1e9, 1e9, "prompt") for one in "bc"])
+    mover.set([PairedDestination(one, f"tcp://{one}", 1e9, 1e9, "prompt") for one in "bc"])
     await turns()
     mover.look_again()
     await turns()

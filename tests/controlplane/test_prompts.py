@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.dispatch import NewRequest
-from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.messages import PairedDestination
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.prompts import PATIENCE_BLOCKS, SHORT_BLOCKS
 from kvmig.controlplane.scheduler import InstancePairing, rebalance
@@ -156,7 +156,7 @@ def test_every_request_finds_an_instance_that_serves(
 def victims(*requests: RequestState, blocks: float = 100.0) -> list[str]:
     """Which go, one after the other."""
     gone: list[str] = []
-    pair = Pair("b", "", blocks, blocks, "prompt")
+    pair = PairedDestination("b", "", blocks, blocks, "prompt")
     while (one := next_victim(requests, pair, 0.0, gone, {}, 0.0)) is not None:
         gone.append(one.request_id)
     return gone

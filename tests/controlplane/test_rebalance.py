@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmig.controlplane.freeness import batch_size, free_blocks, slack
-from kvmig.controlplane.messages import Pair, Pairs
+from kvmig.controlplane.messages import PairedDestination, Pairs
 from kvmig.controlplane.policy import policy_of
 from kvmig.controlplane.rules import balance
 from kvmig.controlplane.scheduler import UNPAIR, InstancePairing, RoundConfig, Scheduler, rebalance
@@ -239,7 +239,7 @@ def test_a_pair_helps_and_leaves_the_destination_above_its_threshold(
 def test_a_pair_is_renewed_every_round_and_undone_once() -> None:
     scheduler = Scheduler(policy_of(SchedulerConfig()).rounds)
     uneven = cluster(instance("a", 90, 9), instance("b", 10, 1))
-    pair = ("a", Pairs((Pair("b", "tcp://b", 40, 84),)))
+    pair = ("a", Pairs((PairedDestination("b", "tcp://b", 40, 84),)))
     assert scheduler.round(uneven) == [pair]
     assert scheduler.round(uneven) == [pair]
     even = cluster(instance("a", 60, 6), instance("b", 40, 4))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvmig.controlplane.messages import Pair, Why
+from kvmig.controlplane.messages import PairedDestination, Why
 from kvmig.controlplane.refused_moves import FIRST_S, LAST_S, RefusedMoves
 from tests.controlplane.test_mover import Instance, Turns
 
 
-def pair(room: float, why: Why = "drain", destination: str = "b") -> Pair:
-    return Pair(destination, f"tcp://{destination}", 1e9, room, why)
+def pair(room: float, why: Why = "drain", destination: str = "b") -> PairedDestination:
+    return PairedDestination(destination, f"tcp://{destination}", 1e9, room, why)
 
 
 @pytest.mark.parametrize("reason", ["no_blocks", "no_batch_slot"])

@@ -21,7 +21,7 @@ from kvmig.controlplane.messages import (
     LoadReport,
     Members,
     MessagesRefused,
-    Pair,
+    PairedDestination,
     Pairs,
 )
 from kvmig.controlplane.scheduler import UNPAIR
@@ -45,7 +45,7 @@ class Llumlet:
 
     def __init__(self, name: str, load: EngineLoad, port: int = 0) -> None:
         self.load = load
-        self.pairs: asyncio.Queue[Pair | None] = asyncio.Queue()
+        self.pairs: asyncio.Queue[PairedDestination | None] = asyncio.Queue()
         self.server = RpcServer(SECRET, "llumlet", name, ClusterMessage, port=port)
         self.member = ClusterMember(name, self.server.endpoint)
         self.peer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -85,11 +85,11 @@ class Llumlet:
         await self.hang()
         self.server.close()
 
-    async def next_pair(self) -> Pair | None:
+    async def next_pair(self) -> PairedDestination | None:
         """None: it shall stop."""
         return await asyncio.wait_for(self.pairs.get(), 20)
 
-    async def until(self, wanted: Callable[[Pair | None], bool]) -> None:
+    async def until(self, wanted: Callable[[PairedDestination | None], bool]) -> None:
         while not wanted(await self.next_pair()):
             pass
 

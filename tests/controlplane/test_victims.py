@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.messages import Pair, Why
+from kvmig.controlplane.messages import PairedDestination, Why
 from kvmig.controlplane.policy import POLICIES
 from kvmig.controlplane.victims import VictimRule, next_victim
 from kvmig.engines.base import RequestState
@@ -27,13 +27,13 @@ def request(
     return RequestState(name, state, blocks * 16, output, blocks, priority, unmovable)
 
 
-def pair(budget: float, room: float = 1000) -> Pair:
-    return Pair("b", "tcp://b", budget, room)
+def pair(budget: float, room: float = 1000) -> PairedDestination:
+    return PairedDestination("b", "tcp://b", budget, room)
 
 
 def choose(
     requests: list[RequestState],
-    order: Pair,
+    order: PairedDestination,
     spent: float = 0,
     migrating: tuple[str, ...] = (),
     arrived: dict[str, float] | None = None,
@@ -138,8 +138,10 @@ def waiting(name: str, wanted: int) -> RequestState:
     return RequestState(name, "waiting", wanted * 16, 0, 0, 0, wanted_blocks=wanted)
 
 
-def for_(why: Why, budget: float, room: float = 1000, above: int | None = None) -> Pair:
-    return Pair("b", "tcp://b", budget, room, why, above)
+def for_(
+    why: Why, budget: float, room: float = 1000, above: int | None = None
+) -> PairedDestination:
+    return PairedDestination("b", "tcp://b", budget, room, why, above)
 
 
 def test_a_queue_moves_in_its_order_as_far_as_it_fits() -> None:

@@ -15,7 +15,7 @@ from kvmig.fleet.capacity import HostCapacity
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
-from kvmig.fleet.orders import DeploymentEnded, Running
+from kvmig.fleet.orders import DeployedPrograms, DeploymentEnded
 from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, paused, resumed
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
@@ -261,7 +261,7 @@ async def test_the_next_server_sees_how_far_it_is(bench: RollBench, flags: Seque
     after.now = bench.now
     bench.models, bench.kept, bench.told = after.models, after.kept, after.told
     bench.change(NEW, plan)
-    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
     bench.turn()
     bench.has(*flags)
     await bench.rounds()

@@ -11,7 +11,14 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.fleet import process_logs, supervisor
-from kvmig.fleet.orders import CheckFlags, Deployed, Running, Start, StepDown, Stop
+from kvmig.fleet.orders import (
+    CheckFlags,
+    DeployedProgram,
+    DeployedPrograms,
+    StartDeployment,
+    StepDown,
+    StopDeployment,
+)
 from kvmig.fleet.process_logs import last_sentence, size_of, turn_log
 from kvmig.fleet.settings import FleetSettings
 from tests.support.inside import OwnSupervisor
@@ -60,9 +67,9 @@ async def test_a_check_of_flags_that_does_not_end_is_ended(
 
 
 def test_the_next_server_hears_of_a_deployment_that_is_just_being_forked() -> None:
-    start = Start("d1", "toy", (), "a note", "/log")
-    assert supervisor.running([supervisor.RunningDeployment(start)]) == Running(
-        (Deployed("d1", "toy", "a note", 0),)
+    start = StartDeployment("d1", "toy", (), "a note", "/log")
+    assert supervisor.running([supervisor.RunningDeployment(start)]) == DeployedPrograms(
+        (DeployedProgram("d1", "toy", "a note", 0),)
     )
 
 
@@ -74,11 +81,11 @@ async def test_what_an_earlier_server_orders_is_not_carried_out(
     class Noting(OwnSupervisor):
         """A supervisor that only notes what it is to start."""
 
-        async def _deploy(self, start: Start) -> None:
+        async def _deploy(self, start: StartDeployment) -> None:
             deployed.append(start.deployment)
 
-    def start(name: str, term: int) -> Start:
-        return Start(name, "toy", (), "", "/log", term=term)
+    def start(name: str, term: int) -> StartDeployment:
+        return StartDeployment(name, "toy", (), "", "/log", term=term)
 
     with socket.socket() as sock:
         one = Noting(FleetSettings(data=str(tmp_path)), sock)
@@ -86,7 +93,7 @@ async def test_what_an_earlier_server_orders_is_not_carried_out(
         one.carry_out(start("d1", 5))
         one.carry_out(StepDown("b:/data", leads=6, term=5))
         one.carry_out(start("d2", 5))
-        one.carry_out(Stop("d1", term=5))
+        one.carry_out(StopDeployment("d1", term=5))
         await until(lambda: deployed)
         await asyncio.sleep(0)
     assert deployed == ["d1"]

@@ -29,7 +29,13 @@ from kvmig.fleet.managed_model import (
 from kvmig.fleet.metrics import of_models
 from kvmig.fleet.model_routes import classes_of
 from kvmig.fleet.model_rows import ModelRow
-from kvmig.fleet.orders import DeploymentEnded, Load, Running, Started, Stop
+from kvmig.fleet.orders import (
+    DeployedPrograms,
+    DeploymentEnded,
+    DeploymentStarted,
+    LoadEngine,
+    StopDeployment,
+)
 from kvmig.fleet.schedule import ScheduledFloor
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
 from kvmig.proxy.messages import ModelDemand, ModelWanted, ProxyDemand
@@ -45,7 +51,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 async def test_a_model_that_nobody_wants_is_cold_and_its_engine_is_loaded(bench: Bench) -> None:
     bench.catalogue(spec())
-    assert bench.ordered == [Load("toy")]
+    assert bench.ordered == [LoadEngine("toy")]
     assert (bench.route.state, bench.route.socket) == ("cold", "")
 
 
@@ -82,7 +88,7 @@ async def test_it_is_routed_to_once_it_serves(bench: Bench) -> None:
     bench.catalogue(spec())
     bench.models.take_want(ModelWanted("a"))
     bench.turn()
-    bench.models.take_news(Started(bench.started[0].deployment, 7))
+    bench.models.take_news(DeploymentStarted(bench.started[0].deployment, 7))
     bench.serve()
     bench.turn(3)
     note = msgspec.json.decode(bench.started[0].note, type=DeploymentRecord)
@@ -160,7 +166,7 @@ async def test_an_idle_one_stops_only_after_every_proxy_has_heard_of_it(bench: B
     assert bench.stopped == []
     bench.demand()
     bench.turn(1)
-    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
 
 
 async def test_one_that_has_woken_is_idle_only_after_its_time(
@@ -256,7 +262,7 @@ async def test_one_that_finds_no_room_to_be_parked_in_ends_and_says_why(
     bench.turn(60)
     bench.demand()
     bench.turn()
-    assert isinstance(bench.ordered[-1], Stop)
+    assert isinstance(bench.ordered[-1], StopDeployment)
     (why,) = [one.what for one in bench.models.events if "is not parked" in one.what]
     assert "of the host" in why
 
@@ -308,7 +314,7 @@ async def test_a_failed_start_is_told_with_the_childs_own_sentence(bench: Bench)
 async def test_a_server_takes_over_what_another_one_has_started(bench: Bench) -> None:
     note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
-    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
     bench.turn()
     bench.serve()
     bench.turn()
@@ -323,7 +329,7 @@ async def test_nothing_is_started_before_it_is_known_what_runs(bench: Bench) -> 
     running = asyncio.create_task(bench.models.run())
     await asyncio.sleep(0)
     note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
-    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
     await asyncio.sleep(0.01)
     running.cancel()
     assert (bench.started, bench.stopped) == ([], [])
@@ -344,7 +350,7 @@ async def test_the_first_thing_that_is_told_of_one_that_serves_is_that_it_does(
 
     bench.models.take_catalogue([CatalogEntry("m1", "a", 1, True, spec())])
     async with await asyncio.start_unix_server(answer, note.socket):
-        bench.models.take_news(Running((deployed("d1", note),)))
+        bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
         await bench.models.wait_first_round(60)
         assert [route.state for route in bench.told[0][0]] == ["ready"]
         await bench.models.close()
@@ -356,7 +362,7 @@ async def test_one_that_tells_nothing_is_waited_for_no_longer(bench: Bench) -> N
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(note.socket)
         mute.listen()
-        bench.models.take_news(Running((deployed("d1", note),)))
+        bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
         await bench.models.wait_first_round(0.05)
         assert bench.route.state == "starting"
         await bench.models.close()
@@ -367,7 +373,7 @@ async def test_one_that_dies_before_the_next_server_has_heard_of_it_starts_again
 ) -> None:
     note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
-    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
     bench.turn()
     bench.models.take_news(DeploymentEnded("d1", "killed by SIGKILL"))
     bench.demand(held=1)
@@ -382,16 +388,16 @@ async def test_one_that_dies_before_the_next_server_has_heard_of_it_starts_again
 async def test_of_two_deployments_of_a_model_one_is_ended(bench: Bench) -> None:
     note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec())
-    bench.models.take_news(Running((deployed("d1", note), deployed("d2", note))))
+    bench.models.take_news(DeployedPrograms((deployed("d1", note), deployed("d2", note))))
     bench.turn()
-    assert bench.stopped == [Stop("d2")]
+    assert bench.stopped == [StopDeployment("d2")]
 
 
 async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_empty(
     bench: Bench,
 ) -> None:
     note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
-    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
     bench.turn()
     bench.serve(live=1)
     bench.turn()
@@ -401,7 +407,7 @@ async def test_one_that_was_removed_while_no_server_was_there_ends_when_it_is_em
     bench.serve(live=0)
     bench.demand()
     bench.turn()
-    assert bench.stopped == [Stop("d1")]
+    assert bench.stopped == [StopDeployment("d1")]
     bench.models.take_news(DeploymentEnded("d1", "exit code 0"))
     bench.turn()
     assert bench.models.shown("a") is None
@@ -427,7 +433,7 @@ async def test_one_that_is_removed_is_not_there_for_clients_at_once(bench: Bench
     assert bench.stopped == []
     bench.demand()
     bench.turn()
-    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
 
 
 def row_of(model: ManagedModel) -> ModelRow:
@@ -457,7 +463,7 @@ async def test_one_that_has_a_removed_ones_name_starts_when_that_has_ended(bench
     bench.demand(held=1)
     bench.turn()
     former = bench.started[0].deployment
-    assert bench.stopped == [Stop(former)]
+    assert bench.stopped == [StopDeployment(former)]
     bench.models.take_news(DeploymentEnded(former, "exit code 0"))
     bench.turn()
     bench.turn()
@@ -471,14 +477,14 @@ async def test_a_deployment_of_a_removed_model_is_not_taken_over_by_one_of_its_n
     bench.model_id = "m2"
     bench.catalogue(spec())
     note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
-    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
     bench.turn()
     bench.serve()
     bench.turn()
     bench.demand()
     bench.turn()
     assert bench.route.state == "cold"
-    assert bench.stopped == [Stop("d1")]
+    assert bench.stopped == [StopDeployment("d1")]
 
 
 async def test_one_that_is_switched_off_says_so(bench: Bench) -> None:
@@ -515,7 +521,7 @@ async def test_the_next_server_takes_no_instance_away_before_it_has_seen_the_dem
 ) -> None:
     note = DeploymentRecord("m1", "a", 1, str(bench.folder / "d.sock"))
     bench.catalogue(spec(instances=InstanceCounts(max=3, target=2)))
-    bench.models.take_news(Running((deployed("d1", note),)))
+    bench.models.take_news(DeployedPrograms((deployed("d1", note),)))
     bench.turn()
     drained: list[str] = []
 

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 import pytest
 
 from kvmig.fleet.init_link import InitLink
-from kvmig.fleet.orders import MESSAGE_BYTES, Load, News, Order, Start, StepDown, order_of
+from kvmig.fleet.orders import (
+    MESSAGE_BYTES,
+    LoadEngine,
+    News,
+    Order,
+    StartDeployment,
+    StepDown,
+    order_of,
+)
 from kvmig.process.fork_server import _ready
 from kvmig.process.sockets import take_long
 
@@ -34,10 +42,10 @@ async def heard(link: InitLink, init: socket.socket, orders: list[Order]) -> lis
     init.setblocking(False)
     for one in orders:
         link.order(one)
-    link.order(Load("toy"))
+    link.order(LoadEngine("toy"))
     found: list[Order] = []
     async with asyncio.timeout(10):
-        while not found or found[-1] != Load("toy"):
+        while not found or found[-1] != LoadEngine("toy"):
             message = await asyncio.get_running_loop().sock_recv(init, MESSAGE_BYTES)
             found.append(order_of(message))
     return found[:-1]
@@ -47,15 +55,15 @@ async def test_a_model_with_many_adapters_starts(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     words = tuple(f"adapter-{at:04}=/models/adapters/{'x' * 110}/{at:04}" for at in range(1_700))
-    start = Start("d1", "vllm", words, "", "")
+    start = StartDeployment("d1", "vllm", words, "", "")
     assert await heard(InitLink(ends[0], unheard), ends[1], [start]) == [start]
 
 
 async def test_an_order_that_is_too_long_takes_no_other_one_with_it(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
-    short = Start("d2", "vllm", (), "", "")
-    long = Start("d1", "vllm", ("x" * 8_000_000,), "", "")
+    short = StartDeployment("d2", "vllm", (), "", "")
+    long = StartDeployment("d1", "vllm", ("x" * 8_000_000,), "", "")
     assert await heard(InitLink(ends[0], unheard), ends[1], [long, short]) == [short]
 
 
@@ -79,14 +87,17 @@ async def test_orders_wait_until_it_is_known_that_their_server_leads(
     leads = False
     link.may_order = lambda: leads
     for engine in ("one", "two"):
-        link.order(Load(engine))
+        link.order(LoadEngine(engine))
     with pytest.raises(BlockingIOError):
         init.recv(MESSAGE_BYTES)
     leads = True
     link.give_orders()
-    assert [order_of(init.recv(MESSAGE_BYTES)) for _ in range(2)] == [Load("one"), Load("two")]
+    assert [order_of(init.recv(MESSAGE_BYTES)) for _ in range(2)] == [
+        LoadEngine("one"),
+        LoadEngine("two"),
+    ]
     leads = False
-    link.order(Load("late"))
+    link.order(LoadEngine("late"))
     link.step_down(StepDown("b:/data", leads=6))
     leads = True
     link.give_orders()

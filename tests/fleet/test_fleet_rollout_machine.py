@@ -19,7 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
-from kvmig.fleet.orders import Deployed, DeploymentEnded, Running, Start, Stop
+from kvmig.fleet.orders import (
+    DeployedProgram,
+    DeployedPrograms,
+    DeploymentEnded,
+    StartDeployment,
+    StopDeployment,
+)
 from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, need_of, paused, promoted, resumed
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.proxy.activator import socket_of
@@ -34,7 +40,7 @@ SOURCES = ["path:/one", "path:/two", "path:/three"]
 class Deployment:
     """A process, as init and the proxy see it."""
 
-    start: Start
+    start: StartDeployment
     socket: str
     source: str
     ready: bool = False
@@ -91,9 +97,10 @@ class RollingModel(RuleBasedStateMachine):
         self.heard = self.obeyed = 0
         self.load()
         running = tuple(
-            Deployed(one.start.deployment, "toy", one.start.note, 7) for one in self.deployments
+            DeployedProgram(one.start.deployment, "toy", one.start.note, 7)
+            for one in self.deployments
         )
-        self.bench.models.take_news(Running(running))
+        self.bench.models.take_news(DeployedPrograms(running))
 
     def load(self) -> None:
         """The server reads the catalogue."""
@@ -120,13 +127,13 @@ class RollingModel(RuleBasedStateMachine):
 
         self.do(turn)
         for order in self.bench.ordered[self.obeyed :]:
-            if isinstance(order, Start):
+            if isinstance(order, StartDeployment):
                 note = msgspec.json.decode(order.note, type=DeploymentRecord)
                 source = f"path:{order.words[0]}"
                 alike = [one for one in self.deployments if one.source == source]
                 assert all(one.stopping or self.retires(one) for one in alike), "it is there"
                 self.deployments.append(Deployment(order, note.socket, source))
-            elif isinstance(order, Stop):
+            elif isinstance(order, StopDeployment):
                 one = self.named(order.deployment)
                 assert not one.streams, "a deployment is told to end while it answers"
                 one.stopping = True

@@ -18,7 +18,7 @@ from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
 from kvmig.fleet.model_rows import ModelRow
-from kvmig.fleet.orders import DeploymentEnded, Running, Start, Stop
+from kvmig.fleet.orders import DeployedPrograms, DeploymentEnded, StartDeployment, StopDeployment
 from kvmig.fleet.placement_controller import PlacementController
 from kvmig.fleet.rollout import CallFigures, RolloutPlan, RolloutTerms, begun
 from kvmig.fleet.rollout_controller import sources_of
@@ -147,7 +147,7 @@ async def test_the_old_one_ends_when_its_streams_have_and_the_new_one_is_the_mod
     assert bench.stopped == [], "two streams run"
     bench.say(new=1)
     bench.turn(1)
-    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
     bench.end(0)
     bench.turn()
     assert bench.of("a").socket == bench.new
@@ -167,7 +167,7 @@ async def test_streams_that_are_left_at_the_deadline_end_with_their_deployment(
     assert bench.stopped == []
     bench.say(old=2)
     bench.turn(3)
-    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
 
 
 async def test_one_that_can_not_start_leaves_all_calls_at_the_old_one(bench: RolloutBench) -> None:
@@ -198,7 +198,7 @@ async def test_one_that_is_worse_gets_no_more_calls_and_its_streams_end_where_th
     assert bench.stopped == []
     bench.say(old=1)
     bench.turn(1)
-    assert bench.stopped == [Stop(bench.started[1].deployment)]
+    assert bench.stopped == [StopDeployment(bench.started[1].deployment)]
 
 
 async def test_figures_of_an_earlier_step_do_not_count(bench: RolloutBench) -> None:
@@ -223,7 +223,7 @@ async def test_going_back_ends_the_new_one_after_its_streams(bench: RolloutBench
     assert bench.stopped == []
     bench.say(old=1)
     bench.turn(1)
-    assert bench.stopped == [Stop(bench.started[1].deployment)]
+    assert bench.stopped == [StopDeployment(bench.started[1].deployment)]
     bench.end(1)
     bench.turn()
     assert bench.models.shown("a@2") is None
@@ -313,7 +313,7 @@ async def test_without_room_for_both_it_says_so_and_waits_until_the_old_one_is_i
     bench.turn(1)
     bench.say()
     bench.turn(1)
-    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
     bench.end(0)
     bench.turn()
     assert bench.started[-1].words[0] == "/new"
@@ -410,7 +410,7 @@ async def test_the_next_server_goes_on_with_the_step_that_was_stored(
     ]
     await bench.models.close()
     models = next_server(bench, plan)
-    models.take_news(Running(tuple(running[::-1] if turned else running)))
+    models.take_news(DeployedPrograms(tuple(running[::-1] if turned else running)))
     old, new = (msgspec.json.decode(one.note, type=DeploymentRecord).socket for one in running)
     bench.turn()
     bench.there("a")
@@ -418,7 +418,7 @@ async def test_the_next_server_goes_on_with_the_step_that_was_stored(
     bench.turn(1)
     bench.turn()
     assert bench.where == (old, new, 10)
-    assert [one for one in bench.ordered if isinstance(one, Start | Stop)] == []
+    assert [one for one in bench.ordered if isinstance(one, StartDeployment | StopDeployment)] == []
 
 
 async def test_the_next_server_knows_the_new_one_by_its_start_if_it_is_of_a_later_revision(
@@ -430,14 +430,14 @@ async def test_the_next_server_knows_the_new_one_by_its_start_if_it_is_of_a_late
     await bench.models.close()
     models = next_server(bench, plan, 3)  # a change that took effect at once has come since
     running = deployed("d2", replace(second, revision=3)), deployed("d1", first)
-    models.take_news(Running(running))
+    models.take_news(DeployedPrograms(running))
     bench.turn()
     bench.there("a")
     bench.there("a@2")
     bench.turn(1)
     bench.turn()
     assert bench.where == (first.socket, second.socket, 10)
-    assert [one for one in bench.ordered if isinstance(one, Start | Stop)] == []
+    assert [one for one in bench.ordered if isinstance(one, StartDeployment | StopDeployment)] == []
 
 
 async def test_where_all_has_ended_the_next_server_starts_both_and_keeps_the_share(
@@ -447,7 +447,7 @@ async def test_where_all_has_ended_the_next_server_starts_both_and_keeps_the_sha
     _, plan, _ = bench.kept[-1]
     await bench.models.close()
     models = next_server(bench, plan)
-    models.take_news(Running(()))
+    models.take_news(DeployedPrograms(()))
     models.take_want(ModelWanted("a"))
     bench.turn()
     assert [one.words[0] for one in bench.started] == ["/old", "/new"]
@@ -466,7 +466,7 @@ async def test_where_all_has_ended_before_the_new_one_served_the_old_one_starts_
     models = next_server(bench, plan)
     least = InstanceCounts(min=1)
     models.take_catalogue([bench.entry(replace(NEW, instances=least), plan=plan)])
-    models.take_news(Running(()))
+    models.take_news(DeployedPrograms(()))
     bench.turn()
     assert [one.words[0] for one in bench.started] == ["/old", "/new"]
 
@@ -575,7 +575,7 @@ async def test_the_next_server_ends_one_that_nobody_wants_any_more_after_its_str
     ]
     await bench.models.close()
     models = next_server(bench, None, 3)
-    models.take_news(Running(tuple(running[::-1] if turned else running)))
+    models.take_news(DeployedPrograms(tuple(running[::-1] if turned else running)))
     old, new = (msgspec.json.decode(one.note, type=DeploymentRecord).socket for one in running)
     bench.turn()
     assert bench.of("a@2").claimed == bench.of("a").claimed > 0, "both take memory"
@@ -590,7 +590,7 @@ async def test_the_next_server_ends_one_that_nobody_wants_any_more_after_its_str
     models.take_demand("p0", ProxyDemand(len(bench.told), 0.5))
     bench.turn(1)
     bench.turn(1)
-    assert bench.stopped == [Stop(running[1].deployment)]
+    assert bench.stopped == [StopDeployment(running[1].deployment)]
 
 
 async def test_one_that_is_done_does_not_begin_again_while_that_is_not_stored(
@@ -632,7 +632,7 @@ def narrow(bench: RolloutBench, monkeypatch: pytest.MonkeyPatch) -> RolloutBench
     for _ in range(3):
         bench.say()
         bench.turn(1)
-    assert bench.stopped == [Stop(bench.started[0].deployment)]
+    assert bench.stopped == [StopDeployment(bench.started[0].deployment)]
     return bench
 
 

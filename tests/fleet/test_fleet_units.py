@@ -26,13 +26,13 @@ from kvmig.fleet.device_watch import DeviceSample, DeviceWatch
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry
 from kvmig.fleet.orders import (
-    Deployed,
+    DeployedProgram,
+    DeployedPrograms,
     DeploymentEnded,
+    DeploymentStarted,
     Order,
-    Running,
-    Start,
-    Started,
-    Stop,
+    StartDeployment,
+    StopDeployment,
 )
 from kvmig.fleet.settings import FleetSettings, make_folders
 from kvmig.fleet.spec import ModelSpec
@@ -80,7 +80,7 @@ class Fleet:
         self.ordered: list[Order] = []
         self.specs: dict[str, ModelSpec] = {}
         self.models = self.server()
-        self.models.take_news(Running(()))
+        self.models.take_news(DeployedPrograms(()))
 
     def server(self) -> ModelController:
         """Another one, which knows nothing."""
@@ -117,10 +117,10 @@ class Fleet:
         self.ordered[:] = [one for one in self.ordered if not isinstance(one, kind)]
         return found
 
-    def start_of(self, program: str) -> Start:
+    def start_of(self, program: str) -> StartDeployment:
         """The only order to start something."""
-        start: Start
-        (start,) = self.taken(Start)
+        start: StartDeployment
+        (start,) = self.taken(StartDeployment)
         assert start.program == program
         return start
 
@@ -146,7 +146,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     await made.models.close()
 
 
-def two_that_run(fleet: Fleet) -> tuple[Start, Start, Start]:
+def two_that_run(fleet: Fleet) -> tuple[StartDeployment, StartDeployment, StartDeployment]:
     """Agent and models."""
     fleet.add("a")
     fleet.add("b")
@@ -174,7 +174,7 @@ async def test_the_agent_starts_first_and_each_model_joins_it_on_the_units_gpu(
         assert (shown.life.state, shown.life.why) == ("waiting", "the agent of unit u starts")
     fleet.answers()
     fleet.want("a", "b")
-    starts = fleet.taken(Start)
+    starts = fleet.taken(StartDeployment)
     assert len(starts) == 2
     for one in starts:
         assert f"--unit={path}" in one.words
@@ -188,16 +188,16 @@ async def test_what_models_share_is_claimed_once_and_until_the_last_has_ended(fl
     fleet.models.take_news(DeploymentEnded(first.deployment, "exit code 0"))
     fleet.turn(10)
     assert fleet.held()["GPU-0"] == {"unit u": ARENA, "b": OWN}
-    assert not fleet.taken(Stop)
+    assert not fleet.taken(StopDeployment)
     fleet.models.take_news(DeploymentEnded(second.deployment, "exit code 0"))
     fleet.turn()
-    assert fleet.taken(Stop) == [Stop(agent.deployment)]
+    assert fleet.taken(StopDeployment) == [StopDeployment(agent.deployment)]
     fleet.turn()
-    assert not fleet.taken(Stop), "once is enough"
+    assert not fleet.taken(StopDeployment), "once is enough"
     fleet.models.take_news(DeploymentEnded(agent.deployment, "exit code 0"))
     fleet.turn()
     assert fleet.held() == {"GPU-0": {}, "GPU-1": {}}
-    assert not fleet.ordered or not fleet.taken(Start)
+    assert not fleet.ordered or not fleet.taken(StartDeployment)
 
 
 async def test_an_agent_that_dies_is_started_again_where_its_models_look_for_it(
@@ -206,12 +206,12 @@ async def test_an_agent_that_dies_is_started_again_where_its_models_look_for_it(
     agent, _, _ = two_that_run(fleet)
     fleet.models.take_news(DeploymentEnded(agent.deployment, "signal 9"))
     fleet.turn()
-    assert not fleet.taken(Start), "not at once, if it keeps dying"
+    assert not fleet.taken(StartDeployment), "not at once, if it keeps dying"
     fleet.turn(1)
     again = fleet.start_of("unit")
     assert again.words == agent.words
     assert again.deployment != agent.deployment
-    assert not fleet.taken(Stop), "the models serve on"
+    assert not fleet.taken(StopDeployment), "the models serve on"
 
 
 @pytest.mark.parametrize("left", ["all", "the agent", "the models"])
@@ -225,8 +225,11 @@ async def test_the_next_server_takes_over_whatever_of_a_unit_is_left(
     fleet.models = fleet.server()
     fleet.catalogue()
     fleet.models.take_news(
-        Running(
-            tuple(Deployed(one.deployment, one.engine, one.note, 1, one.program) for one in runs)
+        DeployedPrograms(
+            tuple(
+                DeployedProgram(one.deployment, one.engine, one.note, 1, one.program)
+                for one in runs
+            )
         )
     )
     before = fleet.held()["GPU-0"]
@@ -234,11 +237,13 @@ async def test_the_next_server_takes_over_whatever_of_a_unit_is_left(
     fleet.turn()
     match left:
         case "all":
-            assert not fleet.taken(Start)
-            assert not fleet.taken(Stop)
+            assert not fleet.taken(StartDeployment)
+            assert not fleet.taken(StopDeployment)
             assert fleet.held()["GPU-0"] == {"unit u": ARENA, "a": OWN, "b": OWN}
         case "the agent":
-            assert fleet.taken(Stop) == [Stop(agent.deployment)], "nobody wants it"
+            assert fleet.taken(StopDeployment) == [StopDeployment(agent.deployment)], (
+                "nobody wants it"
+            )
         case "the models":
             again = fleet.start_of("unit")
             assert again.words == agent.words
@@ -268,9 +273,9 @@ async def test_a_look_at_an_agent_that_fails_is_followed_by_the_next_one(
 
 async def test_of_two_agents_of_a_unit_one_ends(fleet: Fleet) -> None:
     agent, _, _ = two_that_run(fleet)
-    twice = Deployed("another", "", agent.note, 1, "unit")
+    twice = DeployedProgram("another", "", agent.note, 1, "unit")
     fleet.models.units.adopt(twice)
-    assert fleet.taken(Stop) == [Stop("another")]
+    assert fleet.taken(StopDeployment) == [StopDeployment("another")]
 
 
 async def test_an_idle_model_elsewhere_ends_for_a_unit_and_one_that_never_fits_is_refused(
@@ -283,9 +288,9 @@ async def test_an_idle_model_elsewhere_ends_for_a_unit_and_one_that_never_fits_i
     for name in ("left", "right"):
         fleet.add(name, unit="", unit_memory=0, gpu_memory=15 * GIB)
         fleet.want(name)
-        fleet.models.take_news(Started(fleet.start_of("serve").deployment, 1))
+        fleet.models.take_news(DeploymentStarted(fleet.start_of("serve").deployment, 1))
     fleet.want("a")
-    assert not fleet.taken(Start)
+    assert not fleet.taken(StartDeployment)
     shown = fleet.models.shown("a")
     assert shown is not None
     assert shown.life.why.startswith("no room: it needs 11.0 GiB of a GPU's memory, 5.0 GiB is")
@@ -346,7 +351,7 @@ async def test_the_agent_is_a_process_that_answers_and_another_one_after_kill_9(
         fleet.add("a")
         fleet.want("a")
         init.carry_out(fleet.start_of("unit"))
-        first = await next_news(Started)
+        first = await next_news(DeploymentStarted)
         await until(lambda: fleet.unit.state is not None)
         fleet.want("a")
         member = fleet.start_of("serve")
@@ -356,12 +361,12 @@ async def test_the_agent_is_a_process_that_answers_and_another_one_after_kill_9(
         fleet.models.take_news(await next_news(DeploymentEnded))
         fleet.turn(1)
         init.carry_out(fleet.start_of("unit"))
-        second = await next_news(Started)
+        second = await next_news(DeploymentStarted)
         assert second.pid != first.pid
         await until(lambda: fleet.unit.state is not None)
         fleet.models.take_news(DeploymentEnded(member.deployment, "exit code 0"))
         fleet.turn(10)
-        (stop,) = fleet.taken(Stop)
+        (stop,) = fleet.taken(StopDeployment)
         init.carry_out(stop)
         fleet.models.take_news(await next_news(DeploymentEnded))
         fleet.turn()

@@ -16,7 +16,7 @@ from kvmig.core.errors import StartupError
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.instance_moves import AGAIN_S, FAILED_AGAIN_S
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
-from kvmig.fleet.orders import Start
+from kvmig.fleet.orders import StartDeployment
 from kvmig.fleet.rollout import RolloutTerms, begun
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.room_moves import RoomMove, RoomPlan
@@ -47,7 +47,7 @@ class BusyFleet(Fleet):
             self.say(name, "i0")
             self.turn()
         assert self.held() == {"GPU-0": {"a": 6 * GIB}, "GPU-1": {"b": 6 * GIB}}
-        self.taken(Start)
+        self.taken(StartDeployment)
         self.put("c", 15 * GIB)
 
     def model(self, name: str) -> ManagedModel:
@@ -129,7 +129,7 @@ async def test_an_instance_moves_away_and_the_one_that_waits_has_its_gpu(fleet: 
     await soon()
     assert fleet.orders == [(1, ("1",)), "i0"], "its requests move"
     fleet.turn()
-    assert fleet.taken(Start) == []
+    assert fleet.taken(StartDeployment) == []
     assert fleet.model("c").life.why.endswith("14.0 GiB is free; instances move for it")
     (line,) = fleet.models.mover.lines()
     assert line.endswith("to make room: its 2 requests leave")
@@ -213,7 +213,7 @@ async def test_two_instances_of_a_model_move_together_and_both_serve_before_one_
     await watched.looked.wait()
     fleet.say("a", "i0", "i1")
     fleet.turn()
-    fleet.taken(Start)
+    fleet.taken(StartDeployment)
     model = fleet.model("a")
     model.places.by_instance |= {"i0": ("GPU-0",), "i1": ("GPU-0",)}
     fleet.put("c", 19 * GIB, gpus=("0",))

@@ -15,7 +15,7 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.fleet import supervisor
-from kvmig.fleet.orders import Checked, CheckFlags, Start
+from kvmig.fleet.orders import CheckFlags, FlagsChecked, StartDeployment
 from kvmig.fleet.settings import FleetSettings, environment_of, make_folders
 from kvmig.launcher.fork_servers import ForkServers
 from kvmig.models import BUNDLED
@@ -53,7 +53,7 @@ async def check(init: OwnSupervisor, engine: str, *words: str) -> tuple[str, flo
     await init.check(CheckFlags("c", engine, words))
     (news,) = init.news
     init.news.clear()
-    assert isinstance(news, Checked)
+    assert isinstance(news, FlagsChecked)
     return news.wrong, time.monotonic() - began
 
 
@@ -132,7 +132,7 @@ async def test_a_deployment_there_starts_no_fork_server_of_its_own(
 
     monkeypatch.setattr(supervisor, "by_itself", by_itself)
     init.never_forks("toy", THREADS)
-    await init.deploy(Start("d", "toy", (), "", str(tmp_path / "log")))
+    await init.deploy(StartDeployment("d", "toy", (), "", str(tmp_path / "log")))
     assert handed == [NO_FORKS]
 
     pool = ForkServerPool("toy", os.environ, NO_FORKS)

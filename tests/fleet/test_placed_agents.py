@@ -12,7 +12,13 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.managed_model import DeploymentRecord
-from kvmig.fleet.orders import Deployed, DeploymentEnded, Running, Start, Stop
+from kvmig.fleet.orders import (
+    DeployedProgram,
+    DeployedPrograms,
+    DeploymentEnded,
+    StartDeployment,
+    StopDeployment,
+)
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.sharing.messages import UnitState
 from tests.fleet.test_fleet_units import GIB, Fleet
@@ -83,7 +89,7 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 async def test_agents_start_first_and_then_the_models_as_their_members(fleet: PlacedFleet) -> None:
     lines = await fleet.want_placement(TWO)
     assert lines == ["a, b start in their units, once they are on"]
-    agents = fleet.taken(Start)
+    agents = fleet.taken(StartDeployment)
     assert [one.program for one in agents] == ["unit", "unit"]
     assert all(f"--memory={8 * GIB}B" in one.words for one in agents)
     assert fleet.placement.standing().state == "running"
@@ -91,7 +97,7 @@ async def test_agents_start_first_and_then_the_models_as_their_members(fleet: Pl
     assert (life.state, life.why) == ("waiting", "the agent of unit left starts")
     fleet.answer()
     fleet.turn()
-    a, b = sorted(fleet.taken(Start), key=lambda one: one.note)[:2]
+    a, b = sorted(fleet.taken(StartDeployment), key=lambda one: one.note)[:2]
     by_model = {msgspec.json.decode(one.note, type=DeploymentRecord).model: one for one in (a, b)}
     words = by_model["b"].words
     sockets = {name: fleet.settings.unit(name) for name in ("left", "right")}
@@ -113,9 +119,9 @@ async def test_agents_start_first_and_then_the_models_as_their_members(fleet: Pl
 async def test_the_share_of_the_placement_is_applied(fleet: PlacedFleet) -> None:
     await fleet.want_placement(placed(("left", [0], "a b"), share=0.45))
     fleet.answer()
-    fleet.taken(Start)
+    fleet.taken(StartDeployment)
     fleet.turn()
-    for start in fleet.taken(Start):
+    for start in fleet.taken(StartDeployment):
         assert "--unit-shares=100,50" in start.words
 
 
@@ -123,28 +129,32 @@ async def test_agents_stay_as_long_as_a_member_runs_and_the_next_server_starts_t
     fleet: PlacedFleet,
 ) -> None:
     await fleet.want_placement(TWO)
-    agents = fleet.taken(Start)
+    agents = fleet.taken(StartDeployment)
     fleet.answer()
     fleet.turn()
-    starts = fleet.taken(Start)
+    starts = fleet.taken(StartDeployment)
     await fleet.placement.reach_placement(None)
     fleet.turn()
-    assert fleet.taken(Stop) == [], "the models are members still"
+    assert fleet.taken(StopDeployment) == [], "the models are members still"
     await fleet.models.close()
     fleet.models = fleet.server()
     fleet.catalogue()
-    alive = [Deployed(one.deployment, one.engine, one.note, 7, one.program) for one in starts]
-    left = Deployed(agents[0].deployment, "", agents[0].note, 7, "unit")
-    fleet.models.take_news(Running((*alive, left)))
+    alive = [
+        DeployedProgram(one.deployment, one.engine, one.note, 7, one.program) for one in starts
+    ]
+    left = DeployedProgram(agents[0].deployment, "", agents[0].note, 7, "unit")
+    fleet.models.take_news(DeployedPrograms((*alive, left)))
     fleet.turn()
-    assert [one.program for one in fleet.taken(Start)] == ["unit"], "one has died meanwhile"
+    assert [one.program for one in fleet.taken(StartDeployment)] == ["unit"], (
+        "one has died meanwhile"
+    )
     for one in alive:
         fleet.models.take_news(DeploymentEnded(one.deployment, "exit code 0"))
     fleet.specs.clear()
     fleet.catalogue()
     fleet.turn()
     fleet.turn()
-    assert len(fleet.taken(Stop)) == 2
+    assert len(fleet.taken(StopDeployment)) == 2
 
 
 async def test_what_no_agent_can_do_is_refused_with_a_sentence(fleet: PlacedFleet) -> None:

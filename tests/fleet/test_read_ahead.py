@@ -15,7 +15,7 @@ import pytest
 
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.managed_model import DeploymentRecord
-from kvmig.fleet.orders import Program, Start
+from kvmig.fleet.orders import Program, StartDeployment
 from kvmig.fleet.read_ahead import WeightsReader, read_weights, weights_folder
 
 
@@ -89,8 +89,8 @@ def held_pages(descriptor: int) -> int:
     return sum(one & 1 for one in held)
 
 
-def start(note: object, program: Program = "serve", engine: str = "vllm") -> Start:
-    return Start("d", engine, (), msgspec.json.encode(note).decode(), "log", program)
+def start(note: object, program: Program = "serve", engine: str = "vllm") -> StartDeployment:
+    return StartDeployment("d", engine, (), msgspec.json.encode(note).decode(), "log", program)
 
 
 def test_the_folder_is_that_of_a_model_on_this_host() -> None:

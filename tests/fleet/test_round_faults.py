@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvmig.fleet.controller import ROUND_S
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
-from kvmig.fleet.orders import Running
+from kvmig.fleet.orders import DeployedPrograms
 from kvmig.fleet.round_faults import REPEAT_S
 from kvmig.fleet.spec import ModelSpec
 from kvmig.proxy.messages import ModelWanted
@@ -91,7 +91,7 @@ async def test_a_deployment_that_cannot_be_adopted_ends_and_the_others_are_adopt
     monkeypatch.setattr(after.models.rollouts, "home_of", odd)
     note = msgspec.json.decode(start.note, type=DeploymentRecord)
     other = deployed("d2", replace(note, model="odd"))
-    after.models.take_news(Running((other, deployed(start.deployment, note))))
+    after.models.take_news(DeployedPrograms((other, deployed(start.deployment, note))))
     assert [one.deployment for one in after.stopped] == ["d2"]
     model = after.models.shown("a")
     assert model is not None

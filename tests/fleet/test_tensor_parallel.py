@@ -16,7 +16,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.core.model_sizes import LayerSizes, ModelSizes
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed
 from kvmig.fleet.managed_model import DeploymentRecord
-from kvmig.fleet.orders import Deployed, Running, Start
+from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, StartDeployment
 from kvmig.fleet.place_choice import choose_places
 from kvmig.fleet.rollout import need_of
 from kvmig.fleet.spec import InstanceCounts, ModelSpec
@@ -87,7 +87,7 @@ def put(fleet: Fleet, name: str, whole: int, **more: Any) -> None:
 
 def started(fleet: Fleet) -> tuple[list[str], DeploymentRecord]:
     """The words of the only start, and its note."""
-    (start,) = fleet.taken(Start)
+    (start,) = fleet.taken(StartDeployment)
     return list(start.words), msgspec.json.decode(start.note, type=DeploymentRecord)
 
 
@@ -119,7 +119,7 @@ async def test_a_model_that_runs_keeps_its_number_and_the_next_server_knows_it(
 ) -> None:
     put(fleet, "a", 30 * GIB, instances=InstanceCounts(min=1))
     fleet.turn()
-    (start,) = fleet.taken(Start)
+    (start,) = fleet.taken(StartDeployment)
     fleet.catalogue()
     fleet.turn()
     model = fleet.models.shown("a")
@@ -130,7 +130,9 @@ async def test_a_model_that_runs_keeps_its_number_and_the_next_server_knows_it(
     await fleet.models.close()
     fleet.models = fleet.server()
     fleet.catalogue()
-    fleet.models.take_news(Running((Deployed(start.deployment, "toy", start.note, 7),)))
+    fleet.models.take_news(
+        DeployedPrograms((DeployedProgram(start.deployment, "toy", start.note, 7),))
+    )
     fleet.turn()
     model = fleet.models.shown("a")
     assert model is not None

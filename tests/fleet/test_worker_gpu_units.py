@@ -14,7 +14,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.capacity import ResidentModel, SharedHold, WaitingModel, plan
 from kvmig.fleet.device_room import DeviceMemory, DeviceNeed
-from kvmig.fleet.orders import Deployed, DeploymentEnded, Running
+from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, DeploymentEnded
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import allowed_gpus, check_kinds, whole_need
@@ -159,11 +159,11 @@ async def test_the_next_server_knows_the_units_gpu_and_claims_it(
     await both_serve(bench)
     then = UnitBench(tmp_path)
     deployed = tuple(
-        Deployed(bench.named(name).deployment, "", start.note, 1)
+        DeployedProgram(bench.named(name).deployment, "", start.note, 1)
         for name, start in zip("ab", bench.starts(), strict=True)
     )
     then.models.take_catalogue([bench.named(name).wanted for name in "ab"])
-    then.models.take_news(Running(deployed))
+    then.models.take_news(DeployedPrograms(deployed))
     then.see(answering(bench, node("a", 0, 0), "GPU-a1"))
     then.models.reconcile()
     assert then.wish() == {A: (wanted(bench, "GPU-a1"),)}

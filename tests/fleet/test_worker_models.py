@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvmig.core.errors import ConfigError, StartupError
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
-from kvmig.fleet.orders import Start
+from kvmig.fleet.orders import StartDeployment
 from kvmig.fleet.rollout import RolloutTerms, begun
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.fleet.settings import FleetSettings, check_settings
@@ -124,7 +124,7 @@ async def test_a_busy_model_moves_to_another_worker_where_that_makes_room(
     assert bench.asked == [("add", B), ("drain", "i0", None)]
     watched.take_event(DeploymentEvent(1, data=(row("i9", B),)))
     bench.turn()
-    starts = [one for one in bench.ordered if isinstance(one, Start)]
+    starts = [one for one in bench.ordered if isinstance(one, StartDeployment)]
     assert f"--instance-node=i0: {A}" in starts[-1].words
 
 

@@ -13,7 +13,7 @@ from kvmig.core.errors import ConfigError
 from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
-from kvmig.fleet.orders import Deployed, Running, Start
+from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, StartDeployment
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.unit_plan import check_selectors
@@ -70,8 +70,8 @@ class UnitBench(WorkerBench):
         assert found is not None
         return found
 
-    def starts(self) -> list[Start]:
-        return [one for one in self.ordered if isinstance(one, Start)]
+    def starts(self) -> list[StartDeployment]:
+        return [one for one in self.ordered if isinstance(one, StartDeployment)]
 
     def tell(self, name: str, *rows: Any) -> None:
         watched = self.named(name).watched
@@ -218,12 +218,12 @@ async def test_the_next_server_knows_where_a_unit_is(bench: UnitBench, tmp_path:
     await both_serve(bench)
     then = UnitBench(tmp_path)
     deployed = tuple(
-        Deployed(bench.named(name).deployment, "", start.note, 1)
+        DeployedProgram(bench.named(name).deployment, "", start.note, 1)
         for name, start in zip("ab", bench.starts(), strict=True)
     )
     assert msgspec.json.decode(deployed[0].note, type=DeploymentRecord).nodes == {"i0": A}
     then.models.take_catalogue([bench.named(name).wanted for name in "ab"])
-    then.models.take_news(Running(deployed))
+    then.models.take_news(DeployedPrograms(deployed))
     then.models.reconcile()
     then.see(bench.node("a", answers=True), bench.node("b"))
     then.models.reconcile()

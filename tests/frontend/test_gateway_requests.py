@@ -16,7 +16,7 @@ from kvmig.asgi.errors import (
     RequestFinished,
     UnknownRequest,
 )
-from kvmig.controlplane.messages import Fence, Fenced, ListRequests, Requests, Resolved
+from kvmig.controlplane.messages import Fence, Fenced, ListedRequests, ListRequests, Resolved
 from kvmig.core.errors import PeerError
 from kvmig.frontend import requests
 from kvmig.frontend.pending_calls import PendingCalls
@@ -268,11 +268,11 @@ async def test_an_answer_that_came_while_the_loop_stood_still_for_3_s_came_in_ti
     asked: list[int] = []
     questions = PendingCalls(lambda _, message, __: asked.append(getattr(message, "call_id", 0)))
     calling = asyncio.create_task(
-        questions.call_instance("0", ListRequests, Requests, 2.0, "ListRequests")
+        questions.call_instance("0", ListRequests, ListedRequests, 2.0, "ListRequests")
     )
     await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     loop.call_soon(time.sleep, 3.0)
-    loop.call_later(3.2, lambda: questions.answer(asked[0], Requests(asked[0], []), []))
+    loop.call_later(3.2, lambda: questions.answer(asked[0], ListedRequests(asked[0], []), []))
     answer, _ = await calling
-    assert answer == Requests(asked[0], [])
+    assert answer == ListedRequests(asked[0], [])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from kvmig.accounts.usage import UsageRecord
 from kvmig.asgi.answer_usage import CallUsage
 from kvmig.asgi.call import HttpCall
-from kvmig.controlplane.messages import Outputs, Span
+from kvmig.controlplane.messages import Outputs, OutputSpan
 from kvmig.frontend.meter import UsageMeter
 from kvmig.frontend.ports import NOT_BEGUN, OutputBatch, RouterObserver
 from kvmig.frontend.requests import BeamSearch, LiveRequest, RequestTable
@@ -108,10 +108,10 @@ def test_what_was_cached_is_what_the_first_run_said_with_its_first_token() -> No
         RouterObserver(),
         lambda: 2.0,
     )
-    streams.deliver_outputs("i", Outputs([Span("1", 0, 0)]), [memoryview(b"")])
+    streams.deliver_outputs("i", Outputs([OutputSpan("1", 0, 0)]), [memoryview(b"")])
     front.table.next_run(request, 2.0)  # whose prompt has the first token, too
     request.splicer.restart("i")
-    streams.deliver_outputs("i", Outputs([Span("1+1", 0, 1)]), [memoryview(b"")])
+    streams.deliver_outputs("i", Outputs([OutputSpan("1+1", 0, 1)]), [memoryview(b"")])
     front.table.remove("1")
     record = front.record()
     assert (record.output, record.reruns, record.cached) == (2, 1, 32)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvmig.asgi.errors import AmbiguousRequest
-from kvmig.controlplane.messages import Requests
+from kvmig.controlplane.messages import ListedRequests
 from kvmig.engines.base import RequestState
 from kvmig.frontend.inventory import find_other, others_requests
 
 
-def told(*run_ids: str, front: str = "b", instance: str = "i0") -> dict[str, Requests]:
+def told(*run_ids: str, front: str = "b", instance: str = "i0") -> dict[str, ListedRequests]:
     states = [RequestState(run_id, "running", 20, 5, 2, 0) for run_id in run_ids]
-    return {instance: Requests(0, states, dict.fromkeys(run_ids, front))}
+    return {instance: ListedRequests(0, states, dict.fromkeys(run_ids, front))}
 
 
 def test_a_run_is_named_as_its_request_and_call() -> None:
@@ -23,7 +23,7 @@ def test_a_run_is_named_as_its_request_and_call() -> None:
 
 
 def test_ones_own_and_nobodys_are_left_out() -> None:
-    nobodys = {"i0": Requests(0, told("cmpl-x-0-12345678")["i0"].requests)}
+    nobodys = {"i0": ListedRequests(0, told("cmpl-x-0-12345678")["i0"].requests)}
 
     assert others_requests(told("cmpl-x-0-12345678", front="a"), "a") == []
     assert others_requests(nobodys, "a") == []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from kvmig.asgi.errors import InstanceLost
-from kvmig.controlplane.messages import Discard, Resolve, Span
+from kvmig.controlplane.messages import Discard, OutputSpan, Resolve
 from kvmig.core.config import FaultConfig
 from kvmig.core.errors import Failure, NoInstance
 from kvmig.frontend.ownership import RequestOwnership
@@ -61,13 +61,13 @@ def test_an_instance_that_could_not_be_told_is_told_again() -> None:
     sends = Sends(fails=True)
     it = ownership(RequestTable(), sends)
     for start in range(3):
-        it.stop_unknown_output("i0", Span("r", 1, start), last=False)
+        it.stop_unknown_output("i0", OutputSpan("r", 1, start), last=False)
     assert sends.sent == [("i0", Discard("r", 1))] * 2
 
 
 def test_the_last_output_of_a_copy_needs_no_answer() -> None:
     sends = Sends()
-    ownership(RequestTable(), sends).stop_unknown_output("i0", Span("r", 1, 0), last=True)
+    ownership(RequestTable(), sends).stop_unknown_output("i0", OutputSpan("r", 1, 0), last=True)
     assert sends.sent == []
 
 
@@ -100,6 +100,6 @@ def test_a_request_runs_again_when_the_instance_whose_tokens_wait_for_others_is_
     it = ownership(table, sends)
     request = LiveRequest("r", "x", "x", StreamSplicer("a"), 9, 0, [b""], 0.0)
     table.add(request)
-    assert request.splicer.feed("b", Span("r", 1, 1), Token("r"), 0.0).deliver == []
+    assert request.splicer.feed("b", OutputSpan("r", 1, 1), Token("r"), 0.0).deliver == []
     it.lost("b", "instance b is lost")
     assert request.run == 1

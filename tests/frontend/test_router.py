@@ -29,10 +29,10 @@ from kvmig.controlplane.messages import (
     EngineCall,
     Fence,
     Fenced,
+    ListedRequests,
     ListRequests,
     Migrate,
     Migrated,
-    Requests,
     Resolve,
     Resolved,
     SetGuarantee,
@@ -420,7 +420,7 @@ async def test_requests_are_listed_with_what_their_owner_tells() -> None:
         a, b = await it.submitted("r", "cmpl-x-0")
 
         def told(blocks: int, *names: str) -> object:
-            return lambda asked: Requests(
+            return lambda asked: ListedRequests(
                 asked.call_id,
                 [RequestState(name, "running", 30, 10, blocks, 0) for name in names],
             )

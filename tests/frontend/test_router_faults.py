@@ -14,15 +14,15 @@ from kvmig.controlplane.messages import (
     AbortRequests,
     Discard,
     EngineCall,
+    ListedRequests,
     ListRequests,
     Migrate,
     Migrated,
     Outputs,
+    OutputSpan,
     Overrun,
-    Requests,
     Resolve,
     Resolved,
-    Span,
     Submit,
 )
 from kvmig.controlplane.view import ClusterView, InstanceView
@@ -165,7 +165,7 @@ async def test_requests_are_listed_under_their_own_ids() -> None:
         await a.close()
         await resubmitted(b)
         states = [RequestState("r+1", "running", 21, 1, 2, 0)]
-        b.on[ListRequests] = lambda asked: Requests(getattr(asked, "call_id", 0), states)
+        b.on[ListRequests] = lambda asked: ListedRequests(getattr(asked, "call_id", 0), states)
         (row,) = await it.router.requests()
         assert (row.id, row.instance, row.state, row.blocks) == ("r", b.instance, "running", 2)
 
@@ -173,7 +173,7 @@ async def test_requests_are_listed_under_their_own_ids() -> None:
 async def test_outputs_that_do_not_match_their_spans_cost_the_connection() -> None:
     async with cluster() as it:
         a, b = await it.submitted()
-        a.send(Outputs([Span("r", 0, 0)]), [msgspec.msgpack.encode([]), b""])
+        a.send(Outputs([OutputSpan("r", 0, 0)]), [msgspec.msgpack.encode([]), b""])
         assert await b.hear() == Submit("r+1")
         await until(lambda: it.state(a) == "serving")
 

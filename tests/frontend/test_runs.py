@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.messages import Outputs, Span
+from kvmig.controlplane.messages import Outputs, OutputSpan
 from kvmig.core.errors import Failure
 from kvmig.frontend.ports import EngineArithmetic, OutputBatch, OutputItem, RouterObserver
 from kvmig.frontend.requests import LiveRequest, RequestTable
@@ -53,7 +53,7 @@ class World:
     delivered: list[int] = field(default_factory=list)
     stale: set[str] = field(default_factory=set)
     copies: list[Copy] = field(default_factory=list)
-    sent: dict[str, deque[tuple[Span, Tokens]]] = field(
+    sent: dict[str, deque[tuple[OutputSpan, Tokens]]] = field(
         default_factory=lambda: {instance: deque() for instance in INSTANCES}
     )
 
@@ -113,7 +113,9 @@ class World:
 
     def step(self, copy: Copy, count: int, last: bool = False) -> None:
         tokens = Tokens(copy.run_id, range(copy.position, copy.position + count), last)
-        self.sent[copy.instance].append((Span(copy.run_id, copy.epoch, copy.position), tokens))
+        self.sent[copy.instance].append(
+            (OutputSpan(copy.run_id, copy.epoch, copy.position), tokens)
+        )
         copy.position += count
 
     def move(self, copy: Copy, instance: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.messages import Span
+from kvmig.controlplane.messages import OutputSpan
 from kvmig.frontend import splice
 from kvmig.frontend.ports import OutputItem
 from kvmig.frontend.splice import (
@@ -40,7 +40,7 @@ def feed(
     splicer: StreamSplicer, owner: str, epoch: int, start: int, count: int = 1, *,
     last: bool = False, now: float = 0.0,
 ) -> SplicedItems:  # fmt: skip
-    return splicer.feed(owner, Span("r", epoch, start), item(start, count, last), now)
+    return splicer.feed(owner, OutputSpan("r", epoch, start), item(start, count, last), now)
 
 
 def tokens(delivered: Sequence[tuple[str, OutputItem]]) -> list[int]:
@@ -217,7 +217,7 @@ def test_any_interleaving_gives_each_token_once_and_in_order(
         if splicer.advance(one.epoch, one.start, one.count, 0.0):
             delivered.append((one.owner, piece))
             continue
-        fed = splicer.feed(one.owner, Span("r", one.epoch, one.start), piece, 0.0)
+        fed = splicer.feed(one.owner, OutputSpan("r", one.epoch, one.start), piece, 0.0)
         delivered += fed.deliver
         actions += fed.actions
     assert tokens(delivered) == list(range(total))

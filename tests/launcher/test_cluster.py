@@ -21,12 +21,12 @@ from kvmig.controlplane.messages import (
     ClusterMember,
     ClusterMessage,
     DrainInstance,
-    Evacuate,
+    EvacuateInstance,
     LoadReport,
     Members,
     MessagesRefused,
     RestartInstances,
-    Scale,
+    ScaleInstances,
     SetState,
     StopDrain,
 )
@@ -198,7 +198,7 @@ class Told:
             case Members():
                 self.members, self.preferred = news.members, news.weights
                 self.history.append(self.states())
-            case Evacuate():
+            case EvacuateInstance():
                 self.evacuated.append(news.instance)
                 self.ended.append(news.ends)
             case MessagesRefused():
@@ -660,10 +660,10 @@ async def test_a_first_one_that_cannot_start_ends_the_start() -> None:
 
 async def test_the_schedulers_decisions_are_carried_out() -> None:
     async with world(max_instances=3) as it:
-        it.cluster.scale(Scale(add=1))
+        it.cluster.scale(ScaleInstances(add=1))
         await it.hears(i0="serving", i1="serving", i2="serving")
-        it.cluster.scale(Scale(add=1))  # there can't be more: nothing happens
-        it.cluster.scale(Scale(drain="i1"))
+        it.cluster.scale(ScaleInstances(add=1))  # there can't be more: nothing happens
+        it.cluster.scale(ScaleInstances(drain="i1"))
         await it.hears(i0="serving", i2="serving")
 
 
@@ -718,7 +718,7 @@ async def test_front_ends_hear_what_the_launcher_and_the_scheduler_have_refused(
         await until(lambda: it.front.refusals == {"launcher": {}, "scheduler": {}})
         client = client_of(it.link)
         assert client is not None
-        client.send(Scale())  # isn't for the launcher
+        client.send(ScaleInstances())  # isn't for the launcher
         await until(lambda: it.front.refusals["launcher"] == {"unexpected": 1})
         await it.launcher.process("i0").send(b"no message")
         await until(lambda: it.front.refusals["launcher"].get("unreadable") == 1)
@@ -754,7 +754,7 @@ async def test_metrics_show_what_is_refused_of_the_launchers_by_the_launcher_and
         await until(lambda: client_of(link) is not None)
         it.cluster.scheduler_refusals = {"early": 3}
         await until(lambda: shown("scheduler", "early") == 3)
-        tell_front_ends(it.control, Scale())  # isn't for a front end
+        tell_front_ends(it.control, ScaleInstances())  # isn't for a front end
         await until(lambda: shown("front-2", "unexpected") == 1)
         port = int(it.control.endpoint.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:

@@ -15,7 +15,7 @@ from kvmig.controlplane.messages import (
     ClusterMessage,
     Members,
     MessagesRefused,
-    Scale,
+    ScaleInstances,
 )
 from kvmig.controlplane.scheduler_process import SchedulerLaunch
 from kvmig.core.config import ClusterConfig
@@ -154,12 +154,12 @@ async def test_a_decision_that_the_launcher_fails_at_does_not_end_its_keeping(
     children: list[FakeChild],
 ) -> None:
     class FailingCluster(FakeCluster):
-        def scale(self, order: Scale) -> None:
+        def scale(self, order: ScaleInstances) -> None:
             raise RuntimeError("out of luck")
 
     async with kept(FailingCluster()):
         await until(lambda: children)
         await children[0].told()
-        children[0].server.send(b"launcher", Scale(add=1))
+        children[0].server.send(b"launcher", ScaleInstances(add=1))
         await until(lambda: len(children) == 2)
     assert all(one.stopped for one in children)

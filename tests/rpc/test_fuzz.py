@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvmig.controlplane.messages import (
     ClusterMessage,
+    ListedRequests,
     LoadReport,
-    Requests,
     Welcome,
 )
 from kvmig.core.errors import PeerError, TransportError
@@ -138,7 +138,7 @@ async def test_a_peer_that_sends_garbage_disturbs_nobody(caplog: pytest.LogCaptu
         for _ in range(10):
             for data in VALID:
                 await socket_of(rogue).send_multipart([_spoiled(rng, data), rng.randbytes(20)])
-        rogue.send(example(Requests))  # a message that isn't for llumlets
+        rogue.send(example(ListedRequests))  # a message that isn't for llumlets
         refused: Mapping[str, int] = {}
         while "unexpected" not in refused:
             report = await front.hear(LoadReport)

@@ -11,13 +11,13 @@ import msgspec
 
 from kvmig.controlplane.messages import (
     ClusterMessage,
+    ListedRequests,
     ListRequests,
     LoadReport,
     Migrate,
     Migrated,
     Outputs,
-    Requests,
-    Span,
+    OutputSpan,
     Welcome,
 )
 from kvmig.core.clock import Clock, monotonic
@@ -77,7 +77,7 @@ class FakeLlumlet:
         self.endpoint = self.server.endpoint
         self.heard: asyncio.Queue[RpcMessage] = asyncio.Queue()
         self.on: dict[type[RpcMessage], Callable[[RpcMessage], RpcMessage | None]] = {
-            ListRequests: lambda asked: Requests(getattr(asked, "call_id", 0), [])
+            ListRequests: lambda asked: ListedRequests(getattr(asked, "call_id", 0), [])
         }
         self.payload: list[bytes] = []
         """Of the last message that had one; also of the answers."""
@@ -151,7 +151,7 @@ class FakeLlumlet:
         """Outputs: (request, epoch, start, tokens) each; `last`: requests that end."""
         items = [Tokens(rid, given, rid in last) for rid, _, _, given in spans]
         self.send(
-            Outputs([Span(rid, epoch, start) for rid, epoch, start, _ in spans]),
+            Outputs([OutputSpan(rid, epoch, start) for rid, epoch, start, _ in spans]),
             [msgspec.msgpack.encode(items), f"step of {self.instance}".encode()],
         )
 

@@ -16,11 +16,11 @@ import zmq.asyncio
 from kvmig.controlplane.dispatch import DispatchPolicy
 from kvmig.controlplane.fronts import FrontendRegistry, OwnershipTable
 from kvmig.controlplane.llumlet import Llumlet
-from kvmig.controlplane.messages import LoadReport, Pair
+from kvmig.controlplane.messages import LoadReport, PairedDestination
 from kvmig.controlplane.migration_host import MigrationHost
 from kvmig.controlplane.reporter import LoadReporter
 from kvmig.engines.base import ServingEngine
-from kvmig.fleet.orders import CheckFlags, News, Order, Running, Start, encode
+from kvmig.fleet.orders import CheckFlags, DeployedPrograms, News, Order, StartDeployment, encode
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.supervisor import FleetSupervisor, running
 from kvmig.frontend.launcher_link import LauncherLink
@@ -199,7 +199,7 @@ def hear_from(llumlet: Llumlet, identity: bytes, message: RpcMessage) -> None:
     llumlet._handle(identity, message, [])
 
 
-async def carry_out_pairing(llumlet: Llumlet, request_id: str, pair: Pair) -> None:
+async def carry_out_pairing(llumlet: Llumlet, request_id: str, pair: PairedDestination) -> None:
     """Move a request as the scheduler orders it."""
     await llumlet._migrate(request_id, pair)
 
@@ -237,7 +237,7 @@ class OwnSupervisor(FleetSupervisor):
         """Read the flags of a deployment; the answer is in `news`."""
         await self._check(order)
 
-    async def deploy(self, start: Start) -> None:
+    async def deploy(self, start: StartDeployment) -> None:
         """Run a deployment from its start to its end."""
         await self._deploy(start)
 
@@ -254,7 +254,7 @@ class OwnSupervisor(FleetSupervisor):
         """Do what the first order would, once the engine is loaded and can't be forked."""
         self._nurseries._never[engine] = why
 
-    def deployed(self) -> Running:
+    def deployed(self) -> DeployedPrograms:
         """Return what the next server would get first."""
         return running(self._deployments.values())
 

@@ -14,7 +14,7 @@ from kvmig.fleet.controller import ModelController
 from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel, MissingFiles
-from kvmig.fleet.orders import Deployed, Order, Start, Stop
+from kvmig.fleet.orders import DeployedProgram, Order, StartDeployment, StopDeployment
 from kvmig.fleet.rollout import RolloutPlan
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
@@ -146,12 +146,12 @@ class Bench:
         await model.ordering
 
     @property
-    def started(self) -> list[Start]:
-        return [one for one in self.ordered if isinstance(one, Start)]
+    def started(self) -> list[StartDeployment]:
+        return [one for one in self.ordered if isinstance(one, StartDeployment)]
 
     @property
-    def stopped(self) -> list[Stop]:
-        return [one for one in self.ordered if isinstance(one, Stop)]
+    def stopped(self) -> list[StopDeployment]:
+        return [one for one in self.ordered if isinstance(one, StopDeployment)]
 
     @property
     def route(self) -> ModelRoute:
@@ -163,5 +163,5 @@ def spec(source: str = "path:/models/a", **more: Any) -> ModelSpec:
     return ModelSpec(name="a", source=source, engine="toy", **more)
 
 
-def deployed(name: str, note: DeploymentRecord) -> Deployed:
-    return Deployed(name, "toy", msgspec.json.encode(note).decode(), 7)
+def deployed(name: str, note: DeploymentRecord) -> DeployedProgram:
+    return DeployedProgram(name, "toy", msgspec.json.encode(note).decode(), 7)

@@ -14,7 +14,7 @@ from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import CatalogEntry, ManagedModel
 from kvmig.fleet.node_reserve import ReserveLadder
-from kvmig.fleet.orders import Order, Running, Start
+from kvmig.fleet.orders import DeployedPrograms, Order, StartDeployment
 from kvmig.fleet.settings import FleetSettings
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.worker_pool import WorkerPool
@@ -46,7 +46,7 @@ class WorkerBench:
             lambda: self.now,
             workers=self.pool,
         )
-        self.models.take_news(Running(()))
+        self.models.take_news(DeployedPrograms(()))
 
     def see(self, *nodes: NodeReport) -> None:
         self.pool.take_report(cluster_of(*nodes))
@@ -73,8 +73,8 @@ class WorkerBench:
         return found
 
     @property
-    def start(self) -> Start:
-        (found,) = (one for one in self.ordered if isinstance(one, Start))
+    def start(self) -> StartDeployment:
+        (found,) = (one for one in self.ordered if isinstance(one, StartDeployment))
         return found
 
     def serve(self, monkeypatch: pytest.MonkeyPatch, *rows: InstanceRow) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmig.controlplane.messages import Pair
+from kvmig.controlplane.messages import PairedDestination
 from kvmig.controlplane.policy import policy_of
 from kvmig.core.config import SchedulerConfig
 from kvmig.core.errors import ConfigError
@@ -157,7 +157,7 @@ def copied_bytes(prefixes: tuple[str, str]) -> float:
         setting("live"),
         Outcomes(),
     )
-    order = [Pair("i1", "", math.inf, math.inf)]
+    order = [PairedDestination("i1", "", math.inf, math.inf)]
     cluster.events.at(1.0, lambda: cluster.llumlets["i0"].pair(order))
     cluster.events.at(1.1, lambda: cluster.llumlets["i0"].pair([]))
     outcomes = cluster.run()
@@ -175,7 +175,7 @@ def full_pair(order_at: float) -> tuple[SimCluster, list[SimRequest]]:
     requests = [SimRequest(n, 0.0, 330, 40) for n in range(2)] + [SimRequest(2, 0.2, 200, 5)]
     cluster = SimCluster(requests, 2, small(), policy("round-robin"), setting("live"), Outcomes())
     here = cluster.llumlets["i0"]
-    order = [Pair("i1", "", math.inf, math.inf, "queue")]
+    order = [PairedDestination("i1", "", math.inf, math.inf, "queue")]
     cluster.events.at(order_at, lambda: here.pair(order))
     cluster.events.at(order_at + 0.001, lambda: here.pair([]))
     return cluster, requests

@@ -22,12 +22,12 @@ def one_device() -> Iterator[None]:
     """Groups of gloo's that are made meanwhile in this process share one network device."""
     device = ProcessGroupGloo.create_default_device()
 
-    class Group(ProcessGroupGloo):
+    class OneDeviceGroup(ProcessGroupGloo):
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             gloo: Any = ProcessGroupGloo  # whose stubs name its options otherwise
             options = gloo._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
 
-    with patch.object(distributed_c10d, "ProcessGroupGloo", Group):
+    with patch.object(distributed_c10d, "ProcessGroupGloo", OneDeviceGroup):
         yield

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from kvmig.controlplane.messages import Pair, Why
+from kvmig.controlplane.messages import PairedDestination, Why
 from kvmig.controlplane.victims import next_victim
 from kvmig.core.errors import MigrationRefused, UnsupportedLayout
 from kvmig.engines.base import Emitted, Frame, RequestState
@@ -120,7 +120,9 @@ def row(of: Request, settings: VllmConfig) -> RequestState:
 def chosen(state: RequestState) -> bool:
     """Whether any reason to move requests picks it."""
     return any(
-        next_victim([state], Pair("b", "tcp://b", 100, 1000, why, -1), 0, (), {}, 100.0)
+        next_victim(
+            [state], PairedDestination("b", "tcp://b", 100, 1000, why, -1), 0, (), {}, 100.0
+        )
         for why in WHYS
     )
 

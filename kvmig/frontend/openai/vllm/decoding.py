@@ -187,7 +187,7 @@ def _check_frame(width: int, height: int) -> None:
 def _decode_video(backend: str, loader: Any, *args: Any, **options: Any) -> Any:
     budget = _now.budget
 
-    class Bounded(loader):
+    class BoundedLoader(loader):
         @classmethod
         def compute_frames_index_to_sample(cls, source: Any, target: Any, **more: Any) -> list[int]:
             if source.total_frames_num * max(_now.frame, LEAST_FRAME) > FRAMES_PIXELS:
@@ -203,7 +203,7 @@ def _decode_video(backend: str, loader: Any, *args: Any, **options: Any) -> Any:
                 budget.count_media(f"{len(wanted)} frames of {_now.frame} pixels of a video", cost)
             return wanted
 
-    return _decode_video_as_vllm(backend, Bounded, *args, **options)
+    return _decode_video_as_vllm(backend, BoundedLoader, *args, **options)
 
 
 # -- audio
