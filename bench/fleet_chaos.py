@@ -19,6 +19,7 @@ Afterwards every model answers, nothing waits, and no process is left of what ha
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -35,7 +36,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import httpx
 
@@ -280,10 +281,6 @@ class Nemesis:
             away.rename(folder)
         return pid
 
-    def excuses(self, call: Call) -> bool:
-        """Whether a proxy was killed while it ran."""
-        return any(call.began <= at <= call.ended for at in self.proxies_killed)
-
 
 # -- the run
 
@@ -335,6 +332,74 @@ def left_over(fleet: FleetUp) -> list[str]:
         time.sleep(0.5)
 
 
+class FaultLog(Protocol):
+    """What the end of a run needs of its faults."""
+
+    done: list[dict[str, Any]]
+    proxies_killed: list[float]
+
+
+@dataclass
+class ChaosRun:
+    """A run that has ended."""
+
+    began: float
+    faults: FaultLog
+    orders: Orders
+    calls: list[Call]
+    again: float
+    """Longest wait for an answer afterwards, in seconds."""
+    half: list[str]
+    left: list[str]
+    unlike: list[str] | None = None
+    """What the ledger has otherwise than the clients of calls; None: nothing was compared."""
+
+    def excuses(self, call: Call) -> bool:
+        """Whether a proxy was killed while it ran."""
+        return any(call.began <= at <= call.ended for at in self.faults.proxies_killed)
+
+
+def report_run(
+    result: report.Result, options: argparse.Namespace, run: ChaosRun, least: float
+) -> int:
+    """Exit status. least: faults that must have been done."""
+    for one in run.calls:
+        if one.fate == "broken" and not run.excuses(one):
+            one.fate = "wrong"
+    done = run.faults.done
+    result.samples = [*done, *(one.row(run.began) for one in run.calls if one.fate != "right")]
+    bad = (f"{one}" for one in run.calls if one.fate in ("wrong", "stuck"))
+    for sentence in (*run.half, *run.left, *(run.unlike or ()), *bad):
+        report.say(sentence)
+    fates = Counter(one.fate for one in run.calls)
+    statuses = Counter(run.orders.told.values())
+    otherwise = "calls that the ledger has otherwise"
+    result.summary = {
+        "faults": len(done),
+        **{f"calls {fate}": fates[fate] for fate in ("right", "told", "left", "broken")},
+        "calls wrong": fates["wrong"],
+        "calls stuck": fates["stuck"],
+        **({} if run.unlike is None else {otherwise: len(run.unlike)}),
+        "orders done": statuses[201],
+        "orders refused": statuses[503],
+        "orders without an answer": statuses[0],
+        "orders half done": len(run.half),
+        "longest wait for an answer afterwards, s": run.again,
+        "left over": len(run.left),
+    }
+    result.targets = {
+        "faults": {"min": least},
+        "calls right": {"min": 1},
+        **{f"calls {fate}": {"max": 0} for fate in ("wrong", "stuck")},
+        **({} if run.unlike is None else {otherwise: {"max": 0}}),
+        "orders done": {"min": 1},
+        "orders half done": {"max": 0},
+        "left over": {"max": 0},
+    }
+    rows = sorted(Counter(one["fault"] for one in done).items())
+    return report.finish(result, options, [report.table("faults", ("fault", "times"), rows)])
+
+
 def main(argv: list[str] | None = None) -> int:
     root = report.parser(__doc__)
     root.add_argument("--minutes", type=float, default=10.0, help="of load")
@@ -343,9 +408,9 @@ def main(argv: list[str] | None = None) -> int:
     options = root.parse_args(argv)
     seconds = QUICK_S if options.quick else 60 * options.minutes
     if options.nodes:
-        from bench.fleet_node_chaos import run  # which begins with this module
+        from bench.fleet_node_chaos import run_nodes  # which begins with this module
 
-        return run(options, seconds)
+        return run_nodes(options, seconds)
     result = report.begin("fleet_chaos", {"seconds": seconds, "seed": options.seed})
     with tempfile.TemporaryDirectory() as data:
         database = Path(data, "database", "kvmig.sqlite")
@@ -360,38 +425,10 @@ def main(argv: list[str] | None = None) -> int:
             began = time.monotonic()
             nemesis, orders = Nemesis(fleet, database, options.seed), Orders(fleet)
             calls = asyncio.run(load(fleet, nemesis, orders, began + seconds, options.seed))
-            for one in calls:
-                if one.fate == "broken" and not nemesis.excuses(one):
-                    one.fate = "wrong"
             again = max(asyncio.run(answers_again(fleet, model)) for model in MODELS)
             half, left = orders.half_done(), left_over(fleet)
-    result.samples = [*nemesis.done, *(one.row(began) for one in calls if one.fate != "right")]
-    for sentence in (*half, *left, *(f"{one}" for one in calls if one.fate in ("wrong", "stuck"))):
-        report.say(sentence)
-    fates = Counter(one.fate for one in calls)
-    statuses = Counter(orders.told.values())
-    result.summary = {
-        "faults": len(nemesis.done),
-        **{f"calls {fate}": fates[fate] for fate in ("right", "told", "left", "broken")},
-        "calls wrong": fates["wrong"],
-        "calls stuck": fates["stuck"],
-        "orders done": statuses[201],
-        "orders refused": statuses[503],
-        "orders without an answer": statuses[0],
-        "orders half done": len(half),
-        "longest wait for an answer afterwards, s": again,
-        "left over": len(left),
-    }
-    result.targets = {
-        "faults": {"min": 9 if options.quick else 100 * seconds / 600},
-        "calls right": {"min": 1},
-        **{f"calls {fate}": {"max": 0} for fate in ("wrong", "stuck")},
-        "orders done": {"min": 1},
-        "orders half done": {"max": 0},
-        "left over": {"max": 0},
-    }
-    rows = sorted(Counter(one["fault"] for one in nemesis.done).items())
-    return report.finish(result, options, [report.table("faults", ("fault", "times"), rows)])
+    run = ChaosRun(began, nemesis, orders, calls, again, half, left)
+    return report_run(result, options, run, 9 if options.quick else 100 * seconds / 600)
 
 
 if __name__ == "__main__":

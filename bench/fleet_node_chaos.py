@@ -33,7 +33,16 @@ import psutil
 import sqlalchemy
 
 from bench import report
-from bench.fleet_chaos import AFTER_S, CLIENTS, Call, Orders, answers_again, make_call
+from bench.fleet_chaos import (
+    AFTER_S,
+    CLIENTS,
+    Call,
+    ChaosRun,
+    Orders,
+    answers_again,
+    make_call,
+    report_run,
+)
 from tests.support import postgres
 from tests.support.fleets import ToyFleet
 from tests.support.network import Host, Network, NoNetwork
@@ -149,10 +158,6 @@ class NodeNemesis:
                 at = round(time.monotonic() - self._began, 2)
                 note = await self._faults[fault]()
                 self.done.append({"fault": fault, "at_s": at, "note": note})
-
-    def excuses(self, call: Call) -> bool:
-        """Whether a proxy was killed while it ran."""
-        return any(call.began <= at <= call.ended for at in self.proxies_killed)
 
     def _node(self) -> Host:
         return self._chance.choice(self._site.nodes)
@@ -304,7 +309,7 @@ def settled_ledger(where: ChaosSite, calls: Sequence[Call]) -> list[str]:
     return found
 
 
-def run(options: argparse.Namespace, seconds: float) -> int:
+def run_nodes(options: argparse.Namespace, seconds: float) -> int:
     """Exit status."""
     settings = {"nodes": options.nodes, "seconds": seconds, "seed": options.seed}
     result = report.begin("fleet_chaos_nodes", settings)
@@ -319,36 +324,5 @@ def run(options: argparse.Namespace, seconds: float) -> int:
     except NoNetwork as error:
         report.say(f"not run: {error}")
         return 0
-    for one in calls:
-        if one.fate == "broken" and not nemesis.excuses(one):
-            one.fate = "wrong"
-    result.samples = [*nemesis.done, *(one.row(began) for one in calls if one.fate != "right")]
-    bad = (f"{one}" for one in calls if one.fate in ("wrong", "stuck"))
-    for sentence in (*half, *left, *unlike, *bad):
-        report.say(sentence)
-    fates = Counter(one.fate for one in calls)
-    statuses = Counter(orders.told.values())
-    result.summary = {
-        "faults": len(nemesis.done),
-        **{f"calls {fate}": fates[fate] for fate in ("right", "told", "left", "broken")},
-        "calls wrong": fates["wrong"],
-        "calls stuck": fates["stuck"],
-        "calls that the ledger has otherwise": len(unlike),
-        "orders done": statuses[201],
-        "orders refused": statuses[503],
-        "orders without an answer": statuses[0],
-        "orders half done": len(half),
-        "longest wait for an answer afterwards, s": again,
-        "left over": len(left),
-    }
-    result.targets = {
-        "faults": {"min": 3 if options.quick else 40 * seconds / 600},
-        "calls right": {"min": 1},
-        **{f"calls {fate}": {"max": 0} for fate in ("wrong", "stuck")},
-        "calls that the ledger has otherwise": {"max": 0},
-        "orders done": {"min": 1},
-        "orders half done": {"max": 0},
-        "left over": {"max": 0},
-    }
-    rows = sorted(Counter(one["fault"] for one in nemesis.done).items())
-    return report.finish(result, options, [report.table("faults", ("fault", "times"), rows)])
+    run = ChaosRun(began, nemesis, orders, calls, again, half, left, unlike)
+    return report_run(result, options, run, 3 if options.quick else 40 * seconds / 600)

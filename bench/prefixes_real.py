@@ -38,8 +38,8 @@ from rich.table import Table
 
 from bench import report
 from bench.client import Stream, prompt_of, session
-from bench.models import NAMES, PACED, model_flags, model_folder
-from bench.rounds import play_rounds, servers_beside
+from bench.models import PACED, model_flags, model_folder
+from bench.rounds import parse_options, play_rounds, servers_beside
 from kvmig.controlplane.policy import POLICIES
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
@@ -50,7 +50,7 @@ from kvmig_tools.sim.policies import setting
 from kvmig_tools.sim.request import SimRequest
 
 INSTANCES = 4
-MODEL, TOKEN_MS = "device15ms", 0.3
+TOKEN_MS = 0.3
 BLOCKS, BLOCK_TOKENS, SEATS, CHUNK = 375, 32, 32, 512
 """Of an instance: 12,000 tokens hold a good half of the conversations that go on."""
 RULES: dict[str, tuple[str, ...]] = {
@@ -386,18 +386,11 @@ def tables(
 
 def options_of(argv: list[str] | None) -> argparse.Namespace:
     root = report.parser(__doc__, ("ttft_*", "order_*"))
-    root.add_argument("--model", default=MODEL, help=f"{', '.join(NAMES)} or a folder")
-    root.add_argument("--repeats", type=int, help="rounds of each policy; default 3")
-    root.add_argument("--seconds", type=float, help="in which conversations begin; default 25")
-    root.add_argument("--burst", type=int, help="calls at once, before anything counts; default 48")
-    root.add_argument("--load", type=float, default=0.7, help="share of what a burst gives")
-    root.add_argument("--rate", type=float, default=0.0, help="turns a second; 0: by --load")
-    options = root.parse_args(argv)
-    quick = options.quick
-    options.repeats = options.repeats or (1 if quick else 3)
-    options.seconds = options.seconds or (6.0 if quick else 25.0)
-    options.burst = options.burst or (12 if quick else 48)
-    options.policies = QUICK if quick else tuple(RULES)
+    options = parse_options(
+        root, argv, each="policy", unit="turns", load=0.7, seconds=(6.0, 25.0),
+        seconds_help="in which conversations begin",
+    )  # fmt: skip
+    options.policies = QUICK if options.quick else tuple(RULES)
     return options
 
 

@@ -25,9 +25,9 @@ from rich.table import Table
 
 from bench import report
 from bench.client import session
-from bench.models import NAMES, model_folder
-from bench.prefixes_real import BLOCK_TOKENS, INSTANCES, MODEL, engine_flags
-from bench.rounds import play_rounds, servers_beside
+from bench.models import model_folder
+from bench.prefixes_real import BLOCK_TOKENS, INSTANCES, engine_flags
+from bench.rounds import parse_options, play_rounds, servers_beside
 from bench.serving import Site
 from bench.serving_calls import FIGURES, STATISTICS, Answer, Call, Run, statistics_of
 from kvmig_tools.nursery import Nursery
@@ -112,24 +112,12 @@ def tables(summary: dict[str, float]) -> list[Table]:
     return [report.table("prompts on four real engines", ("way", *columns), rows)]
 
 
-def options_of(argv: list[str] | None) -> argparse.Namespace:
-    root = report.parser(__doc__, ("*_over_mixed",))
-    root.add_argument("--model", default=MODEL, help=f"{', '.join(NAMES)} or a folder")
-    root.add_argument("--repeats", type=int, help="rounds of each way; default 3")
-    root.add_argument("--seconds", type=float, help="of calls in a round; default 40")
-    root.add_argument("--burst", type=int, help="calls at once, before anything counts; default 48")
-    root.add_argument("--load", type=float, default=0.6, help="share of what a burst gives")
-    root.add_argument("--rate", type=float, default=0.0, help="calls a second; 0: by --load")
-    options = root.parse_args(argv)
-    quick = options.quick
-    options.repeats = options.repeats or (1 if quick else 3)
-    options.seconds = options.seconds or (8.0 if quick else 40.0)
-    options.burst = options.burst or (12 if quick else 48)
-    return options
-
-
 def main(argv: list[str] | None = None) -> int:
-    options = options_of(argv)
+    root = report.parser(__doc__, ("*_over_mixed",))
+    options = parse_options(
+        root, argv, each="way", unit="calls", load=0.6, seconds=(8.0, 40.0),
+        seconds_help="of calls in a round",
+    )  # fmt: skip
     names = ("model", "repeats", "seconds", "burst", "load")
     settings = {name: getattr(options, name) for name in names} | {
         "ways": WAYS, "instances": INSTANCES, "blocks": BLOCKS, "block_tokens": BLOCK_TOKENS,

@@ -12,13 +12,46 @@ from statistics import fmean
 from typing import Protocol, TypeVar
 
 from bench import report
+from bench.models import NAMES
 from bench.site import all_up
 from kvmig_tools.nursery import Nursery
 from kvmig_tools.served import Served
 
+MODEL = "device15ms"
+"""The bundled model at the pace of a device: see `bench.paced`."""
 Site = TypeVar("Site")
 Plan = TypeVar("Plan")
 Sample = TypeVar("Sample")
+
+
+def parse_options(
+    root: argparse.ArgumentParser,
+    argv: list[str] | None,
+    *,
+    each: str,
+    unit: str,
+    load: float,
+    seconds: tuple[float, float],
+    seconds_help: str,
+) -> argparse.Namespace:
+    """The options of rounds of engines, with their defaults.
+
+    each: what a round is of, in help texts. unit: what the rate counts. seconds: of a quick run,
+    and of a whole one.
+    """
+    quick_s, whole_s = seconds
+    root.add_argument("--model", default=MODEL, help=f"{', '.join(NAMES)} or a folder")
+    root.add_argument("--repeats", type=int, help=f"rounds of each {each}; default 3")
+    root.add_argument("--seconds", type=float, help=f"{seconds_help}; default {whole_s:g}")
+    root.add_argument("--burst", type=int, help="calls at once, before anything counts; default 48")
+    root.add_argument("--load", type=float, default=load, help="share of what a burst gives")
+    root.add_argument("--rate", type=float, default=0.0, help=f"{unit} a second; 0: by --load")
+    options = root.parse_args(argv)
+    quick = options.quick
+    options.repeats = options.repeats or (1 if quick else 3)
+    options.seconds = options.seconds or (quick_s if quick else whole_s)
+    options.burst = options.burst or (12 if quick else 48)
+    return options
 
 
 class PlayedRound(Protocol):

@@ -20,6 +20,7 @@ from tests.conftest import NEVER_BY_ITSELF, PATIENT
 from tests.support.leaks import Footprint, assert_server_is_empty, leaving_nothing
 from tests.support.streams import (
     Stream,
+    call_admin,
     count_from,
     counted,
     row_of,
@@ -53,15 +54,9 @@ def several(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> I
         yield served
 
 
-async def call(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
-    """One admin call over a connection of its own: any of the front ends may take it."""
-    async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as client:
-        return await client.request(method, path, timeout=PATIENCE_S, **more)
-
-
 async def rows(served: Served) -> dict[str, dict[str, Any]]:
     """Instances by id."""
-    answer = await call(served, "GET", "instances")
+    answer = await call_admin(served, "GET", "instances")
     return {row["id"]: row for row in answer.json()["data"]}
 
 
@@ -95,14 +90,14 @@ async def test_any_front_end_answers_for_the_streams_of_all(several: Toys) -> No
         expected = {stream.answer.request_id for stream in started}
 
         for _ in range(8):  # whoever takes the connection
-            listed = (await call(several, "GET", "requests")).json()["data"]
+            listed = (await call_admin(several, "GET", "requests")).json()["data"]
             assert {row["call_id"] for row in listed} == expected
         moved = []
         for stream in started:
             row = await row_of(several, stream)
             destination = "i1" if row["instance"] == "i0" else "i0"
             body = {"request_id": stream.answer.request_id, "destination": destination}
-            moved.append((await call(several, "POST", "migrations", json=body)).json())
+            moved.append((await call_admin(several, "POST", "migrations", json=body)).json())
 
     assert [report["state"] for report in moved] == ["committed"] * 6
     await all_right(started)
@@ -129,7 +124,7 @@ async def say_parked(served: Served, parked: bool) -> None:
 
 async def test_any_front_end_parks_and_wakes_the_instances_and_all_know_it(several: Toys) -> None:
     for order, parked in (("park", True), ("park", True), ("unpark", False), ("unpark", False)):
-        (await call(several, "POST", order)).raise_for_status()
+        (await call_admin(several, "POST", order)).raise_for_status()
         await say_parked(several, parked)
 
 
@@ -156,14 +151,14 @@ async def test_a_session_is_moved_by_the_front_end_that_served_its_last_call(
                 said.raise_for_status()
         with standing_still(serves):
             asking = asyncio.create_task(
-                call(several, "POST", "sessions/move", json={"session": "chat"})
+                call_admin(several, "POST", "sessions/move", json={"session": "chat"})
             )
             await asyncio.sleep(0.5)  # until the other one has taken it
             assert not asking.done()
         moved = await asking
         # Toys keep nothing of ended requests: the one that knows the session was asked for it.
         assert (moved.status_code, moved.json().get("reason")) == (200, "unsupported"), moved.text
-    nobodys = await call(several, "POST", "sessions/move", json={"session": "nobody's"})
+    nobodys = await call_admin(several, "POST", "sessions/move", json={"session": "nobody's"})
     assert nobodys.status_code == 404
 
 
@@ -204,39 +199,41 @@ async def test_a_late_order_of_an_earlier_server_of_the_fleet_is_refused_by_any_
         ("POST", "unpark"), ("GET", "events"),
     ):  # fmt: skip
         for _ in range(4):  # some reach the other front end
-            answer = await call(several, method, path, headers=late)
+            answer = await call_admin(several, method, path, headers=late)
             assert answer.status_code == 409, (method, path, answer.text)
             assert "is of an earlier server of the fleet" in answer.text
     assert {name: one["state"] for name, one in (await rows(several)).items()} == {
         name: one["state"] for name, one in there.items()
     }
-    unread = await call(several, "POST", "park", headers={TOKEN_HEADER: "six"})
+    unread = await call_admin(several, "POST", "park", headers={TOKEN_HEADER: "six"})
     assert unread.status_code == 400
     assert "must be TERM.CONTACT" in unread.text
-    assert (await call(several, "POST", "unpark", headers=begun)).status_code == 200
+    assert (await call_admin(several, "POST", "unpark", headers=begun)).status_code == 200
 
 
 async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: Toys) -> None:
-    added = await call(several, "POST", "instances?wait_s=60", json={"count": 1})
+    added = await call_admin(several, "POST", "instances?wait_s=60", json={"count": 1})
     assert (added.status_code, [row["id"] for row in added.json()["data"]]) == (201, ["i2"])
     assert added.json()["data"][0]["state"] == "serving"
-    too_many = await call(several, "POST", "instances")
+    too_many = await call_admin(several, "POST", "instances")
     assert (too_many.status_code, too_many.json()["error"]["type"]) == (409, "ConflictError")
     assert "--max-instances allows 3" in too_many.json()["error"]["message"]
     await until(several, i2="serving")
     # All on one: the others take nothing new while they drain.
     for name in ("i1", "i2"):
-        assert (await call(several, "POST", f"instances/{name}/drain")).status_code == 202
+        assert (await call_admin(several, "POST", f"instances/{name}/drain")).status_code == 202
     await until(several, i1="draining", i2="draining")
     with several.held(HELD):
         started = await streams(several, 20)
         assert (await rows(several))["i0"]["running"] == 20
         for name in ("i1", "i2"):
-            assert (await call(several, "DELETE", f"instances/{name}/drain")).status_code == 200
-        listed = (await call(several, "GET", "migrations")).json()["data"]
+            assert (
+                await call_admin(several, "DELETE", f"instances/{name}/drain")
+            ).status_code == 200
+        listed = (await call_admin(several, "GET", "migrations")).json()["data"]
         before = {report["id"] for report in listed}
 
-        assert (await call(several, "POST", "instances/i0/drain")).status_code == 202
+        assert (await call_admin(several, "POST", "instances/i0/drain")).status_code == 202
 
         now = await until(several, i0="draining")
         deadline = time.monotonic() + PATIENCE_S
@@ -245,11 +242,11 @@ async def test_a_drain_of_twenty_streams_loses_none_and_moves_them_all(several: 
             await asyncio.sleep(0.05)
             now = await rows(several)
         assert not any(stream.task.done() for stream in started), "moves have emptied it"
-    reports = (await call(several, "GET", "migrations?limit=1000")).json()["data"]
+    reports = (await call_admin(several, "GET", "migrations?limit=1000")).json()["data"]
     away = [one for one in reports if one["id"] not in before and one["state"] == "committed"]
     assert {one["destination"] for one in away if one["source"] == "i0"} == {"i1", "i2"}
     await all_right(started)
-    assert (await call(several, "DELETE", "instances/i0/drain")).status_code == 200
+    assert (await call_admin(several, "DELETE", "instances/i0/drain")).status_code == 200
     await until(several, i0="serving")
 
 
@@ -259,12 +256,12 @@ async def test_one_that_is_ended_at_once_leaves_its_streams_to_the_others(
     with several.held(HELD):
         started = await streams(several, 6)
 
-        ended = await call(several, "DELETE", "instances/i2?now=true")
+        ended = await call_admin(several, "DELETE", "instances/i2?now=true")
 
         assert ended.status_code == 202
         await until(several, i2=None)
     await all_right(started)
-    unknown = await call(several, "DELETE", "instances/i2")
+    unknown = await call_admin(several, "DELETE", "instances/i2")
     assert (unknown.status_code, unknown.json()["error"]["message"]) == (
         404, "there is no instance i2, only i0, i1",
     )  # fmt: skip
@@ -294,9 +291,9 @@ async def test_a_rolling_restart_under_load_loses_no_stream(several: Toys) -> No
     async with asyncio.TaskGroup() as clients:
         for client in range(3):
             clients.create_task(one_after_the_other(client))
-        ordered = await call(several, "POST", "instances/restart")
+        ordered = await call_admin(several, "POST", "instances/restart")
         assert ordered.status_code == 202, ordered.text
-        second = await call(several, "POST", "instances/restart")
+        second = await call_admin(several, "POST", "instances/restart")
         assert second.json()["error"]["message"] == "a rolling restart is under way"
         await until_said(several, "rolling restart: done", within_s=2 * PATIENCE_S)
         over.set()
@@ -312,11 +309,11 @@ async def test_a_drain_that_is_over_its_deadline_goes_on_by_recompute(several: T
     with several.held(HELD):
         started = await streams(several, 6)
 
-        assert (await call(several, "DELETE", "instances/i1?deadline_s=0")).status_code == 202
+        assert (await call_admin(several, "DELETE", "instances/i1?deadline_s=0")).status_code == 202
 
         await until(several, i1=None)
     await all_right(started)
-    only = await call(several, "DELETE", "instances/i0")
+    only = await call_admin(several, "DELETE", "instances/i0")
     assert (only.status_code, only.json()["error"]["message"]) == (
         409, "instance i0 is the only one that serves",
     )  # fmt: skip

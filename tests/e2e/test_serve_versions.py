@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 
 from kvmig_tools.nursery import Nursery
@@ -18,6 +16,7 @@ from tests.support.streams import (
     Stream,
     StreamFailed,
     ask,
+    call_admin,
     count_from,
     counted,
     row_of,
@@ -62,15 +61,9 @@ def two_classes(toy_nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) 
         yield served
 
 
-async def call(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
-    """One admin call."""
-    async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as client:
-        return await client.request(method, path, timeout=PATIENCE_S, **more)
-
-
 async def weights(served: Served) -> dict[str, str]:
     """Of each instance that serves."""
-    rows = (await call(served, "GET", "instances")).json()["data"]
+    rows = (await call_admin(served, "GET", "instances")).json()["data"]
     return {row["id"]: row["weights"] for row in rows if row["state"] == "serving"}
 
 
@@ -94,7 +87,7 @@ async def test_in_a_rolling_restart_onto_other_weights_each_stream_ends_under_it
         old = await started(three, 9)
         three.replace_weights(2)
         with three.held(HELD):
-            answer = await call(three, "POST", "instances/restart")
+            answer = await call_admin(three, "POST", "instances/restart")
             assert answer.status_code == 202, answer.text
             # The last of the old ones holds all nine, and waits for their ends.
             await until_weights(three, i0="counts-by-2", i1="counts-by-2")
@@ -123,7 +116,9 @@ async def test_at_the_deadline_a_stream_that_could_go_on_nowhere_ends_and_says_w
         three.replace_weights(3)
         with three.held(HELD):
             body = {"deadline_s": 2}
-            assert (await call(three, "POST", "instances/restart", json=body)).status_code == 202
+            assert (
+                await call_admin(three, "POST", "instances/restart", json=body)
+            ).status_code == 202
             failed = await asyncio.gather(*(one.end() for one in old), return_exceptions=True)
             await until_said(three, "rolling restart: done", 2)
 
@@ -139,21 +134,23 @@ async def test_at_the_deadline_a_stream_that_could_go_on_nowhere_ends_and_says_w
 async def test_a_stream_whose_weights_died_with_their_last_instance_ends_and_says_so(
     three: Toys,
 ) -> None:
-    assert (await call(three, "DELETE", "instances/i2?now=true")).status_code == 202
+    assert (await call_admin(three, "DELETE", "instances/i2?now=true")).status_code == 202
     three.replace_weights(4)
     await until_weights(three, i0="counts-by-3", i1="counts-by-3")
     with three.held(HELD):
         (stream,) = await started(three, 1)
         row = await row_of(three, stream)
         rest = {"i0", "i1"} - {row["instance"]}
-        assert (await call(three, "DELETE", f"instances/{rest.pop()}?now=true")).status_code == 202
-        assert (await call(three, "POST", "instances", json={"count": 2})).status_code == 201
+        assert (
+            await call_admin(three, "DELETE", f"instances/{rest.pop()}?now=true")
+        ).status_code == 202
+        assert (await call_admin(three, "POST", "instances", json={"count": 2})).status_code == 201
         deadline = time.monotonic() + PATIENCE_S
         while list((await weights(three)).values()).count("counts-by-4") < 2:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
         path = f"instances/{row['instance']}?now=true"
-        assert (await call(three, "DELETE", path)).status_code == 202
+        assert (await call_admin(three, "DELETE", path)).status_code == 202
         with pytest.raises(StreamFailed, match="no instance with the weights that the request"):
             await stream.end()
     counted(stream.answer, 0, by=3)
@@ -165,11 +162,11 @@ async def test_with_room_for_no_second_version_a_restart_is_refused_before_anyth
     three: Toys,
 ) -> None:
     gone, kept = sorted(await weights(three))
-    assert (await call(three, "DELETE", f"instances/{gone}?now=true")).status_code == 202
+    assert (await call_admin(three, "DELETE", f"instances/{gone}?now=true")).status_code == 202
     await until_weights(three, **{kept: "counts-by-4"})
     three.replace_weights(5)
 
-    refused = await call(three, "POST", "instances/restart")
+    refused = await call_admin(three, "POST", "instances/restart")
 
     assert refused.status_code == 409
     message = refused.json()["error"]["message"]
@@ -189,7 +186,7 @@ async def test_a_move_that_rounds_otherwise_needs_the_callers_word(two_classes: 
 
         refused = (await ask(two_classes, row["id"], destination)).json()
         body = {"request_id": row["id"], "destination": destination, "inexact": True}
-        moved = (await call(two_classes, "POST", "migrations", json=body)).json()
+        moved = (await call_admin(two_classes, "POST", "migrations", json=body)).json()
 
     assert (refused["state"], refused["reason"]) == ("aborted", "incompatible")
     assert "round differently" in refused["detail"]
@@ -204,11 +201,11 @@ async def test_a_drain_moves_nothing_to_another_class_by_itself(two_classes: Toy
     with two_classes.held(HELD):
         (stream,) = await started(two_classes, 1)
         row = await row_of(two_classes, stream)
-        before = (await call(two_classes, "GET", "migrations")).json()["data"]
+        before = (await call_admin(two_classes, "GET", "migrations")).json()["data"]
         path = f"instances/{row['instance']}/drain"
-        assert (await call(two_classes, "POST", path)).status_code == 202
+        assert (await call_admin(two_classes, "POST", path)).status_code == 202
         await asyncio.sleep(0.5)  # ten rounds of the scheduler
         assert (await row_of(two_classes, stream))["instance"] == row["instance"]
-        assert (await call(two_classes, "GET", "migrations")).json()["data"] == before
-        assert (await call(two_classes, "DELETE", path)).status_code == 200
+        assert (await call_admin(two_classes, "GET", "migrations")).json()["data"] == before
+        assert (await call_admin(two_classes, "DELETE", path)).status_code == 200
     assert (await stream.end()).tokens == TOKENS

@@ -97,8 +97,8 @@ async def test_what_an_earlier_server_orders_is_not_carried_out(
         await until(lambda: deployed)
         await asyncio.sleep(0)
     assert deployed == ["d1"]
-    assert "Start is not carried out: the order is of an earlier server" in caplog.text
-    assert "Stop is not carried out" in caplog.text
+    assert "StartDeployment is not carried out: the order is of an earlier server" in caplog.text
+    assert "StopDeployment is not carried out" in caplog.text
 
 
 def test_a_command_of_the_catalogue_does_not_start_in_a_fleet_that_runs_none() -> None:

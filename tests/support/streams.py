@@ -232,6 +232,12 @@ def other(instance: str) -> str:
     return "i1" if instance == "i0" else "i0"
 
 
+async def call_admin(served: Served, method: str, path: str, **more: Any) -> httpx.Response:
+    """One admin call over a connection of its own: any of the front ends may take it."""
+    async with httpx.AsyncClient(base_url=f"{served.url}/kvmig/v1/", verify=False) as client:
+        return await client.request(method, path, timeout=TIMEOUT_S, **more)
+
+
 async def row_of(
     served: Served, stream: Stream, state: str = "running", output_tokens: int = 0
 ) -> dict[str, Any]:
