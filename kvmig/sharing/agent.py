@@ -30,13 +30,13 @@ from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
     AskUnit,
+    GuaranteeRequest,
     GuaranteeSet,
     HeldMemory,
     MemberHello,
     MemberRefused,
     MemberShare,
     MemoryLease,
-    SetGuarantee,
     StepDone,
     ToAgent,
     UnitState,
@@ -192,7 +192,7 @@ class UnitAgent:
                 told = MemberReport(*msgspec.structs.astuple(message))
                 self._ledger.record_report(name, told, self._loop.time())
                 self._tell()
-            case SetGuarantee() if name:
+            case GuaranteeRequest() if name:
                 packets.send(encode(self._guarantee(name, message)))
                 self._tell()
             case ComputeShares() | StepRequest() | StepDone() if name:
@@ -227,7 +227,7 @@ class UnitAgent:
         self._tenants[name] = MemberConnection(packets.process, ended, packets)
         self._loop.add_reader(ended, self._left, name)
 
-    def _guarantee(self, name: str, wanted: SetGuarantee) -> GuaranteeSet:
+    def _guarantee(self, name: str, wanted: GuaranteeRequest) -> GuaranteeSet:
         try:
             self._ledger.guarantee(name, wanted.size, self._loop.time())
         except ConfigError as error:

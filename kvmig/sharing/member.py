@@ -23,6 +23,7 @@ from kvmig.sharing.messages import (
     MOST_BYTES,
     VERSION,
     GrantRecalled,
+    GuaranteeRequest,
     GuaranteeSet,
     HeldMemory,
     InUnit,
@@ -30,7 +31,6 @@ from kvmig.sharing.messages import (
     MemberHello,
     MemberRefused,
     MemoryLease,
-    SetGuarantee,
     StepDone,
     ToAgent,
     encode,
@@ -128,7 +128,7 @@ class UnitMember:
         number, answer = next(self._numbers), self._loop.create_future()
         self._wanted[number] = answer
         try:
-            self._packets.send(encode(SetGuarantee(number, size)))
+            self._packets.send(encode(GuaranteeRequest(number, size)))
             async with asyncio.timeout(ANSWER_S):
                 refused = await answer
         except TimeoutError as error:

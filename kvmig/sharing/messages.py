@@ -51,7 +51,7 @@ class HeldMemory(UnitMessage, frozen=True, tag="Held"):
     wanted: int
 
 
-class SetGuarantee(UnitMessage, frozen=True, tag="Guarantee"):
+class GuaranteeRequest(UnitMessage, frozen=True, tag="Guarantee"):
     """The bytes that the sender wants back from now on whenever it wants them; 0: a fair part of
     what others weren't promised."""
 
@@ -137,7 +137,9 @@ class UnitState(UnitMessage, frozen=True, tag="Unit"):
     shares: list[MemberShare]
 
 
-ToAgent = MemberHello | HeldMemory | SetGuarantee | AskUnit | ComputeShares | StepRequest | StepDone
+ToAgent = (
+    MemberHello | HeldMemory | GuaranteeRequest | AskUnit | ComputeShares | StepRequest | StepDone
+)
 ToMember = (
     MemoryLease | GuaranteeSet | MemberRefused | UnitState | StepGrant | GrantRecalled | MemberCount
 )
