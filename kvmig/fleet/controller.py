@@ -1,8 +1,8 @@
 """The models as the server keeps them: desired state, observed state, and actions.
 
-A round looks at every model, lets `lifecycle` and `autoscale` decide, carries that out through init
-and the deployments' own sockets, and tells proxies where each model is. Nothing that is seen is
-stored: a new server hears from init what runs, and from each deployment what it does.
+A round looks at every model, lets `lifecycle` and `autoscale` decide, carries that out through the
+supervisor and the deployments' own sockets, and sends proxies the route of each model. What is seen
+is not stored: a new server gets what runs from the supervisor, and its state from each deployment.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ROUND_S = 0.5
 RECENT = 1000
 """Events that are kept."""
 WANT_S = 2.0
-"""A proxy repeats that somebody waits within it."""
+"""A proxy repeats within this time that a request waits."""
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ModelController:
         keep: Keep = lambda model_id, plan, done: None,
         term: Callable[[], int] = lambda: 0,
     ) -> None:
-        """order: to init. tell: proxies of changed routes and of names that are gone; the version.
+        """order: to the supervisor. tell: proxies get routes, names that are gone, and the version.
 
         memory: of the host. clock: steady. wall: Unix time. measured: called when more is known of
         what a model takes of GPUs. missing: why a model with this source can't start yet. workers:
@@ -204,7 +204,7 @@ class ModelController:
     def place(
         self, placed: Mapping[str, Sequence[PlacedUnit]], units: Iterable[PlacedUnit] = ()
     ) -> None:
-        """Let somebody else set the instances of these models, one in each of these units each;
+        """Leave the instances of these models to the placement, one in each of these units each;
         they start so, and stay. units: all of them."""
         self._placed = placed
         self._agents.take_units(units)

@@ -4,8 +4,8 @@
       '-no room-> waiting  |            ^---wanted------'  |
                   -room-^  '--failed--> failed -retry->    '-empty-> parking -parked-> parked
 
-A deployment that hangs (it says nothing of itself any more) is killed wherever it stands, has
-failed with a sentence that says so, and starts again when it is wanted.
+A deployment that hangs (it no longer reports) is killed in any state, counts as failed with that
+reason, and starts again when it is wanted.
 
 A parked deployment has given the memory of its KV cache back. One that is wanted wakes, given room;
 one whose room is wanted ends; one that won't be parked ends, and one that won't wake is killed.
@@ -50,7 +50,7 @@ class DesiredState(Struct, frozen=True):
 
     on: bool = True
     least: int = 0
-    """Instances at least; 0: none while nobody wants it."""
+    """Instances at least; 0: none while no request wants it."""
     zero_after_s: float = 300.0
     start_timeout_s: float = 600.0
     shutdown_timeout_s: float = 30.0
@@ -70,21 +70,21 @@ class ObservedState(Struct, frozen=True):
     ended: str = ""
     """How its process ended since the last turn; empty: it didn't."""
     tells: bool = False
-    """Whether it says what its instances do, though none may serve."""
+    """Whether it reports its instances, though none may serve."""
     parked: bool = False
     """Whether it has given the memory of its KV cache back; then it doesn't serve."""
     refused: str = ""
-    """Why it was not parked, or did not wake; empty: it hasn't said so."""
+    """Why it was not parked, or did not wake; empty: it has not refused."""
     clean: bool = False
-    """Whether it ended because it was told to."""
+    """Whether it ended by order."""
     wanted: bool = False
-    """Whether a request waits for it, or somebody has asked to wake it."""
+    """Whether a request waits for it, or a person has ordered it to wake."""
     running: int = 0
     """Requests that proxies relay to it now."""
     idle_s: float = 0.0
     """Seconds since the last request ended; 0 while there is one."""
     unrouted: bool = False
-    """Whether every proxy has said that it sends nothing to it any more."""
+    """Whether every proxy has confirmed that it sends nothing to it any more."""
     no_room: str = ""
     """Why it can't start now; empty: it can."""
     never: str = ""
@@ -96,7 +96,7 @@ class ObservedState(Struct, frozen=True):
 
 
 class ModelStatus(Struct, frozen=True):
-    """Where it stands."""
+    """A model's state, and since when it is in it."""
 
     state: State = "zero"
     since: float = 0.0
@@ -143,15 +143,15 @@ def reconcile(
 
 
 def _listened(life: ModelStatus, seen: ObservedState, now: float) -> ModelStatus:
-    """With what is known of it since when it should serve, or be parked, and does not."""
+    """The status with the time since which it should serve, or be parked, and does not."""
     if seen.parked or seen.ready:
         return replace(life, lost_at=None)
     return life if life.lost_at is not None else replace(life, lost_at=now)
 
 
 def _hangs(life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float) -> str:
-    """Why it is given up; empty: it is not. One that says that its instances start gets the time
-    of a start."""
+    """Why it is given up; empty: it is not. One whose instances start by its own report gets the
+    time of a start."""
     if life.lost_at is None:
         return ""
     if seen.tells:
@@ -267,7 +267,7 @@ def _emptying(
 def _resting(
     life: ModelStatus, wish: DesiredState, seen: ObservedState, now: float
 ) -> tuple[ModelStatus, Action | None]:
-    """It parks, is parked, or wakes."""
+    """Take the next step of a model that parks, is parked, or wakes."""
     if seen.ended or not seen.deployment:
         return ModelStatus(since=now), None
     if life.state == "parking" and seen.parked:

@@ -1,8 +1,8 @@
-"""`python -m kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT`: decides for a fleet, for init.
+"""`python -m kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT`: decides for a fleet.
 
 It keeps the catalogue and the accounts, and every model as they and its requests want it. It is in
-no stream's path: without it warm models and known keys go on, and init starts another one, which
-asks what runs.
+no stream's path: without it warm models and known keys go on, and the supervisor starts another
+one, which asks what runs.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class FleetServer:
     """Make it inside a running event loop; `start` it, then `close` it."""
 
     def __init__(self, launch: ServerLaunch, to_init: socket.socket) -> None:
-        """to_init: its end of the socket to init; closed with this."""
+        """to_init: the server's end of the socket to the supervisor; closed with this."""
         self._settings = settings = launch.settings
         self._running = launch.running
         pepper, host = settings.path("pepper"), host_name(settings)
@@ -165,7 +165,7 @@ class FleetServer:
         self._keys = KeyIndex(b"")
         self._keys_version = 0
         self._heard = asyncio.Event()
-        """Set when a proxy has told what it knows, or has gone."""
+        """Set when a proxy has reported, or has gone."""
         self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._reloading = asyncio.Lock()
         workers = WorkerPool.of_fleet(settings, monotonic, time.time)
@@ -736,7 +736,7 @@ class FleetServer:
 
 
 async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -> None:
-    """Serve until init wants an end, or has ended. Raises KvmigError."""
+    """Serve until the supervisor ends, or wants an end. Raises KvmigError."""
     server = FleetServer(launch, socket.socket(fileno=init))
     stopped = asyncio.create_task(until_stopped())
     try:
@@ -773,7 +773,7 @@ async def run(launch: ServerLaunch, announced: int, init: int, heartbeat: int) -
 
 def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of its
-    end of the socket to init, and for `kvmig.process.child.send_heartbeats`.
+    end of the socket to the supervisor, and for `kvmig.process.child.send_heartbeats`.
     """
     form = "kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT"
     return run_child(words, form, ServerLaunch, _run, counts=(3,), report=_report)

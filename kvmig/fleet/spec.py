@@ -1,6 +1,6 @@
 """What a fleet's user says of a model: the specification, and the file with all of them. Pure.
 
-Every mistake is one sentence with the field, its value and what is allowed.
+An error names the field, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Folder of the build of vLLM that its instances are; empty: the installed one."""
     instances: InstanceCounts = InstanceCounts()
     aliases: tuple[str, ...] = ()
-    """Other names of the model."""
+    """The model's other names."""
     adapters: Mapping[str, str] = {}
     """LoRA adapters by the name that requests give: a folder each."""
     warm: Warm = "none"
@@ -177,8 +177,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     placement_strategy: PlacementStrategy = ""
     """How the place of an instance is chosen; empty: as `kvmig up --gpu-placement` has it."""
     priority: int = 0
-    """Who waits for a start is served by it: smaller ones first; and larger ones end first where
-    room is wanted."""
+    """Order of models that wait for a start: smaller ones first; larger ones end first where room
+    is wanted."""
     max_held: int = 1000
     """Requests at most that wait for its start."""
     heartbeat_after_s: float = 10.0
@@ -221,7 +221,7 @@ ALLOWED = {
 """Allowed values of each field that takes certain words."""
 GET_ONE = "the source hf:ORG/NAME is a model of the Hugging Face Hub"
 FIELDS = {"": ModelSpec.__struct_fields__, "instances": InstanceCounts.__struct_fields__}
-"""Of each struct; all others are floors."""
+"""The fields of each struct; all others are floors."""
 
 
 def spec_of(given: Any) -> ModelSpec:
@@ -540,7 +540,7 @@ def _check_folder(field: str, folder: str) -> None:
 
 
 class FleetFile(msgspec.Struct, frozen=True):
-    """All that a fleet's file says."""
+    """The content of a fleet's file."""
 
     models: tuple[ModelSpec, ...] = ()
     aliases: Mapping[str, Mapping[str, int]] = {}

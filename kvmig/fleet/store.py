@@ -85,7 +85,7 @@ class NameTaken(KvmigError):
 
 
 class OrderActor(NamedTuple):
-    """Who gives an order, and from where."""
+    """The person or program that gives an order, with its address."""
 
     name: str
     address: str = ""
@@ -171,7 +171,7 @@ class FleetStore:
         return self._pepper
 
     def open(self) -> None:
-        """Raises StoreError with one sentence if the database can't be used."""
+        """Open the database. Raises StoreError if it can't be used."""
         self.database.open()
         try:
             self._pepper = self._checked_pepper()
@@ -252,7 +252,7 @@ class FleetStore:
             )
 
     def fleet(self) -> FleetFile:
-        """The whole catalogue, as a file would say it."""
+        """The whole catalogue, as a fleet's file has it."""
         with self.database.transaction(reading=True) as connection:
             return fleet_in(connection, self.set_aside)
 
@@ -294,7 +294,7 @@ class FleetStore:
             return self._renew(connection, fleet_in(connection, self.set_aside), spec, actor)
 
     def switch(self, name: str, actor: OrderActor, *, on: bool) -> ModelRow:
-        """Say whether it may run. Raises NotThere."""
+        """Switch a model on or off. Raises NotThere."""
         with self.database.transaction() as connection:
             found = _model(connection, name)
             if found.on != on:
@@ -428,7 +428,7 @@ class FleetStore:
     ) -> UserRow:
         """Change a role, whether the user's keys let requests in, or some of the user's limits.
 
-        One admin remains: else nobody could undo it. Raises NotThere, ConfigError.
+        One admin remains, who could undo it. Raises NotThere, ConfigError.
         """
         with self.database.transaction() as connection:
             old = _user(connection, name)

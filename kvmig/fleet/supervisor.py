@@ -1,9 +1,9 @@
-"""`kvmig up`: init, the process that all others of a fleet are children of.
+"""`kvmig up`: the supervisor, the process that all others of a fleet are children of.
 
 It starts the server and the proxies, and again when they die or hang; it starts and ends
-deployments as the server orders, and tells every new server which of them run. It decides nothing
-and imports next to nothing, so that it lives. Each of its children ends with the pipe that is its
-stdin, so nothing outlives init; a deployment outlives the server.
+deployments as the server orders, and reports to every new server which of them run. It decides
+nothing and imports next to nothing, so that it lives. Each of its children ends with the pipe that
+is its stdin, so nothing outlives the supervisor; a deployment outlives the server.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _run_once(settings: FleetSettings) -> int:
 
 @contextlib.contextmanager
 def only_one(settings: FleetSettings) -> Iterator[None]:
-    """Hold the folder. Raises ConfigError if another init does, with its process id."""
+    """Hold the folder. Raises ConfigError if another supervisor does, with its process id."""
     with settings.path("run", "init.pid").open("a+") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,7 +195,7 @@ def module_of(program: Program, settings: FleetSettings) -> str:
 
 
 def running(deployments: Iterable[RunningDeployment]) -> DeployedPrograms:
-    """What the next server is told: also of one that is just being forked."""
+    """The report to the next server, with the deployment that is just being forked."""
     return DeployedPrograms(
         tuple(
             DeployedProgram(
