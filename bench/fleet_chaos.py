@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -354,9 +354,10 @@ class ChaosRun:
     unlike: list[str] | None = None
     """What the ledger has otherwise than the clients of calls; None: nothing was compared."""
 
-    def excuses(self, call: Call) -> bool:
-        """Whether a proxy was killed while it ran."""
-        return any(call.began <= at <= call.ended for at in self.faults.proxies_killed)
+
+def is_excused(call: Call, proxies_killed: Iterable[float]) -> bool:
+    """Whether a proxy was killed while it ran."""
+    return any(call.began <= at <= call.ended for at in proxies_killed)
 
 
 def report_run(
@@ -364,7 +365,7 @@ def report_run(
 ) -> int:
     """Exit status. least: faults that must have been done."""
     for one in run.calls:
-        if one.fate == "broken" and not run.excuses(one):
+        if one.fate == "broken" and not is_excused(one, run.faults.proxies_killed):
             one.fate = "wrong"
     done = run.faults.done
     result.samples = [*done, *(one.row(run.began) for one in run.calls if one.fate != "right")]

@@ -183,8 +183,6 @@ class ModelController:
         self._woken = set[str]()
         """Models to start that the catalogue here doesn't have yet, by name."""
 
-    # -- what is heard
-
     def take_catalogue(self, wanted: Iterable[CatalogEntry]) -> None:
         """Replace the desired catalogue."""
         named = {one.name: one for one in wanted}
@@ -788,8 +786,6 @@ class ModelController:
         if step.instance or places:  # else nothing has room for one more now
             work = self._sets.roll_instance(model, model.watched, step, places, why)
             model.ordering = self._orders.start(work, f"roll {model.wanted.name}")
-
-    # -- helpers
 
     def _send_routes(self) -> None:
         self._sender.send_changes(self.every(), self._models.values())

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
-from kvmig.fleet.orders import Running
+from kvmig.fleet.orders import DeployedPrograms
 from kvmig.fleet.rollout import RolloutPlan, RolloutTerms, begun, paused
 from kvmig.fleet.rollout_table import StoredRollout
 from kvmig.proxy.messages import ModelWanted
@@ -111,7 +111,7 @@ async def test_a_step_is_no_longer_where_the_next_servers_clock_is_behind(
     after = RolloutBench(bench.folder)
     after.now, after.ahead = bench.now, -3600.0
     after.models.take_catalogue([after.entry(plan=stored(bench))])
-    after.models.take_news(Running(tuple(running)))
+    after.models.take_news(DeployedPrograms(tuple(running)))
     after.turn()
     after.there("a")
     after.there("a@2")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvmig.fleet.orders import Start
+from kvmig.fleet.orders import StartDeployment
 from kvmig.fleet.settings import FleetSettings
 from tests.support.init_site import InitSite
 
 
-def start(log: Path) -> Start:
+def start(log: Path) -> StartDeployment:
     """A start that is refused: this fleet runs no commands."""
-    return Start("d1", "", (), "", str(log), "command")
+    return StartDeployment("d1", "", (), "", str(log), "command")
 
 
 def files() -> int:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvmig.core.devices import DeviceInventory, DeviceRecord
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
-from kvmig.fleet.orders import Deployed, Running, Start
+from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, StartDeployment
 from kvmig.fleet.placed_workers import check_replan
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
 from kvmig.fleet.settings import FleetSettings
@@ -104,8 +104,8 @@ class PlacedBench(WorkerBench):
         assert found is not None
         return found
 
-    def starts(self) -> dict[str, Start]:
-        found = [one for one in self.ordered if isinstance(one, Start)]
+    def starts(self) -> dict[str, StartDeployment]:
+        found = [one for one in self.ordered if isinstance(one, StartDeployment)]
         return {msgspec.json.decode(one.note, type=DeploymentRecord).model: one for one in found}
 
     def claims(self) -> dict[str, dict[str, int]]:
@@ -251,14 +251,14 @@ async def test_the_next_server_keeps_the_gpus_of_units_in_which_models_run(
     await both_start(bench)
     then = PlacedBench(tmp_path)
     deployed = tuple(
-        Deployed(bench.named(name).deployment, "", start.note, 1)
+        DeployedProgram(bench.named(name).deployment, "", start.note, 1)
         for name, start in bench.starts().items()
     )
     then.specs = bench.specs
-    then.models.take_news(Running(deployed))
+    then.models.take_news(DeployedPrograms(deployed))
     then.see(node("a", 0, 0), node("b", 0))
     then.models.take_catalogue(bench.named(name).wanted for name in "ab")
-    then.models.take_news(Running(deployed))
+    then.models.take_news(DeployedPrograms(deployed))
     then.turns()
     assert {name: one[0].gpus for name, one in then.wish().items()} == {
         A: ("GPU-a1",), B: ("GPU-b0",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from kvmig.fleet.orders import Start
+from kvmig.fleet.orders import StartDeployment
 from kvmig.fleet.settings import FleetSettings, make_folders
 from kvmig.fleet.supervisor import FleetSupervisor
 
@@ -23,7 +23,7 @@ class InitSite:
     def __exit__(self, *_: object) -> None:
         self._sock.close()
 
-    async def run(self, start: Start) -> None:
+    async def run(self, start: StartDeployment) -> None:
         """A deployment, from its start to its end."""
         await self._init._deploy(start)
 
