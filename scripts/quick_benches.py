@@ -183,6 +183,8 @@ def most_s(seconds: float, factor: float) -> float:
 def run_program(name: str, command: Sequence[str], limit_s: float) -> QuickRun:
     """Run one to its end, or end all of its processes when its time is over."""
     began = time.monotonic()
+    # A shell's job in the background ignores SIGINT, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command,

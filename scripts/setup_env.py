@@ -219,12 +219,13 @@ class Setup:
         return uv_environment(self.run("how pip is set up", [*pip, "config", "list"]))
 
     def make_venv(self) -> None:
-        """Make the environment; one that doesn't work is made anew."""
+        """Make the environment; one that doesn't work is made again."""
         if works(self.python):
             return
         what = f"{'mending' if self.venv.exists() else 'making'} {self.venv.name}"
         if self.venv.exists():
             shutil.rmtree(self.venv)
+        self.venv.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.venv.parent).free / 1e9
         if free < NEEDED_GB[self.device]:
             raise SetupError(

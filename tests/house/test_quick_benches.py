@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -143,6 +144,15 @@ def test_a_program_that_takes_too_long_is_ended_with_all_that_it_started() -> No
     assert rest[0] == "interrupted"
     assert rest[-1].startswith("it had not ended after ")
     assert not runs(int(child))
+
+
+def test_a_program_is_interrupted_also_where_a_shell_lets_its_jobs_ignore_it() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        one = run_program("a", python("import time; time.sleep(600)"), 0.5)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "KeyboardInterrupt" in one.lines
 
 
 def test_a_program_that_does_not_heed_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

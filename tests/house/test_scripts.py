@@ -389,6 +389,17 @@ def test_a_broken_environment_is_made_anew(tmp_path: Path, monkeypatch: pytest.M
     assert not venv.exists()
 
 
+def test_an_environment_may_be_made_in_a_folder_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = setup_env.Setup(tmp_path / ".vllm" / "cuda", "cpu", io.StringIO())
+    ran: list[str] = []
+    monkeypatch.setattr(steps, "run", lambda what, command: ran.append(what))
+    monkeypatch.setattr(setup_env, "NEEDED_GB", {"cpu": 0})
+    steps.make_venv()
+    assert ran == ["making cuda"]
+
+
 def test_a_full_disk_is_seen_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

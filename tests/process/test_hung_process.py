@@ -19,8 +19,8 @@ from kvmig.process.hung_process import DOINGS, describe_hang
 PATIENCE_S = 60.0
 PRINTS = "from kvmig.process.hung_process import print_stacks_when_asked as it\nit()\n"
 READY = "print('ready', flush=True)\n"
-WAITS = "def wait_for_ever():\n    import time\n    time.sleep(600)\n"
-COMPUTES = "def compute_for_ever():\n    while True:\n        pass\n"
+WAITS = f"def wait_for_ever():\n    import time\n    {READY}    time.sleep(600)\n"
+COMPUTES = f"def compute_for_ever():\n    {READY}    while True:\n        pass\n"
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def until_state(pid: int, letters: str) -> None:
 async def test_a_child_that_hangs_prints_where_it_is(
     tmp_path: Path, body: str, letter: str, function: str
 ) -> None:
-    with child(f"{PRINTS}{body}{READY}{function}()", tmp_path / "log") as process:
+    with child(f"{PRINTS}{body}{function}()", tmp_path / "log") as process:
         until_state(process.pid, letter)
         how = await describe_hang(process.pid, "no heartbeat for 10 s")
         deadline = time.monotonic() + PATIENCE_S
@@ -67,14 +67,14 @@ async def test_a_child_that_hangs_prints_where_it_is(
 
 
 async def test_a_child_that_prints_no_stacks_is_not_ended_by_the_question(tmp_path: Path) -> None:
-    with child(f"{WAITS}{READY}wait_for_ever()", tmp_path / "log") as process:
+    with child(f"{WAITS}wait_for_ever()", tmp_path / "log") as process:
         until_state(process.pid, "S")
         assert await describe_hang(process.pid, "silent") == "silent; it waits"
         assert process.poll() is None
 
 
 async def test_a_stopped_child_is_said_to_be_stopped(tmp_path: Path) -> None:
-    with child(f"{PRINTS}{WAITS}{READY}wait_for_ever()", tmp_path / "log") as process:
+    with child(f"{PRINTS}{WAITS}wait_for_ever()", tmp_path / "log") as process:
         os.kill(process.pid, signal.SIGSTOP)
         until_state(process.pid, "T")
         assert await describe_hang(process.pid, "silent") == "silent; it is stopped"
