@@ -17,9 +17,9 @@ from tests.support.waiting import until_yes, wait_until
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 
-from tests.e2e.test_fleet_worker_placement import body, places, reached, ready
+from tests.e2e.test_fleet_worker_placement import body, left_and_right, places, reached, ready
 from tests.e2e.test_fleet_workers import NamedNodes, workers
-from tests.support.ray_nodes import RAYS_OWN, STORE_BYTES
+from tests.support.ray_nodes import STORE_BYTES
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -51,16 +51,9 @@ class GpuNodes(NamedNodes):
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuNodes]:
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in RAYS_OWN.items():
-            patched.setenv(name, value)
-        made = GpuNodes(tmp_path_factory.mktemp("gpus"))
-        try:
-            for name in ("left", "right"):
-                made.add(name)
-            yield made
-        finally:
-            made.cluster.shutdown()
+    folder = tmp_path_factory.mktemp("gpus")
+    with left_and_right(lambda: GpuNodes(folder)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from tests.support.waiting import until_yes, wait_until
 
 pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
 
-from tests.e2e.test_fleet_worker_placement import places, reached, ready
+from tests.e2e.test_fleet_worker_placement import left_and_right, places, reached, ready
 from tests.e2e.test_fleet_workers import NamedNodes
-from tests.support.ray_nodes import RAYS_OWN
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
@@ -31,16 +30,8 @@ FLAGS = ["--enforce-eager", "--block-size=32", "--max-num-seqs=16", "--max-model
 
 @pytest.fixture
 def nodes() -> Iterator[NamedNodes]:
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in RAYS_OWN.items():
-            patched.setenv(name, value)
-        made = NamedNodes()
-        try:
-            for name in ("left", "right"):
-                made.add(name)
-            yield made
-        finally:
-            made.cluster.shutdown()
+    with left_and_right(NamedNodes) as made:
+        yield made
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ processes of this machine, with toys. The tests are in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import pytest
 
@@ -20,20 +21,28 @@ from tests.support.ray_nodes import RAYS_OWN
 pytestmark = [pytest.mark.server, pytest.mark.long]
 
 TOKENS, HELD = 120, 20
+Cluster = TypeVar("Cluster", bound=NamedNodes)
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[NamedNodes]:
+@contextmanager
+def left_and_right(make: Callable[[], Cluster]) -> Iterator[Cluster]:
+    """A cluster of Ray with nodes of these two names, until the end of the block."""
     with pytest.MonkeyPatch.context() as patched:
         for name, value in RAYS_OWN.items():
             patched.setenv(name, value)
-        made = NamedNodes()
+        made = make()
         try:
             for name in ("left", "right"):
                 made.add(name)
             yield made
         finally:
             made.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[NamedNodes]:
+    with left_and_right(NamedNodes) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

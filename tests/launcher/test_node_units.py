@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -323,14 +323,23 @@ def test_an_agent_that_hangs_is_killed_and_another_one_starts() -> None:
         units.close()
 
 
-def test_a_look_at_an_agent_that_takes_no_more_clients_ends(tmp_path: Path) -> None:
-    """The node's agent looks at the units each second, and at all else of its node."""
-    path = str(tmp_path / "full")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hangs, ExitStack() as clients:
+@contextmanager
+def takes_no_more(folder: Path) -> Iterator[str]:
+    """The path of a socket that listens, and whose backlog is full."""
+    path = str(folder / "full")
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hangs,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client,
+    ):
         hangs.bind(path)
         hangs.listen(0)
-        client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         client.connect(path)
+        yield path
+
+
+def test_a_look_at_an_agent_that_takes_no_more_clients_ends(tmp_path: Path) -> None:
+    """The node's agent looks at the units each second, and at all else of its node."""
+    with takes_no_more(tmp_path) as path:
         found: list[str] = []
         looking = threading.Thread(target=_look_at, args=(path, found), daemon=True)
         looking.start()
@@ -346,12 +355,7 @@ def _look_at(path: str, found: list[str]) -> None:
 
 
 def test_a_path_whose_listener_takes_no_more_clients_is_not_taken_over(tmp_path: Path) -> None:
-    path = str(tmp_path / "full")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hangs, ExitStack() as clients:
-        hangs.bind(path)
-        hangs.listen(0)
-        client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        client.connect(path)
+    with takes_no_more(tmp_path) as path:
         found: list[str] = []
         taking = threading.Thread(target=_take, args=(path, found), daemon=True)
         taking.start()
