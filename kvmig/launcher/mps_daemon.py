@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, MutableMapping
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvmig.core.errors import StartupError
+from kvmig.core.killed import kill_and_wait
 from kvmig.process.child import say
 from kvmig.process.nvml import MPS_PIPES, mps_listens
 
@@ -41,17 +43,21 @@ def own_daemon(wanted: bool, environment: MutableMapping[str, str] = os.environ)
     folder = Path(tempfile.mkdtemp(prefix="kvmig-mps-"))
     own = {MPS_PIPES[0]: str(folder / "pipe"), LOGS: str(folder / "log")}
     before = {name: environment.get(name) for name in own}
-    for one in own.values():
-        Path(one).mkdir()
+    try:
+        for one in own.values():
+            Path(one).mkdir()
+        end = subprocess.Popen(
+            ["sh", "-c", _ENDS_IT, control, str(folder)],
+            env={**environment, **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the server's
+        )
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise StartupError(f"--mps: no MPS daemon starts: {error}") from error
     environment.update(own)
-    end = subprocess.Popen(
-        ["sh", "-c", _ENDS_IT, control, str(folder)],
-        env=dict(environment),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is the server's
-    )
     try:
         _start(control, environment)
         yield
@@ -66,8 +72,8 @@ def own_daemon(wanted: bool, environment: MutableMapping[str, str] = os.environ)
         try:
             end.wait(ANSWER_S)
         except subprocess.TimeoutExpired:
-            end.kill()
-            end.wait()
+            os.killpg(end.pid, signal.SIGKILL)  # also the program that it waits for
+            kill_and_wait(end, "the shell that ends the MPS daemon")
             say(f"the MPS daemon of {folder} doesn't end")
 
 

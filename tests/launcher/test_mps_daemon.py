@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvmig.core.errors import StartupError
+from kvmig.launcher import mps_daemon
 from kvmig.launcher.mps_daemon import CONTROL, LOGS, own_daemon
 from kvmig.process.nvml import MPS_PIPES, mps_listens
 
@@ -93,6 +94,38 @@ def test_a_daemon_that_does_not_start_is_an_error_with_its_words(
     with pytest.raises(StartupError, match=words), own_daemon(True, environment):
         pass
     assert environment == before
+
+
+def test_a_server_whose_daemon_does_not_end_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = install(tmp_path)
+    program = tmp_path / CONTROL
+    with own_daemon(True, environment):
+        pid = tmp_path / "pid"
+        program.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
+        monkeypatch.setattr(mps_daemon, "ANSWER_S", 1.0)
+    assert "the MPS daemon of " in capsys.readouterr().err
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid.read_text().strip()}").exists():
+        assert time.monotonic() < deadline, "the program that should have ended it stays"
+        time.sleep(0.02)
+
+
+def test_where_no_process_can_be_started_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    environment = install(tmp_path)
+    before = dict(environment)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(StartupError, match="unavailable"), own_daemon(True, environment):
+        pass
+    assert environment == before
+    assert not list(tmp_path.glob("kvmig-mps-*"))
 
 
 HOLDS = """
