@@ -78,7 +78,7 @@ def rules_of(
 
 
 def check_whole(rules: BodyRules, body: bytes) -> None:
-    """Raises Refused, 413, for a body that was read by other rules."""
+    """Raises HttpRejection, 413, for a body that was read by other rules."""
     rules = rules._replace(unread=0)
     if len(body) > rules.most:
         raise _too_large(rules)
@@ -90,7 +90,7 @@ async def read_body(
 ) -> Message | None:
     """The whole body as one message, which counts in `share`; None if the client leaves.
 
-    Raises Refused: 413, 408, or 503 and 429 when too many bodies are in; nothing counts then.
+    Raises HttpRejection: 413, 408, or 503 and 429 when too many bodies are in; nothing counts then.
     """
     try:
         async with asyncio.timeout(rules.timeout_s):

@@ -121,7 +121,7 @@ def ask() -> str:
 def said_by(
     door: FleetClient, model: str, messages: list[dict[str, str]], max_tokens: int
 ) -> Iterator[str]:
-    """What comes, as it comes. Raises Failed."""
+    """What comes, as it comes. Raises CallFailure."""
     body = {"model": model, "messages": messages, "stream": True, "max_tokens": max_tokens}
     for line in door.stream("/v1/chat/completions", body):
         if line.startswith(": "):  # a sign of life: how far a cold model's start is

@@ -78,27 +78,27 @@ class FleetClient:
         )
 
     def get(self, path: str, **query: Any) -> Any:
-        """JSON of a path under /kvmig/v2. Raises Failed."""
+        """JSON of a path under /kvmig/v2. Raises CallFailure."""
         return self._ask("GET", path, params=query)
 
     def post(self, path: str, body: Any = None) -> Any:
-        """The same, with a body. Raises Failed."""
+        """The same, with a body. Raises CallFailure."""
         return self._ask("POST", path, json={} if body is None else body)
 
     def put(self, path: str, body: Any) -> Any:
-        """The same. Raises Failed."""
+        """The same. Raises CallFailure."""
         return self._ask("PUT", path, json=body)
 
     def patch(self, path: str, body: Any) -> Any:
-        """The same. Raises Failed."""
+        """The same. Raises CallFailure."""
         return self._ask("PATCH", path, json=body)
 
     def delete(self, path: str, **query: Any) -> Any:
-        """The same. Raises Failed."""
+        """The same. Raises CallFailure."""
         return self._ask("DELETE", path, params=query)
 
     def stream(self, path: str, body: Any) -> Iterator[str]:
-        """Lines of an answer that streams. path: whole. Raises Failed."""
+        """Lines of an answer that streams. path: whole. Raises CallFailure."""
         wait = httpx.Timeout(TIMEOUT_S, read=SILENCE_S)
         try:
             with self._http.stream("POST", path, json=body, timeout=wait) as answer:

@@ -43,7 +43,7 @@ def read_rollouts(connection: Connection, set_aside: SetAside) -> dict[str, Stor
 
 
 def _stored_rollout(row: RowMapping) -> tuple[str, StoredRollout]:
-    """The model's id with its roll-out. Raises MsgspecError, ConfigError."""
+    """The model's id with its roll-out. Raises msgspec.MsgspecError, ConfigError."""
     base = msgspec.convert(row["spec"], ModelSpec)
     parse_source(base.source)
     return row["model_id"], StoredRollout(_plan(row), base)

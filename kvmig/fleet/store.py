@@ -278,7 +278,7 @@ class FleetStore:
             return found
 
     def add_model(self, spec: ModelSpec, actor: OrderActor) -> ModelRow:
-        """Raises Taken, ConfigError."""
+        """Raises NameTaken, ConfigError."""
         with self.database.transaction() as connection:
             old = fleet_in(connection, self.set_aside)
             if any(one.name == spec.name for one in old.models):
@@ -304,7 +304,7 @@ class FleetStore:
             return msgspec.structs.replace(found, on=on)
 
     def remove_model(self, name: str, actor: OrderActor) -> None:
-        """Remove a model and its revisions. Raises NotThere; Taken if an alias stands for it."""
+        """Remove a model and its revisions. Raises NotThere, NameTaken if an alias is for it."""
         with self.database.transaction() as connection:
             row = _named_row(
                 connection, newest_models().where(models.c.name == name), name, "model"
@@ -411,7 +411,7 @@ class FleetStore:
         return self._found("user", wanted, window, _user_row)
 
     def add_user(self, name: str, role: str, actor: OrderActor, *, subject: str = "") -> UserRow:
-        """subject: see `UserRow`. Raises Taken, ConfigError."""
+        """subject: see `UserRow`. Raises NameTaken, ConfigError."""
         if not NAME.fullmatch(name):
             raise ConfigError(f"name is {name!r:.150}, must be {NAMES}")
         with self.database.transaction() as connection:

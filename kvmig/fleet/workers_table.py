@@ -23,7 +23,7 @@ def read_workers(database: FleetDatabase, set_aside: SetAside) -> list[WorkerWis
 
 
 def _wish_of(row: RowMapping) -> WorkerWish:
-    """Raises MsgspecError."""
+    """Raises msgspec.MsgspecError."""
     return msgspec.convert({str(name): row[name] for name in row}, WorkerWish)  # plain strings
 
 

@@ -92,9 +92,9 @@ class HttpState:
     closed: bool = False
     """The server stops and takes no new requests."""
     vacant: Callable[[], bool] = lambda: False
+    """Whether there is no instance."""
     without_engine: Callable[[], bool] = lambda: False
     """Whether no instance of this server is connected, maybe some of other servers."""
-    """Whether there is no instance."""
     queued: Callable[[int], int] = lambda priority: 0
     """Requests in instances' queues that aren't after this priority."""
     overloaded: Callable[[int], None] = lambda priority: None
@@ -348,14 +348,14 @@ def enter_from_page(scope: Scope) -> bool:
 
 
 def check_denied(denied: AccessDenied | None, headers: MutableHeaders) -> None:
-    """Raises Refused, 401 or 403, for a call that isn't allowed."""
+    """Raises HttpRejection, 401 or 403, for a call that isn't allowed."""
     if denied is not None:
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         raise HttpRejection(denial(denied), UNREAD_BYTES if has_body else 0)
 
 
 def check_open(state: HttpState, path: str) -> None:
-    """Raises Refused, 503, while the server stops or has no instance for a POST.
+    """Raises HttpRejection, 503, while the server stops or has no instance for a POST.
 
     An operator may look, and ask for instances, when there is none.
     """
@@ -408,7 +408,7 @@ def check_stalls(state: HttpState, payer: str) -> None:
 
 
 def check_counted(state: HttpState) -> None:
-    """Raises Refused, 503, while what calls use can't be kept."""
+    """Raises HttpRejection, 503, while what calls use can't be kept."""
     if sentence := state.uncounted():
         status = HTTPStatus.SERVICE_UNAVAILABLE
         raise HttpRejection(problem(status, sentence, headers=RETRY_AFTER))
@@ -439,7 +439,7 @@ def check_priority(
 ) -> tuple[Message, int]:
     """The body and the header with numbers in place of names, and the call's number.
 
-    Raises Refused, 400.
+    Raises HttpRejection, 400.
     """
     number = 0
     try:
@@ -468,7 +468,7 @@ def check_session(headers: MutableHeaders) -> str:
 
 
 def check_work(state: HttpState, route: ClientRoute, body: bytes) -> CallWork:
-    """What the call asks for. Raises Refused, 400, for too many sequences of one call."""
+    """What the call asks for. Raises HttpRejection, 400, for too many sequences of one call."""
     work = work_of(route, body)
     for name, value, most, flag in (
         ("n", work.n, state.config.max_n, "--max-n"),
@@ -483,7 +483,7 @@ def check_work(state: HttpState, route: ClientRoute, body: bytes) -> CallWork:
 
 
 def check_load(state: HttpState, priority: int, account: str, sequences: int) -> None:
-    """Raises Refused: 429 with Retry-After while too many wait, 400 for more than may ever wait."""
+    """Raises HttpRejection: 429 with Retry-After while too many wait, 400 for more than can."""
     limit = state.shedding.limit
     if limit and sequences > limit:
         sentence = (

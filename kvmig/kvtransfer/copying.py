@@ -70,7 +70,7 @@ class SentChunk:
 class BlockSender:
     """Sends one migration's blocks, never holding more slots than the pool has.
 
-    Methods that wait raise Interrupted when a message asks for something else, and
+    Methods that wait raise ActionInterrupted when a message asks for something else, and
     MigrationRefused when there is no slot or bandwidth in time.
     """
 

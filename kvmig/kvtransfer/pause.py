@@ -113,7 +113,7 @@ def spare_ms(here: Cadence) -> float:
 
 
 class MigrationPause:
-    """The steps of one pause, in their order. Those that wait raise Interrupted."""
+    """The steps of one pause, in their order. Those that wait raise ActionInterrupted."""
 
     def __init__(
         self,

@@ -271,7 +271,7 @@ class ProxyApp:
         return not own and call.path != "/metrics"
 
     async def _serve_page(self, call: ProxiedCall) -> None:
-        """A browser's call, which has a session in place of a key. Raises Refused."""
+        """A browser's call, which has a session in place of a key. Raises ProxyRefusal."""
         way = self._pages.judge(
             call.method, call.path, call.scope["query_string"], call.headers, call.address
         )
@@ -293,7 +293,7 @@ class ProxyApp:
         await call.answer(HTTPStatus.NO_CONTENT, b"")
 
     async def _let_in(self, call: ProxiedCall) -> None:
-        """Raises Refused, 401 or 403, for a key that isn't good for the call."""
+        """Raises ProxyRefusal, 401 or 403, for a key that isn't good for the call."""
         scope: KeyScope | None = "infer"
         if call.path.startswith(FLEET) or is_page(call.path):
             scope = None
@@ -352,7 +352,7 @@ class ProxyApp:
     async def _read(self, call: ProxiedCall, visit: AdmittedCall | None, rules: BodyRules) -> bytes:
         """The call's body, which takes room of the key's user until it is written to a deployment.
 
-        Raises Gone, Refused, or the gateway's Refused.
+        Raises ClientGone, ProxyRefusal, or the front end's HttpRejection.
         """
         grant = None if visit is None else self.directory.current(visit.prefix)
         headers = MutableHeaders(raw=call.scope["headers"])
@@ -450,7 +450,7 @@ class ProxyApp:
         exceeded: LimitExceeded | None,
         limiters: Sequence[RequestLimiter],
     ) -> None:
-        """Raises Refused: 429, or 400 for a call that never may come in."""
+        """Raises ProxyRefusal: 429, or 400 for a call that never may come in."""
         call.limits = headers(limiters, self._clock(), self.admission.quotas_left(visit))
         if exceeded is not None:
             if exceeded.again_s is None:
@@ -461,7 +461,7 @@ class ProxyApp:
     async def _prepare(
         self, call: ProxiedCall, visit: AdmittedCall, where: CallTarget
     ) -> PendingRequest:
-        """Know what the call asks for. Raises Refused, or Gone."""
+        """Know what the call asks for. Raises ProxyRefusal, or ClientGone."""
         assert where.route is not None
         is_form = where.route.model == "form"
         charged = where.route.charge != "nothing"
@@ -527,7 +527,7 @@ class ProxyApp:
     def _find_model(
         self, call: ProxiedCall, visit: AdmittedCall, name: str | None, charged: bool
     ) -> tuple[KeyGrant, FoundModel]:
-        """Raises Refused."""
+        """Raises ProxyRefusal."""
         if not name:
             sentence = "model is missing: the body names it, or the path as in /models/NAME/v1/..."
             raise bad(sentence, "model_missing")
@@ -564,7 +564,7 @@ class ProxyApp:
         return grant, FoundModel(route.name, route.served or route.name)
 
     def _check_previous(self, previous: str | None, grant: KeyGrant, model: str) -> None:
-        """Raises Refused for an answer to go on from that is not of the user's and the model's."""
+        """Raises ProxyRefusal for an answer to go on from that isn't this user's and model's."""
         if previous and self.directory.model_of_answer(previous, grant) != model:
             sentence = f"previous_response_id: no response {previous[:150]!r}"
             raise ProxyRefusal(HTTPStatus.NOT_FOUND, sentence, "previous_response_not_found")
@@ -584,7 +584,7 @@ class ProxyApp:
     def _choose_class(
         self, call: ProxiedCall, body: CallBody, model: str, grant: KeyGrant
     ) -> ChosenPriority:
-        """Raises Refused for a class that the model doesn't have, or the key may not use."""
+        """Raises ProxyRefusal for a class that the model doesn't have, or the key may not use."""
         route = self.directory.routes.get(model)
         if route is None:
             return ChosenPriority(0)
@@ -592,8 +592,8 @@ class ProxyApp:
         return choose_class(route.classes, route.priority, grant.classes, named, body.priority)
 
     def _check_named_class(self, call: ProxiedCall, visit: AdmittedCall, where: CallTarget) -> None:
-        """Raises Refused for a class in the head that no model has which the call may be for, or
-        that the key may not use."""
+        """Raises ProxyRefusal for a class in the head that the key may not use, or that none of the
+        models has which the call may be for."""
         named, grant = call.headers.get(PRIORITY), self.directory.current(visit.prefix)
         if named is None or grant is None or where.answer_id:
             return
@@ -618,7 +618,7 @@ class ProxyApp:
     async def _reach(
         self, call: ProxiedCall, waiter: PendingRequest, counted: CountedRequest
     ) -> UpstreamCall:
-        """A connection to the model's deployment, once it is there. Raises Refused, or Gone."""
+        """A connection to the model's deployment, once there. Raises ProxyRefusal, ClientGone."""
         try:
             while True:
                 if self._closed:
@@ -654,7 +654,7 @@ class ProxyApp:
                 call.trace.end_hold()
 
     def _stay(self, call: ProxiedCall, waiter: PendingRequest, route: ModelRoute) -> None:
-        """Queue the request, if it isn't queued yet. Raises Refused."""
+        """Queue the request, if it isn't queued yet. Raises ProxyRefusal."""
         if waiter.number:
             return
         if call.headers.get(COLD, "").lower() == "refuse":
@@ -668,7 +668,7 @@ class ProxyApp:
             self._want(route.name)
 
     async def _turn(self, call: ProxiedCall, waiter: PendingRequest, seconds: float) -> None:
-        """Wait for news of the route, for a limited time. Raises Gone."""
+        """Wait for news of the route, for a limited time. Raises ClientGone."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns[waiter] = turn
         call.connection.on_lost = lambda: None if turn.done() else turn.set_result(None)
@@ -685,8 +685,8 @@ class ProxyApp:
     async def _head(self, upstream: UpstreamCall, model: str) -> AnswerHead:
         """The head of the answer.
 
-        Raises Broken; or Refused, where the deployment hangs: its route has not been ready for as
-        long as a start may take.
+        Raises UpstreamProtocolError, and ProxyRefusal where the deployment hangs: its route has not
+        been ready for as long as a start may take.
         """
         since: float | None = None
         while not upstream.head.done():
@@ -709,7 +709,7 @@ class ProxyApp:
         model: str,
         own: list[tuple[bytes, bytes]],
     ) -> None:
-        """The call, then the answer. Raises Refused before the answer has begun; or Gone.
+        """The call, then the answer. Raises ProxyRefusal before the answer has begun; ClientGone.
 
         model: empty for the server.
         """

@@ -210,7 +210,7 @@ class ProxiedCall:
             self.body.give_back()
 
     def check(self) -> None:
-        """Raises Gone for a client that has left, Refused for a call that may not go on."""
+        """Raises ClientGone if the client has left, ProxyRefusal for a call that may not go on."""
         if self.gone:
             raise ClientGone
         if self.cut is not None:
@@ -232,7 +232,7 @@ class ProxiedCall:
         self.cycle.message_event.set()  # the rest of its body
 
     async def receive_part(self) -> Message:
-        """The next part of the body. Raises Refused for a call that may not go on."""
+        """The next part of the body. Raises ProxyRefusal for a call that may not go on."""
         message = await self.receive()
         if self.cut is not None:
             raise self.cut

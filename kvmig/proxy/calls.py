@@ -52,7 +52,7 @@ class CallTarget(NamedTuple):
 
 
 def asked(method: str, path: str) -> CallTarget:
-    """path: decoded. Raises Refused for a call that is none of the table's: 404, or 405."""
+    """path: decoded. Raises ProxyRefusal for a call that is none of the table's: 404, or 405."""
     found = _route(method, path)
     if found is None and method in ("GET", "HEAD"):
         listing = LISTING.fullmatch(path)
@@ -133,7 +133,7 @@ class _Fields(msgspec.Struct):
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:
-    """Raises Refused, 415, for a body that isn't sent as it is. headers: names in lower case."""
+    """Raises ProxyRefusal, 415, for an encoded body. headers: names in lower case."""
     if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
         encoding = shorten_value(headers["content-encoding"])
         sentence = f"content-encoding is {encoding}, bodies must be sent as they are"
@@ -141,7 +141,7 @@ def check_encoding(headers: Mapping[str, str]) -> None:
 
 
 def body_of(content: bytes, headers: Mapping[str, str], *, is_form: bool = False) -> CallBody:
-    """Raises Refused, 400. headers: names in lower case. is_form: of the route."""
+    """Raises ProxyRefusal, 400. headers: names in lower case. is_form: of the route."""
     if not content:
         return CallBody(content)
     kind = headers.get("content-type", "")

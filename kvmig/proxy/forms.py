@@ -45,7 +45,7 @@ class MultipartForm:
         self._boundary = boundary
 
     def text(self, name: str) -> str | None:
-        """The text of a field; None: there is none. Raises Refused for one that is there twice."""
+        """The text of a field; None: there is none. Raises ProxyRefusal if it comes twice."""
         found = [one for one in self._parts if one.name == name.encode()]
         if not found:
             return None
@@ -81,7 +81,7 @@ class MultipartForm:
 
 
 def form_of(content: bytes, kind: str) -> MultipartForm:
-    """kind: the call's content type. Raises Refused."""
+    """kind: the call's content type. Raises ProxyRefusal."""
     declared = CONTENT_TYPE.fullmatch(kind)
     if declared is None:
         allowed = f"must be {KIND} with one boundary, and nothing else"

@@ -30,7 +30,7 @@ def choose_class(
     header: str | None,
     field: Any,
 ) -> ChosenPriority:
-    """Raises Refused for a class that the model doesn't have, or that the key may not use.
+    """Raises ProxyRefusal for a class that the model doesn't have, or that the key may not use.
 
     of_model: of calls that name none. allowed: classes that the key may use; None: all.
     header, field: what the call names, the header before the body's field; None: nothing.

@@ -65,7 +65,7 @@ class AnswerHead:
 
 
 def parse_head(text: bytes) -> AnswerHead:
-    """Raises Broken."""
+    """Raises UpstreamProtocolError."""
     line, *rest = text.split(b"\r\n")
     words = line.split(b" ", 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
@@ -87,7 +87,7 @@ class BodyFraming(Protocol):
     ended: bool
 
     def feed(self, data: bytes) -> None:
-        """What has come. Raises Broken."""
+        """What has come. Raises UpstreamProtocolError."""
         ...
 
 
@@ -174,7 +174,7 @@ class CloseFraming:
 
 
 def framing_of(head: AnswerHead, method: str) -> BodyFraming:
-    """Raises Broken."""
+    """Raises UpstreamProtocolError."""
     if method == "HEAD" or head.status in (204, 304):
         return LengthFraming(0)
     if b"chunked" in head.get(b"transfer-encoding").lower():

@@ -6,7 +6,9 @@ Each list of exceptions may only shrink: a name that is mended must leave its li
 from __future__ import annotations
 
 import ast
+import builtins
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -106,15 +108,57 @@ Most of them are messages, which are called as on the wire, and names that users
 """
 
 
+ERROR_NAME = r"(?:\w+\.)*[A-Z]\w+"
+PROMISE = re.compile(rf"\b[Rr]aises? ((?:{ERROR_NAME}(?:, (?:and |or )?| and | or )?)+)")
+"""A docstring that says what is raised."""
+NO_ERRORS = {"Ray"}
+"""Names after "Raises" that are none: "Raises Ray's errors"."""
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The package, file by file."""
+    return {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 @cache
 def classes() -> tuple[ast.ClassDef, ...]:
     """The public classes of the package."""
     return tuple(
         node
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for tree in trees().values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
+
+
+def last_word(node: ast.AST) -> str:
+    """The name of a class as it is written, without its module."""
+    if isinstance(node, ast.Call):
+        return last_word(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def caught_in(tree: ast.AST) -> Iterator[str]:
+    """Names that are raised, caught or suppressed."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise(exc=ast.expr() as error):
+                yield last_word(error)
+            case ast.ExceptHandler(type=ast.Tuple(elts=errors)):
+                yield from map(last_word, errors)
+            case ast.ExceptHandler(type=ast.expr() as error):
+                yield last_word(error)
+            case ast.Call(args=errors) if last_word(node) == "suppress":
+                yield from map(last_word, errors)
+
+
+def promised_in(tree: ast.AST) -> Iterator[str]:
+    """Names that texts say are raised."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for found in PROMISE.finditer(" ".join(node.value.split())):
+                yield from re.findall(ERROR_NAME, found[1])
 
 
 def words(name: str) -> list[str]:
@@ -141,3 +185,15 @@ def test_a_method_has_a_name_that_says_what_is_done() -> None:
         if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and one.name in VAGUE
     }
     assert found == set(), "methods with a vague name"
+
+
+def test_docstrings_name_errors_that_can_be_caught() -> None:
+    known = {name for tree in trees().values() for name in caught_in(tree)} | NO_ERRORS
+    known |= {name for name in dir(builtins) if name.endswith(("Error", "Exit", "Interrupt"))}
+    wrong = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path, tree in trees().items()
+        for name in promised_in(tree)
+        if "." not in name and name not in known  # with a dot: of another package
+    }
+    assert wrong == set()

@@ -173,7 +173,7 @@ class ChoiceGeneration:
         """Outputs that were taken out of the queue, but not given out yet."""
 
     async def begin(self) -> None:
-        """Raises Failed if there is no instance to run it."""
+        """Raises GenerationFailed if there is no instance to run it."""
         priority = priority_of_call(self._request.priority)
         request = msgspec.structs.replace(self._request, priority=priority)
         try:
@@ -194,7 +194,7 @@ class ChoiceGeneration:
         self._runs = True
 
     async def next(self) -> ChoicePiece:
-        """More of the text, or its end. Raises Failed."""
+        """More of the text, or its end. Raises GenerationFailed."""
         while True:
             came, self._left = self._left or [await self._queue.get()], []
             while not self._queue.empty():
@@ -269,12 +269,12 @@ class CallChoices:
         return sum(self._counts)
 
     async def begin(self) -> None:
-        """Raises Failed if there is no instance to run one of them."""
+        """Raises GenerationFailed if there is no instance to run one of them."""
         for generation in self._generations:
             await generation.begin()
 
     async def pieces(self) -> AsyncIterator[tuple[int, ChoicePiece]]:
-        """(choice, piece), as they come, to the last one's end. Raises Failed."""
+        """(choice, piece), as they come, to the last one's end. Raises GenerationFailed."""
         if len(self) == 1:  # nearly always: no task for each piece
             ended = False
             while not ended:
@@ -311,7 +311,7 @@ class CallChoices:
 async def whole(
     request: Request, choices: CallChoices, answer: AnswerWriter, prompt_tokens: int
 ) -> Response:
-    """The answer, or none if the client leaves before. Raises Failed."""
+    """The answer, or none if the client leaves before. Raises GenerationFailed."""
 
     async def run() -> Response:
         came: list[list[ChoicePiece]] = [[] for _ in range(len(choices))]
@@ -342,7 +342,7 @@ def _joined(pieces: Sequence[ChoicePiece]) -> ChoicePiece:
 async def stream(
     choices: CallChoices, answer: AnswerWriter, prompt_tokens: int, options: StreamOptions
 ) -> Response:
-    """Server-sent events. Raises Failed where nothing could begin."""
+    """Server-sent events. Raises GenerationFailed where nothing could begin."""
     try:
         await choices.begin()
     except BaseException:
