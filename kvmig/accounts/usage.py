@@ -15,6 +15,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from kvmig.core.sqlite_wal import use_wal
+
+WAIT_S = 5.0
+"""Time to wait for others that write to the file."""
 DAMAGES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 Status = Literal["running", "finished", "cut"]
 
@@ -218,12 +222,12 @@ class UsageSpool:
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            file = sqlite3.connect(self._path, timeout=5.0)
+            file = sqlite3.connect(self._path, timeout=WAIT_S)
         except sqlite3.Error as error:
             raise OSError(f"{self._path}: {error}") from error
         file.text_factory = bytes
         try:
-            file.execute("PRAGMA journal_mode = WAL")
+            use_wal(file)
             file.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing
             file.execute(
                 "CREATE TABLE IF NOT EXISTS records (seq INTEGER PRIMARY KEY, record BLOB NOT NULL)"

@@ -45,6 +45,7 @@ from sqlalchemy.pool import NullPool
 
 from kvmig.core.errors import ConfigError, KvmigError
 from kvmig.core.shown_urls import shown_url
+from kvmig.core.sqlite_wal import use_wal
 from kvmig.fleet.database_url import parse_database_url
 
 SCHEMA = 19
@@ -508,8 +509,8 @@ def _engine(
 
 def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None  # transactions begin where `_begin_sqlite` says
+    use_wal(connection)
     for pragma in (
-        "journal_mode = WAL",
         "synchronous = FULL",
         "foreign_keys = ON",
         "recursive_triggers = ON",  # or INSERT OR REPLACE would get round those of `audit`
