@@ -22,6 +22,7 @@ from sqlalchemy.pool import NullPool
 import kvmig
 from kvmig.cli.client import holder_of
 from kvmig.cli.machine_verdicts import DatabaseFact, EngineFact, GpuFact, MachineFacts
+from kvmig.core.devices import DeviceRecord
 from kvmig.core.shown_urls import shown_url
 from kvmig.fleet.database_url import parse_database_url
 from kvmig.launcher.engine_versions import engine_versions, installed_version
@@ -50,7 +51,7 @@ def measure(address: tuple[str, int], data: str, database: str) -> MachineFacts:
     return MachineFacts(
         python=sys.version_info[:2],
         has_nvidia_files=DRIVER.exists(),
-        gpus=tuple(GpuFact(one.name, one.total, one.mps) for one in devices.devices),
+        gpus=tuple(map(_gpu, devices.devices)),
         gpus_missing=devices.missing if devices.devices or DRIVER.exists() else "",
         driver=driver,
         driver_cuda=driver_cuda,
@@ -75,6 +76,12 @@ def measure(address: tuple[str, int], data: str, database: str) -> MachineFacts:
         synchronized=_synchronized(),
         database=_database(database) if database else None,
         kernels=Path(kvmig.__file__).with_name("kernels").joinpath("_lib/libkvmig_cpu.so").exists(),
+    )
+
+
+def _gpu(one: DeviceRecord) -> GpuFact:
+    return GpuFact(
+        one.name, one.total, one.mps, str(one), sum(process.computes for process in one.processes)
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from kvmig.core.devices import TAKE_TURNS
 from kvmig.core.quantities import size_text
 
 Level = Literal["ok", "warn", "fail"]
@@ -44,6 +45,10 @@ class GpuFact(NamedTuple):
     name: str
     total: int
     mps: bool
+    title: str = ""
+    """Its index, name and UUID."""
+    computing: int = 0
+    """Processes that compute on it now."""
 
 
 class DatabaseFact(NamedTuple):
@@ -155,9 +160,12 @@ def _gpus(facts: MachineFacts) -> Iterator[MachineVerdict]:
     else:
         said = (
             "no daemon: instances on one GPU take turns; if several are to share one, start"
-            " nvidia-cuda-mps-control -d"
+            " kvmig.serve with --mps, or nvidia-cuda-mps-control -d before a fleet"
         )
         yield MachineVerdict("mps", "ok", said)
+    for one in facts.gpus:
+        if one.computing > 1 and not one.mps:
+            yield MachineVerdict("mps", "warn", f"{one.title}: {TAKE_TURNS}")
 
 
 def _versions(facts: MachineFacts) -> Iterator[MachineVerdict]:

@@ -22,6 +22,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 GIB = 1 << 30
+TAKE_TURNS = "its instances take turns; under MPS (--mps) they don't"
+"""What is said of a device that several instances compute on without MPS."""
 
 
 class DeviceProcess(msgspec.Struct, frozen=True):
@@ -32,6 +34,8 @@ class DeviceProcess(msgspec.Struct, frozen=True):
     """Bytes; None: the driver doesn't say."""
     name: str = ""
     """The name of its program; empty where the process is not visible, as from a container."""
+    computes: bool = True
+    """False: it only draws, as a display server does."""
 
     def __str__(self) -> str:
         size = "an unknown amount" if self.used is None else in_gib(self.used)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvmig.core.devices import GIB, DeviceRecord, in_gib
+from kvmig.core.devices import GIB, TAKE_TURNS, DeviceRecord, in_gib
 from kvmig.core.errors import StartupError
 
 OUTSIDE = GIB
@@ -147,7 +147,7 @@ class GpuDivision:
                 used = f"; {in_gib(device.used)} are in use: {whose}" if whose else ""
                 said.append(f"{device}: {', '.join(names)}{each} of {in_gib(device.total)}{used}")
                 if len(names) > 1 and not device.mps:
-                    said.append(f"{device}: its instances take turns; under MPS (--mps) they don't")
+                    said.append(f"{device}: {TAKE_TURNS}")
         return said
 
 

@@ -116,6 +116,7 @@ class _Reader:
         drawing = self._if_known(nvml.nvmlDeviceGetGraphicsRunningProcesses, nobody, handle)
         for one in (*computing, *drawing, *by_mps):
             processes[one.pid] = _larger(processes.get(one.pid), one.usedGpuMemory)
+        compute = {one.pid for one in (*computing, *by_mps)}
         return DeviceRecord(
             id=name,
             index=index,
@@ -124,7 +125,8 @@ class _Reader:
             total=total,
             used=used,
             processes=tuple(
-                DeviceProcess(pid, size, _program(pid)) for pid, size in sorted(processes.items())
+                DeviceProcess(pid, size, _program(pid), pid in compute)
+                for pid, size in sorted(processes.items())
             ),
             capability=capability,
             parent=parent,

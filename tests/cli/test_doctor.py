@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvmig.cli import machine_facts
 from kvmig.cli.app import app
 from kvmig.cli.machine_facts import measure
 from kvmig.cli.machine_verdicts import (
@@ -23,6 +24,8 @@ from kvmig.cli.machine_verdicts import (
     exit_status,
     verdicts,
 )
+from kvmig.core.devices import DeviceInventory, DeviceProcess, DeviceRecord
+from kvmig.launcher.gpu_division import divide
 from tests.support.postgres import Cluster
 
 H100 = GpuFact("H100", 80 * GIB, mps=False)
@@ -122,6 +125,25 @@ def test_a_gpus_driver_torch_and_limits_fit_each_other(
     more: dict[str, Any], name: str, level: str
 ) -> None:
     assert found(ON_GPU._replace(**more), name).level == level
+
+
+def test_a_gpu_that_several_engines_compute_on_without_mps_is_named_as_at_their_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def process(pid: int, computes: bool) -> DeviceProcess:
+        return DeviceProcess(pid, GIB, "python3", computes)
+
+    def gpu(index: int, computing: int, mps: bool = False) -> DeviceRecord:
+        uses = process(1, False), *(process(pid, True) for pid in range(2, 2 + computing))
+        names = {"id": str(index), "uuid": f"GPU-{index}", "name": "H100"}
+        return DeviceRecord(index=index, total=80 * GIB, processes=uses, mps=mps, **names)
+
+    shared = gpu(0, 2)
+    found = DeviceInventory(devices=(shared, gpu(1, 1), gpu(2, 3, mps=True)))
+    monkeypatch.setattr(machine_facts, "read_devices", lambda: found)
+    lines = verdicts(measure(("127.0.0.1", 0), str(tmp_path), ""))
+    (said,) = [one.said for one in lines if (one.name, one.level) == ("mps", "warn")]
+    assert said in divide([shared], {"i0": 1, "i1": 1}).lines()
 
 
 def test_this_machine_can_be_measured(tmp_path: Path) -> None:

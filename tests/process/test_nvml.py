@@ -102,6 +102,19 @@ def test_processes_of_mps_compute_at_the_same_time(machine: FakeMachine, tmp_pat
     assert [one.mps for one in pipes.devices] == [True, True]
 
 
+def test_a_process_that_only_draws_does_not_compute(machine: FakeMachine) -> None:
+    (gpu,) = devices(1)
+    gpu.processes = [
+        FakeProcess(1, GIB),
+        FakeProcess(2, GIB, drawing=True),
+        FakeProcess(3, GIB, mps=True),
+        *(FakeProcess(4, GIB, drawing=drawing) for drawing in (True, False)),
+    ]
+    machine.install([gpu])
+    (one,) = read().devices
+    assert [process.computes for process in one.processes] == [True, False, True, True]
+
+
 def test_a_gpu_says_how_busy_it_is_and_what_it_draws_where_its_driver_knows(
     machine: FakeMachine,
 ) -> None:
