@@ -1,20 +1,22 @@
 """NIXL with buffers in GPUs' memory, on GPUs of the tests' own. UCX finds no GPU here, and takes a
-GPU's memory for the host's: NIXL refuses it, or is told that it is the host's (`Mistaken`)."""
+GPU's memory for the host's: NIXL refuses it, or takes it for the host's (`mistaken_nixl`)."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvmig.core.errors import PeerError
+from kvmig.core.errors import PeerError, TransportError
 from kvmig.kernels import ipc
 from kvmig.kernels.arrays import memory_of
 from kvmig.kernels.driver import CudaDriver
@@ -24,46 +26,21 @@ from kvmig.kvtransfer.transports.base import BufferShape, StagingPool, Transport
 from kvmig.kvtransfer.transports.nixl import NixlInbox, NixlStaging, RdmaPlace
 from kvmig.rpc.codec import Frame
 from tests.kvtransfer.test_transports_processes import needs_nixl
-from tests.support import fake_gpu
+from tests.support import mistaken_nixl
 from tests.support.gpu_end import IDS, INTO, GpuEnd
+from tests.support.inbox_process import Destination, digest, write
+from tests.support.mistaken_nixl import Mistaken
 
 pytestmark = [needs_nixl, pytest.mark.usefixtures("gpus")]
 
 SLOTS, SIZE = 2, 100_000
-
-
-class Mistaken:
-    """NIXL's API; a GPU's memory, in which the CPU may then read and write, is the host's to it."""
-
-    def __init__(self, api: Any) -> None:
-        self._api = api
-        self.gpus: list[int] = []
-        """Of the memory that was registered."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._api, name)
-
-    def nixl_agent(self, *arguments: Any) -> Any:
-        agent = self._api.nixl_agent(*arguments)
-        register, listed = agent.register_memory, agent.get_xfer_descs
-
-        def register_memory(memory: Sequence[tuple[int, int, int, str]], kind: str) -> Any:
-            if kind == "VRAM":
-                ((address, _, gpu, _),) = memory
-                self.gpus.append(gpu)
-                fake_gpu.library().fakegpu_host(ctypes.c_void_p(address))
-            return register(memory, "DRAM")
-
-        agent.register_memory = register_memory
-        agent.get_xfer_descs = lambda those, kind: listed(those, "DRAM")
-        return agent
+WAIT_S = 20.0
 
 
 @pytest.fixture
-def mistaken(monkeypatch: pytest.MonkeyPatch) -> Mistaken:
-    made = Mistaken(nixl.load())
-    monkeypatch.setattr(nixl, "load", lambda: made)
-    return made
+def mistaken(gpus: None) -> Iterator[Mistaken]:
+    with mistaken_nixl.installed() as made:
+        yield made
 
 
 async def brought(
@@ -110,6 +87,106 @@ async def test_blocks_go_from_one_gpus_memory_to_anothers_and_through_none_of_th
     inbox.close()
     staging.close()
     target.close()
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_destination_that_dies_or_stands_still_leaves_the_source_able_to_go_on(
+    mistaken: Mistaken, blow: signal.Signals
+) -> None:
+    staging, data = NixlStaging(SLOTS, SIZE, gpu=0), b"blocks" * 1000
+    slot = await staging.acquire(1)
+    chunk = Chunk("m", 0, 0, slot, len(data), [])
+    with Destination(staging.offer(), gpu=1, gpu_memory=True) as there:
+        assert msgspec.json.decode(there.token, type=RdmaPlace).kind == "VRAM"
+        channel = staging.channel(there.token)
+        write(await channel.buffer(slot), data)
+        async with asyncio.timeout(WAIT_S):
+            await channel.push(chunk, there.announce(chunk))
+        assert await asyncio.to_thread(there.hear) == digest(data)
+        os.kill(there.process.pid or 0, blow)
+        if blow is signal.SIGKILL:
+            there.process.join(WAIT_S)
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(2.0):
+                    await channel.push(chunk, lambda *_, **__: None)
+            except (TransportError, TimeoutError):
+                break
+    with Destination(staging.offer(), gpu=1, gpu_memory=True) as there:
+        channel = staging.channel(there.token)
+        async with asyncio.timeout(WAIT_S):
+            await channel.push(chunk, there.announce(chunk))
+        assert await asyncio.to_thread(there.hear) == digest(data)
+    assert mistaken.gpus == [0]
+    staging.close()
+
+
+SOURCE = """
+import asyncio, os, signal, sys
+from kvmig.kvtransfer.messages import Chunk
+from kvmig.kvtransfer.transports.nixl import NixlStaging
+from tests.support import fake_gpu, mistaken_nixl
+from tests.support.inbox_process import write
+
+def say(payload=(), number=0):
+    print(number, flush=True)
+
+def say_and_die(payload=(), number=0):
+    say(number=number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def push():
+    staging = NixlStaging(2, 100_000, gpu=0)
+    print(staging.offer().token, flush=True)
+    channel = staging.channel(sys.stdin.readline().strip())
+    for word, announce in ((b"first", say), (b"other", say_and_die)):
+        slot = await staging.acquire(1)
+        write(await channel.buffer(slot), word)
+        await channel.push(Chunk("m", 0, 0, slot, len(word), []), announce)
+
+with fake_gpu.installed(), mistaken_nixl.installed():
+    asyncio.run(push())
+"""
+
+
+@contextmanager
+def source_that_dies() -> Iterator[subprocess.Popen[str]]:
+    """A process that pushes one chunk, and is killed when it has announced another one."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", SOURCE], stdin=pipe, stdout=pipe, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+async def test_a_source_that_is_killed_leaves_what_came_whole_and_the_next_one_finds_room(
+    mistaken: Mistaken,
+) -> None:
+    for _ in range(2):
+        with source_that_dies() as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            inbox = NixlInbox(Offer("nixl", process.stdout.readline()), gpu=1)
+            print(inbox.token, file=process.stdin, flush=True)
+            came = []
+            for slot in range(2):
+                number = int(await asyncio.to_thread(process.stdout.readline))
+                chunk = Chunk("m", 0, 0, slot, 5, [], number=number)
+                if slot == 0:
+                    async with asyncio.timeout(WAIT_S):
+                        came.append(await inbox.receive(chunk, None))
+                    continue
+                assert process.wait(WAIT_S) == -signal.SIGKILL
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        await inbox.receive(chunk, None)
+            assert memory_of(came[0]).device == "cuda"
+            assert digest(came[0], 1) == digest(b"first")
+            came.clear()
+            inbox.close()
+    assert mistaken.gpus == [1, 1]
 
 
 async def test_memory_that_nixl_refuses_is_the_hosts_and_the_log_says_so(

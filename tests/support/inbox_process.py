@@ -19,7 +19,7 @@ from kvmig.kvtransfer.messages import PAYLOAD_SLOT, Chunk, Offer
 from kvmig.kvtransfer.transports.base import AnnounceChunk, StagingPool
 from kvmig.kvtransfer.transports.select import TransportSite, open_offer, open_staging
 from kvmig.rpc.codec import Frame
-from tests.support import fake_gpu, fake_nccl
+from tests.support import fake_gpu, fake_nccl, mistaken_nixl
 
 TIMEOUT_S = 20.0
 RECEIVE_S = 3.0
@@ -56,12 +56,16 @@ def digest(data: bytes | memoryview, gpu: int = 0) -> bytes:
 class Destination:
     """The process, seen from the test; it is ended at the end of a block."""
 
-    def __init__(self, offer: Offer, gpu: int = 0, fake: bool = True) -> None:
-        """gpu: where it has its buffers; fake: one of the tests' own."""
+    def __init__(
+        self, offer: Offer, gpu: int = 0, fake: bool = True, gpu_memory: bool = False
+    ) -> None:
+        """gpu: where it has its buffers; fake: one of the tests' own. gpu_memory: NIXL brings the
+        blocks there, else to the host's memory."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.inbox_process", "torch"])
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, offer, gpu, fake), daemon=True)
+        order = theirs, offer, gpu, fake, gpu_memory
+        self.process = context.Process(target=_serve, args=order, daemon=True)
         self.process.start()
         theirs.close()
         self.token = str(self.hear())
@@ -104,12 +108,14 @@ class Destination:
         self.pipe.close()
 
 
-def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool) -> None:
+def _serve(pipe: Connection, offer: Offer, gpu: int, fake: bool, gpu_memory: bool) -> None:
     with ExitStack() as installed:
-        if fake and offer.transport in ("cuda-ipc", "nccl", "shm"):
+        if fake and (gpu_memory or offer.transport in ("cuda-ipc", "nccl", "shm")):
             installed.enter_context(fake_gpu.installed())
         if offer.transport == "nccl":
             installed.enter_context(fake_nccl.installed())
+        if fake and gpu_memory:
+            installed.enter_context(mistaken_nixl.installed())
         asyncio.run(_receive(pipe, offer, gpu))
 
 
