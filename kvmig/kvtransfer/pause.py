@@ -29,7 +29,8 @@ MOST_STEPS = 16
 """Steps over which a pause is spread; what is left of a longer one stays one gap."""
 EARLY = 0.3
 """Part of a step before its end at which a suspension is asked for where steps overlap: it ends
-with the step that is launched then, and what is foreseen of both ends is new."""
+with the step after that one, which holds the request already, and what is foreseen of both ends is
+new."""
 NEAR = 0.3
 """Part of a step that is a short enough wait at the destination."""
 NEAR_IF_HELD = 0.1
