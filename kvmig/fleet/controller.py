@@ -340,8 +340,7 @@ class ModelController:
         self._has_begun = True
         now, guard = self._clock(), self.faults.guard
         self._entries.take_rest()
-        with guard("measuring"):
-            self._measures.measure()
+        self._measures.measure(self.faults)
         with guard("moving instances"):
             self.mover.settle()
         with guard("roll-outs"):
@@ -367,7 +366,9 @@ class ModelController:
             self._send_routes()
         with guard("units"):
             in_units = self._agents.in_units(self._models, self._placed)
-            self.units.reconcile(in_units, self._workers.unit_places())
+            self.units.reconcile(
+                in_units, lambda name: guard("units", name=name), self._workers.unit_places()
+            )
         with guard("moving instances"):
             if self._plan.moves is not None:
                 self.mover.begin(self._plan.moves, self._plan.rooms)
@@ -377,7 +378,7 @@ class ModelController:
                 self._gather(model)
                 self._roll(model)
         with guard("workers"):
-            self._workers.decide_nodes()
+            self._workers.decide_nodes(self._placed)
 
     def _live(self, model: ManagedModel, seen: ObservedState, now: float) -> None:
         before = model.life

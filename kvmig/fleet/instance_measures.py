@@ -8,8 +8,12 @@ from kvmig.core.clock import Clock
 from kvmig.fleet.device_watch import DeviceSample
 from kvmig.fleet.host_memory import MemoryBudget
 from kvmig.fleet.managed_model import ManagedModel
+from kvmig.fleet.round_faults import RoundFaults
 from kvmig.fleet.spec import ModelSpec
 from kvmig.fleet.units import FleetUnits
+
+PART = "measuring"
+"""The name of this part of a round."""
 
 
 class InstanceMeasures:
@@ -42,30 +46,38 @@ class InstanceMeasures:
         model.claim = self._memory.claim(model.wanted.spec)
         model.parked_claim = self._memory.parked(model.wanted.spec)
 
-    def measure(self) -> None:
-        """Take what instances use of their GPUs, as of the last look at these, and of the host."""
-        for model in list(self._models.values()):
-            self._measure_host(model)
-        devices = self._memory.devices
-        if devices.watch.sample is self._sample:
-            return
-        before, self._sample = self._sample, devices.watch.sample
-        if _gpus(before) != _gpus(self._sample):  # of a worker that has joined, or has left
-            for model in self._models.values():
-                self.take_claim(model)
+    def measure(self, faults: RoundFaults) -> None:
+        """Take what instances use of their GPUs, as of the last look at these, and of the host. A
+        model that can't be measured keeps no other one from it."""
         for model in self._models.values():
-            spec = model.wanted.spec
-            if model.agents:  # it may have instances in several units, which lease under one name
-                continue
-            if model.unit:
-                self._measure_in_unit(model)
-                continue
-            for name, used in model.places.measure(
-                model.instance_rows, self._sample.used_by
-            ).items():
-                if model.is_newest and devices.measure(spec, used, self._wall()):
-                    self._note(model, f"instance {name} uses {used} bytes of a GPU")
-                    self._measured(spec)
+            with faults.guard(PART, model):
+                self._measure_host(model, faults)
+        watch = self._memory.devices.watch
+        if watch.sample is self._sample:
+            return
+        before, self._sample = self._sample, watch.sample
+        if _gpus(before) != _gpus(self._sample):  # of a worker that has joined, or has left
+            self._take_claims(faults)
+        for model in self._models.values():
+            with faults.guard(PART, model):
+                self._measure_gpus(model)
+
+    def _measure_gpus(self, model: ManagedModel) -> None:
+        if model.agents:  # it may have instances in several units, which lease under one name
+            return
+        if model.unit:
+            self._measure_in_unit(model)
+            return
+        devices, spec = self._memory.devices, model.wanted.spec
+        for name, used in model.places.measure(model.instance_rows, self._sample.used_by).items():
+            if model.is_newest and devices.measure(spec, used, self._wall()):
+                self._note(model, f"instance {name} uses {used} bytes of a GPU")
+                self._measured(spec)
+
+    def _take_claims(self, faults: RoundFaults) -> None:
+        for model in self._models.values():
+            with faults.guard(PART, model):
+                self.take_claim(model)
 
     def _measure_in_unit(self, model: ManagedModel) -> None:
         """Take what its instance uses besides the unit's KV cache. The agent is asked at other
@@ -90,16 +102,17 @@ class InstanceMeasures:
             self._note(model, f"instance {instance} uses {own} bytes of a GPU besides its lease")
             self._measured(spec)
 
-    def _measure_host(self, model: ManagedModel) -> None:
+    def _measure_host(self, model: ManagedModel, faults: RoundFaults) -> None:
         most = max((one.beside_kv for one in model.instance_rows), default=0)
         if most <= model.beside_kv or not model.is_newest:
             return
-        model.beside_kv, spec = most, model.wanted.spec
-        if self._memory.measure(spec, most, self._wall()):
+        spec = model.wanted.spec
+        is_more = self._memory.measure(spec, most, self._wall())
+        model.beside_kv = most
+        if is_more:
             self._note(model, f"an instance takes {most} bytes of the host without its KV cache")
             self._measured(spec)
-            for one in self._models.values():
-                self.take_claim(one)
+            self._take_claims(faults)
 
 
 def _gpus(sample: DeviceSample) -> set[str]:

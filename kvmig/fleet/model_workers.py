@@ -18,6 +18,7 @@ from kvmig.fleet.worker_drain import InstanceOnWorker
 from kvmig.fleet.worker_nodes import InstancePlace, WorkerNode
 from kvmig.fleet.worker_pool import WorkerPool
 from kvmig.fleet.workers import Leaving
+from kvmig.placement.file import PlacedUnit
 
 
 class WorkerDeadline(NamedTuple):
@@ -96,9 +97,10 @@ class ModelWorkers:
         kept = [at for at, one in enumerate(places) if one.node not in lacking]
         return tuple(places[at] for at in kept), tuple(why[at] for at in kept)
 
-    def decide_nodes(self) -> None:
+    def decide_nodes(self, placed: Mapping[str, Sequence[PlacedUnit]]) -> None:
         """End a round: name the files that each worker is to have, and the nodes that are wanted in
-        all."""
+        all. placed: units of the placement by model; they have their GPUs already, so that models
+        in them wait for no node, and their workers are in use."""
         every = self._models.values()
         self._pool.decide_nodes(
             (
@@ -108,7 +110,12 @@ class ModelWorkers:
                 for row in model.nodes.rows(model.instance_rows)
                 if (node := model.nodes.node_of(row))
             ),
-            [(model.wanted.spec, count) for model in every if (count := _waiting(model))],
+            [
+                (model.wanted.spec, count)
+                for model in every
+                if model.wanted.name not in placed and (count := _waiting(model))
+            ],
+            {self._pool.node_id(unit.worker) for units in placed.values() for unit in units},
         )
 
     def wakes_elsewhere(self, model: ManagedModel) -> bool:

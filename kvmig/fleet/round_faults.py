@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from kvmig.core.clock import Clock
 from kvmig.fleet.managed_model import ManagedModel
 
+ALL = "all models"
 REPEAT_S = 60.0
 """A fault that comes at each round is logged and noted once within it."""
 
@@ -31,23 +32,28 @@ class RoundFaults:
         self._said: dict[tuple[str, str], float] = {}
 
     @contextlib.contextmanager
-    def guard(self, part: str, model: ManagedModel | None = None) -> Iterator[None]:
+    def guard(
+        self, part: str, model: ManagedModel | None = None, name: str = ALL
+    ) -> Iterator[None]:
         """Run one part of a round. A failure is counted and logged, and not raised.
 
-        part: what it does. model: the one that it is done for; None: for all.
+        part: what it does. model: the one that it is done for; None: another thing, or all. name:
+        of that thing.
         """
         try:
             yield
         except Exception as error:
-            if self.take_fault(part, error, model):
-                name = "all models" if model is None else model.key
-                log.exception("%s of %s failed in a round, and is tried again", part, name)
+            if self.take_fault(part, error, model, name):
+                whose = name if model is None else model.key
+                log.exception("%s of %s failed in a round, and is tried again", part, whose)
 
-    def take_fault(self, part: str, error: Exception, model: ManagedModel | None = None) -> bool:
+    def take_fault(
+        self, part: str, error: Exception, model: ManagedModel | None = None, name: str = ALL
+    ) -> bool:
         """Count a failure of a part that is tried again, see `guard`; whether it is to be logged
         now."""
         self.count[part] += 1
-        is_new = self._is_new(part, "all models" if model is None else model.key)
+        is_new = self._is_new(part, name if model is None else model.key)
         if is_new and model is not None:
             self._note(model, f"{part} failed in the server: {error!r}; it tries again")
         return is_new

@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from urllib.parse import quote
@@ -68,6 +69,9 @@ NOWHERE: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
 ONE_GPU: Mapping[str, float] = MappingProxyType({GPU: 1.0})
 """What a unit whose instances use GPUs takes of Ray, for all of them."""
+
+UnitGuard = Callable[[str], AbstractContextManager[None]]
+"""Runs the part of a round for the unit of this name: if it fails, the others' parts go on."""
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +148,8 @@ class ManagedUnit:
     """Why it can't have the GPUs of its place; empty: it can, as far as is known."""
     reports: Mapping[str, UnitReport | None] = field(default_factory=dict)
     """Reports of the nodes that have it, as of the last round. None: not yet."""
+    wishes: Mapping[str, WantedUnit] = field(default_factory=dict)
+    """What nodes are to have of it, by their ids."""
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -371,56 +377,62 @@ class FleetUnits:
     def reconcile(
         self,
         wanted: Mapping[str, frozenset[str]],
+        guard: UnitGuard,
         places: Mapping[str, Mapping[str, tuple[str, ...]]] = NOWHERE,
     ) -> None:
         """Start and end agents. wanted: models that run or wait for their start, by unit. places:
         by units, ids of the workers' nodes on which they have instances, with the GPUs there as far
         as these are known."""
+        for name, unit in list(self._units.items()):
+            unit.models = wanted.get(name, frozenset())
+            with guard(f"unit {name}"):
+                if self._pool.there:  # what is wished for one that fails stays as it was
+                    unit.wishes = self._wishes_of(unit, places.get(name, {}))
+                else:
+                    self._step(unit)
+            is_kept = name in self.placed if self._pool.there else bool(unit.life.agent)
+            if not unit.models and not is_kept:
+                del self._units[name]
         if self._pool.there:
-            self._wish_agents(wanted, places)
-            return
-        now = self._clock()
-        for name, unit in list(self._units.items()):
-            unit.models = wanted.get(name, frozenset())
-            match next_step(unit.life, bool(unit.models), now):
-                case "start":
-                    self._start(unit)
-                case "stop":
-                    self._order(StopDeployment(unit.life.agent))
-                    unit.life = msgspec.structs.replace(unit.life, ends=True)
-            if not unit.models and not unit.life.agent:
-                del self._units[name]
-
-    def _wish_agents(
-        self,
-        wanted: Mapping[str, frozenset[str]],
-        places: Mapping[str, Mapping[str, tuple[str, ...]]],
-    ) -> None:
-        """Let nodes have the agents of the units that are there, or come there."""
-        wish: dict[str, list[WantedUnit]] = {}
-        for name, unit in list(self._units.items()):
-            unit.models = wanted.get(name, frozenset())
-            if not unit.models and name not in self.placed:
-                del self._units[name]
-                continue
-            there = places.get(name, {})
-            if unit.home is None:
-                unit.node = node_of_unit(unit.node, list(there), self._pool.leaves)
-                unit.worker = self._pool.name_of(unit.node) if unit.node else ""
-            else:
-                unit.node = self._node_of(unit.home)
-            path = str(self._settings.unit(name))
-            every = dict.fromkeys(one for one in (unit.node, *there) if one)
-            unit.reports = {node: self._pool.unit_on(node, path) for node in every}
-            on_gpus = bool(unit.every_gpu) if unit.home is None else bool(unit.home.at)
-            self._take_gpus(unit, there)
-            for node in every:
-                gpus = unit.allowed.get(node) or unit.places.get(node, ())
-                if gpus or not on_gpus:  # else its instances there report their GPU first
-                    count = 1 if unit.home is None else len(unit.home.at)
-                    one = WantedUnit(path=path, memory=unit.arena, gpus=gpus, count=max(1, count))
+            wish: dict[str, list[WantedUnit]] = {}
+            for unit in self._units.values():
+                for node, one in unit.wishes.items():
                     wish.setdefault(node, []).append(one)
-        self._pool.take_units({node: tuple(units) for node, units in wish.items()})
+            self._pool.take_units({node: tuple(units) for node, units in wish.items()})
+
+    def _step(self, unit: ManagedUnit) -> None:
+        """Start or end its agent on this host."""
+        match next_step(unit.life, bool(unit.models), self._clock()):
+            case "start":
+                self._start(unit)
+            case "stop":
+                self._order(StopDeployment(unit.life.agent))
+                unit.life = msgspec.structs.replace(unit.life, ends=True)
+
+    def _wishes_of(
+        self, unit: ManagedUnit, there: Mapping[str, tuple[str, ...]]
+    ) -> dict[str, WantedUnit]:
+        """What nodes are to have of a unit, by their ids. there: nodes on which it has instances,
+        with its GPUs."""
+        if not unit.models and unit.name not in self.placed:
+            return {}
+        if unit.home is None:
+            unit.node = node_of_unit(unit.node, list(there), self._pool.leaves)
+            unit.worker = self._pool.name_of(unit.node) if unit.node else ""
+        else:
+            unit.node = self._node_of(unit.home)
+        path = str(self._settings.unit(unit.name))
+        every = dict.fromkeys(one for one in (unit.node, *there) if one)
+        unit.reports = {node: self._pool.unit_on(node, path) for node in every}
+        on_gpus = bool(unit.every_gpu) if unit.home is None else bool(unit.home.at)
+        self._take_gpus(unit, there)
+        wishes = {}
+        for node in every:
+            gpus = unit.allowed.get(node) or unit.places.get(node, ())
+            if gpus or not on_gpus:  # else its instances there report their GPU first
+                count = max(1, 1 if unit.home is None else len(unit.home.at))
+                wishes[node] = WantedUnit(path=path, memory=unit.arena, gpus=gpus, count=count)
+        return wishes
 
     def _take_gpus(self, unit: ManagedUnit, there: Mapping[str, tuple[str, ...]]) -> None:
         """Take note of the GPUs that nodes have for a unit; a lost one has none. there: GPUs of its

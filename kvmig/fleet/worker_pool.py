@@ -261,17 +261,21 @@ class WorkerPool:
         self._engines = tuple(sorted(engines))
 
     def decide_nodes(
-        self, held: Iterable[tuple[str, str]], waiting: Iterable[tuple[ModelSpec, int]]
+        self,
+        held: Iterable[tuple[str, str]],
+        waiting: Iterable[tuple[ModelSpec, int]],
+        taken: Iterable[str] = (),
     ) -> None:
         """End a round. held: nodes' ids with the folders of the instances that are there. waiting:
-        models with the number of instances that wait for a node."""
+        models with the number of instances that wait for a node. taken: ids of nodes that are in
+        use without instances, too."""
         held = list(held)
         self.files.decide(self.workers(), held)
         if self._reserve is not None:
             needs = (
                 self._resources(spec) for spec, count in _once_a_unit(waiting) for _ in range(count)
             )
-            used = {node for node, _ in held}
+            used = {*taken, *(node for node, _ in held)}
             self._bundles = wanted_bundles(
                 self._reserve, self._reserve_node, self.workers(), used, needs
             )

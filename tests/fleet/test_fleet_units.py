@@ -278,6 +278,28 @@ async def test_of_two_agents_of_a_unit_one_ends(fleet: Fleet) -> None:
     assert fleet.taken(StopDeployment) == [StopDeployment("another")]
 
 
+async def test_a_unit_whose_agent_cannot_be_started_keeps_no_other_one_back(fleet: Fleet) -> None:
+    broken = ['"u"']
+
+    def order(one: Order) -> None:
+        if isinstance(one, StartDeployment) and any(name in one.note for name in broken):
+            raise ZeroDivisionError
+        fleet.ordered.append(one)
+
+    fleet.models = ModelController(
+        fleet.settings, order, lambda *_: 0, fleet.memory, fleet.clock, fleet.clock
+    )
+    fleet.models.take_news(DeployedPrograms(()))
+    fleet.add("a")
+    fleet.add("b", unit="v")
+    fleet.want("a", "b")
+    assert '"v"' in fleet.start_of("unit").note
+    assert fleet.models.faults.count["units"] == 1
+    broken.clear()
+    fleet.turn()
+    assert '"u"' in fleet.start_of("unit").note
+
+
 async def test_an_idle_model_elsewhere_ends_for_a_unit_and_one_that_never_fits_is_refused(
     fleet: Fleet,
 ) -> None:

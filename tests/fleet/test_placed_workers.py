@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvmig.core.devices import DeviceInventory, DeviceRecord
 from kvmig.core.errors import ConfigError
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
+from kvmig.fleet.node_reserve import ReserveLadder
 from kvmig.fleet.orders import DeployedProgram, DeployedPrograms, StartDeployment
 from kvmig.fleet.placed_workers import check_replan
 from kvmig.fleet.placement_controller import DesiredPlacement, PlacementController
@@ -50,8 +51,8 @@ TWO = placed(LEFT, RIGHT)
 class PlacedBench(WorkerBench):
     """A fleet on workers with a placement, and models a and b."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, reserve: ReserveLadder | None = None) -> None:
+        super().__init__(folder, reserve)
         self.settings = FleetSettings(data=str(folder))
         self.placement = PlacementController(self.models, self.store)
         self.specs: dict[str, ModelSpec] = {}
@@ -131,7 +132,49 @@ async def both_start(bench: PlacedBench) -> None:
     bench.turns()
 
 
+# -- spare nodes
+
+
+async def test_a_model_that_waits_for_its_unit_asks_the_autoscaler_for_no_gpu_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)  # what a deployment tells, the test says
+    bench = PlacedBench(tmp_path, ReserveLadder(((9, 0),)))
+    bench.see(node("a", 0, 0), node("b", 0), node("c", 0))
+    bench.add_models()
+    await bench.want_placement(TWO)
+    assert not bench.starts()
+    assert bench.pool.wish().bundles == ({"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 1.0})
+    await bench.placement.close()
+    await bench.models.close()
+
+
 # -- GPUs
+
+
+async def test_a_unit_that_cannot_be_looked_at_keeps_its_wish_and_no_other_one_back(
+    bench: PlacedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit_on, broken = bench.pool.unit_on, {bench.path("left")}
+
+    def look(node: str, path: str) -> UnitReport | None:
+        if path in broken:
+            raise ZeroDivisionError
+        return unit_on(node, path)
+
+    monkeypatch.setattr(bench.pool, "unit_on", look)
+    bench.see(node("a", 0, 0), node("b", 0))
+    bench.add_models()
+    await bench.want_placement(TWO)
+    right = {B: (WantedUnit(path=bench.path("right"), memory=0, gpus=("GPU-b0",)),)}
+    assert bench.wish() == right
+    broken.clear()
+    bench.turns()
+    both = bench.wish()
+    assert both.keys() == {A, B}
+    broken.add(bench.path("left"))
+    bench.turns()
+    assert bench.wish() == both
 
 
 async def test_workers_take_the_gpus_that_units_name_before_their_models_start(

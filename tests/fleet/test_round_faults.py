@@ -11,12 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvmig.fleet.controller import ROUND_S
+from kvmig.fleet.deployments import DeploymentEvent
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord, ManagedModel
 from kvmig.fleet.orders import DeployedPrograms
 from kvmig.fleet.round_faults import REPEAT_S
 from kvmig.fleet.spec import ModelSpec
 from kvmig.proxy.messages import ModelWanted
-from tests.support.model_bench import Bench, deployed, spec
+from tests.support.model_bench import Bench, deployed, served, silence, spec
 
 BAD = "path:/models/bad"
 
@@ -122,6 +123,39 @@ async def test_a_start_that_fails_is_no_start_in_the_models_events(bench: Bench)
     said = [one.what for one in bench.models.events]
     assert len(said) == 1
     assert "starting and stopping failed in the server" in said[0]
+
+
+async def test_a_model_that_cannot_be_measured_keeps_no_other_one_from_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence(monkeypatch)  # what a deployment tells, the test says
+    names = ("bad", "a")
+    bench.models.take_catalogue(
+        CatalogEntry(f"m-{name}", name, 1, True, replace(spec(), name=name)) for name in names
+    )
+    for name in names:
+        bench.models.take_want(ModelWanted(name))
+    bench.turn()
+    for name in names:
+        model = bench.models.shown(name)
+        assert model is not None
+        assert model.watched is not None
+        row = replace(served("i0"), beside_kv=700 << 20)
+        model.watched.told = DeploymentEvent(data=(row,))
+    broken = {"bad"}
+
+    def measure(spec: ModelSpec, beside_kv: int, at: float) -> bool:
+        if spec.name in broken:
+            raise ZeroDivisionError
+        return True
+
+    monkeypatch.setattr(bench.models.memory, "measure", measure)
+    bench.models.reconcile()
+    assert [one.name for one in bench.learned] == ["a"]
+    assert bench.models.faults.count["measuring"] == 1
+    broken.clear()
+    bench.models.reconcile()
+    assert [one.name for one in bench.learned] == ["a", "bad"]
 
 
 async def test_routes_that_did_not_reach_proxies_are_sent_in_the_next_round(bench: Bench) -> None:
