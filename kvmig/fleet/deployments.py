@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any, TypeVar
 
 import httpx
@@ -17,7 +17,7 @@ from kvmig.core.background import UNFORESEEN_S, cancel_tasks
 from kvmig.core.errors import StartupError
 from kvmig.core.live_records import MoveRecord
 from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
-from kvmig.fleet.flag_rolls import RolledStart, RollStep
+from kvmig.fleet.flag_rolls import RolledStart, RollStep, start_of_instance
 from kvmig.proxy.messages import ModelCard
 
 RETRY_S = 0.05
@@ -36,6 +36,11 @@ RECENT_MOVES = 64
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+
+
+class OrderUnanswered(StartupError):
+    """It is not known whether an order was carried out. One that was not by the next contact never
+    is."""
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -136,9 +141,17 @@ class DeploymentWatcher:
             body["gpus"] = list(gpus)
         if node:
             body["node"] = node
-        answer = await self._order("POST", f"{ADMIN}/instances", json=body)
+        before = self._names()
+        try:
+            answer = await self._order("POST", f"{ADMIN}/instances", json=body)
+        except OrderUnanswered:
+            await self.settle()
+            found = self._names() - before
+            if len(found) != count:
+                raise
+            return found
         added = {one.id for one in msgspec.json.decode(answer, type=DeploymentEvent).data}
-        await self._until(added, lambda: added <= {one.id for one in self.told.data})
+        await self._until(added, lambda: added <= self._names())
         return added
 
     async def drain(self, instance: str, deadline_s: float | None = None) -> None:
@@ -149,8 +162,12 @@ class DeploymentWatcher:
         """
         before = self._state_of(instance)
         query = {} if deadline_s is None else {"deadline_s": deadline_s}
-        await self._order("DELETE", f"{ADMIN}/instances/{instance}", params=query)
-        await self._until({instance}, lambda: self._state_of(instance) != before)
+        await self._carry_out(
+            self._order("DELETE", f"{ADMIN}/instances/{instance}", params=query),
+            instance,
+            lambda: self._state_of(instance) != before,
+            lambda: self._state_of(instance) in ("draining", None),
+        )
 
     async def set_deadline(self, instance: str, deadline_s: float | None) -> None:
         """Give an instance that is drained another deadline, see `drain`. Raises StartupError with
@@ -164,8 +181,12 @@ class DeploymentWatcher:
         Raises StartupError with its own sentence.
         """
         before = self._state_of(instance)
-        await self._order("DELETE", f"{ADMIN}/instances/{instance}/drain")
-        await self._until({instance}, lambda: self._state_of(instance) != before)
+        await self._carry_out(
+            self._order("DELETE", f"{ADMIN}/instances/{instance}/drain"),
+            instance,
+            lambda: self._state_of(instance) != before,
+            lambda: self._state_of(instance) == "serving",
+        )
 
     async def wait_serving(self, instance: str, timeout_s: float) -> None:
         """Return once an instance serves. Raises StartupError if it fails, is gone, or takes longer
@@ -190,8 +211,42 @@ class DeploymentWatcher:
         instance = step.instance
         before = self._row_of(instance)
         body = {"instances": [instance], "deadline_s": step.deadline_s, **step.start._asdict()}
-        await self._order("POST", f"{ADMIN}/instances/restart", json=body)
-        await self._until({instance}, lambda: self._row_of(instance) != before)
+        await self._carry_out(
+            self._order("POST", f"{ADMIN}/instances/restart", json=body),
+            instance,
+            lambda: self._row_of(instance) != before,
+            lambda: self._restarts(instance, step.start),
+        )
+
+    async def _carry_out(
+        self,
+        order: Awaitable[bytes],
+        instance: str,
+        told: Callable[[], bool],
+        there: Callable[[], bool],
+    ) -> None:
+        """Give an order about an instance; its effect is known then. If only the answer got lost,
+        the next contact shows the effect, and the order isn't given again.
+
+        told: whether an event after the order has the effect. there: whether the first event of
+        another contact has it, which other things may have changed, too.
+        """
+        try:
+            await order
+        except OrderUnanswered:
+            await self.settle()
+            if not there():
+                raise
+        else:
+            await self._until({instance}, told)
+
+    def _names(self) -> set[str]:
+        return {one.id for one in self.told.data}
+
+    def _restarts(self, instance: str, start: RolledStart) -> bool:
+        """Whether an instance is such, or leaves its requests to others before it is."""
+        rows = [one for one in self.told.data if one.id == instance]
+        return any(one.state == "draining" or start_of_instance(one) == start for one in rows)
 
     def _state_of(self, instance: str) -> str | None:
         return next((one.state for one in self.told.data if one.id == instance), None)
@@ -243,10 +298,11 @@ class DeploymentWatcher:
                     await self._heard.wait()
         except TimeoutError as error:
             every = ", ".join(sorted(names))
-            raise StartupError(f"it does not tell of {every} within {TOLD_S:g} s") from error
+            raise OrderUnanswered(f"it does not tell of {every} within {TOLD_S:g} s") from error
 
     async def _order(self, method: str, path: str, **more: Any) -> bytes:
-        """Returns the answer's body."""
+        """Returns the answer's body. Raises StartupError; OrderUnanswered where it may be carried
+        out all the same."""
         if self._http.is_closed:
             raise StartupError("it has ended")
         try:
@@ -255,9 +311,10 @@ class DeploymentWatcher:
             )
         except httpx.HTTPError as error:
             await self._renew_contact()
-            raise StartupError(f"it doesn't answer: {error!r}") from error
+            raise OrderUnanswered(f"it doesn't answer: {error!r}") from error
         if answer.is_server_error:
             await self._renew_contact()
+            raise OrderUnanswered(sentence_of(answer))
         if answer.is_error:
             raise StartupError(sentence_of(answer))
         return answer.content
@@ -268,14 +325,14 @@ class DeploymentWatcher:
 
     async def settle(self) -> None:
         """Connect again where an order may be carried out late, and return once `told` is of the
-        new contact: what was not carried out by then never is. Raises StartupError."""
+        new contact: what was not carried out by then never is. Raises OrderUnanswered."""
         if self._is_unsure:
             await self._renew_contact()
         try:
             async with asyncio.timeout(TOLD_S):
                 await self._contacted.wait()
         except TimeoutError as error:
-            raise StartupError(f"it reports nothing within {TOLD_S:g} s") from error
+            raise OrderUnanswered(f"it reports nothing within {TOLD_S:g} s") from error
 
     async def _renew_contact(self) -> None:
         """Connect again where an order may be carried out late: the next contact shows whether."""

@@ -9,7 +9,7 @@ from functools import partial
 from kvmig.core.clock import Clock
 from kvmig.core.errors import StartupError
 from kvmig.fleet.autoscale import ScalingOrder
-from kvmig.fleet.deployments import DeploymentWatcher
+from kvmig.fleet.deployments import DeploymentWatcher, OrderUnanswered
 from kvmig.fleet.device_budget import DeviceBudget
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.fleet.leaving_instances import LeavingStep
@@ -22,6 +22,8 @@ from kvmig.fleet.worker_pool import WorkerPool
 
 PAUSE_S = 10.0
 """Pause after an order about instances that was refused, or that has failed."""
+TRIES = 3
+"""How often an order of a roll-out is given that has no answer."""
 NO_DEADLINES: Mapping[str, WorkerDeadline] = {}
 
 
@@ -112,11 +114,12 @@ class InstanceOrders:
         places: Sequence[InstancePlace],
         why: Sequence[PlaceExplanation],
     ) -> None:
-        """Let one instance be started as something else; places: of one that is added for that."""
+        """Let one instance be started as something else; places: of one that is added for that.
+        Only what the deployment refuses, or never answers, stops a roll-out."""
         try:
             if step.instance:
                 self._note(model, f"instance {step.instance} starts again with {step.start}")
-                await watched.restart(step)
+                await self._restart(model, watched, step)
                 model.rolled_last = step
             else:
                 await self._add(model, watched, places, why, step.start)
@@ -126,6 +129,19 @@ class InstanceOrders:
             await asyncio.sleep(PAUSE_S)
         finally:
             model.places.coming, model.nodes.coming = (), ()
+
+    async def _restart(
+        self, model: ManagedModel, watched: DeploymentWatcher, step: RollStep
+    ) -> None:
+        """Give the order again as long as it isn't carried out for want of an answer."""
+        for _ in range(TRIES - 1):
+            try:
+                await watched.restart(step)
+            except OrderUnanswered as error:
+                self._note(model, f"instance {step.instance}: {error}; it is asked again")
+            else:
+                return
+        await watched.restart(step)
 
     def _keep_reason(self, model: ManagedModel, name: str, why: PlaceExplanation | None) -> None:
         if why is not None:

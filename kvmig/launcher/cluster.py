@@ -23,6 +23,7 @@ from kvmig.controlplane.messages import (
 from kvmig.core.background import cancel_tasks
 from kvmig.core.config import ClusterConfig, instance_name
 from kvmig.core.errors import ConfigError, StartupError
+from kvmig.core.order_fence import NO_TOKEN
 from kvmig.launcher.instance import DrainDeadline, ManagedInstance
 from kvmig.launcher.launch import LlumletLaunch, LlumletLauncher, PlannedInstance
 from kvmig.launcher.shapes import InstanceShape, InstanceShapes, check_node
@@ -89,6 +90,9 @@ class InstanceManager:
         """Instances that are being ended; their names are still taken."""
         self._rolling: asyncio.Task[None] | None = None
         """A rolling restart."""
+        self._rolled: RestartInstances | None = None
+        """The order of the last one, apart from who has given it."""
+        self._rolled_names: tuple[str, ...] = ()
         self._stopped = False
 
     async def open(self) -> None:
@@ -251,10 +255,11 @@ class InstanceManager:
         """Start some again, each once it is drained, one after the other; their names.
 
         With a tree: as that build of the engine. Stops at the first that doesn't serve again, or
-        not as that build. Raises OrderRefused.
+        not as that build. A fleet's server that has got no answer gives the same order again; it is
+        carried out once. Raises OrderRefused.
         """
-        if self._rolling is not None and not self._rolling.done():
-            raise OrderRefused("conflict", "a rolling restart is under way")
+        if names := self._repeated(order):
+            return names
         deadline = self._deadline(order)
         serving = [one for one in self._instances.values() if one.state == "serving"]
         wanted = [self._find(name) for name in dict.fromkeys(order.instances)] or serving
@@ -294,9 +299,20 @@ class InstanceManager:
                     log.warning("%s", error)
 
         self._rolling = asyncio.create_task(roll(), name="rolling restart")
+        self._rolled = _anonymous(order)
+        self._rolled_names = tuple(one.name for one in wanted)
         self.preferred_weights = coming
         self.changed()
-        return tuple(one.name for one in wanted)
+        return self._rolled_names
+
+    def _repeated(self, order: RestartInstances) -> tuple[str, ...]:
+        """The names of those that the same order restarts now; none: no rolling restart is under
+        way. Raises OrderRefused where another one is."""
+        if self._rolling is None or self._rolling.done():
+            return ()
+        if order.token != NO_TOKEN and _anonymous(order) == self._rolled:
+            return self._rolled_names
+        raise OrderRefused("conflict", "a rolling restart is under way")
 
     def _few(self, serving: Sequence[ManagedInstance], coming: str) -> str:
         """Why this few instances can't start again one after the other."""
@@ -467,6 +483,11 @@ class InstanceManager:
     def public_names(self, names: Sequence[str]) -> tuple[str, ...]:
         """What front ends call these instances."""
         return tuple(map(self._config.public_name, names))
+
+
+def _anonymous(order: RestartInstances) -> RestartInstances:
+    """What is ordered."""
+    return msgspec.structs.replace(order, call_id=0, token=NO_TOKEN)
 
 
 def _no_room(serving: Sequence[ManagedInstance], coming: str) -> str:

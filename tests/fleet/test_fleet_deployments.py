@@ -8,12 +8,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvmig.asgi.body_bounds import ModelReach
 from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
 from kvmig.core.order_fence import TOKEN_HEADER, OrderToken
-from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
+from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher, OrderUnanswered
+from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.proxy.messages import ModelCard
 from tests.support.waiting import until
 
@@ -34,6 +36,8 @@ class Deployment:
         """Last word of the path and the token of each request that has one."""
         self.deaf = False
         """Whether it answers no order."""
+        self.loses_answers = False
+        """Whether it carries out orders, and its answers get lost."""
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.handlers.append(asyncio.create_task(self._answer(reader, writer)))
@@ -63,7 +67,14 @@ class Deployment:
                     return
                 if method == "POST":
                     length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
-                    count = msgspec.json.decode(await reader.readexactly(length))["count"]
+                    order = msgspec.json.decode(await reader.readexactly(length))
+                    count = order.get("count", 0)
+                    self.rows = [
+                        replace(one, flags=order["flags"])
+                        if one.id in order.get("instances", ())
+                        else one
+                        for one in self.rows
+                    ]
                     about = [
                         InstanceRow(id=f"i{len(self.rows) + one}", state="starting")
                         for one in range(count)
@@ -73,6 +84,8 @@ class Deployment:
                     name = path.rsplit("/", 1)[1]
                     about = [InstanceRow(id=name, state="draining")]
                     self.rows = [one if one.id != name else about[0] for one in self.rows]
+                if self.loses_answers:
+                    return
                 body = msgspec.json.encode({"object": "list", "data": about})
                 writer.write(
                     b"HTTP/1.1 201 Created\r\ncontent-length: %d\r\n\r\n" % len(body) + body
@@ -215,3 +228,30 @@ async def test_after_an_order_without_an_answer_another_contact_begins(
     assert made.tokens == [
         ("events", "17.1"), ("instances", "17.1"), ("events", "17.2"), ("instances", "17.2"),
     ]  # fmt: skip
+
+
+RESTART = RollStep("i1", RolledStart("--max-num-seqs=8"))
+
+
+async def test_an_order_of_which_only_the_answer_got_lost_is_found_carried_out(
+    deployment: tuple[Deployment, DeploymentWatcher],
+) -> None:
+    made, watched = deployment
+    made.loses_answers = True
+    await watched.restart(RESTART)
+    assert watched.told.data[1].flags == "--max-num-seqs=8"
+    assert await watched.add(2) == {"i2", "i3"}
+    await watched.drain("i1")
+    assert watched.told.data[1].state == "draining"
+    assert [word for word, _ in made.tokens if word != "events"] == ["restart", "instances", "i1"]
+
+
+async def test_of_an_order_that_nobody_carries_out_it_is_known_that_it_never_will_be(
+    deployment: tuple[Deployment, DeploymentWatcher],
+) -> None:
+    made, watched = deployment
+    made.deaf = True
+    for order in (watched.restart(RESTART), watched.drain("i1"), watched.add(1)):
+        with pytest.raises(OrderUnanswered, match="it doesn't answer"):
+            await order
+        assert [one.id for one in watched.told.data] == ["i0", "i1"]

@@ -12,7 +12,7 @@ from kvmig.core.api_records import InstanceRow
 from kvmig.core.errors import StartupError
 from kvmig.fleet.autoscale import ScalingDecision
 from kvmig.fleet.capacity import HostCapacity
-from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher
+from kvmig.fleet.deployments import DeploymentEvent, DeploymentWatcher, OrderUnanswered
 from kvmig.fleet.flag_rolls import RolledStart, RollStep
 from kvmig.fleet.managed_model import CatalogEntry, DeploymentRecord
 from kvmig.fleet.orders import DeployedPrograms, DeploymentEnded
@@ -197,6 +197,31 @@ async def test_an_order_that_is_refused_stops_it_with_the_deployments_sentence(
     stopped = bench.models.rollouts.plan("a")
     assert stopped is not None
     assert (stopped.state, stopped.why) == ("stopped", "--max-num-seqs is too small")
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+async def test_an_order_without_an_answer_is_given_again_before_it_stops(
+    bench: RollBench, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    restart, left = DeploymentWatcher.restart, [lost]
+
+    async def answer_late(watched: DeploymentWatcher, step: RollStep) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OrderUnanswered("it doesn't answer")
+        await restart(watched, step)
+
+    monkeypatch.setattr(DeploymentWatcher, "restart", answer_late)
+    bench.has("", "")
+    roll(bench)
+    await bench.rounds()
+    plan = bench.models.rollouts.plan("a")
+    if lost < 3:
+        assert plan is None, "it is done"
+        assert set(bench.flags) == {FLAGS}
+    else:
+        assert plan is not None
+        assert (plan.state, plan.why) == ("stopped", "it doesn't answer")
 
 
 async def test_where_they_can_not_become_what_they_were_their_number_is_decided_as_ever(

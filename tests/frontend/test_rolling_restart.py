@@ -8,6 +8,7 @@ import pytest
 
 from kvmig.asgi.errors import OrderFailed
 from kvmig.controlplane.messages import AddInstances, RestartInstances, StopDrain
+from kvmig.core.order_fence import OrderToken
 from tests.launcher.test_cluster import BUSY, IDLE, World, asks, drain, guarantee, world
 from tests.support.inside import instance_of
 from tests.support.waiting import until
@@ -131,6 +132,23 @@ async def test_a_second_one_is_refused_while_one_is_under_way() -> None:
         await until(lambda: "rolling restart: done" in it.said)
         with pytest.raises(OrderFailed, match="there is no instance i7"):
             await restart(it, "i7")
+
+
+async def test_an_order_that_a_fleets_server_gives_again_is_carried_out_once() -> None:
+    """Its answer got lost; the order has a later token then."""
+
+    def order(number: int, contact: int, name: str = "i0") -> RestartInstances:
+        return RestartInstances(number, (name,), token=OrderToken(6, contact))
+
+    async with world() as it:
+        it.launcher.process("i0").load = BUSY
+        assert await it.link.order(lambda number: order(number, 1)) == ("i0",)
+        assert await it.link.order(lambda number: order(number, 2)) == ("i0",)
+        with pytest.raises(OrderFailed, match="a rolling restart is under way"):
+            await it.link.order(lambda number: order(number, 3, "i1"))
+        it.launcher.process("i0").load = IDLE
+        await until(lambda: "rolling restart: done" in it.said)
+        assert starts(it) == ["i0", "i1", "i0"]
 
 
 async def test_the_only_one_that_serves_is_not_restarted() -> None:
