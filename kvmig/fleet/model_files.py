@@ -45,7 +45,7 @@ from kvmig.sources.download_state import (
 )
 from kvmig.sources.fetch import free_bytes
 from kvmig.sources.file_list import SourceFailure
-from kvmig.sources.files_folder import BegunFolder, FilesFolder
+from kvmig.sources.files_folder import SERVER_LOCK, BegunFolder, FilesFolder
 from kvmig.sources.messages import (
     FetchFailed,
     FetchHeads,
@@ -147,7 +147,7 @@ class ModelFiles:
         """Fetchers that have not ended."""
         self._news = asyncio.Event()
         self._room = asyncio.Lock()
-        self._lock = FolderLock(self.folder.root / "fleet.lock", f"the folder {self.folder.root}")
+        self._lock = FolderLock(self.folder.root / SERVER_LOCK, f"the folder {self.folder.root}")
         self._looking = asyncio.Semaphore(HEADS_AT_ONCE)
         self._tidied = -TIDY_S
 
@@ -160,7 +160,10 @@ class ModelFiles:
         except OSError as error:
             raise ConfigError(f"{self.folder.root} can't be used: {error}") from error
         for row in await self._stored(read_files, self._database):
-            found = await asyncio.to_thread(self.folder.manifest, row.folder or "none")
+            try:
+                found = await asyncio.to_thread(self.folder.manifest, row.folder or "none")
+            except OSError as error:
+                raise ConfigError(f"{self.folder.root} can't be used: {error}") from error
             whole = bool(row.folder) and found is not None
             if row.folder and not whole:
                 log.warning("the files of %s are not all there: they are fetched again", row.source)

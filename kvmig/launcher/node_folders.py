@@ -29,13 +29,13 @@ from kvmig.launcher.node_files import (
     copy_link,
 )
 from kvmig.launcher.user_folder import FolderLists, digest_of, list_folder
-from kvmig.process.folder_lock import FolderLock
+from kvmig.process.folder_lock import FolderLock, holder_of
 from kvmig.sources import download_state
 from kvmig.sources.disk_room import HeldFiles, find_room
 from kvmig.sources.download_state import LAST_RETRY_S, DownloadStatus, sentence_of
 from kvmig.sources.fetch import SourceFetch, free_bytes
 from kvmig.sources.file_list import SourceFailure, check_name
-from kvmig.sources.files_folder import MANIFEST, FilesFolder, FilesManifest
+from kvmig.sources.files_folder import MANIFEST, SERVER_LOCK, FilesFolder, FilesManifest
 from kvmig.sources.messages import FetchListed
 from kvmig.sources.source import parse_source
 
@@ -121,9 +121,13 @@ class NodeFolders:
         if thread is not None:
             thread.join(END_S)
         with self._lock:
-            if self._held is not None:
-                self._held.release()
-            self._folder, self._held = None, None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Leave the folder to others. What is being fetched breaks off."""
+        if self._held is not None:
+            self._held.release()
+        self._folder, self._held, self._origin, self._whole = None, None, None, {}
 
     @property
     def _shared(self) -> bool:
@@ -135,13 +139,13 @@ class NodeFolders:
         )
 
     def _open(self, wish: FilesWish) -> None:
-        """Take the node's folder, and see whether the server's is here."""
+        """Take the node's folder, and see whether the server's is here. One into which another
+        fleet's server downloads is that server's alone."""
         root = Path(self._own or wish.root)
-        if not wish.root or (self._folder is not None and self._folder.root == root):
+        has_it = self._folder is not None and self._folder.root == root
+        if not wish.root or (has_it and (self._shared or not self._is_taken(root))):
             return
-        if self._held is not None:
-            self._held.release()
-        self._folder, self._held, self._origin, self._whole = None, None, None, {}
+        self._let_go()
         self._looked_at = -LOOK_S
         for path in (Path(wish.root), root):  # the server's may be at another path here
             with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -151,17 +155,27 @@ class NodeFolders:
         try:
             if self._origin is None or self._origin.root != root:
                 folder.make()
+                if server := holder_of(root / SERVER_LOCK):
+                    raise ConfigError(f"the server of another fleet (process {server}) has it")
                 held = FolderLock(root / "node.lock", f"the folder {root}")
                 held.acquire()
                 self._held = held
                 folder.sweep()
         except (OSError, ConfigError) as error:
-            self._why = f"{root} can't be used for models' files: {error}"
-            if self._held is not None:
-                self._held.release()
-                self._held = None
+            self._why = (
+                f"{root} can't be used for models' files: {error}; it can be one fleet's only"
+            )
+            self._let_go()
             return
         self._folder, self._why = folder, ""
+
+    def _is_taken(self, root: Path) -> bool:
+        """Whether another fleet's server has begun to download into the node's folder."""
+        try:
+            return bool(holder_of(root / SERVER_LOCK))
+        except OSError as error:  # a later look may show it
+            log.warning("%s can't be looked at: %s", root / SERVER_LOCK, error)
+            return False
 
     def _look(self) -> None:
         """Know what is whole, and from time to time whether it still is."""
@@ -175,12 +189,12 @@ class NodeFolders:
                 self._take_lists(LIST_S)
             else:
                 self._take_lists(0.0)
-            if every:
-                self._looked_at, self._whole = now, {}
-            names = {path.name for path in (folder.root / WHOLE).iterdir()} - self._whole.keys()
+            whole = {} if every else dict(self._whole)
+            names = {path.name for path in (folder.root / WHOLE).iterdir()} - whole.keys()
             for name in names - {self._busy}:  # which is whole once its download has ended
                 if (found := folder.manifest(name)) is not None:
-                    self._whole[name] = found
+                    whole[name] = found
+            self._whole, self._looked_at = whole, now if every else self._looked_at
         except OSError as error:
             log.warning("%s can't be looked at: %s", folder.root, error)
         if self._shared:
@@ -236,6 +250,8 @@ class NodeFolders:
 
     def _next(self) -> WantedFolder | None:
         """The folder that is fetched next; None: none can be now."""
+        if self._folder is None:
+            return None
         for one in self._wish.folders:
             status = self._statuses.get(one.folder, DownloadStatus())
             due = download_state.is_due(status, self._clock())
@@ -315,7 +331,11 @@ class NodeFolders:
                 raise SourceFailure(f"{folder} can't be read: {error}") from error
             name = self._copy_of(folder)
         for place in self._places() if name else ():
-            if (found := place.manifest(name)) is not None:
+            try:
+                found = place.manifest(name)
+            except OSError as error:
+                raise SourceFailure(f"{folder} can't be read: {error}") from error
+            if found is not None:
                 return found
         raise SourceFailure(f"{folder} is not whole on this node")
 
@@ -439,7 +459,8 @@ class NodeFolders:
 
     def _go_on(self, wanted: WantedFolder) -> None:
         """Raises WantedNoMore."""
-        if all(one.folder != wanted.folder for one in self._wish.folders):
+        gone = self._folder is None  # another fleet's server has it now
+        if gone or all(one.folder != wanted.folder for one in self._wish.folders):
             raise WantedNoMore(wanted.folder)
 
     def _make_room(self, wanted: WantedFolder, listed: FetchListed, folder: FilesFolder) -> None:

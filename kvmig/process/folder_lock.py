@@ -10,6 +10,21 @@ from typing import TextIO
 from kvmig.core.errors import ConfigError
 
 
+def holder_of(path: Path) -> str:
+    """The process id of the process that has acquired the lock at a path; empty: none has. Raises
+    OSError."""
+    try:
+        file = path.open()
+    except FileNotFoundError:
+        return ""
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "unknown"
+    return ""
+
+
 class FolderLock:
     """`acquire` it, then `release` it; the end of the process releases it, too."""
 

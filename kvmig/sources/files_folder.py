@@ -18,12 +18,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvmig.core.open_files import lacks_descriptor
 from kvmig.sources.file_list import RemoteFile
 from kvmig.sources.source import ModelSource
 
 MANIFEST = ".kvmig/manifest.json"
 COMING = ".kvmig/coming"
 SOURCE = ".kvmig/source"
+SERVER_LOCK = "fleet.lock"
+"""The lock of the fleet's server that downloads into the folder."""
 
 
 class WholeFile(msgspec.Struct, frozen=True):
@@ -157,12 +160,15 @@ class FilesFolder:
         sync_folder(self.root / "whole")
 
     def manifest(self, name: str) -> FilesManifest | None:
-        """The manifest of a whole folder whose files are all there; None: it isn't whole."""
+        """The manifest of a whole folder whose files are all there; None: it isn't whole. Raises
+        OSError where this process has no file descriptor free to look."""
         folder = self.whole(name)
         try:
             found = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=FilesManifest)
             sizes = all((folder / one.name).stat().st_size == one.size for one in found.files)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError) as error:
+            if lacks_descriptor(error):
+                raise
             return None
         return found if sizes else None
 

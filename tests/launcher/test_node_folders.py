@@ -26,9 +26,16 @@ from kvmig.launcher.node_files import (
     folder_on_node,
 )
 from kvmig.launcher.node_folders import LOOK_S, NodeFolders
+from kvmig.process.folder_lock import FolderLock
 from kvmig.sources import disk_room
 from kvmig.sources.file_list import SourceFailure
-from kvmig.sources.files_folder import FilesFolder, FilesManifest, WholeFile, folder_name
+from kvmig.sources.files_folder import (
+    SERVER_LOCK,
+    FilesFolder,
+    FilesManifest,
+    WholeFile,
+    folder_name,
+)
 from kvmig.sources.source import parse_source
 from tests.support.waiting import wait_until
 
@@ -216,8 +223,43 @@ def test_a_folder_of_another_process_is_refused_with_its_id(site: FilesSite) -> 
     first, second = site.node(), site.node()
     assert first.take_wish(site.wish(), {}).why == ""
     found = second.take_wish(site.wish(), {})
-    assert found.why.endswith(f"is in use by process {os.getpid()}")
+    words = f"is in use by process {os.getpid()}; it can be one fleet's only"
+    assert found.why.endswith(words)
     assert found.root == ""
+
+
+def test_a_folder_of_another_fleets_server_is_that_servers_alone(
+    site: FilesSite, tmp_path: Path
+) -> None:
+    """Its models, and what it downloads just now, would go to make room."""
+    wanted = site.add("a", b"weights")
+    other = FilesFolder(tmp_path / "node")
+    other.make()
+    lock = FolderLock(other.root / SERVER_LOCK, "the folder")
+    lock.acquire()
+    wish, holders = site.wish(wanted, most=1), {wanted.folder: [site.holder]}
+    found = site.node().take_wish(wish, holders)
+    assert found.why == (
+        f"{other.root} can't be used for models' files: the server of another fleet (process"
+        f" {os.getpid()}) has it; it can be one fleet's only"
+    )
+    assert not found.root
+    lock.release()
+
+
+def test_a_node_leaves_its_folder_to_a_server_that_comes_later(
+    site: FilesSite, tmp_path: Path
+) -> None:
+    wanted = site.add("a", b"weights")
+    node, wish = site.node(), site.wish(wanted)
+    after(node, wish, site.holder, state="whole")
+    lock = FolderLock(tmp_path / "node" / SERVER_LOCK, "the folder")
+    lock.acquire()
+    found = node.take_wish(wish, {})
+    assert "the server of another fleet" in found.why
+    assert (found.root, [one.state for one in found.folders if one.state == "whole"]) == ("", [])
+    lock.release()
+    assert [one.state for one in node.take_wish(wish, {}).folders] == ["whole"]
 
 
 def test_a_node_says_which_of_the_users_folders_it_has(site: FilesSite, tmp_path: Path) -> None:
