@@ -87,7 +87,11 @@ def _kill_all(server: subprocess.Popen[bytes]) -> None:
     own, deadline = os.getpid(), time.monotonic() + KILL_S
     while time.monotonic() < deadline:
         _reap(server)
-        left = descendants([own], parents()) - {own}
+        try:
+            left = descendants([own], parents()) - {own}
+        except OSError:  # no file is left to look with
+            time.sleep(LOOK_S)
+            continue
         if not left:
             return
         for pid in left:

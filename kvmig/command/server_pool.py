@@ -28,6 +28,7 @@ from kvmig.core.background import cancel_tasks
 from kvmig.core.clock import Clock, monotonic
 from kvmig.core.config import instance_name
 from kvmig.core.errors import StartupError
+from kvmig.core.open_files import lacks_descriptor
 from kvmig.process.child import say
 from kvmig.process.port_owners import strangers_at
 from kvmig.process.sockets import free_port
@@ -329,7 +330,7 @@ class ServerPool:
         most_s = self._launch.hang_timeout_s
         while self._clock() - instance.heard_at < most_s:
             await asyncio.sleep(min(PROBE_S, most_s / 4))
-            if await answers(client, self._launch.health):
+            if await answers(client, self._launch.health) is not False:
                 instance.heard_at = self._clock()
         return f"nothing came from it for {most_s:g} s: it was ended"
 
@@ -382,9 +383,10 @@ def client_of(address: str) -> httpx.AsyncClient:
     )
 
 
-async def answers(client: httpx.AsyncClient, path: str) -> bool:
-    """Whether the server answers the path with success."""
+async def answers(client: httpx.AsyncClient, path: str) -> bool | None:
+    """Whether the server answers the path with success; None: it was not asked, since this process
+    has no file descriptor free."""
     try:
         return (await client.get(path)).is_success
-    except httpx.HTTPError:
-        return False
+    except httpx.HTTPError as error:
+        return None if lacks_descriptor(error) else False

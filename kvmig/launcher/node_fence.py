@@ -11,10 +11,16 @@ import fcntl
 import os
 from pathlib import Path
 
+from kvmig.core.errors import KvmigError
+from kvmig.core.open_files import lacks_descriptor
 from kvmig.core.order_fence import NO_TOKEN, OrderFence, OrderToken
 
 WIDTH = 40
 """Characters of a token in its file: a longer one replaces a shorter one in one write."""
+
+
+class FenceUnknown(KvmigError):
+    """It can't be seen now which server leads: nothing on the node changes."""
 
 
 class NodeFence:
@@ -27,7 +33,8 @@ class NodeFence:
     def refuse(self, fleet: str, token: OrderToken) -> str:
         """Remember the token of a fleet's wish; return why the wish is refused, empty if it isn't.
 
-        fleet: the word of the fleet, the same for all of its servers.
+        fleet: the word of the fleet, the same for all of its servers. Raises FenceUnknown where
+        this process has no file descriptor free to look.
         """
         if token == NO_TOKEN:  # of a server that has not said anything yet
             return "no server has sent a token yet"
@@ -45,4 +52,6 @@ class NodeFence:
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:
+            if lacks_descriptor(error):
+                raise FenceUnknown(f"{path} can't be opened now: {error}") from error
             return f"the highest token of a server is not known: {path} can't be used: {error}"

@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from kvmig.core.order_fence import NO_TOKEN
 from kvmig.launcher import ray_cluster
 from kvmig.launcher.environment import available_memory, total_memory
-from kvmig.launcher.node_fence import NodeFence
+from kvmig.launcher.node_fence import FenceUnknown, NodeFence
 from kvmig.launcher.node_files import (
     ClusterWish,
     FilesWish,
@@ -108,7 +108,11 @@ class NodeAgent:
             engines=tuple(self._engines),
         )
         with self._turn:
-            if refused := self._fence.refuse(wish.fleet, wish.token):
+            try:
+                refused = self._fence.refuse(wish.fleet, wish.token)
+            except FenceUnknown as error:
+                return replace(measured, refused=str(error))
+            if refused:
                 self._let_go()
                 return replace(measured, refused=refused)
             self._wish = wish
@@ -134,7 +138,7 @@ class NodeAgent:
         """Let go of the node once a later server leads, also while no wish comes any more."""
         while True:
             time.sleep(FENCE_LOOK_S)
-            with self._turn:
+            with self._turn, suppress(FenceUnknown):
                 held = self._wish
                 if held.token != NO_TOKEN and self._fence.refuse(held.fleet, held.token):
                     self._let_go()
@@ -272,12 +276,13 @@ class WatchedNode:
     def take_answer(self) -> None:
         """Take the answer that has come, or the reason why none will."""
         import ray
-        from ray.exceptions import ActorUnavailableError, RayError
+        from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
         asked, self.asked = self.asked, None
         try:
             measured = checked_measure(ray.get(asked))
-        except ActorUnavailableError as error:  # Ray starts it again
+        except (ActorUnavailableError, RayTaskError) as error:
+            # Ray starts it again; or it is there, and could not measure: what it keeps would end.
             self._why = ray_cluster.last_line(error)
         except RayError as error:
             self._why = ray_cluster.last_line(error)

@@ -35,6 +35,7 @@ import setproctitle
 
 from kvmig.core.errors import StartupError
 from kvmig.core.killed import kill_and_wait
+from kvmig.core.open_files import NO_FILE_S, lacks_descriptor
 from kvmig.core.secret import ADMIN_KEY, SECRET
 from kvmig.core.shown_secrets import shown_words
 from kvmig.engines.registry import kind_of, with_tree
@@ -64,7 +65,6 @@ TELL_S = 1.0
 ENGINE = "engine"
 INSTANCES, SERVERS = "the environment of instances", "the environment of servers"
 """What a `ForkServerLoaded` names besides `likeness`; environments by their `digest`."""
-NO_FILE_S = 0.2
 LLUMLET = "kvmig.launcher.llumlet_main"
 ENGINES = "kvmig.process.fork_server"
 LOADED = "kvmig.process.loaded_files"
@@ -492,10 +492,19 @@ class ForkedProcess:
         self.returncode: int | None = None
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._watch()
+
+    def _watch(self) -> None:
+        if self.returncode is not None:
+            return
         try:
-            watched = os.pidfd_open(pid)
+            watched = os.pidfd_open(self.pid)
         except ProcessLookupError:
             self._loop.call_later(TELL_S, self.end, UNSEEN)
+        except OSError as error:
+            if not lacks_descriptor(error):
+                raise
+            self._loop.call_later(NO_FILE_S, self._watch)
         else:
             self._loop.add_reader(watched, self._seen, watched)
 
@@ -637,7 +646,7 @@ class _Forking:
         try:
             client, _ = listening.sock.accept()
         except OSError as error:  # whoever came has gone again; or no file is left for anybody
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if lacks_descriptor(error):
                 time.sleep(NO_FILE_S)  # who waits would be asked for again at once
             return
         with contextlib.suppress(OSError):
@@ -652,7 +661,9 @@ class _Forking:
         descriptors: list[int] = []
         try:
             flags = socket.MSG_CMSG_CLOEXEC
-            message, descriptors, _, _ = socket.recv_fds(client, MESSAGE_BYTES, 8, flags)
+            message, descriptors, flags, _ = socket.recv_fds(client, MESSAGE_BYTES, 8, flags)
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             order = msgspec.msgpack.decode(message, type=ForkOrder)
             if (pid := os.fork()) == 0:
                 return order, descriptors

@@ -33,7 +33,10 @@ class UnixPackets:
     @classmethod
     def connect(cls, path: str, most_bytes: int) -> Self:
         """Connect to this user's listener there, at once. Raises TransportError."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise TransportError(f"{path} can't be reached now: {error}") from error
         try:
             sock.setblocking(False)
             sock.connect(path)

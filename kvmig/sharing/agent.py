@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
@@ -21,6 +20,7 @@ import msgspec
 
 from kvmig.core.background import BackgroundTasks
 from kvmig.core.errors import ConfigError, PeerError, TransportError
+from kvmig.core.open_files import NO_FILE_S, lacks_descriptor
 from kvmig.engines.gate import ComputeShares, StepRequest
 from kvmig.rpc.unix_packets import UnixPackets
 from kvmig.rpc.unix_peer import credentials
@@ -53,7 +53,6 @@ SETTLE_S = 1.0
 """Least time from the agent's start until it leases what no member has claimed: members of an agent
 that has died are back by then (`kvmig.sharing.member.RETRY_S`), except one that is stopped."""
 TICK_S = 0.5
-NO_FILE_S = 0.5
 """Pause between two looks at the rule while no member reports."""
 
 
@@ -144,7 +143,7 @@ class UnitAgent:
             sock, _ = self._sock.accept()
         except OSError as error:
             log.warning("nobody could be let in: %s", error)
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # who waits would come again at once
+            if lacks_descriptor(error):  # who waits would come again at once
                 self._loop.remove_reader(self._sock.fileno())
                 self._again = self._loop.call_later(NO_FILE_S, self._listen)
             return
@@ -223,7 +222,8 @@ class UnitAgent:
             ended = os.pidfd_open(packets.process)
         except OSError as error:
             self._ledger.remove_member(name, self._loop.time())
-            raise ConfigError(f"the process of {name} is gone: {error}") from error
+            what = "can't be watched now" if lacks_descriptor(error) else "is gone"
+            raise ConfigError(f"the process of {name} {what}: {error}") from error
         self._tenants[name] = MemberConnection(packets.process, ended, packets)
         self._loop.add_reader(ended, self._left, name)
 

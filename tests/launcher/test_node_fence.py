@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvmig.core.order_fence import NO_TOKEN, OrderToken
-from kvmig.launcher.node_fence import NodeFence
+from kvmig.launcher.node_fence import FenceUnknown, NodeFence
 from tests.support.examples import examples
+from tests.support.open_files import no_descriptor
 
 FLEET = "f" * 32
 
@@ -46,6 +47,14 @@ def test_where_the_highest_token_cannot_be_read_nothing_is_done(tmp_path: Path, 
     (tmp_path / f"{FLEET}.token").write_text(text)
     assert "can't be used" in NodeFence(tmp_path).refuse(FLEET, OrderToken(9))
     assert "can't be used" in NodeFence(tmp_path / "absent").refuse(FLEET, OrderToken(9))
+
+
+def test_an_agent_that_can_open_no_file_learns_nothing_of_other_servers(tmp_path: Path) -> None:
+    fence = NodeFence(tmp_path)
+    assert not fence.refuse(FLEET, OrderToken(9))
+    with no_descriptor(), pytest.raises(FenceUnknown, match=r"can't be opened now: .*Too many"):
+        fence.refuse(FLEET, OrderToken(9))
+    assert not fence.refuse(FLEET, OrderToken(9))
 
 
 class ServersOfOneNode(RuleBasedStateMachine):

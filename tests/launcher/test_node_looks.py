@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 import pytest
 
@@ -50,3 +52,20 @@ def test_an_answer_of_another_kvmig_is_taken_as_far_as_it_is_known() -> None:
     assert checked_measure(OtherMeasure()) == NodeMeasure(memory_total=9, memory_free=5)
     with pytest.raises(msgspec.ValidationError):
         checked_measure(OddMeasure())
+
+
+def test_an_agent_that_can_not_measure_now_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another one in its place, all that it has started would end."""
+    ray = pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+    failed = OSError(errno.EMFILE, "Too many open files")
+
+    def get(_: object) -> object:
+        raise ray.exceptions.RayTaskError("measure", f"OSError: {failed}", failed)
+
+    monkeypatch.setattr(ray, "get", get)
+    watched, agent = WatchedNode(RayNode("a", "a", {}, {})), object()
+    monkeypatch.setattr(watched, "_agent", agent)
+    watched.asked = object()
+    watched.take_answer()
+    assert watched.agent is agent
+    assert "Too many open files" in watched.report().why

@@ -19,8 +19,10 @@ import pytest
 from kvmig.core.config import ClusterConfig, RayConfig, UnitConfig, check
 from kvmig.core.errors import ConfigError, StartupError, TransportError
 from kvmig.core.order_fence import OrderToken
+from kvmig.launcher import ray_agents
 from kvmig.launcher.gpu_division import NoRoom
 from kvmig.launcher.launch import LlumletLaunch
+from kvmig.launcher.node_fence import FenceUnknown, NodeFence
 from kvmig.launcher.node_files import NodeFilesReport, NodeWish, WantedUnit
 from kvmig.launcher.node_folders import NodeFolders
 from kvmig.launcher.node_reports import UnitReport
@@ -408,3 +410,27 @@ def test_an_agent_that_can_not_end_one_part_of_its_node_lets_go_of_the_others(
     refused = first.measure(NodeWish(fleet="f", token=OrderToken(1)), {}).refused
     assert "its token is 1.0" in refused
     assert set(ended) == {"units"}  # on a slow machine the thread that looks lets go of them, too
+
+
+def test_an_agent_that_can_not_see_which_server_leads_keeps_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process on the node has taken all file descriptors, for a while."""
+    pytest.importorskip("ray", reason="needs the extra kvmig[ray]")
+    monkeypatch.setattr("ray.get_runtime_context", OwnNode)
+    monkeypatch.setattr(ray_agents, "FENCE_LOOK_S", 0.01)
+    monkeypatch.setattr(NodeUnits, "keep_units", lambda *_: THERE)
+    ended, looks = list[str](), list[int]()
+    monkeypatch.setattr(NodeUnits, "close", lambda _: ended.append("units"))
+    agent, wish = NodeAgent(), NodeWish(fleet="f", token=OrderToken(1), units=(WANTED,))
+    assert agent.measure(wish, {}).units == THERE
+
+    def refuse(*_: object) -> str:
+        looks.append(1)
+        raise FenceUnknown("no file can be opened now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NodeFence, "refuse", refuse)
+        assert agent.measure(wish, {}).refused == "no file can be opened now"
+        wait_until(lambda: len(looks) > 3)
+    assert (agent.measure(wish, {}).units, ended) == (THERE, [])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import secrets
 import socket
+import time
 from threading import Thread
 
 import msgspec
 
 from kvmig.core.errors import TransportError
+from kvmig.core.open_files import NO_FILE_S, lacks_descriptor
 from kvmig.rpc.codec import RefusalCounter
 from kvmig.rpc.unix_peer import is_own_user
 
@@ -61,8 +64,11 @@ class DescriptorDonor:
             while True:
                 try:
                     peer, _ = self._socket.accept()
-                except OSError:
-                    return
+                except OSError as error:
+                    if not lacks_descriptor(error):
+                        return  # closed
+                    time.sleep(NO_FILE_S)
+                    continue
                 with peer, contextlib.suppress(OSError):  # a peer that left gets nothing
                     self._give(peer)
         finally:
@@ -86,12 +92,13 @@ class DescriptorDonor:
 
 
 def gone(ticket: DescriptorTicket) -> bool:
-    """Whether the donor has closed its socket, or died: its name is free then."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
+    """Whether the donor has closed its socket, or died: its name is free then. It isn't gone where
+    that can't be tried for want of a descriptor."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.bind(f"\0{ticket.socket}")
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 
@@ -102,18 +109,21 @@ def take(ticket: DescriptorTicket, refusals: RefusalCounter) -> int:
     listen under the name of a donor that is gone, and would get the word and lend its own
     memory for our blocks. That is counted.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as donor:
-        donor.settimeout(TIMEOUT_S)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as donor:
+            donor.settimeout(TIMEOUT_S)
             donor.connect(f"\0{ticket.socket}")
             if not is_own_user(donor):
                 refusals.count_strangers(1)
                 raise TransportError(f"no descriptor from {ticket.socket}: another user's socket")
             donor.sendall(bytes.fromhex(ticket.secret))
             size = socket.CMSG_SPACE(array.array("i").itemsize)
-            _, control, _, _ = donor.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
-        except (OSError, ValueError) as error:
-            raise TransportError(f"no descriptor from {ticket.socket}: {error}") from error
+            _, control, flags, _ = donor.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise TransportError(f"no descriptor from {ticket.socket}: {error}") from error
+    if flags & socket.MSG_CTRUNC:
+        why = os.strerror(errno.EMFILE)
+        raise TransportError(f"no descriptor from {ticket.socket}: {why} in this process")
     for level, kind, data in control:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             (descriptor,) = array.array("i", data[:4])

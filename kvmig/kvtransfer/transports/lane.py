@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvmig.core.errors import KvmigError, PeerError, TransportError
+from kvmig.core.open_files import NO_FILE_S, lacks_descriptor
 from kvmig.kvtransfer.transports.lane_cipher import (
     HEADER_BYTES,
     HELLO_BYTES,
@@ -236,6 +237,11 @@ class LaneReceiver:
                 peer, _ = self._open.accept()
             except TimeoutError:
                 return None
+            except OSError as error:
+                if not lacks_descriptor(error):
+                    raise
+                time.sleep(min(left, NO_FILE_S))
+                continue
             salt = self._greet(peer)
             if salt is None:
                 peer.close()
