@@ -46,7 +46,7 @@ class GpuFact(NamedTuple):
     total: int
     mps: bool
     title: str = ""
-    """Its index, name and UUID."""
+    """Index, name and UUID of the GPU."""
     computing: int = 0
     """Processes that compute on it now."""
 

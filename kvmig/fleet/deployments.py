@@ -39,8 +39,7 @@ Answer = TypeVar("Answer")
 
 
 class OrderUnanswered(StartupError):
-    """It is not known whether an order was carried out. One that was not by the next contact never
-    is."""
+    """An order may have been carried out, or not. One that was not by the next contact never is."""
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -222,13 +221,13 @@ class DeploymentWatcher:
         self,
         order: Awaitable[bytes],
         instance: str,
-        told: Callable[[], bool],
+        reported: Callable[[], bool],
         there: Callable[[], bool],
     ) -> None:
         """Give an order about an instance; its effect is known then. If only the answer got lost,
         the next contact shows the effect, and the order isn't given again.
 
-        told: whether an event after the order has the effect. there: whether the first event of
+        reported: whether an event after the order has the effect. there: whether the first event of
         another contact has it, which other things may have changed, too.
         """
         try:
@@ -238,7 +237,7 @@ class DeploymentWatcher:
             if not there():
                 raise
         else:
-            await self._until({instance}, told)
+            await self._until({instance}, reported)
 
     def _names(self) -> set[str]:
         return {one.id for one in self.told.data}

@@ -20,7 +20,7 @@ WIDTH = 40
 
 
 class FenceUnknown(KvmigError):
-    """It can't be seen now which server leads: nothing on the node changes."""
+    """No file descriptor is free to see which server leads: nothing on the node changes."""
 
 
 class NodeFence:

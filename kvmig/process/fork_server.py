@@ -661,8 +661,8 @@ class _Forking:
         descriptors: list[int] = []
         try:
             flags = socket.MSG_CMSG_CLOEXEC
-            message, descriptors, flags, _ = socket.recv_fds(client, MESSAGE_BYTES, 8, flags)
-            if flags & socket.MSG_CTRUNC:
+            message, descriptors, came, _ = socket.recv_fds(client, MESSAGE_BYTES, 8, flags)
+            if came & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             order = msgspec.msgpack.decode(message, type=ForkOrder)
             if (pid := os.fork()) == 0:

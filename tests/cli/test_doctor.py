@@ -135,8 +135,15 @@ def test_a_gpu_that_several_engines_compute_on_without_mps_is_named_as_at_their_
 
     def gpu(index: int, computing: int, mps: bool = False) -> DeviceRecord:
         uses = process(1, False), *(process(pid, True) for pid in range(2, 2 + computing))
-        names = {"id": str(index), "uuid": f"GPU-{index}", "name": "H100"}
-        return DeviceRecord(index=index, total=80 * GIB, processes=uses, mps=mps, **names)
+        return DeviceRecord(
+            id=str(index),
+            index=index,
+            uuid=f"GPU-{index}",
+            name="H100",
+            total=80 * GIB,
+            processes=uses,
+            mps=mps,
+        )
 
     shared = gpu(0, 2)
     found = DeviceInventory(devices=(shared, gpu(1, 1), gpu(2, 3, mps=True)))
