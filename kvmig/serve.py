@@ -540,7 +540,7 @@ class ClusterServer:
             host = bound[0]
             if not (is_loopback(host) or self._launch.admin_key or self._args.api_key):
                 say(
-                    f"anybody who reaches {host} may use the API; the admin API is closed, see"
+                    f"all clients that reach {host} may use the API; the admin API is closed, see"
                     f" {ADMIN_KEY} in docs/security.md"
                 )
         say(f"serving {self._args.model} on {address_of(self._sock)} (Ctrl-C stops)")

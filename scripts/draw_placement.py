@@ -26,7 +26,7 @@ def drawing() -> str:
         plan = placed(estimator, method)
         served = sum(one.throughput for unit in plan for one in estimator.unit(unit) or ())
         offered = sum(one.rate for one in models)
-        heading = f"--method {method}: {what}, {served:.3g} of {offered:.3g} requests a second"
+        heading = f"--method {method}: {what}, {served:.3g} of {offered:.3g} requests per second"
         shapes.append(text(LEFT, top + 14, heading, size=15, bold=True, anchor="start"))
         height = 26 + ROW * max(len(unit.members) for unit in plan)
         at = float(LEFT)

@@ -22,7 +22,7 @@ TARGET = ROOT / "tests" / "house" / "prose.json"
 COMMAND = "python -m scripts.prose --write"
 
 COUNTED = (
-    r"(?:\d[\d,.]*|one|two|three|four|bytes|blocks|tokens|requests|messages|steps|copies|files|"
+    r"(?:\d(?:[\d,.]*\d)?|one|two|three|four|bytes|blocks|tokens|requests|messages|steps|copies|files|"
     r"threads|processes|connections|GPUs|[KMG]i?B|ms|checksum|latent|row|table|pool)"
 )
 WORDING = {

@@ -257,13 +257,13 @@ def remembered(grants: Iterable[KeyGrant], now: float) -> list[KeyGrant]:
 
 def quota_used_up(quota: AppliedQuota, anew: float | None) -> KeyDenied:
     """The answer to a request where nothing is left of a quota."""
-    message = f"{_named(quota)} is used up{_anew(anew)}"
+    message = f"{_named(quota)} is used up{_again(anew)}"
     return KeyDenied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
 
 
 def quota_too_small(quota: AppliedQuota, left: int, needed: int, anew: float | None) -> KeyDenied:
     """The same where less is left than a request needs to begin."""
-    message = f"{_named(quota)} has {left} left, the request needs {needed} to begin{_anew(anew)}"
+    message = f"{_named(quota)} has {left} left, the request needs {needed} to begin{_again(anew)}"
     return KeyDenied(HTTPStatus.TOO_MANY_REQUESTS, message, QUOTA_CODE)
 
 
@@ -286,8 +286,8 @@ def _named(quota: AppliedQuota) -> str:
     return f"{quota.whose.name}{QUOTA_WORDS}{quota.tokens} tokens {period}{of_model}"
 
 
-def _anew(anew: float | None) -> str:
-    return "" if anew is None else f"; it begins anew at {datetime.fromtimestamp(anew, UTC):%FT%TZ}"
+def _again(at: float | None) -> str:
+    return "" if at is None else f"; it starts again at {datetime.fromtimestamp(at, UTC):%FT%TZ}"
 
 
 def no_model(model: str) -> KeyDenied:

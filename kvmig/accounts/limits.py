@@ -180,9 +180,9 @@ class RequestLimiter:
         if parallel is not None and self.tally.running() + requests > parallel:
             return self._refuse(f"have {parallel} requests at once", requests, parallel, BUSY_S)
         if rpm is not None and (wait_s := self._early_s(rpm, now, requests)) > 0:
-            return self._refuse(f"send {rpm} requests a minute", requests, rpm, wait_s)
+            return self._refuse(f"send {rpm} requests per minute", requests, rpm, wait_s)
         if tpm is not None and (wait_s := self.bucket.wait_s(now)) > 0:
-            return self._refuse(f"use {tpm} tokens a minute", 0, tpm, wait_s)
+            return self._refuse(f"use {tpm} tokens per minute", 0, tpm, wait_s)
         return None
 
     def enter(self, now: float, requests: int = 1) -> None:

@@ -169,7 +169,7 @@ def check_fields(bound: BodyBound, fields: dict[str, Raw]) -> None:
     if ids > bound.ids + PROMPTS:
         raise _too_many("the prompts have", "token ids", bound.ids)
     if values > bound.values:
-        raise _too_many("the body has", "values beside its prompts", bound.values)
+        raise _too_many("the body has", "values besides its prompts", bound.values)
 
 
 def _check_turns(name: str, text: bytes) -> None:

@@ -350,7 +350,9 @@ class Llumlet:
         try:
             committed = await self._migrations.fence(message.request_id, message.epoch)
         except TimeoutError:
-            log.warning("a commit of request %s takes long, nobody waits", message.request_id)
+            log.warning(
+                "request %s: its front end no longer waits for a commit", message.request_id
+            )
             return
         self._send(sender, Fenced(message.call_id, committed))
 

@@ -188,7 +188,7 @@ class SchedulerProcess:
                     self._server.send(launcher, MessagesRefused(NAME, counts))
                 told = counts
             except TransportError as error:
-                log.warning("the launcher did not hear what was refused: %s", error)
+                log.warning("the launcher did not receive the list of refused messages: %s", error)
 
     # -- servers that have joined
 
@@ -243,7 +243,7 @@ class SchedulerProcess:
             for launcher in self._servers.launchers:
                 self._server.send(launcher, order)
         except TransportError as error:
-            log.warning("the launcher did not hear of %s: %s", order, error)
+            log.warning("the launcher did not receive %s: %s", order, error)
 
 
 async def serve(launch: SchedulerLaunch, descriptor: int) -> None:

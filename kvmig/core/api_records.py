@@ -96,9 +96,9 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="Its numerics class: instances of one round alike.")
     ] = ""
     vllm: Annotated[str, Meta(description="Folder of its vLLM; empty: the installed one.")] = ""
-    unit: Annotated[
-        str, Meta(description="Name of where it is in a placement; empty: nobody said.")
-    ] = ""
+    unit: Annotated[str, Meta(description="Name of its unit in a placement; empty: not known.")] = (
+        ""
+    )
     flags: Annotated[
         str, Meta(description="Flags of the engine that it has besides those of all.")
     ] = ""

@@ -516,7 +516,7 @@ def _check_http(http: HttpConfig) -> None:
     _positive("--send-timeout", http.send_timeout_s)
     _least("--max-media", http.max_media, 1_000_000)
     _one_of("--media-urls", http.media_urls, MEDIA_URLS)
-    apart = "left out without --uds: nobody is believed on a port who says whose call it is"
+    apart = "left out without --uds: on a port any client could name another user as its own"
     _require(bool(http.uds) or not http.isolate_users, "--isolate-users", "given", apart)
 
 

@@ -100,7 +100,7 @@ def group_of(regions: Sequence[Region], num_blocks: int, page: int, start: int =
     group = math.lcm(*(page // math.gcd(page, stride) for stride in strides))
     if any((one.base - start) % page for one in regions) or num_blocks % group:
         raise UnsupportedLayout(
-            f"blocks of {strides[0]} bytes a layer, {num_blocks} of them, don't fill pages of"
+            f"blocks of {strides[0]} bytes per layer, {num_blocks} of them, don't fill pages of"
             f" {page} bytes"
         )
     return group

@@ -180,8 +180,8 @@ class ModelQuotaBody(StrictBody):
 class LimitsBody(StrictBody):
     """Limits of a key, or of a user."""
 
-    rpm: int | None = Field(default=None, description="Requests a minute; null: no limit.")
-    tpm: int | None = Field(default=None, description="Tokens a minute; null: no limit.")
+    rpm: int | None = Field(default=None, description="Requests per minute; null: no limit.")
+    tpm: int | None = Field(default=None, description="Tokens per minute; null: no limit.")
     parallel: int | None = Field(default=None, description="Requests at once; null: no limit.")
     quota: int | None = Field(default=None, description="Tokens in a period; null: no limit.")
     period: Literal["day", "month", "total"] = Field(default="month", description="Of the quota.")
@@ -244,9 +244,7 @@ class KeyBody(LimitsBody):
     classes: list[str] | None = Field(
         default=None, description="Only these priority classes; null: all."
     )
-    days: float = Field(
-        default=0.0, ge=0, le=36500, allow_inf_nan=False, description="0: for ever."
-    )
+    days: float = Field(default=0.0, ge=0, le=36500, allow_inf_nan=False, description="0: no end.")
 
 
 # -- what goes out

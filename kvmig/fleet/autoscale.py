@@ -82,7 +82,7 @@ class ScalingRule:
     least: int = 0
     most: int = 1
     target: float = 8.0
-    """Requests, or requests a second, that an instance is for."""
+    """Concurrent requests, or requests per second, that one instance should have."""
     kind: Kind = "concurrency"
 
 

@@ -1,11 +1,11 @@
-"""Which models may start beside those that run, and which of these make room for them. Pure.
+"""Which models may start alongside those that run, and which of these make room for them. Pure.
 
-A model's instances need memory of the nodes that they are on, and GPUs there where these have some.
+A model's instances need memory of their nodes, and GPUs where the nodes have some.
 
-The one that has waited longest goes first. If it doesn't fit, idle models end for it, the least
-valuable ones first: never one that answers or that somebody waits for, nor one that has not yet
-been there for some time, so that models which alternate don't only start and end. One that came
-later may start before only where it takes nothing that who came first will need.
+The model that has waited longest starts first. If it doesn't fit, idle models end for it, the
+least valuable first. A model never ends while it answers or a request waits for it, nor before it
+has been there for some time: otherwise two models that are used in turn would only start and end.
+A later model may start earlier only where it takes nothing that the first one will need.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ResidentModel:
     priority: int = 0
     """Smaller ones stay longer."""
     kept: bool = False
-    """Whether it is not to end now: it answers, or somebody waits for it."""
+    """Whether it must not end now: it answers, or a request waits for it."""
     pinned: bool = False
     """Whether it is never to end: it has a least number of instances."""
     leaving: bool = False
@@ -209,8 +209,8 @@ def too_large(name: str, claim: int, total: int) -> str:
 def why_not_parked(more: int, free_bytes: int) -> str:
     """Why a model ends where it would be parked; empty: it is parked.
 
-    more: bytes that it then takes of the host beyond what it takes already. free_bytes: those that
-    nobody has or waits for.
+    more: bytes of the host that it would take in addition. free_bytes: those that no model has or
+    waits for.
     """
     if more <= max(0, free_bytes):
         return ""

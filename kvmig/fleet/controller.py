@@ -116,7 +116,7 @@ class ModelController:
         self,
         settings: FleetSettings,
         order: Callable[[Order], None],
-        tell: SendRoutes,
+        send: SendRoutes,
         memory: MemoryBudget,
         clock: Clock = monotonic,
         wall: Clock = monotonic,
@@ -126,7 +126,7 @@ class ModelController:
         keep: Keep = lambda model_id, plan, done: None,
         term: Callable[[], int] = lambda: 0,
     ) -> None:
-        """order: to the supervisor. tell: proxies get routes, names that are gone, and the version.
+        """order: to the supervisor. send: routes, names that are gone, and the version to proxies.
 
         memory: of the host. clock: steady. wall: Unix time. measured: called when more is known of
         what a model takes of GPUs. missing: why a model with this source can't start yet. workers:
@@ -176,7 +176,7 @@ class ModelController:
         self._entries = WantedEntries(
             self._models, self.rollouts, self._measures, self.faults, clock
         )
-        self._sender = RouteSender(tell, self.rollouts, self.faults, clock)
+        self._sender = RouteSender(send, self.rollouts, self.faults, clock)
         self._closing: set[asyncio.Task[None]] = set()
         """Connections to deployments that have ended."""
         self._told = False  # by init, what runs

@@ -202,10 +202,10 @@ class DeploymentWatcher:
             ) from error
 
     async def restart(self, step: RollStep) -> None:
-        """Let an instance's requests go elsewhere, then start it again as something else; `told`
-        says that they leave then. All that start later have its flags, too.
+        """Move an instance's requests away, then start it again with the flags or engine of `step`.
 
-        Raises StartupError with its own sentence.
+        Returns once `told` shows the order's effect. Instances that start later have its flags,
+        too. Raises StartupError with the deployment's error message.
         """
         instance = step.instance
         before = self._row_of(instance)
@@ -297,7 +297,7 @@ class DeploymentWatcher:
                     await self._heard.wait()
         except TimeoutError as error:
             every = ", ".join(sorted(names))
-            raise OrderUnanswered(f"it does not tell of {every} within {TOLD_S:g} s") from error
+            raise OrderUnanswered(f"it does not report {every} within {TOLD_S:g} s") from error
 
     async def _order(self, method: str, path: str, **more: Any) -> bytes:
         """Returns the answer's body. Raises StartupError; OrderUnanswered where it may be carried
@@ -401,7 +401,7 @@ class DeploymentWatcher:
             rows = (await self._get("/v1/models", ModelList)).data
             reach = (await self._get(f"{ADMIN}/model", ModelBody)).reach
         except (httpx.HTTPError, msgspec.DecodeError) as error:
-            log.warning("a deployment does not say what its model is like: %r", error)
+            log.warning("a deployment does not describe its model: %r", error)
             return
         for row in rows:
             if row.parent is None:

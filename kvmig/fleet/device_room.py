@@ -192,7 +192,7 @@ def reasons(need: DeviceNeed, devices: Sequence[DeviceMemory]) -> list[str]:
 
 
 def holders_of(device: DeviceMemory) -> str:
-    """Say in brackets who has a GPU's memory; empty: nobody has any. It names models."""
+    """The models and processes that have a GPU's memory, in brackets; empty: none has any."""
     holders = [
         f"{holder if is_unit(holder) else f'model {holder}'} has {in_gib(size)}"
         for holder, size in device.claims.items()

@@ -10,16 +10,16 @@ from kvmig.rpc.unix_packets import QueuedPackets
 
 
 class InitLink:
-    """Make it inside a running event loop."""
+    """The server's end; make it inside a running event loop."""
 
-    def __init__(self, sock: socket.socket, hear: Callable[[News], None]) -> None:
-        """hear: takes the news that come, from `listen` on."""
+    def __init__(self, sock: socket.socket, receive: Callable[[News], None]) -> None:
+        """receive: is called with each message of the supervisor, from `listen` on."""
         self._packets = QueuedPackets(
             sock,
             MESSAGE_BYTES,
-            lambda packet: hear(news_of(packet)),
+            lambda packet: receive(news_of(packet)),
             lambda: None,  # the other end has gone, and so will this process
-            "an order to init",
+            "an order to the supervisor",
         )
         self._waiting: list[Order] = []
         self.may_order: Callable[[], bool] = lambda: True

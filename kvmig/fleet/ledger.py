@@ -134,7 +134,7 @@ class _Known(NamedTuple):
 
     status: str
     counts: Mapping[str, int]
-    """By the names in COUNTS."""
+    """The counts by their names in COUNTS."""
 
 
 def _news(record: UsageRecord, known: _Known | None) -> UsageRecord | None:

@@ -47,7 +47,7 @@ class CatalogEntry(msgspec.Struct, frozen=True):
 
 
 class DeploymentRecord(msgspec.Struct, frozen=True):
-    """What init keeps of a deployment for the next server."""
+    """What the supervisor keeps of a deployment for the next server."""
 
     model_id: str
     model: str
@@ -185,7 +185,7 @@ class ManagedModel:
     refused: str = ""
     """Why it was not parked, or did not wake."""
     unrouted_at: int = 0
-    """Version at which proxies were told to send it nothing."""
+    """Version of the routes from which on proxies send it nothing."""
     entered: Counter[State] = field(default_factory=Counter)
     evicted: int = 0
     """Times that it ended to make room."""

@@ -145,7 +145,7 @@ class FleetMetrics:
     def _misses(self) -> Metric:
         found = CounterMetricFamily(
             "kvmig_scrapes_missed",
-            "Times that a model's deployment did not tell its metrics in time.",
+            "Times that a model's deployment did not return its metrics in time.",
             labels=["model"],
         )
         for model, count in self._missed.items():

@@ -81,13 +81,13 @@ class PlacementStatus(msgspec.Struct, frozen=True):
 
 
 class DesiredPlacement(msgspec.Struct, frozen=True):
-    """What the database keeps."""
+    """The desired placement as the database keeps it."""
 
     placement: Placement
     units: dict[str, dict[str, str]] = {}
-    """Of instances that were there before anybody said where they are, by deployment."""
+    """Units of instances that started before a placement named them: by deployment, by instance."""
     rule: ReplanRule | None = None
-    """When it is planned again; None: never."""
+    """When the placement is planned again; None: never."""
 
 
 class PlacementController:

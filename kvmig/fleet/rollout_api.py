@@ -85,12 +85,12 @@ class RolloutStatus(msgspec.Struct, frozen=True):
     """How a roll-out stands."""
 
     way: str
-    """beside: a new deployment takes over new requests. roll: instances start again one after the
-    other."""
+    """`beside`: a new deployment takes over new requests. `roll`: instances start again one after
+    the other."""
     state: str
     why: str
     rolled: int
-    """Instances that have started again; beside: 0."""
+    """Instances that have started again; 0 for `beside`."""
     share: int
     """The new requests of 100 that go to the new deployment."""
     canary: tuple[int, ...]

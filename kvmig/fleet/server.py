@@ -1,4 +1,4 @@
-"""`python -m kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT`: decides for a fleet.
+"""`python -m kvmig.fleet.server [FOLDER] ANNOUNCED SUPERVISOR HEARTBEAT`: decides for a fleet.
 
 It keeps the catalogue and the accounts, and every model as they and its requests want it. It is in
 no stream's path: without it warm models and known keys go on, and the supervisor starts another
@@ -775,7 +775,7 @@ def main(words: Sequence[str]) -> int:
     """Launch document on stdin. words: descriptors, of where it announces that it is ready, of its
     end of the socket to the supervisor, and for `kvmig.process.child.send_heartbeats`.
     """
-    form = "kvmig.fleet.server [FOLDER] ANNOUNCED INIT HEARTBEAT"
+    form = "kvmig.fleet.server [FOLDER] ANNOUNCED SUPERVISOR HEARTBEAT"
     return run_child(words, form, ServerLaunch, _run, counts=(3,), report=_report)
 
 

@@ -1,4 +1,4 @@
-"""What a fleet is told at its start, and where its files are."""
+"""The settings of a fleet, and where its files are."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def environment_of(settings: FleetSettings) -> dict[str, str]:
 
 
 class ServerLaunch(msgspec.Struct, frozen=True):
-    """What init tells the server (JSON, on stdin)."""
+    """What the supervisor sends to the server at its start (JSON, on stdin)."""
 
     settings: FleetSettings
     running: tuple[str, ...] = ()

@@ -504,7 +504,7 @@ class FleetSupervisor:
             case StepDown():
                 pass  # a standby's, which waits
             case LoadEngine(engine):
-                self._task(self._load(engine), f"nursery of {engine}")
+                self._task(self._load(engine), f"fork server of {engine}")
 
     def _tell(self, news: News) -> None:
         """Send news to the server; a server that is gone asks again when it is back."""

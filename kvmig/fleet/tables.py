@@ -1,10 +1,10 @@
 """The tables of a fleet's database, and how its two kinds are opened: SQLite and PostgreSQL.
 
-Times are Unix seconds. Rows of `audit` are only ever added, which triggers see to; the id of the
-newest one is the catalogue's version. One server at a time leads, and has the catalogue: by a lock
-on a file beside SQLite's, by an advisory lock that PostgreSQL ties to the one connection. Each
-leader has a token, greater than those before it. A connection that is made again takes the lock
-only while no other server has led in between.
+Times are Unix seconds. Rows of `audit` are only added, which triggers enforce; the id of the
+newest row is the catalogue's version. One server at a time leads, and only it changes the
+catalogue: it holds a lock on a file next to SQLite's, or an advisory lock that PostgreSQL ties to
+one connection. Each leader has a token, greater than those before it. A server that connects again
+takes the lock only if no other server has led in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The connection to who grants tokens of keys' quotas."""
+"""The connection to the fleet's server, which grants tokens of keys' quotas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESERVED_S = 3.0
 two seconds."""
 AGAIN_S = 0.5
 
-AWAY = "nobody grants tokens of the API key's quota now, try again"
+AWAY = "no tokens of the API key's quota can be granted now, try again"
 
 log = logging.getLogger(__name__)
 

@@ -697,4 +697,4 @@ class InstancePool:
             silence_s = 0.0 if instance.health is None else instance.health.silence_s
             if silence_s > self._lost_after_s:
                 self.forget(instance)
-                instance.drop(f"nothing was heard for {silence_s:.1f} s")
+                instance.drop(f"no message came for {silence_s:.1f} s")

@@ -22,12 +22,12 @@ _ROW = InstanceRow.__struct_fields__
 
 
 def instance_row(
-    index: int, view: InstanceView, ailment: str, welcome: Welcome | None = None
+    index: int, view: InstanceView, unhealthy: str, welcome: Welcome | None = None
 ) -> InstanceRow:
-    """The row of one instance; ailment: silent, hung, failed, starting (never connected yet), lost
-    (no longer connected), or empty.
+    """The row of one instance.
 
-    welcome: of an instance that is connected.
+    unhealthy: `silent`, `hung`, `failed`, `starting` (never connected yet), `lost` (no longer
+    connected), or empty. welcome: the one of an instance that is connected.
     """
     found = {
         **_same_fields(welcome),
@@ -35,11 +35,11 @@ def instance_row(
         **_same_fields(view),
         "id": view.instance,
         "index": index,
-        "state": ailment or view.state,
+        "state": unhealthy or view.state,
         "blocks_total": view.load.total_blocks,
         "blocks_limit": view.load.most_blocks,
         "blocks_used": view.load.used_blocks,
-        "freeness": 0.0 if ailment in ("starting", "lost") else instance_freeness(view),
+        "freeness": 0.0 if unhealthy in ("starting", "lost") else instance_freeness(view),
         "shared": None if view.shared is None else _unit_memory(view.shared),
     }
     return InstanceRow(**found)
@@ -94,18 +94,20 @@ def cluster_rows(
 
 
 def request_rows(
-    requests: Iterable[LiveRequest], told: Mapping[str, Sequence[RequestState]]
+    requests: Iterable[LiveRequest], lists: Mapping[str, Sequence[RequestState]]
 ) -> list[RequestRow]:
-    """Rows of requests in order of arrival. told: each instance's own list.
+    """Rows of requests in order of arrival. lists: each instance's own list.
 
     During a migration two instances list a request: its owner's list counts.
     """
     states = {
-        (state.request_id, instance): state for instance, listed in told.items() for state in listed
+        (state.request_id, instance): state
+        for instance, listed in lists.items()
+        for state in listed
     }
     rows = []
     for request in sorted(requests, key=lambda request: request.arrived):
-        places = [request.owner, *sorted(request.holders - {request.owner}), *told]
+        places = [request.owner, *sorted(request.holders - {request.owner}), *lists]
         found = next((at for at in places if (request.run_id, at) in states), None)
         state = RequestState(
             request_id=request.request_id,
@@ -152,14 +154,14 @@ class OthersRequest(NamedTuple):
     run_id: str
 
 
-def others_requests(told: Mapping[str, ListedRequests], own: str) -> list[OthersRequest]:
-    """Requests of all front ends but `own`, in no order. told: each instance's own list.
+def others_requests(lists: Mapping[str, ListedRequests], own: str) -> list[OthersRequest]:
+    """Requests of all front ends except `own`, in no order. lists: each instance's own list.
 
     Example: run "cmpl-x-0-12345678+1" of another front end: request "cmpl-x-0-12345678",
     call "x".
     """
     found: dict[str, OthersRequest] = {}
-    for instance, listed in told.items():
+    for instance, listed in lists.items():
         for state in listed.requests:
             if listed.fronts.get(state.request_id, own) == own:
                 continue

@@ -63,16 +63,17 @@ async def know_nothing(asked: FrontAsked) -> FrontReply:
 class LauncherLink:
     """The connection to the launcher. Make it inside a running event loop; `close` it.
 
-    name: the front end's. hear: takes the launcher's messages, `InstanceMembership.apply_news`.
+    name: the front end's. receive: is called with each message of the launcher
+    (`InstanceMembership.apply_news`).
     """
 
     def __init__(
-        self, endpoint: str, secret: bytes, name: str, hear: Callable[[News], None]
+        self, endpoint: str, secret: bytes, name: str, receive: Callable[[News], None]
     ) -> None:
         self._endpoint = endpoint
         self._secret = secret
         self._name = name
-        self._hear = hear
+        self._deliver = receive
         self.reply: Callable[[FrontAsked], Awaitable[FrontReply]] = know_nothing
         """Answers what the launcher, or another front end, asks."""
         self._ids = itertools.count(1)
@@ -150,7 +151,7 @@ class LauncherLink:
             except TransportError as error:
                 log.warning("the launcher is lost: %s", error)
             except Exception:  # a new connection begins with all that the launcher knows
-                log.exception("what the launcher told could not be done")
+                log.exception("a message of the launcher could not be carried out")
             finally:
                 self._client = None
                 client.close()
@@ -160,10 +161,10 @@ class LauncherLink:
             await asyncio.sleep(RETRY_S)
 
     async def _listen(self, client: RpcClient) -> None:
-        async for message, _ in client.messages("the launcher", self._hear):
+        async for message, _ in client.messages("the launcher", self._deliver):
             match message:
                 case Members() | EvacuateInstance() | MessagesRefused():
-                    self._hear(message)
+                    self._deliver(message)
                 case FrontQuestion():
                     self._replies.start(self._reply_to(client, message))
                 case OrderDone() | FrontAnswers():
@@ -173,7 +174,7 @@ class LauncherLink:
                 case _:
                     name = type(message).__name__
                     log.warning("the launcher sent %s", name)
-                    self._hear(PeerError(f"{name} isn't for a front end"))
+                    self._deliver(PeerError(f"{name} isn't for a front end"))
 
     async def _reply_to(self, client: RpcClient, question: FrontQuestion) -> None:
         reply = await self.reply(question.asked)

@@ -224,7 +224,8 @@ def cache_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise KernelUnavailable(f"{folder} must belong to this user and be writable by nobody else")
+        why = "must belong to this user and be writable by no other user"
+        raise KernelUnavailable(f"{folder} {why}")
     return folder
 
 

@@ -67,7 +67,7 @@ class ReferenceHeads:
     def give_units(self, units: Ints) -> None:
         given = set(units.tolist())
         if len(given) < len(units) or not given <= self._known - set(self._free):
-            raise ValueError("units are given that nobody holds")
+            raise ValueError("units are given back that are not in use")
         self._free += units.tolist()
 
     def rows(self, table: Ints, tokens: int, index: Ints, first: int, heads: int) -> Ints:

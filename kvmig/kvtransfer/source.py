@@ -312,7 +312,7 @@ class SourceSession(MigrationSession[Event, Action]):
             listening.cancel()
         if isinstance(error, TimeoutError):
             return machine.unreachable()
-        log.error("%s: nobody can say who runs the request: %r", move.mid, error)
+        log.error("%s: which instance runs the request is not known: %r", move.mid, error)
         return machine.orphaned()
 
     async def _clean_up(

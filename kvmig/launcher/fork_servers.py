@@ -16,15 +16,15 @@ from kvmig.process.fork_server import CannotFork, ForkServerClient, join
 from kvmig.process.supervisor import ProcessPort, end_by_stdin, how_it_ended
 from kvmig.rpc.unix_peer import credentials
 
-NURSERY_S = 120.0
+LOADED_S = 120.0
 """Timeout of loading an engine's libraries."""
 LOOK_S = 0.05
 PROBE_S = 10.0
-"""Pause between two probes of a nursery."""
+"""Pause between two probes of a fork server."""
 MISSED = 2
-"""Looks in a row that find that it does not; then it is ended."""
+"""Failed probes in a row after which a fork server is ended."""
 END_S = 20.0
-"""Time for one to end in order."""
+"""Time for a fork server to end in order."""
 
 log = logging.getLogger(__name__)
 
@@ -64,19 +64,18 @@ class ForkServers:
     async def _begin(self, engine: str) -> ForkServerClient:
         address = self.address(engine)
         if (before := self._processes.pop(engine, None)) is not None:
-            await end_now(
-                before, f"the fork server of {engine}"
-            )  # it may hang, and hold the address
+            # It may hang, and hold the address.
+            await end_now(before, f"the fork server of {engine}")
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "kvmig.launcher.shared_fork_server", engine, address,
                 *self._words, env=dict(self._environment()), stdin=subprocess.PIPE,
             )  # fmt: skip
         except OSError as error:
-            raise StartupError(f"the nursery of {engine} can't be started: {error}") from error
+            raise StartupError(f"the fork server of {engine} can't be started: {error}") from error
         self._processes[engine] = process
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(NURSERY_S):
+            async with asyncio.timeout(LOADED_S):
                 while process.returncode is None:
                     try:
                         sock = await asyncio.to_thread(join, address, {})
@@ -91,8 +90,8 @@ class ForkServers:
                     except StartupError:  # it loads
                         await asyncio.sleep(LOOK_S)
         code = process.returncode
-        how = f"not ready in {NURSERY_S:g} s" if code is None else how_it_ended(code)
-        raise StartupError(f"the nursery of {engine} has failed ({how})")
+        how = f"not ready in {LOADED_S:g} s" if code is None else how_it_ended(code)
+        raise StartupError(f"the fork server of {engine} has failed ({how})")
 
     async def close(self) -> None:
         """End them all at once; what they have forked doesn't mind."""
@@ -120,7 +119,7 @@ class ForkServers:
                 except StartupError as error:
                     missed[engine] += 1
                     if missed[engine] == MISSED:
-                        log.warning("the nursery of %s hangs, and is ended: %s", engine, error)
+                        log.warning("the fork server of %s hangs, and is ended: %s", engine, error)
                         await end_now(process, f"the fork server of {engine}")
 
 

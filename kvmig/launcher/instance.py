@@ -42,7 +42,7 @@ POLL_S = 0.05
 """Pause between two looks at whether a draining instance is empty."""
 SETTLE_S = 0.5
 """Time for messages to arrive that were sent to an instance before it drained."""
-RENEWED = "it was told to start again"
+RENEWED = "it was ordered to start again"
 REPORT_S = 1.0
 """Time beyond the deadline for front ends to report what they could not move of sessions."""
 EVACUATE_S = 2.0
@@ -218,7 +218,7 @@ class ManagedInstance:
             self._next = self._next._replace(tree=tree)
         if own is not None:
             self._next = self._next._replace(argv=(*argv, *own), own=own)
-        self._renewed("it was told so again")
+        self._renewed("it was ordered again")
         self._renewing = asyncio.get_running_loop().create_future()
         self._want("draining", "starts again when it is empty")
         return self._renewing
@@ -247,7 +247,7 @@ class ManagedInstance:
             raise OrderRefused("conflict", f"instance {self.name} is {self.state}, not draining")
         self._draining.cancel()
         self._leaving = False
-        self._renewed("it was told to serve on")
+        self._renewed("it was ordered to serve on")
         self._want("serving", "")
 
     # -- its process
@@ -294,7 +294,7 @@ class ManagedInstance:
             self._launch, self._fallback = then.applied_to(before), before
             flags = f", with {shlex.join(then.own) or 'no flags of its own'}"
             engine = flags if then.own != before.own_flags else f", with {_engine(then.tree)}"
-        say(f"instance {self.name} starts again, as it was told{engine}")
+        say(f"instance {self.name} starts again, as ordered{engine}")
 
     def _fall_back(self, how: str) -> None:
         assert self._fallback is not None

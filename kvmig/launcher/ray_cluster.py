@@ -46,7 +46,7 @@ class RayNode:
 
 
 def connect(address: str, *, checked: bool = False) -> None:
-    """Join the cluster as a driver, within `JOIN_S`. Raises ConfigError with one sentence.
+    """Join the cluster as a driver, within `JOIN_S`. Raises ConfigError with one line.
 
     checked: another process has seen that the cluster asks for a token if one is set here.
     """

@@ -1,14 +1,14 @@
 """The launcher of a Ray cluster: each llumlet on a node that has the resources it takes.
 
-Ray places one that was ordered to no node, and tells when an actor is gone. An actor isn't
-restarted by Ray: `kvmig.launcher.cluster` starts an instance again, and Ray may place one elsewhere
-that was ordered to no node.
+Ray chooses the node of a llumlet whose order names none, and reports when an actor is gone. Ray
+restarts no actor: `kvmig.launcher.cluster` starts the instance again, and Ray may then choose
+another node, unless the order names one.
 
-The actor, a `LlumletActor`, starts the llumlet as its child. The engine is not in Ray's worker but
-in the very process that a local launcher starts, so that its crash is a child's end and not the
-actor's. The actor holds the child's stdin: however it goes, with its node, with the job or by
-`ray.kill`, the child sees the end of the pipe and stops. This module is imported on each node, so
-kvmig must be installed there.
+The actor, a `LlumletActor`, starts the llumlet as its child. The engine runs in that child, as with
+a local launcher, and not in Ray's worker: so a crash of the engine ends the child and not the
+actor. The actor holds the child's stdin. When the actor ends, with its node, with the job or by
+`ray.kill`, the child sees the end of the pipe and stops. Each node imports this module, so kvmig
+must be installed there.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 ROOM_WAIT_S = 5.0
-"""What an earlier job held is free only a moment after its end."""
+"""Wait for room at the start: what an earlier job held is free only a moment after its end."""
 ASK_S = 30.0
 """Longest wait for an actor that is alive, beyond what it waits for itself."""
 RETRY_S = 1.0
 PLACE_S = 60.0
-"""The first instances find their places within this time: there was room for them. Later ones
-wait for a node that has room, however long, and say so this often."""
+"""Timeout of placing the first instances, for which there was room. Later ones wait for a node
+with room without a limit, and log that at this interval."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NO_GPUS: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 LET_CHILDREN_END = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Else Ray kills a llumlet with its worker, and nobody frees what it shares. It ends by itself,
-with its stdin. (Ray's documentation: Lifetimes of a User-Spawn Process.)"""
+"""Otherwise Ray kills a llumlet with its worker, and the memory that it shares is not freed. A
+llumlet ends by itself, with its stdin. (Ray's documentation: Lifetimes of a User-Spawn Process.)"""
 
 
 class RayLauncher:
@@ -120,7 +120,7 @@ class RayLauncher:
             raise
 
     async def llumlet(self, launch: LlumletLaunch, workers: int) -> ProcessHandle:
-        """Waits for a node with room: one may be added, and Ray's autoscaler hears of the wish."""
+        """Start a llumlet once a node has room; Ray's autoscaler may add one."""
         import ray
 
         needs = self._needs(workers, launch.gpus)
@@ -284,11 +284,11 @@ async def _answer(name: str, answer: Awaitable[T]) -> T:
 
 
 class RayOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells a supervisor what to start, and with which part of the node."""
+    """What an actor starts, and with which part of its node."""
 
     launch: LlumletLaunch
     node: str
-    """Ray's id of the node that it was placed on."""
+    """Ray's id of the actor's node."""
     workers: int
     threads: int
     """OpenMP threads of each worker on a CPU."""

@@ -108,7 +108,7 @@ class SchedulerKeeper:
         try:
             self._link.send(Members([one for one in members if one.state != "failed"]))
         except (TransportError, PeerError) as error:
-            log.warning("the scheduler did not hear of the instances: %s", error)
+            log.warning("the scheduler did not receive the instances: %s", error)
 
 
 async def run(launch: SchedulerLaunch, descriptor: int) -> None:

@@ -72,8 +72,8 @@ def _recut(choose: Callable[[Estimator], Plan | UnplacedMember]) -> Method:
     def method(estimator: Estimator, now: Plan | None) -> Plan | UnplacedMember:
         if now is not None:
             raise ConfigError(
-                "--method cuts the GPUs anew, must be kvmig or muxserve or greedy-memory with "
-                "--from: units stay as they are while they serve"
+                "--method divides the GPUs into other units, must be kvmig or muxserve or "
+                "greedy-memory with --from: units stay as they are while they serve"
             )
         return choose(estimator)
 
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="FILE.toml",
-        help="a table [[models]] each: name, model (its costs), rate (requests a second), "
+        help="a table [[models]] for each: name, model (its costs), rate (requests per second), "
         "prompt_tokens, output_tokens",
     )
     add("--cluster", required=True, metavar="NODESxGPUS:DEVICE", help="such as 4x8:a100-80g")
@@ -168,10 +168,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--horizon", type=float, default=600.0, help="seconds for which the new one is meant (600)")
     add(
-        "--start", type=float, default=15.0, help="of an instance, beside its weights: seconds (15)"
+        "--start",
+        type=float,
+        default=15.0,
+        help="seconds of an instance's start without the load of its weights (15)",
     )
-    add("--load", type=float, default=2.0, help="GB of weights that it loads a second (2)")
-    add("--link", type=float, default=5.0, help="GB of KV cache that leave it a second (5)")
+    add("--load", type=float, default=2.0, help="GB of weights that it loads per second (2)")
+    add("--link", type=float, default=5.0, help="GB of KV cache that leave it per second (5)")
     add(
         "--fixed-quotas",
         action="store_true",
@@ -207,7 +210,7 @@ def to_text(
     lines = [_summary(estimator, plan)]
     for number, (at, unit) in enumerate(zip(places or where(estimator, plan), plan, strict=True)):
         node, gpus = at
-        what = "" if unit.members else ": nobody"
+        what = "" if unit.members else ": no model"
         lines.append(f"\nunit {number}: node {node}, GPUs {_span(gpus)}{what}")
         for member, one in zip(unit.members, estimator.unit(unit) or (), strict=True):
             llm = estimator.models[member.llm]
@@ -215,7 +218,7 @@ def to_text(
             lines.append(
                 f"  {llm.name} ({llm.model}, tp {unit.gpus}): {one.throughput:.3g} of "
                 f"{member.rate:.3g}{part} req/s, decodes on {one.share:.0%} of the SMs in batches "
-                f"of {one.batch:.0f}, {one.latency_s:.1f} s a request, "
+                f"of {one.batch:.0f}, {one.latency_s:.1f} s per request, "
                 f"{one.kv_bytes / GIB:.1f} GiB of KV cache"
             )
         if unit.members:
@@ -234,7 +237,7 @@ def _summary(estimator: Estimator, plan: Plan) -> str:
     idle = sum(unit.gpus for unit in plan if not unit.members)
     idle += estimator.cluster.nodes * estimator.cluster.gpus - sum(unit.gpus for unit in plan)
     return (
-        f"{served:.4g} of {offered:.4g} requests a second expected, "
+        f"{served:.4g} of {offered:.4g} requests per second expected, "
         f"{weighted / len(estimator.models):.4g} on MuxServe's axis; {idle} GPUs idle"
     )
 
@@ -242,7 +245,7 @@ def _summary(estimator: Estimator, plan: Plan) -> str:
 def _why(estimator: Estimator, plan: Plan, number: int) -> str:
     found = next_best(estimator, plan, number)
     if found is None:
-        return "no other place: nobody else has room for any of them"
+        return "no other place: no other unit has room for any of them"
     llm, share, to, loss = found
     part = "half of " if share < 1 else ""
     total = estimator.total(plan)

@@ -249,7 +249,7 @@ class PlacementExecutor:
                     return
             except ReplaceFailed as failed:
                 failures = failures + 1 if len(self.done) == before else 1
-                self._tell(f"{failed}; it is planned anew")
+                self._tell(f"{failed}; the next plan follows")
                 if failures >= FAILURES:
                     raise ReplaceFailed(f"given up after {failures} failures: {failed}") from failed
                 await asyncio.sleep(AFTER_FAILURE_S)
@@ -453,20 +453,20 @@ def parser() -> argparse.ArgumentParser:
         "--drain",
         type=float,
         default=1.5,
-        help="seconds of a drain beside its requests (1.5, until one was measured)",
+        help="seconds of a drain without requests (1.5, until one was measured)",
     )
     add(
         "--request",
         type=float,
         default=0.5,
         help="seconds of a drain for each of its requests (what the deployments' last drains took; "
-        "0.5 where there is none and engines don't tell how long their steps are)",
+        "0.5 where there is none and engines don't report how long their steps are)",
     )
     add(
         "--bandwidth",
         type=float,
         default=1e9,
-        help="bytes of KV cache a second that leave an instance, all waiting included (1e9)",
+        help="bytes of KV cache that leave an instance per second, waits included (1e9)",
     )
     add(
         "--node",

@@ -79,7 +79,7 @@ class PlacedUnit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All units, also empty ones."""
+    """The units of a placement, empty ones included."""
 
     units: list[PlacedUnit]
     objective: str = ""

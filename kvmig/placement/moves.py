@@ -29,8 +29,8 @@ SMALL = 12
 TRIES = 10
 """Ways that are looked for where tokens have no room to pass each other."""
 IDLE_GAP, LIVE_GAP = 10.0, 100.0
-"""What a gap of a model without and with live requests weighs, in starts of it: another way had
-better be that much longer before anybody waits for a start."""
+"""Cost of a gap in which a model has no instance, without and with live requests, in starts of the
+model: a way without the gap is preferred if it is longer by less than that."""
 
 Slot = tuple[str, str]
 """A model and the unit where an instance of it is; a unit has one of each model at most."""

@@ -101,8 +101,8 @@ def adopted(
             f"{name} {row.id}{_on(row.gpus, names.get(row.node, ''))}" for name, row in homeless
         )
         raise ConfigError(
-            f"nobody said in which units {listed} are, and those without GPUs or on theirs have no"
-            " room for all"
+            f"the units of {listed} are not known, and the units without GPUs, or on the same ones,"
+            " have no room for all"
         )
     found: dict[str, dict[str, str]] = {name: {} for name in rows}
     for (name, row), unit in zip(homeless, units, strict=True):
@@ -210,7 +210,7 @@ def observed(placement: Placement, rows: Rows) -> ObservedPlacement:
                 why = f" ({row.detail})" if row.detail else ""
                 unsettled.append(f"instance {row.id} of {name} is {row.state}{why}")
             elif untold:
-                unsettled.append(f"instance {row.id} of {name} has not told of its unit")
+                unsettled.append(f"instance {row.id} of {name} has not reported its unit")
     return found._replace(unsettled="; ".join(unsettled))
 
 

@@ -31,7 +31,7 @@ class ModelLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     """Model whose costs it has: a name in the device's file."""
     rate: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-    """Requests a second."""
+    """Requests per second."""
     prompt_tokens: Annotated[float, msgspec.Meta(ge=1, le=1e7)] = 161.0
     """Mean; the default is ShareGPT's, as in MuxServe."""
     output_tokens: Annotated[float, msgspec.Meta(ge=1, le=1e7)] = 338.0
@@ -64,7 +64,7 @@ class PlacedInstance(NamedTuple):
     llm: int
     """Index into the models."""
     rate: float
-    """Requests a second."""
+    """Requests per second."""
 
 
 class GpuUnit(NamedTuple):

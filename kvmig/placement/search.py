@@ -63,7 +63,7 @@ def search(
 
 
 def parts(estimator: Estimator, grain: float) -> Iterator[PlacedInstance]:
-    """Each model's rate, cut into equal parts that its smallest unit carries at `grain` load."""
+    """Equal parts of each model's rate, which its smallest unit can serve at `grain` load."""
     cluster = estimator.cluster
     for index, llm in enumerate(estimator.models):
         count = 1

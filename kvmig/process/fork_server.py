@@ -379,7 +379,7 @@ class ForkServerClient:
             finally:
                 fork.kill()  # if it hangs
         except (StartupError, OSError) as error:
-            log.warning("whether the fork server is of what is on disk can't be told: %s", error)
+            log.warning("the files that the fork server has loaded can't be compared: %s", error)
             return False
 
     async def carry_out(self, order: ForkOrder, descriptors: Sequence[int]) -> ForkedProcess:

@@ -102,12 +102,12 @@ def running(
 class ChildProcess:
     """A `ProcessHandle`: one process, which leads a group of its own (see `process.child`)."""
 
-    def __init__(self, name: str, process: ProcessPort, told: int, announced: int) -> None:
-        """told: the end of its stdin that this process writes. announced: where we read its
-        announcement."""
+    def __init__(self, name: str, process: ProcessPort, stdin: int, announced: int) -> None:
+        """stdin: the end of its stdin that this process writes. announced: the descriptor from
+        which this process reads its announcement."""
         self.name = name
         self._process = process
-        self._told = told
+        self._told = stdin
         self._announced = announced
         self._shared: Files = {}
         self._over = False
@@ -231,7 +231,7 @@ async def line_from(descriptor: int) -> bytes:
 def how_it_ended(code: int) -> str:
     """Say a process's exit status for people."""
     if code == UNSEEN:
-        return "nobody saw how"
+        return "its exit code is not known"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -104,7 +104,7 @@ PEOPLE = "people"
 """Account of the bodies of all calls without a key; no user's id is like it."""
 GREETING = msgspec.json.encode(
     {
-        "what": "the door of a kvmig fleet: an OpenAI API, for programs",
+        "what": "the entry point of a kvmig fleet: an OpenAI API, for programs",
         "models": "/v1/models",
         "page": PAGES,
         "key": "authorization: Bearer kv-...",

@@ -32,14 +32,15 @@ class ProxyLinks:
         self,
         path: str,
         first: Callable[[], Sequence[Down]],
-        hear: Callable[[str, ProxyNews | None], None],
+        receive: Callable[[str, ProxyNews | None], None],
     ) -> None:
         """path: of the socket. first: the first messages to a proxy.
 
-        hear: takes a proxy's messages, with its name; None: it has gone.
+        receive: is called with a proxy's name and each of its messages, and with None at the end
+        of its connection.
         """
         self._first = first
-        self._hear = hear
+        self._receive = receive
         self._server = UnixServer(path, self._serve)
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self.open = self._server.open
@@ -67,7 +68,7 @@ class ProxyLinks:
             for message in self._first():
                 self._send(name, writer, message)
             while True:
-                self._hear(name, await receive_message(reader, ProxyNews))
+                self._receive(name, await receive_message(reader, ProxyNews))
         except (EOFError, ConnectionError, TimeoutError):
             pass  # it has gone
         except (ValueError, msgspec.DecodeError) as error:
@@ -75,17 +76,20 @@ class ProxyLinks:
         finally:
             if self._writers.get(name) is writer:
                 del self._writers[name]
-                self._hear(name, None)
+                self._receive(name, None)
 
 
 class ServerLink:
     """A proxy's end. Make it inside a running event loop; `close` it."""
 
-    def __init__(self, path: str, name: str, hear: Callable[[Down], None]) -> None:
-        """path: of the server's socket. name: the proxy's. hear: takes the server's messages."""
+    def __init__(self, path: str, name: str, receive: Callable[[Down], None]) -> None:
+        """path: of the server's socket. name: the proxy's.
+
+        receive: is called with each message of the server.
+        """
         self._path = path
         self._name = name
-        self._hear = hear
+        self._receive = receive
         self._writer: asyncio.StreamWriter | None = None
         self._task = asyncio.create_task(self._run(), name="link to the server")
 
@@ -115,7 +119,7 @@ class ServerLink:
             try:
                 send_message(writer, ProxyHello(self._name))
                 while True:
-                    self._hear(await receive_message(reader, Down))
+                    self._receive(await receive_message(reader, Down))
                     self._writer = writer  # what is said counts from this server's snapshot on
             except (EOFError, ConnectionError):
                 pass  # another server will be there

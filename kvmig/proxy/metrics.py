@@ -37,7 +37,7 @@ class DoorMetrics:
         )
         age = prometheus_client.Gauge(
             "kvmig_proxy_snapshot_age_seconds",
-            "Time since the server was heard: what is known of keys and routes is so old.",
+            "Age of the keys and routes that the proxy has: time since the server's last message.",
             registry=self.registry,
         )
         age.set_function(age_s)

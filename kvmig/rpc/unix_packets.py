@@ -43,7 +43,7 @@ class UnixPackets:
             ours = is_own_user(sock)
         except OSError as error:
             sock.close()
-            raise TransportError(f"nobody listens at {path}: {error}") from error
+            raise TransportError(f"no process listens at {path}: {error}") from error
         if not ours:
             sock.close()
             raise TransportError(f"another user listens at {path}")

@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--quotas", default="kvmig", help=f"how it is shared: {', '.join(RULES)} (default: kvmig)"
     )
-    made.add_argument("--show", action="store_true", help="say what the unit there is like now")
+    made.add_argument("--show", action="store_true", help="print the unit's present state")
     made.add_argument(
         "--policy",
         default="adbs",

@@ -142,7 +142,7 @@ class UnitAgent:
         try:
             sock, _ = self._sock.accept()
         except OSError as error:
-            log.warning("nobody could be let in: %s", error)
+            log.warning("a connection could not be accepted: %s", error)
             if lacks_descriptor(error):  # who waits would come again at once
                 self._loop.remove_reader(self._sock.fileno())
                 self._again = self._loop.call_later(NO_FILE_S, self._listen)

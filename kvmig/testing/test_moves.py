@@ -43,7 +43,7 @@ async def test_a_request_moves_before_its_first_token(suite: Suite, blocks: floa
 
 @scenario
 async def test_a_request_moves_in_its_prefill(suite: Suite) -> None:
-    """While other requests run, and no engine has computed the prompt yet."""
+    """The move begins before an engine has computed the prompt, while other requests run."""
     prompt = suite.prompt(suite.blocks(24))
     others = [suite.submit("a", suite.prompt(suite.blocks(2)), 20) for _ in range(3)]
     moved = suite.submit("a", prompt, suite.blocks(1))

@@ -92,7 +92,7 @@ def test_a_key_that_owes_tokens_waits_until_a_minutes_rate_has_paid_them_off() -
 
     assert refused is not None
     assert refused.again_s == pytest.approx(1.0)
-    assert refused.sentence == "the API key may use 600 tokens a minute, try again in 1.0 s"
+    assert refused.sentence == "the API key may use 600 tokens per minute, try again in 1.0 s"
     assert let_in([limits], 1.1) is None
 
 

@@ -54,7 +54,7 @@ REFUSED = [
     ([MODEL, "--pipeline-parallel-size", "2"], "use --tensor-parallel-size"),
     (
         [MODEL, "--unit", "/no/such"],
-        "--unit is /no/such, must be a unit's socket: nobody listens at",
+        "--unit is /no/such, must be a unit's socket: no process listens at",
     ),
     ([MODEL, "--unit", ""], "--unit is [''], must be one path of a unit's socket"),
     (

@@ -155,7 +155,7 @@ async def test_a_server_that_stands_still_loses_no_tokens_of_a_quota(fleet: ToyF
         async with fleet.client(key) as http:
             call = asyncio.create_task(http.post(PATH, json=ask("a", 500)))
             await asyncio.sleep(after_s)
-            assert not call.done(), "nobody grants it tokens"
+            assert not call.done(), "no tokens are granted to it"
             call.cancel()
             await asyncio.wait([call])
 
@@ -207,7 +207,7 @@ async def test_tokens_a_minute_close_the_door_until_they_are_paid_off(fleet: Toy
         error = answer.json()["error"]
     assert statuses[0] == 200
     assert statuses[-1] == 429
-    assert "may use 100 tokens a minute" in error["message"]
+    assert "may use 100 tokens per minute" in error["message"]
     assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
 
 

@@ -145,7 +145,7 @@ async def test_a_deployment_that_does_not_tell_what_it_was_ordered_is_given_up_i
     made, watched = deployment
     made.silent = True
     monkeypatch.setattr("kvmig.fleet.deployments.TOLD_S", 0.3)
-    with pytest.raises(StartupError, match=r"does not tell of i2 within 0\.3 s"):
+    with pytest.raises(StartupError, match=r"does not report i2 within 0\.3 s"):
         await watched.add(1)
 
 

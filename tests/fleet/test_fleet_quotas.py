@@ -99,7 +99,7 @@ def test_a_call_that_needs_more_than_is_left_gets_nothing_and_hears_why(store: F
         7,
         0,
         "the API key's quota of 100 tokens a day has 100 left, the request needs 101 to begin; it"
-        " begins anew at 2027-01-01T00:00:00Z",
+        " starts again at 2027-01-01T00:00:00Z",
     )
     assert tokens_left(store, bea) == 100
 

@@ -103,7 +103,7 @@ async def test_a_call_is_refused_when_nobody_grants(
     made = QuotaClient(
         UsageMeter("a", lambda: 1.0), "front-1", str(tmp_path / "none"), lambda _, __: None
     )
-    with pytest.raises(NoInstance, match="nobody grants tokens"):
+    with pytest.raises(NoInstance, match="no tokens of the API key's quota can be granted now"):
         await made.begin(call(), "x", 5, 10)
     await made.close()
 

@@ -117,7 +117,7 @@ async def test_it_stops_at_the_first_that_is_told_something_else() -> None:
         it.launcher.process("i0").load = BUSY
         await restart(it)
         await it.link.order(lambda number: StopDrain(number, "i0"))
-        words = "rolling restart: stopped at instance i0 (it was told to serve on)"
+        words = "rolling restart: stopped at instance i0 (it was ordered to serve on)"
         await until(lambda: words in it.said)
         assert starts(it) == ["i0", "i1"]
 

@@ -197,7 +197,7 @@ def test_a_build_that_somebody_else_keeps_locked_is_given_up(
 def test_a_cache_that_others_may_write_is_refused(uninstalled: Path) -> None:
     uninstalled.mkdir(parents=True)
     uninstalled.chmod(0o777)
-    with pytest.raises(KernelUnavailable, match="writable by nobody else"):
+    with pytest.raises(KernelUnavailable, match="writable by no other user"):
         native.load()
 
 

@@ -141,7 +141,7 @@ async def test_a_fork_server_of_an_earlier_agent_is_not_taken_for_the_own_one(
 ) -> None:
     await asyncio.to_thread(until_ready, forks)
     later = NodeForks(NODE, own)
-    why = {"toy": "the nursery of toy has failed (exit code 2)"}
+    why = {"toy": "the fork server of toy has failed (exit code 2)"}
     try:
         await asyncio.to_thread(
             wait_until, lambda: later.keep_engines(FLEET, ["toy"], GIVEN) == why
@@ -182,7 +182,7 @@ async def test_one_that_fails_says_why_and_orders_do_not_start_it_again(
     (library / "sitecustomize.py").write_text(TRIED.format(tried=str(tried)))
     node = "a node without libraries"
     forks = NodeForks(node, {**own, "PYTHONPATH": f"{library}{os.pathsep}{ROOT}"})
-    why = {"toy": "the nursery of toy has failed (exit code 1)"}
+    why = {"toy": "the fork server of toy has failed (exit code 1)"}
 
     def says_why() -> bool:
         return forks.keep_engines(FLEET, ["toy"], GIVEN) == why

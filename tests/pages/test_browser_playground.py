@@ -261,7 +261,7 @@ def test_a_refusal_is_shown_in_the_api_s_words(fleet: ToyFleet, bea: Visitor) ->
     page = open_playground(bea, key)
     say(page).locator("footer").wait_for()
     say(page)
-    page.get_by_role("alert").get_by_text("requests a minute").wait_for()
+    page.get_by_role("alert").get_by_text("requests per minute").wait_for()
     page.get_by_text("Options", exact=True).click()
     page.get_by_label("Tools").fill("{nonsense")
     say(page)

@@ -56,7 +56,7 @@ def test_each_unit_is_printed_and_why_not_the_next_best(
 ) -> None:
     assert run(*CLUSTER) == 0
     out = capsys.readouterr().out
-    assert "34.5 of 34.5 requests a second expected" in out
+    assert "34.5 of 34.5 requests per second expected" in out
     units = out.split("\nunit ")[1:]
     assert len(units) >= 4
     for unit in units:
@@ -216,7 +216,7 @@ def test_from_a_placement_to_itself_nothing_moves(
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--method", "spatial"), "--method cuts the GPUs anew, must be kvmig or muxserve or"),
+        (("--method", "spatial"), "--method divides the GPUs into other units, must be kvmig"),
         (("--horizon", "nan"), "--horizon is nan, must be a number above 0"),
         (("--load", "0"), "--load is 0, must be a number above 0"),
     ],

@@ -125,7 +125,7 @@ def test_in_a_unit_with_an_agent_an_instance_has_its_guarantee_and_what_it_was_l
 def test_an_instance_that_has_not_told_of_its_unit_is_waited_for() -> None:
     rows = {"a": [InstanceRow(id="i0", state="serving", unit="left")]}
     seen = observed(placement(400, left="a", right="a"), rows)
-    assert seen.unsettled == "instance i0 of a has not told of its unit"
+    assert seen.unsettled == "instance i0 of a has not reported its unit"
     with pytest.raises(
         ConfigError, match=r"instance i0 shares no KV cache .* left has arena_bytes"
     ):
@@ -175,7 +175,7 @@ def test_an_instance_on_gpus_is_in_the_unit_that_has_them() -> None:
     wanted = read(text, "p.toml")
     assert adopted(wanted, rows) == {"a": {"i0": "right", "i1": "left"}, "b": {"i0": "right"}}
     rows["b"] = [replace(row("i0", ""), gpus=("2",))]
-    with pytest.raises(ConfigError, match=r"nobody said in which units .*b i0 \(GPU 2\) are"):
+    with pytest.raises(ConfigError, match=r"the units of .*b i0 \(GPU 2\) are not known"):
         adopted(wanted, rows)
 
 
@@ -195,7 +195,7 @@ def test_an_instance_on_a_worker_is_in_a_unit_of_its_worker() -> None:
 
 def test_an_instance_without_a_unit_needs_room_in_one() -> None:
     rows = {"a": [row(f"i{at}", "") for at in range(3)]}
-    with pytest.raises(ConfigError, match="nobody said in which units a i0, a i1, a i2 are"):
+    with pytest.raises(ConfigError, match="the units of a i0, a i1, a i2 are not known"):
         adopted(placement(left="a", right=""), rows)
 
 
@@ -455,7 +455,7 @@ async def test_a_placement_is_reached_though_contacts_with_deployments_begin_aga
     async with replacing(site, placement(left="b", right="a"), said) as it:
         await it.run()
     assert site.places() == {"a": "right", "b": "left"}
-    assert not [one for one in said if "planned anew" in one]
+    assert not [one for one in said if "the next plan follows" in one]
 
 
 class LateSite(RenewedSite):

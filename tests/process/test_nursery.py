@@ -287,7 +287,7 @@ def test_a_server_goes_on_without_its_nursery_and_its_instances_come_back(tmp_pa
         footprint = Footprint.of(served)
         llumlet, *_ = footprint.named("kvmig.launcher.llumlet_main")
         llumlet.kill()
-        wait_until(lambda: "is gone (nobody saw how)" in served.output())
+        wait_until(lambda: "is gone (its exit code is not known)" in served.output())
         wait_until(lambda: states() == ["serving"] * 2)
         assert served.stop() == UNSEEN
     footprint.assert_gone(PATIENCE_S)

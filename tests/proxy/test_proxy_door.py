@@ -45,7 +45,7 @@ async def test_who_looks_with_a_browser_is_told_what_this_is(tmp_path: Path) -> 
     async with site(tmp_path) as door, door.client() as client:
         answer = await client.get("/", headers={"authorization": ""})
     assert answer.status_code == 200
-    assert answer.json()["what"] == "the door of a kvmig fleet: an OpenAI API, for programs"
+    assert answer.json()["what"] == "the entry point of a kvmig fleet: an OpenAI API, for programs"
 
 
 async def test_a_key_may_come_as_anthropics_clients_send_it(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ async def test_the_request_after_a_minutes_last_is_told_when_to_come_again(tmp_p
     assert answers[2].headers["x-ratelimit-limit-requests"] == "2"
     assert int(answers[2].headers["retry-after"]) == 30
     assert error_of(answers[2])["code"] == "rate_limit_exceeded"
-    assert "may send 2 requests a minute, try again in" in error_of(answers[2])["message"]
+    assert "may send 2 requests per minute, try again in" in error_of(answers[2])["message"]
 
 
 MEDIA = [
@@ -296,7 +296,7 @@ async def test_a_users_limit_counts_the_requests_of_all_keys(tmp_path: Path) -> 
     async with site(tmp_path, *(grant for _, grant in keys)) as door, door.deployment():
         answers = [await door.ask(given=given) for given, _ in keys]
     assert [answer.status_code for answer in answers] == [200, 429]
-    assert error_of(answers[1])["message"].startswith("the user ann may send 1 requests a minute")
+    assert error_of(answers[1])["message"].startswith("the user ann may send 1 requests per minute")
     assert answers[0].headers["x-ratelimit-remaining-requests"] == "0"
 
 

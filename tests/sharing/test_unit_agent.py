@@ -401,7 +401,7 @@ async def test_an_agent_without_a_file_for_a_connection_rests_before_it_looks_ag
 
 
 async def test_where_no_agent_listens_a_member_cannot_start(path: Path) -> None:
-    with pytest.raises(StartupError, match=f"nobody listens at {path}: .*No such file"):
+    with pytest.raises(StartupError, match=f"no process listens at {path}: .*No such file"):
         await member(path, "a", Engine()).join()
 
 
@@ -526,7 +526,7 @@ def test_a_second_agent_is_refused_and_a_killed_ones_path_taken_over(
     [
         (["--memory", "1GiB"], "required: PATH"),
         (["/tmp/unit"], "--memory is missing, must be the KV cache of all members"),
-        (["/none/unit", "--show"], "PATH is /none/unit, must be a unit's socket: nobody listens"),
+        (["/none/unit", "--show"], "PATH is /none/unit, must be a unit's socket: no process"),
         (["/tmp/unit", "--memory", "0"], "--memory is 0 bytes, must be 1 MiB or more"),
         (["/tmp/unit", "--memory", "much"], "'much' must be a number of GiB"),
         (["/tmp/unit", "--memory", "nan"], "'nan' must be a number of GiB"),

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "--tensor-parallel-size", type=int, default=1, help="GPUs of an instance, if there are any"
     )
-    root.add_argument("--max-num-seqs", type=int, default=16, help="requests a step")
+    root.add_argument("--max-num-seqs", type=int, default=16, help="requests per step")
     root.add_argument("--step-ms", type=float, default=STEP_MS, help="from one step to the next")
     root.add_argument("--numerics", default="toy", help="name of the class that it rounds like")
     root.add_argument("--script", help="file with what it shall do, see kvmig.engines.toy.script")

@@ -122,10 +122,10 @@ def parser() -> argparse.ArgumentParser:
         "--num-blocks", type=int, default=usual.num_blocks, help="KV blocks of an instance"
     )
     engine.add_argument(
-        "--max-num-seqs", type=int, default=usual.max_batch_requests, help="requests a step"
+        "--max-num-seqs", type=int, default=usual.max_batch_requests, help="requests per step"
     )
     engine.add_argument(
-        "--max-num-batched-tokens", type=int, default=usual.max_batch_tokens, help="tokens a step"
+        "--max-num-batched-tokens", type=int, default=usual.max_batch_tokens, help="tokens per step"
     )
     engine.add_argument(
         "--random-weights", action="store_true", help="draw weights instead of loading them"

@@ -57,12 +57,12 @@ class DeviceSharing:
         memory: BlockMemory,
         on_engine: Callable[[Callable[[], None]], Awaitable[None]],
     ) -> Sharing | str:
-        """Let the engine's KV cache shrink and grow; else return why it can't, in a few words.
+        """Let the engine's KV cache shrink and grow, or return the reason why it can't.
 
         on_engine: runs something on the engine's thread, between two steps.
         """
         if self._unit is None:
-            return "it wasn't told to"
+            return "it is in no unit"
         backing = self._backing(core, memory)
         addresses = self.addresses
         if addresses is not None:

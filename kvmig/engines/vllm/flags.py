@@ -215,7 +215,7 @@ REFUSED: dict[str, str] = {
     "ray_workers_use_nsight": _ONE_HOST,
     "scheduler_cls": "kvmig drives vLLM's own scheduler, leave it out",
     "prefill_schedule_interval": "it is for data parallel engines, leave it out",
-    "kv_offloading_backend": "kvmig can't tell it of requests that move, only vLLM's own (native)",
+    "kv_offloading_backend": "only vLLM's own (native) can learn from kvmig which requests moved",
     "kv_transfer_config": _CONNECTORS,
     "kv_events_config": "all instances would publish on one port, leave it out",
     "ec_manager_config": _ENCODERS,

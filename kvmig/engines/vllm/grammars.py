@@ -48,7 +48,7 @@ ABANDONED = 4
 """Most compiles that go on though none waits for them any more; then no other one begins."""
 TOO_SLOW = (
     f"the grammar takes too long: more than {BUDGET_S:g} s of the engine's time"
-    f" and {TOKEN_S * 1e3:g} ms a token"
+    f" and {TOKEN_S * 1e3:g} ms per token"
 )
 REMEMBERED = 1024
 """Reasons of failures that were not asked for yet."""

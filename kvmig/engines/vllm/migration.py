@@ -424,7 +424,7 @@ def _leave_queue(scheduler: Scheduler, request: Request) -> None:
 
 @dataclass
 class VllmArriving:
-    """A request that is elsewhere still; one that runs there holds blocks here."""
+    """A request that is still at the other engine; if it runs there, it holds blocks here."""
 
     request: Request
     exported: VllmProgress
@@ -432,7 +432,7 @@ class VllmArriving:
     hit_tokens: int = 0
     """Tokens whose blocks the prefix cache here held already."""
     unread: set[int] = field(default_factory=set)
-    """Its blocks that were checked, where vLLM offloads: vLLM may still be reading others."""
+    """Blocks of the request that were checked, where vLLM offloads: it may still read others."""
 
 
 class VllmDestination:

@@ -1,6 +1,6 @@
-"""All tables of 0.1.0: catalogue, users, keys, audit, usage, grants, the wanted placement.
+"""The tables of 0.1.0: catalogue, users, keys, audit, usage, grants, the wanted placement.
 
-Databases of before 0.1.0 came here by seven revisions more; hence the number.
+Databases from before 0.1.0 reached this schema by seven more revisions; hence the number.
 """
 
 from __future__ import annotations
