@@ -20,20 +20,15 @@ from kvmig.fleet.tables import StoreError
 from tests.support.fleet_stores import ANNA, Place
 
 
-@pytest.fixture
-def lite(tmp_path: Path) -> Place:
-    return Place(f"sqlite:///{tmp_path}/fleet.sqlite", tmp_path)
-
-
-def test_orders_are_carried_out_during_a_backup(lite: Place) -> None:
-    store = lite.store()
+def test_orders_are_carried_out_during_a_backup(sqlite_place: Place) -> None:
+    store = sqlite_place.store()
     store.open()
     store.add_user("bea", "user", ANNA)
     with store.database.transaction() as connection:
         connection.exec_driver_sql("CREATE TABLE ballast (it BLOB)")
         for _ in range(100):
             connection.exec_driver_sql("INSERT INTO ballast VALUES (randomblob(1000000))")
-    saved = lite.folder / "saved"
+    saved = sqlite_place.folder / "saved"
     copying = threading.Thread(target=store.backup, args=(saved,))
     copying.start()
     longest, orders = 0.0, 0
@@ -77,10 +72,10 @@ def by_folder(path: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("how", [by_symlink, os.link, by_folder])
 def test_two_servers_never_have_one_database_whatever_its_name(
-    how: object, lite: Place, tmp_path: Path
+    how: object, sqlite_place: Place, tmp_path: Path
 ) -> None:
     assert callable(how)
-    store = lite.store()
+    store = sqlite_place.store()
     store.open()
     folder = tmp_path / "other"
     folder.mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from tests.support.page_logins import key_of, log_in, token_on
 
 
 @pytest.fixture
-async def api(tmp_path: Path) -> AsyncIterator[Api]:
-    made = Api(Place(f"sqlite:///{tmp_path}/fleet.db", tmp_path))
+async def api(sqlite_place: Place) -> AsyncIterator[Api]:
+    made = Api(sqlite_place)
     await made.backend.stored(made.store.open)
     yield made
     await made.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -28,8 +27,8 @@ def provider() -> Iterator[ProviderSite]:
 
 
 @pytest.fixture
-async def api(tmp_path: Path, provider: ProviderSite) -> AsyncIterator[Api]:
-    made = Api(Place(f"sqlite:///{tmp_path}/fleet.db", tmp_path))
+async def api(sqlite_place: Place, provider: ProviderSite) -> AsyncIterator[Api]:
+    made = Api(sqlite_place)
     await made.backend.stored(made.store.open)
     terms = LoginTerms(issuer=provider.issuer, client_id=CLIENT, user_groups=("staff",))
     made.backend.provider = IdentityProvider(terms, monotonic, time.time)
