@@ -247,11 +247,11 @@ def sqlite_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgres_tables(postgres_cluster: postgres.Cluster) -> tuple[str, str]:
-    """A database's URL, and what fills it with the newest schema's tables."""
+def postgres_tables(postgres_cluster: postgres.Cluster) -> postgres.FilledDatabase:
+    """A database with the newest schema's tables."""
     url = postgres_cluster.new()
     make_tables(url)
-    return url, postgres_cluster.dump(url)
+    return postgres_cluster.keep(url)
 
 
 @pytest.fixture
@@ -279,12 +279,10 @@ def sqlite_place(empty_place: Place, sqlite_tables: Path) -> Place:
 
 
 @pytest.fixture
-def postgres_place(
-    postgres_cluster: postgres.Cluster, postgres_tables: tuple[str, str], tmp_path: Path
-) -> Place:
+def postgres_place(postgres_tables: postgres.FilledDatabase, tmp_path: Path) -> Place:
     """Where a store in PostgreSQL may be opened that has its tables, and nothing of other tests."""
-    postgres_cluster.refill(*postgres_tables)
-    return Place(postgres_tables[0], tmp_path)
+    postgres_tables.restore()
+    return Place(postgres_tables.url, tmp_path)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

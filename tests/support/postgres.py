@@ -19,6 +19,27 @@ import psycopg
 START_S = 180.0
 LOCK_MS = 20_000
 """So long a connection that a test has left open may keep the next one waiting."""
+TABLES = """
+SELECT format('public.%I', relname) FROM pg_class
+WHERE relnamespace = 'public'::regnamespace AND relkind = 'r'
+"""
+DEFINITIONS = """
+WITH relations AS (SELECT oid, xmin FROM pg_class WHERE relnamespace = 'public'::regnamespace),
+versions AS (
+  SELECT concat_ws(' ', 'relation', oid, xmin) AS version FROM relations
+  UNION ALL SELECT concat_ws(' ', 'column', attrelid, attnum, column_of.xmin)
+    FROM pg_attribute AS column_of JOIN relations ON relations.oid = attrelid
+  UNION ALL SELECT concat_ws(' ', 'default', default_of.oid, default_of.xmin)
+    FROM pg_attrdef AS default_of JOIN relations ON relations.oid = adrelid
+  UNION ALL SELECT concat_ws(' ', 'trigger', trigger_on.oid, trigger_on.xmin)
+    FROM pg_trigger AS trigger_on JOIN relations ON relations.oid = tgrelid
+  UNION ALL SELECT concat_ws(' ', 'constraint', oid, xmin)
+    FROM pg_constraint WHERE connamespace = 'public'::regnamespace
+  UNION ALL SELECT concat_ws(' ', 'function', oid, xmin)
+    FROM pg_proc WHERE pronamespace = 'public'::regnamespace
+)
+SELECT md5(string_agg(version, ',' ORDER BY version)) FROM versions
+"""
 
 
 def programs() -> Path | None:
@@ -55,16 +76,14 @@ class Cluster:
         self._run("createdb", "-h", str(self._folder), "-U", "kvmig", name)
         return f"postgresql+psycopg://kvmig@/{name}?host={self._folder}"
 
-    def dump(self, url: str) -> str:
-        """What makes a database's tables and rows, as SQL."""
-        lines = self._run("pg_dump", "--inserts", "--no-owner", _plain(url)).splitlines()
-        return "\n".join(line for line in lines if not line.startswith("\\"))  # those are psql's
+    def keep(self, url: str) -> FilledDatabase:
+        """A database as it is now, to be restored."""
+        return FilledDatabase(url, self._dump(url), self._dump(url, "--data-only"))
 
-    def refill(self, url: str, dumped: str) -> None:
-        """Leave nothing in a database but what was dumped: sooner done than a new one."""
-        whole = f"DROP SCHEMA public CASCADE; CREATE SCHEMA public; {dumped}"
-        with psycopg.connect(_plain(url), options=f"-c lock_timeout={LOCK_MS}") as connection:
-            connection.execute(whole.encode())
+    def _dump(self, url: str, *flags: str) -> str:
+        """SQL that makes a database's tables and rows."""
+        lines = self._run("pg_dump", "--inserts", "--no-owner", *flags, _plain(url)).splitlines()
+        return "\n".join(line for line in lines if not line.startswith("\\"))  # those are psql's
 
     def start(self) -> None:
         """Return once it takes connections."""
@@ -95,6 +114,47 @@ class Cluster:
             user=_user(), check=True, timeout=START_S, capture_output=True, cwd="/", text=True,
         )  # fmt: skip
         return done.stdout
+
+
+class FilledDatabase:
+    """A database that is restored to the tables and rows that it had when this object was made.
+
+    As long as no test has changed a definition, `restore` replaces the rows only, which takes a
+    tenth of the time that the tables take.
+    """
+
+    def __init__(self, url: str, whole: str, rows: str) -> None:
+        """whole: SQL that makes its tables and rows in an empty schema; rows: the rows only."""
+        self.url = url
+        self._whole = f"DROP SCHEMA public CASCADE; CREATE SCHEMA public; {whole}".encode()
+        with self._connection() as connection:
+            tables = [str(name) for (name,) in connection.execute(TABLES)]
+            self._definitions = _definitions(connection)
+        # A connection that a test has left in a transaction is waited for here, then an error.
+        emptied = "; ".join(f"DELETE FROM {name}" for name in tables)
+        self._rows = (
+            f"LOCK TABLE {', '.join(tables)} IN ACCESS EXCLUSIVE MODE;"
+            f" SET LOCAL session_replication_role = replica; {emptied}; {rows}"
+        ).encode()
+
+    def restore(self) -> None:
+        """Leave nothing of earlier tests in it."""
+        with self._connection() as connection:
+            if _definitions(connection) == self._definitions:
+                connection.execute(self._rows)
+            else:
+                connection.execute(self._whole)
+                self._definitions = _definitions(connection)
+
+    def _connection(self) -> psycopg.Connection[tuple[object, ...]]:
+        return psycopg.connect(_plain(self.url), options=f"-c lock_timeout={LOCK_MS}")
+
+
+def _definitions(connection: psycopg.Connection[tuple[object, ...]]) -> object:
+    """A digest of the versions of all definitions in the schema: any change of one changes it."""
+    found = connection.execute(DEFINITIONS).fetchone()
+    assert found is not None
+    return found[0]
 
 
 def _plain(url: str) -> str:
