@@ -91,35 +91,37 @@ def places_in_text(part: str, where: str, first_line: int, text: str) -> Iterato
             yield Place(part, name, f"{where}:{line}", " ".join(found[0].split()))
 
 
-def docstrings(tree: ast.Module) -> set[int]:
-    """The ids of the nodes that are docstrings, those of fields included."""
-    return {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-
-
 def places_in_module(where: str, source: str) -> Iterator[Place]:
     """The places in a module's docstrings and in its strings of several words."""
-    tree = ast.parse(source)
-    documented = docstrings(tree)
-    for node in ast.walk(tree):
+    yield from places_in_tree(where, ast.parse(source))
+
+
+def places_in_tree(where: str, tree: ast.Module) -> Iterator[Place]:
+    """The places in a module that is parsed; docstrings of fields are docstrings, too."""
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):  # a statement comes before the string in it
+        if isinstance(node, ast.Expr):
+            docstrings.add(id(node.value))
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
             continue
         if " " in node.value.strip():
             yield from places_in_text("kvmig", where, node.lineno, node.value)
-        if id(node) in documented:
+        if id(node) in docstrings:
             for name, pattern in OPENED.items():
                 if pattern.match(node.value.strip()):
                     text = node.value.strip().splitlines()[0]
                     yield Place("kvmig", name, f"{where}:{node.lineno}", text)
 
 
-def places(root: Path = ROOT) -> Iterator[Place]:
-    """Each place in the documents and in `kvmig/` that uses a counted pattern."""
+def places_in_documents(root: Path = ROOT) -> Iterator[Place]:
+    """Each place in the documents that uses a counted pattern."""
     for page in documents(root):
         yield from places_in_text("docs", str(page.relative_to(root)), 1, page.read_text())
+
+
+def places(root: Path = ROOT) -> Iterator[Place]:
+    """Each place in the documents and in `kvmig/` that uses a counted pattern."""
+    yield from places_in_documents(root)
     for path in sorted((root / "kvmig").rglob("*.py")):
         yield from places_in_module(str(path.relative_to(root)), path.read_text())
 

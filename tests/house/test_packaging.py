@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 
 from kvmig.core.errors import StartupError
 from kvmig.engines.vllm import kind as vllm_kind
+from tests.support.module_facts import module_facts
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -52,34 +51,18 @@ def plain(name: str) -> str:
 BASE = {plain(re.split(r"[<>=\[; ]", one)[0]) for one in PROJECT["dependencies"]}
 
 
-def imports(body: list[ast.stmt]) -> Iterator[str]:
-    """Top-level packages that a module imports when it is imported."""
-    for one in body:
-        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if isinstance(one, ast.If) and "TYPE_CHECKING" in ast.dump(one.test):
-            continue
-        if isinstance(one, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in one.names)
-        elif isinstance(one, ast.ImportFrom):
-            yield str(one.module).partition(".")[0]
-        elif isinstance(inner := getattr(one, "body", None), list):
-            yield from imports(inner)
-
-
 def test_the_base_dependencies_are_all_that_is_imported_without_an_engine() -> None:
     known = packages_distributions()
     lacking = set()
-    for path in [*ROOT.glob("kvmig/**/*.py"), *ROOT.glob("kvmig_tools/**/*.py")]:
-        name = str(path.relative_to(ROOT))
-        if name.startswith(APART):
+    for module in module_facts():
+        if module.path.startswith(APART):
             continue
-        for package in imports(ast.parse(path.read_text()).body):
+        for package in module.imports:
             if package in sys.stdlib_module_names or package.startswith("kvmig"):
                 continue
             found = {plain(one) for one in known.get(package, [package])}
             if not BASE & (found | {BROUGHT.get(one, one) for one in found}):
-                lacking.add((name, package))
+                lacking.add((module.path, package))
     assert not lacking
 
 
