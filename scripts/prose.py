@@ -33,7 +33,7 @@ WORDING = {
     "tell": r"\b(?:tells?|told|telling)\b",
     "hear": r"\b(?:hears?|heard|hearing)\b",
     "for ever": r"\bfor ever\b",
-    "a sentence": r"\b(?:a|the|its|one) sentence\b",
+    "sentence": r"\bsentences?\b",
     "so many": r"\bso (?:many|much|long|few)\b(?! (?:that|as)\b)",
     "beside": r"\bbeside\b",
     "nobody": r"\b(?:nobody|somebody|anybody|everybody)\b",
@@ -54,6 +54,9 @@ OPENINGS = {
     "opens with a pronoun": r"(?:It|Its|He|She|They|Them|Those|These|That|This|Such|Who|Whose|"
     r"Whom|There|One of|Some|Any|All|None|Nothing|Nobody|Everybody|Each|Both|Others?)\b",
     "opens with a conjunction": r"(?:And|Or|But|So|If|Because|Where|While|Though|Unless)\b",
+    "opens with a verb and a pronoun": (
+        r"(?!(?:How|What|When|Whether|Why)\b)[A-Z][a-z]+ (?:it|them)\b"
+    ),
 }
 """Openings of docstrings that leave out the noun that they speak of."""
 

@@ -274,7 +274,7 @@ def quota_reserved(quota: AppliedQuota, left: int) -> KeyDenied:
 
 
 def quota_code(sentence: str) -> str:
-    """The code of a deployment's sentence about a quota; empty: it is about something else."""
+    """The code of a deployment's message about a quota; empty: it is about something else."""
     if RESERVED_WORDS in sentence:
         return RESERVED_CODE
     return QUOTA_CODE if QUOTA_WORDS in sentence else ""

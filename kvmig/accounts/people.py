@@ -52,7 +52,7 @@ class LoggedIn(NamedTuple):
 
 
 def check_terms(terms: LoginTerms) -> LoginTerms:
-    """Returns them unchanged. Raises ConfigError."""
+    """Returns the terms unchanged. Raises ConfigError."""
     if not ISSUER.fullmatch(terms.issuer):
         raise ConfigError(
             f"--oidc-issuer is {terms.issuer!r:.200}, must be a URL with https:// and without a"

@@ -163,7 +163,7 @@ class UsageSpool:
         self._reserved.unlink(missing_ok=True)
 
     def write(self, records: Iterable[UsageRecord]) -> None:
-        """Keep them, in place of older ones of their numbers. Raises OSError."""
+        """Keep records, in place of older ones with their numbers. Raises OSError."""
         rows = [(one.seq, msgspec.json.encode(one)) for one in records]
         with self._open() as file, file:
             file.executemany(

@@ -20,7 +20,7 @@ from kvmig.asgi.errors import GatewayError
 from kvmig.core.errors import KvmigError
 
 MOST = 100
-"""Characters of a value in an error's sentence."""
+"""Characters of a value in an error message."""
 
 NOT_TAKEN_HEADER = "x-kvmig-not-taken"
 """The header of an answer to a call that a stopping server has not taken: another can serve it."""

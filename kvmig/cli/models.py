@@ -83,7 +83,7 @@ MODEL_COLUMNS = ("model", "state", "instances", "running", "held", "revision")
 
 
 def show_rows(answer: Any, as_json: bool) -> None:
-    """Models, and below them in whole sentences what is wrong with some."""
+    """Models, and below them what is wrong with some of them."""
     rows = answer.get("data", [answer])
     show(answer, as_json, lambda _: table_of(MODEL_COLUMNS, map(model_row, rows)))
     if not as_json:

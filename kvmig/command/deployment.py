@@ -42,7 +42,7 @@ GRACE_S = 2.0
 
 
 class CommandDeployment:
-    """Make it inside a running event loop, and `serve` once."""
+    """A deployment of a command's servers; make it inside a running event loop, `serve` once."""
 
     def __init__(self, launch: CommandLaunch, sock: socket.socket) -> None:
         """sock: listening."""

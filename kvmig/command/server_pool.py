@@ -109,7 +109,10 @@ class ServerInstance:
 
 
 class ServerPool:
-    """Make it inside a running event loop: `start`, `first_ready`, then `close` it."""
+    """The servers of a command; make it inside a running event loop.
+
+    Call `start`, `first_ready`, and at the end `close`.
+    """
 
     def __init__(self, launch: CommandLaunch, clock: Clock = monotonic) -> None:
         self._launch = launch
@@ -189,8 +192,8 @@ class ServerPool:
         return [self._begin(tuple(gpus), unit).name for _ in range(count)]
 
     def drain(self, name: str, *, last: bool = False) -> ServerInstance:
-        """Send it no more calls. Raises OrderFailed for one that there isn't, and for the last
-        that serves, unless that is wanted."""
+        """Send a server no more calls. Raises OrderFailed if there is no such server, and for the
+        last one that serves, unless `last` is set."""
         instance = self._found(name)
         others = any(
             one.state == "serving" for one in self._instances.values() if one is not instance
@@ -202,7 +205,7 @@ class ServerPool:
         return instance
 
     def stop_drain(self, name: str) -> ServerInstance:
-        """Send it calls again. Raises OrderFailed."""
+        """Send a server calls again. Raises OrderFailed."""
         instance = self._found(name)
         if instance.state != "draining" or instance.leaving is not None or not instance.pid:
             raise OrderFailed("conflict", f"{name} is {instance.state}, and does not only drain")
@@ -212,7 +215,7 @@ class ServerPool:
     def remove(
         self, name: str, *, now: bool = False, last: bool = False, deadline_s: float | None = None
     ) -> ServerInstance:
-        """End it once its calls have ended, or after deadline_s; now: at once. Raises
+        """End a server once its calls have ended, or after deadline_s; now: at once. Raises
         OrderFailed."""
         instance = self.drain(name, last=last or now)
         if instance.leaving is not None and now:
@@ -262,7 +265,7 @@ class ServerPool:
         self._tell_change()
 
     async def _live(self, instance: ServerInstance) -> None:
-        """Keep it running, until it is cancelled or fails for good."""
+        """Keep a server running, until the task is cancelled or the server fails for good."""
         try:
             await self._keep_running(instance)
         except Exception as error:  # the others go on

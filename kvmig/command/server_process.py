@@ -75,7 +75,7 @@ class ServerProcess:
         return how_it_ended(KILLED - code if code > KILLED else code)
 
     async def stop(self) -> None:
-        """Ask it to end, wait, then end it and all that it has started."""
+        """Ask the process to end, wait, then end it and all that it has started."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1

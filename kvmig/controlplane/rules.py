@@ -345,7 +345,7 @@ def _relieve(ledger: RoundPlan, source: int, highest: list[int]) -> None:
 
 
 def _pair(ledger: RoundPlan, source: int, destination: int, moves: int, out: float) -> float:
-    """Decide it. What moves already (`out`) uses the budget up; returns how much is left."""
+    """Decide a pair. What moves already (`out`) uses the budget up; returns how much is left."""
     average = _average(ledger, source)
     budget = max(moves - out, 0.0) * average
     room = ledger.capacity_of(destination)

@@ -220,7 +220,7 @@ class SchedulerProcess:
                 self._reaches(other, order)
 
     def _reaches(self, sender: bytes, message: Members | EvacuateInstance) -> bool:
-        """Send it; whether the server is there."""
+        """Send a message; returns whether the server is there."""
         try:
             self._server.send(sender, message)
         except TransportError as error:

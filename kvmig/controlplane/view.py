@@ -328,7 +328,7 @@ class ViewBuilder:
         self._columns = self._rows = None
 
     def leave(self, instance: str) -> None:
-        """Forget it. Unknown ones are ignored."""
+        """Forget an instance; unknown ones are ignored."""
         gone = self._entries.pop(instance, None)
         if gone is None:
             return

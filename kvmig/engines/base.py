@@ -260,7 +260,7 @@ class Sharing(Protocol):
         ...
 
     def watch(self, on_use: Callable[[], None]) -> None:
-        """Call it, from any thread, whenever `use` has changed."""
+        """Call `on_use`, from any thread, whenever `use` has changed."""
         ...
 
     async def resize(self, quota: int, limit: int, patience_s: float) -> None:

@@ -92,7 +92,7 @@ class BlockCopies:
         return lambda: self._by.scatter(ids, data, urgent)
 
     def submit(self, work: Callable[[], list[int]]) -> Future[list[int]]:
-        """Run it on the copy thread, after the copies of now; from any thread."""
+        """Run `work` on the copy thread, after the present copies; callable from any thread."""
         return self._thread.submit(work, urgent=False)
 
     def _check(self, ids: Sequence[int]) -> None:

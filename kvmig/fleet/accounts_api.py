@@ -62,13 +62,13 @@ def accounts_api(
 
     @api.post("/users", status_code=HTTPStatus.CREATED)
     async def add_user(body: UserBody, actor: OrderActor = caller) -> Body:
-        """Make one."""
+        """Add a user."""
         await stored(store.add_user, body.name, body.role, actor)
         return {"name": body.name, "role": body.role}
 
     @api.patch("/users/{name:path}")
     async def set_user(name: str, body: UserChange, actor: OrderActor = caller) -> Body:
-        """Change a role, limits, or refuse all of the user's keys until they are enabled again."""
+        """Change a user's role or limits, or refuse all keys of the user until they are enabled."""
         order = partial(
             store.set_user, name, actor,
             role=body.role, disabled=body.disabled, limits=body.changes(),
@@ -113,7 +113,7 @@ def accounts_api(
 
     @api.post("/keys", status_code=HTTPStatus.CREATED)
     async def add_key(body: KeyBody, actor: OrderActor = caller) -> Body:
-        """Make one; the answer shows it this once."""
+        """Create a key; only this answer shows it."""
         limits = body.model_dump(include=set(LimitsBody.model_fields))
         quotas = {name: one for name, one in limits.pop("quotas").items() if one is not None}
         terms = KeyTerms(
@@ -145,14 +145,14 @@ def accounts_api(
         keep_s: Annotated[float, Query(ge=0, le=MOST_KEEP_S, allow_inf_nan=False)] = 0.0,
         actor: OrderActor = caller,
     ) -> Body:
-        """Make another with the same rights; this one is refused, after `keep_s`."""
+        """Create another key with the same rights; this one is refused after `keep_s` seconds."""
         row, key = await stored(store.rotate_key, prefix, actor, keep_s=keep_s)
         await changed()
         return {"key": key, "prefix": row.prefix}
 
     @api.delete("/keys/{prefix}")
     async def revoke_key(prefix: str, actor: OrderActor = caller) -> Body:
-        """Refuse it everywhere, within a second."""
+        """Revoke a key: all proxies refuse it within a second."""
         await stored(store.revoke_key, prefix, actor)
         await changed()
         return {"prefix": prefix}

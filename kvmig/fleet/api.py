@@ -295,7 +295,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
     @api.post("/apply")
     async def apply(body: ApplyBody, actor: OrderActor = caller) -> Body:
-        """Make the catalogue what a file says."""
+        """Change the catalogue to what a fleet's file describes."""
         fleet = fleet_of(body.fleet, Path(body.folder) if body.folder else None)
         fleet = restored_fleet(fleet, await backend.known_specs())
         terms = terms_of(body.rollout)
@@ -329,7 +329,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
     @api.put("/aliases/{name:path}")
     async def set_alias(name: str, body: AliasBody, actor: OrderActor = caller) -> Body:
-        """Let a name stand for models: of how many requests each gets how many."""
+        """Set an alias: the models that a name stands for, each with its share of the requests."""
         order = partial(store.set_alias, name, body.targets, actor)
         look = partial(alias_of, store, name)
         what = f"alias {name}"
@@ -341,7 +341,7 @@ def fleet_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def remove_alias(
         name: str, based_on: WeightsQuery = None, actor: OrderActor = caller
     ) -> Body:
-        """Let it stand for nothing."""
+        """Remove an alias."""
         known = None if based_on is None else weights_of(based_on)
         order, look = partial(store.set_alias, name, {}, actor), partial(alias_there, store, name)
         await backend.stored(order_based_on_values, f"alias {name}", look, known, order)
@@ -412,7 +412,7 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
     @api.post("", status_code=HTTPStatus.CREATED)
     async def add_model(body: Body, actor: OrderActor = caller) -> Body:
-        """Put one into the catalogue: the specification as a fleet's file has it."""
+        """Add a model to the catalogue. The body is its specification as a fleet's file has it."""
         spec = restored_spec(spec_of(body), None)
         await backend.checked([spec])
         row = await backend.stored(store.add_model, spec, actor)
@@ -430,14 +430,14 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
     @api.post("/{name:path}/switch")
     async def switch(name: str, body: SwitchBody, actor: OrderActor = caller) -> Body:
-        """Let it serve or not; when it is switched off, its requests end first."""
+        """Switch a model on or off; when it is switched off, its requests end first."""
         row = await backend.stored(store.switch, name, actor, on=body.on)
         await backend.changed()
         return backend.shown(row)
 
     @api.post("/{name:path}/wake")
     async def wake(name: str, _: OrderActor = caller) -> Body:
-        """Start it now, also where a start has failed."""
+        """Start a model now, also after a failed start."""
         row = await backend.row(name)
         if not row.on:
             raise NameTaken(f"model {name} is off")
@@ -448,7 +448,7 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def logs(
         name: str, lines: Annotated[int, Query(ge=1, le=LOG_LINES)] = 50, _: OrderActor = caller
     ) -> Body:
-        """The last lines that its processes have printed."""
+        """The last lines that a model's processes have printed."""
         await backend.row(name)
         path = backend.settings.log(quote(name, safe=""))
         return {"data": await anyio.to_thread.run_sync(last_lines, path, lines)}
@@ -457,7 +457,7 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
     async def remove_model(
         name: str, based_on: RevisionQuery = None, actor: OrderActor = caller
     ) -> Body:
-        """Take it out of the catalogue; its requests end first."""
+        """Remove a model from the catalogue; its requests end first."""
         revisions = {} if based_on is None else {name: based_on}
         order = partial(store.remove_model, name, actor)
         await backend.stored(order_based_on, store, revisions, order)
@@ -466,7 +466,7 @@ def models_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
     @api.get("/{name:path}")
     async def show_model(name: str, _: OrderActor = caller) -> Body:
-        """One, with its revisions and what was decided about it."""
+        """A model with its revisions and the decisions about it."""
         row = await backend.row(name)
         events = [msgspec.to_builtins(one) for one in models.events if one.model == name]
         revisions = await backend.stored(store.revisions, name)
@@ -483,13 +483,13 @@ def placement_api(backend: ApiBackend, caller: Any) -> APIRouter:
 
     @api.get("")
     async def show(_: OrderActor = caller) -> Body:
-        """The one that is wanted, and how it stands."""
+        """The desired placement and its status."""
         return cast("Body", msgspec.to_builtins(replacer.standing()))
 
     @api.put("")
     async def want(body: PlacementBody, actor: OrderActor = caller) -> Body:
-        """Take the models that run to a placement, while they serve; 409 while another one is on
-        its way. The answer is the plan, in words."""
+        """Move the running models to a placement while they serve; 409 while another move to a
+        placement is under way. The answer is the plan, in words."""
 
         async def keep(wanted: DesiredPlacement) -> None:
             await backend.stored(store.set_placement, msgspec.to_builtins(wanted), actor)
@@ -566,7 +566,7 @@ class PlacementBody(StrictBody):
 
 
 class SwitchBody(StrictBody):
-    """Whether it serves."""
+    """Whether the model serves."""
 
     on: bool
 
@@ -653,7 +653,7 @@ STATUS: dict[type[Exception], HTTPStatus] = {
 
 
 def answer_with(status: HTTPStatus) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """A handler of exceptions whose sentence is for the caller."""
+    """A handler of exceptions whose message is for the caller."""
 
     async def answer(_: Request, error: Exception) -> Response:
         return problem(status, shown_text(str(error)))

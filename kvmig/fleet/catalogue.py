@@ -29,7 +29,7 @@ MOST_BYTES = 4 << 20
 
 
 class CatalogueReader:
-    """Reads it where it is asked for: once for all who ask meanwhile."""
+    """Reads the catalogue on demand: callers that ask during a reading share it."""
 
     def __init__(self, where: str, clock: Clock) -> None:
         """where: a file's whole path, or a URL; empty: the one that comes with kvmig."""

@@ -110,7 +110,7 @@ Explanations = tuple[PlaceExplanation, ...]
 
 
 class ModelController:
-    """Make it inside a running event loop; `run` it as a task."""
+    """Decides for all models; make it inside a running event loop, `run` it as a task."""
 
     def __init__(
         self,
@@ -255,11 +255,11 @@ class ModelController:
         return {one.note.folder for one in self._models.values() if one.note is not None}
 
     def is_over(self, deployment: str) -> bool:
-        """Whether it has ended."""
+        """Whether the deployment has ended."""
         return self._told and deployment not in self._whose
 
     def wake(self, name: str) -> None:
-        """Start it now, also after failures; one of the next catalogue once that is taken."""
+        """Start a model now, also after failures, or once it is in the next catalogue."""
         model = self.rollouts.front(name) or self._models.get(name)
         if model is None:
             self._woken.add(name)
@@ -776,7 +776,7 @@ class ModelController:
             model.ordering = self._orders.start(work, f"gather {model.wanted.name}")
 
     def _roll(self, model: ManagedModel) -> None:
-        """Let one more instance be as all are to be."""
+        """Restart or replace one more instance that is not as the specification has it."""
         step = self.rollouts.next_roll(model)
         if step is None or model.watched is None:
             return

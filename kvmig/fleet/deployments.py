@@ -67,7 +67,7 @@ class DeploymentEvent(msgspec.Struct, frozen=True):
 
 
 class DeploymentWatcher:
-    """Make it inside a running event loop; it follows the deployment's events until `close`."""
+    """Follows the events of a deployment until `close`; make it inside a running event loop."""
 
     def __init__(self, socket: str, changed: Callable[[], None], term: int = 0) -> None:
         """socket: its path. changed: called after each of its events. term: of the server, see
@@ -131,7 +131,7 @@ class DeploymentWatcher:
 
         gpus: ids of those that each gets; none: the deployment chooses. node: id of the Ray node
         that they run on; empty: none. start: as what; None: as it starts others. Raises
-        StartupError with its own sentence.
+        StartupError with the deployment's error message.
         """
         body: dict[str, object] = {"count": count}
         if start is not None:
@@ -157,7 +157,7 @@ class DeploymentWatcher:
         """Let an instance's requests go elsewhere, then end it; `told` has that then.
 
         deadline_s: what is left then goes on elsewhere by recompute; None: the deployment's usual
-        one. Raises StartupError with its own sentence.
+        one. Raises StartupError with the deployment's error message.
         """
         before = self._state_of(instance)
         query = {} if deadline_s is None else {"deadline_s": deadline_s}
@@ -170,14 +170,14 @@ class DeploymentWatcher:
 
     async def set_deadline(self, instance: str, deadline_s: float | None) -> None:
         """Give an instance that is drained another deadline, see `drain`. Raises StartupError with
-        its own sentence."""
+        the deployment's error message."""
         query = {} if deadline_s is None else {"deadline_s": deadline_s}
         await self._order("DELETE", f"{ADMIN}/instances/{instance}", params=query)
 
     async def stop_drain(self, instance: str) -> None:
         """Let an instance that is drained serve again; `told` has its new state then.
 
-        Raises StartupError with its own sentence.
+        Raises StartupError with the deployment's error message.
         """
         before = self._state_of(instance)
         await self._carry_out(
@@ -257,7 +257,7 @@ class DeploymentWatcher:
 
     async def move(self, request_id: str, destination: str | None) -> MoveRecord:
         """Move a request, and wait for the end of its migration. destination: None: the instance
-        with the most room. Raises StartupError with its own sentence."""
+        with the most room. Raises StartupError with the deployment's error message."""
         body = {"request_id": request_id, "destination": destination}
         answer = await self._order("POST", f"{ADMIN}/migrations", json=body)
         return msgspec.json.decode(answer, type=MoveRecord)
@@ -275,14 +275,14 @@ class DeploymentWatcher:
             raise StartupError(f"it doesn't list its requests: {error!r}") from error
 
     async def park(self) -> None:
-        """Let it give the memory of its KV caches back; `told` shows it soon.
+        """Order the deployment to give the memory of its KV caches back; `told` shows it soon.
 
         Raises StartupError.
         """
         await self._order("POST", f"{ADMIN}/park")
 
     async def unpark(self) -> None:
-        """Let it show that it computes as before, and serve; `told` shows it soon.
+        """Order the deployment to check that it computes as before, and serve; `told` shows it.
 
         Raises StartupError.
         """

@@ -37,7 +37,7 @@ class DeviceSample:
 
 
 class DeviceWatch:
-    """Make it, `read_sample` once, then `run` it as a task."""
+    """Looks at the GPUs again and again: `read_sample` once, then `run` it as a task."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class FetcherChild:
         return self._process.pid
 
     def allow(self) -> None:
-        """Let it fetch what it has listed: the disk has room."""
+        """Let the fetcher fetch what it has listed: the disk has room."""
         self._write(b"\n")
 
     async def reports(self, silence_s: float = SILENCE_S) -> AsyncGenerator[FetchReport, None]:
@@ -65,7 +65,7 @@ class FetcherChild:
             yield report_of(line)
 
     async def end(self) -> None:
-        """End it now; what it has fetched stays. One that its disk keeps is named in the log."""
+        """End the fetcher now; what it has fetched stays. One that its disk blocks is logged."""
         if self._process.returncode is None:
             self._process.kill()
         await await_killed(self._process, "a fetcher of models' files")

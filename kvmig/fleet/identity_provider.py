@@ -43,7 +43,7 @@ class ProviderAway(KvmigError):
 
 
 class IdentityProvider:
-    """Make it inside a running event loop; `close` it."""
+    """The identity provider of a fleet; make it inside a running event loop, `close` it."""
 
     def __init__(self, terms: LoginTerms, clock: Clock, wall: Clock) -> None:
         """clock: steady. wall: Unix time."""

@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class LiveView:
-    """Make it inside a running event loop."""
+    """What runs now, as the page shows it; make it inside a running event loop."""
 
     models: ModelController
     wall: Clock

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class FleetMetrics:
-    """Make it inside a running event loop."""
+    """The metrics of a fleet; make it inside a running event loop."""
 
     models: ModelController
     proxies: Callable[[], Iterable[str]]

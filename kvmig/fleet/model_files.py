@@ -473,7 +473,7 @@ class ModelFiles:
                 await self._end(child)
 
     async def _allow(self, files: SourceFiles, child: FetcherChild, listed: FetchListed) -> None:
-        """Let it go on if there is room. Raises SourceFailure, StoreError, OSError."""
+        """Let a fetcher go on if there is room. Raises SourceFailure, StoreError, OSError."""
         for name in files.fetched - {listed.folder, files.row.folder}:  # of an older revision
             await self._remove(name)
         files.fetched = {listed.folder}

@@ -91,7 +91,10 @@ class DesiredPlacement(msgspec.Struct, frozen=True):
 
 
 class PlacementController:
-    """Make it inside a running event loop; `close` it, and what was ordered goes on by itself."""
+    """Moves models to the desired placement; make it inside a running event loop.
+
+    After `close` orders that were given go on by themselves.
+    """
 
     def __init__(
         self,
@@ -107,9 +110,9 @@ class PlacementController:
         self._lines: deque[str] = deque(maxlen=LINES)
         self._task: asyncio.Task[None] | None = None
         self._placed: Placement | None = None
-        """The one by which models start now: that which is wanted, or without lost workers."""
+        """The placement by which models start: the desired one, or that without lost workers."""
         self._reached: Placement | None = None
-        """The one that was reached last."""
+        """The placement that was reached last."""
         self._planning = asyncio.Lock()
         """Held while another placement is planned and stored."""
         self._replanner: RateReplanner | None = None
@@ -163,8 +166,8 @@ class PlacementController:
         return plan.splitlines()
 
     async def reach_placement(self, wanted: DesiredPlacement | None) -> None:
-        """Reach it, and keep it; None: instances are where they are, and as many as their models'
-        own rules want."""
+        """Reach a placement, and keep it; None: instances stay where they are, as many as the rules
+        of their models want."""
         await self.close()
         self._why, self._reached = "", None
         self._lines.clear()

@@ -1,4 +1,4 @@
-"""The logs of a fleet's processes: the last sentence of each, and the bound of their length."""
+"""The logs of a fleet's processes: the last message of each, and the bound of their length."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def last_sentence(path: Path, begin: int) -> str:
 
 
 def last_of(lines: Sequence[str]) -> str:
-    """The last sentence of kvmig's own."""
+    """The last message of kvmig's own."""
     said = [line.removeprefix("kvmig: ") for line in lines if line.startswith("kvmig: ")]
     return said[-1] if said else ""
 

@@ -16,7 +16,7 @@ from kvmig.proxy.messages import LeadingHost
 
 
 class RelayLinks:
-    """Use it in an `async with` block."""
+    """Shows a host's relays which host leads; use it in an `async with` block."""
 
     def __init__(self, path: str, led_by: Callable[[LeaderRow], None]) -> None:
         """path: of the socket for proxies. led_by: called with each server that is shown."""

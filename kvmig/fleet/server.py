@@ -134,7 +134,7 @@ class WithoutSignals(uvicorn.Server):
 
 
 class FleetServer:
-    """Make it inside a running event loop; `start` it, then `close` it."""
+    """The fleet's server; make it inside a running event loop, `start` it, then `close` it."""
 
     def __init__(self, launch: ServerLaunch, to_init: socket.socket) -> None:
         """to_init: the server's end of the socket to the supervisor; closed with this."""

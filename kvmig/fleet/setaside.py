@@ -36,7 +36,7 @@ class SetAside:
         self._named: set[tuple[str, str]] = set()
 
     def add(self, kind: str, name: str, why: object) -> None:
-        """Name one; again and again without effect."""
+        """Log that an entry is set aside; logged once for each."""
         if (kind, name) not in self._named:
             self._named.add((kind, name))
             self.count[kind] += 1

@@ -153,7 +153,7 @@ def certificate_files(cert: str, key: str) -> CertificateFiles | None:
 
 
 def check_settings(settings: FleetSettings) -> FleetSettings:
-    """Returns them unchanged. Raises ConfigError with the flag, its value and what is allowed."""
+    """Returns the settings unchanged. Raises ConfigError with flag, value and what is allowed."""
     for flag, value, least, most in (
         ("--port", settings.port, 1, 65535),
         ("--hub-port", settings.hub_port, 0, 65535),

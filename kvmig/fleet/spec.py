@@ -271,7 +271,7 @@ def _sentence(error: str, given: Any) -> str:
 
 
 def check_spec(spec: ModelSpec) -> ModelSpec:
-    """Returns it unchanged. Raises ConfigError."""
+    """Returns the specification unchanged. Raises ConfigError."""
     for name in (spec.name, *spec.aliases, *spec.adapters):
         _check_name(name)
     where = f"model {spec.name}"
@@ -613,7 +613,7 @@ def _absolute(given: Any, folder: Path) -> Any:
 
 
 def check_names(fleet: FleetFile) -> FleetFile:
-    """Returns it unchanged if no two things in it have one name, and aliases stand for models.
+    """Returns the file unchanged if its names are unique and its aliases stand for models.
 
     Raises ConfigError.
     """

@@ -335,7 +335,7 @@ class FleetStore:
             self._change(connection, changes(old, new), actor)
 
     def placement(self) -> Any:
-        """The one that is wanted, as JSON has it; None: none is."""
+        """The desired placement, as JSON; None: there is none."""
         with self.database.transaction(reading=True) as connection:
             return connection.scalar(select(placement.c.wanted))
 

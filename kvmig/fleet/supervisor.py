@@ -167,20 +167,20 @@ class RunningDeployment:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self) -> None:
-        """Let it end: its stdin does."""
+        """Close the deployment's stdin, which ends it."""
         self.ending = True
         if self.lifeline >= 0:
             os.close(self.lifeline)
             self.lifeline = -1
 
     def kill(self) -> None:
-        """End it now, with what it has started."""
+        """End the deployment now, with the processes that it has started."""
         self.ending = True
         kill_group(self.process)
 
 
 def kill_group(process: ProcessPort | None) -> None:
-    """End it now, with what it has started; without effect for one that has ended."""
+    """End a process now, with those that it has started, unless it has ended."""
     if process is not None and process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -228,7 +228,7 @@ async def by_itself(
 
 
 class FleetSupervisor:
-    """Make it, then `run` it inside an event loop."""
+    """The parent of all processes of a fleet; `run` it inside an event loop."""
 
     def __init__(
         self,

@@ -416,7 +416,7 @@ class FleetDatabase:
             raise
 
     def close(self) -> None:
-        """Leave it to the next server."""
+        """Close the database, for the next server."""
         self._engine.dispose()
         for one in (self._file_lock, self._lock):
             if one is not None:

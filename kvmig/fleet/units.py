@@ -90,7 +90,7 @@ class UnitRecord(msgspec.Struct, frozen=True):
 
 
 class AgentWatcher:
-    """Make it inside a running event loop; it looks at an agent until `close`."""
+    """Asks a unit's agent for its state until `close`; make it inside a running event loop."""
 
     def __init__(self, path: str, changed: Callable[[], None]) -> None:
         """path: its socket. changed: called when it answers, and when it does so no more."""
@@ -200,7 +200,7 @@ class ManagedUnit:
 
 
 class FleetUnits:
-    """Make it inside a running event loop."""
+    """The units of a fleet; make it inside a running event loop."""
 
     def __init__(
         self,

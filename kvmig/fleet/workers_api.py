@@ -267,28 +267,28 @@ def workers_api(workers: FleetWorkers, caller: Any) -> APIRouter:
 
     @api.post("/{name}/labels")
     async def label_worker(name: str, body: LabelsBody, actor: OrderActor = caller) -> Body:
-        """Set or remove labels."""
+        """Set or remove labels of a worker."""
         return await workers.order(name, labelled(body.labels), "label", actor, body)
 
     @api.post("/{name}/cordon")
     async def cordon_worker(
         name: str, body: WorkerOrderBody | None = None, actor: OrderActor = caller
     ) -> Body:
-        """Let no new instance start there; those that are there stay."""
+        """Start no new instance on a worker; those that run there stay."""
         return await workers.order(name, cordoned, "cordon", actor, body)
 
     @api.post("/{name}/uncordon")
     async def uncordon_worker(
         name: str, body: WorkerOrderBody | None = None, actor: OrderActor = caller
     ) -> Body:
-        """Let instances start there again; a drain ends, and what still serves there stays."""
+        """Start instances on a worker again; its drain ends, and what still serves there stays."""
         return await workers.order(name, uncordoned, "uncordon", actor, body)
 
     @api.post("/{name}/drain")
     async def drain_worker(
         name: str, body: WorkerDrainBody | None = None, actor: OrderActor = caller
     ) -> Body:
-        """Cordon it, and move its instances elsewhere: others start first, then streams move."""
+        """Cordon a worker and move its instances: others start elsewhere, then streams move."""
         deadline_s = None if body is None else body.deadline_s
         change = drained(workers.wall(), deadline_s)
         return await workers.order(name, change, "drain", actor, body)

@@ -176,7 +176,7 @@ def instances_api(
     ) -> Response:
         """Start instances; they are `starting` until they serve.
 
-        `wait_s`: answer when they serve, or have failed, at the latest after these seconds.
+        `wait_s`: the answer comes when they serve or have failed, after these seconds at latest.
         """
         wanted = body or AddBody()
         names = await launcher.order(
@@ -203,7 +203,7 @@ def instances_api(
         "/instances/restart", status_code=HTTPStatus.ACCEPTED, responses=errors | accepted
     )
     async def restart(token: GivenToken, body: RestartBody | None = None) -> Response:
-        """Start them again, one after the other, each once its requests have gone elsewhere."""
+        """Restart instances one after the other, each once its requests have moved away."""
         wanted = body or RestartBody()
         names = await launcher.order(
             lambda call_id: RestartInstances(
@@ -227,9 +227,10 @@ def instances_api(
         last: bool = False,
         deadline_s: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
     ) -> Response:
-        """Drain it, then end it; `now`: end it at once, its requests run again elsewhere.
+        """Drain an instance, then end it.
 
-        `last`: also if no other one serves; it serves until nothing runs on it.
+        `now`: end it at once; its requests run again elsewhere. `last`: end it also if no other
+        instance serves; it serves until nothing runs on it.
         """
         names = await launcher.order(
             lambda call_id: DrainInstance(
@@ -242,7 +243,7 @@ def instances_api(
         "/instances/{name}/drain", status_code=HTTPStatus.ACCEPTED, responses=errors | accepted
     )
     async def drain(name: str, token: GivenToken, body: DrainBody | None = None) -> Response:
-        """Let its requests go elsewhere; it stays, and takes no new ones."""
+        """Move an instance's requests away; it stays, and takes no new ones."""
         deadline_s = (body or DrainBody()).deadline_s
         names = await launcher.order(
             lambda call_id: DrainInstance(call_id, name, deadline_s, token=token)

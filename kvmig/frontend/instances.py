@@ -185,7 +185,7 @@ class InstanceConnection:
             client.close()
 
     def _refuse(self, error: PeerError) -> None:
-        """Raises it before the Welcome: then this is no instance of ours."""
+        """Raise the error if it came before the Welcome: then this is no instance of ours."""
         self._listener.on_refused(self, error)
         if self.welcome is None:
             raise error

@@ -116,7 +116,7 @@ class TimedCoroutine(Coroutine[Any, Any, Result], Awaitable[Result]):
         return self._step(self._work.throw, *error)
 
     def close(self) -> None:
-        """End it."""
+        """Close the coroutine."""
         self._work.close()
 
     def __await__(self) -> Iterator[Any]:  # type: ignore[override]

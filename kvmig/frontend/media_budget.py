@@ -53,7 +53,7 @@ class MediaBudget:
             )
 
     def count_media(self, what: str, cost: MediaCost) -> None:
-        """Count one more. Raises MediaTooLarge."""
+        """Count one more medium. Raises MediaTooLarge."""
         self.check(what, cost)
         self.kept += cost.kept
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class InstanceManager:
-    """Make it inside a running event loop; `stop` ends all instances.
+    """The instances of a launcher; make it inside a running event loop. `stop` ends them all.
 
     on_change: called after every change, with all members. on_evacuate: called when an
     instance's requests shall run again elsewhere.
@@ -195,7 +195,7 @@ class InstanceManager:
         return tuple(free)
 
     def drain(self, order: DrainInstance) -> tuple[str, ...]:
-        """Drain one, or end it, or drain all; their names. Raises OrderRefused."""
+        """Drain or end an instance, or drain all; returns their names. Raises OrderRefused."""
         if not order.instance:
             return self._drain_all(order)
         instance = self._find(order.instance)

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """Make it inside a running event loop; `close` it.
+    """The launcher's socket for front ends; make it inside a running event loop, `close` it.
 
     Front ends get nothing before `open`: the first instances are ready then.
     """

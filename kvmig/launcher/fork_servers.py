@@ -1,4 +1,4 @@
-"""The fork servers of a host for a fleet: one an engine, with the engine's libraries loaded."""
+"""The fork servers of a host for a fleet: one per engine, with the engine's libraries loaded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class ForkServers:
-    """The fork servers, one an engine. One that dies is started again for the next fork, but none
-    whose engine can't be forked on this machine.
+    """The fork servers, one per engine. If one dies, the next fork starts it again, unless its
+    engine can't be forked on this machine.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ForkServers:
         """Why an engine can't be forked, by its name."""
 
     async def server(self, engine: str) -> ForkServerClient:
-        """One that has loaded the engine. Raises StartupError, CannotFork."""
+        """A fork server that has loaded the engine. Raises StartupError, CannotFork."""
         async with self._turns.setdefault(engine, asyncio.Lock()):
             if why := self._never.get(engine):
                 raise CannotFork(why)
@@ -94,7 +94,7 @@ class ForkServers:
         raise StartupError(f"the fork server of {engine} has failed ({how})")
 
     async def close(self) -> None:
-        """End them all at once; what they have forked doesn't mind."""
+        """End all fork servers at once; the processes that they have forked go on."""
         for server in self._servers.values():
             server.close()
         await asyncio.gather(
@@ -105,7 +105,7 @@ class ForkServers:
         )
 
     async def watch(self) -> None:
-        """End those that hang; the next order of a fork starts another one."""
+        """End fork servers that hang; the next order of a fork starts another one."""
         missed: Counter[str] = Counter()
         while True:
             await asyncio.sleep(PROBE_S)
@@ -124,7 +124,7 @@ class ForkServers:
 
 
 async def end_now(process: ProcessPort, name: str) -> None:
-    """End it at once; without effect for one that has ended."""
+    """End a process at once, unless it has ended."""
     if process.returncode is None:
         process.kill()
     await await_killed(process, name)

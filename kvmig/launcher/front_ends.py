@@ -123,7 +123,7 @@ class FrontEnds:
         await cancel_tasks(all_ended)
 
     async def close(self) -> None:
-        """End them all."""
+        """End all front ends."""
         await asyncio.gather(*(one.stop(CLOSE_S) for one in self._kept))
         if self._metrics is not None:
             self._metrics.cleanup()

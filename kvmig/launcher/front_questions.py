@@ -25,7 +25,10 @@ class OpenQuestion:
 
 
 class FrontQuestions:
-    """Use it inside one event loop. Front ends are named by their sockets' identities."""
+    """Questions of front ends to each other, which the launcher passes on, in one event loop.
+
+    Front ends are named by their sockets' identities.
+    """
 
     def __init__(self, send: Callable[[bytes, RpcMessage], bool]) -> None:
         """send: a message to a front end; whether it is there."""

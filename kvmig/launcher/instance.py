@@ -150,7 +150,7 @@ class ManagedInstance:
 
     @property
     def member(self) -> ClusterMember:
-        """Describe it for others."""
+        """The instance as other processes know it."""
         launch = self._launch
         return ClusterMember(
             self._config.public_name(self.name),
@@ -165,7 +165,7 @@ class ManagedInstance:
         )
 
     async def close(self) -> None:
-        """End it at once. May be called twice, and by several."""
+        """End the instance at once. May be called twice, and by several callers."""
         if not self._closing:
             self._closing = True
             self._task.cancel()
@@ -206,11 +206,12 @@ class ManagedInstance:
         argv: Sequence[str] = (),
         own: tuple[str, ...] | None = None,
     ) -> asyncio.Future[str]:
-        """Let its requests go elsewhere, then start it again; "" once it serves, or why not.
+        """Move its requests away, then start it again. The result is "" once it serves, else why
+        it doesn't.
 
-        tree: of the engine that it is then; None: as it is. own: the flags that it has then, behind
-        `argv`, which all have; None: as it is. Where it can't start so it comes back as it was.
-        Raises OrderRefused.
+        tree: folder of its next engine; None: the present one. own: its next flags, after `argv`,
+        which all instances have; None: the present ones. If it can't start with these, it starts
+        as it was. Raises OrderRefused.
         """
         self.drain(deadline, leave=False)
         self._next = EngineStart.from_launch(self._launch)
@@ -224,7 +225,7 @@ class ManagedInstance:
         return self._renewing
 
     def leave_last(self) -> None:
-        """Take it out once nothing runs on it, though no other serves; it serves until then."""
+        """End the last instance once nothing runs on it; it serves until then."""
         self._leaving = True
         self._want("serving", "ends when it is empty")
         if self._draining is None or self._draining.done():
@@ -242,7 +243,7 @@ class ManagedInstance:
         await self._let_read()
 
     def stop_drain(self) -> None:
-        """Let it serve again. Raises OrderRefused."""
+        """End the instance's drain: it serves again. Raises OrderRefused."""
         if self._draining is None or not (self.state == "draining" or self._leaving):
             raise OrderRefused("conflict", f"instance {self.name} is {self.state}, not draining")
         self._draining.cancel()
@@ -508,7 +509,10 @@ def _now() -> float:
 
 
 class LlumletLink:
-    """Make it inside a running event loop; `close` it. report: the last one that came."""
+    """The launcher's connection to a llumlet; make it inside a running event loop, `close` it.
+
+    report: the last load report that came.
+    """
 
     def __init__(
         self, instance: str, endpoint: str, secret: bytes, refusals: RefusalCounter

@@ -93,7 +93,9 @@ def address_towards(endpoint: str) -> str:
 
 
 class JoinLink:
-    """Make it inside a running event loop; `check`, then `open`, then `close`.
+    """The connection to the scheduler of several servers: `check`, then `open`, then `close` it.
+
+    Make it inside a running event loop.
 
     whose: model and address of this server, by which people know it at the others.
     """

@@ -57,7 +57,7 @@ class LocalHost:
         return not self.gpus and "OMP_NUM_THREADS" not in self._environment
 
     def launcher(self, cluster: str, workers: Sequence[int], starts: GpuStarts) -> LocalLauncher:
-        """Make it. cluster: names its shared memory. workers: of each planned instance."""
+        """The launcher. cluster: names its shared memory. workers: of each planned instance."""
         threads = worker_threads(workers)
         return LocalLauncher(cluster, starts, threads, self._environment, self._forks)
 

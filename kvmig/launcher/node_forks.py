@@ -62,7 +62,7 @@ def pause_after(failures: int) -> float:
 
 
 class NodeForks:
-    """Keeps them on a thread of its own. Its methods are called from one thread."""
+    """The fork servers of a node, on a thread of their own. Only one thread calls its methods."""
 
     def __init__(self, node: str, own: Mapping[str, str] = os.environ) -> None:
         """node: Ray's id of it. own: the agent's environment."""
@@ -93,7 +93,7 @@ class NodeForks:
         return {one: self._states.get(one, LOADING) for one in engines} if fleet else {}
 
     def close(self) -> None:
-        """End them all; what they have forked goes on."""
+        """End all fork servers; the processes that they have forked go on."""
         if self._thread is None:
             return
         assert self._loop is not None

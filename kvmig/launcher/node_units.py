@@ -116,7 +116,7 @@ class UnitProcess:
         self._why = ""
 
     def keep(self) -> None:
-        """Start it, if none runs and the pause after the last end is over. Raises OSError."""
+        """Start the agent if none runs and the pause after its last end is over. Raises OSError."""
         now = self._clock()
         if self._process is None:
             self._write_gpu()
@@ -152,7 +152,7 @@ class UnitProcess:
         begun.replace(file)
 
     def report(self, look: Callable[[str], UnitState]) -> UnitReport:
-        """How it stands. look: asks the agent at an address."""
+        """The state of the unit. look: asks the agent at an address."""
         if self._process is None:
             return UnitReport(path=self.wanted.path, why=self._why)
         try:
@@ -170,7 +170,7 @@ class UnitProcess:
         return UnitReport(path=self.wanted.path, leased=leased)
 
     def end(self) -> None:
-        """Ask it to end, by the end of its stdin."""
+        """Close the agent's stdin, which ends it."""
         if self._process is not None:
             self._close_stdin(self._process)
 
@@ -191,7 +191,7 @@ class UnitProcess:
 
 
 class NodeUnits:
-    """Make it on the node. Its methods are called from one thread at a time, and may block."""
+    """The unit agents of a node. Only one thread at a time may call its methods; they may block."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class NodeUnits:
         return replace(found, gpus=has.uuids, why=has.why or found.why)
 
     def close(self) -> None:
-        """End them all. Their GPUs stay taken, for the agent that comes after this one."""
+        """End all unit agents. Their GPUs stay taken, for the node's next agent."""
         self._end(list(self._units.values()))
         if self._gpus is not None:
             self._gpus.forget_all()

@@ -327,7 +327,8 @@ def checked_measure(found: object) -> NodeMeasure:
 
 
 class NodeAgents:
-    """Make it once the cluster is joined, then `look_at_nodes` again and again. Its calls block."""
+    """The agents of all nodes. Make it once the cluster is joined, and call `look_at_nodes` at
+    intervals; calls block."""
 
     def __init__(self) -> None:
         self._watched: dict[str, WatchedNode] = {}

@@ -34,8 +34,10 @@ ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv
 
 
 def within(limit_s: float, act: Callable[[], None]) -> None:
-    """Run it in a thread that is left behind where it takes longer. Raises what it raises, or
-    TimeoutError."""
+    """Run `act` in a thread; if it takes longer than `limit_s`, the thread is left behind.
+
+    Raises TimeoutError, or what `act` raises.
+    """
     ended: SimpleQueue[Exception | None] = SimpleQueue()
 
     def run() -> None:

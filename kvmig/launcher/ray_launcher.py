@@ -230,7 +230,7 @@ class RayHandle:
         return await self.await_answer(answer, timeout_s + ASK_S)
 
     async def ended(self) -> str:
-        """How it ended; an actor that Ray can't reach for a moment is asked again."""
+        """How the llumlet ended; an actor that Ray can't reach for a moment is asked again."""
         from ray.exceptions import ActorUnavailableError, RayError
 
         while True:

@@ -30,7 +30,7 @@ class GpuHolder(Protocol):
         StartupError: it is gone."""
 
     def release(self) -> None:
-        """Give it back."""
+        """Give the GPU back to Ray."""
 
 
 class HolderSource(Protocol):
@@ -53,12 +53,12 @@ class GpuWish(NamedTuple):
 
 
 class UnitGpu(NamedTuple):
-    """How it stands with a unit's GPUs."""
+    """The state of a unit's GPUs."""
 
     uuids: tuple[str, ...] = ()
-    """UUIDs of its GPUs, in the order of its wish; empty: not all of them yet, or it needs none."""
+    """UUIDs of its GPUs, in the desired order; empty: not all of them yet, or it needs none."""
     why: str = ""
-    """Why it has not all of them yet; empty: it has, or needs none."""
+    """Why the unit has not all its GPUs yet; empty: it has them, or needs none."""
 
 
 Shares = dict[str, tuple[str, ...]]

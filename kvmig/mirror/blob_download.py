@@ -53,7 +53,7 @@ class ContentPlaces(Protocol):
 
 
 async def finish(call: Callable[..., Value], *args: Any) -> Value:
-    """Run it in a thread, to its end in any case: what it uses is closed after it."""
+    """Run `call` in a thread, to its end in any case: what it uses is closed afterwards."""
     running = asyncio.ensure_future(asyncio.to_thread(call, *args))
     try:
         return await asyncio.shield(running)

@@ -41,7 +41,7 @@ END_S = 5.0
 
 
 class MirrorServer(HttpTask):
-    """Make it inside a running event loop; `start`, then `stop`."""
+    """A mirror of the hub; make it inside a running event loop, `start` it, then `stop` it."""
 
     def __init__(self, settings: MirrorSettings, sock: socket.socket) -> None:
         """sock: listening; closed by `stop`."""

@@ -47,7 +47,7 @@ class MirrorSettings(SecretStruct, frozen=True, kw_only=True):
 
 
 def check_settings(settings: MirrorSettings) -> MirrorSettings:
-    """Returns them unchanged. Raises ConfigError with the flag, its value and what is allowed."""
+    """Returns the settings unchanged. Raises ConfigError with flag, value and what is allowed."""
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"--port is {settings.port}, must be 0 to 65535")
     if not 0 <= settings.most_bytes <= 1 << 60:

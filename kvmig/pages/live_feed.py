@@ -37,7 +37,7 @@ Look = Callable[[], Awaitable[LiveFleet]]
 
 
 class LiveFeed:
-    """Make it inside a running event loop; `close` it, which all open pages learn."""
+    """The live picture of all open pages; make it inside a running event loop, `close` it."""
 
     def __init__(self, look: Look, pause_s: float = PICTURE_S, wall: Clock = time.time) -> None:
         """look: what runs now. Raises KvmigError. wall: Unix time."""

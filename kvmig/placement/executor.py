@@ -158,11 +158,11 @@ class DeploymentClient:
         return None if answer.is_error else step_s(answer.text)
 
     async def start(self, start: InstanceStart) -> None:
-        """Raises ReplaceFailed with the deployment's own sentence."""
+        """Raises ReplaceFailed with the deployment's error message."""
         await self._ask("POST", "/instances", json=msgspec.to_builtins(start))
 
     async def drain_instance(self, instance: str, *, last: bool = False, now: bool = False) -> None:
-        """Drain it and end it. Raises ReplaceFailed with the deployment's own sentence."""
+        """Drain an instance and end it. Raises ReplaceFailed with the deployment's message."""
         flags = {"last": str(last).lower(), "now": str(now).lower()}
         await self._ask("DELETE", f"/instances/{instance}", params=flags)
 

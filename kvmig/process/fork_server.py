@@ -336,7 +336,7 @@ class ForkServerClient:
         return cls(ours, process)
 
     def close(self) -> None:
-        """Leave it, and end it if it is our own; what it has forked doesn't mind."""
+        """Disconnect, and end the server if it is our own; the processes it forked go on."""
         self._sock.close()
         if self._process is not None:
             kill_and_wait(self._process, "the fork server")
@@ -473,7 +473,7 @@ class SharedForks:
         return await self._server.carry_out(order, descriptors)
 
     def close(self) -> None:
-        """Leave it; what it has forked doesn't mind."""
+        """Disconnect from the server; the processes that it has forked go on."""
         if self._server is not None and not self._server.gone:
             self._server.close()
 

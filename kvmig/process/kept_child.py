@@ -64,7 +64,7 @@ class KeptChild:
         self._keeping = asyncio.create_task(self.keep(), name=f"keep {self._name}")
 
     async def drain(self) -> None:
-        """Ask it to end, and wait until it has; it isn't started again."""
+        """Ask the process to end, and wait until it has; it isn't started again."""
         if self._keeping is not None:
             self._keeping.cancel()
         if self._child is not None:
@@ -72,7 +72,7 @@ class KeptChild:
             await self._child.ended()
 
     async def stop(self, timeout_s: float) -> None:
-        """End it."""
+        """End the process."""
         await cancel_tasks(self._keeping)
         await self._end(timeout_s)
 
@@ -91,7 +91,7 @@ class KeptChild:
             self._heartbeats = None
 
     async def keep(self) -> None:
-        """Keep it running until cancelled: what goes wrong with one is no end of that."""
+        """Keep the process running until cancelled, whatever goes wrong with a start."""
         loop = asyncio.get_running_loop()
         deaths, began = 0, loop.time()
         while True:

@@ -57,7 +57,7 @@ class ProcessHandle(Protocol):
         ...
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """Ask it to end, wait, then end it and all that it started, and free what it held.
+        """Ask the process to end, wait, then end it and all that it started; free what it held.
 
         May be called twice.
         """
@@ -169,13 +169,13 @@ class ChildProcess:
         return how_it_ended(await self._process.wait())
 
     def terminate(self) -> None:
-        """Ask it to end; it may take its time, see `ended`."""
+        """Ask the process to end; it may take its time, see `ended`."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
 
     async def stop(self, timeout_s: float = STOP_S) -> None:
-        """Ask it to end, then end it and all that it started; when cancelled, at once."""
+        """Ask the process to end, then end it and all that it started; when cancelled, at once."""
         if self._over:  # its id may be another process's by now
             return
         self._shared |= shared_by(of_group(self._process.pid))

@@ -34,7 +34,7 @@ class WaitForRoute(NamedTuple):
 
 
 class ForwardCall(NamedTuple):
-    """Relay it."""
+    """The decision to relay a call."""
 
     socket: str
 

@@ -181,7 +181,8 @@ class ProxyApp:
     # -- what the server tells, and hears
 
     def apply(self, message: Told) -> None:
-        """Take it; those go on who waited for it, in their order. What is allowed no more ends."""
+        """Apply a message of the server: calls that waited for it go on in their order, and those
+        that are no longer allowed end."""
         if isinstance(message, SpentLimits):
             self.admission.take_spent(message)
             return

@@ -217,7 +217,7 @@ class ProxiedCall:
             raise self.cut
 
     def cut_off(self, why: ProxyRefusal) -> None:
-        """End it, in any wait."""
+        """End the call, in any wait."""
         if self.patience_s:
             loop = asyncio.get_running_loop()
             loop.call_later(self.patience_s, self._cut_off, why)

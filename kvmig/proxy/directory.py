@@ -32,7 +32,7 @@ class FoundModel(NamedTuple):
 
 
 class ModelDirectory:
-    """Change it by `apply`."""
+    """The models as a proxy knows them; `apply` changes it."""
 
     def __init__(self) -> None:
         self.version = NOTHING

@@ -63,6 +63,6 @@ class DoorTrace:
         return own
 
     def end(self, *, gone: bool) -> None:
-        """End it. gone: the client's connection is closed, by now."""
+        """End the trace. gone: the client's connection is closed by now."""
         self.end_hold()
         self._trace.end(self.status, {}, left=gone and not self.status)

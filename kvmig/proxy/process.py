@@ -51,7 +51,7 @@ KEEP_S = 1.0
 
 
 class ProxyServer(DoorServer):
-    """Make it inside a running event loop; `start`, then `stop`."""
+    """A proxy; make it inside a running event loop, `start` it, then `stop` it."""
 
     def __init__(self, launch: ProxyLaunch, listening: int, peers: int | None = None) -> None:
         """listening: descriptor of the port's socket. peers: the same for hosts that stand by;

@@ -364,7 +364,7 @@ class NullTransport(asyncio.WriteTransport):
     """Takes an answer whose client has left."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Drop it."""
+        """Drop the bytes."""
 
 
 class ErrorSink(asyncio.WriteTransport):

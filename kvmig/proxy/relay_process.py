@@ -13,7 +13,7 @@ from kvmig.proxy.standby_relay import StandbyRelay
 
 
 class RelayServer(DoorServer):
-    """Make it inside a running event loop; `start`, then `stop`."""
+    """A relay; make it inside a running event loop, `start` it, then `stop` it."""
 
     def __init__(self, launch: ProxyLaunch, listening: int) -> None:
         """listening: descriptor of the port's socket. Raises as `DoorServer`."""

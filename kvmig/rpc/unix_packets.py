@@ -124,7 +124,7 @@ class QueuedPackets:
         asyncio.get_running_loop().add_reader(self._sock, self._read)
 
     def send(self, packet: bytes) -> None:
-        """Send it, now or as soon as the other side has room."""
+        """Send a packet, now or as soon as the other side has room."""
         self._unsent.append(packet)
         self._flush()
 

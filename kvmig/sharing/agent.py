@@ -67,7 +67,10 @@ class MemberConnection:
 
 
 class UnitAgent:
-    """Make it inside a running event loop. sock: where it listens, of packets; the caller's."""
+    """The agent of a unit; make it inside a running event loop.
+
+    sock: the caller's socket of packets on which it listens.
+    """
 
     def __init__(
         self,

@@ -252,7 +252,7 @@ class UnitMember:
                 self._leased.set()
 
     def _settled(self, answer: GuaranteeSet) -> None:
-        """Keep it for the next agent, too, whether or not a caller still waits for this one."""
+        """Keep the guarantee for the next agent, too, whether or not a caller still waits."""
         if not answer.refused:
             self._claim = self._claim._replace(guarantee=answer.size)
             self._guarantee = answer.size or self._guarantee

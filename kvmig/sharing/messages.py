@@ -32,7 +32,7 @@ class MemberHello(UnitMessage, frozen=True, tag="Hello"):
 
     version: int
     instance: str
-    """Names it in the unit: no other one has this name."""
+    """The member's name, which no other one in the unit has."""
     model: str
     floor: int
     capacity: int

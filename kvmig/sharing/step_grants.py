@@ -18,7 +18,7 @@ Send = Callable[[bytes], None]
 
 
 class UnitTurns:
-    """Make it inside a running event loop."""
+    """The order of the steps of a unit; make it inside a running event loop."""
 
     def __init__(self, turns: StepScheduler) -> None:
         self.turns = turns

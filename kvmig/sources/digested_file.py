@@ -96,7 +96,7 @@ class DigestedFile(io.RawIOBase):
         return 0
 
     def sync(self) -> None:
-        """Have it on the disk. Raises OSError."""
+        """Wait until the file is on the disk. Raises OSError."""
         os.fsync(self._file.fileno())
 
     @property

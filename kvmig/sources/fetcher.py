@@ -87,7 +87,7 @@ class FetcherProcess:
         return last
 
     def report(self, report: FetchReport) -> None:
-        """Send it; with a server that has gone this process ends."""
+        """Send a report; if the server has gone, this process ends."""
         with self._writing:
             try:
                 self._reports.write(msgspec.json.encode(report) + b"\n")

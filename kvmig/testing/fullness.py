@@ -33,6 +33,6 @@ async def fill(suite: Suite, first: str, *others: str) -> list[str]:
 
 
 async def empty(suite: Suite, name: str, hogs: list[str]) -> None:
-    """Give it all back."""
+    """Give all of the memory back."""
     for hog in hogs:
         await suite.engines[name].cancel(hog)

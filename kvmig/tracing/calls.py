@@ -52,7 +52,7 @@ class CallTrace:
             headers.append((TRACESTATE, self._state))
 
     def end(self, status: int, attributes: Attributes, *, left: bool = False) -> None:
-        """End it. status: of the answer; 0: it has none. left: the client has gone."""
+        """End the call's span. status: of the answer; 0: none. left: the client has gone."""
         said = {**attributes, "http.response.status_code": status} if status else attributes
         self.span.set_attributes(said)
         error = str(status) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else ""

@@ -55,7 +55,7 @@ class TracedSpan:
         self._span.set_attributes(attributes)
 
     def end(self, ended: float, error: str = "") -> None:
-        """End it. error: why it failed, as one word; empty: it did not."""
+        """End the span. error: why it failed, as one word; empty: it did not."""
         if error:
             from opentelemetry.trace import Status, StatusCode
 

@@ -58,7 +58,7 @@ class ConfirmDialog(ModalScreen[bool]):
             yield Static("y  yes        n  no", markup=False)
 
     def action_answer(self, yes: bool) -> None:
-        """Close it with an answer."""
+        """Close the dialog with an answer."""
         self.dismiss(yes)
 
 
@@ -84,7 +84,7 @@ class ChoiceDialog(ModalScreen[int | None]):
         self.dismiss(event.option_index)
 
     def action_leave(self) -> None:
-        """Close it without a choice."""
+        """Close the dialog without a choice."""
         self.dismiss(None)
 
 
@@ -101,5 +101,5 @@ class HelpDialog(ModalScreen[None]):
             yield Static(KEYS, markup=False)
 
     def action_leave(self) -> None:
-        """Close it."""
+        """Close the dialog."""
         self.dismiss(None)

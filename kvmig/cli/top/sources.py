@@ -143,11 +143,11 @@ class FleetSource:
         return await self._calls.get("/kvmig/v2/live", LiveFleet, streams=STREAMS)
 
     async def drain(self, one: LiveInstance) -> None:
-        """Drain it, then end it."""
+        """Drain an instance, then end it."""
         await self._calls.order("POST", "/kvmig/v2/live/drain", body=_named(one))
 
     async def undrain(self, one: LiveInstance) -> None:
-        """Let it serve again."""
+        """Let an instance serve again."""
         await self._calls.order("POST", "/kvmig/v2/live/undrain", body=_named(one))
 
     async def move(self, stream: LiveStream, destination: str | None) -> MoveRecord:
@@ -271,11 +271,11 @@ class ServeSource:
             self._moves.append(msgspec.json.decode(value, type=MoveRecord))
 
     async def drain(self, one: LiveInstance) -> None:
-        """Drain it; it stays."""
+        """Drain an instance, which stays."""
         await self._calls.order("POST", f"{_path(one)}/drain")
 
     async def undrain(self, one: LiveInstance) -> None:
-        """Let it serve again."""
+        """Let an instance serve again."""
         await self._calls.order("DELETE", f"{_path(one)}/drain")
 
     async def move(self, stream: LiveStream, destination: str | None) -> MoveRecord:

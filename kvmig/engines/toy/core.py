@@ -197,7 +197,7 @@ class ToyBatch:
             insort(self.waiting, request, key=rank)
 
     def remove(self, request: ToyRequest) -> None:
-        """Take it out, with its blocks."""
+        """Remove a request, with its blocks."""
         (self.running if request in self.running else self.waiting).remove(request)
 
     def step(self, hold: int | None = None, prefill: int | None = None) -> list[ToyRequest]:

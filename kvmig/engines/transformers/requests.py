@@ -189,7 +189,7 @@ class SchedulerRequests:
             self.scheduler.active_requests[request_id] = state
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget them and free their blocks; those not here are ignored."""
+        """Forget requests and free their blocks; unknown ones are ignored."""
         for request_id in request_ids:
             if self._held.pop(request_id, None) is not None:
                 self._take_out(request_id)

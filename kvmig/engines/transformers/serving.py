@@ -322,7 +322,7 @@ class ServingTransformers:
     # -- on the engine's thread
 
     async def _between(self, function: Callable[[], T]) -> T:
-        """Run it on the engine's thread between two steps."""
+        """Run a function on the engine's thread between two steps."""
         future: Future[T] = self._loop.call(function)
         # Shielded: what runs there can't be taken back half-way.
         return await asyncio.shield(asyncio.wrap_future(future))

@@ -163,7 +163,7 @@ class PrefixPool:
             )
 
     def free(self, beginning: CachedBeginning) -> None:
-        """Hold it no more; the last blocks are evicted first."""
+        """Release a beginning; its last blocks are evicted first."""
         self._pool.free_blocks(reversed(beginning.blocks))
 
     def forget(self, beginning: CachedBeginning, shared_tokens: int) -> None:

@@ -30,7 +30,7 @@ from kvmig.kernels.peers import unreached
 
 
 def engine_config(args: Namespace) -> VllmConfig:
-    """vLLM's own checks; ConfigError with their first sentence."""
+    """vLLM's own checks; raises ConfigError with the first line of their message."""
     # Several workers are processes of their own; a single one runs in the engine's.
     args.distributed_executor_backend = "uni" if args.tensor_parallel_size == 1 else "mp"
     # With it the front end sends an image once, and later its name: to whichever instance.

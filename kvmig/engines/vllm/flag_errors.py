@@ -1,6 +1,6 @@
 """What is wrong with a value of one of vLLM's flags, in one line: field, value and what is allowed.
 
-vLLM's own sentences have several lines where a flag takes JSON, and name Python's functions.
+vLLM's own messages have several lines where a flag takes JSON, and name Python's functions.
 """
 
 from __future__ import annotations

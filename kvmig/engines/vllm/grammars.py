@@ -169,7 +169,7 @@ class CompilingGrammar(Future[StructuredOutputGrammar]):
         return super().done()
 
     def refuse(self, error: Exception, kind: Failure) -> None:
-        """Compile it no more."""
+        """Report why the grammar is refused, and end its compilation."""
         self.on_refused(str(error), kind)
         self.finish(error=error)
 

@@ -439,7 +439,7 @@ class ServingVllm:
         return await self._once_offloaded(lambda: self._destination.grow(request_id, num_tokens))
 
     async def _once_offloaded(self, take_blocks: Callable[[], T]) -> T:
-        """Call it on the engine, again while vLLM's offload still reads the blocks it gets."""
+        """Call `take_blocks` on the engine, again while vLLM's offload still reads its blocks."""
         deadline = time.monotonic() + _OFFLOADED_S
         while True:
             try:

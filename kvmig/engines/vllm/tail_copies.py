@@ -83,8 +83,8 @@ class LastBlocks:
             await _ended(self._copy)
 
     def land(self) -> None:
-        """Have them in the cache, on the engine's thread. Raises MigrationRefused if they came
-        changed, and what the copy raises."""
+        """Put the tail's blocks into the cache, on the engine's thread. Raises MigrationRefused if
+        they came changed, and what the copy raises."""
         last = self._last
         if self._copy is None:
             sums = self._copies.scatter_now(last.block_ids, last.fused)

@@ -269,7 +269,7 @@ def read_profile(path: Path) -> list[StepTime]:
 
 
 def write_profile(path: Path, times: Sequence[StepTime]) -> None:
-    """Keep them for the next start; a folder that can't be written to only costs that."""
+    """Keep step times for the next start; without a writable folder they are measured again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -33,14 +33,14 @@ async def scale(pages: FleetPages, request: Request, name: str, form: FormData) 
 
 
 async def switch(pages: FleetPages, request: Request, name: str, form: FormData) -> str:
-    """Let it serve or not."""
+    """Switch a model on or off."""
     body = {"on": form.get("on") == "yes"}
     await pages.call(request, "POST", f"{api_path(name)}/switch", body=body)
     return path_of(name)
 
 
 async def wake(pages: FleetPages, request: Request, name: str, _: FormData) -> str:
-    """Start it now."""
+    """Start a model now."""
     await pages.call(request, "POST", f"{api_path(name)}/wake")
     return path_of(name)
 
@@ -76,7 +76,7 @@ async def undrain(pages: FleetPages, request: Request, name: str, form: FormData
 
 
 async def remove(pages: FleetPages, request: Request, name: str, form: FormData) -> str:
-    """Take it out of the catalogue."""
+    """Remove a model from the catalogue."""
     await pages.call(request, "DELETE", api_path(name), query=basis_query(form))
     return "/models"
 

@@ -42,15 +42,15 @@ class ResponseWork:
         self._response = response
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the work has ended."""
         return self._task.done()
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Call it once it has ended."""
+        """Call `callback` once the work has ended."""
         self._task.add_done_callback(callback)
 
     def cancel(self) -> bool:
-        """End it, unless it has ended."""
+        """End the work, unless it has ended."""
         if self._response is not None and not self._task.done():
             self._response.status = "cancelled"  # or vLLM says that it has failed
         return self._task.cancel()
