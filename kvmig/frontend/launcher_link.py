@@ -85,7 +85,7 @@ class LauncherLink:
     async def order(self, make: Callable[[int], RpcMessage]) -> tuple[str, ...]:
         """Give an order, made from its number; returns the instances that it is about.
 
-        Raises OrderFailed with the launcher's sentence, or LauncherGone.
+        Raises OrderFailed with the launcher's message, or LauncherGone.
         """
         done = await self._call(make, OrderDone, ORDER_TIMEOUT_S)
         if done.refused:

@@ -258,7 +258,7 @@ class Router:
 
     async def set_guarantee(self, instance: str, size: int) -> None:
         """What an instance gets back of its unit's KV cache whenever it wants it, bytes; 0: a fair
-        part. Raises OrderFailed with the unit's own sentence, CallTimeout, InstanceLost."""
+        part. Raises OrderFailed with the unit's own message, CallTimeout, InstanceLost."""
         try:
             self.fleet.endpoint(instance)
         except UnknownInstance as error:

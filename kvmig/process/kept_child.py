@@ -91,7 +91,7 @@ class KeptChild:
             self._heartbeats = None
 
     async def keep(self) -> None:
-        """Keep the process running until cancelled, whatever goes wrong with a start."""
+        """Keep the process running until cancelled, also after failed starts."""
         loop = asyncio.get_running_loop()
         deaths, began = 0, loop.time()
         while True:

@@ -47,7 +47,7 @@ class ProcessHandle(Protocol):
     async def ready(self, timeout_s: float) -> str:
         """Return its endpoint, once it serves; to be awaited once.
 
-        Raises StartupError with the process's own sentence, or with how it ended; ConfigError
+        Raises StartupError with the process's own message, or with how it ended; ConfigError
         where the process was refused what it was given to use.
         """
         ...

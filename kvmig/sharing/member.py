@@ -121,7 +121,7 @@ class UnitMember:
     async def guarantee(self, size: int) -> None:
         """Get `size` bytes back from now on whenever it wants them; 0: a fair part.
 
-        Raises ConfigError with the agent's sentence, TransportError where no agent answers.
+        Raises ConfigError with the agent's message, TransportError where no agent answers.
         """
         if self._packets is None:
             raise TransportError(f"the agent of unit {self._path} isn't there")
