@@ -189,7 +189,7 @@ def test_an_instance_on_a_worker_is_in_a_unit_of_its_worker() -> None:
     rows = {"a": [replace(row("i0", ""), node="n1")], "b": [replace(row("i0", ""), node="n0")]}
     assert adopted(wanted, rows, nodes) == {"a": {"i0": "right"}, "b": {"i0": "left"}}
     rows["a"] = [replace(row("i0", ""), node="n1"), replace(row("i1", ""), node="n1")]
-    with pytest.raises(ConfigError, match=r"in which units .*a i1 \(worker east\)"):
+    with pytest.raises(ConfigError, match=r"the units of .*a i1 \(worker east\)"):
         adopted(wanted, rows, nodes)
 
 
